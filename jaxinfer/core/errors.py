@@ -1,0 +1,40 @@
+"""The one exception tree. Every message is a clear sentence that names the thing and the remedy.
+
+Owns: the classes. Must not know: who raises them or how they reach the user.
+"""
+
+
+class JaxinferError(Exception):
+    """Base of every error that jaxinfer raises on purpose; the CLI prints it and exits with 1."""
+
+
+class ConfigError(JaxinferError, ValueError):
+    """A setting is unknown, out of range or contradicts another."""
+
+
+class SourceError(JaxinferError):
+    """A model reference cannot be resolved, downloaded or read."""
+
+
+class CheckpointError(SourceError):
+    """A checkpoint file is truncated, corrupt, incomplete or of the wrong shape."""
+
+
+class UnknownArchitectureError(SourceError):
+    """No model family is registered for the architecture that a config names."""
+
+
+class TokenizerError(JaxinferError):
+    """A tokenizer or chat template is missing, unreadable or fails on the given input."""
+
+
+class CacheError(JaxinferError):
+    """The user cache cannot be written or holds something unusable."""
+
+
+class RequestError(JaxinferError, ValueError):
+    """One request is invalid or can never fit; other requests are unaffected."""
+
+
+class EngineError(JaxinferError, RuntimeError):
+    """The engine failed or was closed; the message says what to do next."""

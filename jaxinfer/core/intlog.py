@@ -1,0 +1,96 @@
+"""An append-only list of ints as an immutable value: the token ids and page ids of a sequence.
+
+Owns: ``IntLog``. A state keeps a view of the first ``len`` entries of a shared buffer, so appending
+costs amortised O(1) along one history, and a second history grown from the same view copies first.
+Every view therefore behaves as a frozen tuple. Must not know: tokens, pages or the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import final
+
+import numpy as np
+
+
+@final
+class IntLog:
+    """An immutable sequence of int32 with cheap ``extend`` and zero-copy numpy views."""
+
+    __slots__ = ("_buffer", "_length")
+
+    def __init__(self, values: Iterable[int] = ()) -> None:
+        array = np.fromiter(values, np.int32)
+        self._buffer = _Buffer(array, len(array))
+        self._length = len(array)
+
+    def extend(self, values: Iterable[int]) -> IntLog:
+        """This log followed by ``values``; this log itself is unchanged."""
+        added = np.fromiter(values, np.int32)
+        if not len(added):
+            return self
+        buffer = self._buffer
+        if buffer.used != self._length:  # another history already grew from here: branch
+            buffer = _Buffer(self.array().copy(), self._length)
+        buffer.append(added)
+        return self._view(buffer, self._length + len(added))
+
+    def append(self, value: int) -> IntLog:
+        """This log followed by one value."""
+        return self.extend((value,))
+
+    def first(self, length: int) -> IntLog:
+        """The first ``length`` entries."""
+        return self._view(self._buffer, min(length, self._length))
+
+    def array(self) -> np.ndarray:
+        """The entries as a read-only int32 array; no copy is made."""
+        view = self._buffer.data[: self._length]
+        view.flags.writeable = False
+        return view
+
+    @classmethod
+    def _view(cls, buffer: _Buffer, length: int) -> IntLog:
+        log = cls.__new__(cls)
+        log._buffer = buffer
+        log._length = length
+        return log
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> int:
+        if not -self._length <= index < self._length:
+            raise IndexError(index)
+        return int(self._buffer.data[index % self._length])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.array().tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, IntLog) and np.array_equal(self.array(), other.array())
+
+    def __hash__(self) -> int:
+        return hash(self.array().tobytes())
+
+    def __repr__(self) -> str:
+        return f"IntLog({self.array().tolist()})"
+
+
+class _Buffer:
+    """Growing storage; ``used`` marks how far the longest view reaches."""
+
+    __slots__ = ("data", "used")
+
+    def __init__(self, data: np.ndarray, used: int) -> None:
+        self.data = data
+        self.used = used
+
+    def append(self, added: np.ndarray) -> None:
+        end = self.used + len(added)
+        if end > len(self.data):
+            grown = np.empty(max(end, 2 * len(self.data), 16), np.int32)
+            grown[: self.used] = self.data[: self.used]
+            self.data = grown
+        self.data[self.used : end] = added
+        self.used = end

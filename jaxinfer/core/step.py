@@ -1,0 +1,206 @@
+"""The words that scheduler and executor share: a bucket, a step's plan, a step's result.
+
+Owns: the records that cross between ``sched``, ``exec`` and ``engine``. Scheduler and executor meet
+only here. Must not know: jax, pages' owners, text.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class StepKind(StrEnum):
+    """What a step computes."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+    MIXED = "mixed"
+
+
+class Bucket(msgspec.Struct, frozen=True, order=True):
+    """One compiled shape. Rows [0, num_decodes) hold one token each; the prefill rows follow.
+
+    ``num_prefill_tokens`` are packed back to back (ragged) over ``num_prefills`` rows.
+    """
+
+    num_decodes: int
+    num_prefill_tokens: int = 0
+    num_prefills: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """T: tokens of the step, padding included."""
+        return self.num_decodes + self.num_prefill_tokens
+
+    @property
+    def num_seqs(self) -> int:
+        """B: rows of the step, padding included."""
+        return self.num_decodes + self.num_prefills
+
+    @property
+    def kind(self) -> StepKind:
+        """Decode, prefill or mixed."""
+        if not self.num_prefill_tokens:
+            return StepKind.DECODE
+        return StepKind.MIXED if self.num_decodes else StepKind.PREFILL
+
+    @property
+    def name(self) -> str:
+        """Short and unique: ``d8``, ``p512x8``, ``d8p512x8``."""
+        decodes = f"d{self.num_decodes}" if self.num_decodes else ""
+        prefills = f"p{self.num_prefill_tokens}x{self.num_prefills}" if self.num_prefills else ""
+        return decodes + prefills
+
+    def fits(self, decodes: int, prefill_tokens: int, prefills: int) -> bool:
+        """Whether a step of this size can run in this shape."""
+        return (
+            decodes <= self.num_decodes
+            and prefill_tokens <= self.num_prefill_tokens
+            and prefills <= self.num_prefills
+        )
+
+
+class ScheduledSeq(msgspec.Struct, frozen=True, gc=False):
+    """One row of a step: ``num_scheduled_tokens`` tokens after ``num_computed_tokens``.
+
+    A decode row's input token is the one its slot drew last, which only the device knows when the
+    step is planned; ``token_ids`` is therefore empty for it and holds the chunk for a prefill row.
+    """
+
+    request_id: str
+    epoch: int
+    slot: int
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    page_ids: IntLog
+    token_ids: np.ndarray | None = None  # int32[num_scheduled_tokens], prefill rows only
+    samples: bool = True  # whether the row's last token draws the next one
+    # prompt_logprobs: target_ids[i] is the prompt token that follows token_ids[i], -1 where the
+    # chunk's last token is the prompt's last one
+    target_ids: np.ndarray | None = None  # int32[num_scheduled_tokens] or None
+
+
+class SlotAdmission(msgspec.Struct, frozen=True, gc=False):
+    """A slot was given to a request: its sampling state must be written before the step runs.
+
+    ``token_ids`` are all tokens known at admission (the prompt, and after a preemption the tokens
+    generated so far); the first ``num_prompt_tokens`` are the prompt.
+    """
+
+    slot: int
+    request: Request
+    token_ids: IntLog
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the user's prompt."""
+        return len(self.request.prompt_token_ids)
+
+
+class StepPlan(msgspec.Struct, frozen=True, gc=False):
+    """What the executor runs next: rows in order, and the bucket that holds them."""
+
+    step_id: int
+    bucket: Bucket
+    admissions: tuple[SlotAdmission, ...]
+    decodes: tuple[ScheduledSeq, ...]
+    prefills: tuple[ScheduledSeq, ...]
+
+    @property
+    def rows(self) -> tuple[ScheduledSeq, ...]:
+        """All rows; row i of the decodes is row i of the batch, prefills start at num_decodes."""
+        return self.decodes + self.prefills
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens without padding."""
+        return len(self.decodes) + sum(row.num_scheduled_tokens for row in self.prefills)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
+    """Logprobs of one position under the unmodified distribution.
+
+    ``token_ids``/``logprobs`` start with the chosen token, then the most likely ones in order;
+    ``rank`` is the chosen token's rank, 1 being the most likely.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int
+
+
+class RowResult(msgspec.Struct, frozen=True, gc=False):
+    """What one row produced. ``token_id`` is None for a chunk that does not end its prompt."""
+
+    request_id: str
+    epoch: int
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens after this chunk's own
+
+
+class StepResult(msgspec.Struct, frozen=True, gc=False):
+    """A finished step, matched to sequences by (request_id, epoch), never by slot."""
+
+    step_id: int
+    rows: tuple[RowResult, ...]
+
+
+# Events: what the outside world tells the scheduler, in the order it happened.
+
+
+class Arrive(msgspec.Struct, frozen=True, tag=True):
+    """A request enters."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """A request leaves early: its client went away, or its text met a stop string."""
+
+    request_id: str
+    reason: FinishReason = FinishReason.ABORT
+
+
+class StepDone(msgspec.Struct, frozen=True, tag=True):
+    """The oldest step in flight has finished."""
+
+    result: StepResult
+
+
+class StepFailed(msgspec.Struct, frozen=True, tag=True):
+    """The oldest step in flight raised; its rows' requests end with ``error``."""
+
+    step_id: int
+    error: str
+
+
+type Event = Arrive | Abort | StepDone | StepFailed
+
+
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
+    """News of one request for its reader; ``finish_reason`` is set exactly once, at the end."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the stop id that ended it, when one of the user's own did
+    error: str = ""
+
+
+def rows_by_id(result: StepResult) -> Mapping[tuple[str, int], RowResult]:
+    """The rows of a result keyed by (request_id, epoch)."""
+    return {(row.request_id, row.epoch): row for row in result.rows}

@@ -1,0 +1,155 @@
+"""What a model family is: the one record that each file in this folder exports.
+
+Owns: ``ModelFamily``, ``TensorRule``, the config protocol, and the functions that work for every
+family (``abstract_params``, ``forward``). Must not know: files, devices, the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.nn.attention import Attend, DenseCausal
+from jaxinfer.nn.kv import KVSpec, KVState
+
+type Params = dict[str, Any]  # nested dict of arrays, one array per layer and weight
+
+
+class ModelConfig(Protocol):
+    """The facts every family's frozen config states; the rest is the family's own business."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of weights and activations."""
+        ...
+
+
+class LanguageModel(Protocol):
+    """The linen module of a family: ``__call__`` maps tokens to hidden states, ``unembed`` to logits.
+
+    token_ids and positions are int32[T], packed over sequences; ``attend`` tells them apart.
+    """
+
+    def __call__(
+        self,
+        token_ids: jax.Array,  # int32[T]
+        positions: jax.Array,  # int32[T]
+        kv: KVState | None,
+        attend: Attend,
+    ) -> tuple[jax.Array, KVState | None]: ...  # hidden [T, D], after the final norm
+
+    def unembed(self, hidden: jax.Array) -> jax.Array:  # [..., D] -> float32[..., V]
+        ...
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """How one parameter is made from checkpoint tensors (Hugging Face names).
+
+    ``param`` is the path in the params tree, joined by "/". ``build`` receives the tensors in the
+    order of ``sources`` and returns the parameter; it moves and joins, it does no arithmetic.
+    ``shapes`` are the sources' expected shapes, checked before anything is read.
+    """
+
+    param: str
+    sources: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    build: Callable[..., np.ndarray]
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """A family of architectures that share one module.
+
+    ``ignored_tensors`` are regular expressions of checkpoint tensors that carry nothing (buffers,
+    an lm_head tied to the embedding).
+    ``tensor_prefixes``: prefixes some checkpoints of the family add to or leave out of every name.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    config_from_hf: Callable[[Mapping[str, Any], jnp.dtype], ModelConfig]
+    module: Callable[[Any], nn.Module]
+    tensor_rules: Callable[[Any], tuple[TensorRule, ...]]
+    kv_spec: Callable[[Any], KVSpec]
+    ignored_tensors: tuple[str, ...] = ()
+    optional_prefix: str = ""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A family with a config: everything static about a model, without weights."""
+
+    family: ModelFamily
+    architecture: str
+    config: ModelConfig
+
+    @property
+    def module(self) -> nn.Module:
+        """The linen module; cheap, holds no arrays."""
+        return self.family.module(self.config)
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """What the model keeps per token."""
+        return self.family.kv_spec(self.config)
+
+    @property
+    def tensor_rules(self) -> tuple[TensorRule, ...]:
+        """How its parameters are made from a checkpoint."""
+        return self.family.tensor_rules(self.config)
+
+
+def abstract_params(model: Model) -> Params:
+    """Shapes and dtypes of every parameter, without memory."""
+    module = model.module
+    tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def init(token_ids: jax.Array, positions: jax.Array) -> Any:
+        key = jax.random.key(0)
+        return module.init(key, token_ids, positions, None, DenseCausal(), method=_all_params)
+
+    return jax.eval_shape(init, tokens, tokens)["params"]
+
+
+def _all_params(
+    module: Any, token_ids: jax.Array, positions: jax.Array, kv: None, attend: Attend
+) -> jax.Array:
+    hidden, _ = module(token_ids, positions, kv, attend)
+    return module.unembed(hidden)
+
+
+def hidden_states(
+    model: Model,
+    params: Params,
+    token_ids: jax.Array,  # int32[T]
+    positions: jax.Array,  # int32[T]
+    kv: KVState | None,
+    attend: Attend,
+) -> tuple[jax.Array, KVState | None]:  # [T, D]
+    """Run the decoder; with ``PagedAttend`` this is the very function that serves."""
+    return model.module.apply({"params": params}, token_ids, positions, kv, attend)  # type: ignore[return-value]
+
+
+def unembed(model: Model, params: Params, hidden: jax.Array) -> jax.Array:  # float32[..., V]
+    """Logits of hidden states [..., D]."""
+    return model.module.apply({"params": params}, hidden, method="unembed")  # type: ignore[return-value]
+
+
+def forward(model: Model, params: Params, token_ids: jax.Array) -> jax.Array:  # float32[T, V]
+    """Logits of one whole sequence int32[T]; pure: jit, vmap and differentiate it freely."""
+    positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
+    hidden, _ = hidden_states(model, params, token_ids, positions, None, DenseCausal())
+    return unembed(model, params, hidden)

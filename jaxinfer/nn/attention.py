@@ -1,0 +1,109 @@
+"""How a layer's queries meet keys and values: one protocol, two implementations.
+
+Owns: ``Attend`` (the protocol a decoder layer calls), ``DenseCausal`` (no cache: research and
+golden tests; differentiable) and ``PagedAttend`` (serving: append to pages, attend over them).
+Must not know: model families, the scheduler, sampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from pallas_kernels.kv_append.api import kv_append
+from pallas_kernels.paged_decode.api import paged_decode
+from pallas_kernels.paged_prefill.api import paged_prefill
+
+from jaxinfer.nn.kv import LayerKV
+
+
+class Attend(Protocol):
+    """Append this step's keys and values, attend, return the output and the layer's new KV."""
+
+    def __call__(
+        self,
+        q: jax.Array,  # [T, N, H]
+        k: jax.Array,  # [T, K, H]
+        v: jax.Array,  # [T, K, H]
+        kv: LayerKV | None,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> tuple[jax.Array, LayerKV | None]: ...  # [T, N, H]
+
+
+class AttentionBatch(NamedTuple):
+    """Where a step's tokens live. Rows [0, num_decodes) are one token each; prefill rows follow.
+
+    Padding rows have ``seq_lens`` 0, padding tokens map to page 0, and padding entries of
+    ``query_start_loc`` repeat the last real value.
+    """
+
+    slot_mapping: jax.Array  # int32[T]: page_id * page_size + offset of each token
+    page_table: jax.Array  # int32[B, M]
+    seq_lens: jax.Array  # int32[B]: context length, this step's tokens included
+    query_start_loc: jax.Array  # int32[R + 1]: where each prefill row starts in the prefill part
+
+
+@dataclass(frozen=True)
+class PagedAttend:
+    """Attention over pages for one bucket; ``num_decodes`` is static, the rest is data."""
+
+    batch: AttentionBatch
+    num_decodes: int
+
+    def __call__(
+        self,
+        q: jax.Array,  # [T, N, H]
+        k: jax.Array,  # [T, K, H]
+        v: jax.Array,  # [T, K, H]
+        kv: LayerKV | None,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> tuple[jax.Array, LayerKV]:
+        """See ``Attend``."""
+        assert kv is not None, "paged attention needs a KV state"
+        batch, d = self.batch, self.num_decodes
+        pages = LayerKV(*kv_append(k, v, kv.k_pages, kv.v_pages, batch.slot_mapping))
+        parts: list[jax.Array] = []
+        if d:
+            table, lens = batch.page_table[:d], batch.seq_lens[:d]
+            parts.append(paged_decode(q[:d], *pages, table, lens, scale=scale, window=window))
+        if q.shape[0] > d:
+            table, lens = batch.page_table[d:], batch.seq_lens[d:]
+            starts = batch.query_start_loc
+            parts.append(
+                paged_prefill(q[d:], *pages, table, lens, starts, scale=scale, window=window)
+            )
+        return jnp.concatenate(parts) if len(parts) > 1 else parts[0], pages
+
+
+@dataclass(frozen=True)
+class DenseCausal:
+    """Causal attention of one whole sequence over itself; no cache. Differentiates and vmaps."""
+
+    def __call__(
+        self,
+        q: jax.Array,  # [T, N, H]
+        k: jax.Array,  # [T, K, H]
+        v: jax.Array,  # [T, K, H]
+        kv: LayerKV | None,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> tuple[jax.Array, None]:
+        """See ``Attend``; ``kv`` must be None."""
+        assert kv is None, "dense attention keeps no KV state"
+        t, n, h = q.shape
+        grouped = q.reshape(t, k.shape[1], n // k.shape[1], h)
+        scores = jnp.einsum("TKGH,SKH->KGTS", grouped, k, preferred_element_type=jnp.float32)
+        distance = jnp.arange(t)[:, None] - jnp.arange(t)[None, :]  # [T, S]
+        visible = distance >= 0
+        if window is not None:
+            visible &= distance < window
+        scores = jnp.where(visible, scores * scale, -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        return jnp.einsum("KGTS,SKH->TKGH", weights, v).reshape(t, n, h), None
