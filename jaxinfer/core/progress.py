@@ -5,7 +5,7 @@ Owns: the ``Progress`` protocol and the silent implementation. Must not know: te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -24,7 +24,7 @@ class NoProgress:
     """Says nothing."""
 
     @contextmanager
-    def task(self, description: str, total: float | None) -> Iterator[Advance]:
+    def task(self, description: str, total: float | None) -> Generator[Advance]:
         """See ``Progress``."""
         del description, total
         yield lambda amount: None

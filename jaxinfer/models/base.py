@@ -37,7 +37,7 @@ class ModelConfig(Protocol):
 
 
 class LanguageModel(Protocol):
-    """The linen module of a family: ``__call__`` maps tokens to hidden states, ``unembed`` to logits.
+    """A family's linen module: ``__call__`` maps tokens to hidden states, ``unembed`` to logits.
 
     token_ids and positions are int32[T], packed over sequences; ``attend`` tells them apart.
     """
