@@ -1,1 +1,48 @@
-"""jaxinfer."""
+"""jaxinfer: large language models served by pure JAX.
+
+Owns: the version and the public names, loaded on first use, so that ``import jaxinfer`` costs
+nothing and the command line starts at once. Must not know: anything about how they work.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from jaxinfer.core.config import EngineConfig
+    from jaxinfer.core.request import SamplingParams
+    from jaxinfer.engine.async_llm import AsyncLLM
+    from jaxinfer.engine.llm import LLM
+    from jaxinfer.engine.outputs import CompletionOutput, Logprob, RequestOutput
+
+__version__: Final = "0.1.0"
+
+__all__ = (
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+)
+
+
+def __getattr__(name: str) -> Any:
+    match name:
+        case "EngineConfig":
+            module = "jaxinfer.core.config"
+        case "SamplingParams":
+            module = "jaxinfer.core.request"
+        case "LLM":
+            module = "jaxinfer.engine.llm"
+        case "AsyncLLM":
+            module = "jaxinfer.engine.async_llm"
+        case "CompletionOutput" | "Logprob" | "RequestOutput":
+            module = "jaxinfer.engine.outputs"
+        case _:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted((*globals(), *__all__))

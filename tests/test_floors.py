@@ -1,0 +1,213 @@
+"""The rules of the source tree, read from the syntax alone: floors, purity, size.
+
+``docs/architecture.md`` explains the rules; each one is a function below and is itself tested on a
+synthetic module that breaks it.
+"""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = (  # lowest first; "jaxinfer" is the package's own __init__, the public face of the engine
+    {"pallas_kernels"},
+    {"jaxinfer.core"},
+    {"jaxinfer.text", "jaxinfer.sched", "jaxinfer.nn"},
+    {"jaxinfer.models"},
+    {"jaxinfer.weights", "jaxinfer.exec"},
+    {"jaxinfer.engine"},
+    {"jaxinfer.server", "jaxinfer"},
+    {"jaxinfer.cli"},
+)
+FLOOR_OF = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
+MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter"}
+MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+
+
+class Module(NamedTuple):
+    """One parsed file."""
+
+    name: str
+    path: Path
+    text: str
+    tree: ast.Module
+
+    @property
+    def folder(self) -> str:
+        """The unit that stands on a floor: ``pallas_kernels`` or ``jaxinfer.<folder>``."""
+        return self.name if self.name == "jaxinfer" else folder_of(self.name)
+
+
+def folder_of(name: str) -> str:
+    parts = name.split(".")
+    return parts[0] if parts[0] == "pallas_kernels" else ".".join(parts[:2])
+
+
+def load(root: Path) -> dict[str, Module]:
+    modules = {}
+    for path in sorted(
+        p for top in ("jaxinfer", "pallas_kernels") for p in root.glob(f"{top}/**/*.py")
+    ):
+        parts = path.relative_to(root).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        modules[name] = Module(name, path, path.read_text(), ast.parse(path.read_text()))
+    return modules
+
+
+def imports(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
+    """(line, imported module) of every import, also inside functions and ``if TYPE_CHECKING``."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield node.lineno, full if full in modules or not node.module else base
+
+
+def floors(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
+    if module.folder not in FLOOR_OF:
+        yield 1, f"{module.folder} stands on no floor"
+        return
+    for line, target in imports(module, modules):
+        if target.startswith("."):
+            yield line, "relative import"
+        elif target.split(".")[0] in ("jaxinfer", "pallas_kernels"):
+            folder = target if target == "jaxinfer" else folder_of(target)
+            if target not in modules:
+                yield line, f"imports {target}, which does not exist"
+            elif folder != module.folder and FLOOR_OF[folder] >= FLOOR_OF[module.folder]:
+                yield line, f"imports {target}, which is not on a lower floor"
+
+
+def cycles(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
+    graph = {m.name: {t for _, t in imports(m, modules) if t in modules} for m in modules.values()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        if module.name == min(error.args[1]):
+            yield 1, "import cycle " + " -> ".join(error.args[1])
+
+
+def libraries(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
+    for line, target in imports(module, modules):
+        top = target.split(".")[0]
+        if "jax._src" in target or target.startswith("jaxlib"):
+            yield line, f"imports {target}, which is private to JAX"
+        if top in ("jax", "flax") and module.folder in ("jaxinfer.core", "jaxinfer.sched"):
+            yield line, f"{module.folder} imports {target}"
+        if top in ("triton", "jax_triton") and module.path.name != "triton.py":
+            yield line, f"imports {target} outside a triton.py file"
+        if top in ("torch", "transformers"):
+            yield line, f"imports {target}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax._src":
+            yield node.lineno, "reaches into jax._src"
+
+
+def module_state(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
+    for node in module.tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            value = node.value
+            called = ast.unparse(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
+            if isinstance(value, MUTABLE_DISPLAYS) or called in MUTABLE_CALLS:
+                yield (
+                    node.lineno,
+                    "mutable module state; use a tuple, frozenset or MappingProxyType",
+                )
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Global):
+            yield node.lineno, "rebinds a global"
+
+
+def environment(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
+    if module.folder == "jaxinfer.cli" or module.name == "jaxinfer.core.config":
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute):
+            used = {ast.unparse(node)}
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            used = {f"os.{alias.name}" for alias in node.names}
+        else:
+            continue
+        if used & {"os.environ", "os.getenv", "os.putenv"}:
+            yield node.lineno, "reads the environment"
+
+
+def size(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
+    cap = 600 if module.folder == "pallas_kernels" else 400
+    lines = module.text.count("\n")
+    if lines > cap:
+        yield lines, f"{lines} lines; at most {cap}"
+    if not ast.get_docstring(module.tree):
+        yield 1, "no docstring"
+
+
+RULES = (floors, cycles, libraries, module_state, environment, size)
+
+
+def broken(rule, root: Path) -> list[str]:
+    modules = load(root)
+    return [
+        f"{module.path.relative_to(root)}:{line}: {text}"
+        for module in modules.values()
+        for line, text in rule(module, modules)
+    ]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_tree_obeys(rule) -> None:
+    assert broken(rule, ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source"),
+    [
+        (floors, "jaxinfer/sched/a.py", "import jaxinfer.exec.b"),
+        (floors, "jaxinfer/sched/a.py", "from jaxinfer.nn import b"),
+        (floors, "jaxinfer/weights/a.py", "from jaxinfer.exec.b import f"),
+        (floors, "jaxinfer/core/a.py", "if TYPE_CHECKING:\n    from jaxinfer.nn.b import f"),
+        (floors, "jaxinfer/engine/a.py", "def f():\n    from jaxinfer import LLM"),
+        (floors, "pallas_kernels/a.py", "import jaxinfer.core.b"),
+        (floors, "jaxinfer/core/a.py", "from . import b"),
+        (floors, "jaxinfer/core/a.py", "import jaxinfer.core.missing"),
+        (floors, "jaxinfer/extra/a.py", ""),
+        (cycles, "jaxinfer/core/b.py", "import jaxinfer.core.c"),
+        (libraries, "jaxinfer/nn/a.py", "from jax._src import core"),
+        (libraries, "jaxinfer/nn/a.py", "import jax\njax._src.core.f()"),
+        (libraries, "jaxinfer/sched/a.py", "import jax.numpy as jnp"),
+        (libraries, "pallas_kernels/a.py", "import triton.language as tl"),
+        (libraries, "jaxinfer/weights/a.py", "import torch"),
+        (module_state, "jaxinfer/nn/a.py", "CACHE: dict[str, int] = {}"),
+        (module_state, "jaxinfer/nn/a.py", "seen = collections.defaultdict(int)"),
+        (module_state, "jaxinfer/nn/a.py", "def f():\n    global x"),
+        (environment, "jaxinfer/core/a.py", "import os\nx = os.environ['HOME']"),
+        (environment, "jaxinfer/nn/a.py", "from os import getenv"),
+        (size, "jaxinfer/nn/a.py", "x = 1\n" * 400),
+        (size, "pallas_kernels/a.py", "x = 1\n" * 600),
+    ],
+)
+def test_rule_can_fail(rule, path: str, source: str, tmp_path: Path) -> None:
+    tree = {
+        "jaxinfer/__init__.py": "",
+        "jaxinfer/core/b.py": "",
+        "jaxinfer/core/c.py": "import jaxinfer.core.b",
+        "jaxinfer/nn/b.py": "import jax\nfrom jaxinfer.core.b import f",
+        "jaxinfer/exec/b.py": "from jaxinfer.nn import b",
+        "pallas_kernels/triton.py": "import jax_triton",
+    }
+    for name, text in tree.items():
+        write(tmp_path / name, text)
+    assert [other.__name__ for other in RULES if broken(other, tmp_path)] == []
+    write(tmp_path / path, source)
+    assert [other for other in RULES if broken(other, tmp_path)] == [rule]
+
+
+def write(path: Path, source: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'"""Docstring."""\n{source}\n')
