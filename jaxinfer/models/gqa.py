@@ -1,0 +1,133 @@
+"""What the families on ``nn.decoder`` share: their config keys and their checkpoint tensors.
+
+Owns: ``gqa_config`` and ``gqa_tensor_rules``. Must not know: which family asks; a family states its
+oddities as arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.models import hf_config as hf
+from jaxinfer.models.base import TensorRule
+from jaxinfer.models.rules import as_is, join, join_outputs, stack
+from jaxinfer.nn.decoder import DecoderConfig
+
+# Buffers that old checkpoints carry, and the head that some tied checkpoints repeat. An untied
+# model's head is consumed by its rule.
+GQA_IGNORED_TENSORS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"lm_head\.weight")
+
+
+def gqa_config(
+    config: Mapping[str, Any],
+    dtype: jnp.dtype,
+    *,
+    qkv_bias: bool,
+    o_bias: bool,
+    qk_norm: bool,
+    head_dim: int | None = None,
+    windows: tuple[int | None, ...] | None = None,
+) -> DecoderConfig:
+    """A ``DecoderConfig`` from ``config.json``; ``head_dim`` None is derived from the width.
+
+    ``windows`` None means full attention in every layer. Raises ``ConfigError`` naming the key.
+    """
+    hf.supported_only(config, "hidden_act", "silu")
+    hf.supported_only(config, "mlp_bias", False)
+    hidden_size = hf.positive_int(config, "hidden_size")
+    num_heads = hf.positive_int(config, "num_attention_heads")
+    num_kv_heads = hf.positive_int(config, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"config key 'num_attention_heads' {num_heads} is not a multiple of "
+            f"'num_key_value_heads' {num_kv_heads}"
+        )
+    head_dim = head_dim or hf.positive_int(config, "head_dim", hidden_size // num_heads)
+    if windows is None:
+        windows = (None,) * hf.positive_int(config, "num_hidden_layers")
+    return DecoderConfig(
+        vocab_size=hf.positive_int(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=hf.positive_int(config, "intermediate_size"),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=hf.positive_int(config, "max_position_embeddings"),
+        rms_norm_eps=hf.positive_float(config, "rms_norm_eps"),
+        rope=hf.rope_config(config, head_dim),
+        windows=windows,
+        tie_word_embeddings=hf.flag(config, "tie_word_embeddings", False),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        qk_norm=qk_norm,
+        dtype=dtype,
+    )
+
+
+def upper_layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Qwen's sliding windows: in the layers from ``max_window_layers`` up, when switched on.
+
+    ``layer_types``, where present, says the same per layer and wins.
+    """
+    num_layers = hf.positive_int(config, "num_hidden_layers")
+    if not hf.flag(config, "use_sliding_window", False) or config.get("sliding_window") is None:
+        return (None,) * num_layers
+    window = hf.positive_int(config, "sliding_window")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers", num_layers)
+        return tuple(window if i >= first else None for i in range(num_layers))
+    if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ConfigError(
+            "config key 'layer_types' must hold 'full_attention' or 'sliding_attention' for each "
+            f"of the {num_layers} layers"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def gqa_tensor_rules(config: DecoderConfig) -> tuple[TensorRule, ...]:
+    """Where each parameter of ``Decoder`` comes from, by Hugging Face's names."""
+    v, d = config.vocab_size, config.hidden_size
+    rules = [
+        TensorRule("embed", ("model.embed_tokens.weight",), ((v, d),), as_is),
+        TensorRule("final_norm", ("model.norm.weight",), ((d,),), as_is),
+    ]
+    if not config.tie_word_embeddings:
+        rules.append(TensorRule("lm_head", ("lm_head.weight",), ((v, d),), join_outputs))
+    for i in range(config.num_hidden_layers):
+        rules.extend(_layer_rules(config, f"layers_{i}/", f"model.layers.{i}."))
+    return tuple(rules)
+
+
+def _layer_rules(c: DecoderConfig, param: str, source: str) -> list[TensorRule]:
+    d, f, h = c.hidden_size, c.intermediate_size, c.head_dim
+    q, kv = c.num_attention_heads * h, c.num_key_value_heads * h
+    attn, mlp = source + "self_attn.", source + "mlp."
+
+    def rule(name: str, sources: tuple[str, ...], shapes: Any, build: Any) -> TensorRule:
+        return TensorRule(param + name, sources, shapes, build)
+
+    qkv = (attn + "q_proj", attn + "k_proj", attn + "v_proj")
+    qkv_weights = tuple(name + ".weight" for name in qkv)
+    qkv_biases = tuple(name + ".bias" for name in qkv)
+    gate_up = (mlp + "gate_proj.weight", mlp + "up_proj.weight")
+    norms = (source + "input_layernorm.weight", source + "post_attention_layernorm.weight")
+    qk_norms = (attn + "q_norm.weight", attn + "k_norm.weight")
+    rules = [
+        rule("qkv", qkv_weights, ((q, d), (kv, d), (kv, d)), join_outputs),
+        rule("o", (attn + "o_proj.weight",), ((d, q),), join_outputs),
+        rule("gate_up", gate_up, ((f, d), (f, d)), join_outputs),
+        rule("down", (mlp + "down_proj.weight",), ((d, f),), join_outputs),
+        rule("norms", norms, ((d,), (d,)), stack),
+    ]
+    if c.qkv_bias:
+        rules.append(rule("qkv_bias", qkv_biases, ((q,), (kv,), (kv,)), join))
+    if c.o_bias:
+        rules.append(rule("o_bias", (attn + "o_proj.bias",), ((d,),), as_is))
+    if c.qk_norm:
+        rules.append(rule("qk_norms", qk_norms, ((h,), (h,)), stack))
+    return rules

@@ -1,0 +1,37 @@
+"""Qwen2 and Qwen2.5: the shared decoder with biases on queries, keys and values.
+
+Source: ``modeling_qwen2`` of Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxinfer.models.base import ModelFamily
+from jaxinfer.models.gqa import (
+    GQA_IGNORED_TENSORS,
+    gqa_config,
+    gqa_tensor_rules,
+    upper_layer_windows,
+)
+from jaxinfer.nn.decoder import Decoder, DecoderConfig
+
+
+def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig:
+    """Raises ``ConfigError`` naming the key that is missing or asks for something else."""
+    windows = upper_layer_windows(config)
+    return gqa_config(config, dtype, qkv_bias=True, o_bias=False, qk_norm=False, windows=windows)
+
+
+FAMILY = ModelFamily(
+    name="qwen2",
+    architectures=("Qwen2ForCausalLM",),
+    config_from_hf=config_from_hf,
+    module=Decoder,
+    tensor_rules=gqa_tensor_rules,
+    kv_spec=lambda config: config.kv_spec,
+    ignored_tensors=GQA_IGNORED_TENSORS,
+)

@@ -1,0 +1,48 @@
+"""Qwen3 (dense): the shared decoder with RMSNorm on each head's query and key.
+
+Source: ``modeling_qwen3`` of Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxinfer.models import hf_config as hf
+from jaxinfer.models.base import ModelFamily
+from jaxinfer.models.gqa import (
+    GQA_IGNORED_TENSORS,
+    gqa_config,
+    gqa_tensor_rules,
+    upper_layer_windows,
+)
+from jaxinfer.nn.decoder import Decoder, DecoderConfig
+
+_HEAD_DIM = 128  # what transformers assumes when a config does not say
+
+
+def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig:
+    """Raises ``ConfigError`` naming the key that is missing or asks for something else."""
+    bias = hf.flag(config, "attention_bias", False)
+    return gqa_config(
+        config,
+        dtype,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
+        windows=upper_layer_windows(config),
+    )
+
+
+FAMILY = ModelFamily(
+    name="qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    config_from_hf=config_from_hf,
+    module=Decoder,
+    tensor_rules=gqa_tensor_rules,
+    kv_spec=lambda config: config.kv_spec,
+    ignored_tensors=GQA_IGNORED_TENSORS,
+)

@@ -1,0 +1,64 @@
+"""Which family serves which architecture; a family's module is imported when it is first asked for.
+
+Owns: the table, one line per architecture. Must not know: anything else about a family.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxinfer.core.errors import ConfigError, UnknownArchitectureError
+from jaxinfer.models.base import Model, ModelFamily
+
+_MODULES = (
+    ("LlamaForCausalLM", "jaxinfer.models.llama"),
+    ("MistralForCausalLM", "jaxinfer.models.llama"),
+    ("Qwen2ForCausalLM", "jaxinfer.models.qwen2"),
+    ("Qwen3ForCausalLM", "jaxinfer.models.qwen3"),
+    ("GPT2LMHeadModel", "jaxinfer.models.gpt2"),
+)
+
+
+def known_architectures() -> tuple[str, ...]:
+    """The names that ``architectures`` in a config.json may hold."""
+    return tuple(architecture for architecture, _ in _MODULES)
+
+
+def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
+    """The family of the config's architecture; see ``build_model`` for the errors."""
+    architecture = _architecture(hf_config)
+    module_name = dict(_MODULES)[architecture]
+    try:
+        return importlib.import_module(module_name).FAMILY
+    except ImportError as error:
+        error.add_note(f"while importing {module_name}, the model family of {architecture}")
+        raise
+
+
+def build_model(hf_config: Mapping[str, Any], dtype: jnp.dtype | str) -> Model:
+    """The model that a ``config.json`` describes, without weights.
+
+    ``dtype`` is that of weights and activations. Raises ``ConfigError`` for a key that is missing
+    or unsupported, ``UnknownArchitectureError`` for an architecture without a family.
+    """
+    family = family_for(hf_config)
+    config = family.config_from_hf(hf_config, jnp.dtype(dtype))
+    return Model(family, _architecture(hf_config), config)
+
+
+def _architecture(hf_config: Mapping[str, Any]) -> str:
+    """The first of the config's architectures that has a family."""
+    names = hf_config.get("architectures")
+    if not names:
+        raise ConfigError("config key 'architectures' is missing; add it to config.json")
+    known = known_architectures()
+    for name in names:
+        if name in known:
+            return name
+    raise UnknownArchitectureError(
+        f"architecture {', '.join(names)} is unknown; known are {', '.join(known)}"
+    )

@@ -1,0 +1,160 @@
+"""The decoder that most families share: pre-norm, grouped-query attention with rope, SwiGLU.
+
+Owns: ``DecoderConfig`` (a family's oddities are values in it), the linen modules and the layout of
+their parameters. Must not know: families, checkpoint names, pages, sampling.
+
+Layers are unrolled, with one array per layer and weight: fewer leaves cost less per dispatch, and
+fused products read each activation once. Weights lie [in, out]; products are ``x @ w``. Parameters:
+
+    embed [V, D]              layers_i/qkv      [D, (N + 2K) * H]   queries, keys, values
+    final_norm [D]            layers_i/qkv_bias [(N + 2K) * H]      with qkv_bias
+    lm_head [D, V]            layers_i/qk_norms [2, H]              with qk_norm: of q, of k
+      unless tied             layers_i/o        [N * H, D]
+                              layers_i/o_bias   [D]                 with o_bias
+                              layers_i/gate_up  [D, 2F]             gate, up
+                              layers_i/down     [F, D]
+                              layers_i/norms    [2, D]              before attention, before ffw
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.nn.attention import Attend
+from jaxinfer.nn.kv import KVSpec, KVState, LayerKV, LayerKVSpec
+from jaxinfer.nn.layers import head_logits, rms_norm, swiglu, take_rows, tied_logits
+from jaxinfer.nn.rope import RopeConfig, apply_rope, rope_tables
+
+_INIT = nn.initializers.normal(0.02)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes and switches of one decoder; field names are Hugging Face's where it has one.
+
+    ``windows`` holds one entry per layer: how far back it looks, None for everything.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    windows: tuple[int | None, ...]
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    dtype: jnp.dtype
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """L."""
+        return len(self.windows)
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """What the layers keep per token."""
+        k, h = self.num_key_value_heads, self.head_dim
+        return KVSpec(tuple(LayerKVSpec(k, h, window) for window in self.windows), self.dtype)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each added to the residual stream."""
+
+    config: DecoderConfig
+    window: int | None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,  # [T, D]
+        cos: jax.Array,  # float32[T, H / 2]
+        sin: jax.Array,  # float32[T, H / 2]
+        kv: LayerKV | None,
+        attend: Attend,
+    ) -> tuple[jax.Array, LayerKV | None]:  # [T, D]
+        """One layer; its output is sown as ``taps/residual`` for those who ask."""
+        c = self.config
+        norms = self.param("norms", nn.initializers.ones, (2, c.hidden_size), c.dtype)
+        q, k, v = self._heads(rms_norm(x, norms[0], c.rms_norm_eps))
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        heads, kv = attend(q, k, v, kv, scale=c.head_dim**-0.5, window=self.window)
+        x = x + self._output(heads.reshape(x.shape[0], -1))
+        x = x + self._feed_forward(rms_norm(x, norms[1], c.rms_norm_eps))
+        self.sow("taps", "residual", x)
+        return x, kv
+
+    def _heads(self, x: jax.Array) -> tuple[jax.Array, ...]:  # [T, D] -> [T, N, H], 2 * [T, K, H]
+        """Queries, keys and values from one product."""
+        c = self.config
+        n, k, h = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        heads = x @ self.param("qkv", _INIT, (c.hidden_size, (n + 2 * k) * h), c.dtype)
+        if c.qkv_bias:
+            zeros = nn.initializers.zeros
+            heads = heads + self.param("qkv_bias", zeros, ((n + 2 * k) * h,), c.dtype)
+        queries, keys, values = jnp.split(heads.reshape(-1, n + 2 * k, h), (n, n + k), axis=1)
+        if c.qk_norm:
+            qk_norms = self.param("qk_norms", nn.initializers.ones, (2, h), c.dtype)
+            queries = rms_norm(queries, qk_norms[0], c.rms_norm_eps)
+            keys = rms_norm(keys, qk_norms[1], c.rms_norm_eps)
+        return queries, keys, values
+
+    def _output(self, heads: jax.Array) -> jax.Array:  # [T, N * H] -> [T, D]
+        c = self.config
+        out = heads @ self.param("o", _INIT, (heads.shape[-1], c.hidden_size), c.dtype)
+        if c.o_bias:
+            out = out + self.param("o_bias", nn.initializers.zeros, (c.hidden_size,), c.dtype)
+        return out
+
+    def _feed_forward(self, x: jax.Array) -> jax.Array:  # [T, D] -> [T, D]
+        d, f, dtype = self.config.hidden_size, self.config.intermediate_size, self.config.dtype
+        hidden = swiglu(x @ self.param("gate_up", _INIT, (d, 2 * f), dtype))
+        return hidden @ self.param("down", _INIT, (f, d), dtype)
+
+
+class Decoder(nn.Module):
+    """Tokens to hidden states (``__call__``), hidden states to logits (``unembed``)."""
+
+    config: DecoderConfig
+
+    def setup(self) -> None:
+        """Declare the parameters that both methods need."""
+        c = self.config
+        self.embed = self.param("embed", _INIT, (c.vocab_size, c.hidden_size), c.dtype)
+        self.layers = [DecoderLayer(c, window) for window in c.windows]
+        self.final_norm = self.param("final_norm", nn.initializers.ones, (c.hidden_size,), c.dtype)
+        if not c.tie_word_embeddings:
+            self.lm_head = self.param("lm_head", _INIT, (c.hidden_size, c.vocab_size), c.dtype)
+
+    def __call__(
+        self,
+        token_ids: jax.Array,  # int32[T]
+        positions: jax.Array,  # int32[T]
+        kv: KVState | None,
+        attend: Attend,
+    ) -> tuple[jax.Array, KVState | None]:  # [T, D]
+        """Hidden states after the final norm, and the KV state with this step's tokens in it."""
+        c = self.config
+        x = take_rows(self.embed, token_ids)
+        cos, sin = rope_tables(c.rope, positions)
+        new_kv: list[LayerKV | None] = []
+        for i, layer in enumerate(self.layers):
+            x, layer_kv = layer(x, cos, sin, None if kv is None else kv[i], attend)
+            new_kv.append(layer_kv)
+        hidden = rms_norm(x, self.final_norm, c.rms_norm_eps)
+        return hidden, None if kv is None else tuple(new_kv)  # type: ignore[return-value]
+
+    def unembed(self, hidden: jax.Array) -> jax.Array:  # [..., D] -> float32[..., V]
+        """Logits."""
+        if self.config.tie_word_embeddings:
+            return tied_logits(hidden, self.embed)
+        return head_logits(hidden, self.lm_head)
