@@ -113,6 +113,9 @@ def libraries(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int,
 def module_state(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
     for node in module.tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            if ast.unparse(target) == "__all__":  # read by tools only
+                continue
             value = node.value
             called = ast.unparse(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
             if isinstance(value, MUTABLE_DISPLAYS) or called in MUTABLE_CALLS:
