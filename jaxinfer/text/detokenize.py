@@ -1,0 +1,152 @@
+"""Text from a growing sequence of tokens: ``IncrementalDetokenizer`` and ``StopStrings``.
+
+Owns: which characters are final and may be shown. Both are state of one sequence.
+Must not know: requests, the engine, how the text is sent.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable
+
+from jaxinfer.core.errors import RequestError
+from jaxinfer.text.pieces import PieceTable
+
+# What the "surrogateescape" error handler makes of a byte that is not UTF-8.
+_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
+_REPLACEMENT = "\ufffd"
+
+
+class IncrementalDetokenizer:
+    """Turns the tokens of one sequence into text as they come, in constant time for each token.
+
+    The pushes and the flush together are ``tokenizer.decode`` of all tokens: bytes are held back
+    while they may still become a character, and what can no longer become one is U+FFFD.
+
+    One exception, in byte-fallback (sentencepiece) vocabularies: when a run of adjacent byte tokens
+    is not valid UTF-8, the library's decode drops even the valid characters of the run and writes
+    one U+FFFD for each of its bytes. A stream has already shown those characters, so here they
+    stay and only the other bytes become one U+FFFD each.
+    """
+
+    def __init__(
+        self,
+        pieces: PieceTable,
+        prompt_token_ids: Iterable[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """``prompt_token_ids`` are context: not returned, but the output's first character may
+        have begun in them, and sentencepiece drops a leading space only where a text begins."""
+        self._pieces = pieces
+        self._skip_special_tokens = skip_special_tokens
+        self._byte_fallback = pieces.rule.byte_fallback
+        errors = "surrogateescape" if self._byte_fallback else "replace"
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
+        self._spaces_to_drop = pieces.rule.leading_spaces
+        self.push(prompt_token_ids)
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Add tokens; return the text that became final."""
+        parts: list[str] = []
+        for token_id in token_ids:
+            piece = self._pieces[token_id]
+            if piece.is_special and self._skip_special_tokens:
+                continue
+            if self._byte_fallback and not piece.is_byte and piece.data:
+                parts.append(self._utf8.decode(b"", True))  # a text token ends a run of bytes
+            parts.append(self._utf8.decode(piece.data))
+        return self._finish("".join(parts))
+
+    def flush(self) -> str:
+        """End the sequence; return what was held back, as U+FFFD."""
+        return self._finish(self._utf8.decode(b"", True))
+
+    def _finish(self, text: str) -> str:
+        if self._byte_fallback and not text.isascii():
+            text = _ESCAPED_BYTE.sub(_REPLACEMENT, text)
+        while self._spaces_to_drop and text:
+            if text[0] != " ":
+                self._spaces_to_drop = 0
+                break
+            text = text[1:]
+            self._spaces_to_drop -= 1
+        return text
+
+
+class StopStrings:
+    """Finds the first stop string in a text that comes in parts.
+
+    The first is the one that ends first; of several that end together, the longest. How the text
+    is cut into parts changes nothing. Held back is exactly the longest end of the text that could
+    still become a stop string.
+
+    An Aho-Corasick automaton (Aho and Corasick 1975): building it takes time and memory linear in
+    the total length of the stop strings; a push takes time linear in its text plus what is held,
+    whatever the number of stop strings.
+    """
+
+    def __init__(self, stop: tuple[str, ...], include_in_output: bool) -> None:
+        if not all(stop):
+            raise RequestError("A stop string must not be empty; remove it.")
+        self._include_in_output = include_in_output
+        self._next: dict[int, int] = {}  # (node << 21 | character) -> node, the trie's edges
+        self._depth = [0]
+        self._match = [0]  # length of the longest stop string that ends at the node, 0: none
+        self._fail = [0]  # the node of the longest proper end that is also in the trie
+        self._build(stop)
+        self._node = 0
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Add text; return (what may be shown, the stop string found or None).
+
+        After a stop string is found the sequence is over: push and flush no more.
+        """
+        if not self._next:
+            return text, None
+        seen = self._held + text
+        for end, char in enumerate(text, start=len(self._held) + 1):
+            self._node = self._step(self._node, ord(char))
+            if length := self._match[self._node]:
+                self._held = ""
+                found = seen[end - length : end]
+                return seen[: end if self._include_in_output else end - length], found
+        final = len(seen) - self._depth[self._node]
+        self._held = seen[final:]
+        return seen[:final], None
+
+    def flush(self) -> str:
+        """End the text; return what was held back."""
+        held, self._held, self._node = self._held, "", 0
+        return held
+
+    def _step(self, node: int, char: int) -> int:
+        while True:
+            following = self._next.get(node << 21 | char)
+            if following is not None:
+                return following
+            if node == 0:
+                return 0
+            node = self._fail[node]
+
+    def _build(self, stop: tuple[str, ...]) -> None:
+        edges: list[tuple[int, int, int]] = []  # (parent, character, child)
+        for string in stop:
+            node = 0
+            for char in map(ord, string):
+                key = node << 21 | char
+                if key not in self._next:
+                    edges.append((node, char, len(self._depth)))
+                    self._next[key] = len(self._depth)
+                    self._depth.append(self._depth[node] + 1)
+                    self._match.append(0)
+                    self._fail.append(0)
+                node = self._next[key]
+            self._match[node] = len(string)
+        # Shallow nodes first: the failure link of a node is always shallower than the node.
+        edges.sort(key=lambda edge: self._depth[edge[2]])
+        for parent, char, child in edges:
+            if parent:
+                self._fail[child] = self._step(self._fail[parent], char)
+            self._match[child] = self._match[child] or self._match[self._fail[child]]

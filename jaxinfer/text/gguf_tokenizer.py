@@ -1,0 +1,250 @@
+"""A tokenizer from the metadata of a GGUF file.
+
+Owns: what the ``tokenizer.ggml.*`` keys mean, as llama.cpp defines them.
+Must not know: GGUF files themselves; the metadata comes as a mapping of plain Python values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+
+from jaxinfer.core.errors import TokenizerError
+
+
+class _TokenType(IntEnum):
+    """Values of ``tokenizer.ggml.token_type``."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+class _Pre(NamedTuple):
+    """What a value of ``tokenizer.ggml.pre`` stands for in a byte-level BPE."""
+
+    patterns: tuple[str, ...] = ()  # each splits the pieces of the one before
+    gpt2_split: bool = False  # split by GPT-2's pattern, last
+    digits: bool = False  # split every digit off, first
+    nfc: bool = False  # normalise to Unicode NFC (as the models' tokenizer.json does)
+    whole_words: bool = False  # a word that is in the vocabulary is not merged from its parts
+    add_bos: bool = False  # when the metadata does not say
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _TAIL
+_QWEN35 = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _TAIL
+)
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _TAIL
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _TAIL
+)
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*" + _TAIL,
+)
+
+
+def _pre_tokenizers() -> dict[str, _Pre]:
+    qwen2 = _Pre((_QWEN2,), nfc=True)
+    return {
+        "gpt-2": _Pre(gpt2_split=True),
+        "smollm": _Pre(gpt2_split=True, digits=True),
+        "llama-bpe": _Pre((_LLAMA3,), whole_words=True, add_bos=True),
+        "qwen2": qwen2,
+        "deepseek-r1-qwen": qwen2,
+        "qwen35": _Pre((_QWEN35,), nfc=True),
+        "deepseek-v3": _Pre(_DEEPSEEK_V3),
+        "tekken": _Pre((_TEKKEN,), whole_words=True, add_bos=True),
+    }
+
+
+class GGUFTokenizer(NamedTuple):
+    """A built tokenizer and what else the metadata says about text."""
+
+    tokenizer: Tokenizer
+    special_tokens: dict[str, str]  # template variable ("bos_token", ...) -> token
+    chat_template: str | None
+
+
+def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
+    """Build the tokenizer that ``metadata`` describes.
+
+    Models "gpt2" (byte-level BPE) and "llama" (sentencepiece BPE with scores). Raises
+    ``TokenizerError`` for another model, an unknown pre-tokenizer or a missing key.
+    """
+    model = _required(metadata, "model")
+    tokens: list[str] = list(_required(metadata, "tokens"))
+    types = [int(kind) for kind in _required(metadata, "token_type")]
+    if len(types) != len(tokens):
+        raise TokenizerError(
+            f"The GGUF metadata has {len(tokens)} tokens but {len(types)} token types; "
+            "the file is damaged."
+        )
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        twice = next(token for token_id, token in enumerate(tokens) if vocab[token] != token_id)
+        raise TokenizerError(f"The GGUF metadata lists the token {twice!r} twice.")
+    if model == "gpt2":
+        tokenizer, add_bos = _byte_level(metadata, vocab)
+    elif model == "llama":
+        tokenizer, add_bos = _sentencepiece(metadata, vocab, types), True
+    else:
+        raise TokenizerError(
+            f"The GGUF tokenizer model {model!r} is not supported; gpt2 and llama are."
+        )
+    _add_tokens(tokenizer, tokens, types)
+    special_tokens = _special_tokens(metadata, tokens)
+    _add_post_processor(tokenizer, metadata, special_tokens, add_bos)
+    return GGUFTokenizer(tokenizer, special_tokens, metadata.get("tokenizer.chat_template"))
+
+
+def _required(metadata: Mapping[str, Any], key: str) -> Any:
+    try:
+        return metadata[f"tokenizer.ggml.{key}"]
+    except KeyError:
+        raise TokenizerError(
+            f"The GGUF metadata has no tokenizer.ggml.{key}; "
+            "convert the model again with a current llama.cpp."
+        ) from None
+
+
+def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Tokenizer, bool]:
+    name = _required(metadata, "pre")
+    known = _pre_tokenizers()
+    if name not in known:
+        # "default" is refused too: a converter writes it when it does not know the real one.
+        raise TokenizerError(
+            f"The GGUF pre-tokenizer {name!r} is not supported (known: {', '.join(known)}); "
+            "use the model's tokenizer.json instead."
+        )
+    pre = known[name]
+    merges = [_pair(merge) for merge in _required(metadata, "merges")]
+    tokenizer = Tokenizer(_bpe(vocab, merges, ignore_merges=pre.whole_words))
+    if pre.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    splits: list[pre_tokenizers.PreTokenizer] = []
+    if pre.digits:
+        splits.append(pre_tokenizers.Digits(individual_digits=True))
+    splits += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.gpt2_split))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, pre.add_bos
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _bpe(vocab: dict[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> BPE:
+    try:
+        return BPE(vocab=vocab, merges=list(merges), **options)
+    except Exception as error:  # the library raises plain Exception
+        raise TokenizerError(f"The GGUF vocabulary and merges do not fit: {error}") from error
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int]
+) -> Tokenizer:
+    scores = [float(score) for score in _required(metadata, "scores")]
+    unknown = next((token for token, n in vocab.items() if types[n] == _TokenType.UNKNOWN), None)
+    tokenizer = Tokenizer(
+        _bpe(
+            vocab,
+            _merges_from_scores(vocab, scores, types),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    space_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if space_prefix else spaces
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if space_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _merges_from_scores(
+    vocab: dict[str, int], scores: Sequence[float], types: Sequence[int]
+) -> list[tuple[str, str]]:
+    """Sentencepiece joins the pair whose union scores highest; list those pairs in that order."""
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for token, token_id in vocab.items():
+        if types[token_id] != _TokenType.NORMAL:
+            continue
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab:
+                ranked.append((-scores[token_id], vocab[left], vocab[right], left, right))
+    ranked.sort()
+    return [(left, right) for *_, left, right in ranked]
+
+
+def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
+    """Make control tokens special, and user-defined ones whole words that are not special."""
+    special, plain = [], []
+    for token, kind in zip(tokens, types, strict=True):
+        if kind in (_TokenType.CONTROL, _TokenType.UNKNOWN):
+            special.append(AddedToken(token, special=True, normalized=False))
+        elif kind == _TokenType.USER_DEFINED:
+            plain.append(AddedToken(token, special=False, normalized=False))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)
+
+
+def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
+    named = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    special: dict[str, str] = {}
+    for key, name in named.items():
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is None:
+            continue
+        if not 0 <= int(token_id) < len(tokens):
+            raise TokenizerError(
+                f"The GGUF metadata's {key}_token_id {token_id} is outside "
+                f"its vocabulary of {len(tokens)} tokens."
+            )
+        special[f"{name}_token"] = tokens[int(token_id)]
+    return special
+
+
+def _add_post_processor(
+    tokenizer: Tokenizer, metadata: Mapping[str, Any], special: Mapping[str, str], add_bos: bool
+) -> None:
+    """Put bos before and eos after each text where the metadata asks for it."""
+    around: list[str] = []
+    template = "$A"
+    for name, default, form in (("bos", add_bos, "{} $A"), ("eos", False, "{} {}")):
+        if not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
+            continue
+        token = special.get(f"{name}_token")
+        if token is None:
+            raise TokenizerError(
+                f"The GGUF metadata adds a {name} token but has no tokenizer.ggml.{name}_token_id."
+            )
+        around.append(token)
+        template = form.format(token) if name == "bos" else form.format(template, token)
+    if around:
+        ids = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(around)]
+        tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=ids)

@@ -1,0 +1,107 @@
+"""What one token adds to the text, as bytes.
+
+Owns: reading a tokenizer's decoder into a rule that maps each token to its bytes alone.
+Must not know: sequences, streams, prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import tokenizers
+
+from jaxinfer.core.errors import TokenizerError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def byte_to_char() -> dict[int, str]:
+    """GPT-2's printable stand-in for each byte value, as byte-level vocabularies are written."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {byte: chr(byte) for byte in printable}
+    others = (byte for byte in range(256) if byte not in table)
+    table.update({byte: chr(0x100 + n) for n, byte in enumerate(others)})
+    return table
+
+
+class Piece(NamedTuple):
+    """The text of one token. ``data`` may end or begin inside a UTF-8 character."""
+
+    data: bytes
+    is_special: bool
+    is_byte: bool  # a byte token (``<0x0A>``) of a byte-fallback vocabulary
+
+
+class DecodeRule(NamedTuple):
+    """A tokenizer's decoder, reduced to what one token at a time needs."""
+
+    byte_level: bool  # tokens are spelt with GPT-2's stand-ins for bytes
+    byte_fallback: bool  # ``<0x0A>`` stands for one byte
+    replacements: tuple[tuple[str, str], ...]
+    leading_spaces: int  # at most so many spaces are dropped at the start of the whole text
+
+
+def read_decoder(decoder: Mapping[str, Any] | None) -> DecodeRule:
+    """Read the ``decoder`` entry of a tokenizer.json.
+
+    Understood: ByteLevel, and sentencepiece's Sequence of Replace, ByteFallback, Fuse and Strip,
+    which between them cover every decoder-only language model we know of. Raises
+    ``TokenizerError`` for any other.
+    """
+    if decoder is None:
+        raise TokenizerError("The tokenizer has no decoder, so its tokens cannot become text.")
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return DecodeRule(True, False, (), 0)
+    replacements: list[tuple[str, str]] = []
+    leading_spaces = 0
+    for step in steps:
+        match step:
+            case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+                replacements.append((old, new))
+            case {"type": "ByteFallback" | "Fuse"}:
+                pass
+            case {"type": "Strip", "content": " ", "start": start, "stop": 0} if "Fuse" in kinds:
+                leading_spaces = start
+            case _:
+                raise TokenizerError(
+                    f"The tokenizer's decoder step {step} is not supported; "
+                    "ByteLevel and sentencepiece's Replace, ByteFallback, Fuse, Strip are."
+                )
+    return DecodeRule(False, "ByteFallback" in kinds, tuple(replacements), leading_spaces)
+
+
+class PieceTable(dict[int, Piece]):
+    """Token id -> ``Piece``, worked out on first use and kept. An unknown id has empty text."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        super().__init__()
+        decoder = tokenizer.decoder
+        self.rule = read_decoder(None if decoder is None else json.loads(decoder.__getstate__()))
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._tokenizer = tokenizer
+        self._byte_of = {char: byte for byte, char in byte_to_char().items()}
+
+    def __missing__(self, token_id: int) -> Piece:
+        token = self._tokenizer.id_to_token(token_id) or ""
+        byte = _BYTE_TOKEN.fullmatch(token) if self.rule.byte_fallback else None
+        data = bytes([int(byte[1], 16)]) if byte else self._text_bytes(token)
+        piece = Piece(data, token_id in self.special_ids, byte is not None)
+        self[token_id] = piece
+        return piece
+
+    def _text_bytes(self, token: str) -> bytes:
+        # A token with a character outside the byte alphabet is an added one, written as it is.
+        if self.rule.byte_level and all(char in self._byte_of for char in token):
+            return bytes(self._byte_of[char] for char in token)
+        for old, new in self.rule.replacements:
+            token = token.replace(old, new)
+        return token.encode()
