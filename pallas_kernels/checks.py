@@ -1,0 +1,34 @@
+"""Argument checks that the paged-attention ops share.
+
+Owns: ``check_paged``. Must not know: implementations.
+"""
+
+from __future__ import annotations
+
+import jax
+
+
+def check_paged(
+    op: str,
+    q: jax.Array,  # [T, N, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    page_table: jax.Array,  # int32[R, M]
+    seq_lens: jax.Array,  # int32[R]
+    window: int | None,
+) -> None:
+    """Raise ValueError when shapes do not fit together or ``window`` is below 1."""
+    if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
+        raise ValueError(f"{op}: k_pages {k_pages.shape} and v_pages {v_pages.shape} differ")
+    if q.ndim != 3 or k_pages.ndim != 4 or q.shape[2] != k_pages.shape[3]:
+        raise ValueError(f"{op}: queries {q.shape} do not fit pages {k_pages.shape}")
+    if q.shape[1] % k_pages.shape[2]:
+        raise ValueError(
+            f"{op}: {q.shape[1]} query heads are not a multiple of {k_pages.shape[2]} kv heads"
+        )
+    if page_table.ndim != 2 or seq_lens.shape != page_table.shape[:1]:
+        raise ValueError(
+            f"{op}: page_table {page_table.shape} does not fit seq_lens {seq_lens.shape}"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"{op}: window must be at least 1, got {window}")

@@ -1,0 +1,64 @@
+"""Named calls of kv_append on the shapes of real models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pallas_kernels import shapes
+from pallas_kernels.registry import Cost, Inputs
+from pallas_kernels.shapes import Heads, np_dtype
+
+
+@dataclass(frozen=True)
+class AppendCase:
+    """``num_tokens`` real tokens, then ``padding`` tokens that go to the sink page."""
+
+    name: str
+    heads: Heads
+    num_tokens: int
+    padding: int = 0
+    page_size: int = 16
+    num_pages: int = 32
+    dtype: str = "float32"
+    tags: tuple[str, ...] = ("ci",)
+
+
+CASES = (
+    AppendCase("smollm2_one_token", shapes.SMOLLM2_135M, 1),
+    AppendCase("smollm2_padded", shapes.SMOLLM2_135M, 17, padding=47),
+    AppendCase("gpt2_only_padding", shapes.GPT2, 0, padding=3),
+    AppendCase("qwen3_4b_page64_bf16", shapes.QWEN3_4B, 65, 3, 64, 8, "bfloat16"),
+    AppendCase("phi3_head96", shapes.PHI3_MINI, 5, padding=3),
+    AppendCase("gemma3_head256", shapes.GEMMA3_4B, 5, padding=3),
+    AppendCase("smollm2_decode64", shapes.SMOLLM2_135M, 64, 0, 16, 4096, tags=("bench",)),
+    AppendCase("smollm2_chunk512", shapes.SMOLLM2_135M, 512, 0, 16, 4096, tags=("bench",)),
+    AppendCase("qwen3_4b_chunk512", shapes.QWEN3_4B, 512, 0, 16, 2048, tags=("bench",)),
+)
+
+
+def build(case: AppendCase, seed: int) -> Inputs:
+    """Random pages and tokens; padding tokens are NaN. No slot but the sink's is written twice."""
+    rng = np.random.default_rng(seed)
+    dtype, heads = np_dtype(case.dtype), case.heads
+    token = (heads.num_kv_heads, heads.head_dim)
+    pools = [
+        rng.standard_normal((case.num_pages, case.page_size, *token), np.float32).astype(dtype)
+        for _ in range(2)
+    ]
+    news = []
+    for _ in range(2):
+        new = np.full((case.num_tokens + case.padding, *token), np.nan, dtype)
+        new[: case.num_tokens] = rng.standard_normal((case.num_tokens, *token), np.float32)
+        news.append(new)
+    owned = np.arange(case.page_size, case.num_pages * case.page_size)
+    slots = np.arange(case.num_tokens + case.padding) % case.page_size
+    slots[: case.num_tokens] = rng.choice(owned, case.num_tokens, replace=False)
+    return Inputs((*news, *pools, slots.astype(np.int32)), {})
+
+
+def cost(case: AppendCase) -> Cost:
+    """Each token's K and V read once and written once."""
+    item = np_dtype(case.dtype).itemsize
+    return Cost(4 * case.num_tokens * case.heads.num_kv_heads * case.heads.head_dim * item, 0)

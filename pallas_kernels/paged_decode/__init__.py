@@ -1,0 +1,1 @@
+"""Attention of one query per row over the row's pages."""

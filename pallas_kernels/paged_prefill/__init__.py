@@ -1,0 +1,1 @@
+"""Causal attention of ragged chunks of queries over their rows' pages."""

@@ -1,0 +1,52 @@
+"""paged_prefill: causal attention of ragged chunks of queries over their rows' pages."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.checks import check_paged
+from pallas_kernels.paged_prefill import cases, ref, xla
+from pallas_kernels.registry import Impl, KernelOp, dispatch
+
+OP = KernelOp(
+    name="paged_prefill",
+    ref=ref.paged_prefill,
+    impls=(Impl("xla", xla.paged_prefill),),
+    cases=cases.CASES,
+    build=cases.build,
+    cost=cases.cost,
+    tolerance={"float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3},
+)
+
+
+def paged_prefill(
+    q: jax.Array,  # [T, N, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    page_table: jax.Array,  # int32[R, M]
+    seq_lens: jax.Array,  # int32[R]
+    query_start_loc: jax.Array,  # int32[R + 1]
+    *,
+    scale: float,
+    window: int | None = None,
+    impl: str | None = None,
+) -> jax.Array:  # [T, N, H]
+    """Each row's queries attend causally to the row's context, ``window`` tokens far (None: all).
+
+    Row r's queries are ``q[query_start_loc[r] : query_start_loc[r + 1]]``; they are the last
+    tokens of a context of ``seq_lens[r]`` tokens whose K and V, this chunk's included, are already
+    in the pages. A query at position p sees keys p - window + 1 to p. Rows may be empty; queries
+    past ``query_start_loc[R]`` are padding and yield zeros. Pages, heads, NaN and dtypes are as in
+    ``paged_decode``. ``impl`` pins an implementation. Raises ValueError on arguments that do not
+    fit together.
+
+    The online softmax is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
+    """
+    check_paged("paged_prefill", q, k_pages, v_pages, page_table, seq_lens, window)
+    if query_start_loc.shape != (seq_lens.shape[0] + 1,):
+        raise ValueError(
+            f"paged_prefill: query_start_loc {query_start_loc.shape} must hold one entry more than "
+            f"the {seq_lens.shape[0]} rows"
+        )
+    args = (q, k_pages, v_pages, page_table, seq_lens, query_start_loc)
+    return dispatch(OP, args, {"scale": scale, "window": window}, impl)

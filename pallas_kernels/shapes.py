@@ -1,0 +1,103 @@
+"""Attention shapes of real models, and the arrays of a paged-attention case.
+
+Owns: ``Heads``, ``PagedCase``, the poisoned page pool that decode and prefill are tried on.
+Must not know: jax, implementations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads, kv heads and head_dim of a model's attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+QWEN3_4B = Heads(32, 8, 128)
+QWEN3_0_6B = Heads(16, 8, 128)
+LLAMA3_8B = Heads(32, 8, 128)
+SMOLLM2_135M = Heads(9, 3, 64)
+GPT2 = Heads(12, 12, 64)
+QWEN2_5_7B = Heads(28, 4, 128)
+GEMMA3_4B = Heads(8, 4, 256)
+PHI3_MINI = Heads(32, 32, 96)
+LLAMA3_70B_TP8 = Heads(8, 1, 128)
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    """Rows of paged attention. ``query_lens[r]`` queries end row r's context of ``seq_lens[r]``.
+
+    ``padding`` counts padding rows (decode) or padding tokens (prefill) after the real ones.
+    ``max_pages``: width of the page table, at least what the longest row needs.
+    """
+
+    name: str
+    heads: Heads
+    seq_lens: tuple[int, ...]
+    query_lens: tuple[int, ...] = ()
+    page_size: int = 16
+    max_pages: int = 0
+    padding: int = 0
+    window: int | None = None
+    dtype: str = "float32"
+    tags: tuple[str, ...] = ("ci",)
+
+    def visible_keys(self, row: int) -> int:
+        """Sum over the row's queries of the keys each one sees."""
+        lens = self.query_lens or (1,) * len(self.seq_lens)
+        seq, queries = self.seq_lens[row], lens[row]
+        if seq == 0:
+            return 0
+        seen = np.arange(seq - queries + 1, seq + 1)
+        return int(np.minimum(seen, self.window or seq).sum())
+
+    def touched_keys(self, row: int) -> int:
+        """Keys that at least one of the row's queries sees."""
+        lens = self.query_lens or (1,) * len(self.seq_lens)
+        seq = self.seq_lens[row]
+        if seq == 0 or lens[row] == 0:
+            return 0
+        return seq if self.window is None else min(seq, self.window + lens[row] - 1)
+
+
+@dataclass(frozen=True)
+class PagedArrays:
+    """The pool of a case: every slot that no row owns is NaN, spare table entries are junk."""
+
+    k_pages: np.ndarray  # [P, S, K, H]
+    v_pages: np.ndarray  # [P, S, K, H]
+    page_table: np.ndarray  # int32[R, M]
+
+
+def np_dtype(name: str) -> np.dtype:
+    """The numpy dtype of a dtype name, bfloat16 included."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def paged_arrays(case: PagedCase, num_rows: int, rng: np.random.Generator) -> PagedArrays:
+    """A pool for the case in shuffled page order; rows past the case's own are padding."""
+    size, heads, dtype = case.page_size, case.heads, np_dtype(case.dtype)
+    needed = [-(-length // size) for length in case.seq_lens]
+    max_pages = max(case.max_pages, *needed, 1)
+    num_pages = 1 + sum(needed) + 2  # the padding sink, the rows' pages, two that nobody owns
+    shape = (num_pages, size, heads.num_kv_heads, heads.head_dim)
+    pools = [np.full(shape, np.nan, dtype) for _ in range(2)]
+    free = iter(rng.permutation(np.arange(1, num_pages)))
+    junk = [0, num_pages - 1, num_pages + 7, -1]
+    table = rng.choice(junk, size=(num_rows, max_pages)).astype(np.int32)
+    for row, (length, count) in enumerate(zip(case.seq_lens, needed, strict=True)):
+        table[row, :count] = [next(free) for _ in range(count)]
+        slots = np.arange(length)
+        for pool in pools:
+            values = rng.standard_normal((length, *shape[2:]), np.float32)
+            pool[table[row, slots // size], slots % size] = values.astype(dtype)
+    return PagedArrays(*pools, table)

@@ -1,0 +1,44 @@
+"""Trying an implementation: run it and the reference on a poisoned case, compare.
+
+Owns: ``mismatch`` and ``runnable``; the sweep test and the bench are loops over these.
+Must not know: what any op computes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.registry import Case, Impl, Inputs, KernelOp, current_platform
+
+
+def runnable(impl: Impl, inputs: Inputs) -> str | None:
+    """Why the implementation cannot run these inputs on the current platform, or None."""
+    return impl.refuses(current_platform(), inputs.args, inputs.static)
+
+
+def mismatch(op: KernelOp, impl: Impl, case: Case, inputs: Inputs) -> str | None:
+    """How the implementation's jitted result differs from the definition's, or None.
+
+    NaN in the result counts as a difference: the inputs hold NaN wherever the op must not look.
+    """
+    expected = op.observable(op.ref(*inputs.args, **inputs.static))
+    run = jax.jit(partial(impl.fn, **inputs.static))
+    actual = op.observable(run(*map(jnp.asarray, inputs.args)))
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for index, (got, want) in enumerate(pairs):
+        where = f"{op.name}/{impl.name}/{case.name} output {index}"
+        if got.shape != want.shape or got.dtype != want.dtype:
+            return f"{where}: {got.dtype}{got.shape} instead of {want.dtype}{want.shape}"
+        got64, want64 = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        if not np.isfinite(want64).all():
+            return f"{where}: the reference itself is not finite"
+        error = np.abs(got64 - want64) / (1.0 + np.abs(want64))
+        bound = op.tolerance[str(want.dtype)]
+        worst = float(error.max(initial=0.0))
+        if not worst <= bound:  # also true for NaN
+            return f"{where}: off by {worst:.3g}, at most {bound:.3g} is accepted"
+    return None
