@@ -1,0 +1,171 @@
+"""``jaxinfer doctor``: what this machine can run, and what is broken.
+
+Owns: the checks. Must not know: models, the engine. A check reports what it finds and never raises;
+anything ``broken`` makes the command fail.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from jaxinfer.cli.units import format_bytes
+
+if TYPE_CHECKING:
+    from pallas_kernels.registry import Impl, KernelOp
+
+OPTIONAL_PACKAGES = ("triton", "jax-triton")  # the kernels' languages on NVIDIA GPUs
+
+type Status = Literal["ok", "absent", "broken"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One checked thing. ``absent`` is something that this machine does without."""
+
+    section: str
+    name: str
+    status: Status
+    detail: str
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def doctor(ctx: click.Context, as_json: bool) -> None:
+    """Check the installation, devices, kernels and caches.
+
+    The exit code is 1 when something that jaxinfer needs is broken.
+    """
+    findings = [*_interpreter(), *_packages(), *_devices(), *_caches()]
+    broken = [finding for finding in findings if finding.status == "broken"]
+    if as_json:
+        click.echo(json.dumps({"ok": not broken, "findings": [asdict(f) for f in findings]}))
+    else:
+        _print(findings)
+        count = f"{len(broken)} broken" if broken else "nothing broken"
+        click.echo(f"\n{count}")
+    ctx.exit(1 if broken else 0)
+
+
+def _print(findings: list[Finding]) -> None:
+    width = max(len(finding.name) for finding in findings)
+    for section, group in groupby(findings, key=lambda finding: finding.section):
+        click.echo(section)
+        for finding in group:
+            click.echo(f"  {finding.status:7} {finding.name:{width}}  {finding.detail}")
+
+
+def _interpreter() -> Iterator[Finding]:
+    implementation = f"{platform.python_implementation()} {platform.python_version()}"
+    host = f"{platform.system()} {platform.machine()}"
+    yield Finding("interpreter", "python", "ok", f"{implementation} on {host}, {sys.executable}")
+
+
+def _packages() -> Iterator[Finding]:
+    """Every requirement of the installed distribution, read from its metadata: no import."""
+    for name in ("jaxinfer", "jaxlib", *_required()):
+        version = _version(name)
+        if version is None:
+            yield Finding("packages", name, "broken", "not installed; reinstall jaxinfer")
+        else:
+            yield Finding("packages", name, "ok", version)
+    for name in OPTIONAL_PACKAGES:
+        version = _version(name)
+        if version is None:
+            yield Finding("packages", name, "absent", "only kernels for NVIDIA GPUs need it")
+        else:
+            yield Finding("packages", name, "ok", version)
+
+
+def _required() -> list[str]:
+    lines = metadata.requires("jaxinfer") or []
+    names = (re.match(r"[\w.-]+", line) for line in lines if "extra ==" not in line)
+    return [name[0] for name in names if name]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> Iterator[Finding]:
+    """The devices and, where there is one, the kernels: both need a working JAX."""
+    try:
+        import jax
+
+        devices = jax.devices()
+    except (ImportError, RuntimeError) as error:
+        yield Finding("devices", "jax", "broken", " ".join(str(error).split()))
+        return
+    for device in devices:
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+        detail = device.device_kind + (f", {format_bytes(memory)}" if memory else "")
+        yield Finding("devices", f"{device.platform}:{device.id}", "ok", detail)
+    yield from _kernels()
+
+
+def _kernels() -> Iterator[Finding]:
+    """Run every implementation that supports this platform against its definition, once."""
+    from pallas_kernels.registry import all_ops
+
+    for op in all_ops():
+        findings = [_try_kernel(op, impl) for impl in op.impls]
+        yield from findings
+        if all(finding.status == "absent" for finding in findings):
+            yield Finding("kernels", op.name, "broken", "no implementation runs on this platform")
+
+
+def _try_kernel(op: KernelOp, impl: Impl) -> Finding:
+    from pallas_kernels.testing import mismatch, runnable
+
+    name = f"{op.name}/{impl.name}"
+    reason = "no test case"
+    for case in op.cases:
+        if "ci" not in case.tags:
+            continue
+        inputs = op.build(case, 0)
+        reason = runnable(impl, inputs)
+        if reason is None:
+            problem = mismatch(op, impl, case, inputs)
+            if problem:
+                return Finding("kernels", name, "broken", problem)
+            return Finding("kernels", name, "ok", f"right on case {case.name}")
+    return Finding("kernels", name, "absent", reason)
+
+
+def _caches() -> Iterator[Finding]:
+    from jaxinfer.core.config import cache_root
+
+    root = cache_root()
+    existing = next(folder for folder in (root, *root.parents) if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        detail = f"not writable ({error.strerror}); set JAXINFER_CACHE_DIR to a writable folder"
+        yield Finding("caches", str(root), "broken", detail)
+        return
+    if existing != root:
+        yield Finding("caches", str(root), "ok", "not there yet; writable")
+        return
+    yield Finding("caches", str(root), "ok", f"{format_bytes(_size(root))}; writable")
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        yield Finding("caches", str(folder), "ok", format_bytes(_size(folder)))
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

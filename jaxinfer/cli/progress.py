@@ -1,0 +1,74 @@
+"""Progress on stderr: bars on a terminal, else one line for each finished task.
+
+Owns: the two drawings of ``core.progress.Progress``. Must not know: what is in progress.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TextIO
+
+from jaxinfer.core.progress import Advance, Progress
+
+
+def progress_on(stream: TextIO) -> Progress:
+    """The drawing that suits the stream."""
+    return BarProgress(stream) if stream.isatty() else LineProgress(stream)
+
+
+class LineProgress:
+    """For logs and pipes: says what was done and how long it took."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @contextmanager
+    def task(self, description: str, total: float | None) -> Generator[Advance]:
+        """See ``Progress``. A task that fails leaves no line; its error does."""
+        del total
+        start = time.monotonic()
+        yield lambda amount: None
+        seconds = time.monotonic() - start
+        self._stream.write(f"{description}: {seconds:.1f} s\n")
+        self._stream.flush()
+
+
+class BarProgress:
+    """For people: a bar with the time left for each running task; finished bars disappear.
+
+    Tasks may overlap and may be advanced from any thread; one live display shows them all.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich import progress
+        from rich.console import Console
+
+        self._bars = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.TaskProgressColumn(),
+            progress.TimeRemainingColumn(elapsed_when_finished=True),
+            console=Console(file=stream),
+            transient=True,
+        )
+        self._lock = threading.Lock()
+        self._running = 0
+
+    @contextmanager
+    def task(self, description: str, total: float | None) -> Generator[Advance]:
+        """See ``Progress``."""
+        with self._lock:
+            self._running += 1
+            self._bars.start()
+        bar = self._bars.add_task(description, total=total)
+        try:
+            yield lambda amount: self._bars.advance(bar, amount)
+        finally:
+            self._bars.remove_task(bar)
+            with self._lock:
+                self._running -= 1
+                if not self._running:
+                    self._bars.stop()

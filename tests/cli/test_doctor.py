@@ -1,0 +1,110 @@
+"""``jaxinfer doctor``: a healthy machine passes, each broken thing is named and fails."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from click.testing import CliRunner, Result
+
+from jaxinfer.cli import doctor
+from jaxinfer.cli.main import main
+from pallas_kernels import registry
+from pallas_kernels.registry import Impl
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("JAXINFER_CACHE_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "all_ops", tuple)
+
+
+def run() -> tuple[Result, dict[str, dict[str, str]]]:
+    result = CliRunner().invoke(main, ["doctor", "--json"])
+    report = json.loads(result.stdout)
+    assert report["ok"] == (result.exit_code == 0)
+    return result, {finding["name"]: finding for finding in report["findings"]}
+
+
+def test_healthy(cache: Path) -> None:
+    result, findings = run()
+    assert result.exit_code == 0
+    assert findings["python"]["section"] == "interpreter"
+    assert findings["jax"]["detail"] == jax.__version__
+    assert findings["cpu:0"]["section"] == "devices"
+    for op in registry.OP_NAMES:
+        assert findings[f"{op}/xla"]["status"] == "ok"
+    assert findings[str(cache)]["detail"] == "not there yet; writable"
+
+
+def test_text(without_kernels: None) -> None:
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 0
+    assert result.stdout.startswith("interpreter\n  ok      python ")
+    assert result.stdout.endswith("\n\nnothing broken\n")
+
+
+def test_cache_sizes(cache: Path, without_kernels: None) -> None:
+    (cache / "models" / "a").mkdir(parents=True)
+    (cache / "models" / "a" / "weights").write_bytes(bytes(1500))
+    _, findings = run()
+    assert findings[str(cache)]["detail"] == "1.5 kB; writable"
+    assert findings[str(cache / "models")]["detail"] == "1.5 kB"
+
+
+def test_unwritable_cache(cache: Path, without_kernels: None) -> None:
+    cache.write_text("a file where the folder should be")
+    result, findings = run()
+    assert result.exit_code == 1
+    assert findings[str(cache)]["status"] == "broken"
+    assert "set JAXINFER_CACHE_DIR" in findings[str(cache)]["detail"]
+
+
+def test_missing_package(monkeypatch: pytest.MonkeyPatch, without_kernels: None) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "flax" else "1.0")
+    result, findings = run()
+    assert result.exit_code == 1
+    assert findings["flax"]["status"] == "broken"
+
+
+def test_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "devices", fail)
+    result, findings = run()
+    assert result.exit_code == 1
+    assert findings["jax"]["status"] == "broken"
+    assert "cuda" in findings["jax"]["detail"]
+
+
+def test_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = registry.all_ops()[0]
+    right = op.impls[-1]
+
+    def doubled(*args: jax.Array, **static: object) -> object:
+        return jax.tree.map(lambda x: 2 * x, right.fn(*args, **static))
+
+    elsewhere = Impl("elsewhere", right.fn, platforms=("mars",))
+    impls = (Impl("doubled", doubled), elsewhere)
+    monkeypatch.setattr(registry, "all_ops", lambda: (dataclasses.replace(op, impls=impls),))
+    result, findings = run()
+    assert result.exit_code == 1
+    assert findings[f"{op.name}/doubled"]["status"] == "broken"
+    assert findings[f"{op.name}/elsewhere"]["detail"] == "it runs on mars, not on cpu"
+
+
+def test_op_without_any_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = registry.all_ops()[0]
+    impls = (Impl("elsewhere", op.impls[-1].fn, platforms=("mars",)),)
+    monkeypatch.setattr(registry, "all_ops", lambda: (dataclasses.replace(op, impls=impls),))
+    result, findings = run()
+    assert result.exit_code == 1
+    assert findings[op.name]["status"] == "broken"

@@ -1,0 +1,58 @@
+"""Bars on a terminal, lines elsewhere."""
+
+import io
+import threading
+
+import pytest
+
+from jaxinfer.cli.progress import BarProgress, LineProgress, progress_on
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def drawing_threads(before: set[threading.Thread]) -> int:
+    """Threads that do not end by themselves within a second."""
+    return sum(not ended(thread) for thread in set(threading.enumerate()) - before)
+
+
+def ended(thread: threading.Thread) -> bool:
+    thread.join(timeout=1)
+    return not thread.is_alive()
+
+
+def test_a_pipe_gets_one_line_for_each_finished_task() -> None:
+    stream = io.StringIO()
+    progress = progress_on(stream)
+    assert isinstance(progress, LineProgress)
+    with progress.task("Load", 2) as advance:
+        advance(1)
+        assert stream.getvalue() == ""
+        advance(1)
+    with pytest.raises(ValueError), progress.task("Compile", 3):
+        raise ValueError
+    assert stream.getvalue() == "Load: 0.0 s\n"
+
+
+def test_a_terminal_gets_bars_while_tasks_run() -> None:
+    before = set(threading.enumerate())
+    stream = Terminal()
+    progress = progress_on(stream)
+    assert isinstance(progress, BarProgress)
+    for _ in range(2):  # the display can start again
+        with progress.task("Outer", 2) as outer, progress.task("Inner", None) as inner:
+            outer(1)
+            inner(5)
+            assert drawing_threads(before) == 1
+        assert drawing_threads(before) == 0
+    assert "Outer" in stream.getvalue()
+    assert "50%" in stream.getvalue()
+
+
+def test_bars_stop_when_a_task_fails() -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(ValueError), progress_on(Terminal()).task("Load", 1):
+        raise ValueError
+    assert drawing_threads(before) == 0
