@@ -100,6 +100,12 @@ def cache_root(configured: str | None = None) -> Path:
     return Path(base).expanduser() / "jaxinfer"
 
 
+def compiler_environment() -> dict[str, str]:
+    """Environment settings that change what the compiler makes; part of a bundle's fingerprint."""
+    names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "JAX_DEFAULT_MATMUL_PRECISION")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ConfigError(f"{name} {value!r} is unknown; use one of {', '.join(known)}")

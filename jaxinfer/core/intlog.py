@@ -20,13 +20,13 @@ class IntLog:
     __slots__ = ("_buffer", "_length")
 
     def __init__(self, values: Iterable[int] = ()) -> None:
-        array = np.fromiter(values, np.int32)
+        array = _int32(values)
         self._buffer = _Buffer(array, len(array))
         self._length = len(array)
 
     def extend(self, values: Iterable[int]) -> IntLog:
         """This log followed by ``values``; this log itself is unchanged."""
-        added = np.fromiter(values, np.int32)
+        added = _int32(values)
         if not len(added):
             return self
         buffer = self._buffer
@@ -37,7 +37,12 @@ class IntLog:
 
     def append(self, value: int) -> IntLog:
         """This log followed by one value."""
-        return self.extend((value,))
+        buffer, length = self._buffer, self._length
+        if buffer.used != length or length == len(buffer.data):
+            return self.extend((value,))
+        buffer.data[length] = value  # the common case, once per generated token
+        buffer.used = length + 1
+        return self._view(buffer, length + 1)
 
     def first(self, length: int) -> IntLog:
         """The first ``length`` entries."""
@@ -94,3 +99,10 @@ class _Buffer:
             self.data = grown
         self.data[self.used : end] = added
         self.used = end
+
+
+def _int32(values: Iterable[int]) -> np.ndarray:
+    """A private int32 copy."""
+    if isinstance(values, np.ndarray):
+        return np.array(values, np.int32)
+    return np.fromiter(values, np.int32)

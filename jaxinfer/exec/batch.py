@@ -1,0 +1,182 @@
+"""A step's plan as one flat int32 array, and that array as a batch on the device.
+
+Owns: the wire layout between host and device. The host sends what only it knows (page tables,
+lengths, prompt tokens) in a single transfer; positions and page slots are derived on the device.
+Must not know: the model, sampling parameters (they live in ``SlotState``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.core.request import Request
+from jaxinfer.core.step import Bucket, StepPlan
+from jaxinfer.exec.sampling import SamplingFlags
+from jaxinfer.nn.attention import AttentionBatch
+
+
+class DeviceBatch(NamedTuple):
+    """What one step computes on; padding rows read and write the last slot and page 0."""
+
+    token_ids: jax.Array  # int32[T]
+    positions: jax.Array  # int32[T]
+    attention: AttentionBatch
+    logits_indices: jax.Array  # int32[B]: the last token of each row
+    seq_slots: jax.Array  # int32[B]
+    samples: jax.Array  # bool[B]: whether the row's last token draws the next one
+    target_ids: jax.Array  # int32[Tp]: the prompt token whose logprob is asked for, else -1
+    flags: SamplingFlags[jax.Array]
+
+
+class Fields[A](NamedTuple):
+    """The sections of the flat array, in order: as sizes, numpy views or device arrays."""
+
+    flags: A  # [len(SamplingFlags)]
+    seq_slots: A  # [B]
+    seq_lens: A  # [B]
+    samples: A  # [B]
+    query_start_loc: A  # [R + 1]
+    token_ids: A  # [Tp]
+    target_ids: A  # [Tp]
+    page_table: A  # [B * M]
+
+
+class BatchLayout(NamedTuple):
+    """The wire layout of one bucket."""
+
+    bucket: Bucket
+    pages_per_seq: int
+    sink_slot: int
+
+    def sizes(self) -> Fields[int]:
+        """Length of each section."""
+        b, tp = self.bucket.num_seqs, self.bucket.num_prefill_tokens
+        return Fields(
+            flags=len(SamplingFlags._fields),
+            seq_slots=b,
+            seq_lens=b,
+            samples=b,
+            query_start_loc=self.bucket.num_prefills + 1,
+            token_ids=tp,
+            target_ids=tp,
+            page_table=b * self.pages_per_seq,
+        )
+
+    def abstract(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the flat array."""
+        return jax.ShapeDtypeStruct((sum(self.sizes()),), jnp.int32)
+
+    def split[A: (np.ndarray, jax.Array)](self, flat: A) -> Fields[A]:
+        """The sections of a flat array; views where it is a numpy array."""
+        ends = list(accumulate(self.sizes(), initial=0))
+        return Fields(*(flat[start:end] for start, end in pairwise(ends)))
+
+
+def pack(plan: StepPlan, layout: BatchLayout, flags: np.ndarray) -> np.ndarray:  # int32[...]
+    """The flat array of a plan. Work is per row and per page, never per token."""
+    flat = np.zeros(layout.abstract().shape, np.int32)
+    wire = layout.split(flat)
+    wire.flags[:] = flags
+    wire.seq_slots[:] = layout.sink_slot
+    table = wire.page_table.reshape(layout.bucket.num_seqs, layout.pages_per_seq)
+    first_prefill = layout.bucket.num_decodes
+    rows = [*enumerate(plan.decodes), *enumerate(plan.prefills, first_prefill)]
+    for index, row in rows:
+        wire.seq_slots[index] = row.slot
+        wire.seq_lens[index] = row.num_computed_tokens + row.num_scheduled_tokens
+        wire.samples[index] = row.samples
+        table[index, : len(row.page_ids)] = row.page_ids.array()
+    wire.target_ids[:] = -1
+    start = 0
+    for index, row in enumerate(plan.prefills):
+        end = start + row.num_scheduled_tokens
+        wire.token_ids[start:end] = row.token_ids
+        if row.target_ids is not None:
+            wire.target_ids[start:end] = row.target_ids
+        wire.query_start_loc[index + 1 :] = end
+        start = end
+    return flat
+
+
+def unpack(
+    flat: jax.Array,  # int32[...]
+    layout: BatchLayout,
+    history: jax.Array,  # int32[S + 1, max_model_len + 1]: SlotState.token_ids
+    page_size: int,
+) -> DeviceBatch:
+    """The batch of a flat array; traced inside the step."""
+    wire, bucket = layout.split(flat), layout.bucket
+    d = bucket.num_decodes
+    seq_lens, starts = wire.seq_lens, wire.query_start_loc
+    rows = jnp.arange(d, dtype=jnp.int32)
+    positions = jnp.maximum(seq_lens[:d] - 1, 0)
+    token_ids = history[wire.seq_slots[:d], positions]
+    real = seq_lens[:d] > 0
+    last = rows
+    if bucket.num_prefill_tokens:
+        row, position, in_row = _prefill_tokens(bucket, seq_lens[d:], starts)
+        rows, positions, token_ids, real, last = (
+            jnp.concatenate(parts)
+            for parts in (
+                (rows, d + row),
+                (positions, position),
+                (token_ids, wire.token_ids),
+                (real, in_row),
+                (last, d + jnp.maximum(starts[1:] - 1, 0)),
+            )
+        )
+    table = wire.page_table.reshape(bucket.num_seqs, layout.pages_per_seq)
+    slot_mapping = table[rows, positions // page_size] * page_size + positions % page_size
+    return DeviceBatch(
+        token_ids=token_ids,
+        positions=positions,
+        attention=AttentionBatch(
+            slot_mapping=jnp.where(real, slot_mapping, 0),
+            page_table=table,
+            seq_lens=seq_lens,
+            query_start_loc=starts,
+        ),
+        logits_indices=last,
+        seq_slots=wire.seq_slots,
+        samples=wire.samples > 0,
+        target_ids=wire.target_ids,
+        flags=SamplingFlags(*(wire.flags > 0)),
+    )
+
+
+def _prefill_tokens(
+    bucket: Bucket,
+    seq_lens: jax.Array,  # int32[R]
+    starts: jax.Array,  # int32[R + 1]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Row, position and "is no padding" of each token of the prefill part, all [Tp]."""
+    token = jnp.arange(bucket.num_prefill_tokens, dtype=jnp.int32)
+    # a token's row is the number of rows that end at or before it
+    row = jnp.sum(token[:, None] >= starts[None, 1:], axis=1, dtype=jnp.int32)
+    real = row < bucket.num_prefills
+    row = jnp.minimum(row, bucket.num_prefills - 1)
+    position = seq_lens[row] - starts[1:][row] + token
+    return row, jnp.where(real, position, 0), real
+
+
+def sampling_flags(requests: Sequence[Request]) -> np.ndarray:  # int32[len(SamplingFlags)]
+    """What at least one of these requests needs from the sampler."""
+    params = [request.sampling for request in requests]
+    random = [p for p in params if not p.greedy]
+    flags = SamplingFlags(
+        bias=any(p.logit_bias or p.min_tokens for p in params),
+        penalties=any(p.has_penalties for p in params),
+        random=bool(random),
+        top_k=any(p.top_k for p in random),
+        top_p=any(p.top_p < 1 for p in random),
+        min_p=any(p.min_p > 0 for p in random),
+        logprobs=any(p.logprobs is not None for p in params),
+        prompt_logprobs=any(p.prompt_logprobs is not None for p in params),
+    )
+    return np.array(flags, np.int32)

@@ -1,0 +1,65 @@
+"""Every executable an engine needs, ready before the first request.
+
+Owns: ``Executables`` and ``build_executables``, which loads them from a bundle or compiles them in
+threads and saves one. Runs before weights are loaded, so that the compiler's memory and the weights
+do not add up. Must not know: requests, the scheduler, weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxinfer.core.progress import Progress
+from jaxinfer.core.step import Bucket
+from jaxinfer.exec.aot import load_bundle, save_bundle
+from jaxinfer.exec.program import ADMIT, Program
+
+type Compiled = Callable[..., Any]  # jax.stages.Compiled: refuses any other shape, never compiles
+
+COMPILE_THREADS = 4  # XLA's own compilation is partly parallel; more threads gained nothing
+
+
+@dataclass(frozen=True)
+class Executables:
+    """The compiled functions of an engine. ``compiled`` says how many were not in the bundle."""
+
+    admit: Compiled
+    steps: Mapping[Bucket, Compiled]
+    compiled: int
+
+
+def build_executables(
+    program: Program, *, bundle_root: Path | None, progress: Progress
+) -> Executables:
+    """Load every executable from the bundle under ``bundle_root``, or compile and save them all."""
+    by_name = load_bundle(program, bundle_root, progress) if bundle_root else None
+    compiled = 0
+    if by_name is None:
+        by_name = compile_all(program, progress)
+        compiled = len(by_name)
+        if bundle_root:
+            save_bundle(program, by_name, bundle_root)
+    steps = {bucket: by_name[bucket.name] for bucket in program.limits.buckets}
+    return Executables(by_name[ADMIT], steps, compiled)
+
+
+def compile_all(program: Program, progress: Progress) -> dict[str, jax.stages.Compiled]:
+    """Compile every executable in parallel threads."""
+    names = program.names()
+    with (
+        progress.task("compile", len(names)) as advance,
+        ThreadPoolExecutor(COMPILE_THREADS) as pool,
+    ):
+
+        def one(name: str) -> jax.stages.Compiled:
+            compiled = program.lower(name).compile()
+            advance(1)
+            return compiled
+
+        return dict(zip(names, pool.map(one, names), strict=True))

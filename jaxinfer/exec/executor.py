@@ -1,0 +1,139 @@
+"""Runs compiled steps: holds weights, KV state, slots and the bucket -> executable table.
+
+Owns: the device state between steps and the translation of a finished step into a ``StepResult``.
+``launch`` returns as soon as the step is queued; ``collect`` waits for its tokens. Must not know:
+which request comes next, text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxinfer.core.request import Request
+from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, StepResult, TokenLogprobs
+from jaxinfer.exec.batch import pack, sampling_flags
+from jaxinfer.exec.compile import Executables
+from jaxinfer.exec.forward import StepOutput
+from jaxinfer.exec.program import Program
+from jaxinfer.exec.sampling import Logprobs
+from jaxinfer.exec.slots import SlotState, init_slots, slot_row
+from jaxinfer.models.base import Params
+from jaxinfer.nn.kv import KVState, init_kv_state
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A launched step whose tokens are still on the device."""
+
+    plan: StepPlan
+    requests: tuple[Request, ...]  # of each row, decodes first
+    output: StepOutput
+
+
+class Executor:
+    """The device side of an engine. Not thread-safe: one thread launches and collects."""
+
+    def __init__(self, program: Program, executables: Executables, params: Params) -> None:
+        self._program = program
+        self._executables = executables
+        self._params = params
+        limits = program.limits
+        self._kv_state: KVState = init_kv_state(
+            program.model.kv_spec, limits.num_pages, limits.page_size
+        )
+        self._slots: SlotState = init_slots(limits.max_num_seqs, limits.max_model_len)
+        # the host's mirror of which request a slot's parameters belong to
+        self._requests: list[Request | None] = [None] * limits.max_num_seqs
+        self._layouts = {bucket: program.layout(bucket) for bucket in limits.buckets}
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        """Queue one step and return without waiting for it."""
+        vocab_size = self._program.model.config.vocab_size
+        for admission in plan.admissions:
+            row = slot_row(admission, vocab_size, self._program.limits.max_model_len)
+            self._slots = self._executables.admit(self._slots, row)
+            self._requests[admission.slot] = admission.request
+        requests = tuple(self._request(row) for row in plan.rows)
+        batch = pack(plan, self._layouts[plan.bucket], sampling_flags(requests))
+        step = self._executables.steps[plan.bucket]
+        self._kv_state, self._slots, output = step(self._params, self._kv_state, self._slots, batch)
+        output.token_ids.copy_to_host_async()
+        return InFlight(plan, requests, output)
+
+    def collect(self, step: InFlight) -> StepResult:
+        """Wait for a launched step and read what its rows produced."""
+        token_ids = np.asarray(step.output.token_ids).tolist()
+        rows = step.plan.rows
+        first_prefill = step.plan.bucket.num_decodes - len(step.plan.decodes)
+        reader = _LogprobReader(step)
+        results: list[RowResult] = []
+        for number, (row, request) in enumerate(zip(rows, step.requests, strict=True)):
+            index = number if number < len(step.plan.decodes) else number + first_prefill
+            results.append(
+                RowResult(
+                    request_id=row.request_id,
+                    epoch=row.epoch,
+                    token_id=token_ids[index] if row.samples else None,
+                    logprobs=reader.sampled(index, token_ids[index], row, request),
+                    prompt_logprobs=reader.prompt(row, request),
+                )
+            )
+        return StepResult(step.plan.step_id, tuple(results))
+
+    def _request(self, row: ScheduledSeq) -> Request:
+        request = self._requests[row.slot]
+        assert request is not None, f"slot {row.slot} was scheduled before it was admitted"
+        return request
+
+
+class _LogprobReader:
+    """Reads the logprobs of a step row by row; copies each array once, and only when asked for."""
+
+    def __init__(self, step: InFlight) -> None:
+        self._output = step.output
+        self._sampled: Logprobs | None = None
+        self._prompt: Logprobs | None = None
+        self._prompt_start = 0  # where the next prefill row's chunk starts in the prefill part
+
+    def sampled(
+        self, index: int, token_id: int, row: ScheduledSeq, request: Request
+    ) -> TokenLogprobs | None:
+        """Of the token that a row drew."""
+        top = request.sampling.logprobs
+        if top is None or not row.samples:
+            return None
+        if self._sampled is None:
+            self._sampled = _host(self._output.logprobs)
+        return _token_logprobs(self._sampled, index, token_id, top)
+
+    def prompt(self, row: ScheduledSeq, request: Request) -> tuple[TokenLogprobs, ...]:
+        """Of the prompt tokens that follow a chunk's own; rows come in the plan's order."""
+        if row.token_ids is None:
+            return ()
+        start = self._prompt_start
+        self._prompt_start += row.num_scheduled_tokens
+        top = request.sampling.prompt_logprobs
+        if top is None or row.target_ids is None:
+            return ()
+        if self._prompt is None:
+            self._prompt = _host(self._output.prompt_logprobs)
+        return tuple(
+            _token_logprobs(self._prompt, start + offset, token_id, top)
+            for offset, token_id in enumerate(row.target_ids.tolist())
+            if token_id >= 0
+        )
+
+
+def _token_logprobs(source: Logprobs, index: int, token_id: int, top: int) -> TokenLogprobs:
+    """One position: the chosen token first, then the ``top`` most likely ones."""
+    ids: list[int] = source.top_ids[index, :top].tolist()
+    values: list[float] = source.top_logprobs[index, :top].tolist()
+    chosen = float(source.chosen[index])
+    return TokenLogprobs((token_id, *ids), (chosen, *values), int(source.rank[index]))
+
+
+def _host(logprobs: Logprobs) -> Logprobs:
+    """The same record with numpy arrays."""
+    return Logprobs(*(np.asarray(array) for array in logprobs))  # type: ignore[arg-type]

@@ -1,0 +1,97 @@
+"""The pure step: (weights, kv_state, slots, batch) -> (kv_state, slots, output).
+
+Owns: ``step`` and its output. One call computes a bucket's rows, draws their tokens and records
+them in the slots. Must not know: who compiles it, the scheduler, requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxinfer.exec.batch import BatchLayout, DeviceBatch, unpack
+from jaxinfer.exec.sampling import Logprobs, no_logprobs, sample, token_logprobs
+from jaxinfer.exec.slots import SlotState
+from jaxinfer.models.base import Model, Params, hidden_states, unembed
+from jaxinfer.nn.attention import PagedAttend
+from jaxinfer.nn.kv import KVState
+
+PROMPT_LOGPROBS_BLOCK = 64  # positions whose logits are alive at once: 64 * V floats
+
+
+class StepOutput(NamedTuple):
+    """What the host reads of a step."""
+
+    token_ids: jax.Array  # int32[B]: the token each row drew; meaningless where it draws none
+    logprobs: Logprobs  # of token_ids, [B]
+    prompt_logprobs: Logprobs  # of target_ids, [Tp]
+
+
+@dataclass(frozen=True)
+class StepFunction:
+    """The step of one bucket: a pure function, jitted with kv_state and slots donated."""
+
+    model: Model
+    layout: BatchLayout
+    page_size: int
+
+    def __call__(
+        self,
+        params: Params,
+        kv_state: KVState,
+        slots: SlotState,
+        flat: jax.Array,  # int32[...]: see ``BatchLayout``
+    ) -> tuple[KVState, SlotState, StepOutput]:
+        """Compute, draw, record."""
+        batch = unpack(flat, self.layout, slots.token_ids, self.page_size)
+        attend = PagedAttend(batch.attention, self.layout.bucket.num_decodes)
+        hidden, new_kv = hidden_states(
+            self.model, params, batch.token_ids, batch.positions, kv_state, attend
+        )
+        logits = unembed(self.model, params, hidden[batch.logits_indices])  # [B, V]
+        seq_lens = batch.attention.seq_lens
+        token_ids = sample(logits, slots, batch.seq_slots, seq_lens, batch.flags)
+        output = StepOutput(
+            token_ids=token_ids,
+            logprobs=token_logprobs(logits, token_ids, batch.flags.logprobs),
+            prompt_logprobs=self._prompt_logprobs(params, hidden, batch),
+        )
+        return new_kv, self._record(slots, batch, token_ids), output  # type: ignore[return-value]
+
+    def _record(self, slots: SlotState, batch: DeviceBatch, token_ids: jax.Array) -> SlotState:
+        """The slots with each drawn token at its position; rows that draw none write nothing."""
+        position = jnp.where(batch.samples, batch.attention.seq_lens, slots.token_ids.shape[1])
+        history = slots.token_ids.at[batch.seq_slots, position].set(token_ids, mode="drop")
+        return slots._replace(token_ids=history)
+
+    def _prompt_logprobs(
+        self,
+        params: Params,
+        hidden: jax.Array,  # [T, D]
+        batch: DeviceBatch,
+    ) -> Logprobs:  # [Tp]
+        """Logprobs of the prompt tokens that follow this step's, a block of positions at a time."""
+        bucket = self.layout.bucket
+        tokens = bucket.num_prefill_tokens
+        if not tokens:
+            return no_logprobs(0)
+        block = min(PROMPT_LOGPROBS_BLOCK, tokens)
+        padding = -tokens % block
+
+        def compute(_: None) -> Logprobs:
+            rows = jnp.pad(hidden[bucket.num_decodes :], ((0, padding), (0, 0)))
+            targets = jnp.pad(jnp.maximum(batch.target_ids, 0), (0, padding))
+
+            def one(arguments: tuple[jax.Array, jax.Array]) -> Logprobs:
+                logits = unembed(self.model, params, arguments[0])
+                return token_logprobs(logits, arguments[1], jnp.bool_(True))
+
+            blocks = (rows.reshape(-1, block, rows.shape[1]), targets.reshape(-1, block))
+            result = lax.map(one, blocks)
+            return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:tokens], result)
+
+        return lax.cond(batch.flags.prompt_logprobs, compute, lambda _: no_logprobs(tokens), None)
