@@ -1,0 +1,1 @@
+"""Data only: known models (``models/``) and engine settings per device (``engine/``)."""

@@ -1,0 +1,133 @@
+"""A GGUF file as a ``Checkpoint``: Hugging Face names, shapes and layout, dequantised on reading.
+
+Owns: reading and dequantising. Must not know: the header's encoding, model families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from jaxinfer.core.errors import SourceError
+from jaxinfer.weights.checkpoint import TensorInfo, read_bytes
+from jaxinfer.weights.gguf_config import generation_config_from_gguf, hf_config_from_gguf
+from jaxinfer.weights.gguf_header import GGUFHeader, GGUFTensor, read_header
+from jaxinfer.weights.gguf_names import DERIVED_TENSORS, NAME_TABLES, map_name, undo_interleave
+
+_UNQUANTISED = (
+    GGMLQuantizationType.F32,
+    GGMLQuantizationType.F16,
+    GGMLQuantizationType.BF16,
+)
+_CHUNK_BYTES = 1 << 16  # read and dequantised at once: its float32 values stay in the CPU cache
+
+
+@dataclass(frozen=True)
+class GGUFModel:
+    """Everything a GGUF file holds, in Hugging Face's terms."""
+
+    header: GGUFHeader
+    hf_config: Mapping[str, Any]
+    checkpoint: GGUFCheckpoint
+    quantised: bool
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The token ids that begin and end a text."""
+        return generation_config_from_gguf(self.header.metadata)
+
+    @property
+    def tokenizer_metadata(self) -> Mapping[str, Any]:
+        """The metadata of the tokenizer, its chat template included."""
+        metadata = self.header.metadata
+        return {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
+
+
+def open_gguf(path: Path) -> GGUFModel:
+    """Read and check a GGUF file's header.
+
+    Raises ``CheckpointError`` for a broken file, ``UnknownArchitectureError``, and ``SourceError``
+    for one part of a split model.
+    """
+    header = read_header(path)
+    if header.metadata.get("split.count", 0) > 1:
+        raise SourceError(
+            f"{path} is one part of a split GGUF; join the parts first "
+            "(llama-gguf-split --merge of llama.cpp does it)"
+        )
+    factors = header.tensors.get("rope_freqs.weight")
+    rope_factors = None if factors is None else _read_tensor(path, factors)
+    hf_config = hf_config_from_gguf(header, rope_factors)
+    quantised = any(tensor.type not in _UNQUANTISED for tensor in header.tensors.values())
+    return GGUFModel(header, hf_config, GGUFCheckpoint(header, hf_config), quantised)
+
+
+@dataclass(frozen=True)
+class _Place:
+    tensor: GGUFTensor
+    interleaved_heads: int  # 0: rows are in order
+    transposed: bool
+
+
+class GGUFCheckpoint:
+    """See ``Checkpoint``; ``hf_config`` tells how many heads a permuted tensor has."""
+
+    def __init__(self, header: GGUFHeader, hf_config: Mapping[str, Any]) -> None:
+        self._path = header.path
+        self._tensors: dict[str, TensorInfo] = {}
+        self._places: dict[str, _Place] = {}
+        table = NAME_TABLES[header.metadata["general.architecture"]]
+        for gguf_name, tensor in header.tensors.items():
+            if gguf_name in DERIVED_TENSORS:
+                continue
+            mapped = map_name(table, gguf_name)
+            heads = 0
+            if mapped.interleaved:
+                key = "num_key_value_heads" if ".attn_k." in gguf_name else "num_attention_heads"
+                heads = hf_config[key]
+            shape = tensor.shape[::-1] if mapped.transposed else tensor.shape
+            readable = _can_dequantise(tensor.type)
+            info = TensorInfo(shape, tensor.type.name, tensor.nbytes, readable)
+            self._tensors[mapped.name] = info
+            self._places[mapped.name] = _Place(tensor, heads, mapped.transposed)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """See ``Checkpoint``."""
+        return self._tensors
+
+    def read(self, name: str) -> np.ndarray:  # float32[TensorInfo.shape]
+        """See ``Checkpoint``."""
+        place = self._places[name]
+        values = _read_tensor(self._path, place.tensor)
+        if place.interleaved_heads:
+            values = undo_interleave(values, place.interleaved_heads)
+        return values.T if place.transposed else values
+
+
+def _read_tensor(path: Path, tensor: GGUFTensor) -> np.ndarray:  # float32[tensor.shape]
+    """Dequantise piece by piece into the result, so that no second copy of it exists."""
+    values_per_unit, bytes_per_unit = GGML_QUANT_SIZES[tensor.type]
+    values = np.empty(tensor.nbytes // bytes_per_unit * values_per_unit, np.float32)
+    chunk_bytes = _CHUNK_BYTES // bytes_per_unit * bytes_per_unit
+    for start in range(0, tensor.nbytes, chunk_bytes):
+        count = min(chunk_bytes, tensor.nbytes - start)
+        raw = read_bytes(path, tensor.offset + start, count)
+        first = start // bytes_per_unit * values_per_unit
+        chunk = dequantize(raw[None], tensor.type)[0]  # as one row: gguf loops over rows in Python
+        values[first : first + len(chunk)] = chunk
+    return values.reshape(tensor.shape)
+
+
+def _can_dequantise(kind: GGMLQuantizationType) -> bool:
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True

@@ -1,0 +1,200 @@
+"""A Hugging Face config from GGUF metadata.
+
+Owns: one function per GGUF architecture, and the rope scaling. Must not know: tensor data formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.core.errors import CheckpointError, UnknownArchitectureError
+from jaxinfer.nn.rope import Llama3Scaling, RopeConfig, inverse_frequencies
+from jaxinfer.weights.gguf_header import GGUFHeader
+
+# Meta's constants, the same in Llama 3.1, 3.2 and 3.3; GGUF keeps only what follows from them.
+_LLAMA3_LOW_FREQ_FACTOR = 1.0
+_LLAMA3_HIGH_FREQ_FACTOR = 4.0
+_LLAMA3_ORIGINAL_CONTEXT = 8192
+
+
+def hf_config_from_gguf(
+    header: GGUFHeader,
+    rope_factors: np.ndarray | None,  # float32[H / 2]: the tensor rope_freqs.weight
+) -> dict[str, Any]:
+    """What the model's config.json would say.
+
+    Raises ``UnknownArchitectureError``, or ``CheckpointError`` for a key that is missing.
+    """
+    architecture = header.metadata.get("general.architecture")
+    build = _BUILDERS.get(str(architecture))
+    if build is None:
+        raise UnknownArchitectureError(
+            f"{header.path} is a GGUF of architecture {architecture!r}; "
+            f"known are {', '.join(_BUILDERS)}"
+        )
+    config = build(_Metadata(header, str(architecture)))
+    tokens = {
+        f"{name}_token_id": header.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        for name in ("bos", "eos")
+    }
+    config |= {
+        "vocab_size": _tensor_rows(header, "token_embd.weight"),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        **{key: value for key, value in tokens.items() if value is not None},
+    }
+    if rope_factors is not None:
+        config["rope_scaling"] = _llama3_scaling(header, config, rope_factors)
+    return config
+
+
+def generation_config_from_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The token ids that begin and end a text; a chat turn's end counts as an end."""
+    ends = [
+        metadata[key]
+        for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        if key in metadata
+    ]
+    config: dict[str, Any] = {"eos_token_id": sorted(set(ends))} if ends else {}
+    if "tokenizer.ggml.bos_token_id" in metadata:
+        config["bos_token_id"] = metadata["tokenizer.ggml.bos_token_id"]
+    return config
+
+
+class _Metadata:
+    """Metadata of one architecture: keys without its prefix, clear errors for absent ones."""
+
+    def __init__(self, header: GGUFHeader, architecture: str) -> None:
+        self.header = header
+        self._prefix = architecture + "."
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.header.metadata.get(self._prefix + key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise CheckpointError(
+                f"{self.header.path} lacks the metadata key {self._prefix + key}; "
+                "convert the model again"
+            )
+        return value
+
+    def has_tensor(self, name: str) -> bool:
+        return name in self.header.tensors
+
+
+def _decoder(meta: _Metadata) -> dict[str, Any]:
+    """The keys that llama, qwen2 and qwen3 share."""
+    heads = meta["attention.head_count"]
+    hidden_size = meta["embedding_length"]
+    if meta.get("expert_count"):
+        raise UnknownArchitectureError(
+            f"{meta.header.path} is a mixture of experts, which no known family covers"
+        )
+    config: dict[str, Any] = {
+        "hidden_size": hidden_size,
+        "intermediate_size": meta["feed_forward_length"],
+        "num_hidden_layers": meta["block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.get("attention.head_count_kv", heads),
+        "head_dim": meta.get("attention.key_length", hidden_size // heads),
+        "max_position_embeddings": meta["context_length"],
+        "rms_norm_eps": _float32(meta["attention.layer_norm_rms_epsilon"]),
+        "rope_theta": _float32(meta.get("rope.freq_base", 10000.0)),
+        "rope_scaling": _rope_scaling(meta),
+        "hidden_act": "silu",
+        "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
+    }
+    return config
+
+
+def _llama(meta: _Metadata) -> dict[str, Any]:
+    mlp_bias = meta.has_tensor("blk.0.ffn_up.bias")
+    return _decoder(meta) | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "mlp_bias": mlp_bias,
+    }
+
+
+def _qwen2(meta: _Metadata) -> dict[str, Any]:
+    return _decoder(meta) | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+
+
+def _qwen3(meta: _Metadata) -> dict[str, Any]:
+    return _decoder(meta) | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+
+def _gpt2(meta: _Metadata) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": meta["embedding_length"],
+        "n_inner": meta["feed_forward_length"],
+        "n_layer": meta["block_count"],
+        "n_head": meta["attention.head_count"],
+        "n_positions": meta["context_length"],
+        "layer_norm_epsilon": _float32(meta["attention.layer_norm_epsilon"]),
+        "activation_function": "gelu_new",
+    }
+
+
+_BUILDERS: Mapping[str, Callable[[_Metadata], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gpt2": _gpt2,
+}
+
+
+def _rope_scaling(meta: _Metadata) -> dict[str, Any] | None:
+    kind = meta.get("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": _float32(meta["rope.scaling.factor"])}
+    if kind == "yarn":
+        original = meta["rope.scaling.original_context_length"]
+        scaling["original_max_position_embeddings"] = original
+    return scaling
+
+
+def _llama3_scaling(
+    header: GGUFHeader, config: Mapping[str, Any], factors: np.ndarray
+) -> dict[str, Any]:
+    """The scaling whose factors the file holds: known up to Llama 3's constants, then compared."""
+    scaling = Llama3Scaling(
+        factor=float(factors.max()),
+        low_freq_factor=_LLAMA3_LOW_FREQ_FACTOR,
+        high_freq_factor=_LLAMA3_HIGH_FREQ_FACTOR,
+        original_max_position_embeddings=_LLAMA3_ORIGINAL_CONTEXT,
+    )
+    plain = RopeConfig(config["head_dim"], config["rope_theta"])
+    expected = inverse_frequencies(plain) / inverse_frequencies(
+        RopeConfig(plain.head_dim, plain.theta, scaling)
+    )
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
+        raise CheckpointError(
+            f"{header.path}: its rope_freqs.weight does not follow Llama 3's rope scaling, "
+            "the only one supported in this form"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_position_embeddings,
+    }
+
+
+def _tensor_rows(header: GGUFHeader, name: str) -> int:
+    if name not in header.tensors:
+        raise CheckpointError(f"{header.path} has no tensor {name}; download it again")
+    return header.tensors[name].shape[0]
+
+
+def _float32(value: float) -> float:
+    """The shortest decimal that is this float32: 1e-05 instead of 9.999999747378752e-06."""
+    return float(str(np.float32(value)))

