@@ -1,0 +1,1 @@
+"""Floor 2: the purely functional scheduler: ``schedule(state, events) -> (state, output)``."""

@@ -1,0 +1,118 @@
+"""How a request gets in: refused, queued, or given a slot and pages.
+
+Owns: the checks on arrival and the conditions of admission. All pages of a sequence's known tokens
+are taken at admission, so a prefill once begun never waits for memory; pages for drawn tokens are
+taken as decoding reaches them (``choose``). The queue is strict: nobody overtakes its head, or a
+long prompt could wait for ever. Must not know: chunks, buckets.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from jaxinfer.core.config import Limits
+from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.request import FinishReason, Request
+from jaxinfer.core.shapes import cdiv
+from jaxinfer.core.step import TokenEvent
+from jaxinfer.sched.prefix import extend_page_hashes
+from jaxinfer.sched.state import Draft, Sequence
+
+WATERMARK = 100  # one page in so many stays free at admission, for the running ones to grow into
+
+
+def arrive(draft: Draft, request: Request) -> None:
+    """Queue a request, or refuse with an event one that can never fit."""
+    if request.request_id in draft.orders:
+        draft.duplicates.append(request.request_id)
+        return
+    if error := refusal(request, draft.limits):
+        event = TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, error=error)
+        draft.events.append(event)
+        return
+    num_prompt_tokens = len(request.prompt_token_ids)
+    seq = Sequence(
+        request=request,
+        order=(request.priority, request.arrival, request.request_id),
+        token_ids=IntLog(request.prompt_token_ids),
+        max_num_tokens=min(num_prompt_tokens + request.max_tokens, draft.limits.max_model_len),
+    )
+    draft.orders = draft.orders.set(request.request_id, seq.order)
+    draft.enqueue(seq)
+
+
+def refusal(request: Request, limits: Limits) -> str:
+    """Why the request can never be served, or an empty string."""
+    num_prompt_tokens = len(request.prompt_token_ids)
+    if not num_prompt_tokens:
+        return "the prompt is empty; send at least one token"
+    if num_prompt_tokens + 1 > limits.max_model_len:
+        return (
+            f"the prompt has {num_prompt_tokens} tokens, which leaves no room for an output within "
+            f"max_model_len {limits.max_model_len}; shorten the prompt to at most "
+            f"{limits.max_model_len - 1} tokens or raise max_model_len"
+        )
+    num_tokens = min(num_prompt_tokens + request.max_tokens, limits.max_model_len)
+    num_pages = cdiv(num_tokens, limits.page_size)
+    if num_pages > limits.num_usable_pages:
+        return (
+            f"prompt and max_tokens may reach {num_tokens} tokens, which need {num_pages} pages of "
+            f"{limits.page_size}, but the pool has {limits.num_usable_pages}; lower max_tokens, "
+            "shorten the prompt or raise num_pages"
+        )
+    return ""
+
+
+def with_page_hashes(seq: Sequence, limits: Limits) -> Sequence:
+    """``seq`` with the hashes of the pages it might reuse; computed once, also while it waits.
+
+    At least one token stays to be computed, or there would be no logits to draw from. Prompt
+    logprobs need the logits of every prompt token, so nothing is reused (as in vLLM).
+    """
+    num_pages = _num_reusable_pages(seq, limits)
+    if num_pages <= len(seq.page_hashes):
+        return seq
+    page_hashes = extend_page_hashes(
+        seq.page_hashes, seq.request.cache_salt, seq.token_ids, num_pages, limits.page_size
+    )
+    return msgspec.structs.replace(seq, page_hashes=page_hashes)
+
+
+def admit(draft: Draft, seq: Sequence) -> Sequence | None:
+    """``seq``, the head of the queue, with a slot and its pages; None while it must wait.
+
+    The caller moves it (``Draft.start``). With nobody running the head is always admitted, since
+    every page is free then.
+    """
+    limits = draft.limits
+    if not draft.free_slots:
+        return None
+    shared = draft.pages.lookup(seq.page_hashes[: _num_reusable_pages(seq, limits)])
+    num_new_pages = cdiv(len(seq.token_ids), limits.page_size) - len(shared)
+    num_free = draft.pages.num_free - draft.pages.num_cached_among(shared)
+    nobody_runs = len(draft.free_slots) == limits.max_num_seqs
+    watermark = 0 if nobody_runs else limits.num_usable_pages // WATERMARK
+    if num_new_pages + watermark > num_free:
+        return None
+    draft.pages.share(shared)
+    pages = shared + draft.pages.take(num_new_pages)
+    num_cached_tokens = len(shared) * limits.page_size
+    epoch, draft.next_epoch = draft.next_epoch, draft.next_epoch + 1
+    return msgspec.structs.replace(
+        seq,
+        epoch=epoch,
+        slot=draft.free_slots.pop(),
+        page_ids=IntLog(pages),
+        num_prefill_tokens=len(seq.token_ids),
+        num_computed_tokens=num_cached_tokens,
+        num_offered_pages=len(shared),
+        num_cached_tokens=(
+            num_cached_tokens if seq.num_cached_tokens is None else seq.num_cached_tokens
+        ),
+    )
+
+
+def _num_reusable_pages(seq: Sequence, limits: Limits) -> int:
+    if not limits.enable_prefix_caching or seq.request.sampling.prompt_logprobs is not None:
+        return 0
+    return (len(seq.token_ids) - 1) // limits.page_size

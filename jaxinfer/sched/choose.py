@@ -1,0 +1,184 @@
+"""The next step: which sequences get a row, of how many tokens, in which bucket.
+
+Owns: the policy. First come, first served by (priority, arrival): every decoding sequence gets its
+row, then prefills under way continue, then waiting requests are admitted, as far as
+``max_num_batched_tokens`` prompt tokens and a bucket allow. Prefills shrink to a bucket, decodes
+are never dropped for one. Must not know: results, endings.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan
+from jaxinfer.sched.admit import admit, with_page_hashes
+from jaxinfer.sched.state import Draft, Sequence
+
+
+def choose_step(draft: Draft) -> StepPlan | None:
+    """Plan one step and count its tokens as computed; None when nothing can run."""
+    decodes, preempted = _decode_rows(draft)
+    prefills: list[ScheduledSeq] = []
+    budget = _Budget(draft, len(decodes))
+    if len(decodes) < len(draft.running):
+        prefills = _continued_prefills(draft, budget)
+    admissions: tuple[SlotAdmission, ...] = ()
+    # After a preemption nobody is admitted in the same step: the pages were needed.
+    if draft.waiting and not preempted:
+        new_prefills, admissions = _new_prefills(draft, budget)
+        prefills += new_prefills
+    if not decodes and not prefills:
+        return None
+    step_id, draft.next_step_id = draft.next_step_id, draft.next_step_id + 1
+    bucket = smallest_bucket(draft.buckets, len(decodes), budget.used, len(prefills))
+    plan = StepPlan(step_id, bucket, admissions, tuple(decodes), tuple(prefills))
+    draft.in_flight = (*draft.in_flight, plan)
+    return plan
+
+
+def smallest_bucket(
+    buckets: tuple[Bucket, ...], decodes: int, prefill_tokens: int, prefills: int
+) -> Bucket:
+    """The first of ``buckets``, which are sorted by size, that holds the step."""
+    for bucket in buckets:
+        if bucket.fits(decodes, prefill_tokens, prefills):
+            return bucket
+    raise AssertionError("a step is only built as large as its bucket")
+
+
+class _Budget:
+    """Prompt tokens that a step with ``num_decodes`` decodes may still take."""
+
+    def __init__(self, draft: Draft, num_decodes: int) -> None:
+        self._buckets = draft.buckets
+        self._limit = draft.limits.max_num_batched_tokens
+        self._num_decodes = num_decodes
+        self._num_prefills = 0
+        self.used = 0
+
+    def room(self) -> int:
+        """Tokens that one more prefill row could have; 0 or less if there is no such row."""
+        widest = 0
+        for bucket in self._buckets:
+            if (
+                bucket.num_prefill_tokens > widest
+                and bucket.num_decodes >= self._num_decodes
+                and bucket.num_prefills > self._num_prefills
+            ):
+                widest = bucket.num_prefill_tokens
+        return min(widest, self._limit) - self.used
+
+    def add(self, num_tokens: int) -> None:
+        """Count one more prefill row."""
+        self._num_prefills += 1
+        self.used += num_tokens
+
+
+def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
+    """A row for every decoding sequence, oldest first, and whether one was preempted for it.
+
+    A sequence whose tokens in flight will reach its last position gets no further row. When no
+    page is left, the sequence last in order gives its pages up; rows already made are of earlier
+    ones, so they stand.
+    """
+    page_size = draft.limits.page_size
+    running, pages = draft.running, draft.pages
+    rows: list[ScheduledSeq] = []
+    preempted = False
+    for request_id, seq in tuple(running.items()):
+        if preempted and request_id not in running:
+            break  # it and everybody after it
+        position = seq.num_computed_tokens
+        if position < seq.num_prefill_tokens or position + 1 >= seq.max_num_tokens:
+            continue
+        page_ids = seq.page_ids
+        if position == len(page_ids) * page_size:
+            while not pages.num_free and request_id in running:
+                draft.preempt_last()
+                preempted = True
+            if request_id not in running:
+                break
+            page_ids = page_ids.extend(pages.take(1))
+        rows.append(ScheduledSeq(request_id, seq.epoch, seq.slot, position, 1, page_ids))
+        running[request_id] = msgspec.structs.replace(
+            seq,
+            page_ids=page_ids,
+            num_computed_tokens=position + 1,
+            num_in_flight_tokens=seq.num_in_flight_tokens + 1,
+        )
+    return rows, preempted
+
+
+def _continued_prefills(draft: Draft, budget: _Budget) -> list[ScheduledSeq]:
+    rows: list[ScheduledSeq] = []
+    for request_id, seq in tuple(draft.running.items()):
+        if seq.is_prefilling:
+            if (room := budget.room()) <= 0:
+                break
+            row, draft.running[request_id] = _prefill_row(seq, room)
+            budget.add(row.num_scheduled_tokens)
+            rows.append(row)
+    return rows
+
+
+def _new_prefills(
+    draft: Draft, budget: _Budget
+) -> tuple[list[ScheduledSeq], tuple[SlotAdmission, ...]]:
+    rows: list[ScheduledSeq] = []
+    started: list[Sequence] = []
+    admissions: list[SlotAdmission] = []
+    blocked: Sequence | None = None
+    for head in draft.waiting:
+        if (room := budget.room()) <= 0:
+            break
+        hashed = with_page_hashes(head, draft.limits)
+        if (seq := admit(draft, hashed)) is None:
+            blocked = hashed
+            break
+        admissions.append(SlotAdmission(seq.slot, seq.request, seq.token_ids))
+        row, seq = _prefill_row(seq, room)
+        budget.add(row.num_scheduled_tokens)
+        rows.append(row)
+        started.append(seq)
+    if started:
+        draft.start(started)
+    if blocked is not None and blocked is not draft.waiting[0]:
+        draft.waiting = (blocked, *draft.waiting[1:])  # remembers its hashes
+    return rows, tuple(admissions)
+
+
+def _prefill_row(seq: Sequence, room: int) -> tuple[ScheduledSeq, Sequence]:
+    """The next chunk of at most ``room`` tokens, and the sequence with it counted as computed."""
+    start = seq.num_computed_tokens
+    end = min(start + room, seq.num_prefill_tokens)
+    samples = end == seq.num_prefill_tokens
+    row = ScheduledSeq(
+        seq.request_id,
+        seq.epoch,
+        seq.slot,
+        start,
+        end - start,
+        seq.page_ids,
+        token_ids=seq.token_ids.array()[start:end],
+        samples=samples,
+        target_ids=_target_ids(seq, start, end),
+    )
+    return row, msgspec.structs.replace(
+        seq,
+        num_computed_tokens=end,
+        num_in_flight_tokens=seq.num_in_flight_tokens + samples,
+    )
+
+
+def _target_ids(seq: Sequence, start: int, end: int) -> np.ndarray | None:
+    """The prompt token after each of [start, end), -1 past the prompt's end.
+
+    None when nobody asked for prompt logprobs, or a preempted sequence has delivered all of these.
+    """
+    last = min(end, len(seq.request.prompt_token_ids) - 1)  # the last prompt token that is a target
+    if seq.request.sampling.prompt_logprobs is None or last <= seq.num_prompt_logprobs:
+        return None
+    targets = np.full(end - start, -1, np.int32)
+    targets[: last - start] = seq.token_ids.array()[start + 1 : last + 1]
+    return targets

@@ -1,0 +1,127 @@
+"""What a finished step changes: known tokens, ended sequences, pages that can be shared.
+
+Owns: matching results to sequences by (request_id, epoch), and the rules of ending.
+Must not know: how steps are chosen.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from jaxinfer.core.errors import EngineError
+from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.request import FinishReason
+from jaxinfer.core.step import RowResult, ScheduledSeq, StepResult, TokenEvent, TokenLogprobs
+from jaxinfer.sched.prefix import extend_page_hashes
+from jaxinfer.sched.state import Draft, Sequence
+
+
+def commit_step(draft: Draft, result: StepResult) -> None:
+    """Apply the oldest step's result; rows of sequences that ended or were preempted are dropped.
+
+    Raises ``EngineError`` when the result is not of that step or lacks one of its rows.
+    """
+    plan = draft.pop_in_flight(result.step_id)
+    results = {row.request_id: row for row in result.rows}
+    for row in plan.rows:
+        seq = draft.running.get(row.request_id)
+        if seq is None or seq.epoch != row.epoch:
+            continue
+        found = results.get(row.request_id)
+        if found is None or found.epoch != row.epoch or (found.token_id is None) == row.samples:
+            raise EngineError(
+                f"the result of step {result.step_id} has no fitting row for request "
+                f"{row.request_id!r} of epoch {row.epoch}; report every row of the step"
+            )
+        _commit_row(draft, seq, row, found)
+
+
+def fail_step(draft: Draft, step_id: int, error: str) -> None:
+    """End every request that the oldest step computed; others go on."""
+    for row in draft.pop_in_flight(step_id).rows:
+        seq = draft.running.get(row.request_id)
+        if seq is not None and seq.epoch == row.epoch:
+            draft.end(row.request_id, FinishReason.ERROR, error)
+
+
+def finish_reason(seq: Sequence, token_ids: IntLog) -> tuple[FinishReason | None, int | None]:
+    """Whether the last of ``token_ids`` ends the sequence, and the user's stop id that did.
+
+    The end of the context holds whatever ``min_tokens`` says. A token that is both the model's
+    eos and one of the user's stop ids counts as eos, as in vLLM.
+    """
+    request = seq.request
+    stop_token_ids = request.sampling.stop_token_ids
+    if request.eos_token_ids or stop_token_ids:
+        token_id = token_ids[-1]
+        num_generated = len(token_ids) - len(request.prompt_token_ids)
+        if num_generated >= request.sampling.min_tokens:
+            if token_id in request.eos_token_ids:
+                return FinishReason.STOP, None
+            if token_id in stop_token_ids:
+                return FinishReason.STOP, token_id
+    if len(token_ids) >= seq.max_num_tokens:
+        return FinishReason.LENGTH, None
+    return None, None
+
+
+def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult) -> None:
+    token_id = found.token_id
+    prompt_logprobs, num_prompt_logprobs = _fresh_prompt_logprobs(seq, row, found)
+    token_ids, reason, stop_token_id = seq.token_ids, None, None
+    num_in_flight_tokens = seq.num_in_flight_tokens
+    if token_id is not None:
+        token_ids = token_ids.append(token_id)
+        num_in_flight_tokens -= 1
+        reason, stop_token_id = finish_reason(seq, token_ids)
+    seq = msgspec.structs.replace(
+        seq,
+        token_ids=token_ids,
+        num_in_flight_tokens=num_in_flight_tokens,
+        num_prompt_logprobs=num_prompt_logprobs,
+    )
+    seq = _offer_pages(draft, seq, row.num_computed_tokens + row.num_scheduled_tokens)
+    if token_id is not None or prompt_logprobs:
+        draft.events.append(
+            TokenEvent(
+                row.request_id,
+                () if token_id is None else (token_id,),
+                () if found.logprobs is None else (found.logprobs,),
+                prompt_logprobs,
+                seq.num_cached_tokens or 0,
+                reason,
+                stop_token_id,
+            )
+        )
+    if reason is None:
+        draft.running[row.request_id] = seq
+    else:
+        draft.remove(seq)
+
+
+def _fresh_prompt_logprobs(
+    seq: Sequence, row: ScheduledSeq, found: RowResult
+) -> tuple[tuple[TokenLogprobs, ...], int]:
+    """The row's prompt logprobs that were not delivered before a preemption, and the new count.
+
+    Entry i of the row is of prompt token ``num_computed_tokens + i + 1``.
+    """
+    delivered = seq.num_prompt_logprobs
+    if not found.prompt_logprobs:
+        return (), delivered
+    fresh = found.prompt_logprobs[max(0, delivered - row.num_computed_tokens) :]
+    return fresh, delivered + len(fresh)
+
+
+def _offer_pages(draft: Draft, seq: Sequence, num_computed_tokens: int) -> Sequence:
+    """Let later requests share the pages that ``num_computed_tokens`` fill."""
+    limits = draft.limits
+    num_pages = num_computed_tokens // limits.page_size
+    if num_pages <= seq.num_offered_pages or not limits.enable_prefix_caching:
+        return seq
+    page_hashes = extend_page_hashes(
+        seq.page_hashes, seq.request.cache_salt, seq.token_ids, num_pages, limits.page_size
+    )
+    new = slice(seq.num_offered_pages, num_pages)
+    draft.pages.register(seq.page_ids.array()[new].tolist(), page_hashes[new])
+    return msgspec.structs.replace(seq, page_hashes=page_hashes, num_offered_pages=num_pages)

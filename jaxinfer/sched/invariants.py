@@ -1,0 +1,109 @@
+"""What must hold of every state between calls, checked the slow and plain way.
+
+Owns: ``check``. For tests and for finding bugs; the engine does not call it in service.
+Must not know: how a state came about.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NoReturn
+
+import numpy as np
+
+from jaxinfer.sched.pages import LIVE, NOT_HASHED, PagePool
+from jaxinfer.sched.state import NO_SLOT, SchedulerState, Sequence
+
+
+def check(state: SchedulerState) -> None:
+    """Raise ``AssertionError`` with one clear sentence for the first thing that is wrong."""
+    _check_pool(state.pages)
+    _check_owners(state)
+    _check_queues(state)
+    for seq in state.running:
+        _check_running(seq, state)
+    for seq in state.waiting:
+        if seq.slot != NO_SLOT or len(seq.page_ids) or seq.num_in_flight_tokens:
+            _fail(f"waiting request {seq.request_id!r} owns a slot, pages or tokens in flight")
+
+
+def _check_pool(pool: PagePool) -> None:
+    num_pages = len(pool.ref_counts)
+    fresh = pool.fresh.array()[pool.fresh_head :]
+    log = pool.cached.array()
+    cached = [p for i, p in enumerate(log) if i >= pool.cached_head and pool.stamps[p] == i]
+    live = np.flatnonzero(pool.ref_counts > 0)
+    places = Counter([*fresh.tolist(), *map(int, cached), *live.tolist()])
+    if places != Counter(range(1, num_pages)):
+        odd = [page for page in range(num_pages) if places[page] != (page > 0)]
+        _fail(f"pages {odd[:8]} are not in exactly one of fresh, cached and live")
+    if pool.num_cached != len(cached) or np.any(pool.ref_counts < 0):
+        _fail(f"num_cached is {pool.num_cached}, but {len(cached)} pages are cached")
+    hashed = set(np.flatnonzero(pool.stamps != NOT_HASHED).tolist())
+    if hashed != set(pool.hash_by_page) or hashed != set(pool.page_by_hash.values()):
+        _fail("stamps and the two maps of the prefix index disagree on which pages are hashed")
+    if any(pool.page_by_hash[h] != page for page, h in pool.hash_by_page.items()):
+        _fail("the two maps of the prefix index are not inverse to each other")
+    if {page for page in hashed if pool.stamps[page] == LIVE} != hashed & set(live.tolist()):
+        _fail("a hashed page is marked live without an owner, or has an owner but is not marked")
+    for name in ("ref_counts", "stamps"):
+        if getattr(pool, name).flags.writeable:
+            _fail(f"{name} of a finished pool can be written")
+
+
+def _check_owners(state: SchedulerState) -> None:
+    owners: Counter[int] = Counter()
+    for seq in state.running:
+        pages = list(seq.page_ids)
+        if len(set(pages)) != len(pages):
+            _fail(f"request {seq.request_id!r} lists a page twice: {pages}")
+        owners.update(pages)
+    for page, count in enumerate(state.pages.ref_counts.tolist()):
+        if count != owners[page]:
+            _fail(f"page {page} has ref count {count} but {owners[page]} owners")
+        if count > 1 and page not in state.pages.hash_by_page:
+            _fail(f"page {page} is shared by {count} sequences but not hashed")
+
+
+def _check_queues(state: SchedulerState) -> None:
+    for name, queue in (("running", state.running), ("waiting", state.waiting)):
+        orders = [seq.order for seq in queue]
+        if orders != sorted(orders):
+            _fail(f"{name} is not in order of (priority, arrival)")
+    unfinished = {seq.request_id: seq.order for seq in (*state.running, *state.waiting)}
+    if len(unfinished) != state.num_unfinished or unfinished != dict(state.orders):
+        _fail("running and waiting are not exactly the unfinished requests")
+    slots = sorted([*state.free_slots, *(seq.slot for seq in state.running)])
+    if slots != list(range(state.limits.max_num_seqs)):
+        _fail(f"slots are lost or given twice: {slots}")
+    step_ids = [plan.step_id for plan in state.in_flight]
+    expected = list(range(state.next_step_id - len(step_ids), state.next_step_id))
+    if step_ids != expected:
+        _fail(f"steps in flight are {step_ids}, expected {expected}")
+
+
+def _check_running(seq: Sequence, state: SchedulerState) -> None:
+    name = f"request {seq.request_id!r}"
+    rows = [
+        row
+        for plan in state.in_flight
+        for row in plan.rows
+        if (row.request_id, row.epoch) == (seq.request_id, seq.epoch)
+    ]
+    if seq.num_in_flight_tokens != sum(row.samples for row in rows):
+        _fail(f"{name} has {seq.num_in_flight_tokens} tokens in flight, but rows say otherwise")
+    num_tokens = len(seq.token_ids) + seq.num_in_flight_tokens
+    if not seq.is_prefilling and seq.num_computed_tokens != num_tokens - 1:
+        _fail(f"{name} decodes at {seq.num_computed_tokens} with {num_tokens} tokens")
+    if num_tokens > seq.max_num_tokens or len(seq.token_ids) >= seq.max_num_tokens:
+        _fail(f"{name} has {num_tokens} tokens of at most {seq.max_num_tokens}")
+    capacity = len(seq.page_ids) * state.limits.page_size
+    if seq.num_computed_tokens > capacity:
+        _fail(f"{name} computes {seq.num_computed_tokens} tokens in {capacity} places")
+    done = seq.num_computed_tokens - sum(row.num_scheduled_tokens for row in rows)
+    if seq.num_offered_pages * state.limits.page_size > done:
+        _fail(f"{name} offers {seq.num_offered_pages} pages with {done} tokens computed")
+
+
+def _fail(message: str) -> NoReturn:
+    raise AssertionError(message)

@@ -1,0 +1,35 @@
+"""Names for page contents: a chained hash per full page of tokens.
+
+Owns: the hash. The digest of a page covers the salt and every token up to the page's end, so equal
+digests mean equal KV. The chain is vLLM's idea (automatic prefix caching).
+Must not know: which page holds what (``pages``), when pages are looked up (``admit``).
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from jaxinfer.core.intlog import IntLog
+
+DIGEST_SIZE = 16  # bytes; 128 bits make a chance collision of contents irrelevant
+
+
+def extend_page_hashes(
+    page_hashes: tuple[bytes, ...], salt: str, token_ids: IntLog, num_pages: int, page_size: int
+) -> tuple[bytes, ...]:
+    """The digests of the first ``num_pages`` full pages, of which ``page_hashes`` are known."""
+    known = len(page_hashes)
+    if num_pages <= known:
+        return page_hashes
+    parent = page_hashes[-1] if page_hashes else _digest(salt.encode())
+    tokens = token_ids.array()[known * page_size : num_pages * page_size].tobytes()
+    stride = page_size * 4  # int32
+    added: list[bytes] = []
+    for start in range(0, len(tokens), stride):
+        parent = _digest(parent + tokens[start : start + stride])
+        added.append(parent)
+    return (*page_hashes, *added)
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=DIGEST_SIZE).digest()

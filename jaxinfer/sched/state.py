@@ -1,0 +1,244 @@
+"""What the scheduler remembers: ``Sequence``, ``SchedulerState``, and ``Draft``, its next value.
+
+Owns: the records and the moves of a sequence between waiting, running and gone.
+Must not know: why a sequence moves (``commit``, ``admit``, ``choose``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from operator import attrgetter
+
+import msgspec
+from immutables import Map
+
+from jaxinfer.core.config import Limits
+from jaxinfer.core.errors import ConfigError, EngineError
+from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.request import FinishReason, Request
+from jaxinfer.core.step import Bucket, StepPlan, TokenEvent
+from jaxinfer.sched.pages import PagePool, PageWriter, new_pool
+
+type Order = tuple[int, int, str]  # (priority, arrival, request_id): lower is served first
+
+NO_SLOT = -1
+_order_of = attrgetter("order")
+
+
+class Sequence(msgspec.Struct, frozen=True, gc=False):
+    """One unfinished request.
+
+    ``token_ids`` are the tokens known to the host. A running sequence may have drawn
+    ``num_in_flight_tokens`` more, which only the device knows yet; ``num_computed_tokens`` counts
+    as done what steps in flight will do. While it is below ``num_prefill_tokens`` (the tokens known
+    at admission) the sequence prefills, afterwards it decodes and
+    ``num_computed_tokens == len(token_ids) + num_in_flight_tokens - 1``.
+    """
+
+    request: Request
+    order: Order
+    token_ids: IntLog
+    max_num_tokens: int  # prompt and output together
+    epoch: int = 0  # number of the admission: never given twice, whatever ids requests reuse
+    slot: int = NO_SLOT
+    page_ids: IntLog = msgspec.field(default_factory=IntLog)
+    num_prefill_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    page_hashes: tuple[bytes, ...] = ()  # of the first full pages; a memo, kept over preemption
+    num_offered_pages: int = 0  # pages that the prefix index has seen
+    num_cached_tokens: int | None = None  # reused at the first admission
+    num_prompt_logprobs: int = 0  # delivered so far
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether known tokens are still to be computed."""
+        return self.num_computed_tokens < self.num_prefill_tokens
+
+
+class SchedulerState(msgspec.Struct, frozen=True):
+    """A value: ``schedule`` returns the next one and leaves this one as it was."""
+
+    limits: Limits
+    buckets: tuple[Bucket, ...]  # the limits' own, smallest first
+    running: tuple[Sequence, ...]  # in order
+    waiting: tuple[Sequence, ...]  # in order
+    orders: Map[str, Order]  # of every unfinished request
+    free_slots: tuple[int, ...]
+    pages: PagePool
+    in_flight: tuple[StepPlan, ...] = ()  # launched, not yet StepDone; oldest first
+    next_step_id: int = 0
+    next_epoch: int = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self.running) + len(self.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that own a slot."""
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that own nothing yet, or nothing any more."""
+        return len(self.waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps launched and not yet committed."""
+        return len(self.in_flight)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that a sequence could take now, cached ones included."""
+        return self.pages.num_free
+
+
+class ScheduleOutput(msgspec.Struct, frozen=True):
+    """What one call decided.
+
+    ``duplicates`` are ids of arrivals that were dropped because a request of that id is unfinished;
+    a ``TokenEvent`` would reach, and end, the reader of the first one.
+    """
+
+    step: StepPlan | None
+    events: tuple[TokenEvent, ...]
+    duplicates: tuple[str, ...] = ()
+
+
+def initial_state(limits: Limits) -> SchedulerState:
+    """The state before any event. Raises ``ConfigError`` if the buckets cannot serve the limits."""
+    slots = limits.max_num_seqs
+    for decodes, prefills in ((slots, 0), (slots - 1, 1)):
+        if not any(bucket.fits(decodes, prefills, prefills) for bucket in limits.buckets):
+            raise ConfigError(
+                f"no bucket holds {decodes} decodes and {prefills} prefills, which "
+                f"max_num_seqs {slots} allows; add one to the bucket table"
+            )
+    return SchedulerState(
+        limits=limits,
+        buckets=tuple(sorted(limits.buckets, key=lambda b: (b.num_tokens, b.num_seqs, b))),
+        running=(),
+        waiting=(),
+        orders=Map(),
+        free_slots=tuple(reversed(range(slots))),
+        pages=new_pool(limits.num_pages),
+    )
+
+
+class Draft:
+    """The next state while one call builds it; it never leaves ``schedule``."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self.limits = state.limits
+        self.buckets = state.buckets
+        self.running = {seq.request.request_id: seq for seq in state.running}  # in order
+        self.waiting = state.waiting
+        self.orders = state.orders
+        self.free_slots = list(state.free_slots)
+        self.pages = PageWriter(state.pages)
+        self.in_flight = state.in_flight
+        self.next_step_id = state.next_step_id
+        self.next_epoch = state.next_epoch
+        self.events: list[TokenEvent] = []
+        self.duplicates: list[str] = []
+
+    def finish(self) -> SchedulerState:
+        """The next state; the draft must not be used afterwards."""
+        return SchedulerState(
+            self.limits,
+            self.buckets,
+            tuple(self.running.values()),
+            self.waiting,
+            self.orders,
+            tuple(self.free_slots),
+            self.pages.finish(),
+            self.in_flight,
+            self.next_step_id,
+            self.next_epoch,
+        )
+
+    def enqueue(self, seq: Sequence) -> None:
+        """Put ``seq`` into the waiting queue at its place in the order."""
+        at = bisect_left(self.waiting, seq.order, key=_order_of)
+        self.waiting = (*self.waiting[:at], seq, *self.waiting[at:])
+
+    def start(self, seqs: list[Sequence]) -> None:
+        """Move the first waiting sequences, now ``seqs`` with slots and pages, to running."""
+        self.waiting = self.waiting[len(seqs) :]
+        running = sorted((*self.running.values(), *seqs), key=_order_of)
+        self.running = {seq.request_id: seq for seq in running}
+
+    def preempt_last(self) -> None:
+        """Take everything from the running sequence that is last in order, but its known tokens.
+
+        What it drew in flight is dropped when it arrives (its epoch is over) and drawn again: the
+        token at a position is a function of (seed, position).
+        """
+        seq = next(reversed(self.running.values()))
+        self._vacate(seq)
+        self.enqueue(
+            msgspec.structs.replace(
+                seq,
+                slot=NO_SLOT,
+                page_ids=IntLog(),
+                num_prefill_tokens=0,
+                num_computed_tokens=0,
+                num_in_flight_tokens=0,
+                num_offered_pages=0,
+            )
+        )
+
+    def end(self, request_id: str, reason: FinishReason, error: str = "") -> None:
+        """End an unfinished request from outside, with one event, and free what it owns."""
+        seq = self.running.get(request_id) or self._pull_waiting(request_id)
+        self.remove(seq)
+        self.events.append(
+            TokenEvent(
+                request_id,
+                num_cached_tokens=seq.num_cached_tokens or 0,
+                finish_reason=reason,
+                error=error,
+            )
+        )
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget ``seq`` and free its slot and pages at once.
+
+        Steps in flight may still write to these pages. That is safe: the device runs steps in
+        launch order, so a new owner, which can only be in a later step, writes after them. And
+        they never write to a hashed page, since a page is hashed only when all of its tokens have
+        been computed, and a write goes to the first token that has not.
+        """
+        if seq.slot != NO_SLOT:
+            self._vacate(seq)
+        self.orders = self.orders.delete(seq.request_id)
+
+    def pop_in_flight(self, step_id: int) -> StepPlan:
+        """The oldest step in flight, which must be ``step_id``."""
+        if not self.in_flight or self.in_flight[0].step_id != step_id:
+            expected = self.in_flight[0].step_id if self.in_flight else None
+            raise EngineError(
+                f"step {step_id} ended but the oldest step in flight is {expected}; "
+                "report the steps in the order they were launched"
+            )
+        plan, self.in_flight = self.in_flight[0], self.in_flight[1:]
+        return plan
+
+    def _vacate(self, seq: Sequence) -> None:
+        del self.running[seq.request_id]
+        self.free_slots.append(seq.slot)
+        self.pages.release(seq.page_ids.array())
+
+    def _pull_waiting(self, request_id: str) -> Sequence:
+        at = bisect_left(self.waiting, self.orders[request_id], key=_order_of)
+        seq = self.waiting[at]
+        self.waiting = self.waiting[:at] + self.waiting[at + 1 :]
+        return seq

@@ -1,0 +1,149 @@
+"""Drives ``schedule`` with the fake executor: scripted arrivals, aborts, failures and depth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from immutables import Map
+from kit.fake_executor import FakeExecutor
+
+from jaxinfer.core.config import Limits
+from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.request import Request, SamplingParams
+from jaxinfer.core.shapes import powers_of_two
+from jaxinfer.core.step import Arrive, Bucket, Event, StepDone, StepPlan, StepResult, TokenEvent
+from jaxinfer.sched.invariants import check
+from jaxinfer.sched.schedule import ScheduleOutput, initial_state, schedule
+
+EOS = 7
+
+
+def bucket_table(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
+    """Decode buckets, prefill buckets and mixed ones for all decodes, as the engine makes them."""
+    tokens = [t for t in powers_of_two(max_num_batched_tokens) if t >= 8] or [
+        max_num_batched_tokens
+    ]
+    return (
+        *(Bucket(d) for d in powers_of_two(max_num_seqs)),
+        *(Bucket(0, t, min(4, t)) for t in tokens),
+        *(Bucket(max_num_seqs, t, min(4, t)) for t in tokens),
+    )
+
+
+def make_limits(**changes: Any) -> Limits:
+    """Small limits with a fitting bucket table."""
+    values: dict[str, Any] = {
+        "num_pages": 41,
+        "page_size": 4,
+        "max_num_seqs": 4,
+        "max_model_len": 64,
+        "max_num_batched_tokens": 16,
+    }
+    values.update(changes)
+    values.setdefault(
+        "buckets", bucket_table(values["max_num_seqs"], values["max_num_batched_tokens"])
+    )
+    return Limits(**values)
+
+
+def make_request(request_id: str, prompt: Sequence[int], **changes: Any) -> Request:
+    """A request with the sampling fields among ``changes`` put where they belong."""
+    top = {
+        name: changes.pop(name)
+        for name in ("eos_token_ids", "arrival", "priority", "cache_salt")
+        if name in changes
+    }
+    seed = changes.get("seed", 0)
+    max_tokens = changes.setdefault("max_tokens", 8)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(**changes),
+        max_tokens=max_tokens,
+        seed=seed,
+        **top,
+    )
+
+
+@dataclass
+class Drive:
+    """One run. ``depth`` steps may be in flight; every state is checked."""
+
+    limits: Limits
+    depth: int = 2
+    plans: list[StepPlan] = field(default_factory=list)
+    events: list[TokenEvent] = field(default_factory=list)
+    last: ScheduleOutput = field(default_factory=lambda: ScheduleOutput(None, ()))
+
+    def __post_init__(self) -> None:
+        self.state = initial_state(self.limits)
+        self.executor = FakeExecutor(self.limits.page_size)
+        self.flying: list[StepResult] = []
+
+    def call(self, *events: Event) -> ScheduleOutput:
+        """One call of ``schedule``; a chosen step runs at once, its result waits in ``flying``."""
+        self.state, self.last = schedule(self.state, events)
+        check(self.state)
+        self.events += self.last.events
+        if (plan := self.last.step) is not None:
+            self.plans.append(plan)
+            hashed = frozenset(self.state.pages.hash_by_page)
+            self.flying.append(self.executor.run(plan, hashed))
+        return self.last
+
+    def tick(self, *events: Event) -> ScheduleOutput:
+        """One turn of the engine's loop: wait for a step if ``depth`` are in flight, then call.
+
+        A turn that finds nothing to launch waits for the oldest step in the next one.
+        """
+        done: list[Event] = []
+        if self.flying and (len(self.flying) >= self.depth or self.last.step is None):
+            done.append(StepDone(self.flying.pop(0)))
+        return self.call(*done, *events)
+
+    def arrive(self, *requests: Request) -> ScheduleOutput:
+        """A turn in which these arrive."""
+        return self.tick(*(Arrive(request) for request in requests))
+
+    def finish(self, max_turns: int = 100_000) -> None:
+        """Turns until every request has ended and every step is committed."""
+        for _ in range(max_turns):
+            if not self.state.num_unfinished and not self.flying:
+                return
+            self.tick()
+            stuck = self.state.num_unfinished and self.last.step is None and not self.flying
+            assert not stuck, "unfinished requests, nothing in flight and no step planned"
+        raise AssertionError("the run does not end")
+
+    def tokens(self) -> dict[str, list[int]]:
+        """All tokens delivered, by request."""
+        out: dict[str, list[int]] = {}
+        for event in self.events:
+            out.setdefault(event.request_id, []).extend(event.token_ids)
+        return out
+
+    def endings(self) -> dict[str, TokenEvent]:
+        """The one final event of each request that ended."""
+        out: dict[str, TokenEvent] = {}
+        for event in self.events:
+            assert event.request_id not in out, "an event after the final one"
+            if event.finish_reason is not None:
+                out[event.request_id] = event
+        return out
+
+
+def plain(value: Any) -> Any:
+    """A comparable copy of a state or output, arrays and logs as tuples."""
+    if isinstance(value, msgspec.Struct):
+        return tuple(plain(getattr(value, name)) for name in value.__struct_fields__)
+    if isinstance(value, (np.ndarray, IntLog)):
+        return tuple(int(item) for item in value)
+    if isinstance(value, (tuple, list)):
+        return tuple(plain(item) for item in value)
+    if isinstance(value, (Map, Mapping)):
+        return frozenset((plain(key), plain(item)) for key, item in value.items())
+    return value
