@@ -1,0 +1,151 @@
+"""Makes data/<case>.safetensors: what transformers says for tiny random models of every family.
+
+A tool, run by hand in an environment of its own with torch and transformers (5.23 made the files
+that are committed); tests read only its output.
+
+    python make_golden.py
+
+Each file holds a checkpoint as Hugging Face writes it (tensors under ``weights/``, its config.json
+in the metadata) and what the model says in float32: token_ids [2, T], logits [2, T, V], and
+greedy_tokens [2, G], which continue token_ids. ``rope.json`` holds inverse frequencies and the
+factor on cosine and sine for each rope scaling.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+DATA = Path(__file__).parent / "data"
+LENGTH, GENERATED = 24, 8
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+
+def cases() -> dict[str, PreTrainedConfig]:
+    """One config per oddity that a family can have."""
+    gpt2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 96}
+    window = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    return {
+        "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+        "llama_untied_llama3_rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
+        "llama_bias_head_dim": LlamaConfig(**SIZES, attention_bias=True, head_dim=16),
+        "mistral_window": MistralConfig(**SIZES, sliding_window=7),
+        "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+        "qwen2_window_yarn": Qwen2Config(**SIZES, **window, rope_parameters=YARN_ROPE),
+        "qwen3": Qwen3Config(**SIZES, head_dim=16),
+        "gpt2": GPT2Config(**gpt2),
+    }
+
+
+def rope_cases() -> dict[str, dict[str, Any]]:
+    """Rope sections of real size: Llama 3.1, Qwen with YaRN, linear."""
+    llama3 = {**LLAMA3_ROPE, "rope_theta": 5e5, "original_max_position_embeddings": 8192}
+    yarn = {**YARN_ROPE, "rope_theta": 1e6, "original_max_position_embeddings": 32768}
+    return {
+        "linear": {**LINEAR_ROPE, "factor": 4.0},
+        "llama3": llama3,
+        "yarn": yarn,
+        "yarn_attention_factor": {**yarn, "attention_factor": 1.25, "beta_fast": 16.0},
+    }
+
+
+def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """Weights large enough that every part of the model shows in the logits."""
+    for name, tensor in model.named_parameters():
+        noise = torch.randn(tensor.shape, generator=generator)
+        if tensor.ndim == 2:
+            noise = noise * 1.5 / tensor.shape[-1] ** 0.5
+        elif "norm" in name or "ln_" in name:
+            noise = noise * 0.2 + (0.0 if name.endswith("bias") else 1.0)
+        else:
+            noise = noise * 0.5
+        tensor.data.copy_(noise)
+
+
+@torch.inference_mode()
+def make(name: str, config: PreTrainedConfig) -> None:
+    """One file."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        randomise(model, generator)
+    token_ids = torch.randint(0, config.vocab_size, (2, LENGTH), generator=generator)
+    logits = model(token_ids).logits
+    sequence = token_ids
+    for _ in range(GENERATED):
+        best = model(sequence).logits[:, -1].argmax(-1, keepdim=True)
+        sequence = torch.cat([sequence, best], dim=1)
+    tied = config.tie_word_embeddings
+    weights = {
+        f"weights/{key}": tensor.contiguous()
+        for key, tensor in model.state_dict().items()
+        if not (tied and key == "lm_head.weight")
+    }
+    outputs = {
+        "token_ids": token_ids.int(),
+        "logits": logits,
+        "greedy_tokens": sequence[:, LENGTH:].int().contiguous(),
+    }
+    facts = {**config.to_dict(), "architectures": [type(model).__name__]}
+    metadata = {"config": json.dumps(facts, sort_keys=True)}
+    save_file({**weights, **outputs}, DATA / f"{name}.safetensors", metadata)
+    print(name, f"{logits.std():.2f}", (DATA / f"{name}.safetensors").stat().st_size)
+
+
+def make_rope() -> None:
+    """rope.json."""
+    out = {}
+    for name, section in rope_cases().items():
+        config = LlamaConfig(head_dim=128, max_position_embeddings=131072, rope_parameters=section)
+        frequencies, scale = ROPE_INIT_FUNCTIONS[section["rope_type"]](config)
+        out[name] = {
+            "rope_parameters": section,
+            "head_dim": 128,
+            "inverse_frequencies": frequencies.tolist(),
+            "attention_scale": scale,
+        }
+    (DATA / "rope.json").write_text(json.dumps(out, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    for case, case_config in cases().items():
+        make(case, case_config)
+    make_rope()

@@ -1,0 +1,93 @@
+"""A tiny random model for each architecture: data, so that tests run over all of them.
+
+Owns: the configs and the random parameters. Must not know: what is tested with them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.models import Model, Params, abstract_params, build_model
+
+VOCAB_SIZE = 320
+MAX_LEN = 512
+
+_DECODER = MappingProxyType(
+    {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_LEN,
+        "rms_norm_eps": 1e-5,
+    }
+)
+_GPT2 = MappingProxyType(
+    {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": MAX_LEN}
+)
+_LLAMA3_ROPE = MappingProxyType(
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+)
+_WINDOW = MappingProxyType(
+    {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+)
+
+CONFIGS = MappingProxyType(
+    {
+        "llama": {
+            **_DECODER,
+            "architectures": ["LlamaForCausalLM"],
+            "rope_scaling": _LLAMA3_ROPE,
+            "tie_word_embeddings": True,
+        },
+        "mistral": {**_DECODER, "architectures": ["MistralForCausalLM"], "sliding_window": 7},
+        "qwen2": {**_DECODER, **_WINDOW, "architectures": ["Qwen2ForCausalLM"]},
+        "qwen3": {**_DECODER, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+        "gpt2": {**_GPT2, "architectures": ["GPT2LMHeadModel"]},
+    }
+)
+NAMES = tuple(CONFIGS)
+
+
+@cache
+def tiny_model(name: str, dtype: str = "float32") -> tuple[Model, Params]:
+    """The model called ``name`` in ``CONFIGS``, with the same random parameters every time."""
+    model = build_model(CONFIGS[name], dtype)
+    return model, random_params(model)
+
+
+def tiny_config(name: str) -> dict[str, Any]:
+    """Its config.json."""
+    return dict(CONFIGS[name])
+
+
+def random_params(model: Model, seed: int = 0) -> Params:
+    """Values large enough that every part shows in the logits and greedy choices are clear."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path[-1].key
+        noise = rng.standard_normal(leaf.shape, np.float32)
+        if "norm" in name:
+            noise = 1.0 + 0.2 * noise
+        elif "bias" in name:
+            noise = 0.5 * noise
+        elif name not in ("embed", "positions"):
+            noise = noise * 1.5 / leaf.shape[0] ** 0.5
+        return jnp.asarray(noise, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, abstract_params(model))

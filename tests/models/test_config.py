@@ -1,0 +1,103 @@
+"""config.json: what is missing or unsupported is named; old and new spellings give one config."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from jaxinfer.core.errors import ConfigError, UnknownArchitectureError
+from jaxinfer.models import build_model, known_architectures
+from kit.tiny_models import NAMES, tiny_config
+
+REQUIRED = [
+    (name, key)
+    for name in NAMES
+    for key in (
+        ("vocab_size", "n_embd", "n_head", "n_layer", "n_positions")
+        if name == "gpt2"
+        else (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+            "rms_norm_eps",
+        )
+    )
+]
+
+
+@pytest.mark.parametrize(("name", "key"), REQUIRED)
+def test_a_missing_key_is_named(name: str, key: str) -> None:
+    config = tiny_config(name)
+    del config[key]
+    with pytest.raises(ConfigError, match=f"'{key}' is missing"):
+        build_model(config, "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", {"hidden_size": "many"}, "'hidden_size' must be a positive integer"),
+        ("llama", {"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
+        ("llama", {"mlp_bias": True}, "'mlp_bias' is True"),
+        ("llama", {"num_key_value_heads": 3}, "not a multiple of 'num_key_value_heads' 3"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "dynamic"}},
+            "'dynamic' is unknown; use",
+        ),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2, "base": 1}}, "no key 'base'"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "'partial_rotary_factor'"),
+        ("llama", {"tie_word_embeddings": "yes"}, "'tie_word_embeddings' must be true or false"),
+        ("mistral", {"sliding_window": 0}, "'sliding_window' must be a positive integer"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "'layer_types' must hold"),
+        ("gpt2", {"activation_function": "relu"}, "'activation_function' is 'relu'"),
+        ("gpt2", {"n_head": 5}, "not a multiple of 'n_head' 5"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ],
+)
+def test_a_wrong_value_is_named(name: str, change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_model({**tiny_config(name), **change}, "float32")
+
+
+def test_an_unknown_architecture_names_the_known_ones() -> None:
+    with pytest.raises(UnknownArchitectureError) as error:
+        build_model({"architectures": ["NoSuchForCausalLM"]}, "float32")
+    assert all(name in str(error.value) for name in ("NoSuchForCausalLM", *known_architectures()))
+
+
+def test_a_config_without_architecture_says_so() -> None:
+    with pytest.raises(ConfigError, match="'architectures' is missing"):
+        build_model({}, "float32")
+
+
+def test_a_family_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jaxinfer.models.gpt2", None)
+    with pytest.raises(ImportError) as error:
+        build_model(tiny_config("gpt2"), "float32")
+    assert "jaxinfer.models.gpt2" in str(error.value.__notes__)
+
+
+def test_derived_and_stated_values() -> None:
+    llama = build_model({**tiny_config("llama"), "num_key_value_heads": None}, "float32")
+    assert llama.kv_spec.layers[0].num_kv_heads == 4  # no key: multi-head attention
+    assert llama.kv_spec.layers[0].head_dim == 8  # hidden_size / num_attention_heads
+    assert build_model(tiny_config("qwen3"), "float32").kv_spec.layers[0].head_dim == 16
+
+
+def test_sliding_windows_reach_the_kv_spec() -> None:
+    def windows(name: str, **change: object) -> list[int | None]:
+        model = build_model({**tiny_config(name), **change}, "float32")
+        return [layer.window for layer in model.kv_spec.layers]
+
+    assert windows("mistral") == [7, 7]
+    assert windows("mistral", sliding_window=None) == [None, None]
+    assert windows("qwen2") == [None, 7]
+    assert windows("qwen2", use_sliding_window=False) == [None, None]
+    kinds = ["sliding_attention", "full_attention"]
+    assert windows("qwen2", layer_types=kinds) == [7, None]

@@ -1,0 +1,255 @@
+"""What must hold for every family, over the registry; a new family adds a config, no test."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.models import Model, Params, abstract_params, family_for, forward, known_architectures
+from jaxinfer.models.base import hidden_states, unembed
+from jaxinfer.nn.attention import AttentionBatch, PagedAttend
+from jaxinfer.nn.kv import KVState, init_kv_state
+from kit import tiny_models
+
+PAGE_SIZE = 4
+NUM_PAGES = 24
+LENGTH = 18
+TOLERANCE = 2e-5  # float32 logits of order 5, sums in another order
+
+every_family = pytest.mark.parametrize("name", tiny_models.NAMES)
+
+
+def tokens_of(seed: int, length: int = LENGTH) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, tiny_models.VOCAB_SIZE, length, np.int32)
+
+
+class Sequence:
+    """Tokens and pages of one sequence of a hand-made step."""
+
+    def __init__(self, token_ids: np.ndarray, first_page: int) -> None:
+        self.token_ids = token_ids
+        self.pages = np.arange(first_page, first_page + -(-len(token_ids) // PAGE_SIZE))
+
+    def slots(self, start: int, stop: int) -> np.ndarray:
+        positions = np.arange(start, stop)
+        return self.pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+
+
+def run_step(
+    model: Model,
+    params: Params,
+    kv: KVState,
+    decodes: list[tuple[Sequence, int]],
+    prefills: list[tuple[Sequence, int, int]],
+    *,
+    pad_tokens: int = 0,
+    pad_rows: int = 0,
+) -> tuple[np.ndarray, KVState]:
+    """Logits of every real token. A decode is (sequence, position), a prefill a range of it.
+
+    Padding, where asked for, follows the executor's contract: rows of length 0 with junk page ids,
+    tokens that map to page 0; ``pad_rows`` rows are added to both parts.
+    """
+    spans = [(seq, at, at + 1) for seq, at in decodes] + prefills
+    d = len(decodes) + pad_rows
+    width = max(len(seq.pages) for seq, _, _ in spans) + 1
+    table = np.full((d + len(prefills) + pad_rows, width), 10**6, np.int32)
+    lens = np.zeros(len(table), np.int32)
+    ids, positions, slots = [], [], []
+
+    def add(row: int, seq: Sequence, start: int, stop: int) -> None:
+        table[row, : len(seq.pages)] = seq.pages
+        lens[row] = stop
+        ids.extend(seq.token_ids[start:stop])
+        positions.extend(range(start, stop))
+        slots.extend(seq.slots(start, stop))
+
+    def pad(count: int) -> None:
+        ids.extend([7] * count)
+        positions.extend([0] * count)
+        slots.extend([0] * count)
+
+    for row, span in enumerate(spans[: len(decodes)]):
+        add(row, *span)
+    pad(pad_rows)
+    for row, span in enumerate(prefills, start=d):
+        add(row, *span)
+    starts = np.cumsum([0, *(stop - start for _, start, stop in prefills), *[0] * pad_rows])
+    pad(pad_tokens)
+    batch = AttentionBatch(*(jnp.asarray(x, jnp.int32) for x in (slots, table, lens, starts)))
+    logits, kv = _jit_step(model, d, params, kv, jnp.asarray(ids), jnp.asarray(positions), batch)
+    prefill_tokens = sum(stop - start for _, start, stop in prefills)
+    real = np.r_[0 : len(decodes), d : d + prefill_tokens]
+    return np.asarray(logits)[real], kv
+
+
+def _step(model, num_decodes, params, kv, ids, positions, batch):
+    attend = PagedAttend(batch, num_decodes)
+    hidden, kv = hidden_states(model, params, ids, positions, kv, attend)
+    return unembed(model, params, hidden), kv
+
+
+_jit_step = jax.jit(_step, static_argnums=(0, 1))
+
+
+def nan_pool(model: Model) -> KVState:
+    """A pool where what was never written is NaN; page 0 takes the padding's writes."""
+    kv = init_kv_state(model.kv_spec, NUM_PAGES, PAGE_SIZE)
+    return jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), kv)
+
+
+def dense(model: Model, params: Params, token_ids: np.ndarray) -> np.ndarray:
+    return np.asarray(jax.jit(forward, static_argnums=0)(model, params, token_ids))
+
+
+@every_family
+def test_prefill_equals_the_dense_forward(name: str) -> None:
+    model, params = tiny_models.tiny_model(name)
+    seq = Sequence(tokens_of(1), 3)
+    paged, _ = run_step(model, params, nan_pool(model), [], [(seq, 0, LENGTH)])
+    np.testing.assert_allclose(
+        paged, dense(model, params, seq.token_ids), atol=TOLERANCE, rtol=TOLERANCE
+    )
+
+
+@every_family
+def test_decode_equals_prefill(name: str) -> None:
+    model, params = tiny_models.tiny_model(name)
+    seq, kv, rows = Sequence(tokens_of(2), 5), nan_pool(model), []
+    for position in range(LENGTH):
+        logits, kv = run_step(model, params, kv, [(seq, position)], [])
+        rows.append(logits[0])
+    whole, _ = run_step(model, params, nan_pool(model), [], [(seq, 0, LENGTH)])
+    np.testing.assert_allclose(np.stack(rows), whole, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@every_family
+@pytest.mark.parametrize("chunk", [3, 4, 7])
+def test_chunked_equals_whole(name: str, chunk: int) -> None:
+    model, params = tiny_models.tiny_model(name)
+    seq, kv, parts = Sequence(tokens_of(3), 2), nan_pool(model), []
+    for start in range(0, LENGTH, chunk):
+        span = (seq, start, min(start + chunk, LENGTH))
+        logits, kv = run_step(model, params, kv, [], [span])
+        parts.append(logits)
+    whole, _ = run_step(model, params, nan_pool(model), [], [(seq, 0, LENGTH)])
+    np.testing.assert_allclose(np.concatenate(parts), whole, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@every_family
+def test_padded_equals_exact(name: str) -> None:
+    model, params = tiny_models.tiny_model(name)
+    old, new = Sequence(tokens_of(4), 1), Sequence(tokens_of(5, 9), 7)
+    _, kv = run_step(model, params, nan_pool(model), [], [(old, 0, LENGTH - 1)])
+    step = ([(old, LENGTH - 1)], [(new, 0, 9)])
+    exact, _ = run_step(model, params, kv, *step)
+    padded, _ = run_step(model, params, kv, *step, pad_tokens=6, pad_rows=2)
+    np.testing.assert_allclose(padded, exact, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@every_family
+def test_batched_equals_alone(name: str) -> None:
+    model, params = tiny_models.tiny_model(name)
+    seqs = [Sequence(tokens_of(6), 1), Sequence(tokens_of(7, 5), 7), Sequence(tokens_of(8, 9), 10)]
+    history = [(seq, 0, len(seq.token_ids) - 3) for seq in seqs]
+    _, kv = run_step(model, params, nan_pool(model), [], history)
+    decodes = [(seq, stop) for seq, _, stop in history[:2]]
+    chunk = (seqs[2], history[2][2], len(seqs[2].token_ids))
+    together, _ = run_step(model, params, kv, decodes, [chunk])
+    alone = [run_step(model, params, kv, [one], [])[0] for one in decodes]
+    alone.append(run_step(model, params, kv, [], [chunk])[0])
+    np.testing.assert_allclose(together, np.concatenate(alone), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@every_family
+def test_forward_vmaps(name: str) -> None:
+    model, params = tiny_models.tiny_model(name)
+    batch = np.stack([tokens_of(9), tokens_of(10)])
+    mapped = jax.jit(jax.vmap(lambda ids: forward(model, params, ids)))(batch)
+    one_by_one = np.stack([dense(model, params, ids) for ids in batch])
+    np.testing.assert_allclose(mapped, one_by_one, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@every_family
+def test_forward_differentiates(name: str) -> None:
+    """Every gradient is finite and used; along a random direction it is the finite difference."""
+    model, params = tiny_models.tiny_model(name)
+    ids = tokens_of(11, 8)
+
+    def loss(params: Params) -> jax.Array:
+        logprobs = jax.nn.log_softmax(forward(model, params, ids[:-1]))
+        return -jnp.mean(jnp.take_along_axis(logprobs, ids[1:, None], axis=-1))
+
+    with jax.enable_x64(True):
+        exact_model, _ = tiny_models.tiny_model(name)
+        del exact_model
+    gradient = jax.jit(jax.grad(loss))(params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        assert np.isfinite(leaf).all() and np.any(leaf), jax.tree_util.keystr(path)
+    direction = tiny_models.random_params(model, seed=1)["layers_0"]["qkv"]
+    direction = direction / jnp.linalg.norm(direction)
+    jit_loss = jax.jit(loss)
+
+    def moved(step: float) -> float:
+        layer = {**params["layers_0"], "qkv": params["layers_0"]["qkv"] + step * direction}
+        return float(jit_loss({**params, "layers_0": layer}))
+
+    step = 3e-2
+    difference = (moved(step) - moved(-step)) / (2 * step)
+    along = float(jnp.vdot(gradient["layers_0"]["qkv"], direction))
+    assert difference == pytest.approx(along, rel=2e-2, abs=1e-4)
+
+
+@every_family
+def test_taps_hold_each_layer_when_asked_for(name: str) -> None:
+    model, params = tiny_models.tiny_model(name)
+    ids = jnp.asarray(tokens_of(12))
+    _, state = model.module.apply(
+        {"params": params}, ids, jnp.arange(LENGTH), None, _dense(), mutable=["taps"]
+    )
+    residuals = [state["taps"][f"layers_{i}"]["residual"] for i in range(2)]
+    assert all(len(sown) == 1 and sown[0].shape[0] == LENGTH for sown in residuals)
+
+
+def _dense():
+    from jaxinfer.nn.attention import DenseCausal
+
+    return DenseCausal()
+
+
+@every_family
+def test_bfloat16_runs_under_strict_promotion(name: str) -> None:
+    model, params = tiny_models.tiny_model(name, "bfloat16")
+    with jax.numpy_dtype_promotion("strict"):
+        logits = forward(model, params, jnp.asarray(tokens_of(13)))
+    assert logits.dtype == jnp.float32
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(params))
+
+
+@every_family
+def test_tensor_rules_fill_each_parameter_from_tensors_used_once(name: str) -> None:
+    model, _ = tiny_models.tiny_model(name)
+    sources = Counter(source for rule in model.tensor_rules for source in rule.sources)
+    assert set(sources.values()) == {1}
+    built = {}
+    for rule in model.tensor_rules:
+        assert len(rule.sources) == len(rule.shapes)
+        assert rule.param not in built
+        built[rule.param] = rule.build(*(np.zeros(s, np.float32) for s in rule.shapes)).shape
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(model))
+    expected = {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in leaves}
+    assert built == expected
+
+
+def test_every_architecture_has_a_tiny_model() -> None:
+    covered = {a for config in tiny_models.CONFIGS.values() for a in config["architectures"]}
+    assert covered == set(known_architectures())
+
+
+@pytest.mark.parametrize("architecture", known_architectures())
+def test_registry_agrees_with_the_family(architecture: str) -> None:
+    assert architecture in family_for({"architectures": [architecture]}).architectures

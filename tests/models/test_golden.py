@@ -1,0 +1,59 @@
+"""Logits and greedy tokens equal those of Hugging Face transformers (see tests/golden)."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from jaxinfer.models import Model, Params, build_model, forward
+
+DATA = Path(__file__).parents[1] / "golden" / "data"
+CASES = sorted(path.stem for path in DATA.glob("*.safetensors") if path.stem != "smollm2_greedy")
+
+
+def params_of(model: Model, tensors: dict[str, np.ndarray]) -> Params:
+    """Apply the family's rules; every tensor must be used or declared useless."""
+    prefix = model.family.optional_prefix
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    params: Params = {}
+    used: set[str] = set()
+    for rule in model.tensor_rules:
+        sources = [tensors[name] for name in rule.sources]
+        assert tuple(source.shape for source in sources) == rule.shapes
+        used.update(rule.sources)
+        node, *path = rule.param.split("/")
+        place = params if not path else params.setdefault(node, {})
+        place[path[0] if path else node] = rule.build(*sources)
+    ignored = re.compile("|".join(model.family.ignored_tensors))
+    assert [name for name in tensors if name not in used and not ignored.fullmatch(name)] == []
+    return params
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_tokens_equal_transformers(case: str) -> None:
+    with safe_open(DATA / f"{case}.safetensors", "numpy") as file:
+        model = build_model(json.loads(file.metadata()["config"]), "float32")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    weights = {
+        n.removeprefix("weights/"): t for n, t in tensors.items() if n.startswith("weights/")
+    }
+    params = params_of(model, weights)
+    logits_of = jax.jit(jax.vmap(lambda ids: forward(model, params, ids)))
+    np.testing.assert_allclose(
+        logits_of(tensors["token_ids"]), tensors["logits"], atol=1e-4, rtol=0
+    )
+    # teacher-forced: each greedy token is the most likely one after those before it
+    sequence = np.concatenate([tensors["token_ids"], tensors["greedy_tokens"]], axis=1)
+    start = tensors["token_ids"].shape[1]
+    choices = np.argmax(logits_of(sequence), axis=-1)[:, start - 1 : -1]
+    assert np.array_equal(choices, tensors["greedy_tokens"])
+
+
+def test_every_golden_case_is_found() -> None:
+    assert len(CASES) >= 8
