@@ -1,0 +1,197 @@
+"""Streams of text equal the text decoded at once, and never show half a character."""
+
+from __future__ import annotations
+
+import re
+import time
+from functools import cache
+from itertools import groupby
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxinfer.core.errors import RequestError
+from jaxinfer.text.detokenize import StopStrings
+from jaxinfer.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
+from kit.tokenizers import real_spec, stories_gguf_metadata, tiny_tokenizer_spec
+
+NAMES = ["tiny", "gpt2", "smollm2", "qwen3", "stories", "stories_no_prefix"]
+
+
+@cache
+def tokenizer_of(name: str) -> Tokenizer:
+    if name == "tiny":
+        return load_tokenizer(tiny_tokenizer_spec())
+    if name.startswith("stories"):
+        metadata = stories_gguf_metadata(add_space_prefix=name == "stories")
+        return load_tokenizer(TokenizerSpec(gguf_metadata=metadata))
+    return load_tokenizer(real_spec(name))
+
+
+def stream(tokenizer: Tokenizer, token_ids: list[int], skip: bool, cut: int = 1) -> str:
+    detokenizer = tokenizer.detokenizer((), skip)
+    cuts = range(0, len(token_ids), cut)
+    return "".join(detokenizer.push(token_ids[at : at + cut]) for at in cuts) + detokenizer.flush()
+
+
+def valid_byte_runs(tokenizer: Tokenizer, token_ids: list[int], skip: bool) -> bool:
+    """Whether the stated exception of IncrementalDetokenizer does not apply."""
+    tokens = [tokenizer._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+    if skip:
+        tokens = [
+            token
+            for token, token_id in zip(tokens, token_ids, strict=True)
+            if token_id not in tokenizer.special_token_ids
+        ]
+    for is_byte, run in groupby(tokens, lambda token: bool(re.fullmatch("<0x..>", token))):
+        if is_byte:
+            try:
+                bytes(int(token[3:5], 16) for token in run).decode()
+            except UnicodeDecodeError:
+                return False
+    return True
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_stream_equals_decode(name: str, data: st.DataObject) -> None:
+    tokenizer = tokenizer_of(name)
+    token_id = st.integers(0, 400) | st.integers(0, tokenizer.vocab_size + 5)
+    texts = st.text(max_size=8).map(tokenizer.encode)
+    token_ids = sum(data.draw(st.lists(texts | st.lists(token_id, max_size=4), max_size=4)), [])
+    skip, cut = data.draw(st.booleans()), data.draw(st.integers(1, 3))
+    text = stream(tokenizer, token_ids, skip, cut)
+    expected = tokenizer.decode(token_ids, skip_special_tokens=skip)
+    if not name.startswith("stories") or valid_byte_runs(tokenizer, token_ids, skip):
+        assert text == expected
+    else:
+        assert "\ufffd" in text and "\ufffd" in expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=50)
+@given(text=st.text(st.characters(max_codepoint=0x3FFFF, exclude_categories=["Cs"])))
+def test_text_streams_without_replacement(name: str, text: str) -> None:
+    tokenizer = tokenizer_of(name)
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    shown = stream(tokenizer, token_ids, skip=True)
+    assert shown == tokenizer.decode(token_ids)
+    # SmolLM2 has no token for the bytes that begin a character beyond U+3FFFF.
+    assert shown.count("\ufffd") == text.count("\ufffd")
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt2", "stories"])
+def test_emoji_split_over_tokens_comes_whole(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    detokenizer = tokenizer.detokenizer()
+    pushes = [detokenizer.push([i]) for i in tokenizer.encode("a🤗b", add_special_tokens=False)]
+    assert [text for text in pushes if text] == ["a", "🤗", "b"]
+    assert detokenizer.flush() == ""
+
+
+def test_invalid_bytes_of_a_byte_level_vocabulary() -> None:
+    detokenizer = tokenizer_of("tiny").detokenizer()
+    assert detokenizer.push([0xF0, 0x9F]) == ""
+    assert detokenizer.push([ord("x")]) == "\ufffdx"
+    assert detokenizer.push([0xFF]) == "\ufffd"
+    assert detokenizer.push([0xE2, 0x82]) == ""
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_invalid_bytes_of_a_byte_fallback_vocabulary() -> None:
+    """Each stray byte is one U+FFFD, as in the library; whole characters stay, unlike there."""
+    tokenizer = tokenizer_of("stories")
+    byte = {value: tokenizer._tokenizer.token_to_id(f"<0x{value:02X}>") for value in range(256)}
+    euro = [byte[value] for value in "€".encode()]
+    assert stream(tokenizer, euro[:2], True) == tokenizer.decode(euro[:2]) == "\ufffd\ufffd"
+    assert stream(tokenizer, [*euro, byte[0xFF]], True) == "€\ufffd"
+    assert tokenizer.decode([*euro, byte[0xFF]]) == "\ufffd" * 4
+    assert stream(tokenizer, [*euro[:2], 403, *euro], True) == "\ufffd\ufffd Once€"
+
+
+def test_leading_space_belongs_to_the_start_of_the_text_only() -> None:
+    tokenizer = tokenizer_of("stories")
+    once = tokenizer.encode("Once", add_special_tokens=False)
+    assert tokenizer.detokenizer().push(once) == "Once"
+    assert tokenizer.detokenizer([1]).push(once) == "Once"  # bos is skipped, so no text before
+    assert tokenizer.detokenizer(once).push(once) == " Once"
+
+
+def test_output_completes_a_character_begun_in_the_prompt() -> None:
+    token_ids = list("🤗".encode())
+    assert tokenizer_of("tiny").detokenizer(token_ids[:3]).push(token_ids[3:]) == "🤗"
+
+
+def test_many_tokens_take_linear_time() -> None:
+    """Also of bytes that never become characters, on which a window of tokens grows."""
+    detokenizer = tokenizer_of("tiny").detokenizer()
+    start = time.perf_counter()
+    for _ in range(100_000):
+        detokenizer.push([0x80])
+    assert time.perf_counter() - start < 5
+
+
+def find(stop: tuple[str, ...], include: bool, parts: list[str]) -> tuple[str, str | None]:
+    stops, shown = StopStrings(stop, include), ""
+    for part in parts:
+        text, found = stops.push(part)
+        shown += text
+        if found is not None:
+            return shown, found
+    return shown + stops.flush(), None
+
+
+def first_stop(stop: tuple[str, ...], include: bool, text: str) -> tuple[str, str | None]:
+    """The definition: the earliest end, and there the longest stop string."""
+    for end in range(len(text) + 1):
+        ending = [string for string in stop if text[:end].endswith(string)]
+        if ending:
+            found = max(ending, key=len)
+            return text[: end if include else end - len(found)], found
+    return text, None
+
+
+@settings(deadline=None)
+@given(
+    stop=st.lists(st.text("ab🤗", min_size=1, max_size=5), max_size=5).map(tuple),
+    parts=st.lists(st.text("ab🤗c", max_size=6), max_size=8),
+    include=st.booleans(),
+)
+def test_stop_strings_equal_their_definition(
+    stop: tuple[str, ...], parts: list[str], include: bool
+) -> None:
+    assert find(stop, include, parts) == first_stop(stop, include, "".join(parts))
+
+
+@settings(deadline=None)
+@given(
+    stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=5).map(tuple),
+    parts=st.lists(st.text("abc", max_size=6), max_size=8),
+)
+def test_stop_strings_hold_back_the_longest_possible_beginning(
+    stop: tuple[str, ...], parts: list[str]
+) -> None:
+    stops, seen, shown = StopStrings(stop, False), "", ""
+    for part in parts:
+        text, found = stops.push(part)
+        if found is not None:
+            return
+        seen, shown = seen + part, shown + text
+        beginnings = [string[:size] for string in stop for size in range(1, len(string))]
+        longest = max((len(b) for b in beginnings if seen.endswith(b)), default=0)
+        assert shown == seen[: len(seen) - longest]
+
+
+def test_ten_thousand_stop_strings() -> None:
+    start = time.perf_counter()
+    stops = StopStrings(tuple(f"{'a' * 40}{n}" for n in range(10_000)), False)
+    shown = "".join(stops.push("aaab")[0] for _ in range(10_000))
+    assert shown == "aaab" * 10_000
+    assert time.perf_counter() - start < 5
+
+
+def test_empty_stop_string_is_refused() -> None:
+    with pytest.raises(RequestError, match="must not be empty"):
+        StopStrings(("",), False)

@@ -1,0 +1,181 @@
+"""Tokenizers built from GGUF metadata equal the models' own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from jaxinfer.core.errors import TokenizerError
+from jaxinfer.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
+from kit.tokenizers import (
+    gguf_spec_of,
+    kitoken_inputs,
+    read_vector,
+    real_spec,
+    stories_gguf_metadata,
+    tiny_tokenizer_spec,
+    token_lines,
+)
+
+INPUTS = [
+    *kitoken_inputs("small", "mixed"),
+    read_vector("utf8_input.txt"),
+    "<|im_start|>user\nTell me 3 facts.<|im_end|>\n<|im_start|>assistant\n<think>\n</think>",
+    "<|endoftext|>x<|endoftext|>",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "pre"), [("gpt2", "gpt-2"), ("smollm2", "smollm"), ("qwen3", "qwen2")]
+)
+def test_gguf_equals_tokenizer_json(name: str, pre: str) -> None:
+    spec = real_spec(name)
+    ours, theirs = load_tokenizer(gguf_spec_of(spec, pre)), load_tokenizer(spec)
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.special_token_ids == theirs.special_token_ids
+    for text in INPUTS:
+        token_ids = theirs.encode(text)
+        assert ours.encode(text) == token_ids
+        assert ours.decode(token_ids) == theirs.decode(token_ids)
+
+
+def test_smollm_pre_tokenizer_equals_vectors() -> None:
+    tokenizer = load_tokenizer(gguf_spec_of(real_spec("smollm2"), "smollm"))
+    assert tokenizer.encode_batch(INPUTS[:141]) == token_lines("all_tokens_smollm2.txt")
+
+
+WORDS = "don't abc123456 Été e\u0301a \n\nHTTPServer 中文字?!x"
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("gpt-2", "don|'t| abc|123456| Été| e|\u0301|a| \n|\n|HTTPServer| 中文字|?!|x"),
+        ("smollm", "don|'t| abc|1|2|3|4|5|6| Été| e|\u0301|a| \n|\n|HTTPServer| 中文字|?!|x"),
+        ("llama-bpe", "don|'t| abc|123|456| Été| e|\u0301a| \n\n|HTTPServer| 中文字|?!|x"),
+        ("qwen2", "don|'t| abc|1|2|3|4|5|6| Été| éa| \n\n|HTTPServer| 中文字|?!|x"),
+        ("deepseek-r1-qwen", "don|'t| abc|1|2|3|4|5|6| Été| éa| \n\n|HTTPServer| 中文字|?!|x"),
+        ("qwen35", "don|'t| abc|1|2|3|4|5|6| Été| éa| \n\n|HTTPServer| 中文字|?!|x"),
+        ("deepseek-v3", "don|'t| abc|123|456| Été| e\u0301a| \n\n|HTTPServer| |中文字|?!|x"),
+        ("tekken", "don|'t| abc|1|2|3|4|5|6| Été| e\u0301a| \n\n|HTTPServer| 中文字|?!|x"),
+    ],
+)
+def test_pre_tokenizer_splits(pre: str, words: str) -> None:
+    tokenizer = load_tokenizer(gguf_spec_of(tiny_tokenizer_spec(), pre, add_bos_token=False))
+    inner = tokenizer._tokenizer
+    text = inner.normalizer.normalize_str(WORDS) if inner.normalizer else WORDS
+    spans = [span for _, span in inner.pre_tokenizer.pre_tokenize_str(text)]
+    assert "|".join(text[start:end] for start, end in spans) == words
+
+
+def stories(**more: Any) -> Tokenizer:
+    return load_tokenizer(TokenizerSpec(gguf_metadata=stories_gguf_metadata(**more)))
+
+
+def sentencepiece_encode(metadata: dict[str, Any], text: str) -> list[int]:
+    """Sentencepiece's BPE from its definition: join the best-scored pair, leftmost first."""
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    parts = list("▁" + text.replace(" ", "▁")) if text else []
+    while True:
+        joined = [
+            (scores[vocab[left + right]], -at)
+            for at, (left, right) in enumerate(zip(parts, parts[1:], strict=False))
+            if left + right in vocab
+        ]
+        if not joined:
+            break
+        at = -max(joined)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    ids: list[int] = []
+    for part in parts:
+        if part in vocab:
+            ids.append(vocab[part])
+        else:
+            ids += [vocab[f"<0x{byte:02X}>"] for byte in part.encode()]
+    return ids
+
+
+def test_sentencepiece_equals_its_definition() -> None:
+    metadata = stories_gguf_metadata()
+    tokenizer = stories()
+    draw = random.Random(0)
+    words = ["Once", "upon", "a", "time,", "Lily.", "12", "é", "中🤗", "aaaa", "", "\n", "Mom's"]
+    texts = [" ".join(draw.choices(words, k=draw.randrange(12))) for _ in range(300)]
+    for text in texts:
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        assert token_ids == sentencepiece_encode(metadata, text)
+        assert tokenizer.decode(token_ids) == text
+
+
+@pytest.mark.parametrize(
+    ("more", "ids"),
+    [
+        pytest.param({}, [1, 403, 407, 261, 378], id="bos by default"),
+        pytest.param({"add_bos_token": False}, [403, 407, 261, 378], id="no bos"),
+        pytest.param({"add_eos_token": True}, [1, 403, 407, 261, 378, 2], id="bos and eos"),
+        pytest.param(
+            {"add_bos_token": False, "add_eos_token": True}, [403, 407, 261, 378, 2], id="eos"
+        ),
+    ],
+)
+def test_bos_and_eos_follow_the_metadata(more: dict[str, Any], ids: list[int]) -> None:
+    tokenizer = stories(**more)
+    assert tokenizer.encode("Once upon a time") == ids
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    assert tokenizer.decode(ids) == "Once upon a time"
+
+
+def test_space_prefix_follows_the_metadata() -> None:
+    tokenizer = stories(add_space_prefix=False)
+    assert tokenizer.decode(tokenizer.encode("a b")) == "a b"
+    assert tokenizer.decode(tokenizer.encode(" a")) == " a"
+    assert tokenizer.encode("a") == [1, tokenizer.encode("ba")[-1]]  # no space before it
+
+
+def test_user_defined_tokens_are_whole_but_not_special() -> None:
+    spec = gguf_spec_of(tiny_tokenizer_spec(), "gpt-2")
+    assert spec.gguf_metadata is not None
+    tokens = [*spec.gguf_metadata["tokenizer.ggml.tokens"], "<think>"]
+    types = [*spec.gguf_metadata["tokenizer.ggml.token_type"], 4]
+    tokenizer = load_tokenizer(
+        gguf_spec_of(tiny_tokenizer_spec(), "gpt-2", tokens=tokens, token_type=types)
+    )
+    assert tokenizer.encode("a<think>") == [97, 261]
+    assert tokenizer.decode([97, 261]) == "a<think>"
+    assert 261 not in tokenizer.special_token_ids
+
+
+def test_chat_template_comes_from_the_metadata() -> None:
+    metadata = stories_gguf_metadata() | {
+        "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"
+    }
+    tokenizer = load_tokenizer(TokenizerSpec(gguf_metadata=metadata))
+    assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "<s>hi"
+
+
+def changed(pre: str = "gpt-2", **more: Any) -> dict[str, Any]:
+    metadata = gguf_spec_of(tiny_tokenizer_spec(), pre, **more).gguf_metadata
+    assert metadata is not None
+    return {key: value for key, value in metadata.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        pytest.param({}, "no tokenizer.ggml.model", id="empty"),
+        pytest.param(changed(model="rwkv"), "'rwkv' is not supported; gpt2 and llama", id="model"),
+        pytest.param(changed("default"), "'default' is not supported.*smollm", id="pre"),
+        pytest.param(changed(merges=None), "no tokenizer.ggml.merges", id="no merges"),
+        pytest.param(changed(merges=["a zz"]), "do not fit", id="merge outside the vocabulary"),
+        pytest.param(changed(token_type=[1]), "261 tokens but 1 token types", id="types"),
+        pytest.param(changed(tokens=["a"] * 261), "'a' twice", id="twice"),
+        pytest.param(changed(eos_token_id=261), "outside its vocabulary of 261", id="eos id"),
+        pytest.param(changed(add_bos_token=True), "no tokenizer.ggml.bos_token_id", id="bos id"),
+    ],
+)
+def test_refuses(metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(TokenizerSpec(gguf_metadata=metadata))
