@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import NoReturn
 
-import numpy as np
-
-from jaxinfer.sched.pages import LIVE, NOT_HASHED, PagePool
+from jaxinfer.sched.pages import PagePool
 from jaxinfer.sched.state import NO_SLOT, SchedulerState, Sequence
 
 
 def check(state: SchedulerState) -> None:
     """Raise ``AssertionError`` with one clear sentence for the first thing that is wrong."""
-    _check_pool(state.pages)
-    _check_owners(state)
+    _check_pool(state)
     _check_queues(state)
     for seq in state.running:
         _check_running(seq, state)
@@ -27,42 +24,43 @@ def check(state: SchedulerState) -> None:
             _fail(f"waiting request {seq.request_id!r} owns a slot, pages or tokens in flight")
 
 
-def _check_pool(pool: PagePool) -> None:
-    num_pages = len(pool.ref_counts)
-    fresh = pool.fresh.array()[pool.fresh_head :]
-    log = pool.cached.array()
-    cached = [p for i, p in enumerate(log) if i >= pool.cached_head and pool.stamps[p] == i]
-    live = np.flatnonzero(pool.ref_counts > 0)
-    places = Counter([*fresh.tolist(), *map(int, cached), *live.tolist()])
+def _check_pool(state: SchedulerState) -> None:
+    pool = state.pages
+    owners = Counter(page for seq in state.running for page in seq.page_ids)
+    fresh = pool.fresh.array()[pool.fresh_head :].tolist()
+    cached = [
+        page
+        for position, page in enumerate(pool.cached)
+        if position >= pool.cached_head and pool.stamps[page] == position
+    ]
+    num_pages = state.limits.num_pages
+    places = Counter([*fresh, *cached, *owners.keys()])
     if places != Counter(range(1, num_pages)):
         odd = [page for page in range(num_pages) if places[page] != (page > 0)]
         _fail(f"pages {odd[:8]} are not in exactly one of fresh, cached and live")
-    if pool.num_cached != len(cached) or np.any(pool.ref_counts < 0):
+    if pool.num_cached != len(cached):
         _fail(f"num_cached is {pool.num_cached}, but {len(cached)} pages are cached")
-    hashed = set(np.flatnonzero(pool.stamps != NOT_HASHED).tolist())
-    if hashed != set(pool.hash_by_page) or hashed != set(pool.page_by_hash.values()):
-        _fail("stamps and the two maps of the prefix index disagree on which pages are hashed")
-    if any(pool.page_by_hash[h] != page for page, h in pool.hash_by_page.items()):
+    for page in range(num_pages):
+        if pool.num_sharers[page] != max(0, owners[page] - 1):
+            _fail(f"page {page} has {owners[page]} owners, num_sharers {pool.num_sharers[page]}")
+        if owners[page] > 1 and page not in pool.hash_by_page:
+            _fail(f"page {page} is shared by {owners[page]} sequences but not hashed")
+        if (pool.stamps[page] >= pool.cached_head) != (page in cached):
+            _fail(f"the stamp {pool.stamps[page]} of page {page} is wrong")
+    _check_index(pool, fresh, cached)
+
+
+def _check_index(pool: PagePool, fresh: list[int], cached: list[int]) -> None:
+    if {page: page_hash for page_hash, page in pool.page_by_hash.items()} != dict(
+        pool.hash_by_page
+    ):
         _fail("the two maps of the prefix index are not inverse to each other")
-    if {page for page in hashed if pool.stamps[page] == LIVE} != hashed & set(live.tolist()):
-        _fail("a hashed page is marked live without an owner, or has an owner but is not marked")
-    for name in ("ref_counts", "stamps"):
-        if getattr(pool, name).flags.writeable:
-            _fail(f"{name} of a finished pool can be written")
-
-
-def _check_owners(state: SchedulerState) -> None:
-    owners: Counter[int] = Counter()
-    for seq in state.running:
-        pages = list(seq.page_ids)
-        if len(set(pages)) != len(pages):
-            _fail(f"request {seq.request_id!r} lists a page twice: {pages}")
-        owners.update(pages)
-    for page, count in enumerate(state.pages.ref_counts.tolist()):
-        if count != owners[page]:
-            _fail(f"page {page} has ref count {count} but {owners[page]} owners")
-        if count > 1 and page not in state.pages.hash_by_page:
-            _fail(f"page {page} is shared by {count} sequences but not hashed")
+    if any(page in pool.hash_by_page for page in fresh):
+        _fail("a fresh page is hashed")
+    if any(page not in pool.hash_by_page for page in cached):
+        _fail("a cached page is not hashed")
+    if pool.num_sharers.flags.writeable or pool.stamps.flags.writeable:
+        _fail("an array of a finished pool can be written")
 
 
 def _check_queues(state: SchedulerState) -> None:
@@ -84,6 +82,8 @@ def _check_queues(state: SchedulerState) -> None:
 
 def _check_running(seq: Sequence, state: SchedulerState) -> None:
     name = f"request {seq.request_id!r}"
+    if len(set(seq.page_ids)) != len(seq.page_ids):
+        _fail(f"{name} lists a page twice: {list(seq.page_ids)}")
     rows = [
         row
         for plan in state.in_flight

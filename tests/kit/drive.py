@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import numpy as np
 from immutables import Map
-from kit.fake_executor import FakeExecutor
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.intlog import IntLog
@@ -17,7 +16,8 @@ from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.shapes import powers_of_two
 from jaxinfer.core.step import Arrive, Bucket, Event, StepDone, StepPlan, StepResult, TokenEvent
 from jaxinfer.sched.invariants import check
-from jaxinfer.sched.schedule import ScheduleOutput, initial_state, schedule
+from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState, initial_state, schedule
+from kit.fake_executor import FakeExecutor
 
 EOS = 7
 
@@ -75,6 +75,7 @@ class Drive:
 
     limits: Limits
     depth: int = 2
+    twice: bool = False  # make every call twice and hold that it is pure
     plans: list[StepPlan] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
     last: ScheduleOutput = field(default_factory=lambda: ScheduleOutput(None, ()))
@@ -86,7 +87,7 @@ class Drive:
 
     def call(self, *events: Event) -> ScheduleOutput:
         """One call of ``schedule``; a chosen step runs at once, its result waits in ``flying``."""
-        self.state, self.last = schedule(self.state, events)
+        self.state, self.last = self._scheduled(events)
         check(self.state)
         self.events += self.last.events
         if (plan := self.last.step) is not None:
@@ -108,6 +109,17 @@ class Drive:
     def arrive(self, *requests: Request) -> ScheduleOutput:
         """A turn in which these arrive."""
         return self.tick(*(Arrive(request) for request in requests))
+
+    def _scheduled(self, events: tuple[Event, ...]) -> tuple[SchedulerState, ScheduleOutput]:
+        if not self.twice:
+            return schedule(self.state, events)
+        before = plain(self.state)
+        first = schedule(self.state, events)
+        kept = plain(first)
+        assert plain(schedule(self.state, events)) == kept, "two calls differ"
+        assert plain(first) == kept, "the second call changed the result of the first"
+        assert plain(self.state) == before, "schedule changed its input"
+        return first
 
     def finish(self, max_turns: int = 100_000) -> None:
         """Turns until every request has ended and every step is committed."""

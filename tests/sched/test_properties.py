@@ -1,0 +1,257 @@
+"""Whatever the traffic, the pool and the chunking: the same tokens, no page lost or shared wrongly.
+
+``Drive`` checks every invariant after every call and the fake executor every page that a row reads
+or writes, so most of the assertions live there.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxinfer.core.request import FinishReason, Request
+from jaxinfer.core.shapes import cdiv
+from jaxinfer.core.step import Abort, Arrive, Event, StepFailed
+from kit.drive import EOS, Drive, make_limits, make_request
+from kit.fake_executor import expected_tokens
+
+NIGHTLY_TRACES = 100_000
+MAX_MODEL_LEN = 48
+PAGE_SIZE = 4
+STREAM = tuple((7 * i * i + i) % 50 for i in range(MAX_MODEL_LEN))  # prompts share its beginnings
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests by the turn they arrive in, aborts by turn, and the engine's shape."""
+
+    requests: tuple[tuple[int, Request], ...]
+    aborts: tuple[tuple[int, str], ...]
+    depth: int
+    num_pages: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+
+    def drive(self, **changes: object) -> Drive:
+        """A fresh drive with the trace's limits."""
+        values = {
+            "num_pages": self.num_pages,
+            "page_size": PAGE_SIZE,
+            "max_num_seqs": self.max_num_seqs,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "enable_prefix_caching": self.enable_prefix_caching,
+        }
+        return Drive(make_limits(**(values | changes)), depth=self.depth)
+
+    def events(self, turn: int) -> tuple[Event, ...]:
+        """What happens in a turn besides finished steps."""
+        arrivals = (Arrive(request) for at, request in self.requests if at == turn)
+        return (*arrivals, *(Abort(request_id) for at, request_id in self.aborts if at == turn))
+
+    @property
+    def last_turn(self) -> int:
+        """The last turn with an event."""
+        return max([at for at, _ in self.requests] + [at for at, _ in self.aborts])
+
+
+@st.composite
+def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
+    """Traffic that fits; ``in_order``: equal priorities, no request ends early."""
+    requests: list[tuple[int, Request]] = []
+    turn = 0
+    for i in range(draw(st.integers(1, 8))):
+        turn += draw(st.integers(0, 3))
+        prompt = (*STREAM[: draw(st.integers(0, 30))], draw(st.integers(0, 3)))
+        requests.append((turn, _request(draw, i, prompt, in_order)))
+    largest = max(
+        cdiv(min(len(r.prompt_token_ids) + r.max_tokens, MAX_MODEL_LEN), PAGE_SIZE)
+        for _, r in requests
+    )
+    aborted = [] if in_order else draw(st.lists(st.sampled_from(requests), max_size=2))
+    return Trace(
+        requests=tuple(requests),
+        aborts=tuple((at + draw(st.integers(0, 20)), r.request_id) for at, r in aborted),
+        depth=draw(st.integers(1, 3)),
+        num_pages=1 + largest + draw(st.integers(0, 20)),
+        max_num_seqs=draw(st.integers(1, 5)),
+        max_num_batched_tokens=draw(st.sampled_from((1, 7, 16, 64))),
+        enable_prefix_caching=draw(st.booleans()),
+    )
+
+
+def _request(draw: st.DrawFn, i: int, prompt: tuple[int, ...], in_order: bool) -> Request:
+    max_tokens = draw(st.integers(1, 24))
+    return make_request(
+        f"r{i}",
+        prompt,
+        arrival=i,
+        seed=draw(st.integers(0, 2)),
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, min(4, max_tokens))),
+        priority=0 if in_order else draw(st.integers(0, 1)),
+        eos_token_ids=draw(st.sampled_from(((), (EOS,)))),
+        stop_token_ids=draw(st.sampled_from(((), (3, 11, 19)))),
+        cache_salt=draw(st.sampled_from(("", "tenant"))),
+        prompt_logprobs=draw(st.sampled_from((None, None, 0))),
+    )
+
+
+def run(trace: Trace, drive: Drive) -> Drive:
+    """The whole trace."""
+    for turn in range(trace.last_turn + 1):
+        drive.tick(*trace.events(turn))
+    drive.finish()
+    return drive
+
+
+def check_run(trace: Trace, drive: Drive) -> None:
+    """Every request ended once, with its own tokens, and gave everything back."""
+    tokens, endings = drive.tokens(), drive.endings()
+    for _, request in trace.requests:
+        expected = expected_tokens(request, MAX_MODEL_LEN)
+        ending = endings[request.request_id]
+        if ending.finish_reason is FinishReason.ABORT:
+            assert tokens[request.request_id] == expected[: len(tokens[request.request_id])]
+        else:
+            assert tokens[request.request_id] == expected
+            check_prompt_logprobs(request, drive)
+        cached = {e.num_cached_tokens for e in drive.events if e.request_id == request.request_id}
+        assert len(cached) == 1 or ending.finish_reason is FinishReason.ABORT
+    assert drive.state.num_free_pages == drive.limits.num_usable_pages
+    assert drive.state.num_unfinished == drive.state.num_in_flight == 0
+
+
+def check_prompt_logprobs(request: Request, drive: Drive) -> None:
+    """One entry per prompt token but the first, in order, each once."""
+    entries = [
+        entry
+        for event in drive.events
+        if event.request_id == request.request_id
+        for entry in event.prompt_logprobs
+    ]
+    wanted = request.sampling.prompt_logprobs is not None
+    targets = request.prompt_token_ids[1:] if wanted else ()
+    assert [entry.token_ids[0] for entry in entries] == list(targets)
+    assert [entry.logprobs[0] for entry in entries] == [-1.0 - i for i in range(len(targets))]
+
+
+@given(traces())
+def test_every_schedule_gives_the_same_tokens(trace: Trace) -> None:
+    check_run(trace, run(trace, trace.drive()))
+
+
+@pytest.mark.nightly
+@settings(max_examples=NIGHTLY_TRACES)
+@given(traces())
+def test_every_schedule_gives_the_same_tokens_at_length(trace: Trace) -> None:
+    check_run(trace, run(trace, trace.drive()))
+
+
+@pytest.mark.parametrize("caching", (False, True), ids=("uncached", "cached"))
+@pytest.mark.parametrize("depth", (1, 2))
+@pytest.mark.parametrize("num_pages", (13, 25, 200), ids=lambda n: f"{n}pages")
+@pytest.mark.parametrize("chunk", (16, 64, 512), ids=lambda n: f"chunk{n}")
+def test_chunks_pools_depths_and_caching(
+    chunk: int, num_pages: int, depth: int, caching: bool
+) -> None:
+    limits = make_limits(
+        max_num_batched_tokens=chunk,
+        num_pages=num_pages,
+        max_model_len=MAX_MODEL_LEN,
+        enable_prefix_caching=caching,
+    )
+    drive = Drive(limits, depth=depth)
+    requests = [
+        make_request(f"r{i}", STREAM[: 3 + 3 * i], arrival=i, seed=i % 2, max_tokens=20 - i)
+        for i in range(12)
+    ]
+    for request in requests:
+        drive.arrive(request)
+    drive.finish()
+    assert drive.tokens() == {r.request_id: expected_tokens(r, MAX_MODEL_LEN) for r in requests}
+
+
+@settings(max_examples=25)
+@given(traces())
+def test_schedule_is_pure(trace: Trace) -> None:
+    drive = trace.drive()
+    drive.twice = True
+    check_run(trace, run(trace, drive))
+
+
+@settings(max_examples=25)
+@given(traces(in_order=True), st.integers(0, 30))
+def test_histories_branch(trace: Trace, at: int) -> None:
+    drive = trace.drive()
+    for turn in range(max(at, trace.last_turn) + 1):
+        drive.tick(*trace.events(turn))
+    branch = copy.copy(drive)
+    branch.executor = copy.deepcopy(drive.executor)
+    branch.plans, branch.events, branch.flying = [], list(drive.events), list(drive.flying)
+    branch.tick(*(Abort(seq.request_id) for seq in drive.state.running))
+    branch.finish()
+    drive.finish()
+    check_run(trace, drive)
+
+
+@settings(max_examples=25)
+@given(traces(in_order=True), st.integers(0, 30))
+def test_a_failed_step_ends_its_own_requests_only(trace: Trace, at: int) -> None:
+    drive = trace.drive()
+    for turn in range(max(at, trace.last_turn) + 1):
+        drive.tick(*trace.events(turn))
+    hit: set[str] = set()
+    if drive.flying:
+        step_id = drive.flying.pop(0).step_id
+        plan = drive.state.in_flight[0]
+        running = {seq.request_id: seq.epoch for seq in drive.state.running}
+        hit = {row.request_id for row in plan.rows if running.get(row.request_id) == row.epoch}
+        drive.call(StepFailed(step_id, "the device is on fire"))
+    drive.finish()
+    for _, request in trace.requests:
+        ending = drive.endings()[request.request_id]
+        if request.request_id in hit:
+            assert (ending.finish_reason, ending.error) == (
+                FinishReason.ERROR,
+                "the device is on fire",
+            )
+        else:
+            tokens = drive.tokens()[request.request_id]
+            assert tokens == expected_tokens(request, MAX_MODEL_LEN)
+
+
+@given(traces(in_order=True))
+def test_nobody_starves(trace: Trace) -> None:
+    """The bound of ``sched.schedule``, and that each step works for the first of all."""
+    drive = trace.drive()
+    planned: dict[str, int] = {}  # steps planned until a request's end was known
+    turn = 0
+    first, epoch = "", -1
+    while turn <= trace.last_turn or drive.state.num_unfinished:
+        output = drive.tick(*trace.events(turn))
+        turn += 1
+        for event in output.events:
+            if event.finish_reason is not None:
+                planned[event.request_id] = len(drive.plans)
+        if not drive.state.num_unfinished:
+            continue
+        head = drive.state.running[0]
+        assert all(head.order < seq.order for seq in drive.state.waiting)
+        assert head.epoch == epoch or head.request_id != first, "the first was preempted"
+        first, epoch = head.request_id, head.epoch
+        if output.step is not None:
+            has_row = head.request_id in {row.request_id for row in output.step.rows}
+            assert has_row or head.num_computed_tokens + 1 == head.max_num_tokens
+    chunk = min(
+        trace.max_num_batched_tokens,
+        max(b.num_prefill_tokens for b in drive.limits.buckets if b.fits(trace.max_num_seqs, 1, 1)),
+    )
+    bound = 0
+    for _, request in trace.requests:
+        num_tokens = len(request.prompt_token_ids) + request.max_tokens
+        bound += cdiv(num_tokens, chunk) + request.max_tokens + trace.depth
+        assert planned[request.request_id] <= bound
