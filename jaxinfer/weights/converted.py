@@ -18,7 +18,6 @@ import jax
 import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 import jaxinfer
 from jaxinfer.core.errors import CacheError
@@ -27,6 +26,7 @@ from jaxinfer.models.base import Model, Params, TensorRule
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.plan import PlannedParam
 from jaxinfer.weights.staging import build_once
+from jaxinfer.weights.tree import by_path, nested
 
 _FORMAT = 1  # of the entry; raise it when groups or manifest change
 _GROUP_BYTES = 64 << 20
@@ -86,7 +86,7 @@ def convert(
         )
         (folder / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
 
-    return unflatten_dict(params, sep="/") if build_once(entry, fill) else None
+    return nested(params) if build_once(entry, fill) else None
 
 
 def restore(entry: Path, progress: Progress) -> Params:
@@ -109,7 +109,7 @@ def restore(entry: Path, progress: Progress) -> Params:
             f"the converted weights in {entry} are damaged ({_first_line(error)}); "
             "delete that folder and run again"
         ) from error
-    return unflatten_dict(params, sep="/")
+    return nested(params)
 
 
 def _orbax() -> ocp.Checkpointer:
@@ -118,7 +118,7 @@ def _orbax() -> ocp.Checkpointer:
 
 def _save(orbax: ocp.Checkpointer, folder: Path, group: dict[str, jax.Array]) -> None:
     try:
-        orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(unflatten_dict(group, sep="/")))
+        orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(nested(group)))
     except ValueError as error:  # what tensorstore raises when a write fails
         raise OSError(_first_line(error)) from error
 
@@ -126,18 +126,14 @@ def _save(orbax: ocp.Checkpointer, folder: Path, group: dict[str, jax.Array]) ->
 def _restore(
     orbax: ocp.Checkpointer, folder: Path, shapes: dict[str, tuple[int, ...]], dtype: np.dtype
 ) -> dict[str, jax.Array]:
-    device = jax.sharding.SingleDeviceSharding(_default_device())
+    here = jax.device_put(0).sharding  # the default device
     leaves = {
-        path: jax.ShapeDtypeStruct(shape, dtype, sharding=device) for path, shape in shapes.items()
+        path: jax.ShapeDtypeStruct(shape, dtype, sharding=here) for path, shape in shapes.items()
     }
-    tree = unflatten_dict(leaves, sep="/")
+    tree = nested(leaves)
     how = ocp.checkpoint_utils.construct_restore_args(tree)
     restored = orbax.restore(folder.absolute(), args=ocp.args.PyTreeRestore(tree, restore_args=how))
-    return flatten_dict(restored, sep="/")
-
-
-def _default_device() -> jax.Device:
-    return jax.config.jax_default_device or jax.local_devices()[0]
+    return by_path(restored)
 
 
 def _groups(plan: Iterable[PlannedParam], dtype: np.dtype) -> list[list[PlannedParam]]:

@@ -10,17 +10,17 @@ import zlib
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.base import Model, Params, abstract_params
+from jaxinfer.weights.tree import by_path, nested
 
 _SCALE = 0.02  # the usual initializer_range; activations stay near 1 in every family
 
 
 def dummy_params(model: Model, *, seed: int, progress: Progress) -> Params:
     """Norms one, biases zero, all else normal with deviation 0.02; the same for the same seed."""
-    abstract = flatten_dict(abstract_params(model), sep="/")
+    abstract = by_path(abstract_params(model))
     root = jax.random.key(seed)
     params: dict[str, jax.Array] = {}
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in abstract.values())
@@ -28,7 +28,7 @@ def dummy_params(model: Model, *, seed: int, progress: Progress) -> Params:
         for path, leaf in abstract.items():
             params[path] = _leaf(root, path, leaf.shape, leaf.dtype)
             advance(leaf.size * leaf.dtype.itemsize)
-    return unflatten_dict(params, sep="/")
+    return nested(params)
 
 
 def _leaf(root: jax.Array, path: str, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from flax.traverse_util import unflatten_dict
 
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.base import Model, Params
@@ -17,6 +16,7 @@ from jaxinfer.weights import converted
 from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import ModelSource
+from jaxinfer.weights.tree import nested
 
 
 def load_params(
@@ -44,4 +44,4 @@ def load_params(
                 planned.build(source.checkpoint, np.dtype(model.config.dtype))
             )
             advance(planned.nbytes)
-    return unflatten_dict(params, sep="/")
+    return nested(params)
