@@ -12,7 +12,7 @@ import jax
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.shapes import cdiv
-from jaxinfer.models.base import Model, Params
+from jaxinfer.models.base import Model, abstract_params
 
 GIB = 1 << 30
 
@@ -31,15 +31,9 @@ class MemoryPlan:
         return self.num_pages * self.page_bytes
 
 
-def tree_bytes(tree: Params) -> int:
-    """Bytes of all arrays (or shapes) in a tree."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def plan_memory(
     config: EngineConfig,
     model: Model,
-    params: Params,
     *,
     max_model_len: int,
     max_num_seqs: int,
@@ -48,29 +42,33 @@ def plan_memory(
     """Pages for this model: as many as asked for, else what fits, never more than can be used.
 
     ``device_bytes`` is the device's memory where it reports one (a GPU); ``None`` (a CPU) leaves
-    the budget to ``kv_cache_memory_bytes``. Raises ``ConfigError`` when one full context does not
-    fit.
+    the budget to ``kv_cache_memory_bytes``. Raises ``ConfigError`` when a context of
+    ``config.max_model_len`` does not fit; a derived context may shrink to the pages instead.
     """
-    weight_bytes = tree_bytes(params)
+    params = jax.tree.leaves(abstract_params(model))
+    weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in params)
     page_bytes = config.page_size * model.kv_spec.bytes_per_token()
     pages_per_seq = cdiv(max_model_len, config.page_size)
-    useful = 1 + max_num_seqs * pages_per_seq
-    num_pages = config.num_pages
-    if num_pages is None:
-        budget = config.kv_cache_memory_bytes
-        if budget is None:
-            if device_bytes is None:
-                raise ConfigError("kv_cache_memory_bytes is needed on a device without a limit")
-            budget = int(device_bytes * config.gpu_memory_utilization) - weight_bytes
-        num_pages = min(useful, max(budget, 0) // page_bytes)
-        if num_pages < 1 + pages_per_seq:
-            raise ConfigError(
-                f"max_model_len {max_model_len} needs {(1 + pages_per_seq) * page_bytes / GIB:.2f} "
-                f"GiB of KV cache and {max(budget, 0) / GIB:.2f} GiB are available; "
-                f"lower max_model_len to {max(num_pages - 1, 0) * config.page_size} "
-                "or raise kv_cache_memory_bytes"
-            )
+    budget = _kv_budget(config, weight_bytes, device_bytes)
+    num_pages = min(1 + max_num_seqs * pages_per_seq, budget // page_bytes)
+    if config.num_pages is not None:
+        num_pages = config.num_pages
+    needed = 2 if config.max_model_len is None or config.num_pages else 1 + pages_per_seq
+    if num_pages < needed:
+        raise ConfigError(
+            f"a context of {max_model_len} tokens needs {needed * page_bytes / GIB:.2f} GiB of KV "
+            f"cache and {num_pages * page_bytes / GIB:.2f} GiB are available; lower max_model_len "
+            "or raise kv_cache_memory_bytes (on a GPU: gpu_memory_utilization)"
+        )
     return MemoryPlan(weight_bytes, page_bytes, num_pages)
+
+
+def _kv_budget(config: EngineConfig, weight_bytes: int, device_bytes: int | None) -> int:
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    if device_bytes is None:
+        raise ConfigError("this device reports no memory size; set kv_cache_memory_bytes")
+    return max(int(device_bytes * config.gpu_memory_utilization) - weight_bytes, 0)
 
 
 def device_memory_bytes() -> int | None:

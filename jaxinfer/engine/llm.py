@@ -1,0 +1,173 @@
+"""The offline API under vLLM's names: ``LLM(...).generate(prompts, SamplingParams(...))``.
+
+Owns: ``LLM``. Drives the engine in the caller's thread; nothing runs between calls.
+Must not know: how the engine is built or what runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+from jaxinfer.core.errors import EngineError, RequestError
+from jaxinfer.core.progress import NoProgress, Progress
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.engine.build import build_engine
+from jaxinfer.engine.engine import Engine, EngineStats
+from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
+from jaxinfer.engine.prompts import Prompt, encode, parse_prompts
+from jaxinfer.engine.vllm_args import engine_config
+from jaxinfer.text.tokenizer import Tokenizer
+
+
+class LLM:
+    """A model ready to answer. Arguments are vLLM's; see ``EngineConfig`` for what they mean.
+
+    ``progress`` reports start-up and, with ``use_tqdm``, generation. Raises a ``JaxinferError``
+    with one clear sentence when the model or a setting cannot be used.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, progress: Progress | None = None, **arguments: Any
+    ) -> None:
+        self._progress = progress or NoProgress()
+        self.config = engine_config(model, arguments)
+        self._engine = build_engine(self.config, self._progress)
+        self._requests = 0
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> LLM:
+        """The API over an engine that was built elsewhere."""
+        llm = cls.__new__(cls)
+        llm._progress = NoProgress()
+        llm._engine = engine
+        llm._requests = 0
+        return llm
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        if self._engine.tokenizer is None:
+            raise EngineError("this engine was built without a tokenizer (skip_tokenizer_init)")
+        return self._engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """vLLM's defaults with the model's own generation_config over them."""
+        return self._engine.facts.default_sampling
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was built."""
+        return self._engine.stats()
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue one or several prompts; outputs come in the prompts' order.
+
+        A prompt is a string, a list of token ids, ``{"prompt": str}`` or
+        ``{"prompt_token_ids": [int]}``. Raises ``RequestError`` naming the prompt before any of
+        them begins when one is invalid.
+        """
+        parsed = parse_prompts(prompts, self._engine.tokenizer)
+        return self._run(parsed, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several: lists of ``{"role": ..., "content": ...}``."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if several else [messages]
+        tokenizer = self.get_tokenizer()
+        parsed: list[Prompt] = []
+        for conversation in conversations:
+            text = tokenizer.render_chat(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_kwargs=chat_template_kwargs,
+                chat_template=chat_template,
+            )
+            parsed.append(Prompt(text, encode(text, tokenizer, add_special_tokens=False)))
+        return self._run(parsed, sampling_params, use_tqdm)
+
+    def stream(
+        self, prompts: Sequence[Prompt], sampling_params: Sequence[SamplingParams]
+    ) -> Generator[tuple[int, Delta]]:
+        """Yield (number of the prompt, what it gained) as it comes. Closing it aborts the rest."""
+        numbers: dict[str, int] = {}
+        try:
+            for number, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+                request_id = f"llm-{self._requests}"
+                self._requests += 1
+                self._engine.add_request(request_id, prompt.token_ids, params)
+                numbers[request_id] = number
+            while self._engine.has_work:
+                for delta in self._engine.step():
+                    yield numbers[delta.request_id], delta
+        finally:
+            self._abort(numbers)
+
+    def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
+        """Raise ``RequestError`` when this request could never be answered."""
+        self._engine.check(prompt.token_ids, sampling_params)
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = self._params_for(prompts, sampling_params)
+        for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                self.check(prompt, one)
+            except RequestError as error:
+                raise RequestError(f"prompt {number}: {error}") from None
+        collectors = [
+            Collector(
+                str(number),
+                prompt.text,
+                prompt.token_ids,
+                n=one.n,
+                logprobs=one.logprobs is not None,
+                prompt_logprobs=one.prompt_logprobs is not None,
+            )
+            for number, (prompt, one) in enumerate(zip(prompts, params, strict=True))
+        ]
+        progress = self._progress if use_tqdm else NoProgress()
+        with progress.task("generate", len(prompts)) as advance:
+            for number, delta in self.stream(prompts, params):
+                collectors[number].add(delta)
+                if delta.error:
+                    raise EngineError(f"prompt {number}: {delta.error}")
+                if collectors[number].output.finished:
+                    advance(1)
+        return [collector.output for collector in collectors]
+
+    def _params_for(
+        self, prompts: list[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Sequence[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * len(prompts)
+        if len(given) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts came with {len(given)} SamplingParams")
+        return given
+
+    def _abort(self, request_ids: Mapping[str, int]) -> None:
+        """End what is unfinished (a closed stream, an error), so that its pages are free again."""
+        for request_id in request_ids:
+            self._engine.abort(request_id)
+        while self._engine.has_work:
+            self._engine.step()

@@ -1,0 +1,90 @@
+"""The thin loop between two pure functions: events -> schedule -> launch -> collect.
+
+Owns: the scheduler's state, the steps in flight, and the order of a turn. With overlap, step n + 1
+is planned and launched before step n's tokens are read, so the host works while the device does.
+Must not know: text, users, threads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from jaxinfer.core.config import Limits
+from jaxinfer.core.step import Event, StepDone, StepFailed, StepPlan, StepResult, TokenEvent
+from jaxinfer.sched.schedule import SchedulerState, initial_state, schedule
+
+OVERLAP_DEPTH = 2  # one step runs while the next waits behind it; more would only add latency
+
+
+class StepExecutor[Handle](Protocol):
+    """What runs steps: the real executor, or a scripted one in tests."""
+
+    def launch(self, plan: StepPlan) -> Handle:
+        """Queue a step without waiting for it."""
+        ...
+
+    def collect(self, step: Handle) -> StepResult:
+        """Wait for a launched step; steps are collected in launch order."""
+        ...
+
+
+class EngineLoop[Handle]:
+    """One engine's loop. A turn takes the new events and returns news of requests."""
+
+    def __init__(
+        self, executor: StepExecutor[Handle], limits: Limits, *, overlap: bool = True
+    ) -> None:
+        self._executor = executor
+        self._state = initial_state(limits)
+        self._depth = OVERLAP_DEPTH if overlap else 1
+        self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
+
+    @property
+    def state(self) -> SchedulerState:
+        """The scheduler's present state; a value, safe to keep."""
+        return self._state
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to do until a new event comes."""
+        return not self._in_flight and not self._state.num_unfinished
+
+    def turn(self, events: tuple[Event, ...]) -> tuple[TokenEvent, ...]:
+        """Apply events, launch the next step if there is one, collect the oldest if that is due."""
+        if len(self._in_flight) >= self._depth:
+            events = (*events, self._collect())
+        news, launched = self._advance(events)
+        while not launched and self._in_flight:
+            # nothing can be planned before the device answers
+            more, launched = self._advance((self._collect(),))
+            news += more
+        return news
+
+    def _advance(self, events: tuple[Event, ...]) -> tuple[tuple[TokenEvent, ...], bool]:
+        self._state, output = schedule(self._state, events)
+        if output.step is None:
+            return output.events, False
+        try:
+            handle = self._executor.launch(output.step)
+        except Exception as error:
+            # the step's requests end with the message; the loop goes on with the others
+            news, launched = self._advance((*self._drain(), _failed(output.step, error)))
+            return output.events + news, launched
+        self._in_flight.append((output.step, handle))
+        return output.events, True
+
+    def _collect(self) -> StepDone | StepFailed:
+        plan, handle = self._in_flight.popleft()
+        try:
+            return StepDone(self._executor.collect(handle))
+        except Exception as error:
+            return _failed(plan, error)
+
+    def _drain(self) -> tuple[Event, ...]:
+        """Collect every older step: failures are reported in launch order too."""
+        return tuple(self._collect() for _ in range(len(self._in_flight)))
+
+
+def _failed(plan: StepPlan, error: Exception) -> StepFailed:
+    return StepFailed(plan.step_id, f"step {plan.step_id} failed: {error}")

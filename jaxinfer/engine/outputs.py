@@ -1,0 +1,116 @@
+"""What a user gets back, under vLLM's names: ``RequestOutput`` and its parts.
+
+Owns: the records, and ``Collector``, which grows one from deltas. Must not know: tokenizers,
+schedulers, how the records are shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxinfer.core.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's logprob under the unmodified distribution; rank 1 is the most likely token."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+type PositionLogprobs = dict[int, Logprob]  # the chosen token first, then by rank
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one completion gained since its last delta; ``finish_reason`` comes once, at the end."""
+
+    request_id: str
+    index: int  # which of the request's n completions
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop string or the user's stop id that ended it
+    error: str = ""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list[int])
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its completions. ``prompt_logprobs`` starts with None: nothing precedes it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    finished: bool = False
+    num_cached_tokens: int = 0
+
+
+class Collector:
+    """Grows one ``RequestOutput`` from deltas."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: tuple[int, ...],
+        *,
+        n: int,
+        logprobs: bool,
+        prompt_logprobs: bool,
+    ) -> None:
+        completions = [
+            CompletionOutput(
+                index,
+                logprobs=[] if logprobs else None,
+                cumulative_logprob=0.0 if logprobs else None,
+            )
+            for index in range(n)
+        ]
+        self.output = RequestOutput(request_id, prompt, list(prompt_token_ids), completions)
+        if prompt_logprobs:
+            self.output.prompt_logprobs = [None]
+
+    def add(self, delta: Delta) -> None:
+        """Take one delta in."""
+        output, completion = self.output, self.output.outputs[delta.index]
+        completion.text += delta.text
+        completion.token_ids.extend(delta.token_ids)
+        if completion.logprobs is not None:
+            completion.logprobs.extend(delta.logprobs)
+            gained = sum(
+                position[token_id].logprob
+                for position, token_id in zip(delta.logprobs, delta.token_ids, strict=False)
+            )
+            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + gained
+        if output.prompt_logprobs is not None and delta.index == 0:
+            output.prompt_logprobs.extend(delta.prompt_logprobs)
+        if delta.index == 0:
+            output.num_cached_tokens = delta.num_cached_tokens
+        if delta.finish_reason is not None:
+            completion.finish_reason = delta.finish_reason.value
+            completion.stop_reason = delta.stop_reason
+        output.finished = all(completion.finished() for completion in output.outputs)

@@ -1,0 +1,88 @@
+"""Token events of one sequence become text: detokenize, find stop strings, decode logprobs.
+
+Owns: ``SequenceProcessor``. Must not know: the scheduler's state, who reads the deltas.
+"""
+
+from __future__ import annotations
+
+from jaxinfer.core.request import FinishReason, Request
+from jaxinfer.core.step import TokenEvent, TokenLogprobs
+from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs
+from jaxinfer.text.detokenize import StopStrings
+from jaxinfer.text.tokenizer import Tokenizer
+
+
+class SequenceProcessor:
+    """One sequence's way from tokens to text; ``matched_stop`` is set when a string ended it."""
+
+    def __init__(
+        self, request: Request, parent_id: str, index: int, tokenizer: Tokenizer | None
+    ) -> None:
+        sampling = request.sampling
+        self.parent_id = parent_id
+        self.index = index
+        self.matched_stop: str | None = None
+        self._request = request
+        self._tokenizer = tokenizer
+        self._detokenizer = None
+        if tokenizer is not None and sampling.detokenize:
+            self._detokenizer = tokenizer.detokenizer(
+                request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
+            )
+        self._stop = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
+
+    def process(self, event: TokenEvent) -> Delta:
+        """The delta of one event. After a stop string matched, the sequence has ended."""
+        text, kept = "", len(event.token_ids)
+        for number, token_id in enumerate(event.token_ids):
+            text += self._push(token_id, event)
+            if self.matched_stop is not None:
+                kept = number + 1
+                break
+        reason, stop_reason = event.finish_reason, event.stop_token_id
+        if self.matched_stop is not None:
+            reason, stop_reason = FinishReason.STOP, self.matched_stop
+        elif reason is not None:
+            text += self._flush()
+            if self.matched_stop is not None:  # the held-back bytes completed a stop string
+                reason, stop_reason = FinishReason.STOP, self.matched_stop
+        return Delta(
+            request_id=self.parent_id,
+            index=self.index,
+            text=text,
+            token_ids=event.token_ids[:kept],
+            logprobs=tuple(self._named(position) for position in event.logprobs[:kept]),
+            prompt_logprobs=tuple(self._named(position) for position in event.prompt_logprobs),
+            num_cached_tokens=event.num_cached_tokens,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            error=event.error,
+        )
+
+    def _push(self, token_id: int, event: TokenEvent) -> str:
+        """Text of one token; a stop id that ends the sequence shows no text, as in vLLM."""
+        if self._detokenizer is None:
+            return ""
+        ends = event.finish_reason is FinishReason.STOP and token_id in self._request.stop_ids
+        if ends and not self._request.sampling.include_stop_str_in_output:
+            return ""
+        text, self.matched_stop = self._stop.push(self._detokenizer.push((token_id,)))
+        return text
+
+    def _flush(self) -> str:
+        if self._detokenizer is None:
+            return ""
+        text, self.matched_stop = self._stop.push(self._detokenizer.flush())
+        return text if self.matched_stop is not None else text + self._stop.flush()
+
+    def _named(self, position: TokenLogprobs) -> PositionLogprobs:
+        """vLLM's form: {token id: Logprob}, the chosen token first."""
+        named: PositionLogprobs = {}
+        ranks = (position.rank, *range(1, len(position.token_ids)))
+        for token_id, logprob, rank in zip(
+            position.token_ids, position.logprobs, ranks, strict=True
+        ):
+            if token_id not in named:
+                piece = self._tokenizer.token_piece(token_id) if self._tokenizer else None
+                named[token_id] = Logprob(logprob, rank, piece)
+        return named

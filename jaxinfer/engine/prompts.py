@@ -1,0 +1,60 @@
+"""The forms a prompt may come in, made one: text and token ids.
+
+Owns: ``Prompt`` and its parsing (vLLM's forms: a string, a list of ids, or a dict of either).
+Must not know: the engine, sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxinfer.core.errors import RequestError
+from jaxinfer.text.tokenizer import Tokenizer
+
+
+class Prompt(NamedTuple):
+    """A prompt ready for the engine; ``text`` is None when it came as token ids."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+
+
+def parse_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
+    """One or several prompts, each a string, a list of token ids, or a dict
+    ``{"prompt": str}`` or ``{"prompt_token_ids": [int]}``. Raises ``RequestError``."""
+    single = isinstance(prompts, (str, Mapping)) or (
+        isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+    )
+    if not single and not isinstance(prompts, Sequence):
+        raise RequestError(f"a prompt must be text or token ids, got {type(prompts).__name__}")
+    return [_parse(prompt, tokenizer) for prompt in ([prompts] if single else prompts)]
+
+
+def _parse(prompt: Any, tokenizer: Tokenizer | None) -> Prompt:
+    if isinstance(prompt, Mapping):
+        if "prompt_token_ids" in prompt:
+            text = prompt.get("prompt")
+            return Prompt(text, _token_ids(prompt["prompt_token_ids"]))
+        if "prompt" not in prompt:
+            raise RequestError('a prompt dict needs "prompt" or "prompt_token_ids"')
+        prompt = prompt["prompt"]
+    if isinstance(prompt, str):
+        return Prompt(prompt, encode(prompt, tokenizer))
+    return Prompt(None, _token_ids(prompt))
+
+
+def encode(
+    text: str, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True
+) -> tuple[int, ...]:
+    """Token ids of a text; an error says what to do when there is no tokenizer."""
+    if tokenizer is None:
+        raise RequestError("the engine has no tokenizer; give prompt_token_ids instead of text")
+    return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    try:
+        return tuple(int(token_id) for token_id in value)
+    except (TypeError, ValueError):
+        raise RequestError("prompt_token_ids must be a list of integers") from None
