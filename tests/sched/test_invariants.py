@@ -1,0 +1,85 @@
+"""``check`` must see each kind of damage, or the property tests prove nothing."""
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+from immutables import Map
+
+from jaxinfer.core.intlog import IntLog
+from jaxinfer.sched.invariants import check
+from jaxinfer.sched.schedule import SchedulerState
+from kit.drive import Drive, make_limits, make_request
+
+replace = msgspec.structs.replace
+
+
+@pytest.fixture
+def state() -> SchedulerState:
+    """Two running sequences that share a page, one waiting, some cached pages, a step in flight."""
+    drive = Drive(make_limits(max_num_seqs=2), depth=1)
+    drive.arrive(make_request("old", [5] * 9, max_tokens=1))
+    drive.tick()
+    drive.arrive(make_request("a", [1] * 9, arrival=1, max_tokens=30))
+    drive.tick()
+    drive.arrive(*(make_request(n, [1] * 9, arrival=i) for i, n in enumerate("bc", 2)))
+    check(drive.state)
+    assert (drive.state.num_running, drive.state.num_waiting) == (2, 1)
+    assert drive.state.pages.num_cached and drive.state.pages.num_sharers.any()
+    return drive.state
+
+
+def first(state: SchedulerState, **changes: object) -> SchedulerState:
+    return replace(state, running=(replace(state.running[0], **changes), *state.running[1:]))
+
+
+def pool(state: SchedulerState, **changes: object) -> SchedulerState:
+    return replace(state, pages=replace(state.pages, **changes))
+
+
+def written(array: np.ndarray, index: int, value: int) -> np.ndarray:
+    copy = array.copy()
+    copy[index] = value
+    copy.flags.writeable = False
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda s: pool(s, fresh_head=s.pages.fresh_head + 1), "not in exactly one of"),
+        (lambda s: first(s, page_ids=s.running[0].page_ids.extend((40,))), "not in exactly one of"),
+        (lambda s: pool(s, num_cached=0), "num_cached is 0"),
+        (lambda s: pool(s, num_sharers=s.pages.num_sharers * 0), "has 2 owners"),
+        (lambda s: pool(s, stamps=s.pages.stamps + 99), "not in exactly one of"),
+        (lambda s: pool(s, stamps=written(s.pages.stamps, 40, 99)), "the stamp 99 of page 40"),
+        (lambda s: pool(s, page_by_hash=s.pages.page_by_hash.set(b"?", 1)), "not inverse"),
+        (lambda s: pool(s, stamps=s.pages.stamps.copy()), "can be written"),
+        (lambda s: replace(s, running=s.running[::-1]), "running is not in order"),
+        (lambda s: replace(s, waiting=()), "not exactly the unfinished"),
+        (lambda s: replace(s, free_slots=(0,)), "slots are lost or given twice"),
+        (lambda s: replace(s, next_step_id=9), "steps in flight are"),
+        (lambda s: first(s, num_in_flight_tokens=3), "tokens in flight"),
+        (lambda s: first(s, num_computed_tokens=9), "decodes at 9"),
+        (lambda s: first(s, max_num_tokens=9), "of at most 9"),
+        (lambda s: first(s, num_offered_pages=3), "offers 3 pages"),
+        (
+            lambda s: replace(s, waiting=(replace(s.waiting[0], slot=1),)),
+            "waiting request 'c' owns a slot",
+        ),
+        (
+            lambda s: pool(s, page_by_hash=Map(), hash_by_page=Map()),
+            "shared by 2 sequences but not hashed",
+        ),
+        (
+            lambda s: first(s, page_ids=IntLog([s.running[0].page_ids[2]] * 2)),
+            "not in exactly one of",
+        ),
+    ],
+)
+def test_damage_is_seen(
+    state: SchedulerState, damage: Callable[[SchedulerState], SchedulerState], message: str
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check(damage(state))

@@ -1,0 +1,119 @@
+"""The page pool: fresh before cached, least recently released first, leaves before roots."""
+
+import numpy as np
+import pytest
+
+from jaxinfer.core.intlog import IntLog
+from jaxinfer.sched.pages import PagePool, PageWriter, new_pool
+from jaxinfer.sched.prefix import extend_page_hashes
+
+
+def array(*pages: int) -> np.ndarray:
+    return np.array(pages, np.int32)
+
+
+def cached_pool(*chains: tuple[int, ...], num_pages: int = 9) -> PagePool:
+    """A pool without fresh pages in which each chain was used, hashed and released in turn."""
+    writer = PageWriter(new_pool(num_pages))
+    writer.take(num_pages - 1)
+    for chain in chains:
+        writer.register(chain, [bytes([page]) for page in chain])
+    for chain in chains:
+        writer.release(array(*chain))
+    return writer.finish()
+
+
+def test_fresh_pages_go_first() -> None:
+    writer = PageWriter(cached_pool((1, 2, 3)))
+    writer.release(array(7, 8))
+    assert sorted(writer.take(2)) == [7, 8]
+    assert writer.num_free == 3
+
+
+def test_evicts_least_recently_released_and_leaves_first() -> None:
+    writer = PageWriter(cached_pool((1, 2, 3), (4, 5)))
+    assert writer.take(5) == [3, 2, 1, 5, 4]
+    assert writer.lookup([b"\1", b"\2"]) == []
+
+
+def test_sharing_protects_and_renews() -> None:
+    writer = PageWriter(cached_pool((1, 2, 3), (4, 5)))
+    writer.share([1, 2])
+    assert writer.num_free == 3
+    writer.release(array(1, 2))
+    assert writer.take(5) == [3, 5, 4, 2, 1]
+
+
+def test_a_page_lives_until_its_last_owner_leaves() -> None:
+    writer = PageWriter(cached_pool((1, 2)))
+    writer.share([1])
+    writer.share([1])
+    assert writer.num_cached_among([1, 2]) == 1
+    writer.release(array(1))
+    assert writer.num_free == 1
+    writer.release(array(1))
+    assert writer.num_free == 2
+
+
+def test_lookup_stops_at_the_first_gap() -> None:
+    writer = PageWriter(cached_pool((1, 2, 3)))
+    assert writer.lookup([b"\1", b"\2", b"?", b"\3"]) == [1, 2]
+
+
+def test_a_taken_name_stays_with_its_first_page() -> None:
+    writer = PageWriter(cached_pool((1,)))
+    writer.register([2], [b"\1"])
+    assert writer.lookup([b"\1"]) == [1]
+    writer.release(array(2))
+    assert writer.take(1) == [2], "an unnamed page is fresh"
+
+
+def test_finished_pools_are_values() -> None:
+    pool = cached_pool((1, 2, 3))
+    writer = PageWriter(pool)
+    writer.share([1])
+    writer.take(2)
+    writer.finish()
+    again = PageWriter(pool)
+    assert again.num_free == 3
+    assert again.lookup([b"\1", b"\2", b"\3"]) == [1, 2, 3]
+    with pytest.raises(ValueError, match="read-only"):
+        pool.stamps[0] = 1
+
+
+def test_logs_stay_short() -> None:
+    pool = cached_pool((1, 2, 3))
+    for _ in range(100):
+        writer = PageWriter(pool)
+        writer.share([1, 2])
+        writer.release(array(1, 2))
+        writer.release(array(*writer.take(1)))
+        pool = writer.finish()
+    assert len(pool.cached) <= 2 * 9 + 2
+    assert len(pool.fresh) <= 2 * 9 + 2
+    assert pool.num_free == 3
+
+
+@pytest.mark.parametrize(
+    ("salt", "tokens", "same"),
+    [
+        ("", (1, 2, 3, 4), (True, True)),
+        ("", (1, 2, 9, 4), (True, False)),
+        ("", (9, 2, 3, 4), (False, False)),
+        ("tenant", (1, 2, 3, 4), (False, False)),
+    ],
+    ids=("equal", "second-differs", "first-differs", "salted"),
+)
+def test_page_hashes_name_the_whole_prefix(
+    salt: str, tokens: tuple[int, ...], same: tuple[bool, bool]
+) -> None:
+    base = extend_page_hashes((), "", IntLog((1, 2, 3, 4)), 2, 2)
+    other = extend_page_hashes((), salt, IntLog(tokens), 2, 2)
+    assert tuple(a == b for a, b in zip(base, other, strict=True)) == same
+
+
+def test_page_hashes_extend_as_if_made_at_once() -> None:
+    log = IntLog(range(10))
+    first = extend_page_hashes((), "s", log, 2, 2)
+    assert extend_page_hashes(first, "s", log, 5, 2) == extend_page_hashes((), "s", log, 5, 2)
+    assert extend_page_hashes(first, "s", log, 1, 2) is first

@@ -1,0 +1,219 @@
+"""Who gets a row: order, budget, buckets, admission, preemption, prefix reuse."""
+
+from typing import Any
+
+import pytest
+
+from jaxinfer.core.step import Abort, Arrive, Bucket, StepKind, StepPlan
+from jaxinfer.sched.choose import smallest_bucket
+from kit.drive import Drive, make_limits, make_request
+from kit.fake_executor import expected_tokens
+
+
+def shape(plan: StepPlan | None) -> tuple[list[str], list[tuple[str, int]]]:
+    """Decode rows by id; prefill rows by id and tokens."""
+    assert plan is not None
+    return (
+        [row.request_id for row in plan.decodes],
+        [(row.request_id, row.num_scheduled_tokens) for row in plan.prefills],
+    )
+
+
+def running(drive: Drive) -> list[str]:
+    return [seq.request_id for seq in drive.state.running]
+
+
+def waiting(drive: Drive) -> list[str]:
+    return [seq.request_id for seq in drive.state.waiting]
+
+
+def test_prefills_share_the_budget_and_decodes_ride_along() -> None:
+    drive = Drive(make_limits(max_num_batched_tokens=16), depth=1)
+    output = drive.arrive(
+        make_request("a", [1] * 10), make_request("b", [2] * 10, arrival=1, max_tokens=30)
+    )
+    assert shape(output.step) == ([], [("a", 10), ("b", 6)])
+    output = drive.arrive(make_request("c", [3] * 20, arrival=2))
+    assert shape(output.step) == (["a"], [("b", 4), ("c", 12)])
+    assert output.step is not None and output.step.bucket.kind is StepKind.MIXED
+    assert shape(drive.tick().step) == (["a", "b"], [("c", 8)])
+
+
+def test_lower_priority_number_goes_first_and_nobody_overtakes_the_head() -> None:
+    drive = Drive(make_limits(max_num_seqs=2, max_num_batched_tokens=8), depth=1)
+    drive.arrive(*(make_request(f"r{i}", [1] * 8, arrival=i, max_tokens=40) for i in range(3)))
+    assert (running(drive), waiting(drive)) == (["r0"], ["r1", "r2"])
+    drive.arrive(make_request("vip", [2] * 8, arrival=3, priority=-1))
+    assert running(drive) == ["vip", "r0"], "running is kept in order"
+    drive.call(Abort("r0"))
+    assert (running(drive), waiting(drive)) == (["vip", "r1"], ["r2"])
+
+
+def test_a_long_head_is_not_overtaken_by_a_short_one() -> None:
+    drive = Drive(make_limits(num_pages=17, enable_prefix_caching=False), depth=1)
+    drive.arrive(make_request("a", [1] * 30, max_tokens=2))
+    drive.arrive(make_request("long", [2] * 50, arrival=1), make_request("short", [3], arrival=2))
+    assert waiting(drive) == ["long", "short"]
+    drive.finish()
+    assert [e.request_id for e in drive.events if e.finish_reason][0] == "a"
+
+
+def test_the_watermark_keeps_pages_for_the_running() -> None:
+    drive = Drive(make_limits(num_pages=201, enable_prefix_caching=False, max_model_len=800))
+    first = make_request("a", [1] * 16, max_tokens=700)
+    drive.arrive(first)
+    assert drive.state.num_free_pages == 196
+    drive.arrive(make_request("b", [2] * 4 * 195, arrival=1, max_tokens=1))
+    assert waiting(drive) == ["b"], "195 pages and 2 more are not free"
+    drive.call(Abort("a"))
+    assert running(drive) == ["b"], "with nobody running there is no watermark"
+
+
+@pytest.mark.parametrize(
+    ("decodes", "tokens", "prefills", "name"),
+    [
+        (1, 0, 0, "d1"),
+        (3, 0, 0, "d4"),
+        (0, 5, 1, "p8x2"),
+        (0, 5, 3, "p16x4"),
+        (2, 9, 1, "d4p16x4"),
+        (1, 1, 1, "d4p16x4"),
+    ],
+)
+def test_the_smallest_bucket_that_fits(decodes: int, tokens: int, prefills: int, name: str) -> None:
+    buckets = (Bucket(1), Bucket(4), Bucket(0, 8, 2), Bucket(0, 16, 4), Bucket(4, 16, 4))
+    assert smallest_bucket(buckets, decodes, tokens, prefills).name == name
+
+
+def test_prefills_shrink_to_a_bucket_with_all_decodes() -> None:
+    buckets = (Bucket(4), Bucket(0, 64, 4), Bucket(1, 32, 2), Bucket(4, 8, 1))
+    limits = make_limits(max_num_batched_tokens=64, buckets=buckets)
+    drive = Drive(limits, depth=1)
+    output = drive.arrive(make_request("a", [1] * 8, max_tokens=50))
+    assert shape(output.step) == ([], [("a", 8)])
+    output = drive.arrive(make_request("b", [2] * 40, arrival=1))
+    assert shape(output.step) == (["a"], [("b", 32)])
+    output = drive.arrive(make_request("c", [3] * 40, arrival=2))
+    assert shape(output.step) == (["a"], [("b", 8), ("c", 24)])
+    assert shape(drive.tick().step) == (["a", "b"], [("c", 8)])
+    assert shape(drive.tick().step) == (["a", "b"], [("c", 8)])
+    assert shape(drive.tick().step) == (["a", "b", "c"], [])
+
+
+# Two sequences of 8 prompt tokens fill 2 of 4-token pages each; both need a third at their first
+# decode. ``spare`` pages are free then.
+@pytest.mark.parametrize(
+    ("spare", "priorities", "kept", "preempted"),
+    [
+        (2, (0, 0), ["a", "b"], []),
+        (1, (0, 0), ["a"], ["b"]),
+        (0, (0, 0), ["a"], ["b"]),
+        (0, (1, 0), ["b"], ["a"]),
+        (1, (1, 0), ["b"], ["a"]),
+    ],
+    ids=("enough", "last-yields-itself", "last-yields", "priority-yields", "priority-self"),
+)
+@pytest.mark.parametrize("depth", (1, 2))
+def test_preemption(
+    spare: int, priorities: tuple[int, int], kept: list[str], preempted: list[str], depth: int
+) -> None:
+    limits = make_limits(num_pages=5 + spare, enable_prefix_caching=False)
+    drive = Drive(limits, depth=depth)
+    requests = [
+        make_request(name, [i] * 8, arrival=i, priority=priority, max_tokens=6)
+        for i, (name, priority) in enumerate(zip("ab", priorities, strict=True))
+    ]
+    drive.arrive(*requests)
+    assert sorted(running(drive)) == ["a", "b"]
+    output = drive.tick()
+    assert shape(output.step) == (kept, [])
+    assert (running(drive), waiting(drive)) == (kept, preempted)
+    drive.finish()
+    assert drive.tokens() == {r.request_id: expected_tokens(r, 64) for r in requests}
+
+
+def test_a_preempted_sequence_prefills_its_output_and_reports_its_first_admission() -> None:
+    limits = make_limits(num_pages=8, enable_prefix_caching=False)
+    drive = Drive(limits, depth=2)
+    requests = [make_request(n, [i] * 8, arrival=i, max_tokens=18) for i, n in enumerate("ab")]
+    drive.arrive(*requests)
+    drive.finish()
+    admitted = [
+        (a.request.request_id, a.num_prompt_tokens, len(a.token_ids))
+        for plan in drive.plans
+        for a in plan.admissions
+    ]
+    assert admitted[:2] == [("a", 8, 8), ("b", 8, 8)]
+    (request_id, num_prompt_tokens, num_tokens) = admitted[2]
+    assert (request_id, num_prompt_tokens) == ("b", 8)
+    assert num_tokens > 8
+    assert drive.tokens() == {r.request_id: expected_tokens(r, 64) for r in requests}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "limits", "num_cached"),
+    [
+        ([1] * 12, {}, {}, 8),
+        ([1] * 13, {}, {}, 12),
+        ([1] * 14, {}, {}, 12),
+        ([1] * 4, {}, {}, 0),
+        ([1] * 9 + [2] * 8, {}, {}, 8),
+        ([2] + [1] * 12, {}, {}, 0),
+        ([1] * 13, {"cache_salt": "tenant"}, {}, 0),
+        ([1] * 13, {"prompt_logprobs": 0}, {}, 0),
+        ([1] * 13, {}, {"enable_prefix_caching": False}, 0),
+    ],
+    ids=(
+        "one-token-is-computed",
+        "full-pages",
+        "and-a-rest",
+        "one-page",
+        "a-common-beginning",
+        "another-beginning",
+        "salt",
+        "prompt-logprobs",
+        "off",
+    ),
+)
+def test_cached_prefix(
+    prompt: list[int], changes: dict[str, Any], limits: dict[str, Any], num_cached: int
+) -> None:
+    drive = Drive(make_limits(**limits))
+    drive.arrive(make_request("a", [1] * 13, max_tokens=1))
+    drive.finish()
+    drive.arrive(make_request("b", prompt, arrival=1, max_tokens=3, **changes))
+    drive.finish()
+    assert {e.num_cached_tokens for e in drive.events if e.request_id == "b"} == {num_cached}
+    row = next(r for plan in drive.plans for r in plan.prefills if r.request_id == "b")
+    assert row.num_computed_tokens == num_cached
+
+
+def test_pages_are_shared_while_their_first_owner_runs_but_not_before_they_are_written() -> None:
+    drive = Drive(make_limits(max_num_batched_tokens=64), depth=1)
+    drive.call(
+        Arrive(make_request("a", [1] * 20, max_tokens=30)),
+        Arrive(make_request("b", [1] * 20, max_tokens=30, arrival=1)),
+    )
+    drive.arrive(make_request("c", [1] * 20, max_tokens=30, arrival=2))
+    a, b, c = (list(seq.page_ids) for seq in drive.state.running)
+    assert not set(a) & set(b), "nothing was committed when b was admitted"
+    assert c[:4] == a[:4] and c[4] != a[4]
+    drive.finish()
+
+
+def test_generated_tokens_are_reused_too() -> None:
+    drive = Drive(make_limits())
+    first = make_request("a", [1] * 6, max_tokens=10)
+    drive.arrive(first)
+    drive.finish()
+    conversation = [*first.prompt_token_ids, *drive.tokens()["a"], 3]
+    drive.arrive(make_request("b", conversation, arrival=1))
+    drive.finish()
+    # 16 tokens are known, the last was never computed: 15 fill three pages
+    assert drive.endings()["b"].num_cached_tokens == 12
+
+
+def test_nothing_to_do_is_no_step() -> None:
+    drive = Drive(make_limits())
+    assert drive.call().step is None
+    assert drive.state.next_step_id == 0
