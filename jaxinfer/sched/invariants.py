@@ -26,7 +26,7 @@ def check(state: SchedulerState) -> None:
 
 def _check_pool(state: SchedulerState) -> None:
     pool = state.pages
-    owners = Counter(page for seq in state.running for page in seq.page_ids)
+    owners = Counter(page for seq in state.running for page in set(seq.page_ids))
     fresh = pool.fresh.array()[pool.fresh_head :].tolist()
     cached = [
         page
@@ -51,9 +51,8 @@ def _check_pool(state: SchedulerState) -> None:
 
 
 def _check_index(pool: PagePool, fresh: list[int], cached: list[int]) -> None:
-    if {page: page_hash for page_hash, page in pool.page_by_hash.items()} != dict(
-        pool.hash_by_page
-    ):
+    inverse = {page: page_hash for page_hash, page in pool.page_by_hash.items()}
+    if inverse != dict(pool.hash_by_page) or len(inverse) != len(pool.page_by_hash):
         _fail("the two maps of the prefix index are not inverse to each other")
     if any(page in pool.hash_by_page for page in fresh):
         _fail("a fresh page is hashed")
