@@ -48,15 +48,10 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Add tokens; return the text that became final."""
-        parts: list[str] = []
-        for token_id in token_ids:
-            piece = self._pieces[token_id]
-            if piece.is_special and self._skip_special_tokens:
-                continue
-            if self._byte_fallback and not piece.is_byte and piece.data:
-                parts.append(self._utf8.decode(b"", True))  # a text token ends a run of bytes
-            parts.append(self._utf8.decode(piece.data))
-        return self._finish("".join(parts))
+        pieces = (self._pieces[token_id] for token_id in token_ids)
+        keep_special = not self._skip_special_tokens
+        data = b"".join(data for data, is_special in pieces if keep_special or not is_special)
+        return self._finish(self._utf8.decode(data))
 
     def flush(self) -> str:
         """End the sequence; return what was held back, as U+FFFD."""

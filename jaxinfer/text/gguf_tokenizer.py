@@ -206,9 +206,9 @@ def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int
     special, plain = [], []
     for token, kind in zip(tokens, types, strict=True):
         if kind in (_TokenType.CONTROL, _TokenType.UNKNOWN):
-            special.append(AddedToken(token, special=True, normalized=False))
+            special.append(AddedToken(token, normalized=False))
         elif kind == _TokenType.USER_DEFINED:
-            plain.append(AddedToken(token, special=False, normalized=False))
+            plain.append(AddedToken(token, normalized=False))
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(plain)
 

@@ -32,7 +32,6 @@ class Piece(NamedTuple):
 
     data: bytes
     is_special: bool
-    is_byte: bool  # a byte token (``<0x0A>``) of a byte-fallback vocabulary
 
 
 class DecodeRule(NamedTuple):
@@ -94,7 +93,7 @@ class PieceTable(dict[int, Piece]):
         token = self._tokenizer.id_to_token(token_id) or ""
         byte = _BYTE_TOKEN.fullmatch(token) if self.rule.byte_fallback else None
         data = bytes([int(byte[1], 16)]) if byte else self._text_bytes(token)
-        piece = Piece(data, token_id in self.special_ids, byte is not None)
+        piece = Piece(data, token_id in self.special_ids)
         self[token_id] = piece
         return piece
 

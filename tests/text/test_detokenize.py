@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import time
 from functools import cache
-from itertools import groupby
+from itertools import combinations, groupby, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.core.errors import RequestError
@@ -54,7 +54,6 @@ def valid_byte_runs(tokenizer: Tokenizer, token_ids: list[int], skip: bool) -> b
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=150)
 @given(data=st.data())
 def test_stream_equals_decode(name: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(name)
@@ -71,7 +70,6 @@ def test_stream_equals_decode(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=50)
 @given(text=st.text(st.characters(max_codepoint=0x3FFFF, exclude_categories=["Cs"])))
 def test_text_streams_without_replacement(name: str, text: str) -> None:
     tokenizer = tokenizer_of(name)
@@ -153,7 +151,6 @@ def first_stop(stop: tuple[str, ...], include: bool, text: str) -> tuple[str, st
     return text, None
 
 
-@settings(deadline=None)
 @given(
     stop=st.lists(st.text("ab🤗", min_size=1, max_size=5), max_size=5).map(tuple),
     parts=st.lists(st.text("ab🤗c", max_size=6), max_size=8),
@@ -165,23 +162,28 @@ def test_stop_strings_equal_their_definition(
     assert find(stop, include, parts) == first_stop(stop, include, "".join(parts))
 
 
-@settings(deadline=None)
-@given(
-    stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=5).map(tuple),
-    parts=st.lists(st.text("abc", max_size=6), max_size=8),
-)
-def test_stop_strings_hold_back_the_longest_possible_beginning(
-    stop: tuple[str, ...], parts: list[str]
-) -> None:
-    stops, seen, shown = StopStrings(stop, False), "", ""
-    for part in parts:
-        text, found = stops.push(part)
-        if found is not None:
-            return
-        seen, shown = seen + part, shown + text
-        beginnings = [string[:size] for string in stop for size in range(1, len(string))]
-        longest = max((len(b) for b in beginnings if seen.endswith(b)), default=0)
-        assert shown == seen[: len(seen) - longest]
+def words(alphabet: str, longest: int) -> list[str]:
+    sizes = range(1, longest + 1)
+    return ["".join(word) for size in sizes for word in product(alphabet, repeat=size)]
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_all_short_stop_strings(include: bool) -> None:
+    """Every pair of stop strings on every text, one character a push: found as defined, and
+    what is held back is exactly the longest end that begins a stop string."""
+    texts = words("abc", 5)[-(3**5) :]
+    for stop in combinations(words("ab", 3), 2):
+        beginnings = {string[:size] for string in stop for size in range(1, len(string))}
+        for text in texts:
+            stops, shown, found = StopStrings(stop, include), "", None
+            for end, char in enumerate(text, start=1):
+                part, found = stops.push(char)
+                shown += part
+                if found is not None:
+                    break
+                held = next(at for at in range(end + 1) if text[at:end] in beginnings | {""})
+                assert shown == text[:held]
+            assert (shown if found else text, found) == first_stop(stop, include, text)
 
 
 def test_ten_thousand_stop_strings() -> None:

@@ -135,17 +135,42 @@ def test_space_prefix_follows_the_metadata() -> None:
     assert tokenizer.encode("a") == [1, tokenizer.encode("ba")[-1]]  # no space before it
 
 
-def test_user_defined_tokens_are_whole_but_not_special() -> None:
-    spec = gguf_spec_of(tiny_tokenizer_spec(), "gpt-2")
-    assert spec.gguf_metadata is not None
-    tokens = [*spec.gguf_metadata["tokenizer.ggml.tokens"], "<think>"]
-    types = [*spec.gguf_metadata["tokenizer.ggml.token_type"], 4]
-    tokenizer = load_tokenizer(
-        gguf_spec_of(tiny_tokenizer_spec(), "gpt-2", tokens=tokens, token_type=types)
+def tiny_with(token: str, token_type: int, pre: str = "gpt-2") -> Tokenizer:
+    """The tiny tokenizer with one more token, of id 261 and not reached by any merge."""
+    metadata = gguf_spec_of(tiny_tokenizer_spec(), pre, add_bos_token=False).gguf_metadata
+    assert metadata is not None
+    more = {"tokens": [token], "token_type": [token_type]}
+    longer = {f"tokenizer.ggml.{k}": metadata[f"tokenizer.ggml.{k}"] + v for k, v in more.items()}
+    return load_tokenizer(TokenizerSpec(gguf_metadata={**metadata, **longer}))
+
+
+@pytest.mark.parametrize("token", ["<think>", "<｜a ok｜>"])
+@pytest.mark.parametrize(("token_type", "is_special"), [(3, True), (4, False)])
+def test_added_tokens_are_whole(token: str, token_type: int, is_special: bool) -> None:
+    tokenizer = tiny_with(token, token_type)
+    assert tokenizer.encode(f"a{token}") == [97, 261]
+    assert (261 in tokenizer.special_token_ids) == is_special
+    assert tokenizer.decode([97, 261]) == ("a" if is_special else f"a{token}")
+    assert tokenizer.detokenizer((), False).push([97, 261]) == f"a{token}"
+
+
+def test_llama_bpe_takes_a_whole_word_without_merges() -> None:
+    assert tiny_with("abc", 1, "llama-bpe").encode("abc") == [261]
+    assert tiny_with("abc", 1, "gpt-2").encode("abc") == [97, 98, 99]
+
+
+def test_sentencepiece_joins_by_score_not_by_id() -> None:
+    scores = {"<unk>": 0.0, "a": -3.0, "b": -3.0, "c": -3.0, "ab": -2.0, "bc": -1.0}
+    metadata = stories_gguf_metadata(
+        tokens=list(scores),
+        scores=list(scores.values()),
+        token_type=[2, 1, 1, 1, 1, 1],
+        bos_token_id=0,
+        eos_token_id=0,
+        add_bos_token=False,
+        add_space_prefix=False,
     )
-    assert tokenizer.encode("a<think>") == [97, 261]
-    assert tokenizer.decode([97, 261]) == "a<think>"
-    assert 261 not in tokenizer.special_token_ids
+    assert load_tokenizer(TokenizerSpec(gguf_metadata=metadata)).encode("abc") == [1, 5]
 
 
 def test_chat_template_comes_from_the_metadata() -> None:
