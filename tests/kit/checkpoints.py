@@ -1,0 +1,246 @@
+"""Tiny checkpoints made on the fly: Hugging Face folders, GGUF files, wheels.
+
+The GGUF side takes names and layouts from the ``gguf`` package and from llama.cpp's converter, not
+from jaxinfer, so that reading them back is a comparison with something else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.quants import quantize
+from safetensors.numpy import save_file
+
+from jaxinfer.models.base import Model
+
+type Tensors = dict[str, np.ndarray]
+type HFConfig = dict[str, Any]
+
+_ARCH = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gpt2": gguf.MODEL_ARCH.GPT2,
+}
+
+
+def tiny_llama_config(**changes: Any) -> HFConfig:
+    """A two-layer Llama whose rows are multiples of 32, so that every simple GGUF type fits."""
+    config: HFConfig = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return config | changes
+
+
+def tiny_qwen2_config(**changes: Any) -> HFConfig:
+    """The same sizes with biased queries, keys and values, and its own head."""
+    return tiny_llama_config(
+        architectures=["Qwen2ForCausalLM"], model_type="qwen2", tie_word_embeddings=False
+    ) | (changes)
+
+
+def tiny_qwen3_config(**changes: Any) -> HFConfig:
+    """The same sizes with normed queries and keys."""
+    return tiny_llama_config(architectures=["Qwen3ForCausalLM"], model_type="qwen3") | changes
+
+
+def tiny_gpt2_config(**changes: Any) -> HFConfig:
+    """A two-layer GPT-2."""
+    config: HFConfig = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": 96,
+        "n_embd": 64,
+        "n_inner": 128,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "layer_norm_epsilon": 1e-5,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return config | changes
+
+
+def random_hf_tensors(model: Model, seed: int = 0) -> Tensors:
+    """A float32 checkpoint that the model's tensor rules accept, under Hugging Face's names."""
+    rng = np.random.default_rng(seed)
+    return {
+        source: rng.normal(0.0, 0.1, shape).astype(np.float32)
+        for rule in model.tensor_rules
+        for source, shape in zip(rule.sources, rule.shapes, strict=True)
+    }
+
+
+def write_hf_folder(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray] | None = None,
+    *,
+    shards: int = 1,
+    index: bool = True,
+) -> Path:
+    """``config.json`` and, when there are tensors, safetensors files; returns ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    if tensors is None:
+        return folder
+    if shards == 1:
+        save_file(dict(tensors), folder / "model.safetensors")
+        return folder
+    names = sorted(tensors)
+    weight_map: dict[str, str] = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        members = names[shard::shards]
+        save_file({name: tensors[name] for name in members}, folder / file)
+        weight_map |= dict.fromkeys(members, file)
+    if index:
+        text = json.dumps({"metadata": {}, "weight_map": weight_map})
+        (folder / "model.safetensors.index.json").write_text(text, "utf-8")
+    return folder
+
+
+def write_gguf(
+    path: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    *,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    metadata: Mapping[str, Any] | None = None,
+    extra: Mapping[str, np.ndarray] | None = None,
+) -> Path:
+    """What llama.cpp's converter makes of a checkpoint; matrices are stored as ``kind``.
+
+    ``metadata`` adds or replaces string and number keys, ``extra`` adds tensors by GGUF name.
+    """
+    arch = config["model_type"]
+    writer = gguf.GGUFWriter(path, arch)
+    _write_config(writer, config)
+    _write_tokenizer(writer, config)
+    for key, value in (metadata or {}).items():
+        {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](
+            key, value
+        )
+    names = gguf.get_tensor_name_map(_ARCH[arch], _layers(config))
+    for name, tensor in tensors.items():
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert gguf_name is not None, name
+        _add_tensor(writer, gguf_name, _as_llama_cpp(arch, name, tensor, config), kind)
+    for gguf_name, tensor in (extra or {}).items():
+        _add_tensor(writer, gguf_name, tensor, gguf.GGMLQuantizationType.F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_wheel(folder: Path, package: str, version: str, files: Mapping[str, bytes]) -> Path:
+    """A wheel that pip accepts, with ``files`` by their path inside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    info = f"{package}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+    tags = "Wheel-Version: 1.0\nGenerator: kit\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    members = dict(files) | {
+        f"{info}/METADATA": metadata.encode(),
+        f"{info}/WHEEL": tags.encode(),
+    }
+    record = "".join(f"{name},{_record_hash(data)},{len(data)}\n" for name, data in members.items())
+    path = folder / f"{package}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+        archive.writestr(f"{info}/RECORD", record + f"{info}/RECORD,,\n")
+    return path
+
+
+def _record_hash(data: bytes) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
+    return "sha256=" + digest.rstrip(b"=").decode()
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    return config.get("num_hidden_layers") or config["n_layer"]
+
+
+def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_block_count(_layers(config))
+    if config["model_type"] == "gpt2":
+        writer.add_embedding_length(config["n_embd"])
+        writer.add_feed_forward_length(config["n_inner"])
+        writer.add_head_count(config["n_head"])
+        writer.add_context_length(config["n_positions"])
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        return
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    tokens = [chr(ord("!") + i) for i in range(config["vocab_size"])]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(tokens))
+    writer.add_token_merges(["! !"])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+
+
+def _as_llama_cpp(
+    arch: str, name: str, tensor: np.ndarray, config: Mapping[str, Any]
+) -> np.ndarray:
+    """The layout that llama.cpp's converter gives a Hugging Face tensor."""
+    stem = name.rsplit(".", 1)[0]
+    if arch == "llama" and stem.endswith(("q_proj", "k_proj")):
+        key = "num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"
+        halves = tensor.reshape(config[key], 2, -1, *tensor.shape[1:])
+        return halves.swapaxes(1, 2).reshape(tensor.shape)
+    conv1d: Sequence[str] = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    if arch == "gpt2" and name.endswith(tuple(conv1d)):
+        return tensor.T
+    return tensor
+
+
+def _add_tensor(
+    writer: gguf.GGUFWriter, name: str, tensor: np.ndarray, kind: gguf.GGMLQuantizationType
+) -> None:
+    tensor = np.ascontiguousarray(tensor)
+    if tensor.ndim == 1:  # llama.cpp keeps vectors in float32
+        kind = gguf.GGMLQuantizationType.F32
+    writer.add_tensor(name, quantize(tensor, kind), raw_dtype=kind)
