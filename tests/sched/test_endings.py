@@ -160,12 +160,14 @@ def test_abort_of_the_unknown_is_nothing() -> None:
     assert output.step is None and output.events == ()
 
 
-def test_prompt_logprobs_are_not_repeated_after_a_preemption() -> None:
-    limits = make_limits(num_pages=10, max_num_batched_tokens=8)
-    drive = Drive(limits, depth=1)
+@pytest.mark.parametrize(
+    ("num_pages", "chunk"), [(10, 8), (8, 16)], ids=("while-decoding", "within-the-prompt")
+)
+def test_prompt_logprobs_are_not_repeated_after_a_preemption(num_pages: int, chunk: int) -> None:
+    drive = Drive(make_limits(num_pages=num_pages, max_num_batched_tokens=chunk), depth=1)
     drive.arrive(
-        make_request("a", [1] * 12, max_tokens=20),
-        make_request("b", [2] * 14, max_tokens=20, arrival=1, prompt_logprobs=0),
+        make_request("a", [1] * 12, max_tokens=14),
+        make_request("b", [2] * 14, max_tokens=14, arrival=1, prompt_logprobs=0),
     )
     drive.finish()
     epochs = {row.epoch for plan in drive.plans for row in plan.rows if row.request_id == "b"}

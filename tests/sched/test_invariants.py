@@ -49,36 +49,36 @@ def twice(page_ids: IntLog) -> IntLog:
     return IntLog((*page_ids, page_ids[0]))
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda s: pool(s, fresh_head=s.pages.fresh_head + 1), "not in exactly one of"),
-        (lambda s: first(s, page_ids=s.running[0].page_ids.extend((40,))), "not in exactly one of"),
-        (lambda s: pool(s, num_cached=0), "num_cached is 0"),
-        (lambda s: pool(s, num_sharers=s.pages.num_sharers * 0), "has 2 owners"),
-        (lambda s: pool(s, stamps=s.pages.stamps + 99), "not in exactly one of"),
-        (lambda s: pool(s, stamps=written(s.pages.stamps, 40, 99)), "the stamp 99 of page 40"),
-        (lambda s: pool(s, page_by_hash=s.pages.page_by_hash.set(b"?", 1)), "not inverse"),
-        (lambda s: pool(s, stamps=s.pages.stamps.copy()), "can be written"),
-        (lambda s: replace(s, running=s.running[::-1]), "running is not in order"),
-        (lambda s: replace(s, waiting=()), "not exactly the unfinished"),
-        (lambda s: replace(s, free_slots=(0,)), "slots are lost or given twice"),
-        (lambda s: replace(s, next_step_id=9), "steps in flight are"),
-        (lambda s: first(s, num_in_flight_tokens=3), "tokens in flight"),
-        (lambda s: first(s, num_computed_tokens=9), "decodes at 9"),
-        (lambda s: first(s, max_num_tokens=9), "of at most 9"),
-        (lambda s: first(s, num_offered_pages=3), "offers 3 pages"),
-        (
-            lambda s: replace(s, waiting=(replace(s.waiting[0], slot=1),)),
-            "waiting request 'c' owns a slot",
-        ),
-        (
-            lambda s: pool(s, page_by_hash=Map(), hash_by_page=Map()),
-            "shared by 2 sequences but not hashed",
-        ),
-        (lambda s: first(s, page_ids=twice(s.running[0].page_ids)), "lists a page twice"),
-    ],
+DAMAGES: tuple[tuple[Callable[[SchedulerState], SchedulerState], str], ...] = (
+    (lambda s: pool(s, fresh_head=s.pages.fresh_head + 1), "not in exactly one of"),
+    (lambda s: first(s, page_ids=s.running[0].page_ids.extend((40,))), "not in exactly one of"),
+    (lambda s: pool(s, num_cached=0), "num_cached is 0"),
+    (lambda s: pool(s, num_sharers=s.pages.num_sharers * 0), "has 2 owners"),
+    (lambda s: pool(s, stamps=s.pages.stamps + 99), "not in exactly one of"),
+    (lambda s: pool(s, stamps=written(s.pages.stamps, 40, 99)), "the stamp 99 of page 40"),
+    (lambda s: pool(s, page_by_hash=s.pages.page_by_hash.set(b"?", 1)), "not inverse"),
+    (lambda s: pool(s, stamps=s.pages.stamps.copy()), "can be written"),
+    (lambda s: replace(s, running=s.running[::-1]), "running is not in order"),
+    (lambda s: replace(s, waiting=()), "not exactly the unfinished"),
+    (lambda s: replace(s, free_slots=(0,)), "slots are lost or given twice"),
+    (lambda s: replace(s, next_step_id=9), "steps in flight are"),
+    (lambda s: first(s, num_in_flight_tokens=3), "tokens in flight"),
+    (lambda s: first(s, num_computed_tokens=9), "decodes at 9"),
+    (lambda s: first(s, max_num_tokens=9), "of at most 9"),
+    (lambda s: first(s, num_offered_pages=3), "offers 3 pages"),
+    (
+        lambda s: replace(s, waiting=(replace(s.waiting[0], slot=1),)),
+        "waiting request 'c' owns a slot",
+    ),
+    (
+        lambda s: pool(s, page_by_hash=Map(), hash_by_page=Map()),
+        "shared by 2 sequences but not hashed",
+    ),
+    (lambda s: first(s, page_ids=twice(s.running[0].page_ids)), "lists a page twice"),
 )
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[message for _, message in DAMAGES])
 def test_damage_is_seen(
     state: SchedulerState, damage: Callable[[SchedulerState], SchedulerState], message: str
 ) -> None:

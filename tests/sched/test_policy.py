@@ -58,15 +58,19 @@ def test_a_long_head_is_not_overtaken_by_a_short_one() -> None:
     assert [e.request_id for e in drive.events if e.finish_reason][0] == "a"
 
 
-def test_the_watermark_keeps_pages_for_the_running() -> None:
+@pytest.mark.parametrize(("num_prompt", "admitted"), [(4 * 194, True), (4 * 195, False)])
+def test_the_watermark_keeps_pages_for_the_running(num_prompt: int, admitted: bool) -> None:
     drive = Drive(make_limits(num_pages=201, enable_prefix_caching=False, max_model_len=800))
-    first = make_request("a", [1] * 16, max_tokens=700)
-    drive.arrive(first)
+    drive.arrive(make_request("a", [1] * 15, max_tokens=700))
     assert drive.state.num_free_pages == 196
-    drive.arrive(make_request("b", [2] * 4 * 195, arrival=1, max_tokens=1))
-    assert waiting(drive) == ["b"], "195 pages and 2 more are not free"
-    drive.call(Abort("a"))
-    assert running(drive) == ["b"], "with nobody running there is no watermark"
+    drive.arrive(make_request("b", [2] * num_prompt, arrival=1, max_tokens=1))
+    assert waiting(drive) == ([] if admitted else ["b"]), "2 of 200 pages stay free"
+
+
+def test_with_nobody_running_the_whole_pool_is_there() -> None:
+    drive = Drive(make_limits(num_pages=201, max_model_len=800))
+    drive.arrive(make_request("a", [1] * 799))
+    assert running(drive) == ["a"]
 
 
 @pytest.mark.parametrize(
