@@ -106,7 +106,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     )
     executor = Executor(program, executables, params)
     executor.warm_up()
-    stats = EngineStats(
+    start_stats = EngineStats(
         num_executables=len(program.names()),
         num_compiled=executables.compiled,
         compile_seconds=compiled - start,
@@ -119,7 +119,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         plan.tokenizer,
         seed=plan.config.seed,
         overlap=plan.config.overlap,
-        stats=stats,
+        start=start_stats,
     )
 
 
@@ -140,7 +140,7 @@ def model_facts(plan: EnginePlan) -> ModelFacts:
     """What requests are checked against, from the model's own files."""
     generation = plan.source.generation_config
     eos = generation.get("eos_token_id", plan.source.hf_config.get("eos_token_id"))
-    eos_ids = [eos] if isinstance(eos, int) else list(eos or ())
+    eos_ids: list[int] = [eos] if isinstance(eos, int) else list(eos or ())
     if plan.tokenizer is not None and plan.tokenizer.eos_token_id is not None:
         eos_ids.append(plan.tokenizer.eos_token_id)
     return ModelFacts(

@@ -6,8 +6,10 @@ request, late-compile watching, counters. Must not know: how it was built, socke
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import RequestError
@@ -51,21 +53,22 @@ class Engine:
 
     def __init__(
         self,
-        executor: StepExecutor[object],
+        executor: StepExecutor[Any],
         limits: Limits,
         facts: ModelFacts,
         tokenizer: Tokenizer | None,
         *,
         seed: int = 0,
         overlap: bool = True,
-        stats: EngineStats | None = None,
+        start: EngineStats | None = None,
     ) -> None:
         self.limits = limits
         self.facts = facts
         self.tokenizer = tokenizer
         self._loop = EngineLoop(executor, limits, overlap=overlap)
         self._seed = seed
-        self._stats = stats or EngineStats()
+        self._start = start or EngineStats()
+        self._counters = Counter[str]()
         self._arrivals = 0
         self._pending: list[Event] = []
         self._sequences: dict[str, SequenceProcessor] = {}
@@ -142,12 +145,17 @@ class Engine:
             children.append(request.request_id)
             self._pending.append(Arrive(request))
         self._children[request_id] = children
-        self._count(num_requests=1, num_prompt_tokens=len(prompt))
+        self._counters["num_requests"] += 1
+        self._counters["num_prompt_tokens"] += len(prompt)
 
     def abort(self, request_id: str) -> None:
         """End a request; its pages are free after the next step. Unknown ids are ignored."""
         for child in self._children.get(request_id, ()):
             self._pending.append(Abort(child))
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether any of a request's completions is unfinished."""
+        return request_id in self._children
 
     def step(self) -> list[Delta]:
         """One turn of the loop: take new requests in, run the device, return what was gained."""
@@ -155,23 +163,24 @@ class Engine:
         with self._late_compiles.watch():
             news = self._loop.turn(events)
         deltas = [delta for event in news if (delta := self._process(event)) is not None]
-        self._count(num_turns=1)
+        self._counters["num_turns"] += 1
         return deltas
 
     def stats(self) -> EngineStats:
         """Counters so far."""
-        return replace(self._stats, num_late_compiles=self._late_compiles.count)
+        late = self._late_compiles.count
+        return replace(self._start, num_late_compiles=late, **self._counters)
 
     def _process(self, event: TokenEvent) -> Delta | None:
         sequence = self._sequences.get(event.request_id)
         if sequence is None:
             return None  # ended by a stop string while this token was on its way
         delta = sequence.process(event)
-        self._count(num_generated_tokens=len(delta.token_ids))
+        self._counters["num_generated_tokens"] += len(delta.token_ids)
         if sequence.matched_stop is not None and event.finish_reason is None:
             self._pending.append(Abort(event.request_id, FinishReason.STOP))
         if delta.finish_reason is not None:
-            self._count(num_cached_tokens=delta.num_cached_tokens)
+            self._counters["num_cached_tokens"] += delta.num_cached_tokens
             self._forget(event.request_id, sequence.parent_id)
         return delta
 
@@ -190,10 +199,6 @@ class Engine:
         if sampling.seed is None:
             return _mix(self._seed, self._arrivals)
         return sampling.seed if index == 0 else _mix(sampling.seed, index)
-
-    def _count(self, **gained: int) -> None:
-        totals = {name: getattr(self._stats, name) + value for name, value in gained.items()}
-        self._stats = replace(self._stats, **totals)
 
 
 def _mix(seed: int, index: int) -> int:

@@ -104,6 +104,8 @@ class LLM:
         self, prompts: Sequence[Prompt], sampling_params: Sequence[SamplingParams]
     ) -> Generator[tuple[int, Delta]]:
         """Yield (number of the prompt, what it gained) as it comes. Closing it aborts the rest."""
+        if self._engine.has_work:
+            raise EngineError("this LLM is already answering; use AsyncLLM for concurrent calls")
         numbers: dict[str, int] = {}
         try:
             for number, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):

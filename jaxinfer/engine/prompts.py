@@ -7,7 +7,7 @@ Must not know: the engine, sampling.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.text.tokenizer import Tokenizer
@@ -23,22 +23,24 @@ class Prompt(NamedTuple):
 def parse_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
     """One or several prompts, each a string, a list of token ids, or a dict
     ``{"prompt": str}`` or ``{"prompt_token_ids": [int]}``. Raises ``RequestError``."""
-    single = isinstance(prompts, (str, Mapping)) or (
-        isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
-    )
-    if not single and not isinstance(prompts, Sequence):
+    if isinstance(prompts, (str, Mapping)):
+        return [_parse(prompts, tokenizer)]
+    if not isinstance(prompts, Sequence):
         raise RequestError(f"a prompt must be text or token ids, got {type(prompts).__name__}")
-    return [_parse(prompt, tokenizer) for prompt in ([prompts] if single else prompts)]
+    several = cast("Sequence[Any]", prompts)
+    if several and isinstance(several[0], int):
+        return [_parse(several, tokenizer)]
+    return [_parse(prompt, tokenizer) for prompt in several]
 
 
 def _parse(prompt: Any, tokenizer: Tokenizer | None) -> Prompt:
     if isinstance(prompt, Mapping):
-        if "prompt_token_ids" in prompt:
-            text = prompt.get("prompt")
-            return Prompt(text, _token_ids(prompt["prompt_token_ids"]))
-        if "prompt" not in prompt:
+        named = cast("Mapping[str, Any]", prompt)
+        if "prompt_token_ids" in named:
+            return Prompt(named.get("prompt"), _token_ids(named["prompt_token_ids"]))
+        if "prompt" not in named:
             raise RequestError('a prompt dict needs "prompt" or "prompt_token_ids"')
-        prompt = prompt["prompt"]
+        prompt = named["prompt"]
     if isinstance(prompt, str):
         return Prompt(prompt, encode(prompt, tokenizer))
     return Prompt(None, _token_ids(prompt))

@@ -7,16 +7,19 @@ Must not know: what the settings do.
 from __future__ import annotations
 
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
 
-RENAMED = {
-    "block_size": "page_size",
-    "num_gpu_blocks_override": "num_pages",
-    "async_scheduling": "overlap",
-}
+RENAMED = MappingProxyType(
+    {
+        "block_size": "page_size",
+        "num_gpu_blocks_override": "num_pages",
+        "async_scheduling": "overlap",
+    }
+)
 
 # accepted with these values only, because that is what jaxinfer does anyway
 FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (

@@ -70,7 +70,7 @@ def load_bundle(
         return None
     with (
         progress.task("load executables", len(names)) as advance,
-        ThreadPoolExecutor(LOAD_THREADS) as pool,
+        ThreadPoolExecutor(min(LOAD_THREADS, os.cpu_count() or 1)) as pool,
     ):
 
         def one(payload: bytes) -> jax.stages.Compiled:

@@ -7,6 +7,7 @@ do not add up. Must not know: requests, the scheduler, weights.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,11 +19,10 @@ import jax
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.aot import load_bundle, save_bundle
+from jaxinfer.exec.memory import release_free_heap
 from jaxinfer.exec.program import ADMIT, Program
 
 type Compiled = Callable[..., Any]  # jax.stages.Compiled: refuses any other shape, never compiles
-
-COMPILE_THREADS = 4  # XLA's own compilation is partly parallel; more threads gained nothing
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ def build_executables(
         compiled = len(by_name)
         if bundle_root:
             save_bundle(program, by_name, bundle_root)
+    release_free_heap()
     steps = {bucket: by_name[bucket.name] for bucket in program.limits.buckets}
     return Executables(by_name[ADMIT], steps, compiled)
 
@@ -54,7 +55,7 @@ def compile_all(program: Program, progress: Progress) -> dict[str, jax.stages.Co
     names = program.names()
     with (
         progress.task("compile", len(names)) as advance,
-        ThreadPoolExecutor(COMPILE_THREADS) as pool,
+        ThreadPoolExecutor(os.cpu_count() or 1) as pool,
     ):
 
         def one(name: str) -> jax.stages.Compiled:

@@ -5,6 +5,7 @@ Owns: ``MemoryPlan`` and the arithmetic. Must not know: who uses the pages.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import jax
@@ -69,6 +70,17 @@ def _kv_budget(config: EngineConfig, weight_bytes: int, device_bytes: int | None
     if device_bytes is None:
         raise ConfigError("this device reports no memory size; set kv_cache_memory_bytes")
     return max(int(device_bytes * config.gpu_memory_utilization) - weight_bytes, 0)
+
+
+def release_free_heap() -> None:
+    """Give the C heap's free memory back to the system, where the C library can (glibc).
+
+    Compiling or loading executables leaves about 100 MiB each free but mapped, which would add to
+    the weights in the process's resident size.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def device_memory_bytes() -> int | None:
