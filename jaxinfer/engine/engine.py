@@ -153,9 +153,10 @@ class Engine:
         for child in self._children.get(request_id, ()):
             self._pending.append(Abort(child))
 
-    def is_open(self, request_id: str) -> bool:
-        """Whether any of a request's completions is unfinished."""
-        return request_id in self._children
+    @property
+    def open_request_ids(self) -> tuple[str, ...]:
+        """Requests with an unfinished completion, oldest first."""
+        return tuple(self._children)
 
     def step(self) -> list[Delta]:
         """One turn of the loop: take new requests in, run the device, return what was gained."""

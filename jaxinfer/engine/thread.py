@@ -32,7 +32,6 @@ class EngineThread:
         self._deliver = deliver
         self._refuse = refuse
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._open_ids: set[str] = set()  # touched by the thread only
         self._failure: EngineError | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="jaxinfer-engine", daemon=True)
@@ -67,7 +66,6 @@ class EngineThread:
                     priority=priority,
                     cache_salt=cache_salt,
                 )
-                self._open_ids.add(request_id)
             except JaxinferError as error:
                 self._refuse(request_id, error)
 
@@ -88,17 +86,9 @@ class EngineThread:
             while self._take_commands():
                 if not self._engine.has_work:
                     continue
-                deltas = self._engine.step()
-                for delta in deltas:
-                    if delta.finish_reason is not None and not self._engine.is_open(
-                        delta.request_id
-                    ):
-                        self._open_ids.discard(delta.request_id)
-                if deltas:
+                if deltas := self._engine.step():
                     self._deliver(deltas)
-            self._refuse_open(
-                EngineError("the engine was shut down before the answer was complete")
-            )
+            self._refuse_open(EngineError("the engine was shut down before the answer was done"))
         except Exception as error:
             self._failure = EngineError(f"the engine stopped: {error}; build a new one")
             self._refuse_open(self._failure)
@@ -117,6 +107,5 @@ class EngineThread:
             block = False
 
     def _refuse_open(self, error: JaxinferError) -> None:
-        for request_id in sorted(self._open_ids):
+        for request_id in self._engine.open_request_ids:
             self._refuse(request_id, error)
-        self._open_ids.clear()
