@@ -174,10 +174,11 @@ def _prefill_row(seq: Sequence, room: int) -> tuple[ScheduledSeq, Sequence]:
 def _target_ids(seq: Sequence, start: int, end: int) -> np.ndarray | None:
     """The prompt token after each of [start, end), -1 past the prompt's end.
 
-    None when nobody asked for prompt logprobs, or a preempted sequence has delivered all of these.
+    None when nobody asked for prompt logprobs, no prompt token is left, or a preempted sequence has
+    delivered all of these.
     """
-    last = min(end, len(seq.request.prompt_token_ids) - 1)  # the last prompt token that is a target
-    if seq.request.sampling.prompt_logprobs is None or last <= seq.num_prompt_logprobs:
+    last = min(end, len(seq.request.prompt_token_ids) - 1)  # position of the last target
+    if seq.request.sampling.prompt_logprobs is None or last <= max(start, seq.num_prompt_logprobs):
         return None
     targets = np.full(end - start, -1, np.int32)
     targets[: last - start] = seq.token_ids.array()[start + 1 : last + 1]

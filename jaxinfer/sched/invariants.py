@@ -20,8 +20,15 @@ def check(state: SchedulerState) -> None:
     for seq in state.running:
         _check_running(seq, state)
     for seq in state.waiting:
-        if seq.slot != NO_SLOT or len(seq.page_ids) or seq.num_in_flight_tokens:
-            _fail(f"waiting request {seq.request_id!r} owns a slot, pages or tokens in flight")
+        counts = (
+            len(seq.page_ids),
+            seq.num_prefill_tokens,
+            seq.num_computed_tokens,
+            seq.num_in_flight_tokens,
+            seq.num_offered_pages,
+        )
+        if seq.slot != NO_SLOT or any(counts):
+            _fail(f"waiting request {seq.request_id!r} owns slot {seq.slot} or counts {counts}")
 
 
 def _check_pool(state: SchedulerState) -> None:

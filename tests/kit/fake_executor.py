@@ -145,6 +145,7 @@ class FakeExecutor:
             known = position < num_prompt_tokens
             assert target == (slot.token_ids[position] if known else -1)
         targets = [target for target in row.target_ids.tolist() if target >= 0]
+        assert targets, "a row without a target asks for no prompt logprobs"
         return tuple(
             TokenLogprobs((target,), (-float(start + i + 1),), 1)
             for i, target in enumerate(targets)

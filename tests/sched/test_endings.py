@@ -124,12 +124,15 @@ def test_a_duplicate_id_is_dropped_and_reported() -> None:
     assert len(drive.tokens()["a"]) == 4
 
 
-def test_a_reused_id_never_sees_rows_of_its_past() -> None:
+@pytest.mark.parametrize("failed", (False, True), ids=("done", "failed"))
+def test_a_reused_id_never_sees_rows_of_its_past(failed: bool) -> None:
     drive = Drive(make_limits(), depth=2)
     drive.arrive(make_request("a", (1, 2, 3)))
     drive.tick()
     assert drive.state.num_in_flight == 2
     drive.call(Abort("a"), Arrive(make_request("a", (4, 5), arrival=1, max_tokens=3)))
+    if failed:
+        drive.call(StepFailed(drive.flying.pop(0).step_id, "boom"))
     events = len(drive.events)
     drive.finish()
     assert sum(len(event.token_ids) for event in drive.events[events:]) == 3
@@ -161,17 +164,23 @@ def test_abort_of_the_unknown_is_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_pages", "chunk"), [(10, 8), (8, 16)], ids=("while-decoding", "within-the-prompt")
+    ("num_pages", "chunk", "recomputed"),
+    [(10, 8, [False] * 3), (8, 16, [True])],
+    ids=("while-decoding", "within-the-prompt"),
 )
-def test_prompt_logprobs_are_not_repeated_after_a_preemption(num_pages: int, chunk: int) -> None:
+def test_prompt_logprobs_are_not_repeated_after_a_preemption(
+    num_pages: int, chunk: int, recomputed: list[bool]
+) -> None:
     drive = Drive(make_limits(num_pages=num_pages, max_num_batched_tokens=chunk), depth=1)
     drive.arrive(
         make_request("a", [1] * 12, max_tokens=14),
         make_request("b", [2] * 14, max_tokens=14, arrival=1, prompt_logprobs=0),
     )
     drive.finish()
-    epochs = {row.epoch for plan in drive.plans for row in plan.rows if row.request_id == "b"}
-    assert len(epochs) > 1, "the pool is small enough to preempt"
+    rows = [row for plan in drive.plans for row in plan.prefills if row.request_id == "b"]
+    again = [row for row in rows if row.epoch > rows[0].epoch]
+    assert again, "the pool is small enough to preempt"
+    assert [row.target_ids is not None for row in again] == recomputed
     entries = [e for event in drive.events for e in event.prompt_logprobs]
     assert [entry.logprobs[0] for entry in entries] == [-1.0 - i for i in range(13)]
 

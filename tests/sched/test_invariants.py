@@ -68,7 +68,7 @@ DAMAGES: tuple[tuple[Callable[[SchedulerState], SchedulerState], str], ...] = (
     (lambda s: first(s, num_offered_pages=3), "offers 3 pages"),
     (
         lambda s: replace(s, waiting=(replace(s.waiting[0], slot=1),)),
-        "waiting request 'c' owns a slot",
+        "waiting request 'c' owns slot 1",
     ),
     (
         lambda s: pool(s, page_by_hash=Map(), hash_by_page=Map()),

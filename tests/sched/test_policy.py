@@ -6,6 +6,7 @@ import pytest
 
 from jaxinfer.core.step import Abort, Arrive, Bucket, StepKind, StepPlan
 from jaxinfer.sched.choose import smallest_bucket
+from jaxinfer.sched.schedule import initial_state
 from kit.drive import Drive, make_limits, make_request
 from kit.fake_executor import expected_tokens
 
@@ -85,7 +86,8 @@ def test_with_nobody_running_the_whole_pool_is_there() -> None:
     ],
 )
 def test_the_smallest_bucket_that_fits(decodes: int, tokens: int, prefills: int, name: str) -> None:
-    buckets = (Bucket(1), Bucket(4), Bucket(0, 8, 2), Bucket(0, 16, 4), Bucket(4, 16, 4))
+    table = (Bucket(4, 16, 4), Bucket(0, 16, 4), Bucket(4), Bucket(0, 8, 2), Bucket(1))
+    buckets = initial_state(make_limits(buckets=table)).buckets
     assert smallest_bucket(buckets, decodes, tokens, prefills).name == name
 
 
@@ -102,6 +104,13 @@ def test_prefills_shrink_to_a_bucket_with_all_decodes() -> None:
     assert shape(drive.tick().step) == (["a", "b"], [("c", 8)])
     assert shape(drive.tick().step) == (["a", "b"], [("c", 8)])
     assert shape(drive.tick().step) == (["a", "b", "c"], [])
+
+
+def test_prefill_rows_are_as_many_as_a_bucket_has() -> None:
+    drive = Drive(make_limits(buckets=(Bucket(4, 16, 2),)), depth=1)
+    output = drive.arrive(*(make_request(f"r{i}", [i] * 3, arrival=i) for i in range(4)))
+    assert shape(output.step) == ([], [("r0", 3), ("r1", 3)])
+    assert shape(drive.tick().step) == (["r0", "r1"], [("r2", 3), ("r3", 3)])
 
 
 # Two sequences of 8 prompt tokens fill 2 of 4-token pages each; both need a third at their first
@@ -137,20 +146,18 @@ def test_preemption(
 
 
 def test_a_preempted_sequence_prefills_its_output_and_reports_its_first_admission() -> None:
-    limits = make_limits(num_pages=8, enable_prefix_caching=False)
-    drive = Drive(limits, depth=2)
+    drive = Drive(make_limits(num_pages=11), depth=2)
     requests = [make_request(n, [i] * 8, arrival=i, max_tokens=18) for i, n in enumerate("ab")]
     drive.arrive(*requests)
     drive.finish()
-    admitted = [
-        (a.request.request_id, a.num_prompt_tokens, len(a.token_ids))
-        for plan in drive.plans
-        for a in plan.admissions
-    ]
-    assert admitted[:2] == [("a", 8, 8), ("b", 8, 8)]
-    (request_id, num_prompt_tokens, num_tokens) = admitted[2]
-    assert (request_id, num_prompt_tokens) == ("b", 8)
-    assert num_tokens > 8
+    admissions = [a for plan in drive.plans for a in plan.admissions if a.request.request_id == "b"]
+    first, again = admissions
+    assert (first.num_prompt_tokens, len(first.token_ids)) == (8, 8)
+    assert again.num_prompt_tokens == 8
+    assert len(again.token_ids) > 8
+    rows = [row for plan in drive.plans for row in plan.prefills if row.request_id == "b"]
+    assert rows[-1].num_computed_tokens > 0, "it found pages of its own again"
+    assert {e.num_cached_tokens for e in drive.events if e.request_id == "b"} == {0}
     assert drive.tokens() == {r.request_id: expected_tokens(r, 64) for r in requests}
 
 
