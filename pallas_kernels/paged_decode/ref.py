@@ -1,9 +1,12 @@
-"""The definition of paged_decode: softmax attention, one row after the other."""
+"""The definition of paged_decode: masked softmax attention over a row's whole page table."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 
+@partial(jax.jit, static_argnames=("scale", "window"))
 def paged_decode(
     q: jax.Array,  # [B, N, H]
     k_pages: jax.Array,  # [P, S, K, H]
@@ -14,19 +17,24 @@ def paged_decode(
     scale: float,
     window: int | None = None,
 ) -> jax.Array:  # [B, N, H]
-    """Gather exactly the visible keys of each row and attend over them in float32."""
-    page_size, num_kv_heads = k_pages.shape[1:3]
-    out = jnp.zeros(q.shape, jnp.float32)
-    for row, length in enumerate(int(n) for n in seq_lens):
-        if length == 0:
-            continue
-        seen = jnp.arange(max(0, length - window) if window else 0, length)
-        pages, offsets = jnp.asarray(page_table)[row, seen // page_size], seen % page_size
-        k = jnp.asarray(k_pages)[pages, offsets].astype(jnp.float32)  # [seen, K, H]
-        v = jnp.asarray(v_pages)[pages, offsets].astype(jnp.float32)
-        grouped = jnp.asarray(q)[row].astype(jnp.float32).reshape(num_kv_heads, -1, q.shape[-1])
-        scores = jnp.einsum("KGH,SKH->KGS", grouped, k, precision="highest") * scale
-        weights = jax.nn.softmax(scores, axis=-1)
-        mixed = jnp.einsum("KGS,SKH->KGH", weights, v, precision="highest")
-        out = out.at[row].set(mixed.reshape(q.shape[1:]))
-    return out.astype(q.dtype)
+    """Row by row in float32; keys and values that the query does not see count as zeros."""
+    _, page_size, num_kv_heads, head_dim = k_pages.shape
+
+    def attend(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        query, page_ids, length = row
+        position = jnp.arange(page_ids.size * page_size)
+        seen = position < length
+        if window is not None:
+            seen &= position >= length - window
+
+        def read(pages: jax.Array) -> jax.Array:  # float32[keys, K, H]
+            rows = pages.at[page_ids].get(mode="clip").reshape(-1, num_kv_heads, head_dim)
+            return jnp.where(seen[:, None, None], rows.astype(jnp.float32), 0.0)
+
+        grouped = query.astype(jnp.float32).reshape(num_kv_heads, -1, head_dim)
+        scores = jnp.einsum("KGH,SKH->KGS", grouped, read(k_pages), precision="highest") * scale
+        weights = jax.nn.softmax(scores, axis=-1, where=seen)
+        mixed = jnp.einsum("KGS,SKH->KGH", weights, read(v_pages), precision="highest")
+        return jnp.where(length > 0, mixed.reshape(query.shape), 0.0).astype(q.dtype)
+
+    return jax.lax.map(attend, (q, page_table, seq_lens))

@@ -1,11 +1,18 @@
-"""paged_decode in plain XLA: blocks of keys under an online softmax, for every platform."""
+"""paged_decode in plain XLA: row by row, blocks of keys under an online softmax.
+
+Rows run one after the other: work then follows each row's own length, a row's bits cannot depend
+on its neighbours, and what a step touches stays in a core's cache, which on a CPU beats the loop
+over all rows at once several times over (docs/performance.md). Scores and sums are written as
+multiply and reduce because XLA on CPU fuses those without transposing the block first.
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-KEYS_PER_BLOCK = 256  # fixed, so that a row's bits depend on nothing but the row
+from pallas_kernels import softmax
+from pallas_kernels.softmax import Running
 
 
 def paged_decode(
@@ -21,37 +28,31 @@ def paged_decode(
     """See ``paged_decode.api``."""
     b, n, h = q.shape
     page_size, num_kv_heads = k_pages.shape[1:3]
-    block_pages = max(1, KEYS_PER_BLOCK // page_size)
+    block_pages = softmax.pages_per_block(page_size)
     block = block_pages * page_size
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages)))
-    grouped = (q.astype(jnp.float32) * scale).reshape(b, num_kv_heads, -1, h)  # [B, K, G, H]
-    first = 0 if window is None else jnp.min(jnp.maximum(seq_lens - window, 0)) // block
-    last = -(-jnp.max(seq_lens) // block)
+    grouped = (q.astype(jnp.float32) * scale).reshape(b, num_kv_heads, n // num_kv_heads, h)
 
-    def body(i, carry):
-        top, total, acc = carry
-        pages = jax.lax.dynamic_slice_in_dim(table, i * block_pages, block_pages, axis=1)
-        position = i * block + jnp.arange(block)
-        visible = position < seq_lens[:, None]  # [B, block]
-        if window is not None:
-            visible &= position >= seq_lens[:, None] - window
-        k = k_pages.at[pages].get(mode="clip").reshape(b, block, num_kv_heads, h)
-        v = v_pages.at[pages].get(mode="clip").reshape(b, block, num_kv_heads, h)
-        scores = jnp.einsum("BKGH,BSKH->BKGS", grouped, k.astype(jnp.float32))
-        scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-        # Rows that have seen nothing keep -inf; subtract 0 there, since -inf - -inf is NaN.
-        base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-        weights = jnp.exp(scores - base[..., None])
-        decay = jnp.exp(top - base)
-        # A weight of 0 does not silence NaN in a slot nobody wrote: clear the values as well.
-        v = jnp.where(visible[:, :, None, None], v.astype(jnp.float32), 0.0)
-        mixed = jnp.einsum("BKGS,BSKH->BKGH", weights, v)
-        total = total * decay + jnp.sum(weights, axis=-1)
-        return new_top, total, acc * decay[..., None] + mixed
+    def row_body(row: jax.Array, out: jax.Array) -> jax.Array:
+        length, query = seq_lens[row], grouped[row]  # query: [K, G, H]
+        oldest = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
 
-    shape = grouped.shape[:3]
-    start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(grouped.shape))
-    _, total, acc = jax.lax.fori_loop(first, last, body, start)
-    out = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
-    return out.reshape(b, n, h).astype(q.dtype)
+        def block_body(i: jax.Array, running: Running) -> Running:
+            ids = jax.lax.dynamic_slice(table, (row, i * block_pages), (1, block_pages))[0]
+            position = i * block + jnp.arange(block)
+            visible = ((position >= oldest) & (position < length))[:, None, None]
+            k = softmax.read_block(k_pages, ids)
+            scores = jnp.sum(k[:, :, None] * query, axis=-1)  # [block, K, G]
+            top, shrink, weights = softmax.weigh(running, jnp.where(visible, scores, -jnp.inf), 0)
+            # A weight of 0 does not silence NaN in a slot that nobody wrote: clear it as well.
+            v = jnp.where(visible, softmax.read_block(v_pages, ids), 0.0)
+            mixed = jnp.sum(weights[..., None] * v[:, :, None], axis=0)
+            total = running.total * shrink + jnp.sum(weights, axis=0)
+            return Running(top, total, running.mixed * shrink[..., None] + mixed)
+
+        blocks = (oldest // block, (length + block - 1) // block)
+        running = jax.lax.fori_loop(*blocks, block_body, softmax.start(query.shape[:2], h))
+        result = softmax.finish(running).reshape(n, h).astype(q.dtype)
+        return jax.lax.dynamic_update_index_in_dim(out, result, row, axis=0)
+
+    return jax.lax.fori_loop(0, b, row_body, jnp.zeros_like(q))

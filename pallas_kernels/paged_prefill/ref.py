@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.paged_decode.ref import paged_decode
 
@@ -18,12 +17,12 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
 ) -> jax.Array:  # [T, N, H]
-    """Query i of a row with n queries and a context of s tokens sees s - n + i + 1 tokens."""
-    table = np.zeros((q.shape[0], page_table.shape[1]), np.int32)
-    seen = np.zeros(q.shape[0], np.int32)
-    for row, length in enumerate(seq_lens):
-        start, end = int(query_start_loc[row]), int(query_start_loc[row + 1])
-        table[start:end] = page_table[row]
-        seen[start:end] = int(length) - (end - start) + 1 + np.arange(end - start)
-    out = paged_decode(q, k_pages, v_pages, table, seen, scale=scale, window=window)
-    return jnp.asarray(out)
+    """The query i places before its row's end sees the row's context but for the last i tokens."""
+    index = jnp.arange(q.shape[0])
+    row = jnp.searchsorted(query_start_loc, index, side="right") - 1
+    real = index < query_start_loc[-1]
+    row = jnp.where(real, row, 0)
+    before_end = jnp.asarray(query_start_loc)[row + 1] - 1 - index
+    seen = jnp.where(real, jnp.asarray(seq_lens)[row] - before_end, 0)
+    table = jnp.asarray(page_table)[row]
+    return paged_decode(q, k_pages, v_pages, table, seen, scale=scale, window=window)

@@ -1,13 +1,29 @@
-"""paged_prefill in plain XLA: tiles of one row's queries over blocks of keys, on every platform."""
+"""paged_prefill in plain XLA: tiles of one row's queries over blocks of keys, on every platform.
+
+The number of tiles and of blocks is data, not shape: work follows the queries and the context that
+are there, not the widths of the bucket. Blocks are those of paged_decode.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_decode.xla import KEYS_PER_BLOCK
+from pallas_kernels import softmax
+from pallas_kernels.softmax import Running
 
 QUERIES_PER_TILE = 64
+
+
+class _Tile(NamedTuple):
+    """Some consecutive queries of one row; all int32 scalars."""
+
+    row: jax.Array
+    start: jax.Array  # index of the first query in q
+    count: jax.Array  # queries that belong to the row; the rest of the tile overhangs
+    position: jax.Array  # of the first query in its context
 
 
 def paged_prefill(
@@ -23,58 +39,68 @@ def paged_prefill(
 ) -> jax.Array:  # [T, N, H]
     """See ``paged_prefill.api``."""
     t, n, h = q.shape
-    page_size, num_kv_heads = k_pages.shape[1:3]
-    tile = min(QUERIES_PER_TILE, t)
-    block_pages = max(1, KEYS_PER_BLOCK // page_size)
-    block = block_pages * page_size
+    num_kv_heads = k_pages.shape[2]
+    width = min(QUERIES_PER_TILE, t)
+    block_pages = softmax.pages_per_block(k_pages.shape[1])
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages)))
-    # A row's last tile reaches past the row: give the last row room, too.
-    padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
+    padded = jnp.pad(q, ((0, width), (0, 0), (0, 0)))  # room for the last row's overhang
     query_lens = jnp.diff(query_start_loc)
-    row_tiles = -(-query_lens // tile)
+    row_tiles = (query_lens + width - 1) // width
     tile_ends = jnp.cumsum(row_tiles)
 
-    def tile_body(i, out):
-        row = jnp.searchsorted(tile_ends, i, side="right")
-        offset = (i - (tile_ends[row] - row_tiles[row])) * tile  # within the row's queries
-        start = query_start_loc[row] + offset
-        queries = jax.lax.dynamic_slice_in_dim(padded, start, tile)
-        queries = queries.astype(jnp.float32) * scale
-        grouped = queries.reshape(tile, num_kv_heads, -1, h).transpose(1, 2, 0, 3)  # [K, G, t, H]
-        first_position = seq_lens[row] - query_lens[row] + offset
-        count = jnp.minimum(tile, query_lens[row] - offset)
-        query_position = first_position + jnp.arange(tile)
-        in_row = jnp.arange(tile) < count
-        last = -(-(first_position + count) // block)
-        first = 0 if window is None else jnp.maximum(first_position - window + 1, 0) // block
-
-        def block_body(j, carry):
-            top, total, acc = carry
-            pages = jax.lax.dynamic_slice(table, (row, j * block_pages), (1, block_pages))[0]
-            position = j * block + jnp.arange(block)
-            visible = (position <= query_position[:, None]) & in_row[:, None]  # [t, block]
-            if window is not None:
-                visible &= position > query_position[:, None] - window
-            k = k_pages.at[pages].get(mode="clip").reshape(block, num_kv_heads, h)
-            v = v_pages.at[pages].get(mode="clip").reshape(block, num_kv_heads, h)
-            scores = jnp.einsum("KGTH,SKH->KGTS", grouped, k.astype(jnp.float32))
-            scores = jnp.where(visible, scores, -jnp.inf)
-            new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-            base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-            weights = jnp.exp(scores - base[..., None])
-            decay = jnp.exp(top - base)
-            written = position < seq_lens[row]
-            v = jnp.where(written[:, None, None], v.astype(jnp.float32), 0.0)
-            mixed = jnp.einsum("KGTS,SKH->KGTH", weights, v)
-            total = total * decay + jnp.sum(weights, axis=-1)
-            return new_top, total, acc * decay[..., None] + mixed
-
-        shape = grouped.shape[:3]
-        init = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(grouped.shape))
-        _, total, acc = jax.lax.fori_loop(first, last, block_body, init)
-        result = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
-        result = result.transpose(2, 0, 1, 3).reshape(tile, n, h).astype(q.dtype)
-        # Zeros past the row's end are overwritten by the rows after it, or stay as padding.
-        return jax.lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
+    def tile_body(i: jax.Array, out: jax.Array) -> jax.Array:
+        row = jnp.sum(tile_ends <= i)
+        offset = (i - (tile_ends[row] - row_tiles[row])) * width
+        tile = _Tile(
+            row=row,
+            start=query_start_loc[row] + offset,
+            count=jnp.minimum(width, query_lens[row] - offset),
+            position=seq_lens[row] - query_lens[row] + offset,
+        )
+        queries = jax.lax.dynamic_slice_in_dim(padded, tile.start, width).astype(jnp.float32)
+        grouped = (queries * scale).reshape(width, num_kv_heads, n // num_kv_heads, h)
+        grouped = grouped.transpose(1, 2, 0, 3)  # [K, G, width, H]
+        result = _attend_tile(grouped, k_pages, v_pages, table[row], tile, window)
+        result = result.transpose(2, 0, 1, 3).reshape(width, n, h).astype(q.dtype)
+        # Overhanging queries are zeros: the next row overwrites them, or they are the padding.
+        return jax.lax.dynamic_update_slice_in_dim(out, result, tile.start, axis=0)
 
     return jax.lax.fori_loop(0, tile_ends[-1], tile_body, jnp.zeros_like(padded))[:t]
+
+
+def _attend_tile(
+    queries: jax.Array,  # float32[K, G, width, H], scaled
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    page_ids: jax.Array,  # int32[M], a whole number of blocks
+    tile: _Tile,
+    window: int | None,
+) -> jax.Array:  # float32[K, G, width, H]
+    """Attention of one tile over the blocks that its queries see."""
+    width = queries.shape[2]
+    block_pages = softmax.pages_per_block(k_pages.shape[1])
+    block = block_pages * k_pages.shape[1]
+    index = jnp.arange(width)
+    newest = tile.position + index  # [width]: the last key that each query sees
+    end = tile.position + tile.count  # keys from here on are not seen, perhaps not written
+    in_row = index < tile.count
+    oldest = 0 if window is None else jnp.maximum(tile.position - window + 1, 0)
+
+    def block_body(i: jax.Array, running: Running) -> Running:
+        ids = jax.lax.dynamic_slice_in_dim(page_ids, i * block_pages, block_pages)
+        position = i * block + jnp.arange(block)
+        visible = (position <= newest[:, None]) & in_row[:, None]  # [width, block]
+        if window is not None:
+            visible &= position > newest[:, None] - window
+        k = softmax.read_block(k_pages, ids)
+        scores = jnp.einsum("KGTH,SKH->KGTS", queries, k)
+        top, shrink, weights = softmax.weigh(running, jnp.where(visible, scores, -jnp.inf), -1)
+        # A weight of 0 does not silence NaN in a slot that nobody wrote: clear it as well.
+        v = jnp.where((position < end)[:, None, None], softmax.read_block(v_pages, ids), 0.0)
+        mixed = jnp.einsum("KGTS,SKH->KGTH", weights, v)
+        total = running.total * shrink + jnp.sum(weights, axis=-1)
+        return Running(top, total, running.mixed * shrink[..., None] + mixed)
+
+    blocks = (oldest // block, (end + block - 1) // block)
+    nothing = softmax.start(queries.shape[:3], queries.shape[3])
+    return softmax.finish(jax.lax.fori_loop(*blocks, block_body, nothing))
