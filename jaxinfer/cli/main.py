@@ -12,6 +12,7 @@ import click
 
 from jaxinfer import __version__
 from jaxinfer.cli.doctor import doctor
+from jaxinfer.cli.generate import generate
 from jaxinfer.core.errors import JaxinferError
 
 
@@ -36,3 +37,4 @@ def main() -> None:
 
 
 main.add_command(doctor)
+main.add_command(generate)

@@ -1,0 +1,152 @@
+"""``jaxinfer generate``: prompts in, text or JSON out.
+
+Owns: where prompts come from and the order of a run. Must not know: how answers are computed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jaxinfer.cli.answers import Answers
+from jaxinfer.cli.options import ENGINE_OPTIONS, MODEL_FORMS, SAMPLING_OPTIONS, given
+from jaxinfer.cli.progress import progress_on
+from jaxinfer.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from jaxinfer.core.request import SamplingParams
+    from jaxinfer.engine.llm import LLM
+    from jaxinfer.engine.prompts import Prompt
+
+DEFAULT_MAX_TOKENS = 256  # SamplingParams' 16, which is vLLM's, would cut off nearly every answer
+
+
+@click.command(params=[*SAMPLING_OPTIONS, *ENGINE_OPTIONS])
+@click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
+@click.option("-m", "--model", metavar="REF", help=f"The model: {MODEL_FORMS}.")
+@click.option("--chat/--no-chat", default=None, help="Use the chat template; default if any.")
+@click.option("--system", metavar="TEXT", help="The system message of a chat.")
+@click.option(
+    "--stream/--no-stream", default=None, help="Show text as it comes; default on a terminal."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each prompt.")
+@click.option("--stats", "show_stats", is_flag=True, help="Report times and memory on stderr.")
+@click.pass_context
+def generate(
+    ctx: click.Context,
+    prompts: tuple[str, ...],
+    model: str | None,
+    chat: bool | None,
+    system: str | None,
+    stream: bool | None,
+    as_json: bool,
+    show_stats: bool,
+    **fields: Any,
+) -> None:
+    """Answer each PROMPT, or all of stdin as one prompt when none is given.
+
+    Several prompts run side by side. A prompt that cannot be answered leaves the others unharmed;
+    the exit code is then 1.
+    """
+    _check_usage(prompts, chat, system, stream, as_json, fields)
+    prompts = prompts or (_read_stdin(),)
+    flags = given(SAMPLING_OPTIONS, fields)
+    chosen: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS} | flags
+
+    import msgspec
+
+    from jaxinfer.cli.stats import RunClock, describe_run, describe_sampling
+    from jaxinfer.core.request import SamplingParams
+    from jaxinfer.engine.llm import LLM
+
+    SamplingParams(**chosen)  # a wrong flag fails before the model is loaded
+    llm = LLM(model, progress=progress_on(sys.stderr), **given(ENGINE_OPTIONS, fields))
+    defaults = llm.get_default_sampling_params()
+    sampling = msgspec.structs.replace(defaults, **chosen)
+    on_terminal = sys.stdout.isatty() and len(prompts) == 1 and not as_json
+    answers = Answers(as_json=as_json, stream=on_terminal if stream is None else stream)
+    clock = RunClock()
+    requests = _accept(llm, prompts, chat, system, sampling, answers)
+    for number, delta in llm.stream(list(requests.values()), [sampling] * len(requests)):
+        clock.token()
+        answers.gain(list(requests)[number], delta)
+    if show_stats:
+        lines = [("sampling", describe_sampling(sampling, defaults, flags))]
+        for name, text in lines + describe_run(llm.stats(), clock):
+            click.echo(f"{name:14} {text}", err=True)
+    ctx.exit(1 if answers.any_failed else 0)
+
+
+def _check_usage(
+    prompts: Sequence[str],
+    chat: bool | None,
+    system: str | None,
+    stream: bool | None,
+    as_json: bool,
+    fields: dict[str, Any],
+) -> None:
+    """What contradicts itself whatever the model is."""
+    if system is not None and chat is False:
+        raise click.UsageError("--system needs a chat; leave out --no-chat")
+    if stream and as_json:
+        raise click.UsageError("--stream shows text; leave out --json")
+    if stream and len(prompts) > 1:
+        raise click.UsageError("--stream shows one answer; give one PROMPT")
+    if fields["logprobs"] is not None and not as_json:
+        raise click.UsageError("--logprobs are part of the JSON; add --json")
+
+
+def _read_stdin() -> str:
+    """The whole of stdin, without the newline that ends its last line."""
+    if sys.stdin.isatty():
+        click.echo("Reading the prompt from the terminal; Ctrl-D ends it.", err=True)
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"stdin is not UTF-8 text (byte {error.start}); convert it first"
+        ) from None
+
+
+def _accept(
+    llm: LLM,
+    texts: Sequence[str],
+    chat: bool | None,
+    system: str | None,
+    sampling: SamplingParams,
+    answers: Answers,
+) -> dict[int, Prompt]:
+    """The prompts that can be answered, by number; the others are reported as failed."""
+    if chat is None:
+        chat = llm.get_tokenizer().has_chat_template
+    accepted: dict[int, Prompt] = {}
+    for number, text in enumerate(texts):
+        try:
+            prompt = _prompt(llm, text, chat, system)
+            llm.check(prompt, sampling)
+        except RequestError as error:
+            answers.fail(number, f"prompt {number}: {error}" if len(texts) > 1 else str(error))
+        else:
+            answers.begin(number, prompt, sampling)
+            accepted[number] = prompt
+    return accepted
+
+
+def _prompt(llm: LLM, text: str, chat: bool, system: str | None) -> Prompt:
+    from jaxinfer.engine.prompts import Prompt, encode
+
+    tokenizer = llm.get_tokenizer()
+    if not text:
+        raise RequestError("the prompt is empty; give some text")
+    if not chat:
+        if system is not None:
+            raise RequestError("--system needs a chat template, and this model has none")
+        return Prompt(text, encode(text, tokenizer))
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    rendered = tokenizer.render_chat(messages)
+    return Prompt(rendered, encode(rendered, tokenizer, add_special_tokens=False))

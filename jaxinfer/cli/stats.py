@@ -1,0 +1,96 @@
+"""What ``generate --stats`` reports about a run.
+
+Owns: the clock of a run, the process's age and memory, and the text. Must not know: how prompts are
+answered.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxinfer.cli.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Container
+
+    from jaxinfer.core.request import SamplingParams
+    from jaxinfer.engine.engine import EngineStats
+
+SHOWN_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+
+
+class RunClock:
+    """Times of one run: call ``token`` whenever tokens arrive."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.monotonic()
+        self.first_token_age: float | None = None
+
+    def token(self) -> None:
+        """Note that tokens have arrived."""
+        if self.first_token_age is None:
+            self.first_token_age = process_age()
+        self._last = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """From the first request to the last token."""
+        return self._last - self._start
+
+
+def process_age() -> float:
+    """Seconds since the operating system started this process."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5), since boot
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, AttributeError):  # not Linux: leaves out the interpreter's own start
+        return time.monotonic() - _IMPORTED
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process has held at once."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def describe_sampling(used: SamplingParams, model: SamplingParams, flags: Container[str]) -> str:
+    """Each value that was used and where it came from: a flag, the model's files, or a default."""
+    defaults = type(used)()
+    words: list[str] = []
+    for name in SHOWN_SAMPLING:
+        if name in flags:
+            source = "flag"
+        elif getattr(model, name) != getattr(defaults, name):
+            source = "generation_config"
+        else:
+            source = "default"
+        words.append(f"{name} {getattr(used, name)} ({source})")
+    return ", ".join(words)
+
+
+def describe_run(stats: EngineStats, clock: RunClock) -> list[tuple[str, str]]:
+    """(name, text) lines about a finished run."""
+    seconds, tokens = clock.seconds, stats.num_generated_tokens
+    rate = f", {tokens / seconds:.1f} tokens/s" if tokens and seconds else ""
+    compiled = f"{stats.num_compiled} of {stats.num_executables} executables compiled"
+    first = "none"
+    if clock.first_token_age is not None:
+        first = f"{clock.first_token_age:.2f} s after process start"
+    return [
+        ("compile", f"{stats.compile_seconds:.2f} s, {compiled}"),
+        ("load", f"{stats.load_seconds:.2f} s"),
+        ("first token", first),
+        ("prompt", f"{stats.num_prompt_tokens} tokens, {stats.num_cached_tokens} from the cache"),
+        ("generated", f"{tokens} tokens in {seconds:.2f} s{rate}"),
+        ("late compiles", str(stats.num_late_compiles)),
+        ("peak RSS", format_bytes(peak_rss_bytes())),
+    ]
+
+
+_IMPORTED = time.monotonic()
