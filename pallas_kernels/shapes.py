@@ -90,14 +90,14 @@ def paged_arrays(case: PagedCase, num_rows: int, rng: np.random.Generator) -> Pa
     max_pages = max(case.max_pages, *needed, 1)
     num_pages = 1 + sum(needed) + 2  # the padding sink, the rows' pages, two that nobody owns
     shape = (num_pages, size, heads.num_kv_heads, heads.head_dim)
-    pools = [np.full(shape, np.nan, dtype) for _ in range(2)]
+    k_pages, v_pages = np.full(shape, np.nan, dtype), np.full(shape, np.nan, dtype)
     free = iter(rng.permutation(np.arange(1, num_pages)))
     junk = [0, num_pages - 1, num_pages + 7, -1]
     table = rng.choice(junk, size=(num_rows, max_pages)).astype(np.int32)
     for row, (length, count) in enumerate(zip(case.seq_lens, needed, strict=True)):
         table[row, :count] = [next(free) for _ in range(count)]
         slots = np.arange(length)
-        for pool in pools:
+        for pool in (k_pages, v_pages):
             values = rng.standard_normal((length, *shape[2:]), np.float32)
             pool[table[row, slots // size], slots % size] = values.astype(dtype)
-    return PagedArrays(*pools, table)
+    return PagedArrays(k_pages, v_pages, table)

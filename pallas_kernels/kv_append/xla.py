@@ -12,7 +12,8 @@ def kv_append(
 ) -> tuple[jax.Array, jax.Array]:
     """See ``kv_append.api``."""
     page, offset = slot_mapping // k_pages.shape[1], slot_mapping % k_pages.shape[1]
-    return tuple(
-        pages.at[page, offset].set(new.astype(pages.dtype), mode="promise_in_bounds")
-        for pages, new in ((k_pages, k), (v_pages, v))
-    )
+
+    def write(pages: jax.Array, new: jax.Array) -> jax.Array:
+        return pages.at[page, offset].set(new.astype(pages.dtype), mode="promise_in_bounds")
+
+    return write(k_pages, k), write(v_pages, v)

@@ -1,0 +1,65 @@
+"""kv_append writes into the donated pools themselves, alone and in front of attention."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.kv_append.api import kv_append
+from pallas_kernels.paged_decode.api import paged_decode
+from pallas_kernels.paged_prefill.api import paged_prefill
+
+TOKENS, POOL = (4, 3, 64), (512, 16, 3, 64)
+POOL_BYTES = 4 * 512 * 16 * 3 * 64
+
+
+def _decode(q: jax.Array, *pools: jax.Array) -> jax.Array:
+    table = jnp.zeros((4, 8), jnp.int32)
+    return paged_decode(q, *pools, table, jnp.ones(4, jnp.int32), scale=1.0)
+
+
+def _prefill(q: jax.Array, *pools: jax.Array) -> jax.Array:
+    table = jnp.zeros((1, 8), jnp.int32)
+    starts = jnp.array([0, 4], jnp.int32)
+    return paged_prefill(q, *pools, table, jnp.full(1, 4, jnp.int32), starts, scale=1.0)
+
+
+@pytest.mark.parametrize("attend", [None, _decode, _prefill], ids=["alone", "decode", "prefill"])
+def test_in_place(attend) -> None:
+    @partial(jax.jit, donate_argnums=(2, 3))
+    def step(k, v, k_pages, v_pages, slots):
+        pools = kv_append(k, v, k_pages, v_pages, slots)
+        return pools, attend(k, *pools) if attend else None
+
+    token, pool = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (TOKENS, POOL))
+    slots = jax.ShapeDtypeStruct(TOKENS[:1], jnp.int32)
+    compiled = step.lower(token, token, pool, pool, slots).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == 2 * POOL_BYTES
+    assert memory.temp_size_in_bytes < POOL_BYTES // 4, "the compiled step holds a copy of a pool"
+    assert f"f32[{','.join(map(str, POOL))}]{{3,2,1,0}} copy(" not in compiled.as_text()
+
+
+def test_values_take_the_dtype_of_the_pages() -> None:
+    k = jnp.full((1, 2, 8), 1 / 3, jnp.float32)
+    pages = jnp.zeros((2, 4, 2, 8), jnp.bfloat16)
+    k_pages, _ = kv_append(k, k, pages, pages, jnp.array([6]))
+    assert k_pages.dtype == jnp.bfloat16
+    assert (k_pages[1, 2] == jnp.bfloat16(1 / 3)).all()
+
+
+@pytest.mark.parametrize(
+    ("k_shape", "v_shape", "slots", "message"),
+    [
+        pytest.param((4, 3, 64), (4, 3, 32), 4, "K and V differ", id="v_head_dim"),
+        pytest.param((4, 2, 64), (4, 2, 64), 4, "do not fit pages", id="kv_heads"),
+        pytest.param((4, 3, 64), (4, 3, 64), 5, "do not fit pages", id="slot_count"),
+    ],
+)
+def test_arguments_that_do_not_fit(k_shape, v_shape, slots, message) -> None:
+    pages = jnp.zeros((2, 16, 3, 64))
+    with pytest.raises(ValueError, match=message):
+        kv_append(jnp.zeros(k_shape), jnp.zeros(v_shape), pages, pages, jnp.zeros(slots, int))

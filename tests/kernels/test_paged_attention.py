@@ -1,0 +1,117 @@
+"""What paged_decode and paged_prefill promise beyond single results: rows do not feel each other,
+chunks add up to the whole, arguments are checked."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import shapes
+from pallas_kernels.paged_decode import cases as decode_cases
+from pallas_kernels.paged_decode.api import paged_decode
+from pallas_kernels.paged_prefill import cases as prefill_cases
+from pallas_kernels.paged_prefill.api import paged_prefill
+from pallas_kernels.paged_prefill.xla import QUERIES_PER_TILE
+from pallas_kernels.shapes import PagedCase
+from pallas_kernels.softmax import KEYS_PER_BLOCK
+
+SMOL = shapes.SMOLLM2_135M
+EDGE, TILE = KEYS_PER_BLOCK, QUERIES_PER_TILE
+
+
+def _bits(x: jax.Array) -> bytes:
+    return np.asarray(x).tobytes()
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_decode_row_has_the_same_bits_alone_and_in_any_company(window: int | None) -> None:
+    lengths = (1, 0, EDGE - 1, EDGE, EDGE + 1, 3 * EDGE + 5, 16, 700)
+    case = PagedCase("rows", SMOL, lengths, max_pages=64, window=window)
+    inputs = decode_cases.build(case, 0)
+    q, k_pages, v_pages, table, lens = map(jnp.asarray, inputs.args)
+    decode = jax.jit(partial(paged_decode, **inputs.static))
+    together = decode(q, k_pages, v_pages, table, lens)
+    for row in range(len(lengths)):
+        one = slice(row, row + 1)
+        alone = decode(q[one], k_pages, v_pages, table[one], lens[one])
+        assert _bits(alone[0]) == _bits(together[row]), f"row {row} of length {lengths[row]}"
+    order = np.array([5, 3, 7, 1, 0, 2, 6, 4])
+    shuffled = decode(q[order], k_pages, v_pages, table[order], lens[order])
+    assert _bits(shuffled) == _bits(together[order])
+
+
+def test_work_follows_the_context_not_the_page_table() -> None:
+    """A wider page table full of junk changes no bit."""
+    inputs = decode_cases.build(PagedCase("narrow", SMOL, (40, 300), max_pages=19), 0)
+    q, k_pages, v_pages, table, lens = map(jnp.asarray, inputs.args)
+    wide = jnp.pad(table, ((0, 0), (0, 493)), constant_values=-1)
+    narrow_out = paged_decode(q, k_pages, v_pages, table, lens, **inputs.static)
+    wide_out = paged_decode(q, k_pages, v_pages, wide, lens, **inputs.static)
+    assert _bits(narrow_out) == _bits(wide_out)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        pytest.param((200,), id="whole"),
+        pytest.param((TILE, TILE, 72), id="tiles"),
+        pytest.param((TILE - 1, TILE + 1, 1, 71), id="tile_edges"),
+        pytest.param((1,) * 3 + (197,), id="single_queries"),
+    ],
+)
+@pytest.mark.parametrize("window", [None, 50], ids=["full", "window"])
+def test_chunks_agree_with_decode(chunks: tuple[int, ...], window: int | None) -> None:
+    """However a prompt is cut, every token gets what decoding it would have given."""
+    total = sum(chunks)
+    inputs = prefill_cases.build(PagedCase("prompt", SMOL, (total,), (total,), window=window), 0)
+    q, k_pages, v_pages, table, _, _ = map(jnp.asarray, inputs.args)
+    prefill = jax.jit(partial(paged_prefill, **inputs.static))
+    parts, end = [], 0
+    for chunk in chunks:
+        start, end = end, end + chunk
+        lens, starts = jnp.array([end], jnp.int32), jnp.array([0, chunk], jnp.int32)
+        parts.append(prefill(q[start:end], k_pages, v_pages, table, lens, starts))
+    decode = jax.jit(partial(paged_decode, **inputs.static))
+    rows = jnp.broadcast_to(table, (total, table.shape[1]))
+    expected = decode(q, k_pages, v_pages, rows, jnp.arange(1, total + 1, dtype=jnp.int32))
+    np.testing.assert_allclose(jnp.concatenate(parts), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_queries_are_exactly_zero() -> None:
+    """Also right after a tile that overhangs into them."""
+    case = PagedCase("padded", SMOL, (TILE + 3, 5), (TILE + 3, 5), padding=TILE)
+    inputs = prefill_cases.build(case, 0)
+    out = np.asarray(paged_prefill(*map(jnp.asarray, inputs.args), **inputs.static))
+    assert np.isfinite(out).all()
+    assert (out[TILE + 8 :] == 0).all() and (out[: TILE + 8] != 0).any(axis=(1, 2)).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"q": (2, 9, 32)}, "do not fit pages", id="head_dim"),
+        pytest.param({"q": (2, 8, 64)}, "8 query heads are not a multiple of 3", id="heads"),
+        pytest.param({"q": (3, 9, 64)}, "3 queries for 2 rows", id="rows"),
+        pytest.param({"v_pages": (4, 8, 3, 64)}, "k_pages .* and v_pages .* differ", id="pools"),
+        pytest.param({"page_table": (3, 2)}, "does not fit seq_lens", id="page_table"),
+        pytest.param({"window": 0}, "window must be at least 1, got 0", id="window"),
+    ],
+)
+def test_decode_arguments_that_do_not_fit(change, message) -> None:
+    pages = (4, 16, 3, 64)
+    sizes = {"q": (2, 9, 64), "k_pages": pages, "v_pages": pages, "page_table": (2, 2)}
+    window = change.get("window")
+    arrays = {name: jnp.zeros(change.get(name, size)) for name, size in sizes.items()}
+    with pytest.raises(ValueError, match=message):
+        paged_decode(**arrays, seq_lens=jnp.zeros(2), scale=1.0, window=window)
+
+
+def test_prefill_wants_one_start_more_than_rows() -> None:
+    pages = jnp.zeros((4, 16, 3, 64))
+    q, table, lens = jnp.zeros((5, 9, 64)), jnp.zeros((2, 2), int), jnp.zeros(2, int)
+    with pytest.raises(ValueError, match="must hold one entry more than the 2 rows"):
+        paged_prefill(q, pages, pages, table, lens, jnp.zeros(2, int), scale=1.0)

@@ -1,0 +1,83 @@
+"""Choosing an implementation: first that can run, pinned or nothing, and every reason named."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.paged_decode.api import paged_decode
+from pallas_kernels.registry import Cost, Impl, Inputs, KernelOp, all_ops, current_platform, select
+
+
+def _narrow_only(x: jax.Array, *, scale: float) -> str | None:
+    return None if x.shape[-1] <= 64 else f"width {x.shape[-1]} is above 64"
+
+
+def _op(*impls: Impl) -> KernelOp:
+    return KernelOp(
+        name="double",
+        ref=lambda x: 2 * x,
+        impls=impls,
+        cases=(),
+        build=lambda case, seed: Inputs((), {}),
+        cost=lambda case: Cost(0, 0),
+        tolerance={},
+    )
+
+
+GPU_ONLY = Impl("triton", lambda x, *, scale: x, platforms=("gpu",))
+NARROW = Impl("narrow", lambda x, *, scale: x, supports=_narrow_only)
+ANY = Impl("xla", lambda x, *, scale: x)
+DOUBLE = _op(GPU_ONLY, NARROW, ANY)
+
+
+@pytest.mark.parametrize(
+    ("platform", "width", "pinned", "chosen"),
+    [
+        pytest.param("gpu", 64, None, "triton", id="first_in_order"),
+        pytest.param("cpu", 64, None, "narrow", id="platform_skipped"),
+        pytest.param("cpu", 128, None, "xla", id="unsupported_shape_skipped"),
+        pytest.param("gpu", 64, "xla", "xla", id="pinned_beats_order"),
+    ],
+)
+def test_select(platform: str, width: int, pinned: str | None, chosen: str) -> None:
+    args = (jnp.zeros((2, width)),)
+    assert select(DOUBLE, platform, args, {"scale": 1.0}, pinned).name == chosen
+
+
+@pytest.mark.parametrize(
+    ("op", "pinned", "message"),
+    [
+        pytest.param(DOUBLE, "triton", "triton: it runs on gpu, not on cpu", id="platform"),
+        pytest.param(DOUBLE, "narrow", "narrow: width 128 is above 64", id="shape"),
+        pytest.param(DOUBLE, "cuda", "no implementation 'cuda'; it has triton, narrow", id="name"),
+        pytest.param(_op(GPU_ONLY, NARROW), None, "triton: .*; narrow: ", id="none_can"),
+    ],
+)
+def test_what_cannot_run_is_an_error_with_reasons(
+    op: KernelOp, pinned: str | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        select(op, "cpu", (jnp.zeros((2, 128)),), {"scale": 1.0}, pinned)
+
+
+def test_pin_reaches_through_the_api() -> None:
+    pages = jnp.zeros((2, 16, 1, 64))
+    args = (jnp.zeros((1, 1, 64)), pages, pages, jnp.zeros((1, 1), int), jnp.ones(1, int))
+    with pytest.raises(ValueError, match="paged_decode has no implementation 'nope'"):
+        paged_decode(*args, scale=1.0, impl="nope")
+
+
+def test_platform_follows_the_default_device() -> None:
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert current_platform() == "cpu"
+
+
+def test_ops_are_complete() -> None:
+    for op in all_ops():
+        names = [case.name for case in op.cases]
+        assert len(set(names)) == len(names), f"{op.name} names two cases alike"
+        tags = {tag for case in op.cases for tag in case.tags}
+        assert {"ci", "bench"} <= tags <= {"ci", "full", "bench"}
+        assert any(not impl.platforms for impl in op.impls), f"{op.name} runs nowhere but on a chip"
