@@ -2,7 +2,8 @@
 
 A tool, run by hand in an environment of its own with torch, transformers and gguf; tests read only
 its output. SmolLM2-135M-Instruct's Q4_1 GGUF is dequantised by transformers to float32 and decoded
-greedily on the CPU with its KV cache, past any end-of-sequence token, for 30 prompts.
+greedily on the CPU past any end-of-sequence token, for 30 prompts: once all together with a KV
+cache, then each alone without one. Both must agree; the numbers are those of the second run.
 
     python make_smollm2.py SmolLM2-135M-Instruct.Q4_1.gguf TOKENIZER_FOLDER
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -36,7 +38,8 @@ QUESTIONS = (
     "List the planets of the solar system.",
     "Who wrote Romeo and Juliet?",
     "Write a Python function that reverses a string.",
-    "Summarise: The train was late as snow had blocked the line, so the meeting began at noon.",
+    "Summarise: The train was late because snow had blocked the line, "
+    "so the meeting began at noon.",
     "What is the difference between a list and a tuple in Python?",
     "Tell me a short story about a robot that learns to paint.",
     "Correct the grammar: 'She don't like apples.'",
@@ -63,7 +66,8 @@ LONG_SENTENCES = (
     "Fishing boats lay side by side along the stone pier, their ropes stiff with salt.",
     "A woman in a yellow coat walked slowly past the closed shops, carrying a basket of bread.",
     "Far out, beyond the lighthouse, a line of grey cloud promised rain before noon.",
-    "The old clock over the market hall struck seven, though all knew it was ten minutes slow.",
+    "The old clock over the market hall struck seven, "
+    "though everybody knew it was ten minutes slow.",
     "Two boys were trying to repair a kite with tape and a broken ruler.",
     "Nobody had seen the ferry since Tuesday, and the post had not come either.",
     "In the bakery, the radio repeated the forecast: wind from the west, waves of three metres.",
@@ -85,28 +89,45 @@ def prompts(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def decode(model: torch.nn.Module, prompt: list[int]) -> dict[str, torch.Tensor]:
-    """64 greedy steps, whatever comes."""
-    tokens, runner_up, margin, topk_ids, topk_logprobs = [], [], [], [], []
-    ids, cache = torch.tensor([prompt]), None
-    for step in range(STEPS):
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = out.past_key_values, out.logits[0, -1]
-        best = torch.topk(logits, 2)
-        tokens.append(best.indices[0])
-        runner_up.append(best.indices[1])
-        margin.append(best.values[0] - best.values[1])
-        if step in TOPK_STEPS:
-            top = torch.topk(torch.log_softmax(logits, -1), 20)
-            topk_ids.append(top.indices)
-            topk_logprobs.append(top.values)
-        ids = best.indices[:1][None]
+def decode(model: torch.nn.Module, prompts: list[list[int]]) -> torch.Tensor:  # [30, 64]
+    """64 greedy steps of all prompts in one batch, padded on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    tokens, cache = [], None
+    for _ in range(STEPS):
+        out = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache = out.past_key_values
+        ids = out.logits[:, -1].argmax(-1, keepdim=True)
+        tokens.append(ids)
+        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+        positions = positions[:, -1:] + 1
+    return torch.cat(tokens, dim=1)
+
+
+@torch.inference_mode()
+def measure(model: torch.nn.Module, prompt: list[int], tokens: torch.Tensor) -> dict[str, Any]:
+    """One sequence run whole and alone: it must choose the same tokens; margins and top 20."""
+    whole = torch.tensor([prompt + tokens.tolist()[:-1]])
+    logits = model(input_ids=whole, use_cache=False, logits_to_keep=STEPS).logits[0]
+    best = torch.topk(logits, 2)
+    if not torch.equal(best.indices[:, 0], tokens):
+        raise SystemExit("batched and single runs of transformers disagree; change the prompt")
+    top = torch.topk(torch.log_softmax(logits[list(TOPK_STEPS)], -1), 20)
     return {
-        "decode_tokens": torch.stack(tokens).int(),
-        "runner_up": torch.stack(runner_up).int(),
-        "margin": torch.stack(margin),
-        "topk_ids": torch.stack(topk_ids).int(),
-        "topk_logprobs": torch.stack(topk_logprobs),
+        "decode_tokens": tokens.int(),
+        "runner_up": best.indices[:, 1].int(),
+        "margin": best.values[:, 0] - best.values[:, 1],
+        "topk_ids": top.indices.int(),
+        "topk_logprobs": top.values,
     }
 
 
@@ -118,9 +139,9 @@ def main(gguf: Path, tokenizer_folder: Path) -> None:
     ).eval()
     ids = prompts(tokenizer)
     rows = []
-    for i, prompt in enumerate(ids):
-        rows.append(decode(model, prompt))
-        text = tokenizer.decode(rows[-1]["decode_tokens"])
+    for i, (prompt, tokens) in enumerate(zip(ids, decode(model, ids), strict=True)):
+        rows.append(measure(model, prompt, tokens))
+        text = tokenizer.decode(tokens)
         print(i, len(prompt), f"{rows[-1]['margin'].min():.2e}", repr(text[:90]), flush=True)
     tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     tensors["prompt_lens"] = torch.tensor([len(p) for p in ids], dtype=torch.int32)
