@@ -145,7 +145,7 @@ def _penalise(
     scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen, scaled, logits)
     frequency = counts * floats.frequency_penalty[:, None]
-    presence = (counts > 0) * floats.presence_penalty[:, None]
+    presence = jnp.where(counts > 0, floats.presence_penalty[:, None], 0.0)
     return logits - frequency - presence
 
 

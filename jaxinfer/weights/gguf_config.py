@@ -6,7 +6,7 @@ Owns: one function per GGUF architecture, and the rope scaling. Must not know: t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -64,23 +64,43 @@ def generation_config_from_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Metadata:
-    """Metadata of one architecture: keys without its prefix, clear errors for absent ones."""
+    """Metadata of one architecture: keys without its prefix, checked as they are read."""
 
     def __init__(self, header: GGUFHeader, architecture: str) -> None:
         self.header = header
         self._prefix = architecture + "."
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.header.metadata.get(self._prefix + key, default)
+    def text(self, key: str, default: str) -> str:
+        return self._value(key, default, str, "a string")
 
-    def __getitem__(self, key: str) -> Any:
-        value = self.get(key)
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self._value(key, default, int, "a positive integer")
+        return value if value > 0 else self._refuse(key, value, "a positive integer")
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A float32 as its shortest decimal: 1e-05 instead of 9.999999747378752e-06."""
+        return float(str(np.float32(self._value(key, default, (int, float), "a number"))))
+
+    def _value(self, key: str, default: Any, kind: type | tuple[type, ...], words: str) -> Any:
+        value = self.header.metadata.get(self._prefix + key, default)
         if value is None:
             raise CheckpointError(
                 f"{self.header.path} lacks the metadata key {self._prefix + key}; "
                 "convert the model again"
             )
+        if not isinstance(value, kind) or isinstance(value, bool):
+            self._refuse(key, value, words)
         return value
+
+    def _refuse(self, key: str, value: object, words: str) -> NoReturn:
+        raise CheckpointError(
+            f"{self.header.path}: metadata key {self._prefix + key} must be {words}, "
+            f"got {str(value)[:40]!r}; convert the model again"
+        )
+
+    @property
+    def has_experts(self) -> bool:
+        return bool(self.header.metadata.get(self._prefix + "expert_count"))
 
     def has_tensor(self, name: str) -> bool:
         return name in self.header.tensors
@@ -88,22 +108,22 @@ class _Metadata:
 
 def _decoder(meta: _Metadata) -> dict[str, Any]:
     """The keys that llama, qwen2 and qwen3 share."""
-    heads = meta["attention.head_count"]
-    hidden_size = meta["embedding_length"]
-    if meta.get("expert_count"):
+    heads = meta.count("attention.head_count")
+    hidden_size = meta.count("embedding_length")
+    if meta.has_experts:
         raise UnknownArchitectureError(
             f"{meta.header.path} is a mixture of experts, which no known family covers"
         )
     config: dict[str, Any] = {
         "hidden_size": hidden_size,
-        "intermediate_size": meta["feed_forward_length"],
-        "num_hidden_layers": meta["block_count"],
+        "intermediate_size": meta.count("feed_forward_length"),
+        "num_hidden_layers": meta.count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.get("attention.head_count_kv", heads),
-        "head_dim": meta.get("attention.key_length", hidden_size // heads),
-        "max_position_embeddings": meta["context_length"],
-        "rms_norm_eps": _float32(meta["attention.layer_norm_rms_epsilon"]),
-        "rope_theta": _float32(meta.get("rope.freq_base", 10000.0)),
+        "num_key_value_heads": meta.count("attention.head_count_kv", heads),
+        "head_dim": meta.count("attention.key_length", max(hidden_size // heads, 1)),
+        "max_position_embeddings": meta.count("context_length"),
+        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": meta.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(meta),
         "hidden_act": "silu",
         "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
@@ -132,12 +152,12 @@ def _gpt2(meta: _Metadata) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "n_embd": meta["embedding_length"],
-        "n_inner": meta["feed_forward_length"],
-        "n_layer": meta["block_count"],
-        "n_head": meta["attention.head_count"],
-        "n_positions": meta["context_length"],
-        "layer_norm_epsilon": _float32(meta["attention.layer_norm_epsilon"]),
+        "n_embd": meta.count("embedding_length"),
+        "n_inner": meta.count("feed_forward_length"),
+        "n_layer": meta.count("block_count"),
+        "n_head": meta.count("attention.head_count"),
+        "n_positions": meta.count("context_length"),
+        "layer_norm_epsilon": meta.number("attention.layer_norm_epsilon"),
         "activation_function": "gelu_new",
     }
 
@@ -151,12 +171,12 @@ _BUILDERS: Mapping[str, Callable[[_Metadata], dict[str, Any]]] = {
 
 
 def _rope_scaling(meta: _Metadata) -> dict[str, Any] | None:
-    kind = meta.get("rope.scaling.type", "none")
+    kind = meta.text("rope.scaling.type", "none")
     if kind == "none":
         return None
-    scaling = {"rope_type": kind, "factor": _float32(meta["rope.scaling.factor"])}
+    scaling = {"rope_type": kind, "factor": meta.number("rope.scaling.factor")}
     if kind == "yarn":
-        original = meta["rope.scaling.original_context_length"]
+        original = meta.count("rope.scaling.original_context_length")
         scaling["original_max_position_embeddings"] = original
     return scaling
 
@@ -193,8 +213,3 @@ def _tensor_rows(header: GGUFHeader, name: str) -> int:
     if name not in header.tensors:
         raise CheckpointError(f"{header.path} has no tensor {name}; download it again")
     return header.tensors[name].shape[0]
-
-
-def _float32(value: float) -> float:
-    """The shortest decimal that is this float32: 1e-05 instead of 9.999999747378752e-06."""
-    return float(str(np.float32(value)))

@@ -23,6 +23,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from jaxinfer.core.errors import CheckpointError
+from jaxinfer.core.shapes import round_up
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -102,7 +103,9 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
         metadata[key] = cursor.value(cursor.scalar(GGUFValueType.UINT32))
     entries = [_tensor_entry(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-    data_start = -(-cursor.position // alignment) * alignment
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"general.alignment is {alignment!r}")
+    data_start = round_up(cursor.position, alignment)
     tensors: dict[str, GGUFTensor] = {}
     for name, shape, kind, offset in entries:
         tensor = GGUFTensor(shape, kind, data_start + offset, _stored_bytes(name, shape, kind))

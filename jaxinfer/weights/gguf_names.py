@@ -6,15 +6,15 @@ Source: the conversion scripts of llama.cpp (``convert_hf_to_gguf.py``), read ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
 
-type Undo = Callable[[np.ndarray], np.ndarray]
-
+_GGUF_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 # Buffers that llama.cpp derives from the config, and that carry nothing beyond it.
 DERIVED_TENSORS = ("rope_freqs.weight",)
 
@@ -35,8 +35,8 @@ class MappedName:
     """Where a GGUF tensor belongs."""
 
     name: str
-    interleaved: bool = field(default=False)
-    transposed: bool = field(default=False)
+    interleaved: bool
+    transposed: bool
 
 
 _DECODER_MODEL = {
@@ -91,12 +91,11 @@ def map_name(table: NameTable, gguf_name: str) -> MappedName:
 
     Raises ``CheckpointError`` for a tensor the architecture does not have.
     """
-    stem, _, kind = gguf_name.rpartition(".")
-    prefix, stems, index = "", table.model, ""
-    if stem.startswith("blk."):
-        _, index, stem = stem.split(".", 2)
-        prefix, stems = f"{table.layer_prefix}{index}.", table.layer
-    if stem not in stems or kind not in ("weight", "bias"):
+    match = _GGUF_NAME.fullmatch(gguf_name)
+    index, stem, kind = match.groups() if match else (None, "", "")
+    prefix = "" if index is None else f"{table.layer_prefix}{index}."
+    stems = table.model if index is None else table.layer
+    if stem not in stems:
         raise CheckpointError(
             f"tensor {gguf_name} has no place in this architecture; the file was made for a "
             "variant that jaxinfer does not support"
@@ -104,7 +103,7 @@ def map_name(table: NameTable, gguf_name: str) -> MappedName:
     return MappedName(
         name=f"{prefix}{stems[stem]}.{kind}",
         interleaved=stem in table.interleaved,
-        transposed=kind == "weight" and bool(index) and stem in table.transposed,
+        transposed=kind == "weight" and stem in table.transposed,
     )
 
 

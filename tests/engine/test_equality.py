@@ -1,0 +1,96 @@
+"""The same tokens however the work is cut: batching, chunks, preemption, prefix reuse, overlap."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxinfer.core.config import Limits
+from jaxinfer.core.request import SamplingParams
+from kit.engines import run, tiny_engine, tiny_limits, tokens
+from kit.tiny_models import NAMES, VOCAB_SIZE
+
+PROMPT_LENGTHS = (1, 3, 4, 5, 17, 33, 60, 8, 21, 2)
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=12, ignore_eos=True),
+}
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    shared = rng.integers(0, VOCAB_SIZE - 2, 24).tolist()
+    own = [rng.integers(0, VOCAB_SIZE - 2, length).tolist() for length in PROMPT_LENGTHS]
+    # half of the prompts begin alike, so that prefix reuse has something to find
+    return [shared[: 8 + 2 * i] + one if i % 2 else one for i, one in enumerate(own)]
+
+
+@pytest.fixture(scope="module")
+def alone(bundles: Path) -> dict[str, list[list[list[int]]]]:
+    """The reference: one request at a time, nothing shared."""
+    limits = tiny_limits(enable_prefix_caching=False)
+    engine = tiny_engine(bundles, limits)
+    return {
+        name: tokens(run(engine, prompts(), params, together=False))
+        for name, params in SAMPLING.items()
+    }
+
+
+VARIANTS = {
+    "batched": tiny_limits(enable_prefix_caching=False),
+    "prefix reuse": tiny_limits(),
+    "chunks of 16": tiny_limits(max_num_batched_tokens=16),
+    "chunks of 64": tiny_limits(max_num_batched_tokens=64),
+    "preemption": tiny_limits(num_pages=22),
+    "one slot": tiny_limits(max_num_seqs=1),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_same_tokens_as_alone(
+    bundles: Path, alone: dict[str, list[list[list[int]]]], variant: str, sampling: str
+) -> None:
+    engine = tiny_engine(bundles, VARIANTS[variant])
+    outputs = run(engine, prompts(), SAMPLING[sampling])
+    assert tokens(outputs) == alone[sampling]
+    assert engine.stats().num_late_compiles == 0
+
+
+def test_without_overlap(bundles: Path, alone: dict[str, list[list[list[int]]]]) -> None:
+    engine = tiny_engine(bundles, overlap=False)
+    assert tokens(run(engine, prompts(), SAMPLING["seeded"])) == alone["seeded"]
+
+
+def test_preemption_really_happens(bundles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jaxinfer.sched.state import Draft
+
+    preempted: list[int] = []
+    original = Draft.preempt_last
+    monkeypatch.setattr(
+        Draft, "preempt_last", lambda draft: (preempted.append(1), original(draft))[1]
+    )
+    run(tiny_engine(bundles, VARIANTS["preemption"]), prompts(), SAMPLING["greedy"])
+    assert preempted
+
+
+def test_second_round_reuses_the_prefix(
+    bundles: Path, alone: dict[str, list[list[list[int]]]]
+) -> None:
+    engine = tiny_engine(bundles)
+    first = run(engine, prompts(), SAMPLING["greedy"], together=False)
+    second = run(engine, prompts(), SAMPLING["greedy"])
+    assert tokens(first) == tokens(second) == alone["greedy"]
+    for prompt, output in zip(prompts(), second, strict=True):
+        assert output.num_cached_tokens == (len(prompt) - 1) // 4 * 4
+
+
+@pytest.mark.parametrize("model_name", [name for name in NAMES if name != "llama"])
+def test_every_family_serves(bundles: Path, model_name: str) -> None:
+    limits: Limits = tiny_limits(max_num_seqs=2)
+    engine = tiny_engine(bundles, limits, model_name=model_name)
+    together = tokens(run(engine, prompts(), SAMPLING["greedy"]))
+    fresh = tiny_engine(bundles, limits, model_name=model_name)
+    assert together == tokens(run(fresh, prompts(), SAMPLING["greedy"], together=False))

@@ -1,0 +1,183 @@
+"""The sampler against plain numpy written from the definitions, row by row."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.random import threefry_2x32
+
+from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.request import Request, SamplingParams
+from jaxinfer.core.step import SlotAdmission
+from jaxinfer.exec.batch import sampling_flags
+from jaxinfer.exec.sampling import SamplingFlags, argmax, gumbel, sample, threefry, token_logprobs
+from jaxinfer.exec.slots import SlotState, admit, init_slots, slot_row
+
+VOCAB = 50
+MAX_LEN = 32
+PROMPT = (3, 4, 4, 7)
+OUTPUT = (4, 9, 9, 11)
+
+
+def draw(logits: np.ndarray, rows: list[SamplingParams], eos: tuple[int, ...] = ()) -> np.ndarray:
+    """One token for each row of float32[B, V] logits, after PROMPT + OUTPUT."""
+    slots: SlotState = init_slots(len(rows), MAX_LEN)
+    fill = jax.jit(admit, donate_argnums=0)
+    requests: list[Request] = []
+    for slot, params in enumerate(rows):
+        request = Request(
+            request_id=str(slot),
+            prompt_token_ids=PROMPT,
+            sampling=params,
+            max_tokens=8,
+            seed=params.seed or 0,
+            eos_token_ids=eos,
+        )
+        requests.append(request)
+        admission = SlotAdmission(slot, request, IntLog(PROMPT + OUTPUT))
+        slots = fill(slots, slot_row(admission, VOCAB, MAX_LEN))
+    flags = SamplingFlags(*(jnp.bool_(bool(flag)) for flag in sampling_flags(requests)))
+    lens = jnp.full(len(rows), len(PROMPT + OUTPUT), jnp.int32)
+    index = jnp.arange(len(rows), dtype=jnp.int32)
+    return np.asarray(jax.jit(sample)(jnp.asarray(logits), slots, index, lens, flags))
+
+
+def random_logits(rows: int, seed: int = 0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal((rows, VOCAB)) * 3).astype(np.float32)
+
+
+def test_threefry_is_jax_s() -> None:
+    key = jnp.array([7, 0xDEADBEEF], jnp.uint32)
+    low = jnp.arange(64, dtype=jnp.uint32)
+    high = low * jnp.uint32(77)
+    reference = threefry_2x32(key, jnp.concatenate([low, high]))
+    ours = jnp.concatenate(threefry(key[0], key[1], low, high))
+    np.testing.assert_array_equal(reference, ours)
+
+
+def test_noise_is_gumbel_and_depends_on_seed_and_position_only() -> None:
+    zeros = jnp.zeros(2, jnp.int32)
+    seeds = jnp.array([5, 6], jnp.int32)
+    noise = np.asarray(gumbel(seeds, zeros, zeros + 3, 100_001))
+    # mean and variance of the standard Gumbel distribution: 0.5772, 1.6449
+    np.testing.assert_allclose(noise.mean(axis=1), np.euler_gamma, atol=0.02)
+    np.testing.assert_allclose(noise.var(axis=1), np.pi**2 / 6, atol=0.05)
+    assert abs(np.corrcoef(noise)[0, 1]) < 0.02
+    np.testing.assert_array_equal(noise[1:], gumbel(seeds[1:], zeros[1:], zeros[1:] + 3, 100_001))
+    assert (noise[0] != gumbel(seeds[:1], zeros[:1], zeros[:1] + 4, 100_001)[0]).mean() > 0.99
+
+
+def test_argmax_takes_the_first_of_equals() -> None:
+    logits = np.array([[1, 5, 5, 2], [-np.inf] * 4, [3, 0, 0, 3]], np.float32)
+    np.testing.assert_array_equal(argmax(jnp.asarray(logits)), [1, 0, 0])
+
+
+def test_frequencies_follow_the_softmax() -> None:
+    logits = np.zeros((1, VOCAB), np.float32)
+    logits[0, :4] = np.log([4, 3, 2, 1])
+    logits[0, 4:] = -np.inf
+    rows = [SamplingParams(seed=seed) for seed in range(2000)]
+    drawn = draw(np.repeat(logits, len(rows), 0), rows)
+    counts = np.bincount(drawn, minlength=VOCAB)
+    expected = np.array([0.4, 0.3, 0.2, 0.1]) * len(rows)
+    assert counts[4:].sum() == 0
+    # chi-square with 3 degrees of freedom: 16.3 is exceeded once in 1,000
+    assert (((counts[:4] - expected) ** 2) / expected).sum() < 16.3
+
+
+def kept_top_k(logits: np.ndarray, k: int) -> set[int]:
+    return set(np.argsort(-logits)[:k].tolist())
+
+
+def kept_top_p(logits: np.ndarray, p: float) -> set[int]:
+    order = np.argsort(-logits)
+    mass = np.exp(logits - logits.max())
+    cumulative = np.cumsum(mass[order] / mass.sum())
+    return set(order[: int(np.searchsorted(cumulative, p)) + 1].tolist())
+
+
+def kept_min_p(logits: np.ndarray, p: float) -> set[int]:
+    return set(np.flatnonzero(logits >= logits.max() + np.log(p)).tolist())
+
+
+FILTERS = {
+    "top_k": (dict(top_k=5), lambda row: kept_top_k(row, 5)),
+    "top_p": (dict(top_p=0.7), lambda row: kept_top_p(row, 0.7)),
+    "min_p": (dict(min_p=0.05), lambda row: kept_min_p(row, 0.05)),
+    "top_k then top_p": (
+        dict(top_k=6, top_p=0.8),
+        lambda row: {
+            sorted(kept_top_k(row, 6))[i] for i in kept_top_p(row[sorted(kept_top_k(row, 6))], 0.8)
+        },
+    ),
+    "top_k beyond the vocabulary": (dict(top_k=10**6), lambda row: set(range(VOCAB))),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_filters_keep_exactly_the_right_tokens(name: str) -> None:
+    settings, kept = FILTERS[name]
+    logits = random_logits(1, seed=4)
+    # hot enough that every kept token is drawn in 1,000 tries
+    rows = [SamplingParams(seed=seed, temperature=1.0, **settings) for seed in range(1000)]
+    drawn = set(draw(np.repeat(logits, len(rows), 0), rows).tolist())
+    expected = kept(logits[0])
+    assert drawn <= expected
+    frequent = {t for t in expected if np.exp(logits[0, t] - logits.max()) > 0.02}
+    assert frequent <= drawn
+
+
+def test_greedy_rows_are_untouched_by_random_neighbours() -> None:
+    logits = random_logits(3)
+    mixed = [SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(temperature=0)]
+    drawn = draw(logits, mixed)
+    assert drawn[0] == logits[0].argmax() and drawn[2] == logits[2].argmax()
+    assert drawn[1] == draw(logits[1:2], [mixed[1]])[0]
+
+
+def test_penalties() -> None:
+    logits = random_logits(1, seed=2)[0]
+    counts = np.bincount(OUTPUT, minlength=VOCAB)
+    seen = np.bincount(PROMPT + OUTPUT, minlength=VOCAB) > 0
+    expected = np.where(seen, np.where(logits > 0, logits / 1.5, logits * 1.5), logits)
+    expected = expected - 0.7 * counts - 0.4 * (counts > 0)
+    params = SamplingParams(
+        temperature=0, repetition_penalty=1.5, frequency_penalty=0.7, presence_penalty=0.4
+    )
+    for top in range(10):  # remove the winner again and again: the whole order must agree
+        assert draw(logits[None], [params])[0] == expected.argmax(), top
+        logits[expected.argmax()] = expected[expected.argmax()] = -np.inf
+
+
+def test_logit_bias_moves_the_choice_and_only_its_row() -> None:
+    logits = random_logits(2)
+    rows = [SamplingParams(temperature=0, logit_bias={17: 100.0}), SamplingParams(temperature=0)]
+    assert draw(logits, rows).tolist() == [17, logits[1].argmax()]
+
+
+def test_min_tokens_masks_stop_ids_until_reached() -> None:
+    logits = random_logits(1)
+    best, second = np.argsort(-logits[0])[:2]
+    output = len(OUTPUT)
+    short = SamplingParams(temperature=0, min_tokens=output + 1, stop_token_ids=(int(best),))
+    enough = SamplingParams(temperature=0, min_tokens=output, stop_token_ids=(int(best),))
+    assert draw(logits, [short]) == second
+    assert draw(logits, [enough]) == best
+    plain = SamplingParams(temperature=0, min_tokens=output + 1)
+    assert draw(logits, [plain], eos=(int(best),)) == second
+
+
+def test_logprobs_and_ranks() -> None:
+    logits = random_logits(2)
+    chosen = np.array([logits[0].argmax(), np.argsort(-logits[1])[6]], np.int32)
+    result = token_logprobs(jnp.asarray(logits), jnp.asarray(chosen), jnp.bool_(True))
+    expected = jax.nn.log_softmax(logits, axis=-1)
+    np.testing.assert_array_equal(result.rank, [1, 7])
+    np.testing.assert_allclose(result.chosen, expected[np.arange(2), chosen], rtol=1e-5)
+    order = np.argsort(-logits, axis=1)[:, :20]
+    np.testing.assert_array_equal(result.top_ids, order)
+    np.testing.assert_allclose(
+        result.top_logprobs, np.take_along_axis(np.asarray(expected), order, 1), rtol=1e-5
+    )
