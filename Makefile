@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP) ## Download a small model and let it answer a question
-	$(BIN)/jaxinfer generate --stats "What is the capital of France?"
+	$(BIN)/jaxinfer generate --stats --temperature 0 "What is the capital of France?"
 
 test: $(STAMP) ## Run the test suite on the CPU, without the nightly batteries
 	$(BIN)/pytest -q

@@ -1,0 +1,188 @@
+"""``jaxinfer generate`` on a tiny model: prompts in, text or JSON out, errors in between."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from jaxinfer.cli.main import main
+from kit.tokenizers import TINY_BOS_ID
+
+JAXINFER = str(Path(sys.executable).with_name("jaxinfer"))
+
+type Generate = Callable[..., Result]
+
+
+def records(result: Result) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_json_of_several_prompts(generate: Generate) -> None:
+    result = generate("--json", "--no-chat", "--max-tokens=5", "--temperature=0", "ab", "c", "ab")
+    assert result.exit_code == 0
+    first, second, third = records(result)
+    assert first["prompt_token_ids"] == list(b"ab")
+    assert second["prompt_token_ids"] == list(b"c")
+    assert first["token_ids"] == third["token_ids"] != second["token_ids"]
+    assert first["finish_reason"] == "length"
+    assert first["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 5,
+        "total_tokens": 7,
+        "num_cached_tokens": 0,
+    }
+
+
+def test_text_equals_stream_equals_json(generate: Generate) -> None:
+    arguments = ("--max-tokens=12", "--seed=3", "hello")
+    text = generate("--no-stream", *arguments).stdout
+    assert generate("--stream", *arguments).stdout == text
+    assert records(generate("--json", *arguments))[0]["text"] + "\n" == text
+
+
+def test_chat_template_is_used_when_there_is_one(generate: Generate) -> None:
+    [chat] = records(generate("--json", "--max-tokens=1", "hi"))
+    [system] = records(generate("--json", "--max-tokens=1", "--system", "be kind", "hi"))
+    [plain] = records(generate("--json", "--max-tokens=1", "--no-chat", "hi"))
+    assert chat["prompt_token_ids"][0] == TINY_BOS_ID
+    assert bytes(plain["prompt_token_ids"]) == b"hi"
+    assert set(b"be kind") < set(system["prompt_token_ids"])
+
+
+def test_stdin_is_one_prompt(generate: Generate) -> None:
+    result = generate("--json", "--no-chat", "--max-tokens=1", stdin="two\nlines\n")
+    [record] = records(result)
+    assert bytes(record["prompt_token_ids"]) == b"two\nlines"
+
+
+def test_logprobs(generate: Generate) -> None:
+    [record] = records(generate("--json", "--max-tokens=2", "--temperature=0", "--logprobs=3", "x"))
+    first, second = record["logprobs"]
+    assert [entry["rank"] for entry in first] == [1, 2, 3]
+    assert [first[0]["token_id"], second[0]["token_id"]] == record["token_ids"]
+
+
+def test_stop_ends_before_the_text(generate: Generate) -> None:
+    arguments = ("--json", "--max-tokens=20", "--temperature=0", "x")
+    [whole] = records(generate(*arguments))
+    stop = whole["text"][3:5]
+    [stopped] = records(generate(f"--stop={stop}", *arguments))
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["text"] == whole["text"].partition(stop)[0]
+
+
+def test_stats(generate: Generate) -> None:
+    result = generate("--stats", "--max-tokens=4", "--top-p=0.9", "x")
+    lines = {line[:14].strip(): line[15:] for line in result.stderr.splitlines()}
+    assert "max_tokens 4 (flag), temperature 0.7 (generation_config)" in lines["sampling"]
+    assert (
+        "top_p 0.9 (flag), top_k 50 (generation_config), min_p 0.0 (default)" in lines["sampling"]
+    )
+    assert lines["late compiles"] == "0"
+    assert lines["first token"].endswith(" s after process start")
+    assert lines["generated"].startswith("4 tokens in ")
+    assert {"compile", "load", "prompt", "peak RSS"} < set(lines)
+
+
+@pytest.mark.parametrize("flag", ["--no-overlap", "--no-prefix-caching"])
+def test_engine_flags_change_no_token(flag: str, generate: Generate) -> None:
+    arguments = ("--json", "--max-tokens=8", "--seed=1", "some", "words")
+    with_flag = [record["token_ids"] for record in records(generate(flag, *arguments))]
+    assert with_flag == [record["token_ids"] for record in records(generate(*arguments))]
+
+
+@pytest.mark.parametrize("bad", ["", "x" * 500], ids=["empty", "too_long"])
+def test_a_bad_prompt_leaves_the_others_unharmed(bad: str, generate: Generate) -> None:
+    result = generate("--json", "--max-tokens=2", "good", bad, "fine")
+    assert result.exit_code == 1
+    good, error, fine = records(result)
+    assert len(good["token_ids"]) == len(fine["token_ids"]) == 2
+    assert error["error"].startswith("prompt 1: the prompt ")
+    assert f"jaxinfer: error: {error['error']}\n" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [(), ("--no-chat",)], ids=["chat", "no_chat"])
+def test_empty_stdin(arguments: tuple[str, ...], generate: Generate) -> None:
+    result = generate(*arguments, stdin="")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "jaxinfer: error: the prompt is empty; give some text\n" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--temperature=nan"], "temperature"),
+        (["--max-tokens=0"], "max_tokens"),
+        (["--max-tokens=-1"], "max_tokens"),
+        (["--top-p=1.5"], "top_p"),
+        (["--dtype=int3"], "dtype 'int3' is unknown; use one of auto, float32"),
+        (["--load-format=pickle"], "load_format 'pickle' is unknown"),
+        (["--max-num-seqs=0"], "max_num_seqs must be at least 1"),
+        (["--max-model-len=100000"], "max_model_len 100000"),
+        (["--model=no-such-model"], "'no-such-model' is neither a known name"),
+    ],
+)
+def test_wrong_settings_are_one_sentence(
+    arguments: list[str], error: str, generate: Generate
+) -> None:
+    result = generate(*arguments, "x")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("jaxinfer: error: ")
+    assert result.stderr.count("\n") == 1
+    assert error in result.stderr
+
+
+def test_stdin_that_is_not_text(generate: Generate) -> None:
+    result = generate(stdin=b"caf\xe9")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "jaxinfer: error: stdin is not UTF-8 text (byte 3); convert it first\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--no-chat", "--system", "be kind", "x"],
+        ["--stream", "--json", "x"],
+        ["--stream", "x", "y"],
+        ["--logprobs=1", "x"],
+        ["--temperature=warm", "x"],
+    ],
+    ids=" ".join,
+)
+def test_contradictions_are_wrong_usage(arguments: list[str]) -> None:
+    result = CliRunner().invoke(main, ["generate", *arguments])
+    assert result.exit_code == 2
+    assert "Error: " in result.stderr
+
+
+def test_interrupt_while_streaming(tiny_arguments: list[str]) -> None:
+    command = [JAXINFER, "generate", *tiny_arguments, "--stream", "--max-tokens=100", "x"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+
+
+def test_closed_pipe_is_quiet(tiny_arguments: list[str]) -> None:
+    prompts = ["x", "y", "z"]
+    command = [JAXINFER, "generate", *tiny_arguments, "--json", "--max-tokens=50", *prompts]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read()
+        process.wait(timeout=30)
+    assert process.returncode != 0
+    assert b"Error" not in errors and b"Traceback" not in errors
