@@ -1,0 +1,87 @@
+"""The loop with a scripted executor: overlap, failures, late compiles."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.core.request import FinishReason
+from jaxinfer.core.step import Abort, Arrive, StepPlan, StepResult, TokenEvent
+from jaxinfer.engine.late_compiles import LateCompiles
+from jaxinfer.engine.loop import EngineLoop
+from kit.drive import make_limits, make_request
+from kit.fake_executor import FakeExecutor, expected_tokens
+
+
+class Scripted:
+    """A fake device: runs at launch, may fail at launch or at collect, notes what overlapped."""
+
+    def __init__(self, page_size: int, fail_launch: int = -1, fail_collect: int = -1) -> None:
+        self.fake = FakeExecutor(page_size)
+        self.fail_launch, self.fail_collect = fail_launch, fail_collect
+        self.in_flight = self.deepest = 0
+
+    def launch(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
+        if plan.step_id == self.fail_launch:
+            raise RuntimeError("no launch")
+        self.in_flight += 1
+        self.deepest = max(self.deepest, self.in_flight)
+        return plan, self.fake.run(plan)
+
+    def collect(self, step: tuple[StepPlan, StepResult]) -> StepResult:
+        self.in_flight -= 1
+        if step[0].step_id == self.fail_collect:
+            raise RuntimeError("no answer")
+        return step[1]
+
+
+def drain(loop: EngineLoop, *events: Arrive | Abort) -> list[TokenEvent]:
+    news = list(loop.turn(tuple(events)))
+    while not loop.idle:
+        news += loop.turn(())
+    return news
+
+
+def generated(news: list[TokenEvent], request_id: str) -> list[int]:
+    return [t for event in news if event.request_id == request_id for t in event.token_ids]
+
+
+def test_two_steps_are_in_flight_with_overlap_and_one_without() -> None:
+    for overlap, depth in ((True, 2), (False, 1)):
+        limits = make_limits()
+        executor = Scripted(limits.page_size)
+        loop = EngineLoop(executor, limits, overlap=overlap)
+        request = make_request("a", range(1, 8), max_tokens=9)
+        news = drain(loop, Arrive(request))
+        assert generated(news, "a") == expected_tokens(request, limits.max_model_len)
+        assert executor.deepest == depth
+
+
+def test_failures_end_the_step_s_requests_only() -> None:
+    for where in ("fail_launch", "fail_collect"):
+        limits = make_limits()
+        executor = Scripted(limits.page_size, **{where: 3})
+        loop = EngineLoop(executor, limits)
+        loop.turn((Arrive(make_request("a", range(1, 8), max_tokens=50)),))
+        while not loop.idle:
+            last = loop.turn(())
+        assert last[-1].finish_reason is FinishReason.ERROR
+        assert "step 3 failed" in last[-1].error
+        assert loop.state.num_free_pages == limits.num_usable_pages
+        executor.fail_launch = executor.fail_collect = -1
+        other = make_request("b", range(2, 9), max_tokens=5)
+        news = drain(loop, Arrive(other))
+        assert generated(news, "b") == expected_tokens(other, limits.max_model_len)
+
+
+def test_late_compiles_are_counted_inside_only() -> None:
+    watch = LateCompiles()
+    jax.jit(lambda x: x * 3)(jnp.ones(5))
+    with watch.watch():
+        jax.jit(lambda x: x * 5)(jnp.ones(5))
+    jax.jit(lambda x: x * 7)(jnp.ones(5))
+    assert watch.count >= 1
+    before = watch.count
+    with watch.watch():
+        pass
+    assert watch.count == before
