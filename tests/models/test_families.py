@@ -28,7 +28,7 @@ NUM_PAGES = 24
 MAX_PAGES = 7
 LENGTH = 18
 CHUNK = 6  # ends inside a page and at its edge, by turns
-TOLERANCE = 2e-5  # float32 logits of order 5, sums in another order
+TOLERANCE = 1e-4  # float32 logits of order 10, sums in another order
 
 every_family = pytest.mark.parametrize("name", tiny_models.NAMES)
 
@@ -102,7 +102,10 @@ def _step(model, num_decodes, params, kv, ids, positions, batch):
     return unembed(model, params, hidden), kv
 
 
-_jit_step = jax.jit(_step, static_argnums=(0, 1))
+# These tests are compile time: without LLVM's optimiser they take two thirds of it.
+_jit_step = jax.jit(
+    _step, static_argnums=(0, 1), compiler_options={"xla_backend_optimization_level": 0}
+)
 
 
 def nan_pool(model: Model) -> KVState:
@@ -144,13 +147,11 @@ def test_decode_equals_prefill(name: str) -> None:
 
 
 @every_family
-@pytest.mark.parametrize("chunk", [3, CHUNK])
-def test_chunked_equals_whole(name: str, chunk: int) -> None:
+def test_chunked_equals_whole(name: str) -> None:
     model, params = tiny_models.tiny_model(name)
     seq, kv, parts = Sequence(tokens_of(3), 2), nan_pool(model), []
-    for start in range(0, LENGTH, chunk):
-        span = (seq, start, min(start + chunk, LENGTH))
-        logits, kv = run_step(model, params, kv, [], [span])
+    for start in range(0, LENGTH, CHUNK):
+        logits, kv = run_step(model, params, kv, [], [(seq, start, start + CHUNK)])
         parts.append(logits)
     whole, _ = run_step(model, params, nan_pool(model), [], [(seq, 0, LENGTH)])
     np.testing.assert_allclose(np.concatenate(parts), whole, atol=TOLERANCE, rtol=TOLERANCE)
@@ -200,16 +201,16 @@ def test_forward_differentiates(name: str) -> None:
         logprobs = jax.nn.log_softmax(forward(model, params, ids[:-1]))
         return -jnp.mean(jnp.take_along_axis(logprobs, ids[1:, None], axis=-1))
 
-    gradient = jax.jit(jax.grad(loss))(params)
+    loss_and_gradient = jax.jit(jax.value_and_grad(loss))
+    _, gradient = loss_and_gradient(params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         assert np.isfinite(leaf).all() and np.any(leaf), jax.tree_util.keystr(path)
     direction = tiny_models.random_params(model, seed=1)["layers_0"]["qkv"]
     direction = direction / jnp.linalg.norm(direction)
-    jit_loss = jax.jit(loss)
 
     def moved(step: float) -> float:
         layer = {**params["layers_0"], "qkv": params["layers_0"]["qkv"] + step * direction}
-        return float(jit_loss({**params, "layers_0": layer}))
+        return float(loss_and_gradient({**params, "layers_0": layer})[0])
 
     step = 3e-2
     difference = (moved(step) - moved(-step)) / (2 * step)
