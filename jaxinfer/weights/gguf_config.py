@@ -99,6 +99,18 @@ class _Metadata:
         )
 
     @property
+    def num_layers(self) -> int:
+        count = self.count("block_count")
+        names = (name.split(".") for name in self.header.tensors if name.startswith("blk."))
+        present = len({parts[1] for parts in names})
+        if count != present:
+            raise CheckpointError(
+                f"{self.header.path} says it has {count} blocks but holds tensors of {present}; "
+                "download it again"
+            )
+        return count
+
+    @property
     def has_experts(self) -> bool:
         return bool(self.header.metadata.get(self._prefix + "expert_count"))
 
@@ -117,7 +129,7 @@ def _decoder(meta: _Metadata) -> dict[str, Any]:
     config: dict[str, Any] = {
         "hidden_size": hidden_size,
         "intermediate_size": meta.count("feed_forward_length"),
-        "num_hidden_layers": meta.count("block_count"),
+        "num_hidden_layers": meta.num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": meta.count("attention.head_count_kv", heads),
         "head_dim": meta.count("attention.key_length", max(hidden_size // heads, 1)),
@@ -154,7 +166,7 @@ def _gpt2(meta: _Metadata) -> dict[str, Any]:
         "model_type": "gpt2",
         "n_embd": meta.count("embedding_length"),
         "n_inner": meta.count("feed_forward_length"),
-        "n_layer": meta.count("block_count"),
+        "n_layer": meta.num_layers,
         "n_head": meta.count("attention.head_count"),
         "n_positions": meta.count("context_length"),
         "layer_norm_epsilon": meta.number("attention.layer_norm_epsilon"),

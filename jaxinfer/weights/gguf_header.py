@@ -129,7 +129,9 @@ def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizati
 
 def _stored_bytes(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
     values_per_unit, bytes_per_unit = GGML_QUANT_SIZES[kind]
-    if shape and shape[-1] % values_per_unit:
+    if not shape or 0 in shape:
+        raise ValueError(f"tensor {name} is empty")
+    if shape[-1] % values_per_unit:
         raise ValueError(f"rows of tensor {name} are no multiple of {values_per_unit} values")
     return math.prod(shape) // values_per_unit * bytes_per_unit
 
