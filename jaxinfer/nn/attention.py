@@ -12,11 +12,11 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+
+from jaxinfer.nn.kv import LayerKV
 from pallas_kernels.kv_append.api import kv_append
 from pallas_kernels.paged_decode.api import paged_decode
 from pallas_kernels.paged_prefill.api import paged_prefill
-
-from jaxinfer.nn.kv import LayerKV
 
 
 class Attend(Protocol):

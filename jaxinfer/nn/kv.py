@@ -7,7 +7,7 @@ Must not know: who owns which page (the scheduler) or how attention reads it (``
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ type KVState = tuple[LayerKV, ...]  # one entry per layer; separate arrays, dona
 def abstract_kv_state(spec: KVSpec, num_pages: int, page_size: int) -> KVState:
     """Shapes and dtypes of the pool, without memory."""
 
-    def pages(layer: LayerKVSpec) -> jax.ShapeDtypeStruct:
+    def pages(layer: LayerKVSpec) -> Any:  # a ShapeDtypeStruct in an array's place
         shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
         return jax.ShapeDtypeStruct(shape, spec.dtype)
 
