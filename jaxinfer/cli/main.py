@@ -13,6 +13,7 @@ import click
 from jaxinfer import __version__
 from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.generate import generate
+from jaxinfer.cli.inspect import inspect
 from jaxinfer.core.errors import JaxinferError
 
 
@@ -38,3 +39,4 @@ def main() -> None:
 
 main.add_command(doctor)
 main.add_command(generate)
+main.add_command(inspect)

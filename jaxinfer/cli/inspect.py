@@ -1,0 +1,116 @@
+"""``jaxinfer inspect``: what a model is and how it would be served, without loading its weights.
+
+Owns: the report. Must not know: how sizes are planned (``engine.build``).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jaxinfer.cli.options import MODEL_FORMS, SIZE_OPTIONS, given
+from jaxinfer.cli.progress import progress_on
+from jaxinfer.cli.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from jaxinfer.engine.build import EnginePlan
+
+
+@click.command(params=[*SIZE_OPTIONS], help=f"Describe MODEL: {MODEL_FORMS}.")
+@click.argument("model")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def inspect(model: str, as_json: bool, **fields: Any) -> None:
+    """Print the report of one model."""
+    from jaxinfer.core.config import EngineConfig
+    from jaxinfer.engine.build import plan_engine
+
+    sizes = given(SIZE_OPTIONS, fields)
+    config = EngineConfig(model=model, skip_tokenizer_init=True, **sizes)
+    report = describe(plan_engine(config, progress_on(sys.stderr)))
+    if as_json:
+        click.echo(json.dumps(report))
+    else:
+        for name, text in _lines(report):
+            click.echo(f"{name:16} {text}")
+
+
+def describe(plan: EnginePlan) -> dict[str, Any]:
+    """The facts of a planned engine as JSON values; sizes in bytes and tokens."""
+    import jax
+
+    from jaxinfer.models.base import abstract_params
+
+    count: Counter[str] = Counter()
+    size: Counter[str] = Counter()
+    for leaf in jax.tree.leaves(abstract_params(plan.model)):
+        count[str(leaf.dtype)] += leaf.size
+        size[str(leaf.dtype)] += leaf.size * leaf.dtype.itemsize
+    config, limits, memory = plan.model.config, plan.limits, plan.memory
+    return {
+        "model": plan.source.name,
+        "architecture": plan.model.architecture,
+        "family": plan.model.family.name,
+        "layers": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+        "context": config.max_position_embeddings,
+        "parameters": count.total(),
+        "parameter_bytes": dict(size),
+        "checkpoint_bytes": _checkpoint_bytes(plan),
+        "kv_bytes_per_token": plan.model.kv_spec.bytes_per_token(),
+        "max_model_len": limits.max_model_len,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "page_size": limits.page_size,
+        "num_pages": limits.num_pages,
+        "kv_cache_bytes": memory.kv_bytes,
+        "buckets": [bucket.name for bucket in limits.buckets],
+    }
+
+
+def _checkpoint_bytes(plan: EnginePlan) -> dict[str, int]:
+    """Stored bytes by the format's own dtypes; checks that the checkpoint fits the model."""
+    from jaxinfer.weights.plan import plan_params
+
+    checkpoint = plan.source.checkpoint
+    if checkpoint is None:
+        return {}
+    plan_params(plan.model, checkpoint)
+    stored: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        stored[tensor.dtype] += tensor.nbytes
+    return dict(stored)
+
+
+def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    stored = _by_dtype(report["checkpoint_bytes"]) or "none; random weights"
+    tokens = (report["num_pages"] - 1) * report["page_size"]
+    return [
+        ("model", report["model"]),
+        ("architecture", f"{report['architecture']} (family {report['family']})"),
+        ("layers", str(report["layers"])),
+        ("vocabulary", f"{report['vocab_size']} tokens"),
+        ("context", f"{report['context']} tokens; {report['max_model_len']} served"),
+        ("parameters", f"{format_count(report['parameters'])} ({report['parameters']})"),
+        ("in memory", _by_dtype(report["parameter_bytes"])),
+        ("checkpoint", stored),
+        ("KV cache", f"{format_bytes(report['kv_bytes_per_token'])} per token"),
+        (
+            "pages",
+            f"{report['num_pages']} of {report['page_size']} tokens: {tokens} tokens in "
+            f"{format_bytes(report['kv_cache_bytes'])}",
+        ),
+        (
+            "a step",
+            f"up to {report['max_num_seqs']} sequences and {report['max_num_batched_tokens']} "
+            "prompt tokens",
+        ),
+        ("buckets", " ".join(report["buckets"])),
+    ]
+
+
+def _by_dtype(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in sizes.items())
