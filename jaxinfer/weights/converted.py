@@ -34,13 +34,14 @@ _MANIFEST = "manifest.json"
 
 
 class _Manifest(msgspec.Struct, frozen=True):
-    """``groups[i]`` maps the parameters of group i to their shapes."""
+    """``groups[i]`` maps the parameters of group i to their shapes; ``files`` to their sizes."""
 
     jaxinfer: str
     architecture: str
     config: str
     dtype: str
     groups: tuple[dict[str, tuple[int, ...]], ...]
+    files: dict[str, int]
 
 
 def entry_path(cache_dir: Path, fingerprint: str, model: Model) -> Path:
@@ -83,6 +84,7 @@ def convert(
             config=repr(model.config),
             dtype=dtype.name,
             groups=tuple(groups),
+            files=_file_sizes(folder),
         )
         (folder / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
 
@@ -96,6 +98,7 @@ def restore(entry: Path, progress: Progress) -> Params:
     """
     try:
         manifest = msgspec.json.decode((entry / _MANIFEST).read_bytes(), type=_Manifest)
+        _check_files(entry, manifest)
         dtype = jax.numpy.dtype(manifest.dtype)
         params: dict[str, jax.Array] = {}
         total = sum(_nbytes(shape, dtype) for group in manifest.groups for shape in group.values())
@@ -110,6 +113,19 @@ def restore(entry: Path, progress: Progress) -> Params:
             "delete that folder and run again"
         ) from error
     return nested(params)
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
+def _check_files(entry: Path, manifest: _Manifest) -> None:
+    """Find cut and missing files first: how Orbax answers them differs from case to case."""
+    sizes = _file_sizes(entry)
+    for name, size in manifest.files.items():
+        if sizes.get(name) != size:
+            raise ValueError(f"{name} has {sizes.get(name, 0)} of {size} bytes")
 
 
 def _orbax() -> ocp.Checkpointer:

@@ -138,17 +138,16 @@ def _decoder(meta: _Metadata) -> dict[str, Any]:
         "rope_theta": meta.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(meta),
         "hidden_act": "silu",
-        "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
     }
     return config
 
 
 def _llama(meta: _Metadata) -> dict[str, Any]:
-    mlp_bias = meta.has_tensor("blk.0.ffn_up.bias")
     return _decoder(meta) | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "mlp_bias": mlp_bias,
+        "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
+        "mlp_bias": meta.has_tensor("blk.0.ffn_up.bias"),
     }
 
 
@@ -157,7 +156,11 @@ def _qwen2(meta: _Metadata) -> dict[str, Any]:
 
 
 def _qwen3(meta: _Metadata) -> dict[str, Any]:
-    return _decoder(meta) | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    return _decoder(meta) | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
+    }
 
 
 def _gpt2(meta: _Metadata) -> dict[str, Any]:

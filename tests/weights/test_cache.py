@@ -1,0 +1,210 @@
+"""Converted weights: written whole or not at all, read instead of the checkpoint."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+
+from jaxinfer.core.errors import CacheError
+from jaxinfer.core.progress import NoProgress
+from jaxinfer.models.base import Params
+from jaxinfer.models.registry import build_model
+from jaxinfer.weights import converted
+from jaxinfer.weights.gguf_checkpoint import GGUFCheckpoint
+from jaxinfer.weights.load import load_params
+from jaxinfer.weights.sources import ModelSource, resolve_source
+from jaxinfer.weights.staging import build_once
+from jaxinfer.weights.tree import by_path
+from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf
+
+CONFIG = tiny_llama_config(num_hidden_layers=4)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> ModelSource:
+    tensors = random_hf_tensors(build_model(CONFIG, "float32"))
+    kind = GGMLQuantizationType.Q8_0
+    path = write_gguf(tmp_path / "m.gguf", CONFIG, tensors, kind=kind)
+    return resolve_source(str(path), cache_dir=tmp_path, progress=NoProgress())
+
+
+def load(source: ModelSource, cache: Path, dtype: str = "float32") -> Params:
+    model = build_model(source.hf_config, dtype)
+    return load_params(model, source, cache_dir=cache, seed=0, progress=NoProgress())
+
+
+def entries(cache: Path) -> list[Path]:
+    return [path for path in (cache / "converted").iterdir() if path.is_dir()]
+
+
+def assert_equal(left: Params, right: Params) -> None:
+    a, b = by_path(left), by_path(right)
+    assert a.keys() == b.keys()
+    for path in a:
+        np.testing.assert_array_equal(np.asarray(a[path]), np.asarray(b[path]))
+
+
+@pytest.fixture
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several groups even for a tiny model."""
+    monkeypatch.setattr(converted, "_GROUP_BYTES", 40_000)
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_second_load_does_not_read_the_checkpoint(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct = load(replace(source, quantised=False), tmp_path / "unused")
+    assert_equal(load(source, tmp_path), direct)
+    (entry,) = entries(tmp_path)
+    assert len(list(entry.glob("group_*"))) > 2
+    monkeypatch.delattr(GGUFCheckpoint, "read")
+    assert_equal(load(source, tmp_path), direct)
+
+
+def test_entries_differ_by_dtype_file_and_config(source: ModelSource, tmp_path: Path) -> None:
+    load(source, tmp_path)
+    load(source, tmp_path, "bfloat16")
+    load(replace(source, fingerprint="another file"), tmp_path)
+    longer = dict(source.hf_config) | {"max_position_embeddings": 512}
+    load(replace(source, hf_config=longer), tmp_path)
+    assert len(entries(tmp_path)) == 4
+
+
+def test_changed_file_has_another_fingerprint(source: ModelSource, tmp_path: Path) -> None:
+    path = Path(source.reference)
+    before = source.fingerprint
+    os.utime(path, ns=(1, 1))
+    after = resolve_source(str(path), cache_dir=tmp_path, progress=NoProgress()).fingerprint
+    assert before != after
+
+
+def test_unwritable_cache(source: ModelSource, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CacheError, match="cannot write .*converted.*JAXINFER_CACHE_DIR"):
+        load(source, tmp_path / "file")
+
+
+def test_failed_conversion_leaves_nothing(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise ValueError("RESOURCE_EXHAUSTED: no space left on device")
+
+    monkeypatch.setattr(converted.ocp.Checkpointer, "save", full)
+    with pytest.raises(CacheError, match="no space left on device.*make room"):
+        load(source, tmp_path)
+    assert [p.suffix for p in (tmp_path / "converted").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("victim", ["manifest.json", "group_0000", "group_0000/manifest.ocdbt"])
+def test_damaged_entry_is_named(source: ModelSource, tmp_path: Path, victim: str) -> None:
+    load(source, tmp_path)
+    (entry,) = entries(tmp_path)
+    path = entry / victim
+    if path.is_dir():
+        path.rename(path.with_name("elsewhere"))
+    else:
+        path.write_bytes(b"{")
+    with pytest.raises(CacheError, match=rf"{entry} are damaged .*delete that folder and run"):
+        load(source, tmp_path)
+
+
+def test_cut_data_is_noticed(source: ModelSource, tmp_path: Path) -> None:
+    load(source, tmp_path)
+    (entry,) = entries(tmp_path)
+    data = max((p for p in entry.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(CacheError, match=f"are damaged .*{data.name} has "):
+        load(source, tmp_path)
+
+
+def test_nothing_is_printed(source: ModelSource, tmp_path: Path) -> None:
+    """Orbax logs much; a user sees none of it. In a process of its own, as logging is global."""
+    code = """
+import sys
+from pathlib import Path
+from jaxinfer.core.progress import NoProgress
+from jaxinfer.models.registry import build_model
+from jaxinfer.weights.load import load_params
+from jaxinfer.weights.sources import resolve_source
+cache = Path(sys.argv[2])
+for _ in range(2):
+    source = resolve_source(sys.argv[1], cache_dir=cache, progress=NoProgress())
+    model = build_model(source.hf_config, "float32")
+    load_params(model, source, cache_dir=cache, seed=0, progress=NoProgress())
+"""
+    command = [sys.executable, "-c", code, source.reference, str(tmp_path / "cache")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+    assert len(entries(tmp_path / "cache")) == 1
+
+
+# Staging
+
+
+def _fill(folder: Path) -> None:
+    (folder / "data").write_text("whole")
+
+
+def test_build_once(tmp_path: Path) -> None:
+    entry = tmp_path / "a" / "entry"
+    assert build_once(entry, _fill)
+    assert not build_once(entry, _fill)
+    assert (entry / "data").read_text() == "whole"
+
+
+def test_leftover_of_a_killed_run_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "entry.partial").mkdir()
+    (tmp_path / "entry.partial" / "junk").write_text("half")
+    (tmp_path / "entry.lock").write_text("")
+    assert build_once(tmp_path / "entry", _fill)
+    assert {path.name for path in tmp_path.rglob("*")} == {"entry", "entry.lock", "data"}
+
+
+def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    def interrupted(folder: Path) -> None:
+        _fill(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_once(tmp_path / "entry", interrupted)
+    assert {path.name for path in tmp_path.iterdir()} == {"entry.lock"}
+
+
+_BUILDER = """
+import signal, sys
+from pathlib import Path
+from jaxinfer.weights.staging import build_once
+
+def fill(folder):
+    if sys.argv[2] == "stuck":
+        signal.pause()
+    (folder / "data").write_text("whole")
+
+assert build_once(Path(sys.argv[1]), fill)
+"""
+
+
+def test_second_process_waits_for_the_first(tmp_path: Path) -> None:
+    """The first is killed while it builds; the second, which waited, then builds it whole."""
+    entry = tmp_path / "entry"
+    first = subprocess.Popen([sys.executable, "-c", _BUILDER, str(entry), "stuck"])
+    while not entry.with_name("entry.partial").exists():
+        assert first.poll() is None
+        time.sleep(0.01)
+    second = subprocess.Popen([sys.executable, "-c", _BUILDER, str(entry), "quick"])
+    with pytest.raises(subprocess.TimeoutExpired):
+        second.wait(0.7)
+    assert not entry.exists()
+    first.kill()
+    first.wait()
+    assert second.wait(30) == 0
+    assert (entry / "data").read_text() == "whole"
+    assert {path.name for path in tmp_path.iterdir()} == {"entry", "entry.lock"}

