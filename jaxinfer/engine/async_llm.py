@@ -16,7 +16,7 @@ from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.build import build_engine
 from jaxinfer.engine.engine import Engine, EngineStats
 from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
-from jaxinfer.engine.prompts import Prompt, parse_prompts
+from jaxinfer.engine.prompts import Prompt, parse_prompt
 from jaxinfer.engine.thread import EngineThread
 from jaxinfer.engine.vllm_args import engine_config
 
@@ -56,7 +56,7 @@ class AsyncLLM:
         The same object is yielded each time. Raises ``RequestError`` for an invalid request and
         ``EngineError`` when the answer could not be completed.
         """
-        (parsed,) = parse_prompts(prompt, self.engine.tokenizer)
+        parsed = parse_prompt(prompt, self.engine.tokenizer)
         collector = Collector(
             request_id or self._next_id(),
             parsed.text,

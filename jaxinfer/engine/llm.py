@@ -14,6 +14,7 @@ from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.build import build_engine
 from jaxinfer.engine.engine import Engine, EngineStats
+from jaxinfer.engine.interrupts import interrupts_deferred
 from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
 from jaxinfer.engine.prompts import Prompt, encode, parse_prompts
 from jaxinfer.engine.vllm_args import engine_config
@@ -114,7 +115,7 @@ class LLM:
                 self._engine.add_request(request_id, prompt.token_ids, params)
                 numbers[request_id] = number
             while self._engine.has_work:
-                for delta in self._engine.step():
+                for delta in self._turn():
                     yield numbers[delta.request_id], delta
         finally:
             self._abort(numbers)
@@ -172,4 +173,8 @@ class LLM:
         for request_id in request_ids:
             self._engine.abort(request_id)
         while self._engine.has_work:
-            self._engine.step()
+            self._turn()
+
+    def _turn(self) -> list[Delta]:
+        with interrupts_deferred():
+            return self._engine.step()

@@ -24,16 +24,17 @@ def parse_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
     """One or several prompts, each a string, a list of token ids, or a dict
     ``{"prompt": str}`` or ``{"prompt_token_ids": [int]}``. Raises ``RequestError``."""
     if isinstance(prompts, (str, Mapping)):
-        return [_parse(prompts, tokenizer)]
+        return [parse_prompt(prompts, tokenizer)]
     if not isinstance(prompts, Sequence):
         raise RequestError(f"a prompt must be text or token ids, got {type(prompts).__name__}")
     several = cast("Sequence[Any]", prompts)
     if several and isinstance(several[0], int):
-        return [_parse(several, tokenizer)]
-    return [_parse(prompt, tokenizer) for prompt in several]
+        return [parse_prompt(several, tokenizer)]
+    return [parse_prompt(prompt, tokenizer) for prompt in several]
 
 
-def _parse(prompt: Any, tokenizer: Tokenizer | None) -> Prompt:
+def parse_prompt(prompt: Any, tokenizer: Tokenizer | None) -> Prompt:
+    """One prompt in any of its forms."""
     if isinstance(prompt, Mapping):
         named = cast("Mapping[str, Any]", prompt)
         if "prompt_token_ids" in named:

@@ -50,10 +50,10 @@ def plan_memory(
     weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in params)
     page_bytes = config.page_size * model.kv_spec.bytes_per_token()
     pages_per_seq = cdiv(max_model_len, config.page_size)
-    budget = _kv_budget(config, weight_bytes, device_bytes)
-    num_pages = min(1 + max_num_seqs * pages_per_seq, budget // page_bytes)
-    if config.num_pages is not None:
-        num_pages = config.num_pages
+    fitting = config.num_pages
+    if fitting is None:
+        fitting = _kv_budget(config, weight_bytes, device_bytes) // page_bytes
+    num_pages = min(1 + max_num_seqs * pages_per_seq, fitting)
     needed = 2 if config.max_model_len is None or config.num_pages else 1 + pages_per_seq
     if num_pages < needed:
         raise ConfigError(

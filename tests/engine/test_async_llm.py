@@ -1,0 +1,136 @@
+"""The streaming API: concurrent answers, early leavers, failures, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxinfer.core.errors import EngineError, RequestError
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.engine.async_llm import AsyncLLM
+from kit.engines import run, tiny_engine, tokens
+
+PROMPTS = [[5 + i, 9, 12 + i] for i in range(10)]
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+type Scenario = Callable[[AsyncLLM], Coroutine[Any, Any, None]]
+
+
+def with_llm(bundles: Path, scenario: Scenario) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(tiny_engine(bundles))
+        try:
+            await asyncio.wait_for(scenario(llm), 60)
+        finally:
+            await llm.shutdown()
+
+    asyncio.run(main())
+
+
+async def answer(llm: AsyncLLM, prompt: list[int], params: SamplingParams = GREEDY) -> list[int]:
+    last = None
+    async for output in llm.generate(prompt, params):
+        last = output
+    assert last is not None and last.finished
+    return last.outputs[0].token_ids
+
+
+def test_concurrent_answers_equal_the_offline_ones(bundles: Path) -> None:
+    expected = [one[0] for one in tokens(run(tiny_engine(bundles), PROMPTS, GREEDY))]
+
+    async def scenario(llm: AsyncLLM) -> None:
+        answers = await asyncio.gather(*(answer(llm, prompt) for prompt in PROMPTS))
+        assert answers == expected
+        assert llm.stats().num_late_compiles == 0
+
+    with_llm(bundles, scenario)
+
+
+def test_deltas_add_up(bundles: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        from jaxinfer.engine.prompts import parse_prompts
+
+        params = SamplingParams(n=2, seed=3, max_tokens=10, ignore_eos=True)
+        (prompt,) = parse_prompts("hi", llm.engine.tokenizer)
+        parts: dict[int, str] = {0: "", 1: ""}
+        async for delta in llm.stream(prompt, params):
+            parts[delta.index] += delta.text
+        outputs = [output async for output in llm.generate("hi", params)]
+        assert [completion.text for completion in outputs[-1].outputs] == [parts[0], parts[1]]
+
+    with_llm(bundles, scenario)
+
+
+def test_leaving_early_aborts(bundles: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        stream = llm.generate([1, 2, 3], LONG)
+        await anext(stream)
+        await stream.aclose()
+        task = asyncio.create_task(answer(llm, [4, 5, 6], LONG))
+        await asyncio.sleep(0.002)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        expected = await answer(llm, PROMPTS[0])
+        for _ in range(200):
+            if not llm.engine.has_work:
+                break
+            await asyncio.sleep(0.01)
+        loop = llm.engine._loop  # pyright: ignore[reportPrivateUsage]
+        assert loop.state.num_free_pages == llm.engine.limits.num_usable_pages
+        assert len(expected) == 10
+
+    with_llm(bundles, scenario)
+
+
+def test_invalid_requests_raise_and_disturb_nobody(bundles: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        good = asyncio.create_task(answer(llm, PROMPTS[0]))
+        with pytest.raises(RequestError, match="empty"):
+            await answer(llm, [])
+        with pytest.raises(RequestError, match="vocabulary"):
+            await answer(llm, [1, 2, 99999])
+        stream = llm.generate([1], GREEDY, request_id="x")
+        await anext(stream)
+        with pytest.raises(RequestError, match="in use"):
+            await anext(llm.generate([1], GREEDY, request_id="x"))
+        await stream.aclose()
+        assert len(await good) == 10
+
+    with_llm(bundles, scenario)
+
+
+def test_shutdown_ends_open_streams(bundles: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        stream = llm.generate([1, 2, 3], LONG)
+        await anext(stream)
+        assert llm.alive
+        await llm.shutdown()
+        with pytest.raises(EngineError, match="shut down"):
+            async for _ in stream:
+                pass
+        assert not llm.alive
+        with pytest.raises(EngineError, match="shut down"):
+            await answer(llm, [1])
+
+    with_llm(bundles, scenario)
+
+
+def test_a_broken_engine_says_so(bundles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        def broken() -> None:
+            raise ValueError("scheduler bug")
+
+        monkeypatch.setattr(llm.engine, "step", broken)
+        with pytest.raises(EngineError, match="scheduler bug"):
+            await answer(llm, [1, 2])
+        assert not llm.alive
+        with pytest.raises(EngineError, match="scheduler bug"):
+            await answer(llm, [1, 2])
+
+    with_llm(bundles, scenario)

@@ -1,0 +1,173 @@
+"""The Python API: vLLM's scripts run after changing the import; mistakes are said in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.core.errors import ConfigError, EngineError, JaxinferError, RequestError
+from jaxinfer.core.progress import NoProgress
+from jaxinfer.models.registry import build_model
+from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
+from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
+
+SMALL: dict[str, Any] = {
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,
+    "block_size": 8,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = tiny_llama_config(vocab_size=TINY_VOCAB_SIZE)
+    write_hf_folder(folder, config, random_hf_tensors(build_model(config, "float32")))
+    (folder / "tokenizer.json").write_text(tiny_tokenizer_json())
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 5}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path, cache: str) -> LLM:
+    return LLM(str(folder), cache_dir=cache, **SMALL)
+
+
+def test_text_ids_and_dicts_are_the_same_prompt(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode("hello")
+    forms = ["hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids}]
+    outputs = llm.generate(forms, GREEDY, use_tqdm=False)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    assert all(output.prompt_token_ids == ids and output.finished for output in outputs)
+    assert outputs[0].prompt == "hello"
+    assert outputs[0].outputs[0].text == llm.get_tokenizer().decode(outputs[0].outputs[0].token_ids)
+    assert llm.generate("hello", GREEDY)[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+
+
+def test_one_params_for_each_prompt(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 4, 9)]
+    outputs = llm.generate(["a", "b", "c"], params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 4, 9]
+    with pytest.raises(RequestError, match="3 prompts came with 2"):
+        llm.generate(["a", "b", "c"], params[:2])
+
+
+def test_chat_renders_the_template(llm: LLM) -> None:
+    (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+    assert output.prompt == "<user>hi<assistant>"
+    several = llm.chat([[{"role": "user", "content": c}] for c in "ab"], GREEDY)
+    assert [output.prompt for output in several] == ["<user>a<assistant>", "<user>b<assistant>"]
+
+
+def test_sampling_defaults_are_the_model_s(llm: LLM) -> None:
+    defaults = llm.get_default_sampling_params()
+    assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, 5, 1.0)
+
+
+def test_a_bad_prompt_is_named_and_nothing_began(llm: LLM) -> None:
+    before = llm.stats().num_requests
+    with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):
+        llm.generate(["good", "", "good"], GREEDY)
+    with pytest.raises(RequestError, match="prompt 0: the prompt has 70 tokens"):
+        llm.generate([[1] * 70], GREEDY)
+    assert llm.stats().num_requests == before
+    assert llm.generate("good", GREEDY)[0].finished
+
+
+def test_a_stream_left_early_frees_the_engine(llm: LLM) -> None:
+    from jaxinfer.engine.prompts import parse_prompts
+
+    prompts = parse_prompts(["one", "two"], llm.get_tokenizer())
+    stream = llm.stream(prompts, [GREEDY, GREEDY])
+    next(stream)
+    with pytest.raises(EngineError, match="already answering"):
+        llm.generate("three", GREEDY)
+    stream.close()
+    assert llm.generate("three", GREEDY)[0].finished
+
+
+def test_second_start_compiles_nothing_and_answers_alike(
+    llm: LLM, folder: Path, cache: str
+) -> None:
+    again = LLM(str(folder), cache_dir=cache, **SMALL)
+    assert llm.stats().num_compiled == llm.stats().num_executables > 0
+    assert again.stats().num_compiled == 0
+    first, second = llm.generate("hello", GREEDY), again.generate("hello", GREEDY)
+    assert first[0].outputs[0].token_ids == second[0].outputs[0].token_ids
+    assert again.stats().num_late_compiles == llm.stats().num_late_compiles == 0
+
+
+def test_without_a_tokenizer(folder: Path, cache: str) -> None:
+    llm = LLM(str(folder), cache_dir=cache, skip_tokenizer_init=True, load_format="dummy", **SMALL)
+    (output,) = llm.generate({"prompt_token_ids": [1, 2, 3]}, GREEDY)
+    assert len(output.outputs[0].token_ids) == 6
+    assert output.outputs[0].text == ""
+    with pytest.raises(RequestError, match="give prompt_token_ids"):
+        llm.generate("text", GREEDY)
+    with pytest.raises(EngineError, match="skip_tokenizer_init"):
+        llm.get_tokenizer()
+
+
+def test_vllm_arguments_that_change_nothing_are_accepted(folder: Path, cache: str) -> None:
+    LLM(
+        model=str(folder),
+        cache_dir=cache,
+        tensor_parallel_size=1,
+        trust_remote_code=True,
+        enforce_eager=True,
+        gpu_memory_utilization=0.5,
+        swap_space=4,
+        **SMALL,
+    )
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown setting": ({"max_modle_len": 5}, "unknown setting 'max_modle_len'"),
+    "two devices": ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported"),
+    "unknown dtype": ({"dtype": "float63"}, "dtype 'float63' is unknown"),
+    "context beyond the model": ({"max_model_len": 10**6}, "beyond the model's"),
+    "no room": ({"kv_cache_memory_bytes": 1000}, "KV cache"),
+    "zero sequences": ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
+    "utilization": ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be in"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_settings(folder: Path, cache: str, name: str) -> None:
+    settings, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(folder), cache_dir=cache, **{**SMALL, **settings})
+
+
+def test_unwritable_cache(folder: Path, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(JaxinferError, match="cannot write the executable cache"):
+        LLM(str(folder), cache_dir=str(blocked), **{**SMALL, "max_num_seqs": 1})
+
+
+def test_progress_reports_compile_load_and_generate(folder: Path, cache: str) -> None:
+    class Recorder(NoProgress):
+        def __init__(self) -> None:
+            self.tasks: list[str] = []
+
+        def task(self, description: str, total: float | None):
+            self.tasks.append(description)
+            return super().task(description, total)
+
+    recorder = Recorder()
+    LLM(str(folder), cache_dir=cache, progress=recorder, **SMALL).generate("a", GREEDY)
+    assert recorder.tasks == ["load executables", "Loading weights", "generate"]
