@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 
-import jaxinfer
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.base import Model, Params, TensorRule
@@ -36,7 +35,6 @@ _MANIFEST = "manifest.json"
 class _Manifest(msgspec.Struct, frozen=True):
     """``groups[i]`` maps the parameters of group i to their shapes; ``files`` to their sizes."""
 
-    jaxinfer: str
     architecture: str
     config: str
     dtype: str
@@ -79,7 +77,6 @@ def convert(
                 groups.append({path: leaf.shape for path, leaf in group.items()})
                 params.update(group)
         manifest = _Manifest(
-            jaxinfer=jaxinfer.__version__,
             architecture=model.architecture,
             config=repr(model.config),
             dtype=dtype.name,

@@ -5,7 +5,8 @@ Owns: one function per GGUF architecture, and the rope scaling. Must not know: t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -177,12 +178,7 @@ def _gpt2(meta: _Metadata) -> dict[str, Any]:
     }
 
 
-_BUILDERS: Mapping[str, Callable[[_Metadata], dict[str, Any]]] = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "gpt2": _gpt2,
-}
+_BUILDERS = MappingProxyType({"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "gpt2": _gpt2})
 
 
 def _rope_scaling(meta: _Metadata) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,19 +29,21 @@ from jaxinfer.core.shapes import round_up
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
-_SCALARS: Mapping[int, struct.Struct] = {
-    GGUFValueType.UINT8: struct.Struct("<B"),
-    GGUFValueType.INT8: struct.Struct("<b"),
-    GGUFValueType.UINT16: struct.Struct("<H"),
-    GGUFValueType.INT16: struct.Struct("<h"),
-    GGUFValueType.UINT32: struct.Struct("<I"),
-    GGUFValueType.INT32: struct.Struct("<i"),
-    GGUFValueType.FLOAT32: struct.Struct("<f"),
-    GGUFValueType.BOOL: struct.Struct("<?"),
-    GGUFValueType.UINT64: struct.Struct("<Q"),
-    GGUFValueType.INT64: struct.Struct("<q"),
-    GGUFValueType.FLOAT64: struct.Struct("<d"),
-}
+_SCALARS: Mapping[int, struct.Struct] = MappingProxyType(
+    {
+        GGUFValueType.UINT8: struct.Struct("<B"),
+        GGUFValueType.INT8: struct.Struct("<b"),
+        GGUFValueType.UINT16: struct.Struct("<H"),
+        GGUFValueType.INT16: struct.Struct("<h"),
+        GGUFValueType.UINT32: struct.Struct("<I"),
+        GGUFValueType.INT32: struct.Struct("<i"),
+        GGUFValueType.FLOAT32: struct.Struct("<f"),
+        GGUFValueType.BOOL: struct.Struct("<?"),
+        GGUFValueType.UINT64: struct.Struct("<Q"),
+        GGUFValueType.INT64: struct.Struct("<q"),
+        GGUFValueType.FLOAT64: struct.Struct("<d"),
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -39,24 +40,28 @@ class MappedName:
     transposed: bool
 
 
-_DECODER_MODEL = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_DECODER_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+_DECODER_MODEL = MappingProxyType(
+    {
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "output": "lm_head",
+    }
+)
+_DECODER_LAYER = MappingProxyType(
+    {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+)
 _DECODER = NameTable(_DECODER_MODEL, _DECODER_LAYER, "model.layers.")
 _GPT2 = NameTable(
     model={
@@ -76,14 +81,16 @@ _GPT2 = NameTable(
     layer_prefix="transformer.h.",
     transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
 )
-NAME_TABLES: Mapping[str, NameTable] = {
-    "llama": NameTable(
-        _DECODER_MODEL, _DECODER_LAYER, "model.layers.", interleaved=("attn_q", "attn_k")
-    ),
-    "qwen2": _DECODER,
-    "qwen3": _DECODER,
-    "gpt2": _GPT2,
-}
+NAME_TABLES: Mapping[str, NameTable] = MappingProxyType(
+    {
+        "llama": NameTable(
+            _DECODER_MODEL, _DECODER_LAYER, "model.layers.", interleaved=("attn_q", "attn_k")
+        ),
+        "qwen2": _DECODER,
+        "qwen3": _DECODER,
+        "gpt2": _GPT2,
+    }
+)
 
 
 def map_name(table: NameTable, gguf_name: str) -> MappedName:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -21,11 +22,13 @@ from jaxinfer.core.errors import CheckpointError, SourceError
 from jaxinfer.weights.checkpoint import TensorInfo, read_bytes
 
 INDEX_NAME = "model.safetensors.index.json"
-_DTYPES: Mapping[str, np.dtype] = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
+_DTYPES: Mapping[str, np.dtype] = MappingProxyType(
+    {
+        "F32": np.dtype(np.float32),
+        "F16": np.dtype(np.float16),
+        "BF16": np.dtype(ml_dtypes.bfloat16),
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -402,6 +402,7 @@ def test_damaged_header_never_surprises(
         try:
             source = resolve(reference)
             model = build_model(source.hf_config, "float32")
+            assert source.checkpoint is not None
             plan_params(model, source.checkpoint)
         except JaxinferError as error:
             assert str(error).strip()
