@@ -1,7 +1,7 @@
 """Ctrl-C between turns of the engine, never inside one.
 
-Owns: ``interrupts_deferred``. Python raises KeyboardInterrupt between any two instructions; inside a
-turn that could lose a step whose tokens the scheduler still waits for, and the engine with it.
+Owns: ``interrupts_deferred``. Python raises KeyboardInterrupt between any two instructions; inside
+a turn that could lose a step whose tokens the scheduler still waits for, and the engine with it.
 Must not know: the engine.
 """
 
