@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -195,16 +197,26 @@ assert build_once(Path(sys.argv[1]), fill)
 def test_second_process_waits_for_the_first(tmp_path: Path) -> None:
     """The first is killed while it builds; the second, which waited, then builds it whole."""
     entry = tmp_path / "entry"
-    first = subprocess.Popen([sys.executable, "-c", _BUILDER, str(entry), "stuck"])
-    while not entry.with_name("entry.partial").exists():
-        assert first.poll() is None
-        time.sleep(0.01)
-    second = subprocess.Popen([sys.executable, "-c", _BUILDER, str(entry), "quick"])
-    with pytest.raises(subprocess.TimeoutExpired):
-        second.wait(0.7)
-    assert not entry.exists()
-    first.kill()
-    first.wait()
-    assert second.wait(30) == 0
+    with _builder(entry, "stuck") as first, _builder(entry, "quick") as second:
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.wait(0.7)
+        assert not entry.exists()
+        first.kill()
+        first.wait()
+        assert second.wait(30) == 0
     assert (entry / "data").read_text() == "whole"
     assert {path.name for path in tmp_path.iterdir()} == {"entry", "entry.lock"}
+
+
+@contextmanager
+def _builder(entry: Path, speed: str) -> Generator[subprocess.Popen[bytes]]:
+    """A process that has begun to build the entry or waits for another one that does."""
+    process = subprocess.Popen([sys.executable, "-c", _BUILDER, str(entry), speed])
+    try:
+        while not entry.with_name("entry.partial").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
