@@ -6,6 +6,8 @@ Ctrl-C. Must not know: what a command does.
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import click
@@ -15,6 +17,8 @@ from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.inspect import inspect
 from jaxinfer.core.errors import JaxinferError
+
+INTERRUPTED = 130  # what shells report for a command that SIGINT ended
 
 
 class Commands(click.Group):
@@ -28,15 +32,28 @@ class Commands(click.Group):
             click.echo(f"jaxinfer: error: {error}", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
-            ctx.exit(130)
+            ctx.exit(INTERRUPTED)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="jaxinfer %(version)s")
-def main() -> None:
+def cli() -> None:
     """Large language models served by pure JAX."""
 
 
-main.add_command(doctor)
-main.add_command(generate)
-main.add_command(inspect)
+cli.add_command(doctor)
+cli.add_command(generate)
+cli.add_command(inspect)
+
+
+def main() -> None:
+    """The entry point of the console script."""
+    try:
+        cli(prog_name="jaxinfer")
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            # Everything has been unwound; only compiler threads may be left, and the interpreter
+            # would wait for them.
+            sys.stdout.flush()
+            os._exit(INTERRUPTED)
+        raise

@@ -53,14 +53,15 @@ def build_executables(
 def compile_all(program: Program, progress: Progress) -> dict[str, jax.stages.Compiled]:
     """Compile every executable in parallel threads."""
     names = program.names()
-    with (
-        progress.task("compile", len(names)) as advance,
-        ThreadPoolExecutor(os.cpu_count() or 1) as pool,
-    ):
+    pool = ThreadPoolExecutor(os.cpu_count() or 1)
+    with progress.task("compile", len(names)) as advance:
 
         def one(name: str) -> jax.stages.Compiled:
             compiled = program.lower(name).compile()
             advance(1)
             return compiled
 
-        return dict(zip(names, pool.map(one, names), strict=True))
+        try:
+            return dict(zip(names, pool.map(one, names), strict=True))
+        finally:  # after a failure or Ctrl-C, nobody needs what is still compiling
+            pool.shutdown(wait=False, cancel_futures=True)

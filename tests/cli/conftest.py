@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from jaxinfer.cli.main import main
+from jaxinfer.cli.main import cli
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
 from kit.tokenizers import tiny_tokenizer_json, tiny_tokenizer_spec
@@ -45,6 +45,6 @@ def generate(tiny_arguments: list[str]) -> Callable[..., Result]:
 
     def invoke(*arguments: str, stdin: str | bytes | None = None) -> Result:
         command = ["generate", *tiny_arguments, *arguments]
-        return CliRunner().invoke(main, command, input=stdin, catch_exceptions=False)
+        return CliRunner().invoke(cli, command, input=stdin, catch_exceptions=False)
 
     return invoke

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from jaxinfer.cli import doctor
-from jaxinfer.cli.main import main
+from jaxinfer.cli.main import cli
 from pallas_kernels import registry
 from pallas_kernels.registry import Impl
 
@@ -27,7 +27,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run() -> tuple[Result, dict[str, dict[str, str]]]:
-    result = CliRunner().invoke(main, ["doctor", "--json"])
+    result = CliRunner().invoke(cli, ["doctor", "--json"])
     report = json.loads(result.stdout)
     assert report["ok"] == (result.exit_code == 0)
     return result, {finding["name"]: finding for finding in report["findings"]}
@@ -45,7 +45,7 @@ def test_healthy(cache: Path) -> None:
 
 
 def test_text(without_kernels: None) -> None:
-    result = CliRunner().invoke(main, ["doctor"])
+    result = CliRunner().invoke(cli, ["doctor"])
     assert result.exit_code == 0
     assert result.stdout.startswith("interpreter\n  ok      python ")
     assert result.stdout.endswith("\n\nnothing broken\n")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from jaxinfer.cli.main import main
+from jaxinfer.cli.main import cli
 from kit.tokenizers import TINY_BOS_ID
 
 JAXINFER = str(Path(sys.executable).with_name("jaxinfer"))
@@ -160,7 +160,7 @@ def test_stdin_that_is_not_text(generate: Generate) -> None:
     ids=" ".join,
 )
 def test_contradictions_are_wrong_usage(arguments: list[str]) -> None:
-    result = CliRunner().invoke(main, ["generate", *arguments])
+    result = CliRunner().invoke(cli, ["generate", *arguments])
     assert result.exit_code == 2
     assert "Error: " in result.stderr
 
@@ -174,6 +174,33 @@ def test_interrupt_while_streaming(tiny_arguments: list[str]) -> None:
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert b"Traceback" not in errors
+
+
+SLOW_COMPILER = """
+import sys, time
+from jaxinfer.cli.main import main
+from jaxinfer.exec.program import Program
+
+def lower(self, name):
+    print("compiling", file=sys.stderr, flush=True)
+    time.sleep(60)
+
+Program.lower = lower
+main()
+"""
+
+
+def test_interrupt_while_compiling(tiny_arguments: list[str], tmp_path: Path) -> None:
+    arguments = ["generate", *tiny_arguments, f"--cache-dir={tmp_path}", "x"]
+    command = [sys.executable, "-c", SLOW_COMPILER, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == b"compiling\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=15)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+    assert list(tmp_path.rglob("*.bin")) == []
 
 
 def test_closed_pipe_is_quiet(tiny_arguments: list[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 from safetensors.numpy import load_file, save_file
 
-from jaxinfer.cli.main import main
+from jaxinfer.cli.main import cli
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
 from kit.checkpoints import tiny_llama_config, write_hf_folder
 
@@ -16,7 +16,7 @@ SIZES = ("--max-num-seqs=2", "--max-num-batched-tokens=64", "--max-model-len=128
 
 
 def inspect(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, ["inspect", *map(str, arguments)], catch_exceptions=False)
+    return CliRunner().invoke(cli, ["inspect", *map(str, arguments)], catch_exceptions=False)
 
 
 def report(*arguments: str | Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import jaxinfer
-from jaxinfer.cli.main import Commands, main
+from jaxinfer.cli.main import Commands, cli
 from jaxinfer.core.errors import ConfigError
 
 JAXINFER = str(Path(sys.executable).with_name("jaxinfer"))
@@ -46,18 +46,18 @@ def test_bug_is_not_hidden() -> None:
 
 @pytest.mark.parametrize("arguments", [["no-such-command"], ["generate", "--no-such-option"]])
 def test_wrong_usage_is_exit_2(arguments: list[str]) -> None:
-    assert CliRunner().invoke(main, arguments).exit_code == 2
+    assert CliRunner().invoke(cli, arguments).exit_code == 2
 
 
 def test_version() -> None:
-    assert CliRunner().invoke(main, ["--version"]).stdout == f"jaxinfer {jaxinfer.__version__}\n"
+    assert CliRunner().invoke(cli, ["--version"]).stdout == f"jaxinfer {jaxinfer.__version__}\n"
 
 
-@pytest.mark.parametrize("command", main.commands)
+@pytest.mark.parametrize("command", cli.commands)
 def test_help_of(command: str) -> None:
-    result = CliRunner().invoke(main, [command, "--help"])
+    result = CliRunner().invoke(cli, [command, "--help"])
     assert result.exit_code == 0
-    assert result.stdout.startswith(f"Usage: main {command} ")
+    assert result.stdout.startswith(f"Usage: cli {command} ")
 
 
 def test_help_is_instant() -> None:
