@@ -32,6 +32,8 @@ from jaxinfer.exec.program import Program
 
 MANIFEST = "manifest.json"
 TRACED_FOLDERS = ("core", "exec", "models", "nn")  # of jaxinfer: what a step is traced from
+# of Limits: what shapes depend on; the rest is the scheduler's business
+SHAPING_LIMITS = ("num_pages", "page_size", "max_num_seqs", "max_model_len", "buckets")
 LOAD_THREADS = 8  # H200: 8 buckets load in 0.50 s on 8 threads, 1.96 s in turn
 
 
@@ -45,7 +47,7 @@ def fingerprint(program: Program) -> dict[str, str]:
         "environment": json.dumps(compiler_environment()),
         "jax_config": json.dumps(_relevant_jax_config()),
         "model": f"{program.model.family.name} {program.model.config}",
-        "limits": repr(program.limits),
+        "limits": repr({name: getattr(program.limits, name) for name in SHAPING_LIMITS}),
         "sources": _source_digest(),
     }
 
