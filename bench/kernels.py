@@ -15,13 +15,13 @@ import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 
 from pallas_kernels.registry import Case, Impl, KernelOp, all_ops
 from pallas_kernels.testing import runnable
@@ -97,7 +97,7 @@ def circumstances() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": version("jaxlib"),
         "git": git(["git", "rev-parse", "HEAD"]).strip(),
         "git_dirty": bool(git(["git", "status", "--porcelain", "pallas_kernels"]).strip()),
     }

@@ -1,14 +1,14 @@
 """Attention shapes of real models, and the arrays of a paged-attention case.
 
 Owns: ``Heads``, ``PagedCase``, the poisoned page pool that decode and prefill are tried on.
-Must not know: jax, implementations.
+Must not know: ops, implementations.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -78,14 +78,9 @@ class PagedArrays:
     page_table: np.ndarray  # int32[R, M]
 
 
-def np_dtype(name: str) -> np.dtype:
-    """The numpy dtype of a dtype name, bfloat16 included."""
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
-
-
 def paged_arrays(case: PagedCase, num_rows: int, rng: np.random.Generator) -> PagedArrays:
     """A pool for the case in shuffled page order; rows past the case's own are padding."""
-    size, heads, dtype = case.page_size, case.heads, np_dtype(case.dtype)
+    size, heads, dtype = case.page_size, case.heads, jnp.dtype(case.dtype)
     needed = [-(-length // size) for length in case.seq_lens]
     max_pages = max(case.max_pages, *needed, 1)
     num_pages = 1 + sum(needed) + 2  # the padding sink, the rows' pages, two that nobody owns

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import shapes
 from pallas_kernels.registry import Cost, Inputs
-from pallas_kernels.shapes import Heads, np_dtype
+from pallas_kernels.shapes import Heads
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ CASES = (
 def build(case: AppendCase, seed: int) -> Inputs:
     """Random pages and tokens; padding tokens are NaN. No slot but the sink's is written twice."""
     rng = np.random.default_rng(seed)
-    dtype, heads = np_dtype(case.dtype), case.heads
+    dtype, heads = jnp.dtype(case.dtype), case.heads
     token = (heads.num_kv_heads, heads.head_dim)
     pools = [
         rng.standard_normal((case.num_pages, case.page_size, *token), np.float32).astype(dtype)
@@ -60,5 +61,5 @@ def build(case: AppendCase, seed: int) -> Inputs:
 
 def cost(case: AppendCase) -> Cost:
     """Each token's K and V read once and written once."""
-    item = np_dtype(case.dtype).itemsize
+    item = jnp.dtype(case.dtype).itemsize
     return Cost(4 * case.num_tokens * case.heads.num_kv_heads * case.heads.head_dim * item, 0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import shapes
 from pallas_kernels.registry import Cost, Inputs
-from pallas_kernels.shapes import Heads, PagedCase, np_dtype, paged_arrays
+from pallas_kernels.shapes import Heads, PagedCase, paged_arrays
 
 
 def _bench(model: str, heads: Heads, dtype: str) -> tuple[PagedCase, ...]:
@@ -57,13 +58,13 @@ def build(case: PagedCase, seed: int) -> Inputs:
     seq_lens[:real] = case.seq_lens
     q = rng.standard_normal((rows, heads.num_heads, heads.head_dim), np.float32)
     q[seq_lens == 0] = np.nan
-    args = (q.astype(np_dtype(case.dtype)), arrays.k_pages, arrays.v_pages, arrays.page_table)
+    args = (q.astype(jnp.dtype(case.dtype)), arrays.k_pages, arrays.v_pages, arrays.page_table)
     return Inputs((*args, seq_lens), {"scale": heads.head_dim**-0.5, "window": case.window})
 
 
 def cost(case: PagedCase) -> Cost:
     """Every visible key and value read once, queries read and outputs written."""
-    item, heads = np_dtype(case.dtype).itemsize, case.heads
+    item, heads = jnp.dtype(case.dtype).itemsize, case.heads
     keys = sum(case.touched_keys(row) for row in range(len(case.seq_lens)))
     head_rows = keys * heads.num_kv_heads + len(case.seq_lens) * heads.num_heads
     return Cost(

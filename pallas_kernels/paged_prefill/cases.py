@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import shapes
 from pallas_kernels.registry import Cost, Inputs
-from pallas_kernels.shapes import PagedCase, np_dtype, paged_arrays
+from pallas_kernels.shapes import PagedCase, paged_arrays
 
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
 
@@ -46,7 +47,7 @@ def build(case: PagedCase, seed: int) -> Inputs:
     q = rng.standard_normal(shape, np.float32)
     q[real:] = np.nan
     starts = np.cumsum((0, *case.query_lens)).astype(np.int32)
-    args = (q.astype(np_dtype(case.dtype)), arrays.k_pages, arrays.v_pages, arrays.page_table)
+    args = (q.astype(jnp.dtype(case.dtype)), arrays.k_pages, arrays.v_pages, arrays.page_table)
     seq_lens = np.asarray(case.seq_lens, np.int32)
     static = {"scale": heads.head_dim**-0.5, "window": case.window}
     return Inputs((*args, seq_lens, starts), static)
@@ -54,7 +55,7 @@ def build(case: PagedCase, seed: int) -> Inputs:
 
 def cost(case: PagedCase) -> Cost:
     """Every visible key and value read once, queries read and outputs written."""
-    item, heads = np_dtype(case.dtype).itemsize, case.heads
+    item, heads = jnp.dtype(case.dtype).itemsize, case.heads
     rows = range(len(case.seq_lens))
     keys = sum(case.touched_keys(row) for row in rows)
     head_rows = keys * heads.num_kv_heads + sum(case.query_lens) * heads.num_heads
