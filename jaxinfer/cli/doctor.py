@@ -108,8 +108,9 @@ def _devices() -> Iterator[Finding]:
         import jax
 
         devices = jax.devices()
-    except (ImportError, RuntimeError) as error:
-        yield Finding("devices", "jax", "broken", " ".join(str(error).split()))
+    except Exception as error:  # jax has no class of its own for this
+        detail = " ".join(f"{type(error).__name__}: {error}".split())
+        yield Finding("devices", "jax", "broken", f"{detail}; check JAX_PLATFORMS")
         return
     for device in devices:
         memory = (device.memory_stats() or {}).get("bytes_limit")

@@ -14,7 +14,7 @@ import click
 from jaxinfer.cli.answers import Answers
 from jaxinfer.cli.options import ENGINE_OPTIONS, MODEL_FORMS, SAMPLING_OPTIONS, given
 from jaxinfer.cli.progress import progress_on
-from jaxinfer.core.errors import RequestError
+from jaxinfer.core.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from jaxinfer.core.request import SamplingParams
@@ -120,8 +120,10 @@ def _accept(
     answers: Answers,
 ) -> dict[int, Prompt]:
     """The prompts that can be answered, by number; the others are reported as failed."""
-    if chat is None:
-        chat = llm.get_tokenizer().has_chat_template
+    has_template = llm.get_tokenizer().has_chat_template
+    if not has_template and (chat or system is not None):
+        raise ConfigError("this model has no chat template; leave out --chat and --system")
+    chat = has_template if chat is None else chat
     accepted: dict[int, Prompt] = {}
     for number, text in enumerate(texts):
         try:
@@ -142,8 +144,6 @@ def _prompt(llm: LLM, text: str, chat: bool, system: str | None) -> Prompt:
     if not text:
         raise RequestError("the prompt is empty; give some text")
     if not chat:
-        if system is not None:
-            raise RequestError("--system needs a chat template, and this model has none")
         return Prompt(text, encode(text, tokenizer))
     messages = [{"role": "user", "content": text}]
     if system is not None:

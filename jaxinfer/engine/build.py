@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.core.config import EngineConfig, Limits, cache_root
-from jaxinfer.core.errors import ConfigError, RequestError
+from jaxinfer.core.errors import ConfigError, EngineError, RequestError
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.engine import Engine, EngineStats, ModelFacts
@@ -52,8 +52,7 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     """Resolve the model and the sizes; raises a ``JaxinferError`` naming what does not fit."""
     progress = progress or NoProgress()
     cache_dir = cache_root(config.cache_dir)
-    platform = jax.default_backend()
-    config = with_device_defaults(config, platform)
+    config = with_device_defaults(config, _platform())
     source = resolve_source(
         config.model,
         load_format=config.load_format,
@@ -134,6 +133,16 @@ def with_device_defaults(config: EngineConfig, platform: str) -> EngineConfig:
         key: value for key, value in defaults.items() if getattr(config, key) in (None, "auto")
     }
     return replace(config, **missing)
+
+
+def _platform() -> str:
+    try:
+        return jax.default_backend()
+    except Exception as error:  # jax has no class of its own for this
+        raise EngineError(
+            f"JAX finds no device ({type(error).__name__}: {error}); check JAX_PLATFORMS and see "
+            "`jaxinfer doctor`"
+        ) from error
 
 
 def model_facts(plan: EnginePlan) -> ModelFacts:

@@ -61,13 +61,16 @@ def load_bundle(
     """
     folder = _folder(program, root)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = (folder / MANIFEST).read_text()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise _unusable(root, error) from error
     names = program.names()
     try:
-        payloads = [_read(folder / f"{name}.bin", manifest["sha256"][name]) for name in names]
-    except (OSError, KeyError, ValueError):
+        digests = json.loads(manifest)["sha256"]
+        payloads = [_read(folder / f"{name}.bin", digests[name]) for name in names]
+    except (OSError, KeyError, TypeError, ValueError):
         shutil.rmtree(folder, ignore_errors=True)
         return None
     with (
@@ -92,10 +95,7 @@ def save_bundle(
         root.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=".partial-", dir=root))
     except OSError as error:
-        raise CacheError(
-            f"cannot write the executable cache {root}: {error.strerror}; "
-            "make it writable or choose another folder with JAXINFER_CACHE_DIR"
-        ) from error
+        raise _unusable(root, error) from error
     try:
         digests = {name: _write(staging, name, compiled) for name, compiled in executables.items()}
         manifest = {"fingerprint": fingerprint(program), "sha256": digests}
@@ -104,6 +104,13 @@ def save_bundle(
             staging.rename(folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _unusable(root: Path, error: OSError) -> CacheError:
+    return CacheError(
+        f"cannot use the executable cache {root}: {error.strerror}; "
+        "make it writable or choose another folder with JAXINFER_CACHE_DIR"
+    )
 
 
 def _folder(program: Program, root: Path) -> Path:

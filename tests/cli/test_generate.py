@@ -1,6 +1,8 @@
 """``jaxinfer generate`` on a tiny model: prompts in, text or JSON out, errors in between."""
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -127,6 +129,7 @@ def test_empty_stdin(arguments: tuple[str, ...], generate: Generate) -> None:
         (["--max-num-seqs=0"], "max_num_seqs must be at least 1"),
         (["--max-model-len=100000"], "max_model_len 100000"),
         (["--model=no-such-model"], "'no-such-model' is neither a known name"),
+        (["--cache-dir=/dev/null/cache"], "cache /dev/null/cache"),
     ],
 )
 def test_wrong_settings_are_one_sentence(
@@ -138,6 +141,28 @@ def test_wrong_settings_are_one_sentence(
     assert result.stderr.startswith("jaxinfer: error: ")
     assert result.stderr.count("\n") == 1
     assert error in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--chat"], ["--system", "be kind"]], ids=" ".join)
+def test_chat_with_a_model_that_has_no_template(
+    arguments: list[str], model_folder: Path, tmp_path: Path, generate: Generate
+) -> None:
+    shutil.copytree(model_folder, tmp_path / "plain")
+    (tmp_path / "plain" / "tokenizer_config.json").unlink()
+    result = generate(f"--model={tmp_path / 'plain'}", *arguments, "x")
+    assert result.exit_code == 1
+    assert "this model has no chat template; leave out --chat and --system" in result.stderr
+
+
+def test_no_device(tiny_arguments: list[str]) -> None:
+    ran = subprocess.run(
+        [JAXINFER, "generate", *tiny_arguments, "x"],
+        env={**os.environ, "JAX_PLATFORMS": "no_such_platform"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("jaxinfer: error: JAX finds no device (")
 
 
 def test_stdin_that_is_not_text(generate: Generate) -> None:

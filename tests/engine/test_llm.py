@@ -155,7 +155,7 @@ def test_refused_settings(folder: Path, cache: str, name: str) -> None:
 def test_unwritable_cache(folder: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(JaxinferError, match="cannot write the executable cache"):
+    with pytest.raises(JaxinferError, match="cannot use the executable cache"):
         LLM(str(folder), cache_dir=str(blocked), **{**SMALL, "max_num_seqs": 1})
 
 
