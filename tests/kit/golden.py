@@ -1,0 +1,34 @@
+"""The golden greedy answers of SmolLM2, as arrays.
+
+Owns: reading them. Must not know: what is compared with them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from safetensors.numpy import load_file
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "smollm2_greedy.safetensors"
+
+
+class Golden(NamedTuple):
+    """What transformers answered, greedily, on the same dequantised weights."""
+
+    prompts: list[list[int]]
+    tokens: np.ndarray  # int[30, 64]
+    margin: np.ndarray  # float[30, 64]: logit distance between its choice and its second choice
+    topk_steps: np.ndarray  # int[3]
+    topk_ids: np.ndarray  # int[30, 3, 20]
+    topk_logprobs: np.ndarray  # float[30, 3, 20]
+
+
+def read_golden() -> Golden:
+    """The committed file."""
+    data = load_file(GOLDEN)
+    ends = np.cumsum(data["prompt_lens"])[:-1]
+    prompts = [part.tolist() for part in np.split(data["prompt_tokens"], ends)]
+    names = ("decode_tokens", "margin", "topk_steps", "topk_ids", "topk_logprobs")
+    return Golden(prompts, *(data[name] for name in names))
