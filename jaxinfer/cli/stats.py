@@ -78,13 +78,17 @@ def describe_run(stats: EngineStats, clock: RunClock) -> list[tuple[str, str]]:
     """(name, text) lines about a finished run."""
     seconds, tokens = clock.seconds, stats.num_generated_tokens
     rate = f", {tokens / seconds:.1f} tokens/s" if tokens and seconds else ""
-    compiled = f"{stats.num_compiled} of {stats.num_executables} executables compiled"
+    cached = stats.num_executables - stats.num_compiled
     first = "none"
     if clock.first_token_age is not None:
         first = f"{clock.first_token_age:.2f} s after process start"
     return [
-        ("compile", f"{stats.compile_seconds:.2f} s, {compiled}"),
-        ("load", f"{stats.load_seconds:.2f} s"),
+        (
+            "compile",
+            f"{stats.compile_seconds:.2f} s: {stats.num_compiled} executables compiled, "
+            f"{cached} from the cache",
+        ),
+        ("load", f"{stats.load_seconds:.2f} s for the weights"),
         ("first token", first),
         ("prompt", f"{stats.num_prompt_tokens} tokens, {stats.num_cached_tokens} from the cache"),
         ("generated", f"{tokens} tokens in {seconds:.2f} s{rate}"),
