@@ -16,11 +16,10 @@ def round_up(value: int, multiple: int) -> int:
     return cdiv(value, multiple) * multiple
 
 
-def powers_of_two(limit: int) -> tuple[int, ...]:
-    """1, 2, 4 ... up to ``limit``, which is always the last entry, power of two or not."""
-    ladder: list[int] = []
-    value = 1
-    while value < limit:
-        ladder.append(value)
-        value *= 2
-    return (*ladder, limit)
+def ladder(start: int, limit: int, factor: int) -> tuple[int, ...]:
+    """start, start * factor, ... below ``limit``, then ``limit`` itself."""
+    rungs: list[int] = []
+    while start < limit:
+        rungs.append(start)
+        start *= factor
+    return (*rungs, limit)

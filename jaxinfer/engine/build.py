@@ -63,7 +63,8 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     model = build_model(source.hf_config, jnp.dtype(config.dtype))
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source.tokenizer_spec())
     max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
-    assert max_num_seqs is not None and chunk is not None, "filled by with_device_defaults"
+    factor = config.decode_bucket_factor
+    assert max_num_seqs and chunk and factor, "filled by with_device_defaults"
     context = _context(config, model)
     memory = plan_memory(
         config,
@@ -80,7 +81,7 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
         max_num_seqs=max_num_seqs,
         max_model_len=context,
         max_num_batched_tokens=chunk,
-        buckets=bucket_table(max_num_seqs, chunk),
+        buckets=bucket_table(max_num_seqs, chunk, decode_factor=factor),
         enable_prefix_caching=config.enable_prefix_caching,
     )
     return EnginePlan(config, source, model, limits, memory, tokenizer, cache_dir)

@@ -1,8 +1,7 @@
 """The bundle: compiled executables on disk, so that the next start compiles nothing.
 
 Owns: the folder layout (``<root>/<fingerprint>/{manifest.json, <name>.bin}``), the fingerprint that
-decides whether a bundle fits, writing it whole or not at all. Must not know: how executables are
-made or used.
+decides whether a bundle fits. Must not know: how executables are made or used.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import pickle
 import platform
 import shutil
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -52,21 +50,29 @@ def fingerprint(program: Program) -> dict[str, str]:
     }
 
 
+def bundle_path(program: Program, root: Path) -> Path:
+    """The folder of the bundle that fits; it may not exist."""
+    text = json.dumps(fingerprint(program), sort_keys=True)
+    return root / hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
 def load_bundle(
-    program: Program, root: Path, progress: Progress
+    folder: Path, names: tuple[str, ...], progress: Progress
 ) -> dict[str, jax.stages.Compiled] | None:
-    """The executables of the bundle that fits, or None when there is none.
+    """The executables of a bundle, or None when there is none.
 
     A bundle that does not hold what its manifest promises is deleted, which makes it "none".
+    Raises ``CacheError`` when the cache cannot be read.
     """
-    folder = _folder(program, root)
     try:
         manifest = (folder / MANIFEST).read_text()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise _unusable(root, error) from error
-    names = program.names()
+        raise CacheError(
+            f"cannot read the executable cache {folder.parent}: {error.strerror}; "
+            "make it readable or choose another cache folder with JAXINFER_CACHE_DIR"
+        ) from error
     try:
         digests = json.loads(manifest)["sha256"]
         payloads = [_read(folder / f"{name}.bin", digests[name]) for name in names]
@@ -86,36 +92,13 @@ def load_bundle(
         return dict(zip(names, pool.map(one, payloads), strict=True))
 
 
-def save_bundle(
-    program: Program, executables: Mapping[str, jax.stages.Compiled], root: Path
+def write_bundle(
+    folder: Path, program: Program, executables: Mapping[str, jax.stages.Compiled]
 ) -> None:
-    """Write a bundle to a temporary folder and rename it when whole."""
-    folder = _folder(program, root)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=".partial-", dir=root))
-    except OSError as error:
-        raise _unusable(root, error) from error
-    try:
-        digests = {name: _write(staging, name, compiled) for name, compiled in executables.items()}
-        manifest = {"fingerprint": fingerprint(program), "sha256": digests}
-        (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        if not folder.exists():
-            staging.rename(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _unusable(root: Path, error: OSError) -> CacheError:
-    return CacheError(
-        f"cannot use the executable cache {root}: {error.strerror}; "
-        "make it writable or choose another folder with JAXINFER_CACHE_DIR"
-    )
-
-
-def _folder(program: Program, root: Path) -> Path:
-    text = json.dumps(fingerprint(program), sort_keys=True)
-    return root / hashlib.sha256(text.encode()).hexdigest()[:24]
+    """Write every executable and the manifest into an empty folder."""
+    digests = {name: _write(folder, name, compiled) for name, compiled in executables.items()}
+    manifest = {"fingerprint": fingerprint(program), "sha256": digests}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
 def _write(folder: Path, name: str, compiled: jax.stages.Compiled) -> str:

@@ -17,8 +17,9 @@ from typing import Any
 import jax
 
 from jaxinfer.core.progress import Progress
+from jaxinfer.core.staging import build_once
 from jaxinfer.core.step import Bucket
-from jaxinfer.exec.aot import load_bundle, save_bundle
+from jaxinfer.exec.aot import bundle_path, load_bundle, write_bundle
 from jaxinfer.exec.memory import release_free_heap
 from jaxinfer.exec.program import ADMIT, Program
 
@@ -37,17 +38,32 @@ class Executables:
 def build_executables(
     program: Program, *, bundle_root: Path | None, progress: Progress
 ) -> Executables:
-    """Load every executable from the bundle under ``bundle_root``, or compile and save them all."""
-    by_name = load_bundle(program, bundle_root, progress) if bundle_root else None
-    compiled = 0
-    if by_name is None:
-        by_name = compile_all(program, progress)
-        compiled = len(by_name)
-        if bundle_root:
-            save_bundle(program, by_name, bundle_root)
+    """Load every executable from the bundle under ``bundle_root``, or compile and save them all.
+
+    The bundle's folder is made before anything is compiled, so an unwritable cache is known at
+    once; a second process that wants the same bundle waits for the first.
+    """
+    if bundle_root is None:
+        return _executables(program, compile_all(program, progress), program.names())
+    folder, names = bundle_path(program, bundle_root), program.names()
+    loaded = load_bundle(folder, names, progress)
+    compiled: dict[str, jax.stages.Compiled] = {}
+
+    def fill(partial: Path) -> None:
+        compiled.update(compile_all(program, progress))
+        write_bundle(partial, program, compiled)
+
+    if loaded is None and not build_once(folder, fill):
+        loaded = load_bundle(folder, names, progress)
+    return _executables(program, loaded or compiled, tuple(compiled))
+
+
+def _executables(
+    program: Program, by_name: Mapping[str, Compiled], compiled: tuple[str, ...]
+) -> Executables:
     release_free_heap()
     steps = {bucket: by_name[bucket.name] for bucket in program.limits.buckets}
-    return Executables(by_name[ADMIT], steps, compiled)
+    return Executables(by_name[ADMIT], steps, len(compiled))
 
 
 def compile_all(program: Program, progress: Progress) -> dict[str, jax.stages.Compiled]:

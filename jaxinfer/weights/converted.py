@@ -21,10 +21,10 @@ import orbax.checkpoint as ocp
 
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import Progress
+from jaxinfer.core.staging import build_once
 from jaxinfer.models.base import Model, Params, TensorRule
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.plan import PlannedParam
-from jaxinfer.weights.staging import build_once
 from jaxinfer.weights.tree import by_path, nested
 
 _FORMAT = 1  # of the entry; raise it when groups or manifest change

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from jaxinfer.core.errors import CacheError, SourceError
 from jaxinfer.core.progress import Advance, Progress
-from jaxinfer.weights.staging import build_once
+from jaxinfer.core.staging import build_once
 
 PREFIX = "pypi:"
 _REFERENCE = re.compile(

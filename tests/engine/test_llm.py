@@ -155,7 +155,7 @@ def test_refused_settings(folder: Path, cache: str, name: str) -> None:
 def test_unwritable_cache(folder: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(JaxinferError, match="cannot use the executable cache"):
+    with pytest.raises(JaxinferError, match="cannot read the executable cache"):
         LLM(str(folder), cache_dir=str(blocked), **{**SMALL, "max_num_seqs": 1})
 
 
@@ -171,3 +171,25 @@ def test_progress_reports_compile_load_and_generate(folder: Path, cache: str) ->
     recorder = Recorder()
     LLM(str(folder), cache_dir=cache, progress=recorder, **SMALL).generate("a", GREEDY)
     assert recorder.tasks == ["load executables", "Loading weights", "generate"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "manifest", "partial"])
+def test_a_damaged_bundle_is_compiled_again(folder: Path, tmp_path: Path, damage: str) -> None:
+    settings = {**SMALL, "max_num_seqs": 1, "max_num_batched_tokens": 8, "cache_dir": str(tmp_path)}
+    first = LLM(str(folder), **settings)
+    (bundle,) = (path for path in (tmp_path / "executables").iterdir() if path.is_dir())
+    executable = bundle / "d1.bin"
+    match damage:
+        case "cut":
+            executable.write_bytes(executable.read_bytes()[:1000])
+        case "missing":
+            executable.unlink()
+        case "manifest":
+            (bundle / "manifest.json").write_text("{")
+        case _:  # killed while writing
+            bundle.rename(bundle.with_name(bundle.name + ".partial"))
+    again = LLM(str(folder), **settings)
+    assert again.stats().num_compiled == first.stats().num_compiled
+    assert LLM(str(folder), **settings).stats().num_compiled == 0
+    assert [path for path in bundle.parent.iterdir() if path.is_dir()] == [bundle]
+    assert again.generate("a", GREEDY) == first.generate("a", GREEDY)

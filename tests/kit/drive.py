@@ -13,7 +13,7 @@ from immutables import Map
 from jaxinfer.core.config import Limits
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import Request, SamplingParams
-from jaxinfer.core.shapes import powers_of_two
+from jaxinfer.core.shapes import ladder
 from jaxinfer.core.step import Arrive, Bucket, Event, StepDone, StepPlan, StepResult, TokenEvent
 from jaxinfer.sched.invariants import check
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState, initial_state, schedule
@@ -24,11 +24,9 @@ EOS = 7
 
 def bucket_table(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
     """Decode buckets, prefill buckets and mixed ones for all decodes, as the engine makes them."""
-    tokens = [t for t in powers_of_two(max_num_batched_tokens) if t >= 8] or [
-        max_num_batched_tokens
-    ]
+    tokens = [t for t in ladder(1, max_num_batched_tokens, 2) if t >= 8] or [max_num_batched_tokens]
     return (
-        *(Bucket(d) for d in powers_of_two(max_num_seqs)),
+        *(Bucket(d) for d in ladder(1, max_num_seqs, 2)),
         *(Bucket(0, t, min(4, t)) for t in tokens),
         *(Bucket(max_num_seqs, t, min(4, t)) for t in tokens),
     )

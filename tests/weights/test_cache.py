@@ -15,13 +15,13 @@ from gguf import GGMLQuantizationType
 
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import NoProgress
+from jaxinfer.core.staging import build_once
 from jaxinfer.models.base import Params
 from jaxinfer.models.registry import build_model
 from jaxinfer.weights import converted
 from jaxinfer.weights.gguf_checkpoint import GGUFCheckpoint
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.sources import ModelSource, resolve_source
-from jaxinfer.weights.staging import build_once
 from jaxinfer.weights.tree import by_path
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf
 
@@ -183,7 +183,7 @@ def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
 _BUILDER = """
 import signal, sys
 from pathlib import Path
-from jaxinfer.weights.staging import build_once
+from jaxinfer.core.staging import build_once
 
 def fill(folder):
     if sys.argv[2] == "stuck":
