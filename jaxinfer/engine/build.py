@@ -26,7 +26,7 @@ from jaxinfer.engine.engine import Engine, EngineStats, ModelFacts
 from jaxinfer.exec.buckets import bucket_table
 from jaxinfer.exec.compile import build_executables
 from jaxinfer.exec.executor import Executor
-from jaxinfer.exec.memory import MemoryPlan, device_memory_bytes, plan_memory
+from jaxinfer.exec.memory import MemoryPlan, device_memory_bytes, plan_memory, release_free_heap
 from jaxinfer.exec.program import Program
 from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
@@ -104,6 +104,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         seed=plan.config.seed,
         progress=progress,
     )
+    release_free_heap()
     executor = Executor(program, executables, params)
     executor.warm_up()
     start_stats = EngineStats(

@@ -75,8 +75,8 @@ def _kv_budget(config: EngineConfig, weight_bytes: int, device_bytes: int | None
 def release_free_heap() -> None:
     """Give the C heap's free memory back to the system, where the C library can (glibc).
 
-    Compiling or loading executables leaves about 100 MiB each free but mapped, which would add to
-    the weights in the process's resident size.
+    Compiling or loading executables leaves about 100 MiB each free but mapped, restoring weights
+    70 MiB; both would add to what comes next in the process's resident size.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -8,6 +8,8 @@ multiply and reduce because XLA on CPU fuses those without transposing the block
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -15,6 +17,7 @@ from pallas_kernels import softmax
 from pallas_kernels.softmax import Running
 
 
+@partial(jax.jit, static_argnames=("scale", "window"))  # one trace serves every layer
 def paged_decode(
     q: jax.Array,  # [B, N, H]
     k_pages: jax.Array,  # [P, S, K, H]
@@ -50,7 +53,7 @@ def paged_decode(
             total = running.total * shrink + jnp.sum(weights, axis=0)
             return Running(top, total, running.mixed * shrink[..., None] + mixed)
 
-        blocks = (oldest // block, (length + block - 1) // block)
+        blocks = (jax.lax.div(oldest, block), jax.lax.div(length + (block - 1), block))
         running = jax.lax.fori_loop(*blocks, block_body, softmax.start(query.shape[:2], h))
         result = softmax.finish(running).reshape(n, h).astype(q.dtype)
         return jax.lax.dynamic_update_index_in_dim(out, result, row, axis=0)

@@ -6,6 +6,7 @@ are there, not the widths of the bucket. Blocks are those of paged_decode.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ class _Tile(NamedTuple):
     position: jax.Array  # of the first query in its context
 
 
+@partial(jax.jit, static_argnames=("scale", "window"))  # one trace serves every layer
 def paged_prefill(
     q: jax.Array,  # [T, N, H]
     k_pages: jax.Array,  # [P, S, K, H]
@@ -45,7 +47,7 @@ def paged_prefill(
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages)))
     padded = jnp.pad(q, ((0, width), (0, 0), (0, 0)))  # room for the last row's overhang
     query_lens = jnp.diff(query_start_loc)
-    row_tiles = (query_lens + width - 1) // width
+    row_tiles = jax.lax.div(query_lens + (width - 1), width)
     tile_ends = jnp.cumsum(row_tiles)
 
     def tile_body(i: jax.Array, out: jax.Array) -> jax.Array:
@@ -84,7 +86,7 @@ def _attend_tile(
     newest = tile.position + index  # [width]: the last key that each query sees
     end = tile.position + tile.count  # keys from here on are not seen, perhaps not written
     in_row = index < tile.count
-    oldest = 0 if window is None else jnp.maximum(tile.position - window + 1, 0)
+    oldest = jnp.int32(0) if window is None else jnp.maximum(tile.position - window + 1, 0)
 
     def block_body(i: jax.Array, running: Running) -> Running:
         ids = jax.lax.dynamic_slice_in_dim(page_ids, i * block_pages, block_pages)
@@ -101,6 +103,6 @@ def _attend_tile(
         total = running.total * shrink + jnp.sum(weights, axis=-1)
         return Running(top, total, running.mixed * shrink[..., None] + mixed)
 
-    blocks = (oldest // block, (end + block - 1) // block)
+    blocks = (jax.lax.div(oldest, block), jax.lax.div(end + (block - 1), block))
     nothing = softmax.start(queries.shape[:3], queries.shape[3])
     return softmax.finish(jax.lax.fori_loop(*blocks, block_body, nothing))

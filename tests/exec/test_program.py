@@ -1,0 +1,28 @@
+"""What is compiled: the KV pool and the slots are updated in place, temporaries stay small."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import pytest
+
+from jaxinfer.exec.program import ADMIT, Program
+from kit.engines import tiny_limits
+from kit.tiny_models import tiny_model
+
+LIMITS = tiny_limits(max_num_seqs=2, num_pages=77, max_model_len=96)
+PROGRAM = Program(tiny_model("qwen3")[0], LIMITS)
+
+
+@pytest.mark.parametrize("name", PROGRAM.names())
+def test_state_is_updated_in_place(name: str) -> None:
+    compiled = PROGRAM.lower(name).compile()
+    state = [PROGRAM.slots()] if name == ADMIT else [PROGRAM.slots(), PROGRAM.kv_state()]
+    leaves = jax.tree.leaves(state)
+    analysis = compiled.memory_analysis()
+    assert analysis.alias_size_in_bytes == sum(leaf.size * 4 for leaf in leaves)
+    pools = {",".join(map(str, leaf.shape)) for leaf in leaves}
+    flat = {re.sub(r"^(\d+),(\d+)", lambda m: str(int(m[1]) * int(m[2])), pool) for pool in pools}
+    copied = re.findall(r"= [fs]32\[([\d,]+)\]\S* copy\(", compiled.as_text())
+    assert not (pools | flat).intersection(copied)
