@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxinfer.cli.options import MODEL_FORMS, SIZE_OPTIONS, given
-from jaxinfer.cli.progress import progress_on
 from jaxinfer.cli.units import format_bytes, format_count
+from jaxinfer.engine.progress import progress_on
 
 if TYPE_CHECKING:
     from jaxinfer.engine.build import EnginePlan

@@ -48,7 +48,6 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     overlap: bool = True
     cache_dir: str | None = None
-    progress: bool = False
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)

@@ -6,6 +6,7 @@ Must not know: how the engine is built or what runs it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxinfer.engine.build import build_engine
 from jaxinfer.engine.engine import Engine, EngineStats
 from jaxinfer.engine.interrupts import interrupts_deferred
 from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
+from jaxinfer.engine.progress import progress_on
 from jaxinfer.engine.prompts import Prompt, encode, parse_prompts
 from jaxinfer.engine.vllm_args import engine_config
 from jaxinfer.text.tokenizer import Tokenizer
@@ -24,14 +26,15 @@ from jaxinfer.text.tokenizer import Tokenizer
 class LLM:
     """A model ready to answer. Arguments are vLLM's; see ``EngineConfig`` for what they mean.
 
-    ``progress`` reports start-up and, with ``use_tqdm``, generation. Raises a ``JaxinferError``
+    ``progress`` reports start-up and, with ``use_tqdm``, generation; by default bars on stderr.
+    Raises a ``JaxinferError``
     with one clear sentence when the model or a setting cannot be used.
     """
 
     def __init__(
         self, model: str | None = None, *, progress: Progress | None = None, **arguments: Any
     ) -> None:
-        self._progress = progress or NoProgress()
+        self._progress = progress or progress_on(sys.stderr)
         self.config = engine_config(model, arguments)
         self._engine = build_engine(self.config, self._progress)
         self._requests = 0

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jaxinfer.cli.progress import BarProgress, LineProgress, progress_on
+from jaxinfer.engine.progress import BarProgress, LineProgress, progress_on
 
 
 class Terminal(io.StringIO):
