@@ -15,6 +15,7 @@ import click
 from jaxinfer import __version__
 from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.generate import generate
+from jaxinfer.cli.heap import keep_heap_small
 from jaxinfer.cli.inspect import inspect
 from jaxinfer.core.errors import JaxinferError
 
@@ -48,6 +49,7 @@ cli.add_command(inspect)
 
 def main() -> None:
     """The entry point of the console script."""
+    keep_heap_small()
     try:
         cli(prog_name="jaxinfer")
     except SystemExit as end:

@@ -27,8 +27,7 @@ class LLM:
     """A model ready to answer. Arguments are vLLM's; see ``EngineConfig`` for what they mean.
 
     ``progress`` reports start-up and, with ``use_tqdm``, generation; by default bars on stderr.
-    Raises a ``JaxinferError``
-    with one clear sentence when the model or a setting cannot be used.
+    Raises a ``JaxinferError``, one clear sentence, when the model or a setting cannot be used.
     """
 
     def __init__(
