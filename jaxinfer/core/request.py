@@ -86,19 +86,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _check(self) -> None:
-        _between("n", self.n, 1, 16384)
+        _whole("n", self.n, 1, 16384)
         _between("temperature", self.temperature, 0.0, math.inf)
-        _between("top_k", self.top_k, 0, 2**31 - 1)
+        _whole("top_k", self.top_k, 0, 2**31 - 1)
         _between("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _between("min_p", self.min_p, 0.0, 1.0)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _between("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _between("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.seed is not None:
-            _between("seed", self.seed, -(2**63), 2**63 - 1)
+            _whole("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
-            _between("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
                     f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}; "
@@ -107,7 +107,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
-                _between(name, value, 0, MAX_LOGPROBS)
+                _whole(name, value, 0, MAX_LOGPROBS)
         self._check_lists()
 
     def _check_lists(self) -> None:
@@ -163,6 +163,13 @@ def _token_id(name: str, value: object) -> int:
     if token_id < 0:
         raise RequestError(f"{name} holds {token_id}; token ids start at 0")
     return token_id
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    """Refuse what is not a whole number in [low, high]."""
+    _between(name, value, low, high)
+    if not isinstance(value, int):
+        raise RequestError(f"{name} must be a whole number, got {value!r}")
 
 
 def _between(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:

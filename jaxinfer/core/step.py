@@ -7,16 +7,12 @@ only here. Must not know: jax, pages' owners, text.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason, Request
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class StepKind(StrEnum):
@@ -199,8 +195,3 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop id that ended it, when one of the user's own did
     error: str = ""
-
-
-def rows_by_id(result: StepResult) -> Mapping[tuple[str, int], RowResult]:
-    """The rows of a result keyed by (request_id, epoch)."""
-    return {(row.request_id, row.epoch): row for row in result.rows}

@@ -1,0 +1,41 @@
+"""IntLog is an immutable value, however its histories branch."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxinfer.core.intlog import IntLog
+
+values = st.lists(st.integers(0, 2**31 - 1), max_size=40)
+
+
+@given(st.data())
+def test_every_view_stays_what_it_was(data: st.DataObject) -> None:
+    known: list[tuple[IntLog, list[int]]] = [(IntLog(), [])]
+    for _ in range(12):
+        log, expected = data.draw(st.sampled_from(known))
+        added = data.draw(values)
+        grown = log.extend(added)
+        if len(added) == 1:
+            assert grown == log.append(added[0])
+        known.append((grown, expected + added))
+        cut = data.draw(st.integers(0, len(expected)))
+        known.append((log.first(cut), expected[:cut]))
+    for log, expected in known:
+        assert list(log) == log.array().tolist() == expected
+        assert len(log) == len(expected)
+        assert log == IntLog(expected) and hash(log) == hash(IntLog(expected))
+
+
+def test_arrays_cannot_be_written() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        IntLog([1, 2]).array()[0] = 5
+
+
+def test_index() -> None:
+    log = IntLog([4, 5, 6]).first(2)
+    assert (log[0], log[-1]) == (4, 5)
+    with pytest.raises(IndexError):
+        log[2]
