@@ -31,14 +31,7 @@ class Answers:
         """Expect the answer to a prompt."""
         from jaxinfer.engine.outputs import Collector
 
-        self._collectors[number] = Collector(
-            str(number),
-            prompt.text,
-            prompt.token_ids,
-            n=1,
-            logprobs=sampling.logprobs is not None,
-            prompt_logprobs=False,
-        )
+        self._collectors[number] = Collector(str(number), prompt, sampling)
 
     def gain(self, number: int, delta: Delta) -> None:
         """Take a part of an answer in."""

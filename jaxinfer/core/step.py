@@ -117,11 +117,6 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
         """All rows; row i of the decodes is row i of the batch, prefills start at num_decodes."""
         return self.decodes + self.prefills
 
-    @property
-    def num_scheduled_tokens(self) -> int:
-        """Tokens without padding."""
-        return len(self.decodes) + sum(row.num_scheduled_tokens for row in self.prefills)
-
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Logprobs of one position under the unmodified distribution.

@@ -57,14 +57,7 @@ class AsyncLLM:
         ``EngineError`` when the answer could not be completed.
         """
         parsed = parse_prompt(prompt, self.engine.tokenizer)
-        collector = Collector(
-            request_id or self._next_id(),
-            parsed.text,
-            parsed.token_ids,
-            n=sampling_params.n,
-            logprobs=sampling_params.logprobs is not None,
-            prompt_logprobs=sampling_params.prompt_logprobs is not None,
-        )
+        collector = Collector(request_id or self._next_id(), parsed, sampling_params)
         deltas = self.stream(
             parsed,
             sampling_params,

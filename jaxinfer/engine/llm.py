@@ -14,7 +14,7 @@ from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.build import build_engine
-from jaxinfer.engine.engine import Engine, EngineStats
+from jaxinfer.engine.engine import EngineStats
 from jaxinfer.engine.interrupts import interrupts_deferred
 from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
 from jaxinfer.engine.progress import progress_on
@@ -37,15 +37,6 @@ class LLM:
         self.config = engine_config(model, arguments)
         self._engine = build_engine(self.config, self._progress)
         self._requests = 0
-
-    @classmethod
-    def from_engine(cls, engine: Engine) -> LLM:
-        """The API over an engine that was built elsewhere."""
-        llm = cls.__new__(cls)
-        llm._progress = NoProgress()
-        llm._engine = engine
-        llm._requests = 0
-        return llm
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -139,14 +130,7 @@ class LLM:
             except RequestError as error:
                 raise RequestError(f"prompt {number}: {error}") from None
         collectors = [
-            Collector(
-                str(number),
-                prompt.text,
-                prompt.token_ids,
-                n=one.n,
-                logprobs=one.logprobs is not None,
-                prompt_logprobs=one.prompt_logprobs is not None,
-            )
+            Collector(str(number), prompt, one)
             for number, (prompt, one) in enumerate(zip(prompts, params, strict=True))
         ]
         progress = self._progress if use_tqdm else NoProgress()

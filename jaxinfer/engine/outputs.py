@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jaxinfer.core.request import FinishReason
+from jaxinfer.core.request import FinishReason, SamplingParams
+from jaxinfer.engine.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,26 +73,17 @@ class RequestOutput:
 class Collector:
     """Grows one ``RequestOutput`` from deltas."""
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        prompt_token_ids: tuple[int, ...],
-        *,
-        n: int,
-        logprobs: bool,
-        prompt_logprobs: bool,
-    ) -> None:
+    def __init__(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> None:
+        scored = sampling.logprobs is not None
         completions = [
             CompletionOutput(
-                index,
-                logprobs=[] if logprobs else None,
-                cumulative_logprob=0.0 if logprobs else None,
+                index, logprobs=[] if scored else None, cumulative_logprob=0.0 if scored else None
             )
-            for index in range(n)
+            for index in range(sampling.n)
         ]
-        self.output = RequestOutput(request_id, prompt, list(prompt_token_ids), completions)
-        if prompt_logprobs:
+        token_ids = list(prompt.token_ids)
+        self.output = RequestOutput(request_id, prompt.text, token_ids, completions)
+        if sampling.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None]
 
     def add(self, delta: Delta) -> None:

@@ -42,12 +42,6 @@ class GGUFModel:
         """The token ids that begin and end a text."""
         return generation_config_from_gguf(self.header.metadata)
 
-    @property
-    def tokenizer_metadata(self) -> Mapping[str, Any]:
-        """The metadata of the tokenizer, its chat template included."""
-        metadata = self.header.metadata
-        return {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
-
 
 def open_gguf(path: Path) -> GGUFModel:
     """Read and check a GGUF file's header.

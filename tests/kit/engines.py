@@ -15,6 +15,7 @@ from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.engine import Engine, ModelFacts
 from jaxinfer.engine.outputs import Collector, RequestOutput
+from jaxinfer.engine.prompts import Prompt
 from jaxinfer.exec.buckets import bucket_table
 from jaxinfer.exec.compile import build_executables
 from jaxinfer.exec.executor import Executor
@@ -95,14 +96,7 @@ def run(
     collectors: dict[str, Collector] = {}
     for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
         name = f"r{number}"
-        collectors[name] = Collector(
-            name,
-            None,
-            tuple(prompt),
-            n=one.n,
-            logprobs=one.logprobs is not None,
-            prompt_logprobs=one.prompt_logprobs is not None,
-        )
+        collectors[name] = Collector(name, Prompt(None, tuple(prompt)), one)
         engine.add_request(name, prompt, one)
         if not together:
             drain(engine, collectors)
