@@ -1,0 +1,41 @@
+"""The served model as a pure function: logits, gradients and residual streams of one prompt."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.progress import NoProgress
+from jaxinfer.engine.build import plan_engine
+from jaxinfer.models import forward
+from jaxinfer.nn.attention import DenseCausal
+from jaxinfer.weights.load import load_params
+
+# the very weights and functions that serve, without an engine around them
+plan = plan_engine(EngineConfig())
+params = load_params(
+    plan.model, plan.source, cache_dir=plan.cache_dir, seed=0, progress=NoProgress()
+)
+assert plan.tokenizer is not None
+tokens = jnp.asarray(plan.tokenizer.encode("The capital of France is"), jnp.int32)  # [T]
+
+logits = jax.jit(lambda p, t: forward(plan.model, p, t))(params, tokens)  # float32[T, V]
+best = int(jnp.argmax(logits[-1]))
+print("next token:", plan.tokenizer.decode([best]))
+
+
+def surprise(embedding: jax.Array) -> jax.Array:  # [V, D] -> float32[]
+    """Negative logprob of that token as a function of the embedding table."""
+    changed = {**params, "embed": embedding}
+    return -jax.nn.log_softmax(forward(plan.model, changed, tokens)[-1])[best]
+
+
+gradient = jax.grad(surprise)(params["embed"])[tokens]  # [T, D]
+for token, row in zip(tokens.tolist(), gradient, strict=True):
+    print(f"{plan.tokenizer.decode([token])!r:>10}: saliency {float(jnp.linalg.norm(row)):.4f}")
+
+positions = jnp.arange(len(tokens), dtype=jnp.int32)
+(_, taps) = plan.model.module.apply(
+    {"params": params}, tokens, positions, None, DenseCausal(), mutable=["taps"]
+)
+(residual,) = taps["taps"]["layers_9"]["residual"]
+print("residual stream after layer 9:", residual.shape)

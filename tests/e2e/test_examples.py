@@ -1,0 +1,18 @@
+"""The examples run as they stand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(example: Path) -> None:
+    result = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert {"offline": "Tokyo", "stream": "100", "research": "Paris"}[example.stem] in result.stdout
