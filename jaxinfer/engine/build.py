@@ -32,6 +32,7 @@ from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
 from jaxinfer.weights.load import load_params
+from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import ModelSource, resolve_source
 
 
@@ -61,6 +62,8 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
         tokenizer=config.tokenizer,
     )
     model = build_model(source.hf_config, jnp.dtype(config.dtype))
+    if source.checkpoint is not None:
+        plan_params(model, source.checkpoint)  # names and shapes, before anything slow begins
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source.tokenizer_spec())
     max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
     factor = config.decode_bucket_factor

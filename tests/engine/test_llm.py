@@ -193,3 +193,16 @@ def test_a_damaged_bundle_is_compiled_again(folder: Path, tmp_path: Path, damage
     assert LLM(str(folder), **settings).stats().num_compiled == 0
     assert [path for path in bundle.parent.iterdir() if path.is_dir()] == [bundle]
     assert again.generate("a", GREEDY) == first.generate("a", GREEDY)
+
+
+def test_a_wrong_checkpoint_is_known_before_anything_is_compiled(
+    folder: Path, tmp_path: Path
+) -> None:
+    config = tiny_llama_config(vocab_size=TINY_VOCAB_SIZE)
+    tensors = random_hf_tensors(build_model(config, "float32"))
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
+    write_hf_folder(tmp_path, config, tensors)
+    (tmp_path / "tokenizer.json").write_text(tiny_tokenizer_json())
+    with pytest.raises(JaxinferError, match="tensor model.norm.weight has shape"):
+        LLM(str(tmp_path), cache_dir=str(tmp_path / "cache"), **SMALL)
+    assert not (tmp_path / "cache").exists()
