@@ -44,7 +44,7 @@ format: $(STAMP) ## Rewrite the sources in the project's style
 	$(BIN)/ruff format .
 
 bench: $(STAMP) ## Measure tokens per second on the CPU
-	$(BIN)/python bench/cpu.py
+	$(BIN)/python -m bench.cpu
 
 clean: ## Remove .venv and everything that tools leave behind
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

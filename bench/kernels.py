@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench.circumstances import circumstances
 from pallas_kernels.registry import Case, Impl, KernelOp, all_ops
 from pallas_kernels.testing import runnable
 
@@ -87,22 +84,6 @@ def time_case(op: KernelOp, impl: Impl, case: Case, ceiling: float) -> dict[str,
     }
 
 
-def circumstances() -> dict[str, Any]:
-    """What a number means nothing without."""
-    git = partial(subprocess.check_output, text=True)
-    return {
-        "device": jax.devices()[0].device_kind,
-        "num_devices": len(jax.devices()),
-        "host": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": version("jaxlib"),
-        "git": git(["git", "rev-parse", "HEAD"]).strip(),
-        "git_dirty": bool(git(["git", "status", "--porcelain", "pallas_kernels"]).strip()),
-    }
-
-
 def main() -> None:
     """Time, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -110,7 +91,7 @@ def main() -> None:
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--output", type=Path, help="JSON file; by default bench/results/<device>")
     options = parser.parse_args()
-    facts = circumstances()
+    facts = circumstances("pallas_kernels")
     ceiling = ceiling_bytes_per_second()
     print(f"{facts['device']}: copies at {ceiling / 1e9:.1f} GB/s")
     print(f"{'op':14}{'impl':8}{'case':28}{'us':>10}{'GB/s':>9}{'TFLOP/s':>9}{'of copy':>9}")
