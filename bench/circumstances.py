@@ -1,0 +1,41 @@
+"""What a measured number means nothing without: machine, versions, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def circumstances(*sources: str) -> dict[str, Any]:
+    """Facts for a JSON report; ``git_dirty`` says whether ``sources`` differ from the commit."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "num_devices": len(jax.devices()),
+        "host": _cpu_model() or platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "git": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain", *sources)),
+    }
+
+
+def _git(*arguments: str) -> str:
+    root = Path(__file__).parent
+    return subprocess.check_output(["git", *arguments], cwd=root, text=True).strip()
+
+
+def _cpu_model() -> str | None:
+    """The processor's name where Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), None)

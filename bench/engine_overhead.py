@@ -1,0 +1,171 @@
+"""What the engine adds to a compiled step, and which part of the host's work it is.
+
+Owns: the bare loop over a decode bucket, the engine's own decoding timed by turns, and the split of
+host time. The bare loop waits for each step's tokens; the engine plans the next step meanwhile, so
+it may even come out ahead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import numpy as np
+
+from bench.throughput import in_turn
+from jaxinfer.core.config import Limits
+from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.step import ScheduledSeq, StepPlan
+from jaxinfer.engine import loop as loop_module
+from jaxinfer.engine.engine import Engine
+from jaxinfer.exec import executor as executor_module
+from jaxinfer.exec.batch import pack, sampling_flags
+from jaxinfer.exec.compile import Executables
+from jaxinfer.exec.executor import Executor, InFlight
+from jaxinfer.exec.program import Program
+from jaxinfer.exec.slots import init_slots
+from jaxinfer.models.base import Params
+from jaxinfer.nn.kv import init_kv_state
+from jaxinfer.sched.choose import smallest_bucket
+
+
+class BareSteps:
+    """A compiled decode bucket in a loop, with a page pool and slots of its own."""
+
+    def __init__(self, program: Program, executables: Executables, params: Params) -> None:
+        self._program, self._executables, self._params = program, executables, params
+        limits = program.limits
+        self._kv_state = init_kv_state(program.model.kv_spec, limits.num_pages, limits.page_size)
+        self._slots = init_slots(limits.max_num_seqs, limits.max_model_len)
+
+    def ms_per_step(self, batch: int, contexts: range) -> float:
+        """Mean over one step per context length; batches are packed before the clock starts."""
+        limits = self._program.limits
+        bucket = smallest_bucket(limits.buckets, batch, 0, 0)
+        layout, step = self._program.layout(bucket), self._executables.steps[bucket]
+        flags = sampling_flags(())
+        batches = [pack(decode_plan(limits, batch, n), layout, flags) for n in contexts]
+        kv_state, slots = self._kv_state, self._slots
+        started = time.perf_counter()
+        for flat in batches:
+            kv_state, slots, output = step(self._params, kv_state, slots, flat)
+            np.asarray(output.token_ids)
+        seconds = time.perf_counter() - started
+        self._kv_state, self._slots = kv_state, slots
+        return 1e3 * seconds / len(batches)
+
+
+def decode_plan(limits: Limits, batch: int, context: int) -> StepPlan:
+    """A decode step of ``batch`` sequences whose context, the new token included, is ``context``.
+
+    Sequence i owns the i-th run of pages after the padding page.
+    """
+    num_pages = -(-context // limits.page_size)
+    rows = tuple(
+        ScheduledSeq(
+            request_id=str(i),
+            epoch=0,
+            slot=i,
+            num_computed_tokens=context - 1,
+            num_scheduled_tokens=1,
+            page_ids=IntLog(range(1 + i * num_pages, 1 + (i + 1) * num_pages)),
+        )
+        for i in range(batch)
+    )
+    return StepPlan(0, smallest_bucket(limits.buckets, batch, 0, 0), (), rows, ())
+
+
+def engine_ms_per_step(engine: Engine, prompts: list[list[int]], num_tokens: int) -> float:
+    """Mean over the decode steps: from the turn that gave the first tokens to the last turn."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    waiting = len(prompts)
+    while waiting:
+        waiting -= sum(bool(delta.token_ids) for delta in engine.step())
+    started = time.perf_counter()
+    while engine.has_work:
+        engine.step()
+    return 1e3 * (time.perf_counter() - started) / (num_tokens - 1)
+
+
+def host_split(
+    engine: Engine, executor: Executor, prompts: list[list[int]], num_tokens: int
+) -> dict[str, float]:
+    """Milliseconds per decode step by part, from an instrumented run.
+
+    schedule; pack; dispatch (the rest of launching); wait (for the device); collect (reading the
+    tokens that are there); process (the rest of a turn: detokenising, endings).
+    """
+    seconds: Counter[str] = Counter()
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                seconds[part] += time.perf_counter() - started
+
+        return call
+
+    wait, collect = timed("wait", jax.block_until_ready), timed("collect", executor.collect)
+
+    def collect_when_ready(step: InFlight) -> Any:
+        wait(step.output)
+        result = collect(step)
+        if step.plan.prefills:
+            seconds.clear()  # the decode steps begin here
+        return result
+
+    with (
+        patch.object(loop_module, "schedule", timed("schedule", loop_module.schedule)),
+        patch.object(executor_module, "pack", timed("pack", executor_module.pack)),
+        patch.object(executor, "launch", timed("launch", executor.launch)),
+        patch.object(executor, "collect", collect_when_ready),
+    ):
+        total = engine_ms_per_step(engine, prompts, num_tokens)
+    steps = num_tokens - 1
+    parts = {part: 1e3 * value / steps for part, value in seconds.items()}
+    parts["dispatch"] = parts.pop("launch") - parts["pack"]
+    parts["process"] = total - sum(parts.values())
+    order = ("schedule", "pack", "dispatch", "wait", "collect", "process")
+    return {part: parts[part] for part in order}
+
+
+def measure_overhead(
+    engine: Engine,
+    bare: BareSteps,
+    prompts: list[list[int]],
+    *,
+    batches: tuple[int, ...],
+    num_tokens: int,
+    repeats: int,
+) -> dict[tuple[str, int], list[float]]:
+    """Milliseconds per step of both, in turns; keys are ("engine" or "bare", batch)."""
+    length = len(prompts[0])
+    runs: dict[str, Callable[[int], float]] = {
+        "engine": lambda batch: engine_ms_per_step(engine, prompts[:batch], num_tokens),
+        "bare": lambda batch: bare.ms_per_step(batch, range(length + 1, length + num_tokens)),
+    }
+    results: dict[tuple[str, int], list[float]] = {}
+    for batch in batches:
+        for name, run in runs.items():
+            run(batch)  # warm
+            results[name, batch] = []
+    for repeat in range(repeats):
+        for batch in batches:
+            for name in in_turn(list(runs), repeat):
+                results[name, batch].append(runs[name](batch))
+    return results
+
+
+def overhead(engine: list[float], bare: list[float]) -> float:
+    """By which share a step of the engine is longer; median over repeats."""
+    return median(a / b for a, b in zip(engine, bare, strict=True)) - 1

@@ -1,0 +1,104 @@
+"""Tokens per second of several engines on the same prompts, run by run in turns.
+
+Owns: the order of runs, the samples and what is derived from them. Must not know: which engines
+there are, how tables look.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Protocol
+
+from bench.peer_process import Run
+
+
+class Engine(Protocol):
+    """Something that continues a batch of prompts greedily by exactly ``max_tokens`` tokens."""
+
+    def run(self, prompts: list[list[int]], max_tokens: int) -> Run:
+        """One timed call."""
+        ...
+
+
+@dataclass
+class Measured:
+    """The runs of one engine at one batch size: of one token, and of all of them."""
+
+    batch: int
+    num_tokens: int  # per sequence
+    first: list[float] = field(default_factory=list)  # seconds
+    full: list[float] = field(default_factory=list)  # seconds
+    load: list[float] = field(default_factory=list)  # load average of the last minute, at each run
+    token_ids: list[list[int]] = field(default_factory=list)
+
+    def tokens_per_second(self) -> list[float]:
+        """Output tokens over the whole call, prefill included; one value per repeat."""
+        return [self.batch * self.num_tokens / seconds for seconds in self.full]
+
+    def ms_per_token(self) -> list[float]:
+        """TPOT: of the tokens after the first, and of each sequence; one value per repeat."""
+        steps = self.num_tokens - 1
+        pairs = zip(self.first, self.full, strict=True)
+        return [1e3 * (full - first) / steps for first, full in pairs]
+
+
+def measure(
+    engines: Mapping[str, Engine],
+    prompts: list[list[int]],
+    *,
+    batches: Sequence[int],
+    num_tokens: int,
+    repeats: int,
+) -> dict[tuple[str, int], Measured]:
+    """Run every engine at every batch size, in turns, so that the machine's drift meets all.
+
+    The first, untimed runs warm up and keep the tokens. Raises ``ValueError`` when an engine
+    answers with another number of tokens than it was asked for.
+    """
+    results: dict[tuple[str, int], Measured] = {}
+    for batch in batches:
+        for name, engine in engines.items():
+            run = engine.run(prompts[:batch], num_tokens)
+            check_counts(name, run, batch, num_tokens)
+            results[name, batch] = Measured(batch, num_tokens, token_ids=run.token_ids)
+    for repeat in range(repeats):
+        for batch in batches:
+            for name in in_turn(list(engines), repeat):
+                result = results[name, batch]
+                result.load.append(round(os.getloadavg()[0], 2))
+                for length, seconds in ((1, result.first), (num_tokens, result.full)):
+                    run = engines[name].run(prompts[:batch], length)
+                    check_counts(name, run, batch, length)
+                    seconds.append(run.seconds)
+    return results
+
+
+def in_turn(names: Sequence[str], repeat: int) -> list[str]:
+    """The names, each time beginning with the next one."""
+    start = repeat % len(names)
+    return [*names[start:], *names[:start]]
+
+
+def check_counts(name: str, run: Run, batch: int, num_tokens: int) -> None:
+    """Raise ``ValueError`` unless the run gave ``num_tokens`` tokens for each of the prompts."""
+    lengths = [len(answer) for answer in run.token_ids]
+    if lengths != [num_tokens] * batch:
+        raise ValueError(f"{name} was asked for {batch} x {num_tokens} tokens and gave {lengths}")
+
+
+def agreement(ours: Measured, peer: Measured) -> int:
+    """In how many sequences all tokens are the same."""
+    return sum(a == b for a, b in zip(ours.token_ids, peer.token_ids, strict=True))
+
+
+def paired_ratio(ours: Iterable[float], peer: Iterable[float]) -> float:
+    """Median over repeats of the ratio within a repeat: what both suffer cancels out."""
+    return median(a / b for a, b in zip(ours, peer, strict=True))
+
+
+def spread(samples: Sequence[float]) -> float:
+    """Half the distance between the extremes, as a share of the median."""
+    return (max(samples) - min(samples)) / 2 / median(samples)
