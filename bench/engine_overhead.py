@@ -7,10 +7,11 @@ it may even come out ahead.
 
 from __future__ import annotations
 
+import os
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
-from statistics import median
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,21 +19,24 @@ import jax
 import numpy as np
 
 from bench.throughput import in_turn
-from jaxinfer.core.config import Limits
+from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import ScheduledSeq, StepPlan
 from jaxinfer.engine import loop as loop_module
+from jaxinfer.engine.build import model_facts, plan_engine
 from jaxinfer.engine.engine import Engine
 from jaxinfer.exec import executor as executor_module
 from jaxinfer.exec.batch import pack, sampling_flags
-from jaxinfer.exec.compile import Executables
+from jaxinfer.exec.compile import Executables, build_executables
 from jaxinfer.exec.executor import Executor, InFlight
 from jaxinfer.exec.program import Program
 from jaxinfer.exec.slots import init_slots
 from jaxinfer.models.base import Params
 from jaxinfer.nn.kv import init_kv_state
 from jaxinfer.sched.choose import smallest_bucket
+from jaxinfer.weights.load import load_params
 
 
 class BareSteps:
@@ -103,7 +107,7 @@ def host_split(
     schedule; pack; dispatch (the rest of launching); wait (for the device); collect (reading the
     tokens that are there); process (the rest of a turn: detokenising, endings).
     """
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -140,32 +144,44 @@ def host_split(
 
 
 def measure_overhead(
-    engine: Engine,
-    bare: BareSteps,
+    gguf: Path,
     prompts: list[list[int]],
     *,
     batches: tuple[int, ...],
     num_tokens: int,
     repeats: int,
-) -> dict[tuple[str, int], list[float]]:
-    """Milliseconds per step of both, in turns; keys are ("engine" or "bare", batch)."""
+) -> tuple[dict[tuple[str, int], list[float]], dict[int, dict[str, float]]]:
+    """Milliseconds per step by ("engine" or "bare", batch), in turns; host time by batch."""
+    engine, executor, bare = build_parts(gguf)
     length = len(prompts[0])
     runs: dict[str, Callable[[int], float]] = {
         "engine": lambda batch: engine_ms_per_step(engine, prompts[:batch], num_tokens),
         "bare": lambda batch: bare.ms_per_step(batch, range(length + 1, length + num_tokens)),
     }
-    results: dict[tuple[str, int], list[float]] = {}
+    samples: dict[tuple[str, int], list[float]] = {}
     for batch in batches:
         for name, run in runs.items():
             run(batch)  # warm
-            results[name, batch] = []
+            samples[name, batch] = []
     for repeat in range(repeats):
         for batch in batches:
             for name in in_turn(list(runs), repeat):
-                results[name, batch].append(runs[name](batch))
-    return results
+                samples[name, batch].append(runs[name](batch))
+    splits = {n: host_split(engine, executor, prompts[:n], num_tokens) for n in batches}
+    return samples, splits
 
 
-def overhead(engine: list[float], bare: list[float]) -> float:
-    """By which share a step of the engine is longer; median over repeats."""
-    return median(a / b for a, b in zip(engine, bare, strict=True)) - 1
+def build_parts(gguf: Path) -> tuple[Engine, Executor, BareSteps]:
+    """What ``build_engine`` builds, and the bare loop on the same executables and weights."""
+    config = EngineConfig(model=os.fspath(gguf), enable_prefix_caching=False)
+    plan, progress = plan_engine(config), NoProgress()
+    program = Program(plan.model, plan.limits)
+    bundles = plan.cache_dir / "executables"
+    executables = build_executables(program, bundle_root=bundles, progress=progress)
+    params = load_params(
+        plan.model, plan.source, cache_dir=plan.cache_dir, seed=plan.config.seed, progress=progress
+    )
+    executor = Executor(program, executables, params)
+    executor.warm_up()
+    engine = Engine(executor, plan.limits, model_facts(plan), plan.tokenizer)
+    return engine, executor, BareSteps(program, executables, params)

@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.cpu import OURS, overhead_rows, render, throughput_rows
-from bench.engine_overhead import decode_plan, overhead
+from bench.cpu_report import (
+    OURS,
+    overhead_rows,
+    overhead_table,
+    throughput_rows,
+    throughput_table,
+)
+from bench.engine_overhead import decode_plan
 from bench.peer_process import PeerProcess, PeerUnavailable, Run
 from bench.throughput import Measured, agreement, in_turn, measure, paired_ratio, spread
 from jaxinfer.core.config import Limits
@@ -92,23 +98,27 @@ def test_statistics() -> None:
     assert agreement(measured, peer) == 3
     assert paired_ratio([10, 30, 50], [10, 20, 20]) == 1.5
     assert spread([9, 10, 13]) == pytest.approx(0.2)
-    assert overhead([11, 21, 42], [10, 20, 40]) == pytest.approx(0.05)
 
 
 def test_the_tables_come_from_the_rows() -> None:
     log: list[str] = []
     engines = {OURS: Scripted(OURS, 10, log), "transformers": Scripted("t", 20, log)}
     results = measure(engines, [[1], [2]], batches=(1, 2), num_tokens=64, repeats=3)
-    steps = {(name, b): [ms] * 3 for name, ms in (("bare", 10.0), ("engine", 10.5)) for b in (1, 2)}
-    splits = {batch: {"schedule": 0.125, "wait": 9.0} for batch in (1, 2)}
-    rows = throughput_rows(results) + overhead_rows(steps, splits)
-    lines = render(rows, {"llama.cpp": "not installed (no module)"}, (1, 2)).splitlines()
-    assert lines[1].split() == ["jaxinfer", "1", "100.0", "0.0%", "10.00", "10.0"]
-    numbers = ["2", "100.0", "0.0%", "20.00", "20.0", "2.00", "2.00", "2/2"]
+    rows = throughput_rows(results)
+    missing = {"llama.cpp": "not installed (no module)"}
+    lines = throughput_table(rows, ("transformers", "llama.cpp"), (1, 2), missing)
+    assert lines[1].split() == ["jaxinfer", "1", "100.0", "100.0", "0.0%", "10.00", "10.0"]
+    numbers = ["2", "100.0", "100.0", "0.0%", "20.00", "20.0", "2.00", "2.00", "2/2"]
     assert lines[4].split() == ["transformers", *numbers]
     assert lines[5].split(maxsplit=1) == ["llama.cpp", "not installed (no module)"]
-    assert lines[7].split()[-2:] == ["schedule", "wait"]
-    assert lines[8].split() == ["1", "10.00", "10.50", "5.0%", "0.125", "9.000"]
+
+
+def test_the_overhead_is_that_of_the_pairs() -> None:
+    samples = {("bare", 4): [10.0, 20.0, 40.0], ("engine", 4): [11.0, 21.0, 42.0]}
+    rows = overhead_rows(samples, {4: {"schedule": 0.125, "wait": 9.0}})
+    head, line = overhead_table(rows, (4,))
+    assert head.split()[-3:] == ["over", "schedule", "wait"]
+    assert line.split() == ["4", "20.00", "21.00", "5.0%", "0.125", "9.000"]
 
 
 def test_a_bare_step_owns_pages_of_its_own() -> None:
