@@ -28,7 +28,7 @@ class EngineConfig:
     Sizes are tokens unless said. ``None`` means "derived from the model and the device".
     ``max_num_batched_tokens`` bounds the prompt tokens of one step (the chunk of chunked prefill);
     decoding rows ride along in addition, so a step never stalls them for more than one chunk.
-    ``decode_bucket_factor``: decode steps are compiled for 1, factor, factor**2, ... rows.
+    ``decode_bucket_start``: decode steps are compiled for 1, start, 2 * start, ... rows.
     """
 
     model: str = DEFAULT_MODEL
@@ -41,7 +41,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     page_size: int = 16
-    decode_bucket_factor: int | None = None
+    decode_bucket_start: int | None = None
     num_pages: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.92
@@ -57,7 +57,7 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "page_size",
-            "decode_bucket_factor",
+            "decode_bucket_start",
             "num_pages",
             "kv_cache_memory_bytes",
         ):

@@ -16,15 +16,16 @@ MIXED_LADDER_START = 16  # a mixed step pads its decode rows to 16, 128, ... or 
 
 
 def bucket_table(
-    max_num_seqs: int, max_num_batched_tokens: int, *, decode_factor: int = 2
+    max_num_seqs: int, max_num_batched_tokens: int, *, decode_start: int = 2
 ) -> tuple[Bucket, ...]:
     """Every shape a schedule can need: decode, prefill, and mixed when two sequences can run.
 
-    Decode rows come in powers of ``decode_factor``. Prefill parts come in chunks of 64, 512, ...
-    up to ``max_num_batched_tokens``, with a row for every 16 tokens of the chunk: shorter prompts
+    Decode rows come as 1, then ``decode_start`` and its doubles. Prefill parts come in chunks of
+    64, 512, ... up to ``max_num_batched_tokens``, with a row for every 16 tokens of the chunk: shorter prompts
     share a step less densely, which costs them nothing but a further step.
     """
-    decodes = [Bucket(rows) for rows in ladder(1, max_num_seqs, decode_factor)]
+    decode_rows = dict.fromkeys((1, *ladder(decode_start, max_num_seqs, 2)))
+    decodes = [Bucket(rows) for rows in decode_rows]
     mixed_rows = ladder(MIXED_LADDER_START, max_num_seqs, LADDER_FACTOR) if max_num_seqs > 1 else ()
     prefills = [
         Bucket(rows, tokens, max(1, min(max_num_seqs, tokens // 16)))
