@@ -9,9 +9,7 @@ from jaxinfer.core.shapes import ladder
 from jaxinfer.core.step import Bucket
 
 PREFILL_LADDER_START = 64  # the smallest padded chunk; a chat turn is seldom shorter
-LADDER_FACTOR = (
-    8  # also of mixed rows; few buckets: padding costs less than compiling twice as many shapes
-)
+LADDER_FACTOR = 8  # of chunks and mixed rows: padding costs less than compiling more shapes
 MIXED_LADDER_START = 16  # a mixed step pads its decode rows to 16, 128, ... or max_num_seqs
 
 
@@ -21,8 +19,8 @@ def bucket_table(
     """Every shape a schedule can need: decode, prefill, and mixed when two sequences can run.
 
     Decode rows come as 1, then ``decode_start`` and its doubles. Prefill parts come in chunks of
-    64, 512, ... up to ``max_num_batched_tokens``, with a row for every 16 tokens of the chunk: shorter prompts
-    share a step less densely, which costs them nothing but a further step.
+    64, 512, ... up to ``max_num_batched_tokens``, with a row for every 16 tokens of the chunk:
+    shorter prompts share a step less densely, which costs them nothing but a further step.
     """
     decode_rows = dict.fromkeys((1, *ladder(decode_start, max_num_seqs, 2)))
     decodes = [Bucket(rows) for rows in decode_rows]
