@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
 from jaxinfer.core.request import Request
@@ -46,6 +47,9 @@ class Executor:
         self._slots: SlotState = init_slots(limits.max_num_seqs, limits.max_model_len)
         # the host's mirror of which request a slot's parameters belong to
         self._requests: list[Request | None] = [None] * limits.max_num_seqs
+        # A CPU's arrays are host memory already. Asking for a copy would only leave a callback that
+        # needs the interpreter, and aborts the process when it comes while Python shuts down.
+        self._copies_to_host = jax.default_backend() != "cpu"
         self._layouts = {bucket: program.layout(bucket) for bucket in limits.buckets}
 
     def warm_up(self) -> None:
@@ -65,7 +69,8 @@ class Executor:
         batch = pack(plan, self._layouts[plan.bucket], sampling_flags(requests))
         step = self._executables.steps[plan.bucket]
         self._kv_state, self._slots, output = step(self._params, self._kv_state, self._slots, batch)
-        output.token_ids.copy_to_host_async()
+        if self._copies_to_host:
+            output.token_ids.copy_to_host_async()
         return InFlight(plan, requests, output)
 
     def collect(self, step: InFlight) -> StepResult:
