@@ -4,7 +4,9 @@ Set in the environment before JAX is imported, so that commands started by a tes
 """
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -13,3 +15,22 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 settings.register_profile("ci", max_examples=60, deadline=None, derandomize=True, database=None)
 settings.register_profile("nightly", max_examples=2000, deadline=None)
 settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_late_compiles() -> Iterator[None]:
+    """No engine of the whole session may compile anything while it serves."""
+    from jaxinfer.engine import engine
+    from jaxinfer.engine.late_compiles import LateCompiles
+
+    watches: list[LateCompiles] = []
+
+    class Recorded(LateCompiles):
+        def __init__(self) -> None:
+            super().__init__()
+            watches.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "LateCompiles", Recorded)
+        yield
+    assert sum(watch.count for watch in watches) == 0
