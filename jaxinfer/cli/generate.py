@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.llm import LLM
     from jaxinfer.engine.prompts import Prompt
 
+SINGLE_CHUNK = 256  # tokens; loading a second chunk size takes longer than padding to this one
 SINGLE_CONTEXT = 4096  # tokens, prompt and answer, that a lone prompt gets unless more is asked for
 DEFAULT_MAX_TOKENS = 256  # SamplingParams' 16, which is vLLM's, would cut off nearly every answer
 
@@ -86,12 +87,14 @@ def generate(
 def _sized_for(num_prompts: int, settings: dict[str, Any]) -> dict[str, Any]:
     """The engine's settings for this many prompts, where the user left them open.
 
-    One prompt needs a single sequence and seldom more than ``SINGLE_CONTEXT`` tokens: fewer
-    executables to load and a smaller KV cache bring the first token sooner.
+    One prompt needs a single sequence, one size of chunk, and seldom more than ``SINGLE_CONTEXT``
+    tokens: fewer executables to load and a smaller KV cache bring the first token sooner.
     """
     if num_prompts > 1:
         return settings
-    sized = {"max_num_seqs": 1} | settings
+    chunk = settings.get("max_num_batched_tokens", SINGLE_CHUNK)
+    sized = {"max_num_seqs": 1, "max_num_batched_tokens": chunk, "prefill_bucket_start": chunk}
+    sized |= settings
     if settings.keys().isdisjoint({"max_model_len", "kv_cache_memory_bytes"}):
         sized["num_pages"] = 1 + SINGLE_CONTEXT // EngineConfig.page_size
     return sized

@@ -29,6 +29,7 @@ class EngineConfig:
     ``max_num_batched_tokens`` bounds the prompt tokens of one step (the chunk of chunked prefill);
     decoding rows ride along in addition, so a step never stalls them for more than one chunk.
     ``decode_bucket_start``: decode steps are compiled for 1, start, 2 * start, ... rows.
+    ``prefill_bucket_start``: chunks are compiled for start, 8 * start, ... tokens.
     """
 
     model: str = DEFAULT_MODEL
@@ -42,6 +43,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     page_size: int = 16
     decode_bucket_start: int | None = None
+    prefill_bucket_start: int | None = None
     num_pages: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.92
@@ -58,6 +60,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "page_size",
             "decode_bucket_start",
+            "prefill_bucket_start",
             "num_pages",
             "kv_cache_memory_bytes",
         ):

@@ -66,8 +66,8 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
         plan_params(model, source.checkpoint)  # names and shapes, before anything slow begins
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source.tokenizer_spec())
     max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
-    decode_start = config.decode_bucket_start
-    assert max_num_seqs and chunk and decode_start, "filled by with_device_defaults"
+    decode_start, prefill_start = config.decode_bucket_start, config.prefill_bucket_start
+    assert max_num_seqs and chunk and decode_start and prefill_start, "with_device_defaults"
     context = _context(config, model)
     memory = plan_memory(
         config,
@@ -84,7 +84,9 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
         max_num_seqs=max_num_seqs,
         max_model_len=context,
         max_num_batched_tokens=chunk,
-        buckets=bucket_table(max_num_seqs, chunk, decode_start=decode_start),
+        buckets=bucket_table(
+            max_num_seqs, chunk, decode_start=decode_start, prefill_start=prefill_start
+        ),
         enable_prefix_caching=config.enable_prefix_caching,
     )
     return EnginePlan(config, source, model, limits, memory, tokenizer, cache_dir)
