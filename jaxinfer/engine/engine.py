@@ -41,6 +41,7 @@ class EngineStats:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_turns: int = 0
+    num_preemptions: int = 0
     num_late_compiles: int = 0
     num_compiled: int = 0  # executables compiled at start; the rest came from the bundle
     num_executables: int = 0
@@ -169,8 +170,12 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters so far."""
-        late = self._late_compiles.count
-        return replace(self._start, num_late_compiles=late, **self._counters)
+        return replace(
+            self._start,
+            num_preemptions=self._loop.state.num_preemptions,
+            num_late_compiles=self._late_compiles.count,
+            **self._counters,
+        )
 
     def _process(self, event: TokenEvent) -> Delta | None:
         sequence = self._sequences.get(event.request_id)

@@ -74,6 +74,7 @@ class SchedulerState(msgspec.Struct, frozen=True):
     in_flight: tuple[StepPlan, ...] = ()  # launched, not yet StepDone; oldest first
     next_step_id: int = 0
     next_epoch: int = 0
+    num_preemptions: int = 0  # ever
 
     @property
     def num_unfinished(self) -> int:
@@ -147,6 +148,7 @@ class Draft:
         self.in_flight = state.in_flight
         self.next_step_id = state.next_step_id
         self.next_epoch = state.next_epoch
+        self.num_preemptions = state.num_preemptions
         self.events: list[TokenEvent] = []
         self.duplicates: list[str] = []
 
@@ -163,6 +165,7 @@ class Draft:
             self.in_flight,
             self.next_step_id,
             self.next_epoch,
+            self.num_preemptions,
         )
 
     def enqueue(self, seq: Sequence) -> None:
@@ -183,6 +186,7 @@ class Draft:
         token at a position is a function of (seed, position).
         """
         seq = next(reversed(self.running.values()))
+        self.num_preemptions += 1
         self._vacate(seq)
         self.enqueue(
             msgspec.structs.replace(

@@ -59,4 +59,7 @@ def test_same_tokens(alone: dict[str, list[list[int]]], variant: str) -> None:
     for name, params in SAMPLING.items():
         different = [i for i, a in enumerate(answers(llm, params)) if a != alone[name][i]]
         assert not different, f"{variant}, {name}: requests {different} differ"
-    assert llm.stats().num_late_compiles == 0
+    stats = llm.stats()
+    assert stats.num_late_compiles == 0
+    assert (stats.num_preemptions > 0) == (variant == "preemption")
+    assert (stats.num_cached_tokens > 0) == (variant != "together")
