@@ -20,6 +20,7 @@ RENAMED = MappingProxyType(
         "async_scheduling": "overlap",
     }
 )
+DTYPE_ALIASES = MappingProxyType({"half": "float16", "float": "float32"})
 
 # accepted with these values only, because that is what jaxinfer does anyway
 FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -56,7 +57,8 @@ def engine_config(model: str | None, arguments: dict[str, Any]) -> EngineConfig:
     for name, value in arguments.items():
         name = RENAMED.get(name, name)
         if name in known:
-            settings[name] = value
+            if value is not None:  # vLLM's word for "the default"
+                settings[name] = DTYPE_ALIASES.get(value, value) if name == "dtype" else value
         elif name not in IGNORED:
             _check_fixed(name, value)
     return EngineConfig(**settings)

@@ -130,6 +130,8 @@ def test_vllm_arguments_that_change_nothing_are_accepted(folder: Path, cache: st
         enforce_eager=True,
         gpu_memory_utilization=0.5,
         swap_space=4,
+        dtype="float",
+        enable_prefix_caching=None,
         **SMALL,
     )
 
