@@ -44,10 +44,6 @@ class IntLog:
         buffer.used = length + 1
         return self._view(buffer, length + 1)
 
-    def first(self, length: int) -> IntLog:
-        """The first ``length`` entries."""
-        return self._view(self._buffer, min(length, self._length))
-
     def array(self) -> np.ndarray:
         """The entries as a read-only int32 array; no copy is made."""
         view = self._buffer.data[: self._length]

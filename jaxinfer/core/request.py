@@ -7,16 +7,62 @@ Must not know: tokenizers, pages, devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, cast
 
 import msgspec
 
+from jaxinfer.core.checks import as_float, as_int
 from jaxinfer.core.errors import RequestError
 
 MAX_LOGPROBS = 20  # the widest logprobs list that a compiled step returns (OpenAI's and vLLM's cap)
 MAX_LOGIT_BIAS = 512  # entries a slot can hold on the device; OpenAI's own cap is 300
 MAX_STOP_TOKEN_IDS = 64  # stop ids a slot can mask while min_tokens is not reached
+MAX_STOP_CHARACTERS = 65536  # of all stop strings: their automaton is built in about 0.1 s
+INT32_MAX = 2**31 - 1
+
+# bounds, both included: [low, high]
+_WHOLE = MappingProxyType(
+    {
+        "n": (1, 16384),
+        "top_k": (-1, INT32_MAX),
+        "min_tokens": (0, INT32_MAX),
+        "max_tokens": (1, INT32_MAX),
+        "seed": (-(2**63), 2**63 - 1),
+        "logprobs": (0, MAX_LOGPROBS),
+        "prompt_logprobs": (0, MAX_LOGPROBS),
+    }
+)
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")  # whole, or None
+_REAL = MappingProxyType(
+    {
+        "temperature": (0.0, math.inf),
+        "min_p": (0.0, 1.0),
+        "presence_penalty": (-2.0, 2.0),
+        "frequency_penalty": (-2.0, 2.0),
+    }
+)
+_ABOVE_ZERO = MappingProxyType({"top_p": 1.0, "repetition_penalty": math.inf})  # (0, high]
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
+_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {  # vLLM's fields that nothing here reads: the values which ask for nothing
+        "best_of": (None, 1),
+        "bad_words": (None, []),
+        "allowed_token_ids": (None,),
+        "logits_processors": (None, []),
+        "guided_decoding": (None,),
+        "structured_outputs": (None,),
+        "truncate_prompt_tokens": (None,),
+        "output_kind": (None,),
+        "extra_args": (None, {}),
+        "spaces_between_special_tokens": (True,),
+        "flat_logprobs": (False,),
+        "skip_clone": (False, True),
+        "skip_reading_prefix_cache": (None, False),
+    }
+)
 
 
 class FinishReason(StrEnum):
@@ -28,14 +74,15 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """How to continue one prompt. Names, defaults and order of effects follow vLLM's class.
 
-    Logits pass through logit_bias, min_tokens, the penalties, temperature, min_p, top_k and top_p,
+    Logits pass through logit_bias, min_tokens, the penalties, temperature, top_k, min_p and top_p,
     in that order; logprobs are of the unmodified distribution. The token drawn at a position is a
     function of (seed, position) and the logits alone.
 
-    Raises ``RequestError`` naming the field when a value is out of range.
+    Fields from ``best_of`` on exist so that vLLM's scripts run: only their neutral values are
+    possible. Raises ``RequestError`` naming the field when a value is unusable.
     """
 
     n: int = 1
@@ -59,17 +106,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     detokenize: bool = True
     skip_special_tokens: bool = True
 
+    best_of: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logits_processors: list[Any] | None = None
+    guided_decoding: Any = None
+    structured_outputs: Any = None
+    truncate_prompt_tokens: int | None = None
+    output_kind: Any = None
+    extra_args: dict[str, Any] | None = None
+    spaces_between_special_tokens: bool = True
+    flat_logprobs: bool = False
+    skip_clone: bool = False
+    skip_reading_prefix_cache: bool | None = None
+
     def __post_init__(self) -> None:
-        # vLLM accepts a bare string, lists and None here; store one form.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        msgspec.structs.force_setattr(self, "stop", stop)
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        if self.top_k == -1:
-            msgspec.structs.force_setattr(self, "top_k", 0)
-        if self.logit_bias:
-            bias = {_token_id("logit_bias", k): float(v) for k, v in self.logit_bias.items()}
-            msgspec.structs.force_setattr(self, "logit_bias", bias)
-        self._check()
+        for name, checked in self._checked().items():
+            msgspec.structs.force_setattr(self, name, checked)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}; "
+                "lower min_tokens"
+            )
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True; use stop_token_ids instead")
 
     @property
     def greedy(self) -> bool:
@@ -85,51 +145,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             or self.repetition_penalty != 1.0
         )
 
-    def _check(self) -> None:
-        _whole("n", self.n, 1, 16384)
-        _between("temperature", self.temperature, 0.0, math.inf)
-        _whole("top_k", self.top_k, 0, 2**31 - 1)
-        _between("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _between("min_p", self.min_p, 0.0, 1.0)
-        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _between("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
-            if self.min_tokens > self.max_tokens:
-                raise RequestError(
-                    f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}; "
-                    "lower min_tokens"
-                )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _whole(name, value, 0, MAX_LOGPROBS)
-        self._check_lists()
-
-    def _check_lists(self) -> None:
-        if not all(self.stop):
-            raise RequestError("stop must hold non-empty strings; remove the empty one")
-        if self.stop and not self.detokenize:
-            raise RequestError("stop strings need detokenize=True; use stop_token_ids instead")
-        for token_id in self.stop_token_ids:
-            _token_id("stop_token_ids", token_id)
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise RequestError(
-                f"stop_token_ids holds {len(self.stop_token_ids)} ids; "
-                f"at most {MAX_STOP_TOKEN_IDS} are possible"
-            )
-        if self.logit_bias:
-            if len(self.logit_bias) > MAX_LOGIT_BIAS:
-                raise RequestError(
-                    f"logit_bias holds {len(self.logit_bias)} entries; "
-                    f"at most {MAX_LOGIT_BIAS} are possible"
-                )
-            for token_id, bias in self.logit_bias.items():
-                _between(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+    def _checked(self) -> dict[str, Any]:
+        """Every field in its one form (vLLM accepts several for most), or what is wrong with it."""
+        given = msgspec.structs.asdict(self)
+        for name, allowed in _NEUTRAL.items():
+            _neutral(name, given.pop(name), allowed)
+        for name in _FLAGS:
+            _flag(name, given[name])
+        for name, bounds in _WHOLE.items():
+            if given[name] is not None or name not in _OPTIONAL:
+                given[name] = _whole(name, given[name], *bounds)
+        for name, bounds in _REAL.items():
+            given[name] = _real(name, given[name], *bounds)
+        for name, high in _ABOVE_ZERO.items():
+            given[name] = _real(name, given[name], 0.0, high, open_low=True)
+        given["top_k"] = max(given["top_k"], 0)
+        given["stop"] = _stop_strings(given["stop"])
+        given["stop_token_ids"] = _stop_token_ids(given["stop_token_ids"])
+        given["logit_bias"] = _logit_bias(given["logit_bias"])
+        return given
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,32 +189,105 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return (*self.eos_token_ids, *self.sampling.stop_token_ids)
 
 
-def _token_id(name: str, value: object) -> int:
+def check_identity(priority: object, cache_salt: object) -> tuple[int, str]:
+    """A request's priority and cache salt, checked; None, vLLM's "no salt", becomes ""."""
+    salt = "" if cache_salt is None else cache_salt
+    if not isinstance(salt, str):
+        raise RequestError(f"cache_salt must be text, got {salt!r}")
     try:
-        token_id = int(value)  # type: ignore[call-overload]  # OpenAI sends the keys as strings
-    except (TypeError, ValueError):
-        raise RequestError(f"{name} holds {value!r}; token ids are integers") from None
-    if token_id < 0:
-        raise RequestError(f"{name} holds {token_id}; token ids start at 0")
+        salt.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"cache_salt {salt!r} has no UTF-8 form; use plain text") from None
+    return _whole("priority", priority, -INT32_MAX - 1, INT32_MAX), salt
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else _items("stop", value)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise RequestError(f"stop must hold non-empty strings, got {string!r}")
+    if (total := sum(map(len, strings))) > MAX_STOP_CHARACTERS:
+        raise RequestError(
+            f"stop holds {total} characters in all; at most {MAX_STOP_CHARACTERS} are possible"
+        )
+    return strings
+
+
+def _stop_token_ids(value: Any) -> tuple[int, ...]:
+    token_ids = tuple(_token_id("stop_token_ids", item) for item in _items("stop_token_ids", value))
+    if len(token_ids) > MAX_STOP_TOKEN_IDS:
+        raise RequestError(
+            f"stop_token_ids holds {len(token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are possible"
+        )
+    return token_ids
+
+
+def _logit_bias(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise RequestError(f"logit_bias must map token ids to numbers, got {value!r}")
+    given = cast("Mapping[Any, Any]", value)
+    if len(given) > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"logit_bias holds {len(given)} entries; at most {MAX_LOGIT_BIAS} are possible"
+        )
+    biases: dict[int, float] = {}
+    for key, bias in given.items():
+        # JSON, so OpenAI's API, can only send the keys as strings
+        spelt = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
+        token_id = _token_id("logit_bias", int(key) if spelt else key)
+        biases[token_id] = _real(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+    return biases
+
+
+def _items(name: str, value: Any) -> tuple[Any, ...]:
+    """The items of a list, set or the like; None is an empty one."""
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise RequestError(f"{name} must be a list, got {value!r}")
+    return tuple(cast("Iterable[Any]", value))
+
+
+def _token_id(name: str, value: object) -> int:
+    token_id = as_int(value)
+    if token_id is None:
+        raise RequestError(f"{name} holds {value!r}; token ids are integers")
+    if not 0 <= token_id <= INT32_MAX:
+        raise RequestError(f"{name} holds {token_id}; token ids start at 0 and fit 31 bits")
     return token_id
 
 
-def _whole(name: str, value: object, low: int, high: int) -> None:
-    """Refuse what is not a whole number in [low, high]."""
-    _between(name, value, low, high)
-    if not isinstance(value, int):
+def _whole(name: str, value: object, low: int, high: int) -> int:
+    """The whole number in [low, high] that ``value`` is."""
+    whole = as_int(value)
+    if whole is None:
         raise RequestError(f"{name} must be a whole number, got {value!r}")
+    if not low <= whole <= high:
+        raise RequestError(f"{name} must be a number in [{low}, {high}], got {whole}")
+    return whole
 
 
-def _between(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    """Refuse what is not a number in [low, high] (or (low, high]); NaN never passes."""
+def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
+    """The finite number in [low, high] (or (low, high]) that ``value`` is; NaN never passes."""
+    real = as_float(value)
     if (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and low <= value <= high
-        and not (open_low and value == low)
+        real is not None
+        and math.isfinite(real)
+        and low <= real <= high
+        and not (open_low and real == low)
     ):
-        return
+        return real
     bound = f"{'(' if open_low else '['}{low:g}, {high:g}]"
     raise RequestError(f"{name} must be a number in {bound}, got {value!r}")
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be True or False, got {value!r}")
+
+
+def _neutral(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if not any(type(value) is type(one) and value == one for one in allowed):
+        raise RequestError(f"{name}={value!r} is not supported; leave {name} out")

@@ -6,21 +6,11 @@ only here. Must not know: jax, pages' owners, text.
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
 import numpy as np
 
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason, Request
-
-
-class StepKind(StrEnum):
-    """What a step computes."""
-
-    DECODE = "decode"
-    PREFILL = "prefill"
-    MIXED = "mixed"
 
 
 class Bucket(msgspec.Struct, frozen=True, order=True):
@@ -42,13 +32,6 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
     def num_seqs(self) -> int:
         """B: rows of the step, padding included."""
         return self.num_decodes + self.num_prefills
-
-    @property
-    def kind(self) -> StepKind:
-        """Decode, prefill or mixed."""
-        if not self.num_prefill_tokens:
-            return StepKind.DECODE
-        return StepKind.MIXED if self.num_decodes else StepKind.PREFILL
 
     @property
     def name(self) -> str:

@@ -7,10 +7,10 @@ Must not know: HTTP.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Self
 
-from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
+from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.build import build_engine
@@ -49,22 +49,17 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
-        cache_salt: str = "",
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the growing answer to one prompt, once for each step that added to it.
 
-        The same object is yielded each time. Raises ``RequestError`` for an invalid request and
-        ``EngineError`` when the answer could not be completed.
+        The same object is yielded each time; ``request_id`` is its label and may repeat. Raises
+        ``RequestError`` for an invalid request and ``EngineError`` when the answer could not be
+        completed.
         """
         parsed = parse_prompt(prompt, self.engine.tokenizer)
-        collector = Collector(request_id or self._next_id(), parsed, sampling_params)
-        deltas = self.stream(
-            parsed,
-            sampling_params,
-            collector.output.request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
+        collector = Collector(request_id or self._next_key(), parsed, sampling_params)
+        deltas = self.stream(parsed, sampling_params, priority=priority, cache_salt=cache_salt)
         try:
             async for delta in deltas:
                 collector.add(delta)
@@ -76,25 +71,18 @@ class AsyncLLM:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams,
-        request_id: str | None = None,
         *,
         priority: int = 0,
-        cache_salt: str = "",
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[Delta]:
         """Yield what each step added, over all n completions; ends when the last one has."""
-        request_id = request_id or self._next_id()
-        if request_id in self._streams:
-            raise RequestError(f"request id {request_id!r} is in use; choose another")
         self.engine.check(prompt.token_ids, sampling_params)
-        stream = self._streams[request_id] = asyncio.Queue()
+        key = self._next_key()
+        stream = self._streams[key] = asyncio.Queue()
         unfinished = sampling_params.n
         try:
             self._thread.submit(
-                request_id,
-                prompt.token_ids,
-                sampling_params,
-                priority=priority,
-                cache_salt=cache_salt,
+                key, prompt.token_ids, sampling_params, priority=priority, cache_salt=cache_salt
             )
             while unfinished:
                 delta = await stream.get()
@@ -106,9 +94,9 @@ class AsyncLLM:
                 unfinished -= delta.finish_reason is not None
                 yield delta
         finally:
-            del self._streams[request_id]
+            del self._streams[key]
             if unfinished:
-                self._thread.abort(request_id)
+                self._thread.abort(key)
 
     @property
     def alive(self) -> bool:
@@ -123,16 +111,24 @@ class AsyncLLM:
         """End the engine's thread; open streams end with ``EngineError``."""
         await asyncio.to_thread(self._thread.stop)
 
-    def _next_id(self) -> str:
+    def _next_key(self) -> str:
+        """A name that no other stream ever has, whatever ids users choose."""
         self._requests += 1
         return f"async-{self._requests}"
 
     def _deliver(self, deltas: Sequence[Delta]) -> None:
         """On the engine's thread: one wake of the loop for all deltas of a step."""
-        self._loop.call_soon_threadsafe(self._distribute, deltas)
+        self._wake(self._distribute, deltas)
 
     def _refuse(self, request_id: str, error: JaxinferError) -> None:
-        self._loop.call_soon_threadsafe(self._put, request_id, error)
+        self._wake(self._put, request_id, error)
+
+    def _wake(self, callback: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:
+            if not self._loop.is_closed():  # when it is, its readers have left
+                raise
 
     def _distribute(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:

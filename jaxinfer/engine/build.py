@@ -155,7 +155,9 @@ def _platform() -> str:
 def model_facts(plan: EnginePlan) -> ModelFacts:
     """What requests are checked against, from the model's own files."""
     generation = plan.source.generation_config
-    eos = generation.get("eos_token_id", plan.source.hf_config.get("eos_token_id"))
+    eos = generation.get("eos_token_id")
+    if eos is None:  # absent, or an explicit null
+        eos = plan.source.hf_config.get("eos_token_id")
     eos_ids: list[int] = [eos] if isinstance(eos, int) else list(eos or ())
     if plan.tokenizer is not None and plan.tokenizer.eos_token_id is not None:
         eos_ids.append(plan.tokenizer.eos_token_id)
@@ -171,8 +173,6 @@ def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
     """vLLM's defaults with the model's own temperature, top_k, top_p and the like."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: generation_config[name] for name in names if generation_config.get(name)}
-    if generation_config.get("do_sample") is False:
-        given["temperature"] = 0.0
     try:
         return SamplingParams(**given)
     except RequestError as error:

@@ -11,14 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from jaxinfer.core.config import Limits
-from jaxinfer.core.errors import RequestError
-from jaxinfer.core.request import FinishReason, Request, SamplingParams
+from jaxinfer.core.errors import EngineError, RequestError
+from jaxinfer.core.request import FinishReason, Request, SamplingParams, check_identity
 from jaxinfer.core.step import Abort, Arrive, Event, TokenEvent
 from jaxinfer.engine.late_compiles import LateCompiles
 from jaxinfer.engine.loop import EngineLoop, StepExecutor
 from jaxinfer.engine.outputs import Delta
 from jaxinfer.engine.processor import SequenceProcessor
+from jaxinfer.sched.admit import refusal
 from jaxinfer.text.tokenizer import Tokenizer
 
 
@@ -72,46 +75,37 @@ class Engine:
         self._counters = Counter[str]()
         self._arrivals = 0
         self._pending: list[Event] = []
+        # the scheduler knows a sequence by a number that is never used again, so that news of an
+        # ended one can never be taken for news of a later request of the same name
         self._sequences: dict[str, SequenceProcessor] = {}
-        self._children: dict[str, list[str]] = {}
+        self._children: dict[str, tuple[str, ...]] = {}  # unfinished sequences of each request
         self._late_compiles = LateCompiles()
+        self._failure: EngineError | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` would do anything."""
-        return bool(self._pending) or not self._loop.idle
+        return self._failure is None and (bool(self._pending) or not self._loop.idle)
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise ``RequestError`` for a request that this engine can never answer."""
-        limits, vocab = self.limits, self.facts.vocab_size
-        if not prompt_token_ids:
-            raise RequestError("the prompt is empty; give at least one token")
-        length = len(prompt_token_ids)
-        if length >= limits.max_model_len:
-            raise RequestError(
-                f"the prompt has {length} tokens and the context holds {limits.max_model_len}, "
-                "answer included; shorten the prompt"
-            )
+        request = self._request(tuple(prompt_token_ids), sampling, 0)
+        if reason := refusal(request, self.limits):
+            raise RequestError(reason)
+        last = self.facts.vocab_size - 1
         named = {
-            "the prompt": prompt_token_ids,
+            "the prompt": request.prompt_token_ids,
             "stop_token_ids": sampling.stop_token_ids,
             "logit_bias": tuple(sampling.logit_bias or ()),
         }
         for name, token_ids in named.items():
             for token_id in token_ids:
-                if not 0 <= token_id < vocab:
+                if not 0 <= token_id <= last:
                     raise RequestError(
-                        f"{name} holds token id {token_id}; the vocabulary ends at {vocab - 1}"
+                        f"{name} holds token id {token_id}; the vocabulary ends at {last}"
                     )
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids instead")
-        tokens = min(length + self._max_tokens(length, sampling), limits.max_model_len)
-        pages = -(-tokens // limits.page_size)
-        if pages > limits.num_usable_pages:
-            raise RequestError(
-                f"the request needs {pages} pages of KV cache and the pool has "
-                f"{limits.num_usable_pages}; lower max_tokens or raise num_pages"
-            )
 
     def add_request(
         self,
@@ -120,34 +114,30 @@ class Engine:
         sampling: SamplingParams,
         *,
         priority: int = 0,
-        cache_salt: str = "",
+        cache_salt: str | None = None,
     ) -> None:
         """Accept a request; raises ``RequestError`` before anything of it has begun."""
+        if self._failure is not None:
+            raise self._failure
         if request_id in self._children:
             raise RequestError(f"request id {request_id!r} is in use; choose another")
-        prompt = tuple(int(token_id) for token_id in prompt_token_ids)
+        priority, salt = check_identity(priority, cache_salt)
+        prompt = tuple(prompt_token_ids)
         self.check(prompt, sampling)
-        children: list[str] = []
-        for index in range(sampling.n):
-            request = Request(
-                request_id=request_id if sampling.n == 1 else f"{request_id}/{index}",
-                prompt_token_ids=prompt,
-                sampling=sampling,
-                max_tokens=self._max_tokens(len(prompt), sampling),
-                seed=self._child_seed(sampling, index),
-                eos_token_ids=() if sampling.ignore_eos else self.facts.eos_token_ids,
-                arrival=self._arrivals,
-                priority=priority,
-                cache_salt=cache_salt,
-            )
-            self._arrivals += 1
-            processor = SequenceProcessor(request, request_id, index, self.tokenizer)
-            self._sequences[request.request_id] = processor
-            children.append(request.request_id)
-            self._pending.append(Arrive(request))
-        self._children[request_id] = children
+        requests = [
+            self._request(prompt, sampling, index, priority=priority, cache_salt=salt)
+            for index in range(sampling.n)
+        ]
+        processors = {
+            request.request_id: SequenceProcessor(request, request_id, index, self.tokenizer)
+            for index, request in enumerate(requests)
+        }
+        self._arrivals += sampling.n
+        self._sequences |= processors
+        self._children[request_id] = tuple(processors)
+        self._pending += [Arrive(request) for request in requests]
         self._counters["num_requests"] += 1
-        self._counters["num_prompt_tokens"] += len(prompt)
+        self._counters["num_prompt_tokens"] += len(prompt) * sampling.n
 
     def abort(self, request_id: str) -> None:
         """End a request; its pages are free after the next step. Unknown ids are ignored."""
@@ -162,8 +152,12 @@ class Engine:
     def step(self) -> list[Delta]:
         """One turn of the loop: take new requests in, run the device, return what was gained."""
         events, self._pending = tuple(self._pending), []
-        with self._late_compiles.watch():
-            news = self._loop.turn(events)
+        try:
+            with self._late_compiles.watch():
+                news = self._loop.turn(events)
+        except Exception as error:  # a lost device, or a bug: nothing can be trusted any more
+            self._failure = EngineError(f"the engine stopped: {error}; build a new one")
+            raise self._failure from error
         deltas = [delta for event in news if (delta := self._process(event)) is not None]
         self._counters["num_turns"] += 1
         return deltas
@@ -192,18 +186,42 @@ class Engine:
 
     def _forget(self, child: str, parent: str) -> None:
         del self._sequences[child]
-        self._children[parent].remove(child)
-        if not self._children[parent]:
+        left = tuple(other for other in self._children[parent] if other != child)
+        if left:
+            self._children[parent] = left
+        else:
             del self._children[parent]
 
-    def _max_tokens(self, prompt_tokens: int, sampling: SamplingParams) -> int:
-        room = self.limits.max_model_len - prompt_tokens
-        return room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    def _request(
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        index: int,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Request:
+        """Sequence ``index`` of the next request."""
+        arrival = self._arrivals + index
+        room = max(self.limits.max_model_len - len(prompt), 0)
+        if index:  # the prompt is scored once
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return Request(
+            request_id=str(arrival),
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            max_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
+            seed=self._seed_of(sampling, index, arrival),
+            eos_token_ids=() if sampling.ignore_eos else self.facts.eos_token_ids,
+            arrival=arrival,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
 
-    def _child_seed(self, sampling: SamplingParams, index: int) -> int:
+    def _seed_of(self, sampling: SamplingParams, index: int, arrival: int) -> int:
         """The user's seed for the first sequence; others, and unseeded requests, get their own."""
         if sampling.seed is None:
-            return _mix(self._seed, self._arrivals)
+            return _mix(self._seed, arrival)
         return sampling.seed if index == 0 else _mix(sampling.seed, index)
 
 

@@ -7,12 +7,12 @@ Must not know: how the engine is built or what runs it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.progress import NoProgress, Progress
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import SamplingParams, check_identity
 from jaxinfer.engine.build import build_engine
 from jaxinfer.engine.engine import EngineStats
 from jaxinfer.engine.interrupts import interrupts_deferred
@@ -37,6 +37,7 @@ class LLM:
         self.config = engine_config(model, arguments)
         self._engine = build_engine(self.config, self._progress)
         self._requests = 0
+        self._answering = False
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -57,28 +58,40 @@ class LLM:
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue one or several prompts; outputs come in the prompts' order.
 
         A prompt is a string, a list of token ids, ``{"prompt": str}`` or
         ``{"prompt_token_ids": [int]}``. Raises ``RequestError`` naming the prompt before any of
-        them begins when one is invalid.
+        them begins when one is invalid. ``priority`` has one number per prompt: lower runs first.
         """
+        _refuse_lora(lora_request)
         parsed = parse_prompts(prompts, self._engine.tokenizer)
-        return self._run(parsed, sampling_params, use_tqdm)
+        return self._run(parsed, sampling_params, use_tqdm, priority)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several: lists of ``{"role": ..., "content": ...}``."""
+        """Answer one conversation, or several: lists of ``{"role": ..., "content": ...}``.
+
+        ``tools`` and ``chat_template_kwargs`` are shown to the chat template.
+        """
+        _refuse_lora(lora_request)
+        variables = {**(chat_template_kwargs or {})}
+        if tools is not None:
+            variables["tools"] = tools
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         tokenizer = self.get_tokenizer()
@@ -88,33 +101,41 @@ class LLM:
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                template_kwargs=chat_template_kwargs,
+                template_kwargs=variables,
                 chat_template=chat_template,
             )
             parsed.append(Prompt(text, encode(text, tokenizer, add_special_tokens=False)))
         return self._run(parsed, sampling_params, use_tqdm)
 
     def stream(
-        self, prompts: Sequence[Prompt], sampling_params: Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sequence[SamplingParams],
+        priorities: Sequence[int] | None = None,
     ) -> Generator[tuple[int, Delta]]:
         """Yield (number of the prompt, what it gained) as it comes. Closing it aborts the rest."""
-        if self._engine.has_work:
+        if self._answering:
             raise EngineError("this LLM is already answering; use AsyncLLM for concurrent calls")
+        self._answering = True
         numbers: dict[str, int] = {}
         try:
-            for number, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+            ranks = [0] * len(prompts) if priorities is None else priorities
+            requests = zip(prompts, sampling_params, ranks, strict=True)
+            for number, (prompt, params, rank) in enumerate(requests):
                 request_id = f"llm-{self._requests}"
                 self._requests += 1
-                self._engine.add_request(request_id, prompt.token_ids, params)
-                numbers[request_id] = number
+                with interrupts_deferred():
+                    self._engine.add_request(request_id, prompt.token_ids, params, priority=rank)
+                    numbers[request_id] = number
             while self._engine.has_work:
                 for delta in self._turn():
                     yield numbers[delta.request_id], delta
         finally:
             self._abort(numbers)
 
-    def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
+    def check(self, prompt: Prompt, sampling_params: SamplingParams, priority: int = 0) -> None:
         """Raise ``RequestError`` when this request could never be answered."""
+        check_identity(priority, None)
         self._engine.check(prompt.token_ids, sampling_params)
 
     def _run(
@@ -122,11 +143,15 @@ class LLM:
         prompts: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         params = self._params_for(prompts, sampling_params)
-        for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        ranks = [0] * len(prompts)
+        if priority is not None:
+            ranks = _one_each("priorities", priority, len(prompts))
+        for number, (prompt, one, rank) in enumerate(zip(prompts, params, ranks, strict=True)):
             try:
-                self.check(prompt, one)
+                self.check(prompt, one, rank)
             except RequestError as error:
                 raise RequestError(f"prompt {number}: {error}") from None
         collectors = [
@@ -135,7 +160,7 @@ class LLM:
         ]
         progress = self._progress if use_tqdm else NoProgress()
         with progress.task("generate", len(prompts)) as advance:
-            for number, delta in self.stream(prompts, params):
+            for number, delta in self.stream(prompts, params, ranks):
                 collectors[number].add(delta)
                 if delta.error:
                     raise EngineError(f"prompt {number}: {delta.error}")
@@ -150,17 +175,36 @@ class LLM:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * len(prompts)
-        if len(given) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts came with {len(given)} SamplingParams")
-        return given
+        several = _one_each("SamplingParams", given, len(prompts))
+        for one in several:
+            if not isinstance(one, SamplingParams):
+                raise RequestError(f"sampling_params must be SamplingParams, got {one!r}")
+        return several
 
     def _abort(self, request_ids: Mapping[str, int]) -> None:
         """End what is unfinished (a closed stream, an error), so that its pages are free again."""
-        for request_id in request_ids:
-            self._engine.abort(request_id)
-        while self._engine.has_work:
-            self._turn()
+        with interrupts_deferred():
+            for request_id in request_ids:
+                self._engine.abort(request_id)
+            while self._engine.has_work:
+                self._engine.step()
+            self._answering = False
 
     def _turn(self) -> list[Delta]:
         with interrupts_deferred():
             return self._engine.step()
+
+
+def _refuse_lora(lora_request: object) -> None:
+    if lora_request is not None:
+        raise RequestError("lora_request is not supported; leave it out")
+
+
+def _one_each(name: str, given: Any, prompts: int) -> list[Any]:
+    """The items of an argument that holds one for each prompt."""
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
+        raise RequestError(f"{name} must be a list, one for each prompt, got {given!r}")
+    items = list(cast("Iterable[Any]", given))
+    if len(items) != prompts:
+        raise RequestError(f"{prompts} prompts came with {len(items)} {name}")
+    return items

@@ -11,6 +11,7 @@ from collections import deque
 from typing import Protocol
 
 from jaxinfer.core.config import Limits
+from jaxinfer.core.errors import EngineError
 from jaxinfer.core.step import Event, StepDone, StepFailed, StepPlan, StepResult, TokenEvent
 from jaxinfer.sched.schedule import SchedulerState, initial_state, schedule
 
@@ -18,7 +19,10 @@ OVERLAP_DEPTH = 2  # one step runs while the next waits behind it; more would on
 
 
 class StepExecutor[Handle](Protocol):
-    """What runs steps: the real executor, or a scripted one in tests."""
+    """What runs steps: the real executor, or a scripted one in tests.
+
+    An ``EngineError`` says that the device state is lost; any other exception is about one step.
+    """
 
     def launch(self, plan: StepPlan) -> Handle:
         """Queue a step without waiting for it."""
@@ -62,22 +66,32 @@ class EngineLoop[Handle]:
         return news
 
     def _advance(self, events: tuple[Event, ...]) -> tuple[tuple[TokenEvent, ...], bool]:
-        self._state, output = schedule(self._state, events)
-        if output.step is None:
-            return output.events, False
-        try:
-            handle = self._executor.launch(output.step)
-        except Exception as error:
-            # the step's requests end with the message; the loop goes on with the others
-            news, launched = self._advance((*self._drain(), _failed(output.step, error)))
-            return output.events + news, launched
-        self._in_flight.append((output.step, handle))
-        return output.events, True
+        """Schedule until a step is launched or none can be; says which."""
+        news: tuple[TokenEvent, ...] = ()
+        while True:
+            self._state, output = schedule(self._state, events)
+            if output.duplicates:
+                raise EngineError(f"request ids {output.duplicates} came twice")
+            news += output.events
+            if output.step is None:
+                return news, False
+            try:
+                handle = self._executor.launch(output.step)
+            except EngineError:
+                raise
+            except Exception as error:
+                # the step's requests end with the message; the loop goes on with the others
+                events = (*self._drain(), _failed(output.step, error))
+                continue
+            self._in_flight.append((output.step, handle))
+            return news, True
 
     def _collect(self) -> StepDone | StepFailed:
         plan, handle = self._in_flight.popleft()
         try:
             return StepDone(self._executor.collect(handle))
+        except EngineError:
+            raise
         except Exception as error:
             return _failed(plan, error)
 

@@ -30,6 +30,7 @@ class SequenceProcessor:
                 request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
             )
         self._stop = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
+        self._num_tokens = 0
 
     def process(self, event: TokenEvent) -> Delta:
         """The delta of one event. After a stop string matched, the sequence has ended."""
@@ -60,13 +61,19 @@ class SequenceProcessor:
         )
 
     def _push(self, token_id: int, event: TokenEvent) -> str:
-        """Text of one token; a stop id that ends the sequence shows no text, as in vLLM."""
+        """Text of one token; a stop id that ends the sequence shows no text, as in vLLM.
+
+        Stop strings are looked for after ``min_tokens`` only, and in later text only.
+        """
+        self._num_tokens += 1
         if self._detokenizer is None:
             return ""
         ends = event.finish_reason is FinishReason.STOP and token_id in self._request.stop_ids
         if ends and not self._request.sampling.include_stop_str_in_output:
             return ""
-        text, self.matched_stop = self._stop.push(self._detokenizer.push((token_id,)))
+        text = self._detokenizer.push((token_id,))
+        if self._num_tokens > self._request.sampling.min_tokens:
+            text, self.matched_stop = self._stop.push(text)
         return text
 
     def _flush(self) -> str:

@@ -11,7 +11,6 @@ import json
 import os
 import pickle
 import platform
-import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -41,6 +40,8 @@ def fingerprint(program: Program) -> dict[str, str]:
     return {
         "jax": jax.__version__,
         "jaxlib": version("jaxlib"),
+        "flax": version("flax"),
+        "platform": device.client.platform_version,  # on a GPU: the CUDA plugin and driver
         "device": f"{device.platform} {device.device_kind} {_host_cpu()}",
         "environment": json.dumps(compiler_environment()),
         "jax_config": json.dumps(_relevant_jax_config()),
@@ -58,27 +59,18 @@ def bundle_path(program: Program, root: Path) -> Path:
 
 def load_bundle(
     folder: Path, names: tuple[str, ...], progress: Progress
-) -> dict[str, jax.stages.Compiled] | None:
-    """The executables of a bundle, or None when there is none.
+) -> dict[str, jax.stages.Compiled]:
+    """The executables of a bundle.
 
-    A bundle that does not hold what its manifest promises is deleted, which makes it "none".
-    Raises ``CacheError`` when the cache cannot be read.
+    Raises ``CacheError`` naming the folder when it cannot be read, does not hold what its manifest
+    promises, or holds what this installation cannot load. Bundles appear whole (``core.staging``),
+    so that is damage, which is reported rather than repaired in silence.
     """
     try:
-        manifest = (folder / MANIFEST).read_text()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CacheError(
-            f"cannot read the executable cache {folder.parent}: {error.strerror}; "
-            "make it readable or choose another cache folder with JAXINFER_CACHE_DIR"
-        ) from error
-    try:
-        digests = json.loads(manifest)["sha256"]
+        digests = json.loads((folder / MANIFEST).read_text())["sha256"]
         payloads = [_read(folder / f"{name}.bin", digests[name]) for name in names]
-    except (OSError, KeyError, TypeError, ValueError):
-        shutil.rmtree(folder, ignore_errors=True)
-        return None
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(folder, error) from error
     with (
         progress.task("load executables", len(names)) as advance,
         ThreadPoolExecutor(min(LOAD_THREADS, os.cpu_count() or 1)) as pool,
@@ -89,7 +81,17 @@ def load_bundle(
             advance(1)
             return compiled
 
-        return dict(zip(names, pool.map(one, payloads), strict=True))
+        try:
+            return dict(zip(names, pool.map(one, payloads), strict=True))
+        except Exception as error:  # pickle and XLA raise anything on what they cannot read
+            raise _damaged(folder, error) from error
+
+
+def _damaged(folder: Path, error: Exception) -> CacheError:
+    return CacheError(
+        f"the executables in {folder} cannot be used ({type(error).__name__}: {error}); "
+        "delete that folder and run again"
+    )
 
 
 def write_bundle(

@@ -16,8 +16,8 @@ def bucket_table(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     *,
-    decode_start: int = 2,
-    prefill_start: int = 64,
+    decode_start: int,
+    prefill_start: int,
 ) -> tuple[Bucket, ...]:
     """Every shape a schedule can need: decode, prefill, and mixed when two sequences can run.
 

@@ -45,17 +45,16 @@ def build_executables(
     """
     if bundle_root is None:
         return _executables(program, compile_all(program, progress), program.names())
-    folder, names = bundle_path(program, bundle_root), program.names()
-    loaded = load_bundle(folder, names, progress)
     compiled: dict[str, jax.stages.Compiled] = {}
 
     def fill(partial: Path) -> None:
         compiled.update(compile_all(program, progress))
         write_bundle(partial, program, compiled)
 
-    if loaded is None and not build_once(folder, fill):
-        loaded = load_bundle(folder, names, progress)
-    return _executables(program, loaded or compiled, tuple(compiled))
+    folder = bundle_path(program, bundle_root)
+    if build_once(folder, fill):
+        return _executables(program, compiled, tuple(compiled))
+    return _executables(program, load_bundle(folder, program.names(), progress), ())
 
 
 def _executables(

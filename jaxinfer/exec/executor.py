@@ -7,11 +7,14 @@ which request comes next, text.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
+from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, StepResult, TokenLogprobs
 from jaxinfer.exec.batch import pack, sampling_flags
@@ -54,28 +57,40 @@ class Executor:
 
     def warm_up(self) -> None:
         """Run the smallest step once on padding, so that the first request pays for nothing."""
-        bucket = min(self._layouts)
+        bucket = min(self._layouts, key=lambda bucket: bucket.num_tokens)
         plan = StepPlan(-1, bucket, (), (), ())
         self.collect(self.launch(plan))
 
     def launch(self, plan: StepPlan) -> InFlight:
-        """Queue one step and return without waiting for it."""
+        """Queue one step and return without waiting for it.
+
+        What the host prepares comes first, so that an error there concerns this step alone. Once
+        the device has taken the state, an error loses it: ``EngineError``.
+        """
         vocab_size = self._program.model.config.vocab_size
+        rows = [
+            slot_row(admission, vocab_size, self._program.limits.max_model_len)
+            for admission in plan.admissions
+        ]
         for admission in plan.admissions:
-            row = slot_row(admission, vocab_size, self._program.limits.max_model_len)
-            self._slots = self._executables.admit(self._slots, row)
             self._requests[admission.slot] = admission.request
         requests = tuple(self._request(row) for row in plan.rows)
         batch = pack(plan, self._layouts[plan.bucket], sampling_flags(requests))
         step = self._executables.steps[plan.bucket]
-        self._kv_state, self._slots, output = step(self._params, self._kv_state, self._slots, batch)
-        if self._copies_to_host:
-            output.token_ids.copy_to_host_async()
+        with _device_errors(plan):
+            for row in rows:
+                self._slots = self._executables.admit(self._slots, row)
+            self._kv_state, self._slots, output = step(
+                self._params, self._kv_state, self._slots, batch
+            )
+            if self._copies_to_host:
+                output.token_ids.copy_to_host_async()
         return InFlight(plan, requests, output)
 
     def collect(self, step: InFlight) -> StepResult:
         """Wait for a launched step and read what its rows produced."""
-        token_ids = np.asarray(step.output.token_ids).tolist()
+        with _device_errors(step.plan):
+            token_ids = np.asarray(step.output.token_ids).tolist()
         rows = step.plan.rows
         first_prefill = step.plan.bucket.num_decodes - len(step.plan.decodes)
         reader = _LogprobReader(step)
@@ -97,6 +112,14 @@ class Executor:
         request = self._requests[row.slot]
         assert request is not None, f"slot {row.slot} was scheduled before it was admitted"
         return request
+
+
+@contextmanager
+def _device_errors(plan: StepPlan) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise EngineError(f"the device failed in step {plan.step_id}: {error}") from error
 
 
 class _LogprobReader:

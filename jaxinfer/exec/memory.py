@@ -15,7 +15,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.models.base import Model, abstract_params
 
-GIB = 1 << 30
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,19 @@ def plan_memory(
     weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in params)
     page_bytes = config.page_size * model.kv_spec.bytes_per_token()
     pages_per_seq = cdiv(max_model_len, config.page_size)
-    fitting = config.num_pages
-    if fitting is None:
-        fitting = _kv_budget(config, weight_bytes, device_bytes) // page_bytes
-    num_pages = min(1 + max_num_seqs * pages_per_seq, fitting)
-    needed = 2 if config.max_model_len is None or config.num_pages else 1 + pages_per_seq
+    num_pages = 1 + max_num_seqs * pages_per_seq  # every slot with a full context
+    if config.num_pages is not None:
+        num_pages = min(num_pages, config.num_pages)
+    else:
+        num_pages = min(num_pages, _kv_budget(config, weight_bytes, device_bytes) // page_bytes)
+    derived = config.max_model_len is None or config.num_pages is not None
+    needed = 2 if derived else 1 + pages_per_seq
     if num_pages < needed:
+        what = "one page" if derived else f"a context of {max_model_len} tokens"
         raise ConfigError(
-            f"a context of {max_model_len} tokens needs {needed * page_bytes / GIB:.2f} GiB of KV "
-            f"cache and {num_pages * page_bytes / GIB:.2f} GiB are available; lower max_model_len "
-            "or raise kv_cache_memory_bytes (on a GPU: gpu_memory_utilization)"
+            f"{what} needs {needed} pages of KV cache ({needed * page_bytes / MIB:.1f} MiB, the "
+            f"padding page included) and there is room for {num_pages}; raise num_pages or "
+            "kv_cache_memory_bytes (on a GPU: gpu_memory_utilization), or lower max_model_len"
         )
     return MemoryPlan(weight_bytes, page_bytes, num_pages)
 

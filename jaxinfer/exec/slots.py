@@ -102,7 +102,8 @@ def slot_row(admission: SlotAdmission, vocab_size: int, max_model_len: int) -> S
     seed = request.seed & 0xFFFF_FFFF_FFFF_FFFF
     words = np.array([seed & 0xFFFF_FFFF, seed >> 32], np.uint32).view(np.int32)
     prompt = admission.num_prompt_tokens
-    ints = (admission.slot, *words, sampling.top_k, prompt, prompt + sampling.min_tokens)
+    min_length = min(prompt + sampling.min_tokens, max_model_len + 1)
+    ints = (admission.slot, *words, sampling.top_k, prompt, min_length)
     return SlotRow(
         floats=np.concatenate([np.array(floats, np.float32), bias_values]),
         ints=np.concatenate([np.array(ints, np.int32), bias_ids, stop_ids, tokens]),

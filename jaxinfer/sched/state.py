@@ -141,7 +141,8 @@ class Draft:
         self.limits = state.limits
         self.buckets = state.buckets
         self.running = {seq.request.request_id: seq for seq in state.running}  # in order
-        self.waiting = state.waiting
+        self._waiting = state.waiting
+        self._enqueued: list[Sequence] = []  # not yet put in order
         self.orders = state.orders
         self.free_slots = list(state.free_slots)
         self.pages = PageWriter(state.pages)
@@ -168,10 +169,22 @@ class Draft:
             self.num_preemptions,
         )
 
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """The waiting queue in order; one sort for however many were enqueued since."""
+        if self._enqueued:
+            self._waiting = tuple(sorted((*self._waiting, *self._enqueued), key=_order_of))
+            self._enqueued.clear()
+        return self._waiting
+
+    @waiting.setter
+    def waiting(self, waiting: tuple[Sequence, ...]) -> None:
+        assert not self._enqueued, "read before written"
+        self._waiting = waiting
+
     def enqueue(self, seq: Sequence) -> None:
         """Put ``seq`` into the waiting queue at its place in the order."""
-        at = bisect_left(self.waiting, seq.order, key=_order_of)
-        self.waiting = (*self.waiting[:at], seq, *self.waiting[at:])
+        self._enqueued.append(seq)
 
     def start(self, seqs: list[Sequence]) -> None:
         """Move the first waiting sequences, now ``seqs`` with slots and pages, to running."""

@@ -21,8 +21,6 @@ def test_every_view_stays_what_it_was(data: st.DataObject) -> None:
         if len(added) == 1:
             assert grown == log.append(added[0])
         known.append((grown, expected + added))
-        cut = data.draw(st.integers(0, len(expected)))
-        known.append((log.first(cut), expected[:cut]))
     for log, expected in known:
         assert list(log) == log.array().tolist() == expected
         assert len(log) == len(expected)
@@ -35,7 +33,7 @@ def test_arrays_cannot_be_written() -> None:
 
 
 def test_index() -> None:
-    log = IntLog([4, 5, 6]).first(2)
+    log = IntLog([4, 5])
     assert (log[0], log[-1]) == (4, 5)
     with pytest.raises(IndexError):
         log[2]

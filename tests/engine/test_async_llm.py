@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.async_llm import AsyncLLM
+from jaxinfer.engine.processor import SequenceProcessor
 from kit.engines import run, tiny_engine, tokens
 
 PROMPTS = [[5 + i, 9, 12 + i] for i in range(10)]
@@ -88,19 +90,61 @@ def test_leaving_early_aborts(bundles: Path) -> None:
     with_llm(bundles, scenario)
 
 
-def test_invalid_requests_raise_and_disturb_nobody(bundles: Path) -> None:
+def raising(*_: object) -> None:
+    raise ValueError("surprise")
+
+
+def test_a_label_may_be_used_again_at_once(bundles: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        expected = await answer(llm, PROMPTS[0])
+        first = llm.generate(PROMPTS[1], LONG, request_id="x")
+        await anext(first)
+        await first.aclose()
+        last = None
+        async for output in llm.generate(PROMPTS[0], GREEDY, request_id="x"):
+            last = output
+        assert last is not None and last.request_id == "x"
+        assert last.outputs[0].token_ids == expected
+
+    with_llm(bundles, scenario)
+
+
+def test_a_loop_that_closes_without_shutdown_is_quiet(
+    bundles: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def main() -> AsyncLLM:
+        llm = AsyncLLM(tiny_engine(bundles))
+        async for _ in llm.generate([1, 2], LONG):
+            break
+        return llm
+
+    llm = asyncio.run(main())
+    for _ in range(500):
+        if not llm.engine.has_work:
+            break
+        time.sleep(0.01)
+    assert llm.alive
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_invalid_requests_raise_and_disturb_nobody(
+    bundles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         good = asyncio.create_task(answer(llm, PROMPTS[0]))
         with pytest.raises(RequestError, match="empty"):
             await answer(llm, [])
         with pytest.raises(RequestError, match="vocabulary"):
             await answer(llm, [1, 2, 99999])
-        stream = llm.generate([1], GREEDY, request_id="x")
-        await anext(stream)
-        with pytest.raises(RequestError, match="in use"):
-            await anext(llm.generate([1], GREEDY, request_id="x"))
-        await stream.aclose()
+        for salt in (5, "\ud800"):
+            with pytest.raises(RequestError, match="cache_salt"):
+                await anext(llm.generate([1], GREEDY, cache_salt=salt))  # type: ignore[arg-type]
+        monkeypatch.setattr(SequenceProcessor, "__init__", raising)
+        with pytest.raises(RequestError, match="unusable: surprise"):
+            await answer(llm, [1, 2])
+        monkeypatch.undo()
         assert len(await good) == 10
+        assert len(await answer(llm, PROMPTS[1])) == 10
 
     with_llm(bundles, scenario)
 
@@ -121,14 +165,22 @@ def test_shutdown_ends_open_streams(bundles: Path) -> None:
     with_llm(bundles, scenario)
 
 
-def test_a_broken_engine_says_so(bundles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_engine_says_so_to_everybody(
+    bundles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario(llm: AsyncLLM) -> None:
-        def broken() -> None:
+        def broken(events: object) -> None:
+            time.sleep(0.2)  # long enough for the second request to wait in the inbox
             raise ValueError("scheduler bug")
 
-        monkeypatch.setattr(llm.engine, "step", broken)
-        with pytest.raises(EngineError, match="scheduler bug"):
-            await answer(llm, [1, 2])
+        loop = llm.engine._loop  # pyright: ignore[reportPrivateUsage]
+        monkeypatch.setattr(loop, "turn", broken)
+        first = asyncio.create_task(answer(llm, [1, 2]))
+        await asyncio.sleep(0.05)
+        second = asyncio.create_task(answer(llm, [1, 2]))
+        for task in (first, second):
+            with pytest.raises(EngineError, match="the engine stopped: scheduler bug"):
+                await task
         assert not llm.alive
         with pytest.raises(EngineError, match="scheduler bug"):
             await answer(llm, [1, 2])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import jax
 import jax.numpy as jnp
+import pytest
 
+from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import FinishReason
 from jaxinfer.core.step import Abort, Arrive, StepPlan, StepResult, TokenEvent
 from jaxinfer.engine.late_compiles import LateCompiles
@@ -72,6 +76,34 @@ def test_failures_end_the_step_s_requests_only() -> None:
         other = make_request("b", range(2, 9), max_tokens=5)
         news = drain(loop, Arrive(other))
         assert generated(news, "b") == expected_tokens(other, limits.max_model_len)
+
+
+def test_a_lost_device_is_an_engine_error() -> None:
+    limits = make_limits()
+    executor = Scripted(limits.page_size)
+
+    def lost(plan: StepPlan) -> NoReturn:
+        raise EngineError("the device failed")
+
+    executor.launch = lost  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="the device failed"):
+        EngineLoop(executor, limits).turn((Arrive(make_request("a", [1, 2], max_tokens=5)),))
+
+
+def test_many_failing_launches_do_not_recurse() -> None:
+    limits = make_limits(max_num_seqs=1)
+    executor = Scripted(limits.page_size)
+
+    def failing(plan: StepPlan) -> NoReturn:
+        raise ValueError("cannot pack")
+
+    executor.launch = failing  # type: ignore[method-assign]
+    loop = EngineLoop(executor, limits)
+    arrivals = tuple(
+        Arrive(make_request(f"r{i}", [1, 2], max_tokens=5, arrival=i)) for i in range(2000)
+    )
+    news = loop.turn(arrivals)
+    assert len(news) == 2000 and loop.idle
 
 
 def test_late_compiles_are_counted_inside_only() -> None:

@@ -90,6 +90,45 @@ def test_stop_string(engine: Engine, plain: list[int], include: bool) -> None:
     assert engine.limits.num_usable_pages == free_pages(engine)
 
 
+def test_stop_strings_wait_for_min_tokens(engine: Engine, plain: list[int]) -> None:
+    assert engine.tokenizer is not None
+    stop = engine.tokenizer.decode(plain[:1])
+    first_again = next((i for i, t in enumerate(plain) if i >= 3 and t == plain[0]), None)
+    output = run(engine, [PROMPT], greedy(stop=stop, min_tokens=3))[0].outputs[0]
+    assert len(output.token_ids) == (16 if first_again is None else first_again + 1)
+    output = run(engine, [PROMPT], greedy(stop=stop))[0].outputs[0]
+    assert len(output.token_ids) == 1
+
+
+def test_min_tokens_beyond_the_context_disturbs_nobody(engine: Engine, plain: list[int]) -> None:
+    endless = greedy(max_tokens=None, min_tokens=2**31 - 1)
+    outputs = run(engine, [PROMPT, PROMPT], [GREEDY, endless])
+    assert outputs[0].outputs[0].token_ids == plain
+    assert len(outputs[1].outputs[0].token_ids) == 120
+
+
+def test_a_name_used_again_is_another_request(engine: Engine, plain: list[int]) -> None:
+    """The stop string's abort is still on its way when the name is taken again."""
+    assert engine.tokenizer is not None
+    engine.add_request("x", PROMPT, greedy(stop=engine.tokenizer.decode(plain[:2])[-1:]))
+    while "x" in engine.open_request_ids:
+        engine.step()
+    engine.add_request("x", PROMPT, GREEDY)
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    assert [token for delta in deltas for token in delta.token_ids] == plain
+
+
+def test_siblings_share_the_work_on_the_prompt(bundles: Path) -> None:
+    engine = tiny_engine(bundles)
+    params = SamplingParams(n=3, temperature=1, prompt_logprobs=1, max_tokens=4, ignore_eos=True)
+    (output,) = run(engine, [PROMPT * 2], params)
+    assert len(output.prompt_logprobs or ()) == 16
+    assert engine.stats().num_prompt_tokens == 48
+    assert engine.stats().num_cached_tokens <= 32
+
+
 def free_pages(engine: Engine) -> int:
     return engine._loop.state.num_free_pages  # pyright: ignore[reportPrivateUsage]
 
@@ -166,7 +205,11 @@ def test_penalties_see_the_prompt_and_the_output(engine: Engine, plain: list[int
 
 REFUSED = {
     "empty prompt": ([], GREEDY, "prompt is empty"),
-    "prompt beyond the context": (PROMPT * 16, GREEDY, "context holds 128"),
+    "prompt beyond the context": (
+        PROMPT * 16,
+        GREEDY,
+        "no room for an output within max_model_len 128",
+    ),
     "token id out of range": ([1, 320], GREEDY, "320; the vocabulary ends at 319"),
     "negative token id": ([-1], GREEDY, "-1"),
     "stop id out of range": (PROMPT, greedy(stop_token_ids=[999]), "stop_token_ids"),
@@ -189,7 +232,7 @@ def test_refused_before_anything_begins(engine: Engine, plain: list[int], name: 
 
 def test_request_that_can_never_fit_is_refused(bundles: Path) -> None:
     engine = tiny_engine(bundles, tiny_limits(num_pages=6))
-    with pytest.raises(RequestError, match=r"needs 10 pages .* has 5"):
+    with pytest.raises(RequestError, match=r"need 10 pages .* has 5"):
         engine.add_request("big", PROMPT * 3, GREEDY)
 
 

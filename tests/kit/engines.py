@@ -44,7 +44,9 @@ def tiny_limits(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
-        buckets=bucket_table(max_num_seqs, max_num_batched_tokens),
+        buckets=bucket_table(
+            max_num_seqs, max_num_batched_tokens, decode_start=2, prefill_start=64
+        ),
         enable_prefix_caching=enable_prefix_caching,
     )
 
