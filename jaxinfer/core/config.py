@@ -7,11 +7,13 @@ reads the environment. Must not know: jax, model weights.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
+from jaxinfer.core.checks import as_float, as_int
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
@@ -19,6 +21,19 @@ from jaxinfer.core.step import Bucket
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+GENERATION_CONFIGS = ("auto", "vllm")
+PATHS = ("model", "tokenizer", "cache_dir")
+SIZES = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "page_size",
+    "decode_bucket_start",
+    "prefill_bucket_start",
+    "num_pages",
+    "kv_cache_memory_bytes",
+)
+FLAGS = ("skip_tokenizer_init", "enable_prefix_caching", "overlap")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +45,8 @@ class EngineConfig:
     decoding rows ride along in addition, so a step never stalls them for more than one chunk.
     ``decode_bucket_start``: decode steps are compiled for 1, start, 2 * start, ... rows.
     ``prefill_bucket_start``: chunks are compiled for start, 8 * start, ... tokens.
+    ``generation_config``: sampling defaults from the model's own file, or ("vllm") from none.
+    Paths may be ``os.PathLike``. Raises ``ConfigError`` naming the setting that is wrong.
     """
 
     model: str = DEFAULT_MODEL
@@ -37,6 +54,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     load_format: str = "auto"
     dtype: str = "auto"
+    generation_config: str = "auto"
     seed: int = 0
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -54,23 +72,29 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "page_size",
-            "decode_bucket_start",
-            "prefill_bucket_start",
-            "num_pages",
-            "kv_cache_memory_bytes",
-        ):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name} must be at least 1, got {value!r}")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+        _one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        optional = {field.name for field in fields(self) if field.default is None}
+        for name in PATHS:
+            if getattr(self, name) is not None or name not in optional:
+                self._store(name, _path(name, getattr(self, name)))
+        for name in SIZES:
+            if getattr(self, name) is not None or name not in optional:
+                self._store(name, _size(name, getattr(self, name)))
+        self._store("seed", _seed(self.seed))
+        share = as_float(self.gpu_memory_utilization)
+        if share is None or not 0.0 < share <= 1.0:
             raise ConfigError(
-                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}"
+                "gpu_memory_utilization must be a number in (0, 1], "
+                f"got {self.gpu_memory_utilization!r}"
             )
+        self._store("gpu_memory_utilization", share)
+
+    def _store(self, name: str, checked: object) -> None:
+        """One form of a value that came as another (a Path, a numpy integer)."""
+        object.__setattr__(self, name, checked)
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -111,6 +135,29 @@ def compiler_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
+def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in known:
         raise ConfigError(f"{name} {value!r} is unknown; use one of {', '.join(known)}")
+
+
+def _path(name: str, value: object) -> str:
+    path = os.fspath(cast("os.PathLike[str]", value)) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str):
+        raise ConfigError(f"{name} must be text or a path, got {value!r}")
+    return path
+
+
+def _size(name: str, value: object) -> int:
+    size = as_int(value)
+    if size is None:
+        raise ConfigError(f"{name} must be a whole number, got {value!r}")
+    if size < 1:
+        raise ConfigError(f"{name} must be at least 1, got {size}")
+    return size
+
+
+def _seed(value: object) -> int:
+    seed = as_int(value)
+    if seed is None or not -(2**63) <= seed < 2**63:
+        raise ConfigError(f"seed must be a whole number of 64 bits, got {value!r}")
+    return seed

@@ -119,13 +119,16 @@ class LLM:
         self._answering = True
         numbers: dict[str, int] = {}
         try:
-            ranks = [0] * len(prompts) if priorities is None else priorities
-            requests = zip(prompts, sampling_params, ranks, strict=True)
-            for number, (prompt, params, rank) in enumerate(requests):
+            if priorities is None:
+                priorities = [0] * len(prompts)
+            requests = zip(prompts, sampling_params, priorities, strict=True)
+            for number, (prompt, params, priority) in enumerate(requests):
                 request_id = f"llm-{self._requests}"
                 self._requests += 1
                 with interrupts_deferred():
-                    self._engine.add_request(request_id, prompt.token_ids, params, priority=rank)
+                    self._engine.add_request(
+                        request_id, prompt.token_ids, params, priority=priority
+                    )
                     numbers[request_id] = number
             while self._engine.has_work:
                 for delta in self._turn():
@@ -143,15 +146,15 @@ class LLM:
         prompts: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
-        priority: Sequence[int] | None = None,
+        priorities: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         params = self._params_for(prompts, sampling_params)
-        ranks = [0] * len(prompts)
-        if priority is not None:
-            ranks = _one_each("priorities", priority, len(prompts))
-        for number, (prompt, one, rank) in enumerate(zip(prompts, params, ranks, strict=True)):
+        levels = _one_each(
+            "priorities", [0] * len(prompts) if priorities is None else priorities, len(prompts)
+        )
+        for number, (prompt, one, level) in enumerate(zip(prompts, params, levels, strict=True)):
             try:
-                self.check(prompt, one, rank)
+                self.check(prompt, one, level)
             except RequestError as error:
                 raise RequestError(f"prompt {number}: {error}") from None
         collectors = [
@@ -160,7 +163,7 @@ class LLM:
         ]
         progress = self._progress if use_tqdm else NoProgress()
         with progress.task("generate", len(prompts)) as advance:
-            for number, delta in self.stream(prompts, params, ranks):
+            for number, delta in self.stream(prompts, params, levels):
                 collectors[number].add(delta)
                 if delta.error:
                     raise EngineError(f"prompt {number}: {delta.error}")

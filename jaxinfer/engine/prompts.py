@@ -6,9 +6,11 @@ Must not know: the engine, sampling.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple, cast
 
+from jaxinfer.core.checks import as_int
 from jaxinfer.core.errors import RequestError
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -22,29 +24,36 @@ class Prompt(NamedTuple):
 
 def parse_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
     """One or several prompts, each a string, a list of token ids, or a dict
-    ``{"prompt": str}`` or ``{"prompt_token_ids": [int]}``. Raises ``RequestError``."""
+    ``{"prompt": str}`` or ``{"prompt_token_ids": [int]}``.
+
+    Raises ``RequestError``, for one of several with its number.
+    """
     if isinstance(prompts, (str, Mapping)):
         return [parse_prompt(prompts, tokenizer)]
     if not isinstance(prompts, Sequence):
         raise RequestError(f"a prompt must be text or token ids, got {type(prompts).__name__}")
     several = cast("Sequence[Any]", prompts)
-    if several and isinstance(several[0], int):
+    if several and isinstance(several[0], Real):
         return [parse_prompt(several, tokenizer)]
-    return [parse_prompt(prompt, tokenizer) for prompt in several]
+    parsed: list[Prompt] = []
+    for number, prompt in enumerate(several):
+        try:
+            parsed.append(parse_prompt(prompt, tokenizer))
+        except RequestError as error:
+            raise RequestError(f"prompt {number}: {error}") from None
+    return parsed
 
 
 def parse_prompt(prompt: Any, tokenizer: Tokenizer | None) -> Prompt:
     """One prompt in any of its forms."""
-    if isinstance(prompt, Mapping):
-        named = cast("Mapping[str, Any]", prompt)
-        if "prompt_token_ids" in named:
-            return Prompt(named.get("prompt"), _token_ids(named["prompt_token_ids"]))
-        if "prompt" not in named:
-            raise RequestError('a prompt dict needs "prompt" or "prompt_token_ids"')
-        prompt = named["prompt"]
-    if isinstance(prompt, str):
-        return Prompt(prompt, encode(prompt, tokenizer))
-    return Prompt(None, _token_ids(prompt))
+    text, token_ids = _parts(prompt)
+    if text is not None and not isinstance(text, str):
+        raise RequestError(f"a prompt must be text or token ids, got {type(text).__name__}")
+    if token_ids is not None:
+        return Prompt(text, _token_ids(token_ids))
+    if text is None:
+        raise RequestError('a prompt needs text or token ids ("prompt" or "prompt_token_ids")')
+    return Prompt(text, encode(text, tokenizer))
 
 
 def encode(
@@ -56,8 +65,26 @@ def encode(
     return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
+def _parts(prompt: Any) -> tuple[Any, Any]:
+    """The text and the token ids that a prompt names, None where it names none."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, Mapping):
+        return None, prompt
+    named = cast("Mapping[str, Any]", prompt)
+    for key, value in named.items():
+        if key not in ("prompt", "prompt_token_ids") and value is not None:
+            raise RequestError(f"{key!r} in a prompt dict is not supported; leave it out")
+    return named.get("prompt"), named.get("prompt_token_ids")
+
+
 def _token_ids(value: Any) -> tuple[int, ...]:
-    try:
-        return tuple(int(token_id) for token_id in value)
-    except (TypeError, ValueError):
-        raise RequestError("prompt_token_ids must be a list of integers") from None
+    if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Iterable):
+        raise RequestError(f"a prompt must be text or a list of token ids, got {value!r}")
+    token_ids: list[int] = []
+    for item in cast("Iterable[Any]", value):
+        token_id = as_int(item)
+        if token_id is None:
+            raise RequestError(f"prompt_token_ids holds {item!r}; token ids are integers")
+        token_ids.append(token_id)
+    return tuple(token_ids)

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.request import MAX_LOGPROBS
 
 RENAMED = MappingProxyType(
     {
@@ -34,7 +35,7 @@ FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("speculative_config", (None,), "speculative decoding is not supported"),
     ("tokenizer_mode", ("auto",), "tokenizer.json or the GGUF's own tokenizer is used"),
     ("revision", (None,), "give the folder of the revision you want"),
-    ("max_logprobs", (20,), "20 is the bound"),
+    ("max_logprobs", tuple(range(MAX_LOGPROBS + 1)), f"{MAX_LOGPROBS} is the bound"),
 )
 # accepted and without effect: they tune what does not exist here
 IGNORED = (
@@ -53,14 +54,16 @@ IGNORED = (
 def engine_config(model: str | None, arguments: dict[str, Any]) -> EngineConfig:
     """The settings that keyword arguments ask for; raises ``ConfigError`` naming the wrong one."""
     known = {field.name for field in fields(EngineConfig)}
-    settings: dict[str, Any] = {} if model is None else {"model": str(model)}
+    settings: dict[str, Any] = {} if model is None else {"model": model}
     for name, value in arguments.items():
         name = RENAMED.get(name, name)
         if name in known:
             if value is not None:  # vLLM's word for "the default"
-                settings[name] = DTYPE_ALIASES.get(value, value) if name == "dtype" else value
+                settings[name] = value
         elif name not in IGNORED:
             _check_fixed(name, value)
+    if isinstance(dtype := settings.get("dtype"), str):
+        settings["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
     return EngineConfig(**settings)
 
 

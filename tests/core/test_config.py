@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxinfer.core.config import EngineConfig, cache_root
@@ -20,12 +22,33 @@ from jaxinfer.core.shapes import cdiv, ladder, round_up
         ({"max_model_len": 0}, "max_model_len must be at least 1"),
         ({"page_size": -16}, "page_size"),
         ({"max_num_seqs": True}, "max_num_seqs"),
+        ({"max_model_len": 10.5}, "max_model_len must be a whole number, got 10.5"),
+        ({"max_model_len": "8k"}, "max_model_len must be a whole number, got '8k'"),
+        ({"page_size": None}, "page_size must be a whole number, got None"),
+        ({"seed": "1"}, "seed must be a whole number"),
+        ({"seed": None}, "seed must be a whole number"),
+        ({"seed": 2**63}, "seed must be a whole number of 64 bits"),
+        ({"overlap": 1}, "overlap must be True or False, got 1"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be a number"),
+        ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization must be a number"),
+        ({"dtype": np.dtype("float32")}, "dtype .* is unknown"),
+        ({"generation_config": "folder"}, "generation_config 'folder' is unknown; use one of auto"),
+        ({"model": 5}, "model must be text or a path, got 5"),
+        ({"model": None}, "model must be text or a path, got None"),
+        ({"cache_dir": b"x"}, "cache_dir must be text or a path"),
     ],
 )
 def test_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**settings)
+
+
+def test_one_form_is_stored() -> None:
+    given: dict[str, Any] = {"model": Path("m"), "cache_dir": Path("c"), "num_pages": np.int64(9)}
+    config = EngineConfig(**given, tokenizer=None, gpu_memory_utilization=1)
+    assert (config.model, config.cache_dir, config.num_pages) == ("m", "c", 9)
+    assert (type(config.num_pages), config.gpu_memory_utilization) == (int, 1.0)
 
 
 def test_cache_root(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxinfer.core.errors import RequestError
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import SamplingParams, check_identity
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "temperature NaN": ({"temperature": math.nan}, "temperature must be a number"),
@@ -37,7 +38,32 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bias beyond 100": ({"logit_bias": {1: 101.0}}, r"logit_bias\[1\]"),
     "bias of no id": ({"logit_bias": {"x": 1.0}}, "token ids are integers"),
     "too many biases": ({"logit_bias": dict.fromkeys(range(513), 1.0)}, "holds 513 entries"),
-    "seed a string": ({"seed": "7"}, "seed"),
+    "seed a string": ({"seed": "7"}, "seed must be a whole number"),
+    "n None": ({"n": None}, "n must be a whole number"),
+    "temperature beyond floats": ({"temperature": 10**400}, "temperature must be a number"),
+    "flag a string": ({"ignore_eos": "no"}, "ignore_eos must be True or False"),
+    "stop a number": ({"stop": 5}, "stop must be a list, got 5"),
+    "stop a dict": ({"stop": {"a": 1}}, "stop must be a list"),
+    "stop of numbers": ({"stop": [1]}, "stop must hold non-empty strings, got 1"),
+    "stop bytes": ({"stop": b"ab"}, "stop must be a list"),
+    "stop too long": ({"stop": ["a" * 40000] * 2}, "stop holds 80000 characters in all"),
+    "stop ids a number": ({"stop_token_ids": 5}, "stop_token_ids must be a list, got 5"),
+    "stop ids a string": ({"stop_token_ids": "55"}, "stop_token_ids must be a list"),
+    "stop id a string": ({"stop_token_ids": ["5"]}, "stop_token_ids holds '5'; token ids are"),
+    "stop id a fraction": ({"stop_token_ids": [1.5]}, "stop_token_ids holds 1.5"),
+    "stop id a bool": ({"stop_token_ids": [True]}, "stop_token_ids holds True"),
+    "stop id huge": ({"stop_token_ids": [2**31]}, "stop_token_ids holds 2147483648"),
+    "biases a list": ({"logit_bias": [1]}, r"logit_bias must map token ids to numbers, got \[1\]"),
+    "bias a string": ({"logit_bias": {1: "x"}}, r"logit_bias\[1\] must be a number"),
+    "bias NaN": ({"logit_bias": {1: math.nan}}, r"logit_bias\[1\] must be a number"),
+    "bias key a fraction": ({"logit_bias": {1.9: 2}}, "logit_bias holds 1.9"),
+    "bias key signed": ({"logit_bias": {"-1": 2}}, "logit_bias holds '-1'"),
+    "bias key endless": ({"logit_bias": {"9" * 5000: 2}}, "logit_bias holds '9999"),
+    "several beams": ({"best_of": 4}, "best_of=4 is not supported; leave best_of out"),
+    "bad words": ({"bad_words": ["x"]}, "bad_words"),
+    "allowed ids": ({"allowed_token_ids": np.array([1, 2])}, "allowed_token_ids"),
+    "structured outputs": ({"structured_outputs": object()}, "structured_outputs"),
+    "output kind": ({"output_kind": 2}, "output_kind"),
 }
 
 
@@ -57,6 +83,60 @@ def test_vllm_s_forms() -> None:
     assert params.top_k == 0
     assert params.logit_bias == {7: 2.0}
     assert SamplingParams(stop=None, stop_token_ids=None).stop == ()  # type: ignore[arg-type]
+
+
+def test_numpy_s_numbers_are_stored_as_python_s() -> None:
+    params = SamplingParams(
+        max_tokens=np.int64(5),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        stop_token_ids=np.array([3, 4]),  # type: ignore[arg-type]
+        logit_bias={np.int32(7): np.float32(1)},  # type: ignore[arg-type]
+    )
+    values = (params.max_tokens, params.temperature, *params.stop_token_ids)
+    assert values == (5, 0.5, 3, 4) and params.logit_bias == {7: 1.0}
+    assert {type(value) for value in values} == {int, float}
+
+
+def test_neutral_values_of_vllm_s_other_fields() -> None:
+    params = SamplingParams(
+        temperature=0.5,
+        best_of=1,
+        bad_words=[],
+        allowed_token_ids=None,
+        logits_processors=None,
+        guided_decoding=None,
+        structured_outputs=None,
+        truncate_prompt_tokens=None,
+        output_kind=None,
+        extra_args=None,
+        spaces_between_special_tokens=True,
+        flat_logprobs=False,
+        skip_clone=True,
+        skip_reading_prefix_cache=None,
+    )
+    assert "temperature=0.5" in repr(params)
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+
+
+def test_identity() -> None:
+    assert check_identity(np.int32(-3), None) == (-3, "")
+    assert check_identity(0, "tenant é") == (0, "tenant é")
+
+
+@pytest.mark.parametrize(
+    ("priority", "salt", "message"),
+    [
+        (1.5, None, "priority must be a whole number"),
+        (True, None, "priority must be a whole number"),
+        (2**31, None, "priority must be a number in"),
+        (0, 5, "cache_salt must be text, got 5"),
+        (0, "\ud800", "cache_salt .* has no UTF-8 form"),
+    ],
+)
+def test_bad_identity(priority: Any, salt: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        check_identity(priority, salt)
 
 
 def test_defaults_are_vllm_s() -> None:
