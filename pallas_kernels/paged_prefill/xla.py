@@ -95,11 +95,11 @@ def _attend_tile(
         if window is not None:
             visible &= position > newest[:, None] - window
         k = softmax.read_block(k_pages, ids)
-        scores = jnp.einsum("KGTH,SKH->KGTS", queries, k)
+        scores = jnp.einsum("KGTH,SKH->KGTS", queries, k, precision="highest")
         top, shrink, weights = softmax.weigh(running, jnp.where(visible, scores, -jnp.inf), -1)
         # A weight of 0 does not silence NaN in a slot that nobody wrote: clear it as well.
         v = jnp.where((position < end)[:, None, None], softmax.read_block(v_pages, ids), 0.0)
-        mixed = jnp.einsum("KGTS,SKH->KGTH", weights, v)
+        mixed = jnp.einsum("KGTS,SKH->KGTH", weights, v, precision="highest")
         total = running.total * shrink + jnp.sum(weights, axis=-1)
         return Running(top, total, running.mixed * shrink[..., None] + mixed)
 
