@@ -152,20 +152,19 @@ def _caches() -> Iterator[Finding]:
     from jaxinfer.core.config import cache_root
 
     root = cache_root()
-    existing = next(folder for folder in (root, *root.parents) if folder.exists())
     try:
+        existing = next(folder for folder in (root, *root.parents) if folder.exists())
         with tempfile.TemporaryFile(dir=existing):
             pass
+        if existing != root:
+            yield Finding("caches", str(root), "ok", "not there yet; writable")
+            return
+        yield Finding("caches", str(root), "ok", f"{format_bytes(_size(root))}; writable")
+        for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+            yield Finding("caches", str(folder), "ok", format_bytes(_size(folder)))
     except OSError as error:
-        detail = f"not writable ({error.strerror}); set JAXINFER_CACHE_DIR to a writable folder"
+        detail = f"not usable ({error.strerror}); set JAXINFER_CACHE_DIR to a writable folder"
         yield Finding("caches", str(root), "broken", detail)
-        return
-    if existing != root:
-        yield Finding("caches", str(root), "ok", "not there yet; writable")
-        return
-    yield Finding("caches", str(root), "ok", f"{format_bytes(_size(root))}; writable")
-    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
-        yield Finding("caches", str(folder), "ok", format_bytes(_size(folder)))
 
 
 def _size(folder: Path) -> int:

@@ -25,9 +25,9 @@ def build_once(entry: Path, fill: Callable[[Path], None]) -> bool:
     Returns whether ``fill`` ran. When it raises, nothing is left behind. Raises ``CacheError``
     when the cache cannot be written.
     """
-    if entry.is_dir():
-        return False
     try:
+        if entry.is_dir():
+            return False
         entry.parent.mkdir(parents=True, exist_ok=True)
         with _locked(entry.with_name(entry.name + ".lock")):
             if entry.is_dir():  # another process built it meanwhile

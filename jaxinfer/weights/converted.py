@@ -56,7 +56,7 @@ def convert(
     model: Model,
     progress: Progress,
 ) -> Params | None:
-    """Convert, save and return the parameters; None when another process just did it.
+    """Convert, save and return the parameters; None when the entry is there already.
 
     Raises ``CacheError`` when the cache cannot be written.
     """

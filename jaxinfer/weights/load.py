@@ -33,8 +33,6 @@ def load_params(
     plan = plan_params(model, source.checkpoint)
     if source.quantised:
         entry = converted.entry_path(cache_dir, source.fingerprint, model)
-        if entry.is_dir():
-            return converted.restore(entry, progress)
         params = converted.convert(entry, plan, source.checkpoint, model, progress)
         return converted.restore(entry, progress) if params is None else params
     with progress.task("Loading weights", sum(param.nbytes for param in plan)) as advance:

@@ -107,7 +107,12 @@ def _indexed_files(index: Path) -> tuple[Path, ...]:
 
 def _read_header(path: Path) -> dict[str, tuple[TensorInfo, int]]:
     """Each tensor of the file with the byte where its data starts."""
-    size = path.stat().st_size
+    try:
+        size = path.stat().st_size
+    except OSError as error:  # such as a dangling link in Hugging Face's cache
+        raise CheckpointError(
+            f"cannot read {path} ({error.strerror}); download it again or check its permissions"
+        ) from error
     if size < 8:
         raise CheckpointError(f"{path} is truncated ({size} bytes); download it again")
     length = int(read_bytes(path, 0, 8).view("<u8")[0])

