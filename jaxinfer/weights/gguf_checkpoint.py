@@ -40,7 +40,7 @@ class GGUFModel:
     @property
     def generation_config(self) -> Mapping[str, Any]:
         """The token ids that begin and end a text."""
-        return generation_config_from_gguf(self.header.metadata)
+        return generation_config_from_gguf(self.header)
 
 
 def open_gguf(path: Path) -> GGUFModel:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import numpy as np
+from gguf.constants import TokenType
 
 from jaxinfer.core.errors import CheckpointError, UnknownArchitectureError
 from jaxinfer.nn.rope import Llama3Scaling, RopeConfig, inverse_frequencies
@@ -19,6 +20,9 @@ from jaxinfer.weights.gguf_header import GGUFHeader
 _LLAMA3_LOW_FREQ_FACTOR = 1.0
 _LLAMA3_HIGH_FREQ_FACTOR = 4.0
 _LLAMA3_ORIGINAL_CONTEXT = 8192
+
+_TURN_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
+_SPECIAL_TYPES = (TokenType.CONTROL, TokenType.USER_DEFINED)
 
 
 def hf_config_from_gguf(
@@ -37,10 +41,7 @@ def hf_config_from_gguf(
             f"known are {', '.join(_BUILDERS)}"
         )
     config = build(_Metadata(header, str(architecture)))
-    tokens = {
-        f"{name}_token_id": header.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        for name in ("bos", "eos")
-    }
+    tokens = {f"{name}_token_id": _token_id(header, name) for name in ("bos", "eos")}
     config |= {
         "vocab_size": _tensor_rows(header, "token_embd.weight"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -51,17 +52,39 @@ def hf_config_from_gguf(
     return config
 
 
-def generation_config_from_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The token ids that begin and end a text; a chat turn's end counts as an end."""
-    ends = [
-        metadata[key]
-        for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-        if key in metadata
-    ]
-    config: dict[str, Any] = {"eos_token_id": sorted(set(ends))} if ends else {}
-    if "tokenizer.ggml.bos_token_id" in metadata:
-        config["bos_token_id"] = metadata["tokenizer.ggml.bos_token_id"]
-    return config
+def generation_config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
+    """The token ids that begin and end a text; a chat turn's end counts as an end.
+
+    Raises ``CheckpointError`` for an id that is no number.
+    """
+    named = (_token_id(header, name) for name in ("eos", "eot", "eom"))
+    ends = {token_id for token_id in named if token_id is not None} | _turn_ends(header.metadata)
+    config: dict[str, Any] = {"eos_token_id": sorted(ends)} if ends else {}
+    bos = _token_id(header, "bos")
+    return config if bos is None else config | {"bos_token_id": bos}
+
+
+def _token_id(header: GGUFHeader, name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = header.metadata.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise CheckpointError(
+            f"{header.path}: metadata key {key} must be an integer, got {str(value)[:40]!r}; "
+            "convert the model again"
+        )
+    return value
+
+
+def _turn_ends(metadata: Mapping[str, Any]) -> set[int]:
+    """Special tokens that end a turn by their text, as in llama.cpp: many files name only eos."""
+    tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    if not isinstance(tokens, list) or not isinstance(types, list):
+        return set()  # no vocabulary; whoever needs one says so
+    return {
+        token_id
+        for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if token in _TURN_ENDS and kind in _SPECIAL_TYPES
+    }
 
 
 class _Metadata:

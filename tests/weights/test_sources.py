@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.core.config import DEFAULT_MODEL
+from jaxinfer.core.errors import CheckpointError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.rope import Llama3Scaling, RopeConfig, inverse_frequencies
@@ -71,6 +72,31 @@ def test_gguf_llama3_rope_factors(tmp_path: Path) -> None:
     assert source.hf_config["rope_scaling"] == scaling
     model = build_model(source.hf_config, "float32")
     assert model.config == build_model(config, "float32").config
+
+
+@pytest.mark.parametrize(
+    ("metadata", "special", "ends"),
+    [
+        ({}, {}, [2]),
+        ({"tokenizer.ggml.eom_token_id": 7}, {}, [2, 7]),
+        ({}, {8: "<|eot_id|>", 9: "<|eom_id|>"}, [2, 8, 9]),  # Llama 3 with eos <|end_of_text|>
+        ({}, {2: "<|im_end|>", 3: "<|im_start|>"}, [2]),
+    ],
+    ids=["eos", "eom", "by_text", "the_same"],
+)
+def test_gguf_ends_of_a_turn(
+    tmp_path: Path, metadata: dict[str, Any], special: dict[int, str], ends: list[int]
+) -> None:
+    config = tiny_llama_config()
+    path = tiny_gguf(tmp_path / "m.gguf", config, metadata=metadata, special=special)
+    assert resolve(path).generation_config["eos_token_id"] == ends
+
+
+def test_gguf_token_id_that_is_no_number(tmp_path: Path) -> None:
+    metadata = {"tokenizer.ggml.eot_token_id": "five"}
+    path = tiny_gguf(tmp_path / "m.gguf", tiny_llama_config(), metadata=metadata)
+    with pytest.raises(CheckpointError, match="eot_token_id must be an integer, got 'five'"):
+        resolve(path)
 
 
 @pytest.mark.parametrize(
