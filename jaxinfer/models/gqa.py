@@ -21,6 +21,9 @@ from jaxinfer.nn.decoder import DecoderConfig
 # model's head is consumed by its rule.
 GQA_IGNORED_TENSORS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"lm_head\.weight")
 
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_MAX_WINDOW_LAYERS = 28  # what transformers assumes when a Qwen2 or Qwen3 config does not say
+
 
 def gqa_config(
     config: Mapping[str, Any],
@@ -79,9 +82,10 @@ def upper_layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     window = hf.positive_int(config, "sliding_window")
     kinds = config.get("layer_types")
     if kinds is None:
-        first = config.get("max_window_layers", num_layers)
+        first = hf.layer_index(config, "max_window_layers", _MAX_WINDOW_LAYERS)
         return tuple(window if i >= first else None for i in range(num_layers))
-    if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+    known = isinstance(kinds, list | tuple) and all(kind in _LAYER_TYPES for kind in kinds)
+    if not known or len(kinds) != num_layers:
         raise ConfigError(
             "config key 'layer_types' must hold 'full_attention' or 'sliding_attention' for each "
             f"of the {num_layers} layers"

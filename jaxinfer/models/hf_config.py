@@ -24,6 +24,14 @@ def positive_int(config: HFConfig, key: str, default: int | None = None) -> int:
     return value
 
 
+def layer_index(config: HFConfig, key: str, default: int) -> int:
+    """``config[key]``, or ``default`` where it is absent or null; an int from 0."""
+    value = _get(config, key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"config key {key!r} must be an integer from 0, got {value!r}")
+    return value
+
+
 def positive_float(config: HFConfig, key: str, default: float | None = None) -> float:
     """``config[key]``, or ``default`` where it is absent or null; a number above 0."""
     value = _get(config, key, default)
@@ -41,8 +49,8 @@ def flag(config: HFConfig, key: str, default: bool) -> bool:
 
 
 def supported_only(config: HFConfig, key: str, *supported: object) -> None:
-    """Refuse a value that would change the arithmetic; an absent key means ``supported[0]``."""
-    value = config.get(key, supported[0])
+    """Refuse a value that would change the arithmetic; absent or null means ``supported[0]``."""
+    value = _get(config, key, supported[0])
     if value not in supported:
         known = " or ".join(repr(s) for s in supported)
         raise ConfigError(f"config key {key!r} is {value!r}; this family supports only {known}")
@@ -53,7 +61,10 @@ def rope_config(config: HFConfig, head_dim: int) -> RopeConfig:
 
     Raises ``ConfigError`` for a scaling that is unknown, incomplete, or has unknown keys.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    given = config.get(key) or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"config key {key!r} must be an object, got {given!r}")
     section = {key: value for key, value in given.items() if value is not None}
     theta = positive_float(section if "rope_theta" in section else config, "rope_theta", 10000.0)
     supported_only({**config, **section}, "partial_rotary_factor", 1.0)

@@ -55,6 +55,8 @@ def _architecture(hf_config: Mapping[str, Any]) -> str:
     names = hf_config.get("architectures")
     if not names:
         raise ConfigError("config key 'architectures' is missing; add it to config.json")
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"config key 'architectures' must be a list of names, got {names!r}")
     known = known_architectures()
     for name in names:
         if name in known:

@@ -55,6 +55,14 @@ def test_a_missing_key_is_named(name: str, key: str) -> None:
         ("llama", {"tie_word_embeddings": "yes"}, "'tie_word_embeddings' must be true or false"),
         ("mistral", {"sliding_window": 0}, "'sliding_window' must be a positive integer"),
         ("qwen2", {"layer_types": ["full_attention"]}, "'layer_types' must hold"),
+        ("qwen2", {"layer_types": 2}, "'layer_types' must hold"),
+        ("qwen2", {"layer_types": [[], {}]}, "'layer_types' must hold"),
+        ("qwen2", {"max_window_layers": "1"}, "'max_window_layers' must be an integer from 0"),
+        ("llama", {"rope_scaling": "linear"}, "'rope_scaling' must be an object"),
+        ("llama", {"rope_parameters": [1]}, "'rope_parameters' must be an object"),
+        ("llama", {"rope_scaling": {"rope_type": ["yarn"]}}, "rope type .* is unknown"),
+        ("llama", {"architectures": "LlamaForCausalLM"}, "'architectures' must be a list"),
+        ("llama", {"architectures": [1]}, "'architectures' must be a list"),
         ("gpt2", {"activation_function": "relu"}, "'activation_function' is 'relu'"),
         ("gpt2", {"n_head": 5}, "not a multiple of 'n_head' 5"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
@@ -90,6 +98,13 @@ def test_derived_and_stated_values() -> None:
     assert build_model(tiny_config("qwen3"), "float32").kv_spec.layers[0].head_dim == 16
 
 
+@pytest.mark.parametrize("key", ["hidden_act", "mlp_bias", "rope_scaling", "attention_bias"])
+def test_null_means_absent(key: str) -> None:
+    config = tiny_config("llama")
+    without = {k: v for k, v in config.items() if k != key}
+    assert build_model({**config, key: None}, "float32") == build_model(without, "float32")
+
+
 def test_sliding_windows_reach_the_kv_spec() -> None:
     def windows(name: str, **change: object) -> list[int | None]:
         model = build_model({**tiny_config(name), **change}, "float32")
@@ -99,5 +114,8 @@ def test_sliding_windows_reach_the_kv_spec() -> None:
     assert windows("mistral", sliding_window=None) == [None, None]
     assert windows("qwen2") == [None, 7]
     assert windows("qwen2", use_sliding_window=False) == [None, None]
+    assert windows("qwen2", max_window_layers=0) == [7, 7]
+    many = windows("qwen2", max_window_layers=None, num_hidden_layers=30)
+    assert many == [None] * 28 + [7] * 2  # 28 is the default of transformers
     kinds = ["sliding_attention", "full_attention"]
     assert windows("qwen2", layer_types=kinds) == [7, None]
