@@ -36,24 +36,6 @@ class ModelConfig(Protocol):
         ...
 
 
-class LanguageModel(Protocol):
-    """A family's linen module: ``__call__`` maps tokens to hidden states, ``unembed`` to logits.
-
-    token_ids and positions are int32[T], packed over sequences; ``attend`` tells them apart.
-    """
-
-    def __call__(
-        self,
-        token_ids: jax.Array,  # int32[T]
-        positions: jax.Array,  # int32[T]
-        kv: KVState | None,
-        attend: Attend,
-    ) -> tuple[jax.Array, KVState | None]: ...  # hidden [T, D], after the final norm
-
-    def unembed(self, hidden: jax.Array) -> jax.Array:  # [..., D] -> float32[..., V]
-        ...
-
-
 @dataclass(frozen=True)
 class TensorRule:
     """How one parameter is made from checkpoint tensors (Hugging Face names).
@@ -73,9 +55,13 @@ class TensorRule:
 class ModelFamily:
     """A family of architectures that share one module.
 
+    ``module`` makes the linen module of a config. It is called with (token_ids, positions, kv,
+    attend), the first two int32[T] packed over sequences that ``attend`` tells apart, and returns
+    the hidden states [T, D] after the final norm and the new KV state; its ``unembed`` maps
+    hidden states [..., D] to logits float32[..., V].
     ``ignored_tensors`` are regular expressions of checkpoint tensors that carry nothing (buffers,
     an lm_head tied to the embedding).
-    ``tensor_prefixes``: prefixes some checkpoints of the family add to or leave out of every name.
+    ``optional_prefix`` begins every tensor name in some checkpoints of the family, in others none.
     """
 
     name: str
