@@ -13,7 +13,6 @@ import click
 
 from jaxinfer.cli.answers import Answers
 from jaxinfer.cli.options import ENGINE_OPTIONS, MODEL_FORMS, SAMPLING_OPTIONS, given
-from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError, RequestError
 from jaxinfer.engine.progress import progress_on
 
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
     from jaxinfer.engine.prompts import Prompt
 
 SINGLE_CHUNK = 256  # tokens; loading a second chunk size takes longer than padding to this one
-SINGLE_CONTEXT = 4096  # tokens, prompt and answer, that a lone prompt gets unless more is asked for
+SINGLE_CONTEXT = 4096  # tokens, prompt and answer, that are enough for nearly every lone prompt
+TEMPLATE_TOKENS = 256  # more than a chat template adds to its messages
 DEFAULT_MAX_TOKENS = 256  # SamplingParams' 16, which is vLLM's, would cut off nearly every answer
 
 
@@ -66,7 +66,9 @@ def generate(
     from jaxinfer.engine.llm import LLM
 
     SamplingParams(**chosen)  # a wrong flag fails before the model is loaded
-    settings = _sized_for(len(prompts), given(ENGINE_OPTIONS, fields))
+    settings = given(ENGINE_OPTIONS, fields)
+    if len(prompts) == 1:
+        settings = _sized_for(prompts[0] + (system or ""), chosen["max_tokens"], settings)
     llm = LLM(model, progress=progress_on(sys.stderr), **settings)
     defaults = llm.get_default_sampling_params()
     sampling = msgspec.structs.replace(defaults, **chosen)
@@ -84,18 +86,22 @@ def generate(
     ctx.exit(1 if answers.any_failed else 0)
 
 
-def _sized_for(num_prompts: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """The engine's settings for this many prompts, where the user left them open.
+def _sized_for(text: str, max_tokens: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """The engine's settings for one prompt, where the user left them open.
 
-    One prompt needs a single sequence, one size of chunk, and seldom more than ``SINGLE_CONTEXT``
-    tokens: fewer executables to load and a smaller KV cache bring the first token sooner.
+    It needs a single sequence and one size of chunk: fewer executables bring the first token
+    sooner. So does a small KV cache, and one size of it lets all such runs share executables; a
+    request that may not fit gets what the engine finds, up to the model's own context.
     """
-    if num_prompts > 1:
-        return settings
+    from jaxinfer.core.config import EngineConfig
+
     chunk = settings.get("max_num_batched_tokens", SINGLE_CHUNK)
     sized = {"max_num_seqs": 1, "max_num_batched_tokens": chunk, "prefill_bucket_start": chunk}
     sized |= settings
-    if settings.keys().isdisjoint({"max_model_len", "kv_cache_memory_bytes"}):
+    text_bytes = len(text.encode(errors="replace"))  # no tokenizer makes more tokens than that
+    most_tokens = text_bytes + TEMPLATE_TOKENS + max_tokens
+    size_is_open = settings.keys().isdisjoint({"max_model_len", "kv_cache_memory_bytes"})
+    if size_is_open and most_tokens <= SINGLE_CONTEXT:
         sized["num_pages"] = 1 + SINGLE_CONTEXT // EngineConfig.page_size
     return sized
 

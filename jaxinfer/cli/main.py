@@ -1,4 +1,4 @@
-"""``jaxinfer``: the command group, its exit codes, and how errors reach the terminal.
+"""``jaxinfer``: the command group, its exit codes, and how text and errors reach the terminal.
 
 Owns: 0 for success, 1 for a ``JaxinferError`` or a broken installation, 2 for wrong usage, 130 for
 Ctrl-C. Must not know: what a command does.
@@ -6,6 +6,7 @@ Ctrl-C. Must not know: what a command does.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Any
@@ -50,6 +51,7 @@ cli.add_command(inspect)
 def main() -> None:
     """The entry point of the console script."""
     keep_heap_small()
+    _write_any_text()
     try:
         cli(prog_name="jaxinfer")
     except SystemExit as end:
@@ -59,3 +61,16 @@ def main() -> None:
             sys.stdout.flush()
             os._exit(INTERRUPTED)
         raise
+
+
+def _write_any_text() -> None:
+    """Models write every script, and stdout's encoding may not know it.
+
+    A terminal shows what it can; a file or pipe gets UTF-8. Python's stderr escapes by itself.
+    """
+    if not isinstance(sys.stdout, io.TextIOWrapper):  # closed, or replaced by a test
+        return
+    if sys.stdout.isatty():
+        sys.stdout.reconfigure(errors="replace")
+    else:
+        sys.stdout.reconfigure(encoding="utf-8", errors="strict")

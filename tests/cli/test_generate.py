@@ -14,6 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from jaxinfer.cli.main import cli
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.errors import ConfigError
 from kit.tokenizers import TINY_BOS_ID
 
 JAXINFER = str(Path(sys.executable).with_name("jaxinfer"))
@@ -129,7 +131,10 @@ def test_empty_stdin(arguments: tuple[str, ...], generate: Generate) -> None:
         (["--max-num-seqs=0"], "max_num_seqs must be at least 1"),
         (["--max-model-len=100000"], "max_model_len 100000"),
         (["--model=no-such-model"], "'no-such-model' is neither a known name"),
-        (["--cache-dir=/dev/null/cache"], "cache /dev/null/cache"),
+        (["--model", "m" * 300], "mmm' (File name too long); correct the path"),
+        (["--model=~nobody-of-that-name/m"], "in the home of an unknown user"),
+        (["--cache-dir", "c" * 300], "(File name too long); make room"),
+        (["--cache-dir=/dev/null/cache"], "/dev/null/cache"),
     ],
 )
 def test_wrong_settings_are_one_sentence(
@@ -152,6 +157,26 @@ def test_chat_with_a_model_that_has_no_template(
     result = generate(f"--model={tmp_path / 'plain'}", *arguments, "x")
     assert result.exit_code == 1
     assert "this model has no chat template; leave out --chat and --system" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("length", "arguments", "enough"),
+    [(2, [], 4096), (3500, [], 4096), (3500, ["--max-tokens=500"], None), (5000, [], None)],
+    ids=["short", "longest", "long_answer", "long_prompt"],
+)
+def test_a_lone_prompt_gets_the_context_it_may_need(
+    length: int, arguments: list[str], enough: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One size for nearly all prompts; others get the engine's own, up to the whole context."""
+
+    def built(model: str | None, **settings: Any) -> None:
+        pages = settings.get("num_pages")
+        tokens = pages and (pages - 1) * EngineConfig.page_size
+        raise ConfigError(f"{tokens} tokens for {settings['max_num_seqs']} sequence")
+
+    monkeypatch.setattr("jaxinfer.engine.llm.LLM", built)
+    result = CliRunner().invoke(cli, ["generate", *arguments, "x" * length])
+    assert result.stderr == f"jaxinfer: error: {enough} tokens for 1 sequence\n"
 
 
 def test_no_device(tiny_arguments: list[str]) -> None:
