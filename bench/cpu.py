@@ -2,12 +2,14 @@
 
 Run from the repository root:
 
-    python -m bench.cpu [--transformers-python PATH] [--llama-cpp-python PATH] [--repeats N]
+    .venv/bin/python -m bench.cpu [--transformers-python PATH] [--llama-cpp-python PATH] \
+        [--repeats N] [--output FILE]
 
 A peer runs in the interpreter that has its packages, by default this one; a peer that is not
 installed is reported as such. All engines get the same prompt tokens and as many threads as there
 are cores. Everybody decodes greedily past any end-of-sequence token; our own time includes
-detokenising. Writes bench/results/cpu/cpu.json.
+detokenising. Writes bench/results/local/cpu.json, which git ignores; the committed numbers are in
+bench/results/cpu.
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ def main() -> None:
     parser.add_argument("--llama-cpp-python", default=sys.executable, metavar="PATH")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a known model or a GGUF file")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "cpu" / "cpu.json")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "local" / "cpu.json")
     options = parser.parse_args()
     interpreters = {
         "transformers": options.transformers_python,
