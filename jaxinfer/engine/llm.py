@@ -149,9 +149,9 @@ class LLM:
         priorities: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         params = self._params_for(prompts, sampling_params)
-        levels = _one_each(
-            "priorities", [0] * len(prompts) if priorities is None else priorities, len(prompts)
-        )
+        levels = [0] * len(prompts)
+        if priorities is not None:
+            levels = _one_each("priorities", priorities, len(prompts))
         for number, (prompt, one, level) in enumerate(zip(prompts, params, levels, strict=True)):
             try:
                 self.check(prompt, one, level)

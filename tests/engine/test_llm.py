@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.core.errors import ConfigError, EngineError, JaxinferError, RequestError
+from jaxinfer.core.errors import CacheError, ConfigError, EngineError, JaxinferError, RequestError
 from jaxinfer.core.progress import NoProgress
+from jaxinfer.engine.prompts import Prompt, parse_prompts
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
@@ -87,9 +90,55 @@ def test_a_bad_prompt_is_named_and_nothing_began(llm: LLM) -> None:
     assert llm.generate("good", GREEDY)[0].finished
 
 
-def test_a_stream_left_early_frees_the_engine(llm: LLM) -> None:
-    from jaxinfer.engine.prompts import parse_prompts
+BAD_PROMPTS: dict[str, tuple[Any, str]] = {
+    "digits as ids": ({"prompt_token_ids": "123"}, "a list of token ids, got '123'"),
+    "fractions": ([1.9, 2], "prompt_token_ids holds 1.9; token ids are integers"),
+    "bools": ([True], "prompt_token_ids holds True"),
+    "bytes": (b"ab", "a list of token ids, got b'ab'"),
+    "numbered": ([[1], [1, "2"]], "prompt 1: prompt_token_ids holds '2'"),
+    "text that is none": ({"prompt": 5}, "a prompt must be text or token ids, got int"),
+    "ids under the text's name": ({"prompt": [1]}, "a prompt must be text or token ids, got list"),
+    "empty dict": ([{}], "prompt 0: a prompt needs text or token ids"),
+    "an image": ({"prompt": "a", "multi_modal_data": {}}, "'multi_modal_data' in a prompt dict"),
+}
 
+
+@pytest.mark.parametrize("name", BAD_PROMPTS)
+def test_bad_prompts(name: str) -> None:
+    prompts, message = BAD_PROMPTS[name]
+    with pytest.raises(RequestError, match=message):
+        parse_prompts(prompts, None)
+
+
+def test_numpy_s_ids_are_a_prompt() -> None:
+    ids = np.array([1, 2])
+    for form in ({"prompt_token_ids": ids}, list(ids), [ids]):
+        assert parse_prompts(form, None) == [Prompt(None, (1, 2))]
+
+
+def test_arguments_of_generate_and_chat(llm: LLM) -> None:
+    first = llm.generate(["a", "b"], GREEDY, lora_request=None, priority=[1, 0])
+    assert first == llm.generate(["a", "b"], GREEDY)
+    refused: dict[str, dict[str, Any]] = {
+        "2 prompts came with 1 priorities": {"priority": [1]},
+        "priorities must be a list": {"priority": 1},
+        "prompt 1: priority must be a whole number": {"priority": [0, 0.5]},
+        "lora_request is not supported": {"lora_request": object()},
+        "SamplingParams must be a list": {"sampling_params": {"n": 1}},
+        "sampling_params must be SamplingParams, got 5": {"sampling_params": [GREEDY, 5]},
+    }
+    for message, arguments in refused.items():
+        with pytest.raises(RequestError, match=message):
+            llm.generate(["a", "b"], **arguments)
+    template = "{{ tools | length if tools else 'none' }}"
+    for tools, shown in ((None, "none"), ([{"type": "function"}], "1")):
+        (output,) = llm.chat(
+            [{"role": "user", "content": "a"}], GREEDY, chat_template=template, tools=tools
+        )
+        assert output.prompt == shown
+
+
+def test_a_stream_left_early_frees_the_engine(llm: LLM) -> None:
     prompts = parse_prompts(["one", "two"], llm.get_tokenizer())
     stream = llm.stream(prompts, [GREEDY, GREEDY])
     next(stream)
@@ -130,6 +179,8 @@ def test_vllm_arguments_that_change_nothing_are_accepted(folder: Path, cache: st
         enforce_eager=True,
         gpu_memory_utilization=0.5,
         swap_space=4,
+        max_logprobs=5,
+        generation_config="auto",
         dtype="float",
         enable_prefix_caching=None,
         **SMALL,
@@ -143,7 +194,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "context beyond the model": ({"max_model_len": 10**6}, "beyond the model's"),
     "no room": ({"kv_cache_memory_bytes": 1000}, "KV cache"),
     "zero sequences": ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
-    "utilization": ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be in"),
+    "logprobs": ({"max_logprobs": 21}, "max_logprobs=21 is not supported: 20 is the bound"),
+    "generation config": ({"generation_config": "x"}, "generation_config 'x' is unknown"),
+    "utilization": ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a number in"),
 }
 
 
@@ -157,7 +210,7 @@ def test_refused_settings(folder: Path, cache: str, name: str) -> None:
 def test_unwritable_cache(folder: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(JaxinferError, match="cannot read the executable cache"):
+    with pytest.raises(JaxinferError, match="cannot write .*executables"):
         LLM(str(folder), cache_dir=str(blocked), **{**SMALL, "max_num_seqs": 1})
 
 
@@ -175,24 +228,39 @@ def test_progress_reports_compile_load_and_generate(folder: Path, cache: str) ->
     assert recorder.tasks == ["load executables", "Loading weights", "generate"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing", "manifest", "partial"])
-def test_a_damaged_bundle_is_compiled_again(folder: Path, tmp_path: Path, damage: str) -> None:
-    settings = {**SMALL, "max_num_seqs": 1, "max_num_batched_tokens": 8, "cache_dir": str(tmp_path)}
-    first = LLM(str(folder), **settings)
+TINY = {**SMALL, "max_num_seqs": 1, "max_num_batched_tokens": 8}
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "manifest", "no manifest", "unloadable"])
+def test_a_damaged_bundle_is_named(folder: Path, tmp_path: Path, damage: str) -> None:
+    LLM(str(folder), cache_dir=str(tmp_path), **TINY)
     (bundle,) = (path for path in (tmp_path / "executables").iterdir() if path.is_dir())
-    executable = bundle / "d1.bin"
+    executable, manifest = bundle / "d1.bin", bundle / "manifest.json"
     match damage:
         case "cut":
             executable.write_bytes(executable.read_bytes()[:1000])
         case "missing":
             executable.unlink()
         case "manifest":
-            (bundle / "manifest.json").write_text("{")
-        case _:  # killed while writing
-            bundle.rename(bundle.with_name(bundle.name + ".partial"))
-    again = LLM(str(folder), **settings)
+            manifest.write_text("{")
+        case "no manifest":
+            manifest.unlink()
+        case _:  # whole, and not an executable
+            digest = hashlib.sha256(executable.read_bytes()).hexdigest()
+            executable.write_bytes(b"junk")
+            now = hashlib.sha256(b"junk").hexdigest()
+            manifest.write_text(manifest.read_text().replace(digest, now))
+    with pytest.raises(CacheError, match=rf"{bundle} cannot be used .*; delete that folder"):
+        LLM(str(folder), cache_dir=str(tmp_path), **TINY)
+
+
+def test_a_bundle_left_half_written_is_compiled_again(folder: Path, tmp_path: Path) -> None:
+    first = LLM(str(folder), cache_dir=str(tmp_path), **TINY)
+    (bundle,) = (path for path in (tmp_path / "executables").iterdir() if path.is_dir())
+    bundle.rename(bundle.with_name(bundle.name + ".partial"))  # as a killed run leaves it
+    again = LLM(str(folder), cache_dir=str(tmp_path), **TINY)
     assert again.stats().num_compiled == first.stats().num_compiled
-    assert LLM(str(folder), **settings).stats().num_compiled == 0
+    assert LLM(str(folder), cache_dir=str(tmp_path), **TINY).stats().num_compiled == 0
     assert [path for path in bundle.parent.iterdir() if path.is_dir()] == [bundle]
     assert again.generate("a", GREEDY) == first.generate("a", GREEDY)
 
