@@ -61,7 +61,7 @@ class ModelFamily:
     hidden states [..., D] to logits float32[..., V].
     ``ignored_tensors`` are regular expressions of checkpoint tensors that carry nothing (buffers,
     an lm_head tied to the embedding).
-    ``optional_prefix`` begins every tensor name in some of the family's checkpoints, none in others.
+    ``optional_prefix`` begins every tensor name in some checkpoints and none in others.
     """
 
     name: str
