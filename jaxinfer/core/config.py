@@ -120,18 +120,24 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 def cache_root(configured: str | None = None) -> Path:
-    """The cache folder: the setting, else ``JAXINFER_CACHE_DIR``, else the XDG cache folder."""
-    if configured:
-        return Path(configured).expanduser()
-    if from_env := os.environ.get("JAXINFER_CACHE_DIR"):
-        return Path(from_env).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "jaxinfer"
+    """The cache folder: the setting, else ``JAXINFER_CACHE_DIR``, else the XDG cache folder.
+
+    Raises ``ConfigError`` when it is in the home of an unknown user.
+    """
+    xdg_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    chosen = configured or os.environ.get("JAXINFER_CACHE_DIR") or f"{xdg_cache}/jaxinfer"
+    try:
+        return Path(chosen).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the cache folder {chosen} is in a home folder that cannot be found; "
+            "set JAXINFER_CACHE_DIR to another folder"
+        ) from error
 
 
 def compiler_environment() -> dict[str, str]:
     """Environment settings that change what the compiler makes; part of a bundle's fingerprint."""
-    names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "JAX_DEFAULT_MATMUL_PRECISION")
+    names = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_DEFAULT_MATMUL_PRECISION", "NVIDIA_TF32_OVERRIDE")
     return {name: os.environ[name] for name in names if name in os.environ}
 
 

@@ -165,7 +165,9 @@ def model_facts(plan: EnginePlan) -> ModelFacts:
         name=plan.source.name,
         vocab_size=plan.model.config.vocab_size,
         eos_token_ids=tuple(dict.fromkeys(eos_ids)),
-        default_sampling=_default_sampling(generation),
+        default_sampling=_default_sampling(
+            generation if plan.config.generation_config == "auto" else {}
+        ),
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.core.errors import CacheError, ConfigError, EngineError, JaxinferError, RequestError
 from jaxinfer.core.progress import NoProgress
+from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.prompts import Prompt, parse_prompts
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
@@ -276,3 +279,22 @@ def test_a_wrong_checkpoint_is_known_before_anything_is_compiled(
     with pytest.raises(JaxinferError, match="tensor model.norm.weight has shape"):
         LLM(str(tmp_path), cache_dir=str(tmp_path / "cache"), **SMALL)
     assert not (tmp_path / "cache").exists()
+
+
+def test_vllm_s_own_sampling_defaults(folder: Path, cache: str) -> None:
+    llm = LLM(str(folder), cache_dir=cache, generation_config="vllm", **SMALL)
+    assert llm.get_default_sampling_params() == SamplingParams()
+
+
+def test_ctrl_c_while_adding_leaves_a_usable_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Engine.add_request
+
+    def interrupted(engine: Engine, *arguments: Any, **named: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        original(engine, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "add_request", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b"], SamplingParams(n=3, seed=1), use_tqdm=False)
+    assert llm.generate("a", GREEDY)[0].finished
