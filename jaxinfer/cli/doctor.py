@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from jaxinfer.cli.units import format_bytes
+from jaxinfer.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from pallas_kernels.registry import Impl, KernelOp
@@ -151,7 +152,11 @@ def _try_kernel(op: KernelOp, impl: Impl) -> Finding:
 def _caches() -> Iterator[Finding]:
     from jaxinfer.core.config import cache_root
 
-    root = cache_root()
+    try:
+        root = cache_root()
+    except ConfigError as error:
+        yield Finding("caches", "folder", "broken", str(error))
+        return
     try:
         existing = next(folder for folder in (root, *root.parents) if folder.exists())
         with tempfile.TemporaryFile(dir=existing):

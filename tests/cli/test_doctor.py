@@ -78,6 +78,15 @@ def test_unusable_cache_path(
     assert "File name too long" in findings[str(folder)]["detail"]
 
 
+def test_cache_in_the_home_of_an_unknown_user(
+    monkeypatch: pytest.MonkeyPatch, without_kernels: None
+) -> None:
+    monkeypatch.setenv("JAXINFER_CACHE_DIR", "~nobody-of-that-name/cache")
+    result, findings = run()
+    assert result.exit_code == 1
+    assert "cannot be found; set JAXINFER_CACHE_DIR" in findings["folder"]["detail"]
+
+
 def test_missing_package(monkeypatch: pytest.MonkeyPatch, without_kernels: None) -> None:
     monkeypatch.setattr(doctor, "_version", lambda package: None if package == "flax" else "1.0")
     result, findings = run()

@@ -51,6 +51,11 @@ def test_one_form_is_stored() -> None:
     assert (type(config.num_pages), config.gpu_memory_utilization) == (int, 1.0)
 
 
+def test_cache_root_in_the_home_of_an_unknown_user() -> None:
+    with pytest.raises(ConfigError, match="~nobody-of-that-name/c is in a home folder that cannot"):
+        cache_root("~nobody-of-that-name/c")
+
+
 def test_cache_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAXINFER_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
