@@ -227,12 +227,12 @@ def test_interrupt_while_streaming(tiny_arguments: list[str]) -> None:
 
 
 SLOW_COMPILER = """
-import sys, time
+import os, time
 from jaxinfer.cli.main import main
 from jaxinfer.exec.program import Program
 
 def lower(self, name):
-    print("compiling", file=sys.stderr, flush=True)
+    os.write(2, b"compiling\\n")  # whole lines from several threads
     time.sleep(60)
 
 Program.lower = lower
