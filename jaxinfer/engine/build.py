@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +96,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     """A ready engine: every bucket compiled, weights on the device, nothing left to do late."""
     progress = progress or NoProgress()
     plan = plan_engine(config, progress)
+    facts = model_facts(plan)
     program = Program(plan.model, plan.limits)
     start = time.perf_counter()
     executables = build_executables(
@@ -121,7 +122,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     return Engine(
         executor,
         plan.limits,
-        model_facts(plan),
+        facts,
         plan.tokenizer,
         seed=plan.config.seed,
         overlap=plan.config.overlap,
@@ -158,7 +159,10 @@ def model_facts(plan: EnginePlan) -> ModelFacts:
     eos = generation.get("eos_token_id")
     if eos is None:  # absent, or an explicit null
         eos = plan.source.hf_config.get("eos_token_id")
-    eos_ids: list[int] = [eos] if isinstance(eos, int) else list(eos or ())
+    listed: list[Any] = cast("list[Any]", eos) if isinstance(eos, list) else [eos]
+    eos_ids = [token_id for token_id in listed if token_id is not None]
+    if not all(isinstance(token_id, int) for token_id in eos_ids):
+        raise ConfigError(f"eos_token_id {eos!r} of the model's configs is no token id or list")
     if plan.tokenizer is not None and plan.tokenizer.eos_token_id is not None:
         eos_ids.append(plan.tokenizer.eos_token_id)
     return ModelFacts(

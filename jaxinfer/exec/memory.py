@@ -40,7 +40,7 @@ def plan_memory(
     max_num_seqs: int,
     device_bytes: int | None,
 ) -> MemoryPlan:
-    """Pages for this model: as many as asked for, else what fits, never more than can be used.
+    """Pages for this model: as many as asked for, else what fits; at most what all slots fill.
 
     ``device_bytes`` is the device's memory where it reports one (a GPU); ``None`` (a CPU) leaves
     the budget to ``kv_cache_memory_bytes``. Raises ``ConfigError`` when a context of

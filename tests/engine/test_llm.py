@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import CacheError, ConfigError, EngineError, JaxinferError, RequestError
 from jaxinfer.core.progress import NoProgress
+from jaxinfer.engine.build import model_facts, plan_engine
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.prompts import Prompt, parse_prompts
 from jaxinfer.models.registry import build_model
@@ -298,3 +300,25 @@ def test_ctrl_c_while_adding_leaves_a_usable_llm(llm: LLM, monkeypatch: pytest.M
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["a", "b"], SamplingParams(n=3, seed=1), use_tqdm=False)
     assert llm.generate("a", GREEDY)[0].finished
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(3, (3,)), ([3, 5], (3, 5)), (None, (7,))], ids=str
+)
+def test_eos_comes_from_either_config(
+    tmp_path: Path, given: Any, expected: tuple[int, ...]
+) -> None:
+    config = tiny_llama_config(vocab_size=TINY_VOCAB_SIZE, eos_token_id=7)
+    write_hf_folder(tmp_path, config)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    settings = EngineConfig(
+        model=str(tmp_path), load_format="dummy", skip_tokenizer_init=True, max_model_len=64
+    )
+    assert model_facts(plan_engine(settings)).eos_token_ids == expected
+
+
+def test_eos_of_the_wrong_type(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path, tiny_llama_config(eos_token_id="</s>"))
+    settings = EngineConfig(model=str(tmp_path), load_format="dummy", skip_tokenizer_init=True)
+    with pytest.raises(ConfigError, match="eos_token_id '</s>'"):
+        model_facts(plan_engine(settings))

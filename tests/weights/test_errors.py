@@ -2,8 +2,11 @@
 
 import os
 import pickle
+import shutil
 import struct
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,20 +103,37 @@ def test_home_of_an_unknown_user(folder: Path) -> None:
         resolve(folder, tokenizer="~nobody-of-that-name/m").tokenizer_spec()
 
 
+@contextmanager
+def ordinary_user() -> Iterator[None]:
+    """Root may read everything; give that up within the block."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)  # nobody
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
 @pytest.mark.parametrize(
     ("closed", "kind"),
     [("", SourceError), ("config.json", SourceError), ("model.safetensors", CheckpointError)],
 )
 def test_no_permission(folder: Path, closed: str, kind: type[JaxinferError]) -> None:
-    path = folder / closed
-    path.chmod(0)
-    try:
-        if os.access(path, os.R_OK):
-            pytest.skip("this user may read everything")
-        with pytest.raises(kind, match=r"cannot read .*\(Permission denied\)"):
-            resolve(folder)
-    finally:
-        path.chmod(0o700)
+    with tempfile.TemporaryDirectory() as parent:  # pytest's own folders are closed to others
+        Path(parent).chmod(0o755)
+        copy = Path(shutil.copytree(folder, Path(parent) / "model"))
+        resolve(copy)  # also imports what an ordinary user may not be allowed to read any more
+        (copy / closed).chmod(0)
+        try:
+            with (
+                ordinary_user(),
+                pytest.raises(kind, match=r"cannot read .*\(Permission denied\)"),
+            ):
+                resolve(copy)
+        finally:
+            (copy / closed).chmod(0o700)
 
 
 @pytest.mark.parametrize("reference", ["pypi:name", "pypi:name==1.0", "pypi:a==1/f.gguf#sha256=12"])
