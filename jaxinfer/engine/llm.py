@@ -187,11 +187,11 @@ class LLM:
     def _abort(self, request_ids: Mapping[str, int]) -> None:
         """End what is unfinished (a closed stream, an error), so that its pages are free again."""
         with interrupts_deferred():
+            self._answering = False  # first: a step may raise, and the next call must say why
             for request_id in request_ids:
                 self._engine.abort(request_id)
             while self._engine.has_work:
                 self._engine.step()
-            self._answering = False
 
     def _turn(self) -> list[Delta]:
         with interrupts_deferred():
