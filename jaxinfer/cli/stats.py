@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Container
 
     from jaxinfer.core.request import SamplingParams
-    from jaxinfer.engine.engine import EngineStats
+    from jaxinfer.engine.news import EngineStats
 
 SHOWN_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
 

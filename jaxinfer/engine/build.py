@@ -22,7 +22,9 @@ from jaxinfer.core.config import EngineConfig, Limits, cache_root
 from jaxinfer.core.errors import ConfigError, EngineError, RequestError
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.engine import Engine, EngineStats, ModelFacts
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.facts import ModelFacts
+from jaxinfer.engine.news import EngineStats
 from jaxinfer.exec.buckets import bucket_table
 from jaxinfer.exec.compile import build_executables
 from jaxinfer.exec.executor import Executor

@@ -1,14 +1,14 @@
 """The engine: validated requests in, deltas out. Drives the loop; one thread at a time.
 
-Owns: request validation against the model, the seeds of unseeded requests, the n sequences of a
-request, late-compile watching, counters. Must not know: how it was built, sockets, files.
+Owns: the seeds of unseeded requests, the n sequences of a request, late-compile watching, counters.
+Must not know: how it was built, sockets, files.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,39 +17,14 @@ from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.request import FinishReason, Request, SamplingParams, check_identity
 from jaxinfer.core.step import Abort, Arrive, Event, TokenEvent
+from jaxinfer.engine.facts import ModelFacts, check_request, resolved_max_tokens
 from jaxinfer.engine.late_compiles import LateCompiles
 from jaxinfer.engine.loop import EngineLoop, StepExecutor
+from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta
 from jaxinfer.engine.processor import SequenceProcessor
-from jaxinfer.sched.admit import refusal
+from jaxinfer.engine.timeline import Timeline
 from jaxinfer.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What requests are checked against."""
-
-    name: str
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    default_sampling: SamplingParams  # the model's generation_config over vLLM's defaults
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counters since the engine was built; times in seconds."""
-
-    num_requests: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_turns: int = 0
-    num_preemptions: int = 0
-    num_late_compiles: int = 0
-    num_compiled: int = 0  # executables compiled at start; the rest came from the bundle
-    num_executables: int = 0
-    load_seconds: float = 0.0
-    compile_seconds: float = 0.0
 
 
 class Engine:
@@ -79,6 +54,7 @@ class Engine:
         # ended one can never be taken for news of a later request of the same name
         self._sequences: dict[str, SequenceProcessor] = {}
         self._children: dict[str, tuple[str, ...]] = {}  # unfinished sequences of each request
+        self._timeline = Timeline()
         self._late_compiles = LateCompiles()
         self._failure: EngineError | None = None
 
@@ -89,23 +65,13 @@ class Engine:
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise ``RequestError`` for a request that this engine can never answer."""
-        request = self._request(tuple(prompt_token_ids), sampling, 0)
-        if reason := refusal(request, self.limits):
-            raise RequestError(reason)
-        last = self.facts.vocab_size - 1
-        named = {
-            "the prompt": request.prompt_token_ids,
-            "stop_token_ids": sampling.stop_token_ids,
-            "logit_bias": tuple(sampling.logit_bias or ()),
-        }
-        for name, token_ids in named.items():
-            for token_id in token_ids:
-                if not 0 <= token_id <= last:
-                    raise RequestError(
-                        f"{name} holds token id {token_id}; the vocabulary ends at {last}"
-                    )
-        if sampling.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer; use stop_token_ids instead")
+        check_request(
+            prompt_token_ids,
+            sampling,
+            limits=self.limits,
+            facts=self.facts,
+            has_tokenizer=self.tokenizer is not None,
+        )
 
     def add_request(
         self,
@@ -135,6 +101,7 @@ class Engine:
         self._arrivals += sampling.n
         self._sequences |= processors
         self._children[request_id] = tuple(processors)
+        self._timeline.arrive(tuple(processors))
         self._pending += [Arrive(request) for request in requests]
         self._counters["num_requests"] += 1
         self._counters["num_prompt_tokens"] += len(prompt) * sampling.n
@@ -149,39 +116,57 @@ class Engine:
         """Requests with an unfinished completion, oldest first."""
         return tuple(self._children)
 
-    def step(self) -> list[Delta]:
+    def step(self) -> News:
         """One turn of the loop: take new requests in, run the device, return what was gained."""
         events, self._pending = tuple(self._pending), []
         try:
             with self._late_compiles.watch():
-                news = self._loop.turn(events)
+                turn = self._loop.turn(events)
         except Exception as error:  # a lost device, or a bug: nothing can be trusted any more
             self._failure = EngineError(f"the engine stopped: {error}; build a new one")
             raise self._failure from error
-        deltas = [delta for event in news if (delta := self._process(event)) is not None]
+        steps, newly_started = self._timeline.turn(turn)
+        started = self._parents_of(newly_started)  # before an event can end one of them
+        deltas = [delta for event in turn.events if (delta := self._process(event)) is not None]
         self._counters["num_turns"] += 1
-        return deltas
+        return News(tuple(deltas), started, steps, self.stats())
 
     def stats(self) -> EngineStats:
-        """Counters so far."""
+        """Counters so far, and what is held now."""
+        state = self._loop.state
+        num_free = state.num_free_pages
         return replace(
             self._start,
-            num_preemptions=self._loop.state.num_preemptions,
+            num_preemptions=state.num_preemptions,
             num_late_compiles=self._late_compiles.count,
+            num_running=state.num_running,
+            num_waiting=state.num_waiting,
+            num_live_pages=self.limits.num_usable_pages - num_free,
+            num_cached_pages=state.pages.num_cached,
+            num_fresh_pages=num_free - state.pages.num_cached,
             **self._counters,
         )
+
+    def _parents_of(self, sequences: tuple[str, ...]) -> tuple[str, ...]:
+        """The requests whose first sequence is among these."""
+        known = (self._sequences.get(child) for child in sequences)
+        return tuple(child.parent_id for child in known if child and child.index == 0)
 
     def _process(self, event: TokenEvent) -> Delta | None:
         sequence = self._sequences.get(event.request_id)
         if sequence is None:
             return None  # ended by a stop string while this token was on its way
         delta = sequence.process(event)
-        self._counters["num_generated_tokens"] += len(delta.token_ids)
+        if event.token_ids:
+            if self._timeline.token(event.request_id):
+                self._counters["num_prefilled_tokens"] += sequence.num_prompt_tokens
+                self._counters["num_cached_tokens"] += delta.num_cached_tokens
+            self._counters["num_generated_tokens"] += len(delta.token_ids)
         if sequence.matched_stop is not None and event.finish_reason is None:
             self._pending.append(Abort(event.request_id, FinishReason.STOP))
         if delta.finish_reason is not None:
-            self._counters["num_cached_tokens"] += delta.num_cached_tokens
             self._forget(event.request_id, sequence.parent_id)
+            return replace(delta, times=self._timeline.finish(event.request_id))
         return delta
 
     def _forget(self, child: str, parent: str) -> None:
@@ -203,14 +188,13 @@ class Engine:
     ) -> Request:
         """Sequence ``index`` of the next request."""
         arrival = self._arrivals + index
-        room = max(self.limits.max_model_len - len(prompt), 0)
         if index:  # the prompt is scored once
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return Request(
             request_id=str(arrival),
             prompt_token_ids=prompt,
             sampling=sampling,
-            max_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
+            max_tokens=resolved_max_tokens(len(prompt), sampling, self.limits),
             seed=self._seed_of(sampling, index, arrival),
             eos_token_ids=() if sampling.ignore_eos else self.facts.eos_token_ids,
             arrival=arrival,

@@ -14,8 +14,8 @@ from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.core.request import SamplingParams, check_identity
 from jaxinfer.engine.build import build_engine
-from jaxinfer.engine.engine import EngineStats
 from jaxinfer.engine.interrupts import interrupts_deferred
+from jaxinfer.engine.news import EngineStats
 from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
 from jaxinfer.engine.progress import progress_on
 from jaxinfer.engine.prompts import Prompt, encode, parse_prompts
@@ -193,9 +193,9 @@ class LLM:
             while self._engine.has_work:
                 self._engine.step()
 
-    def _turn(self) -> list[Delta]:
+    def _turn(self) -> tuple[Delta, ...]:
         with interrupts_deferred():
-            return self._engine.step()
+            return self._engine.step().deltas
 
 
 def _refuse_lora(lora_request: object) -> None:

@@ -8,7 +8,7 @@ Must not know: text, users, threads.
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError
@@ -33,6 +33,14 @@ class StepExecutor[Handle](Protocol):
         ...
 
 
+class Turn(NamedTuple):
+    """What a turn did, in order of time within each part."""
+
+    events: tuple[TokenEvent, ...]
+    launched: tuple[StepPlan, ...]  # at most one
+    collected: tuple[StepPlan, ...]  # failed ones included
+
+
 class EngineLoop[Handle]:
     """One engine's loop. A turn takes the new events and returns news of requests."""
 
@@ -43,6 +51,7 @@ class EngineLoop[Handle]:
         self._state = initial_state(limits)
         self._depth = OVERLAP_DEPTH if overlap else 1
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
+        self._collected: list[StepPlan] = []  # in this turn
 
     @property
     def state(self) -> SchedulerState:
@@ -54,8 +63,9 @@ class EngineLoop[Handle]:
         """Whether nothing is left to do until a new event comes."""
         return not self._in_flight and not self._state.num_unfinished
 
-    def turn(self, events: tuple[Event, ...]) -> tuple[TokenEvent, ...]:
+    def turn(self, events: tuple[Event, ...]) -> Turn:
         """Apply events, launch the next step if there is one, collect the oldest if that is due."""
+        self._collected = []
         if len(self._in_flight) >= self._depth:
             events = (*events, self._collect())
         news, launched = self._advance(events)
@@ -63,10 +73,12 @@ class EngineLoop[Handle]:
             # nothing can be planned before the device answers
             more, launched = self._advance((self._collect(),))
             news += more
-        return news
+        return Turn(news, launched, tuple(self._collected))
 
-    def _advance(self, events: tuple[Event, ...]) -> tuple[tuple[TokenEvent, ...], bool]:
-        """Schedule until a step is launched or none can be; says which."""
+    def _advance(
+        self, events: tuple[Event, ...]
+    ) -> tuple[tuple[TokenEvent, ...], tuple[StepPlan, ...]]:
+        """Schedule until a step is launched or none can be; returns news and the launched step."""
         news: tuple[TokenEvent, ...] = ()
         while True:
             self._state, output = schedule(self._state, events)
@@ -74,7 +86,7 @@ class EngineLoop[Handle]:
                 raise EngineError(f"request ids {output.duplicates} came twice")
             news += output.events
             if output.step is None:
-                return news, False
+                return news, ()
             try:
                 handle = self._executor.launch(output.step)
             except EngineError:
@@ -84,10 +96,11 @@ class EngineLoop[Handle]:
                 events = (*self._drain(), _failed(output.step, error))
                 continue
             self._in_flight.append((output.step, handle))
-            return news, True
+            return news, (output.step,)
 
     def _collect(self) -> StepDone | StepFailed:
         plan, handle = self._in_flight.popleft()
+        self._collected.append(plan)
         try:
             return StepDone(self._executor.collect(handle))
         except EngineError:

@@ -25,8 +25,23 @@ type PositionLogprobs = dict[int, Logprob]  # the chosen token first, then by ra
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceTimes:
+    """When things happened to one sequence, in seconds of ``time.monotonic``."""
+
+    arrived: float
+    started: float  # its first step was launched
+    first_token: float
+    finished: float
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """What one completion gained since its last delta; ``finish_reason`` comes once, at the end."""
+    """What one completion gained since its last delta.
+
+    ``finish_reason`` and ``times`` come once, at the end; a completion that ended before its first
+    token has no times.
+    """
 
     request_id: str
     index: int  # which of the request's n completions
@@ -38,6 +53,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or the user's stop id that ended it
     error: str = ""
+    times: SequenceTimes | None = None
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ class SequenceProcessor:
         sampling = request.sampling
         self.parent_id = parent_id
         self.index = index
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.matched_stop: str | None = None
         self._request = request
         self._tokenizer = tokenizer

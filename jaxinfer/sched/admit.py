@@ -26,7 +26,7 @@ def arrive(draft: Draft, request: Request) -> None:
     if request.request_id in draft.orders:
         draft.duplicates.append(request.request_id)
         return
-    if error := refusal(request, draft.limits):
+    if error := refusal(len(request.prompt_token_ids), request.max_tokens, draft.limits):
         event = TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, error=error)
         draft.events.append(event)
         return
@@ -41,9 +41,8 @@ def arrive(draft: Draft, request: Request) -> None:
     draft.enqueue(seq)
 
 
-def refusal(request: Request, limits: Limits) -> str:
-    """Why the request can never be served, or an empty string."""
-    num_prompt_tokens = len(request.prompt_token_ids)
+def refusal(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> str:
+    """Why a request of this size can never be served, or an empty string."""
     if not num_prompt_tokens:
         return "the prompt is empty; send at least one token"
     if num_prompt_tokens + 1 > limits.max_model_len:
@@ -52,7 +51,7 @@ def refusal(request: Request, limits: Limits) -> str:
             f"max_model_len {limits.max_model_len}; shorten the prompt to at most "
             f"{limits.max_model_len - 1} tokens or raise max_model_len"
         )
-    num_tokens = min(num_prompt_tokens + request.max_tokens, limits.max_model_len)
+    num_tokens = min(num_prompt_tokens + max_tokens, limits.max_model_len)
     num_pages = cdiv(num_tokens, limits.page_size)
     if num_pages > limits.num_usable_pages:
         return (

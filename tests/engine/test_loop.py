@@ -40,9 +40,9 @@ class Scripted:
 
 
 def drain(loop: EngineLoop, *events: Arrive | Abort) -> list[TokenEvent]:
-    news = list(loop.turn(tuple(events)))
+    news = list(loop.turn(tuple(events)).events)
     while not loop.idle:
-        news += loop.turn(())
+        news += loop.turn(()).events
     return news
 
 
@@ -68,7 +68,7 @@ def test_failures_end_the_step_s_requests_only() -> None:
         loop = EngineLoop(executor, limits)
         loop.turn((Arrive(make_request("a", range(1, 8), max_tokens=50)),))
         while not loop.idle:
-            last = loop.turn(())
+            last = loop.turn(()).events
         assert last[-1].finish_reason is FinishReason.ERROR
         assert "step 3 failed" in last[-1].error
         assert loop.state.num_free_pages == limits.num_usable_pages
@@ -102,7 +102,7 @@ def test_many_failing_launches_do_not_recurse() -> None:
     arrivals = tuple(
         Arrive(make_request(f"r{i}", [1, 2], max_tokens=5, arrival=i)) for i in range(2000)
     )
-    news = loop.turn(arrivals)
+    news = loop.turn(arrivals).events
     assert len(news) == 2000 and loop.idle
 
 

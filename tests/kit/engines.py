@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from jaxinfer.core.config import Limits
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.engine import Engine, ModelFacts
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.outputs import Collector, RequestOutput
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.exec.buckets import bucket_table
@@ -109,7 +110,7 @@ def run(
 def drain(engine: Engine, collectors: dict[str, Collector]) -> None:
     """Step until nothing is left to do."""
     while engine.has_work:
-        for delta in engine.step():
+        for delta in engine.step().deltas:
             assert not delta.error, delta.error
             collectors[delta.request_id].add(delta)
 
