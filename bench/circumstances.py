@@ -9,18 +9,25 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax
-
 
 def circumstances(*sources: str) -> dict[str, Any]:
     """Facts for a JSON report; ``git_dirty`` says whether ``sources`` differ from the commit."""
+    import jax
+
     return {
         "device": jax.devices()[0].device_kind,
         "num_devices": len(jax.devices()),
+        **host_circumstances(*sources),
+    }
+
+
+def host_circumstances(*sources: str) -> dict[str, Any]:
+    """The same without the device: for a process that must leave it to another one."""
+    return {
         "host": _cpu_model() or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "jax": jax.__version__,
+        "jax": version("jax"),
         "jaxlib": version("jaxlib"),
         "git": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", *sources)),

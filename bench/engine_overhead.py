@@ -92,7 +92,7 @@ def engine_ms_per_step(engine: Engine, prompts: list[list[int]], num_tokens: int
         engine.add_request(str(i), prompt, params)
     waiting = len(prompts)
     while waiting:
-        waiting -= sum(bool(delta.token_ids) for delta in engine.step())
+        waiting -= sum(bool(delta.token_ids) for delta in engine.step().deltas)
     started = time.perf_counter()
     while engine.has_work:
         engine.step()

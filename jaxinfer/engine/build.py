@@ -32,7 +32,7 @@ from jaxinfer.exec.memory import MemoryPlan, device_memory_bytes, plan_memory, r
 from jaxinfer.exec.program import Program
 from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
-from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
+from jaxinfer.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import ModelSource, resolve_source
@@ -47,6 +47,7 @@ class EnginePlan:
     model: Model
     limits: Limits
     memory: MemoryPlan
+    tokenizer_spec: TokenizerSpec | None  # for whoever needs a tokenizer of their own
     tokenizer: Tokenizer | None
     cache_dir: Path
 
@@ -66,7 +67,8 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     model = build_model(source.hf_config, jnp.dtype(config.dtype))
     if source.checkpoint is not None:
         plan_params(model, source.checkpoint)  # names and shapes, before anything slow begins
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source.tokenizer_spec())
+    spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
+    tokenizer = None if spec is None else load_tokenizer(spec)
     max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
     decode_start, prefill_start = config.decode_bucket_start, config.prefill_bucket_start
     assert max_num_seqs and chunk and decode_start and prefill_start, "with_device_defaults"
@@ -91,13 +93,17 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
         ),
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    return EnginePlan(config, source, model, limits, memory, tokenizer, cache_dir)
+    return EnginePlan(config, source, model, limits, memory, spec, tokenizer, cache_dir)
 
 
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
     """A ready engine: every bucket compiled, weights on the device, nothing left to do late."""
+    return build_planned(plan_engine(config, progress), progress)
+
+
+def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
+    """``build_engine``, when the plan is already made."""
     progress = progress or NoProgress()
-    plan = plan_engine(config, progress)
     facts = model_facts(plan)
     program = Program(plan.model, plan.limits)
     start = time.perf_counter()

@@ -77,9 +77,14 @@ class Listener(Protocol):
 
 
 class Stream:
-    """What one request gains, for one reader. Close it always; closing an open one aborts it."""
+    """What one request gains, for one reader. Close it always; closing an open one aborts it.
 
-    def __init__(self, client: EngineClient, key: str, num_prompt_tokens: int, n: int) -> None:
+    ``wake`` is set whenever there is something to take; streams with one reader may share it.
+    """
+
+    def __init__(
+        self, client: EngineClient, key: str, num_prompt_tokens: int, n: int, wake: asyncio.Event
+    ) -> None:
         self.num_prompt_tokens = num_prompt_tokens
         self.n = n
         self.started = False
@@ -88,32 +93,39 @@ class Stream:
         self._unfinished = n
         self._arrived: list[Delta] = []
         self._error: JaxinferError | None = None
-        self._wake = asyncio.Event()
+        self._wake = wake
 
     @property
     def finished(self) -> bool:
-        """Whether every completion has ended and been read."""
-        return not self._unfinished and not self._arrived and self._error is None
+        """Whether every completion has ended and been taken."""
+        return not self._unfinished and not self._arrived
+
+    def take(self) -> list[Delta]:
+        """Everything gained since the last call, maybe nothing.
+
+        Raises ``RequestError`` for a request that the engine refused and ``EngineError`` when the
+        answer could not be completed, after what came before.
+        """
+        arrived, self._arrived = self._arrived, []
+        if not arrived and self._error is not None:
+            raise self._error
+        return arrived
 
     async def read(self) -> list[Delta]:
-        """Everything gained since the last read, waiting for something; empty once finished.
+        """``take``, waiting for something; empty once finished or closed.
 
-        A slow reader thus gets several steps at once. Raises ``RequestError`` for a request that
-        the engine refused and ``EngineError`` when the answer could not be completed.
+        A slow reader thus gets several steps at once.
         """
-        while not self._arrived:
-            if self._error is not None:
-                raise self._error
-            if not self._unfinished:
-                return []
+        while not (arrived := self.take()) and self._unfinished:
             self._wake.clear()
             await self._wake.wait()
-        arrived, self._arrived = self._arrived, []
         return arrived
 
     def close(self) -> None:
         """Forget the request; an unfinished one is aborted."""
         self._client.forget(self._key, abort=bool(self._unfinished))
+        self._unfinished = 0
+        self._wake.set()
 
     def put(self, delta: Delta) -> None:
         """Take a delta in; called by the client."""
@@ -199,13 +211,14 @@ class EngineClient:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        wake: asyncio.Event | None = None,
     ) -> Stream:
         """Submit a request; raises ``RequestError`` or ``EngineError`` when that is hopeless."""
         self.check(prompt_token_ids, sampling)
         self._opened += 1
         key = f"stream-{self._opened}"  # never used again, whatever ids users choose
         self._link.submit(key, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt)
-        stream = Stream(self, key, len(prompt_token_ids), sampling.n)
+        stream = Stream(self, key, len(prompt_token_ids), sampling.n, wake or asyncio.Event())
         self._streams[key] = stream
         self._num_waiting += 1
         self._num_waiting_tokens += stream.num_prompt_tokens

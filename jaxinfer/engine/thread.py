@@ -9,39 +9,11 @@ from __future__ import annotations
 import threading
 from queue import Empty, SimpleQueue
 
-import msgspec
-
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.client import Listener
+from jaxinfer.engine.commands import Command, Leave, Ping, Stop, Submission
 from jaxinfer.engine.engine import Engine
-
-
-class Submission(msgspec.Struct, frozen=True, tag=True):
-    """A new request."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    priority: int
-    cache_salt: str | None
-
-
-class Leave(msgspec.Struct, frozen=True, tag=True):
-    """A request's reader has left."""
-
-    request_id: str
-
-
-class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Answer, if you can."""
-
-
-class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Finish the step at hand and end."""
-
-
-type Command = Submission | Leave | Ping | Stop
 
 
 class EngineThread:
@@ -93,6 +65,13 @@ class EngineThread:
         self._inbox.put(Stop())
         if self._thread is not None:
             self._thread.join()
+
+    def wait(self) -> EngineError:
+        """Return once the thread has ended: why it did."""
+        assert self._thread is not None, "connect comes first"
+        self._thread.join()
+        assert self._ended is not None
+        return self._ended
 
     def put(self, command: Command) -> None:
         """Put a command into the inbox; raises ``EngineError`` when nobody would read it."""

@@ -116,7 +116,7 @@ def test_a_name_used_again_is_another_request(engine: Engine, plain: list[int]) 
     engine.add_request("x", PROMPT, GREEDY)
     deltas = []
     while engine.has_work:
-        deltas += engine.step()
+        deltas += engine.step().deltas
     assert [token for delta in deltas for token in delta.token_ids] == plain
 
 
@@ -225,7 +225,7 @@ def test_refused_before_anything_begins(engine: Engine, plain: list[int], name: 
         engine.add_request("bad", prompt, params)
     deltas = []
     while engine.has_work:
-        deltas += engine.step()
+        deltas += engine.step().deltas
     assert {delta.request_id for delta in deltas} == {"good"}
     assert [token for delta in deltas for token in delta.token_ids] == plain
 
@@ -253,7 +253,7 @@ def test_abort_frees_pages_and_leaves_others_alone(engine: Engine, plain: list[i
     engine.abort("gone")
     deltas = []
     while engine.has_work:
-        deltas += engine.step()
+        deltas += engine.step().deltas
     assert free_pages(engine) == engine.limits.num_usable_pages
     reasons = {d.request_id: d.finish_reason for d in deltas if d.finish_reason}
     assert reasons == {"gone": "abort", "stays": "length"}
