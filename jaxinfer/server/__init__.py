@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's endpoints over an ``EngineClient``. Must not import jax."""
