@@ -16,9 +16,9 @@ import click
 from jaxinfer import __version__
 from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.generate import generate
-from jaxinfer.cli.heap import keep_heap_small
 from jaxinfer.cli.inspect import inspect
 from jaxinfer.core.errors import JaxinferError
+from jaxinfer.engine.heap import keep_heap_small
 
 INTERRUPTED = 130  # what shells report for a command that SIGINT ended
 

@@ -166,7 +166,7 @@ class Engine:
             self._pending.append(Abort(event.request_id, FinishReason.STOP))
         if delta.finish_reason is not None:
             self._forget(event.request_id, sequence.parent_id)
-            return replace(delta, times=self._timeline.finish(event.request_id))
+            return msgspec.structs.replace(delta, times=self._timeline.finish(event.request_id))
         return delta
 
     def _forget(self, child: str, parent: str) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from jaxinfer.core.request import FinishReason, SamplingParams
 from jaxinfer.engine.prompts import Prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
+class Logprob(msgspec.Struct, frozen=True, gc=False):
     """One token's logprob under the unmodified distribution; rank 1 is the most likely token."""
 
     logprob: float
@@ -24,8 +25,7 @@ class Logprob:
 type PositionLogprobs = dict[int, Logprob]  # the chosen token first, then by rank
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceTimes:
+class SequenceTimes(msgspec.Struct, frozen=True, gc=False):
     """When things happened to one sequence, in seconds of ``time.monotonic``."""
 
     arrived: float
@@ -35,8 +35,7 @@ class SequenceTimes:
     num_preemptions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What one completion gained since its last delta.
 
     ``finish_reason`` and ``times`` come once, at the end; a completion that ended before its first

@@ -1,0 +1,162 @@
+"""The engine's own process: ``python -m jaxinfer.engine.child FD``, started by ``EngineProcess``.
+
+Owns: what the process does with the socket ``FD``: build what is asked for, run it, and end as soon
+as the server's process has gone, whatever it is at.
+Must not know: asyncio, HTTP, how it was started.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.errors import EngineError, JaxinferError
+from jaxinfer.core.progress import NoProgress, Progress
+from jaxinfer.engine.facts import ModelFacts
+from jaxinfer.engine.heap import keep_heap_small
+from jaxinfer.engine.news import News
+from jaxinfer.engine.progress import progress_on
+from jaxinfer.engine.wire import (
+    Build,
+    Channel,
+    FromEngine,
+    Planned,
+    Pong,
+    Ready,
+    ToEngine,
+    Told,
+    engine_end,
+    failed,
+    refused,
+)
+from jaxinfer.text.tokenizer import TokenizerSpec
+
+if TYPE_CHECKING:
+    from jaxinfer.engine.engine import Engine
+    from jaxinfer.engine.thread import EngineThread
+
+TIDY_SECONDS = 0.5  # to remove temporary files, when the server has gone during a build
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """An engine that is decided on but not built."""
+
+    facts: ModelFacts
+    limits: Limits
+    tokenizer: TokenizerSpec | None
+    build: Callable[[], Engine]
+
+
+type Planner = Callable[[EngineConfig, Progress], Blueprint]
+
+
+def plan(config: EngineConfig, progress: Progress) -> Blueprint:
+    """The engine that the settings describe."""
+    from jaxinfer.engine.build import build_planned, model_facts, plan_engine
+
+    made = plan_engine(config, progress)
+    return Blueprint(
+        model_facts(made),
+        made.limits,
+        made.tokenizer_spec,
+        lambda: build_planned(made, progress),
+    )
+
+
+class EngineChild:
+    """This process's one engine: built, then run until the server says stop or has gone."""
+
+    def __init__(self, channel: Channel[FromEngine, ToEngine]) -> None:
+        self._channel = channel
+        self._engine: EngineThread | None = None  # once it is built
+        self._server_left = False
+
+    def run(self, planner: Planner) -> int:
+        """The whole life, on the main thread; returns the exit code."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server decides
+        signal.signal(signal.SIGINT, self._interrupt)
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # progress, though not in the foreground
+        messages = self._channel.messages()
+        order = next(messages, None)
+        if not isinstance(order, Build):
+            return 1
+        threading.Thread(target=self._follow, args=(messages,), daemon=True).start()
+        try:
+            error = self._serve(planner, order)
+        except KeyboardInterrupt:  # the server left
+            return 1
+        self._channel.send(failed(error))
+        self._channel.flush()
+        return 0
+
+    def _serve(self, planner: Planner, order: Build) -> JaxinferError:
+        """Build and run; returns why it is over."""
+        progress = progress_on(sys.stderr) if order.progress else NoProgress()
+        try:
+            blueprint = planner(order.config, progress)
+            self._channel.send(Planned(blueprint.facts, blueprint.limits, blueprint.tokenizer))
+            engine = blueprint.build()
+        except JaxinferError as error:
+            return error
+        except Exception as error:
+            traceback.print_exc()
+            return EngineError(f"the engine cannot be built ({type(error).__name__}: {error})")
+        from jaxinfer.engine.thread import EngineThread
+
+        thread = EngineThread(engine)
+        thread.connect(self)
+        self._engine = thread
+        self._channel.send(Ready(engine.stats()))
+        return thread.wait()
+
+    def _follow(self, messages: Iterator[ToEngine]) -> None:
+        """Pass commands on until the server has gone, then end this process."""
+        for message in messages:
+            if self._engine is not None and not isinstance(message, Build):
+                with suppress(EngineError):  # it has ended: the last message tells why
+                    self._engine.put(message)
+        self._server_left = True
+        if self._engine is None:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(TIDY_SECONDS)
+        os.killpg(0, signal.SIGKILL)  # with whatever it has started, and from whatever it is at
+
+    def _interrupt(self, *_: object) -> None:
+        if self._server_left:
+            raise KeyboardInterrupt
+
+    # Listener: called on the engine's thread
+
+    def news(self, news: News) -> None:
+        """See ``Listener``."""
+        self._channel.send(Told(news))
+
+    def refuse(self, request_id: str, error: JaxinferError) -> None:
+        """See ``Listener``."""
+        self._channel.send(refused(request_id, error))
+
+    def pong(self) -> None:
+        """See ``Listener``."""
+        self._channel.send(Pong())
+
+
+def main(planner: Planner = plan) -> None:
+    """Serve the socket that the command line names."""
+    keep_heap_small()
+    end = socket.socket(fileno=int(sys.argv[1]))
+    sys.exit(EngineChild(engine_end(end)).run(planner))
+
+
+if __name__ == "__main__":
+    main()
