@@ -24,7 +24,7 @@ MAX_STOP_CHARACTERS = 65536  # of all stop strings: their automaton is built in 
 INT32_MAX = 2**31 - 1
 
 # bounds, both included: [low, high]
-_WHOLE = MappingProxyType(
+WHOLE_BOUNDS = MappingProxyType(
     {
         "n": (1, 16384),
         "top_k": (-1, INT32_MAX),
@@ -35,8 +35,10 @@ _WHOLE = MappingProxyType(
         "prompt_logprobs": (0, MAX_LOGPROBS),
     }
 )
+PRIORITY_BOUNDS = (-INT32_MAX - 1, INT32_MAX)
+BIAS_BOUNDS = (-100.0, 100.0)
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")  # whole, or None
-_REAL = MappingProxyType(
+REAL_BOUNDS = MappingProxyType(
     {
         "temperature": (0.0, math.inf),
         "min_p": (0.0, 1.0),
@@ -44,7 +46,7 @@ _REAL = MappingProxyType(
         "frequency_penalty": (-2.0, 2.0),
     }
 )
-_ABOVE_ZERO = MappingProxyType({"top_p": 1.0, "repetition_penalty": math.inf})  # (0, high]
+ABOVE_ZERO_BOUNDS = MappingProxyType({"top_p": 1.0, "repetition_penalty": math.inf})  # (0, high]
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
 _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {  # vLLM's fields that nothing here reads: the values which ask for nothing
@@ -152,12 +154,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
             _neutral(name, given.pop(name), allowed)
         for name in _FLAGS:
             _flag(name, given[name])
-        for name, bounds in _WHOLE.items():
+        for name, bounds in WHOLE_BOUNDS.items():
             if given[name] is not None or name not in _OPTIONAL:
                 given[name] = _whole(name, given[name], *bounds)
-        for name, bounds in _REAL.items():
+        for name, bounds in REAL_BOUNDS.items():
             given[name] = _real(name, given[name], *bounds)
-        for name, high in _ABOVE_ZERO.items():
+        for name, high in ABOVE_ZERO_BOUNDS.items():
             given[name] = _real(name, given[name], 0.0, high, open_low=True)
         given["top_k"] = max(given["top_k"], 0)
         given["stop"] = _stop_strings(given["stop"])
@@ -198,7 +200,7 @@ def check_identity(priority: object, cache_salt: object) -> tuple[int, str]:
         salt.encode()
     except UnicodeEncodeError:
         raise RequestError(f"cache_salt {salt!r} has no UTF-8 form; use plain text") from None
-    return _whole("priority", priority, -INT32_MAX - 1, INT32_MAX), salt
+    return _whole("priority", priority, *PRIORITY_BOUNDS), salt
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:
@@ -237,7 +239,7 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
         # JSON, so OpenAI's API, can only send the keys as strings
         spelt = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
         token_id = _token_id("logit_bias", int(key) if spelt else key)
-        biases[token_id] = _real(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        biases[token_id] = _real(f"logit_bias[{token_id}]", bias, *BIAS_BOUNDS)
     return biases
 
 

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's endpoints over an ``EngineClient``. Must not import jax."""
+"""Floor 6: OpenAI's HTTP endpoints over an ``EngineClient``; jax is never imported here."""

@@ -1,0 +1,272 @@
+"""The answers of each endpoint, field for field as OpenAI's clients (and vLLM's) read them.
+
+Owns: the structs and their encoding. Must not know: the engine beyond its records, HTTP.
+
+A field of type ``UnsetType`` is left out of the JSON until it is set; None is sent as null.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from jaxinfer.core.request import FinishReason
+from jaxinfer.engine.outputs import PositionLogprobs
+
+type StopReason = int | str | None  # the stop string or the user's stop id that ended the output
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Base of all: small, frozen, out of the garbage collector's sight."""
+
+
+class PromptTokensDetails(_Answer, frozen=True, kw_only=True, gc=False):
+    """How many of the prompt's tokens came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(_Answer, frozen=True, kw_only=True, gc=False):
+    """Tokens of one request, over all of its prompts and completions."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+
+
+def usage(prompt_tokens: int, completion_tokens: int, *, cached_tokens: int | None = None) -> Usage:
+    """The usage of a request; ``cached_tokens`` only where the server tells them."""
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=(
+            UNSET if cached_tokens is None else PromptTokensDetails(cached_tokens=cached_tokens)
+        ),
+    )
+
+
+# completions
+
+
+class CompletionLogprobs(_Answer, frozen=True, kw_only=True, gc=False):
+    """Four lists, one entry a token; the first token of an echoed prompt has None twice."""
+
+    text_offset: list[int]  # where the token begins, in characters of the choice's text
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(_Answer, frozen=True, kw_only=True, gc=False):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason
+    stop_reason: StopReason = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[PositionLogprobs | None] | UnsetType = UNSET
+
+
+class Completion(_Answer, frozen=True, kw_only=True, gc=False):
+    """The answer of ``/v1/completions``."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int  # seconds since 1970
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunkChoice(_Answer, frozen=True, kw_only=True, gc=False):
+    """What one completion gained."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: StopReason = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # of the first chunk
+
+
+class CompletionChunk(_Answer, frozen=True, kw_only=True, gc=False):
+    """One event of a streamed ``/v1/completions``; with include_usage, ``usage`` is null until the
+    last, which has no choices.
+    """
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+
+
+# chats
+
+
+class TopLogprob(_Answer, frozen=True, kw_only=True, gc=False):
+    """One of the likeliest tokens at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None  # UTF-8, also of a token that is only part of a character
+
+
+class TokenLogprob(_Answer, frozen=True, kw_only=True, gc=False):
+    """The chosen token at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(_Answer, frozen=True, kw_only=True, gc=False):
+    """One entry for each token."""
+
+    content: list[TokenLogprob]
+
+
+class ChatMessage(_Answer, frozen=True, kw_only=True, gc=False):
+    """What the model said."""
+
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(_Answer, frozen=True, kw_only=True, gc=False):
+    """One completion of a chat."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+    stop_reason: StopReason = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(_Answer, frozen=True, kw_only=True, gc=False):
+    """The answer of ``/v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[PositionLogprobs | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatDelta(_Answer, frozen=True, kw_only=True, gc=False):
+    """What a message gained; the role comes once, first."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(_Answer, frozen=True, kw_only=True, gc=False):
+    """What one completion of a chat gained."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: StopReason | UnsetType = UNSET  # with the finish_reason
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(_Answer, frozen=True, kw_only=True, gc=False):
+    """One event of a streamed ``/v1/chat/completions``; ``usage`` as in ``CompletionChunk``."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # of the first chunk
+
+
+# our own, and small ones
+
+
+class Generated(_Answer, frozen=True, kw_only=True, gc=False):
+    """One output of ``/v1/generate``."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None  # None in an event that is not the last
+    stop_reason: StopReason = None
+    logprobs: list[PositionLogprobs] | UnsetType = UNSET
+
+
+class GenerateResponse(_Answer, frozen=True, kw_only=True, gc=False):
+    """The answer of ``/v1/generate``, and each event of its stream."""
+
+    id: str
+    model: str
+    outputs: list[Generated]
+    usage: Usage | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[PositionLogprobs | None] | UnsetType = UNSET
+    latency_ms: float | UnsetType = UNSET  # from the request's arrival to its last token
+
+
+class ModelCard(_Answer, frozen=True, kw_only=True, gc=False):
+    """One name under which the model answers."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "jaxinfer"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(_Answer, frozen=True, kw_only=True, gc=False):
+    """The answer of ``/v1/models``."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Tokenized(_Answer, frozen=True, kw_only=True, gc=False):
+    """The answer of ``/tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(_Answer, frozen=True, kw_only=True, gc=False):
+    """The answer of ``/detokenize``."""
+
+    prompt: str
+
+
+class Version(_Answer, frozen=True, kw_only=True, gc=False):
+    """The answer of ``/version``."""
+
+    version: str
+
+
+def encode(answer: Any) -> bytes:
+    """JSON of one of these structs."""
+    return _ENCODER.encode(answer)
+
+
+_ENCODER = msgspec.json.Encoder()
