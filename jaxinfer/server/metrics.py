@@ -13,8 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.request import FinishReason
@@ -144,8 +151,11 @@ class Metrics:
 
     def render(self, accept: str = "") -> tuple[str, bytes]:
         """Content type and body of ``/metrics``; OpenMetrics where ``accept`` asks for it."""
-        encode, content_type = choose_encoder(accept)
-        return content_type, encode(self._registry)
+        if "application/openmetrics-text" not in accept:
+            return CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self._registry)
+        # not by choose_encoder: unless asked for UTF-8, it writes vllm:x as vllm_x in the samples
+        body = openmetrics.generate_latest(self._registry, escaping=openmetrics.ALLOWUTF8)
+        return openmetrics.CONTENT_TYPE_LATEST, body
 
     def snapshot(self) -> dict[str, Any]:
         """The same numbers for people, as JSON. Quantiles are estimates within a bucket."""

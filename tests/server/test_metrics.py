@@ -1,0 +1,443 @@
+"""Metrics: the series, their types and labels; the numbers; the Grafana board that shows them."""
+
+import json
+import re
+import subprocess
+import sys
+import timeit
+from importlib.resources import files
+from typing import Any
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as parse_openmetrics,
+)
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.request import FinishReason
+from jaxinfer.engine.news import EngineStats, News, StepKind, StepRecord
+from jaxinfer.engine.outputs import Delta, SequenceTimes
+from jaxinfer.server.metrics import FinishedRequest, FinishedSequence, Metrics, Rejection
+from jaxinfer.server.metrics_values import Histogram, Rates, token_count_bounds
+
+LIMITS = Limits(
+    num_pages=101,
+    page_size=16,
+    max_num_seqs=8,
+    max_model_len=4096,
+    max_num_batched_tokens=512,
+    buckets=(),
+)
+MODEL = {"model_name": "smol", "engine": "0"}
+STATS = EngineStats(
+    num_requests=3,
+    num_prefilled_tokens=100,
+    num_cached_tokens=32,
+    num_generated_tokens=40,
+    num_preemptions=2,
+    num_late_compiles=1,
+    num_compiled=4,
+    num_executables=10,
+    load_seconds=1.5,
+    compile_seconds=0.5,
+    num_running=2,
+    num_waiting=5,
+    num_live_pages=25,
+    num_cached_pages=15,
+    num_fresh_pages=60,
+)
+STEPS = (
+    StepRecord(StepKind.PREFILL, num_tokens=48, num_bucket_tokens=64, seconds=0.02),
+    StepRecord(StepKind.DECODE, num_tokens=3, num_bucket_tokens=4, seconds=0.004),
+    StepRecord(StepKind.MIXED, num_tokens=30, num_bucket_tokens=32, seconds=0.01),
+)
+TIMES = SequenceTimes(
+    arrived=10.0, started=10.5, first_token=11.5, finished=15.5, num_preemptions=1
+)
+FINISHED = FinishedRequest(
+    num_prompt_tokens=50,
+    max_tokens=64,
+    seconds=5.75,
+    sequences=(
+        FinishedSequence(FinishReason.STOP, num_tokens=11, num_cached_tokens=32, times=TIMES),
+        FinishedSequence(FinishReason.ABORT, num_tokens=0),
+    ),
+)
+
+# vLLM 0.30's list; kv_block_* (sampled there, and by a flag) and lora_requests_info (exported there
+# only with LoRA) are left out, docs/metrics.md says so
+VLLM_SERIES = {
+    "gauge": (
+        "num_requests_running num_requests_waiting num_requests_waiting_by_reason "
+        "kv_cache_usage_perc engine_sleep_state cache_config_info"
+    ),
+    "counter": (
+        "prefix_cache_queries prefix_cache_hits external_prefix_cache_queries "
+        "external_prefix_cache_hits mm_cache_queries mm_cache_hits num_preemptions prompt_tokens "
+        "prompt_tokens_by_source prompt_tokens_cached generation_tokens request_success "
+        "admission_rejections corrupted_requests spec_decode_num_drafts "
+        "spec_decode_num_draft_tokens spec_decode_num_accepted_tokens "
+        "spec_decode_num_accepted_tokens_per_pos"
+    ),
+    "histogram": (
+        "time_to_first_token_seconds inter_token_latency_seconds "
+        "request_time_per_output_token_seconds e2e_request_latency_seconds "
+        "request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds "
+        "request_decode_time_seconds request_prompt_tokens request_generation_tokens "
+        "request_max_num_generation_tokens request_params_n request_params_max_tokens "
+        "iteration_tokens_total request_num_preemptions request_prefill_kv_computed_tokens"
+    ),
+}
+EXTRA_LABELS = {
+    "num_requests_waiting_by_reason": {"reason"},
+    "engine_sleep_state": {"sleep_state"},
+    "prompt_tokens_by_source": {"source"},
+    "request_success": {"finished_reason"},
+    "admission_rejections": {"reason"},
+}
+
+
+class Clock:
+    """A clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_metrics(**options: Any) -> Metrics:
+    return Metrics("smol", LIMITS, EngineConfig(), **options)
+
+
+def busy_metrics() -> Metrics:
+    """Metrics to which everything has happened."""
+    metrics = make_metrics()
+    metrics.request_received()
+    metrics.observe(News((), (), STEPS, STATS))
+    metrics.first_tokens(1.5)
+    metrics.inter_token(0.012, 3)
+    metrics.request_finished(FINISHED)
+    metrics.request_rejected(Rejection.TOKENS)
+    metrics.http_response("/v1/completions", "POST", 200, 0.3)
+    metrics.http_response(None, "BREW", 404, 0.001)
+    return metrics
+
+
+def families_of(metrics: Metrics) -> dict[str, Metric]:
+    _, body = metrics.render()
+    return {family.name: family for family in parse_text(body.decode())}
+
+
+def samples_of(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families_of(metrics).values()
+        for sample in family.samples
+    }
+
+
+def value_of(metrics: Metrics, series: str, **labels: str) -> float:
+    """A sample's value; series of the engine have the model's labels too."""
+    if ":" in series:
+        labels |= MODEL
+    return samples_of(metrics)[series, frozenset(labels.items())]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind, names in VLLM_SERIES.items() for name in names.split()],
+)
+def test_series_of_vllm(kind: str, name: str) -> None:
+    family = families_of(make_metrics())[f"vllm:{name}"]
+    assert family.type == kind
+    if name == "spec_decode_num_accepted_tokens_per_pos":
+        assert not family.samples  # without speculation there are no positions
+        return
+    suffixes = {"gauge": {""}, "counter": {"_total"}, "histogram": {"_bucket", "_sum", "_count"}}
+    assert {sample.name for sample in family.samples} == {
+        f"vllm:{name}{suffix}" for suffix in suffixes[kind]
+    }
+    if name == "cache_config_info":  # it names its engine and no model, as vLLM's
+        return
+    for sample in family.samples:
+        assert MODEL.items() <= sample.labels.items()
+        extra = set(sample.labels) - set(MODEL) - {"le"}
+        assert extra == EXTRA_LABELS.get(name, set())
+
+
+@pytest.mark.parametrize("name", ["kv_block_lifetime_seconds", "lora_requests_info"])
+def test_left_out(name: str) -> None:
+    assert f"vllm:{name}" not in families_of(busy_metrics())
+
+
+def test_new_metrics_count_nothing() -> None:
+    for family in families_of(make_metrics()).values():
+        if family.type == "counter" and family.name.startswith(("vllm:", "jaxinfer:", "http_")):
+            assert all(sample.value == 0 for sample in family.samples), family.name
+
+
+@pytest.mark.parametrize(
+    ("series", "labels", "value"),
+    [
+        ("vllm:num_requests_running", {}, 2),
+        ("vllm:num_requests_waiting", {}, 5),
+        ("vllm:num_requests_waiting_by_reason", {"reason": "capacity"}, 5),
+        ("vllm:kv_cache_usage_perc", {}, 0.25),
+        ("vllm:engine_sleep_state", {"sleep_state": "awake"}, 1),
+        ("vllm:engine_sleep_state", {"sleep_state": "discard_all"}, 0),
+        ("vllm:prefix_cache_queries_total", {}, 100),
+        ("vllm:prefix_cache_hits_total", {}, 32),
+        ("vllm:prompt_tokens_total", {}, 100),
+        ("vllm:prompt_tokens_cached_total", {}, 32),
+        ("vllm:prompt_tokens_by_source_total", {"source": "local_compute"}, 68),
+        ("vllm:prompt_tokens_by_source_total", {"source": "local_cache_hit"}, 32),
+        ("vllm:generation_tokens_total", {}, 40),
+        ("vllm:num_preemptions_total", {}, 2),
+        ("vllm:request_success_total", {"finished_reason": "stop"}, 1),
+        ("vllm:request_success_total", {"finished_reason": "abort"}, 1),
+        ("vllm:request_success_total", {"finished_reason": "error"}, 0),
+        ("vllm:admission_rejections_total", {"reason": "max_num_queued_tokens"}, 1),
+        ("vllm:admission_rejections_total", {"reason": "max_num_queued_reqs"}, 0),
+        ("vllm:time_to_first_token_seconds_sum", {}, 1.5),
+        ("vllm:inter_token_latency_seconds_count", {}, 3),
+        ("vllm:inter_token_latency_seconds_bucket", {"le": "0.004"}, 3),
+        ("vllm:inter_token_latency_seconds_bucket", {"le": "0.003"}, 0),
+        ("vllm:request_time_per_output_token_seconds_sum", {}, 0.4),
+        ("vllm:e2e_request_latency_seconds_sum", {}, 5.75),
+        ("vllm:request_queue_time_seconds_sum", {}, 0.5),
+        ("vllm:request_prefill_time_seconds_sum", {}, 1.0),
+        ("vllm:request_decode_time_seconds_sum", {}, 4.0),
+        ("vllm:request_inference_time_seconds_sum", {}, 5.0),
+        ("vllm:request_prompt_tokens_sum", {}, 100),
+        ("vllm:request_generation_tokens_sum", {}, 11),
+        ("vllm:request_max_num_generation_tokens_sum", {}, 11),
+        ("vllm:request_params_n_sum", {}, 2),
+        ("vllm:request_params_max_tokens_sum", {}, 64),
+        ("vllm:request_num_preemptions_sum", {}, 1),
+        ("vllm:request_prefill_kv_computed_tokens_sum", {}, 18),
+        ("vllm:iteration_tokens_total_sum", {}, 81),
+        ("vllm:iteration_tokens_total_bucket", {"le": "8.0"}, 1),
+        ("jaxinfer:requests_received_total", {}, 1),
+        ("jaxinfer:requests_active", {}, 0),
+        ("jaxinfer:late_compiles_total", {}, 1),
+        ("jaxinfer:kv_pressure_events_total", {}, 2),
+        ("jaxinfer:decode_steps_total", {}, 2),
+        ("jaxinfer:scheduled_tokens_total", {"kind": "prefill"}, 48),
+        ("jaxinfer:bucket_tokens_total", {"kind": "prefill"}, 64),
+        ("jaxinfer:padding_waste_ratio", {}, 0.19),
+        ("jaxinfer:pages", {"state": "live"}, 25),
+        ("jaxinfer:pages", {"state": "cached"}, 15),
+        ("jaxinfer:pages", {"state": "fresh"}, 60),
+        ("jaxinfer:step_seconds_sum", {"kind": "mixed"}, 0.01),
+        ("jaxinfer:executables", {"source": "bundle"}, 6),
+        ("jaxinfer:executables", {"source": "compiled"}, 4),
+        ("jaxinfer:startup_seconds", {"phase": "load"}, 1.5),
+        ("http_requests_total", {"handler": "none", "method": "other", "status": "4xx"}, 1),
+        (
+            "http_request_duration_seconds_sum",
+            {"handler": "/v1/completions", "method": "POST"},
+            0.3,
+        ),
+        ("http_request_duration_highr_seconds_count", {}, 2),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_value(series: str, labels: dict[str, str], value: float) -> None:
+    assert value_of(busy_metrics(), series, **labels) == pytest.approx(value)
+
+
+def test_cache_config() -> None:
+    info = families_of(make_metrics())["vllm:cache_config_info"].samples[0]
+    assert info.value == 1
+    assert info.labels == {
+        "engine": "0",
+        "block_size": "16",
+        "num_gpu_blocks": "101",
+        "enable_prefix_caching": "True",
+        "gpu_memory_utilization": "0.92",
+        "kv_cache_memory_bytes": "None",
+    }
+
+
+def test_nothing_is_looked_up_without_a_prefix_cache() -> None:
+    limits = Limits(100, 16, 8, 4096, 512, (), enable_prefix_caching=False)
+    metrics = Metrics("smol", limits, start=STATS)
+    assert value_of(metrics, "vllm:prefix_cache_queries_total") == 0
+    assert value_of(metrics, "vllm:prompt_tokens_total") == 100
+
+
+def test_a_rebuilt_engine_counts_from_its_own_start() -> None:
+    metrics = busy_metrics()
+    metrics.observe(News((), (), (), EngineStats(num_generated_tokens=1)))
+    assert value_of(metrics, "vllm:generation_tokens_total") == 1
+
+
+def test_two_servers_of_a_process_count_apart() -> None:
+    assert value_of(busy_metrics(), "jaxinfer:requests_received_total") == 1
+    assert value_of(make_metrics(), "jaxinfer:requests_received_total") == 0
+
+
+def test_unknown_methods_share_a_series() -> None:
+    metrics = make_metrics()
+    for number in range(100):
+        metrics.http_response(None, f"M{number}", 405, 0.0)
+    assert len(families_of(metrics)["http_requests"].samples) == 1
+
+
+@pytest.mark.parametrize("name", ["process_resident_memory_bytes", "python_info"])
+def test_process_series(name: str) -> None:
+    assert families_of(make_metrics())[name].samples
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        ("", "text/plain; version=0.0.4"),
+        ("*/*", "text/plain; version=0.0.4"),
+        ("application/openmetrics-text; version=1.0.0", "application/openmetrics-text"),
+        ("text/html, application/openmetrics-text;q=0.5", "application/openmetrics-text"),
+    ],
+)
+def test_formats(accept: str, content_type: str) -> None:
+    got, body = busy_metrics().render(accept)
+    assert got.startswith(content_type)
+    parse = parse_openmetrics if "openmetrics" in got else parse_text
+    names = {sample.name for family in parse(body.decode()) for sample in family.samples}
+    assert {"vllm:prompt_tokens_total", "jaxinfer:step_seconds_bucket"} <= names
+
+
+def test_snapshot() -> None:
+    clock = Clock()
+    metrics = make_metrics(clock=clock)
+    clock.now += 4
+    metrics.observe(News((), (), STEPS, STATS))
+    metrics.request_received()
+    metrics.inter_token(0.012, 3)
+    clock.now += 1
+    shown = metrics.snapshot()
+    assert json.loads(json.dumps(shown, allow_nan=False)) == shown
+    assert shown["requests"]["running"] == 2
+    assert shown["requests"]["active"] == 1
+    assert shown["pages"] == {"live": 25, "cached": 15, "fresh": 60, "usage": 0.25}
+    assert shown["per_second"]["generated_tokens"] == 40 / 5
+    assert shown["seconds"]["inter_token"]["mean"] == pytest.approx(0.004)
+    assert 0.003 <= shown["seconds"]["inter_token"]["p50"] <= 0.004
+    assert shown["seconds"]["time_to_first_token"]["p99"] is None
+    assert shown["steps"]["decode"]["bucket_tokens"] == 4
+    assert shown["late_compiles"] == 1
+    assert shown["padding_waste"] == pytest.approx(0.19)
+
+
+def test_a_step_is_cheap() -> None:
+    """Measured 1 µs; the bound is for a busy machine."""
+    metrics = make_metrics()
+    deltas = tuple(Delta(str(index), 0, "a", (1,)) for index in range(64))
+    news = News(deltas, (), STEPS[1:2], STATS)
+    seconds = min(timeit.repeat(lambda: metrics.observe(news), number=500, repeat=5)) / 500
+    assert seconds < 50e-6
+
+
+def test_import_needs_no_jax() -> None:
+    script = "import sys, jaxinfer.server.metrics; print(*sys.modules)"
+    modules = subprocess.check_output([sys.executable, "-c", script], text=True).split()
+    assert "jax" not in modules
+
+
+class TestHistogram:
+    def test_a_bound_belongs_to_its_bucket(self) -> None:
+        histogram = Histogram((1.0, 2.0))
+        for value in (0.5, 1.0, 1.5, 2.0, 2.5):
+            histogram.observe(value)
+        assert histogram.counts == [2, 2, 1]
+        assert histogram.total == 7.5
+
+    @pytest.mark.parametrize(
+        ("share", "value"), [(0.0, 0.0), (0.25, 5.0), (0.5, 10.0), (0.75, 15.0), (1.0, 20.0)]
+    )
+    def test_quantile_is_linear_in_a_bucket(self, share: float, value: float) -> None:
+        histogram = Histogram((10.0, 20.0, 30.0))
+        histogram.observe(4.0, 50)
+        histogram.observe(14.0, 50)
+        assert histogram.quantile(share) == pytest.approx(value)
+
+    def test_quantile_above_all_bounds(self) -> None:
+        histogram = Histogram((1.0, 2.0))
+        histogram.observe(100.0)
+        assert histogram.quantile(0.5) == 2.0
+
+    def test_quantile_of_nothing(self) -> None:
+        assert Histogram((1.0,)).quantile(0.5) is None
+
+    @pytest.mark.parametrize(
+        ("largest", "bounds"),
+        [(1, (1,)), (100, (1, 2, 5, 10, 20, 50, 100)), (499, (1, 2, 5, 10, 20, 50, 100, 200))],
+    )
+    def test_token_bounds(self, largest: int, bounds: tuple[int, ...]) -> None:
+        assert token_count_bounds(largest) == bounds
+
+
+class TestRates:
+    def test_over_the_window(self) -> None:
+        rates = Rates(window=10.0)
+        for second in range(31):
+            rates.mark(float(second), (second * (5.0 if second < 15 else 7.0),))
+        assert rates.read(30.0, (210.0,)) == ((30 * 7 - 20 * 7) / 10,)
+
+    def test_an_idle_engine_slows_to_nothing(self) -> None:
+        rates = Rates(window=10.0)
+        rates.mark(0.0, (0.0,))
+        rates.mark(1.0, (50.0,))
+        assert rates.read(5.0, (50.0,)) == (10.0,)
+        assert rates.read(60.0, (50.0,)) == (0.0,)
+
+    def test_before_the_first_mark(self) -> None:
+        assert Rates().read(5.0, (1.0, 2.0)) == (0.0, 0.0)
+
+
+@pytest.fixture(scope="module")
+def board() -> dict[str, Any]:
+    return json.loads(files("jaxinfer.configs").joinpath("grafana", "jaxinfer.json").read_text())
+
+
+class TestBoard:
+    @staticmethod
+    def expressions(board: dict[str, Any]) -> list[str]:
+        targets = [target for panel in board["panels"] for target in panel.get("targets", ())]
+        return [entry["expr"] for entry in (*targets, *board["annotations"]["list"])]
+
+    def test_every_metric_is_exported(self, board: dict[str, Any]) -> None:
+        exported = {name for name, _ in samples_of(busy_metrics())}
+        named: set[str] = set()
+        for expression in self.expressions(board):
+            without_labels = re.sub(r"\{[^}]*\}|\b(by|without) \([^)]*\)", "", expression)
+            named |= set(re.findall(r"(?:\w+:\w+|(?:http|process)_\w+)", without_labels))
+        variables = [item.get("definition", "") for item in board["templating"]["list"]]
+        named |= set(re.findall(r"label_values\(([\w:]+)", " ".join(variables)))
+        assert len(named) > 25
+        assert named <= exported
+
+    def test_only_the_chosen_servers_are_shown(self, board: dict[str, Any]) -> None:
+        for expression in self.expressions(board):
+            series = len(re.findall(r"(?:vllm|jaxinfer):\w+", expression))
+            assert series == expression.count('model_name=~"$model_name"'), expression
+            others = len(re.findall(r"(?:http|process)_\w+", expression))
+            assert others == expression.count('job=~"$job"'), expression  # they name no model
+
+    def test_panels(self, board: dict[str, Any]) -> None:
+        assert [item["name"] for item in board["templating"]["list"]] == [
+            "datasource",
+            "model_name",
+            "job",
+        ]
+        assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+        taken: set[tuple[int, int]] = set()
+        for panel in board["panels"]:
+            at = panel["gridPos"]
+            cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+            assert not cells & taken, panel["title"]
+            assert at["x"] + at["w"] <= 24
+            taken |= cells
