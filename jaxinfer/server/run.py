@@ -1,8 +1,7 @@
 """The server's life: sockets, TLS, loading behind an open port, and an orderly end.
 
 Owns: uvicorn and the signals. The port is taken before the model is loaded, so that a taken one
-fails at once; until the model is there, and for new work after SIGTERM, the answer is 503.
-Must not know: routes, how the engine is built.
+fails at once. Must not know: routes, how the engine is built.
 """
 
 from __future__ import annotations
@@ -18,84 +17,59 @@ import ssl
 import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NoReturn, Protocol
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.server.errors import ApiError
-from jaxinfer.server.guard import answer_error
 from jaxinfer.server.protocol import BoundedHeads
 
 BACKLOG = 2048  # connections that the kernel holds until they are accepted
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 s after which proxies drop idle connections
 FLUSH_SECONDS = 5.0  # for the last events of streams, to clients that read them
 OPEN_FILES = 65536  # one for each connection; the usual soft limit is 1024
-READING = frozenset({"GET", "HEAD", "OPTIONS"})  # methods that begin no work
 
 
 class Service(Protocol):
     """What the end of the server asks of the app's service."""
 
     def begin_drain(self) -> None:
-        """No new work comes; ``/ready`` says so."""
+        """Refuse new work, and say so in ``/ready``."""
         ...
 
-    async def drained(self, timeout: float) -> bool:
-        """Wait until no request is open; False when some still are after ``timeout`` seconds."""
+    async def drained(self, seconds: float) -> bool:
+        """Wait until no request is open; False when some still are after ``seconds``."""
         ...
 
-    def abort_all(self) -> None:
+    def stop_all(self) -> None:
         """End every open request; its handler sends what an ended answer has."""
         ...
 
-    async def shutdown(self) -> None:
-        """End the engine."""
-        ...
+
+type Load = Callable[[], AbstractAsyncContextManager[str]]
 
 
-class Loaded(NamedTuple):
-    """What loading gives: the app, its service, and words for the ready line."""
+def run(
+    app: ASGIApp, service: Service, load: Load, config: ServerConfig, say: Callable[[str], None]
+) -> None:
+    """Serve until SIGTERM or SIGINT; open requests have ``shutdown_timeout`` seconds to end.
 
-    app: ASGIApp
-    service: Service
-    summary: str  # "model smollm2, 2048 tokens of context, ..."
-
-
-type Load = Callable[[], Awaitable[Loaded]]
-
-
-class Front:
-    """Stands before the app: 503 while there is none yet, and for new work once it drains."""
-
-    def __init__(self) -> None:
-        self.app: ASGIApp | None = None
-        self.draining = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.app is None:
-            await answer_error(send, _unavailable("the model is still being loaded", "loading"))
-        elif self.draining and scope["method"] not in READING:
-            await answer_error(send, _unavailable("the server is shutting down", "draining"))
-        else:
-            await self.app(scope, receive, send)
-
-
-def run(config: ServerConfig, load: Load, say: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT. ``say`` shows the one line that tells of readiness.
-
-    Raises ``ConfigError`` for an address or TLS files that cannot be used, and what ``load``
-    raises. A second signal, and any signal during loading, ends the process at once.
+    ``load`` is entered once the app listens (which answers 503 itself until then), gives a few
+    words about what is served, and is left in the end. ``say`` shows the line that tells of
+    readiness. Raises ``ConfigError`` for an address or TLS files that cannot be used, and what
+    ``load`` raises. A second signal, and any signal during loading, ends the process at once.
     """
+    server = Server(uvicorn_config(config, app))
     with bound_sockets(config) as sockets:
-        front = Front()
-        server = Server(uvicorn_config(config, front))
         _allow_many_connections()
-        loop_factory = server.config.get_loop_factory()
-        asyncio.run(_serve(config, load, say, front, server, sockets), loop_factory=loop_factory)
+        asyncio.run(
+            _serve(server, sockets, service, load, config, say),
+            loop_factory=server.config.get_loop_factory(),
+        )
 
 
 class Server(uvicorn.Server):
@@ -115,9 +89,10 @@ class Server(uvicorn.Server):
 class Signals:
     """SIGTERM and SIGINT: the first asks for an end, the next one is the end."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, config: ServerConfig) -> None:
         self.first: asyncio.Future[int] = loop.create_future()
         self._loop = loop
+        self._config = config
 
     def __enter__(self) -> Signals:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -128,72 +103,66 @@ class Signals:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
 
+    async def unless_one_comes[T](self, work: Awaitable[T]) -> T:
+        """What the work gives; a signal meanwhile ends it, as far as that is possible, and us."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait((task, self.first), return_when="FIRST_COMPLETED")
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,), timeout=FLUSH_SECONDS)
+            self._exit(self.first.result())
+        return task.result()
+
     def _take(self, number: int) -> None:
         if self.first.done():
-            exit_at_once(number)
+            self._exit(number)
         self.first.set_result(number)
 
-
-def exit_at_once(number: int) -> None:
-    """End without waiting for threads, with the code that shells give for the signal."""
-    os._exit(128 + number)
+    def _exit(self, number: int) -> NoReturn:
+        """End without waiting for threads, with the code that shells give for the signal."""
+        _forget_socket_file(self._config)
+        os._exit(128 + number)
 
 
 async def _serve(
-    config: ServerConfig,
-    load: Load,
-    say: Callable[[str], None],
-    front: Front,
     server: Server,
     sockets: list[socket.socket],
+    service: Service,
+    load: Load,
+    config: ServerConfig,
+    say: Callable[[str], None],
 ) -> None:
     start = time.monotonic()
     address = _address(config, sockets[0])
-    with Signals(asyncio.get_running_loop()) as signals:
+    with Signals(asyncio.get_running_loop(), config) as signals:
         listening = asyncio.create_task(server.serve(sockets))
-        try:
-            loaded = await _load_unless_signalled(load, signals, config)
-            front.app = loaded.app
-            say(f"ready on {address} in {time.monotonic() - start:.1f} s ({loaded.summary})")
+        async with AsyncExitStack() as stack:  # the engine ends after the last answer
             try:
+                loading = stack.enter_async_context(load())
+                summary = await signals.unless_one_comes(loading)
+                say(f"ready on {address} in {time.monotonic() - start:.1f} s ({summary})")
                 await asyncio.wait((signals.first, listening), return_when="FIRST_COMPLETED")
-                await _drain(front, loaded.service, config.shutdown_timeout)
+                await _drain(service, config.shutdown_timeout)
             finally:
                 await _close(server, listening)
-                await loaded.service.shutdown()
-        finally:
-            await _close(server, listening)
 
 
-async def _load_unless_signalled(load: Load, signals: Signals, config: ServerConfig) -> Loaded:
-    """What ``load`` gives; a signal meanwhile ends it, as far as it can be ended, and us."""
-    loading = asyncio.ensure_future(load())
-    await asyncio.wait((loading, signals.first), return_when="FIRST_COMPLETED")
-    if signals.first.done() and not loading.done():
-        loading.cancel()
-        await asyncio.wait((loading,), timeout=FLUSH_SECONDS)
-        _forget_socket_file(config)
-        exit_at_once(signals.first.result())
-    return loading.result()
-
-
-async def _drain(front: Front, service: Service, seconds: float) -> None:
+async def _drain(service: Service, seconds: float) -> None:
     """Let open requests end by themselves for a while, then end them."""
-    front.draining = True
     service.begin_drain()
     if not await service.drained(seconds):
-        service.abort_all()
+        service.stop_all()
         await service.drained(FLUSH_SECONDS)
 
 
 async def _close(server: Server, listening: asyncio.Task[None]) -> None:
-    """Stop listening; connections close once their last bytes are sent."""
+    """Stop listening; connections close once their last bytes are sent, or are cut off."""
     server.should_exit = True
-    drop = asyncio.get_running_loop().call_later(FLUSH_SECONDS, server.drop_connections)
+    cut = asyncio.get_running_loop().call_later(FLUSH_SECONDS, server.drop_connections)
     try:
         await listening
     finally:
-        drop.cancel()
+        cut.cancel()
 
 
 def uvicorn_config(config: ServerConfig, app: ASGIApp) -> uvicorn.Config:
@@ -321,8 +290,3 @@ def _address(config: ServerConfig, bound: socket.socket) -> str:
     host, port = bound.getsockname()[:2]
     scheme = "https" if config.ssl_certfile else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{config.root_path}"
-
-
-def _unavailable(why: str, code: str) -> ApiError:
-    headers = {"Retry-After": "5", "Connection": "close"}
-    return ApiError(503, f"{why}; try again later", code=code, headers=headers)
