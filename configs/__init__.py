@@ -1,1 +1,1 @@
-"""Data only: known models (``models/``) and engine settings per device (``engine/``)."""
+"""Data only: known models (``models/``), engine settings per device (``engine/``), a Grafana board."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import timeit
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -345,6 +346,17 @@ def test_import_needs_no_jax() -> None:
     script = "import sys, jaxinfer.server.metrics; print(*sys.modules)"
     modules = subprocess.check_output([sys.executable, "-c", script], text=True).split()
     assert "jax" not in modules
+
+
+def test_the_documentation_names_every_series() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    documented = dict(re.findall(r"^\| `([\w:]+)(?:\{[\w,]+\})?` \| (\w+) \|", text, re.MULTILINE))
+    exported = {
+        name: family.type
+        for name, family in families_of(busy_metrics()).items()
+        if not name.startswith(("process_", "python_"))
+    }
+    assert documented == exported
 
 
 class TestHistogram:
