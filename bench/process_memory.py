@@ -1,0 +1,48 @@
+"""Resident memory of a process and of all its descendants, from /proc (Linux).
+
+Owns: reading it. Must not know: what the processes are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+KIB = 1024
+
+
+class TreeMemory(NamedTuple):
+    """Bytes over the tree; ``pss`` counts a page that several processes share only once."""
+
+    rss: int
+    pss: int
+    processes: int
+
+
+def tree_memory(pid: int) -> TreeMemory:
+    """Memory of ``pid`` and its descendants. Raises ``ProcessLookupError`` when ``pid`` is gone."""
+    sizes = [size for each in _tree(pid) if (size := _rollup(each)) is not None]
+    if not sizes:
+        raise ProcessLookupError(f"no process {pid}")
+    return TreeMemory(sum(rss for rss, _ in sizes), sum(pss for _, pss in sizes), len(sizes))
+
+
+def _tree(pid: int) -> list[int]:
+    found = [pid]
+    for each in found:  # grows while it is walked
+        for children in Path(f"/proc/{each}/task").glob("*/children"):
+            try:
+                found += [int(child) for child in children.read_text().split()]
+            except OSError:
+                continue  # the thread has ended
+    return found
+
+
+def _rollup(pid: int) -> tuple[int, int] | None:
+    """Rss and Pss in bytes; None when the process has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    except OSError:
+        return None
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return kib["Rss"] * KIB, kib["Pss"] * KIB

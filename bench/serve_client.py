@@ -1,0 +1,297 @@
+"""A streaming HTTP client that costs the benchmark little: one asyncio protocol, no library on top.
+
+Owns: connections, HTTP/1.1 responses (sized or chunked), server-sent events of the OpenAI routes
+and the time each of them came. Must not know: workloads, arrival times, statistics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import msgspec
+
+DONE = b"[DONE]"
+
+
+class ClientError(Exception):
+    """The server cannot be reached, or it answers something that is not HTTP."""
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Message | None = None
+    message: _Message | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+
+
+class _Chunk(msgspec.Struct):
+    """What is read of a completion, a chat completion, and the chunks of both."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: msgspec.Raw | None = None
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request as the client saw it; times are ``time.perf_counter`` seconds."""
+
+    start: float
+    times: list[float] = field(default_factory=list)  # of the chunks that carry a choice
+    text: list[str] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    status: int = 0
+    body: bytes = b""  # of an answer that is not a stream
+    error: str = ""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds until the first chunk."""
+        return self.times[0] - self.start
+
+    @property
+    def latency(self) -> float:
+        """Seconds until the last chunk that carries a choice."""
+        return self.times[-1] - self.start
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between neighbouring chunks."""
+        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+
+    def take(self, data: bytes, now: float) -> None:
+        """Read one chunk of the stream, or the whole body of a plain answer."""
+        try:
+            chunk = _decode_chunk(data)
+        except msgspec.DecodeError as error:
+            self.error = f"unreadable chunk {data[:200]!r}: {error}"
+            return
+        if chunk.error:
+            self.error = bytes(chunk.error).decode(errors="replace")
+        if chunk.choices:
+            self.times.append(now)
+            choice = chunk.choices[0]
+            message = choice.delta or choice.message
+            self.text.append((message.content if message else choice.text) or "")
+        if chunk.usage:
+            self.prompt_tokens = chunk.usage.prompt_tokens
+            self.output_tokens = chunk.usage.completion_tokens or 0
+
+
+class _Connection(asyncio.Protocol):
+    """One keep-alive connection; carries one request at a time."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.open = False
+        self.answered = False  # whether any byte of the current response has come
+        self.reusable = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.open = True
+        self._answer: Answer | None = None
+
+    def send(self, request: bytes, answer: Answer) -> asyncio.Future[None]:
+        """Write a request; the future is done when its response has been read to the end."""
+        self._answer = answer
+        self._buffer = bytearray()
+        self._head_read = self._chunked = self._events = self._ended = False
+        self._done_seen = False
+        self._left: int | None = None  # bytes of the body, or of its current chunk
+        self._body = bytearray()
+        self.answered = False
+        self._done: asyncio.Future[None] = self._loop.create_future()
+        self._transport.write(request)
+        return self._done
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        if self._answer is None:
+            self.close()  # nothing was asked
+            return
+        self.answered = True
+        self._buffer += data
+        try:
+            while self._advance(self._answer, now):
+                pass
+        except (ValueError, IndexError) as error:
+            self._finish(ClientError(f"the server's answer is not HTTP/1.1: {error}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.open = False
+        if self._answer is None:
+            return
+        if self._head_read and not self._chunked and self._left is None:
+            self._body += self._buffer  # a body that ends with the connection
+            self._complete(self._answer, time.perf_counter())
+        else:
+            reason = exc or "closed by the server"
+            self._finish(ClientError(f"the connection ended before the answer did ({reason})"))
+
+    def _advance(self, answer: Answer, now: float) -> bool:
+        """Consume the next part of the buffer; False when it holds no whole one."""
+        buffer = self._buffer
+        if not self._head_read:
+            end = buffer.find(b"\r\n\r\n")
+            if end < 0:
+                return False
+            self._read_head(bytes(buffer[:end]))
+            del buffer[: end + 4]
+        elif self._left is None and not self._chunked:
+            return False
+        elif self._left is None:
+            end = buffer.find(b"\r\n")
+            if end < 0:
+                return False
+            self._left = int(buffer[:end], 16) + 2  # and its line end
+            self._ended = self._left == 2
+            del buffer[: end + 2]
+        elif len(buffer) < self._left:
+            return False
+        else:
+            self._body += buffer[: self._left - 2] if self._chunked else buffer[: self._left]
+            del buffer[: self._left]
+            self._left = None
+            if self._events:
+                self._read_events(answer, now)
+            if self._ended or not self._chunked:
+                self._complete(answer, now)
+                return False
+        return self._answer is not None
+
+    def _read_head(self, head: bytes) -> None:
+        lines = head.decode("latin-1").split("\r\n")
+        self._status = int(lines[0].split(" ")[1])
+        headers = {
+            name.strip().lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in lines[1:])
+        }
+        self._head_read = True
+        self._chunked = headers.get("transfer-encoding", "").lower() == "chunked"
+        media_type = headers.get("content-type", "")
+        self._events = media_type.startswith("text/event-stream")
+        self._json = media_type.startswith("application/json")
+        self.reusable = headers.get("connection", "").lower() != "close"
+        if "content-length" in headers:
+            self._left = int(headers["content-length"])
+
+    def _read_events(self, answer: Answer, now: float) -> None:
+        """Take the events of the body that are complete: `data: ...` and an empty line."""
+        *events, rest = self._body.split(b"\n\n")
+        self._body = rest
+        for event in events:
+            if event.startswith(b"data:"):
+                data = bytes(event[5:]).strip()
+                if data == DONE:
+                    self._done_seen = True
+                else:
+                    answer.take(data, now)
+
+    def _complete(self, answer: Answer, now: float) -> None:
+        answer.status = self._status
+        answer.body = bytes(self._body)
+        if self._status != 200:
+            answer.error = f"HTTP {self._status}: {answer.body[:500].decode(errors='replace')}"
+        elif self._json:
+            answer.take(answer.body, now)
+        elif self._events and not self._done_seen and not answer.error:
+            answer.error = "the stream ended without [DONE]"
+        self._finish(None)
+
+    def _finish(self, error: ClientError | None) -> None:
+        self._answer = None
+        if self._done.done():
+            return
+        if error is None:
+            self._done.set_result(None)
+        else:
+            self._done.set_exception(error)
+            self.close()
+
+
+class Client:
+    """Requests to one server over as many kept-alive connections as are in use at once."""
+
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ClientError(f"{url!r} is not a URL such as http://127.0.0.1:8000")
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._root = parts.path.rstrip("/")
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        self._idle: list[_Connection] = []
+
+    async def post(self, path: str, body: bytes) -> Answer:
+        """Send JSON and read the answer to its end; failures of the request are in ``error``."""
+        head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        return await self._exchange(f"POST {self._root}{path}", head, body)
+
+    async def get(self, path: str) -> Answer:
+        """Read a plain answer: its ``status`` and ``body``."""
+        return await self._exchange(f"GET {self._root}{path}", "", b"")
+
+    async def _exchange(self, line: str, head: str, body: bytes) -> Answer:
+        request = (
+            f"{line} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{self._headers}{head}\r\n"
+        ).encode() + body
+        answer = Answer(time.perf_counter())
+        while True:
+            reused = bool(self._idle)
+            try:
+                connection = self._idle.pop() if reused else await self._connect()
+                if not connection.open:
+                    continue
+                try:
+                    await connection.send(request, answer)
+                except asyncio.CancelledError:
+                    connection.close()
+                    raise
+                except ClientError:
+                    if reused and not connection.answered:
+                        continue  # the server closed an idle connection just now
+                    raise
+            except (ClientError, OSError) as error:
+                answer.error = str(error) or type(error).__name__
+                return answer
+            if connection.reusable:
+                self._idle.append(connection)
+            else:
+                connection.close()
+            return answer
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            _Connection, self._host, self._port, ssl=self._ssl
+        )
+        return connection
+
+    def close(self) -> None:
+        """Close the connections that no request uses."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()

@@ -1,0 +1,117 @@
+"""What a benchmark asks a server, and when: prompts, lengths, arrival times.
+
+Owns: the datasets and the arrival process. Must not know: HTTP, statistics. Everything follows from
+the seed, and the first k prompts of a workload do not depend on how many more there are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Query:
+    """One request: a prompt as text or token ids, and how many tokens may answer it."""
+
+    prompt: str | list[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomLengths:
+    """Shape of a random workload, in tokens; lengths vary by ``range_ratio`` both ways."""
+
+    input_len: int = 1024
+    output_len: int = 128
+    prefix_len: int = 0  # the same tokens before every prompt, on top of input_len
+    range_ratio: float = 0.0
+
+
+def random_queries(
+    lengths: RandomLengths, vocab: Sequence[int], count: int, seed: int
+) -> list[Query]:
+    """``count`` prompts of token ids drawn from ``vocab``."""
+    ids = np.asarray(vocab)
+    prefix = _draw(np.random.default_rng([seed, 0]), ids, lengths.prefix_len)
+    queries: list[Query] = []
+    for index in range(count):
+        rng = np.random.default_rng([seed, 1, index])
+        num_input = _vary(rng, lengths.input_len, lengths.range_ratio)
+        num_output = max(1, _vary(rng, lengths.output_len, lengths.range_ratio))
+        queries.append(Query(prefix + _draw(rng, ids, num_input), num_output))
+    return queries
+
+
+def _draw(rng: np.random.Generator, ids: np.ndarray, count: int) -> list[int]:
+    return ids[rng.integers(0, len(ids), size=count)].tolist()
+
+
+def _vary(rng: np.random.Generator, length: int, ratio: float) -> int:
+    low, high = math.floor(length * (1 - ratio)), math.ceil(length * (1 + ratio))
+    return int(rng.integers(low, high + 1))
+
+
+def read_queries(path: Path, count: int, output_len: int | None, seed: int) -> list[Query]:
+    """Prompts of a file: ShareGPT's JSON list, or JSON lines with ``prompt``; shuffled by the seed.
+
+    The answer's length is ``output_len``, else the row's ``output_tokens``, else 256. Raises
+    ``ValueError`` when the file holds no prompts.
+    """
+    text = path.read_text()
+    if text.lstrip().startswith("["):
+        rows: list[dict[str, Any]] = json.loads(text)
+    else:
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    queries = [
+        Query(prompt, output_len or row.get("output_tokens") or 256)
+        for row in rows
+        if (prompt := _prompt_of(row))
+    ]
+    if not queries:
+        raise ValueError(f"{path} has no row with 'prompt' or 'conversations'")
+    order = np.random.default_rng(seed).permutation(len(queries))
+    return [queries[order[index % len(queries)]] for index in range(count)]
+
+
+def _prompt_of(row: Mapping[str, Any]) -> str | list[int] | None:
+    if conversations := row.get("conversations"):
+        return conversations[0]["value"]
+    return row.get("prompt")
+
+
+def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds from the start at which each request is sent; all 0 when ``rate`` is infinite.
+
+    Gaps are gamma distributed with mean 1 / rate (exponential at burstiness 1, so that arrivals are
+    a Poisson process), then scaled so that the last request comes at count / rate exactly, as
+    vLLM's benchmark does: two runs then offer the same load whatever the seed.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), size=count)
+    times = np.cumsum(gaps)
+    return (times * (count / rate / times[-1])).tolist()
+
+
+def body_of(query: Query, path: str, model: str, extra: Mapping[str, Any]) -> bytes:
+    """JSON of a streamed request to a completions route or a chat route.
+
+    Raises ``ValueError`` for token ids in a chat.
+    """
+    body: dict[str, Any] = {"model": model, "max_tokens": query.max_tokens, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    if path.endswith("/chat/completions"):
+        if not isinstance(query.prompt, str):
+            raise ValueError("a chat takes text: use --dataset-name custom or sharegpt with it")
+        body["messages"] = [{"role": "user", "content": query.prompt}]
+    else:
+        body["prompt"] = query.prompt
+    return msgspec.json.encode({**body, **extra})

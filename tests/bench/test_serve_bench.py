@@ -1,0 +1,299 @@
+"""The online benchmark: its client against a server on a real socket, its workload, its figures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import load, serve
+from bench.process_memory import tree_memory
+from bench.serve_client import Answer, Client
+from bench.serve_report import samples, summarize
+from bench.serve_run import NotReady, offer, wait_until_ready
+from bench.serve_workload import RandomLengths, arrivals, body_of, random_queries, read_queries
+
+from .stub_server import GAP, StubServer
+
+ROUTE = "/v1/completions"
+
+
+def with_stub[T](test: Callable[[StubServer, Client], Awaitable[T]]) -> T:
+    """Run a coroutine against a stub of its own."""
+
+    async def main() -> T:
+        async with StubServer() as stub:
+            client = Client(stub.url)
+            try:
+                return await test(stub, client)
+            finally:
+                client.close()
+
+    return asyncio.run(main())
+
+
+def body(stub: str = "words", max_tokens: int = 3) -> bytes:
+    return json.dumps({"prompt": [1, 2], "max_tokens": max_tokens, "stub": stub}).encode()
+
+
+def test_a_stream_is_read_with_the_time_of_each_chunk() -> None:
+    answer = with_stub(lambda _, client: client.post(ROUTE, body()))
+    assert answer.error == ""
+    assert "".join(answer.text) == "w0 w1 w2 "
+    assert (answer.prompt_tokens, answer.output_tokens) == (2, 3)
+    assert len(answer.gaps) == 2 and all(gap > GAP / 2 for gap in answer.gaps)
+    assert 0 < answer.ttft < answer.latency
+
+
+def test_a_stream_that_comes_byte_by_byte() -> None:
+    answer = with_stub(lambda _, client: client.post(ROUTE, body("bytewise")))
+    assert answer.error == ""
+    assert answer.text == ["é\r\n\n"] and answer.output_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("stub", "error"),
+    [
+        ("refused", "HTTP 400: .*no such field"),
+        ("fails_midway", "engine died"),
+        ("not_done", r"without \[DONE\]"),
+        ("cut", "connection ended before the answer"),
+        ("not_http", "not HTTP/1.1"),
+    ],
+)
+def test_a_bad_answer_is_an_error_of_that_request(stub: str, error: str) -> None:
+    async def bad_then_good(_: StubServer, client: Client) -> list[Answer]:
+        return [await client.post(ROUTE, body(stub)), await client.post(ROUTE, body())]
+
+    bad, good = with_stub(bad_then_good)
+    with pytest.raises(AssertionError, match=error):
+        raise AssertionError(bad.error)
+    assert good.error == ""
+
+
+def test_nobody_listens() -> None:
+    answer = asyncio.run(Client("http://127.0.0.1:9").post(ROUTE, body()))
+    assert answer.error and not answer.times
+
+
+def test_connections_are_kept_and_replaced_when_the_server_closed_them() -> None:
+    async def ask(stub: StubServer, client: Client) -> tuple[int, int, list[str]]:
+        kept = [await client.post(ROUTE, body()) for _ in range(3)]
+        before = stub.connections
+        closed = [await client.post(ROUTE, body("then_closes")) for _ in range(2)]
+        return before, stub.connections, [answer.error for answer in kept + closed]
+
+    assert with_stub(ask) == (1, 2, [""] * 5)
+
+
+@pytest.mark.parametrize("limit", [1, 3, None])
+def test_no_more_requests_are_open_than_allowed(limit: int | None) -> None:
+    async def ask(stub: StubServer, client: Client) -> int:
+        outcome = await offer(client, ROUTE, [body()] * 6, [0.0] * 6, limit)
+        assert [answer.error for answer in outcome.answers] == [""] * 6
+        assert outcome.cpu_us_per_chunk > 0
+        return stub.most_open_requests
+
+    assert with_stub(ask) == (limit or 6)
+
+
+def test_requests_leave_at_their_times() -> None:
+    times = [0.0, 0.1, 0.15]
+
+    async def ask(_: StubServer, client: Client) -> list[float]:
+        outcome = await offer(client, ROUTE, [body(max_tokens=1)] * 3, times)
+        first = outcome.answers[0].start
+        return [answer.start - first for answer in outcome.answers]
+
+    assert with_stub(ask) == pytest.approx(times, abs=0.03)
+
+
+def test_waiting_for_a_server_ends_at_once_when_it_refuses() -> None:
+    def wait(stub: str) -> None:
+        with_stub(lambda _, client: wait_until_ready(client, ROUTE, body(stub), 60))
+
+    wait("words")
+    with pytest.raises(NotReady, match="no such field"):
+        wait("refused")
+
+
+def test_random_prompts_have_their_length_and_do_not_depend_on_the_count() -> None:
+    lengths = RandomLengths(input_len=20, output_len=8, prefix_len=4, range_ratio=0.5)
+    vocab = list(range(100, 200))
+    few, many = (random_queries(lengths, vocab, count, seed=7) for count in (3, 30))
+    assert many[:3] == few
+    sizes = {len(query.prompt) - 4 for query in many}
+    assert min(sizes) >= 10 and max(sizes) <= 30 and len(sizes) > 5
+    assert {query.max_tokens for query in many} <= set(range(4, 13))
+    assert len({tuple(query.prompt[:4]) for query in many}) == 1
+    assert all(100 <= token < 200 for query in many for token in query.prompt)  # type: ignore
+    exact = random_queries(RandomLengths(input_len=20, output_len=8), vocab, 5, seed=7)
+    assert {(len(query.prompt), query.max_tokens) for query in exact} == {(20, 8)}
+
+
+@pytest.mark.parametrize(("burstiness", "spread"), [(1.0, 1.0), (100.0, 0.1)])
+def test_arrivals_have_the_rate_and_the_spread_asked_for(burstiness: float, spread: float) -> None:
+    times = arrivals(4000, rate=8, burstiness=burstiness, seed=0)
+    gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
+    assert times[-1] == pytest.approx(4000 / 8)
+    mean = sum(gaps) / len(gaps)
+    deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
+    assert deviation / mean == pytest.approx(spread, rel=0.1)
+    assert times == arrivals(4000, rate=8, burstiness=burstiness, seed=0)
+    assert arrivals(3, math.inf, burstiness, seed=0) == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "prompts"),
+    [
+        ('{"prompt": "a", "output_tokens": 5}\n{"prompt": "b"}\n', {("a", 5), ("b", 256)}),
+        ('[{"conversations": [{"from": "human", "value": "hi"}]}, {}]', {("hi", 256)}),
+    ],
+    ids=["custom", "sharegpt"],
+)
+def test_datasets_of_files(tmp_path: Path, text: str, prompts: set[tuple[str, int]]) -> None:
+    path = tmp_path / "data"
+    path.write_text(text)
+    queries = read_queries(path, 4, None, seed=0)
+    assert len(queries) == 4
+    assert {(query.prompt, query.max_tokens) for query in queries} == prompts
+    assert {query.max_tokens for query in read_queries(path, 4, 9, seed=0)} == {9}
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="no row with 'prompt'"):
+        read_queries(path, 1, None, seed=0)
+
+
+def test_bodies_of_both_routes() -> None:
+    query = random_queries(RandomLengths(input_len=2, output_len=3), [5], 1, seed=0)[0]
+    asked = json.loads(body_of(query, ROUTE, "m", {"ignore_eos": True}))
+    assert asked == {
+        "model": "m",
+        "prompt": [5, 5],
+        "max_tokens": 3,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    with pytest.raises(ValueError, match="a chat takes text"):
+        body_of(query, "/v1/chat/completions", "m", {})
+
+
+def test_figures_are_vllms() -> None:
+    one = Answer(10.0, times=[10.5, 11.5, 13.5], prompt_tokens=4, output_tokens=5)
+    two = Answer(11.0, times=[11.25], prompt_tokens=6, output_tokens=1)
+    failed = Answer(10.0, times=[19.0], output_tokens=9, error="cut")
+    assert samples([one, two]) == {
+        "ttft": [0.5, 0.25],
+        "tpot": [0.75],  # (3.5 - 0.5) / 4, although only 3 chunks came
+        "itl": [1.0, 2.0],
+        "e2el": [3.5, 0.25],
+    }
+    result = summarize([one, two, failed], 4.0, goodput={"ttft": 300, "e2el": 1000})
+    assert (result["completed"], result["failed"], result["max_concurrent_requests"]) == (2, 1, 2)
+    assert result["request_throughput"] == 0.5 and result["request_goodput"] == 0.25
+    assert result["output_throughput"] == 1.5 and result["total_token_throughput"] == 4.0
+    assert result["median_ttft_ms"] == 375 and result["p99_itl_ms"] == pytest.approx(1990)
+
+
+def run_serve(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """The command against a stub; what it wrote."""
+    path = tmp_path / "result.json"
+    given = ["--vocab-size=50", "--random-input-len=6", "--random-output-len=2", *arguments]
+
+    async def ask(stub: StubServer, _: Client) -> None:
+        command = [f"--base-url={stub.url}", *given]
+        await asyncio.to_thread(serve.main, command)
+        assert all(len(each["prompt"]) == 6 for each in stub.bodies)
+
+    with_stub(ask)
+    return json.loads(path.read_text())
+
+
+def test_one_level_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = [f"--result-dir={tmp_path}", "--result-filename=result.json", "--save-detailed"]
+    result = run_serve(tmp_path, "--num-prompts=4", f"--server-pid={os.getpid()}", *where)
+    assert (result["completed"], result["failed"], result["model"]) == (4, 0, "stub")
+    assert result["output_lens"] == [2] * 4 and result["errors"] == [""] * 4
+    assert result["server_rss_mb"] > 10
+    assert "Mean TTFT (ms)" in capsys.readouterr().out
+
+
+def test_a_sweep_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [serve.level_size(rate) for rate in (1, 4, 32, math.inf)] == [15, 48, 384, 512]
+    monkeypatch.setattr(serve, "level_size", lambda rate: 7)
+    result = run_serve(tmp_path, "--sweep=200,inf", f"--output={tmp_path / 'result.json'}")
+    assert [(row["qps"], row["completed"]) for row in result["rows"]] == [(200, 7), ("inf", 7)]
+    assert all(row["p99_tpot_ms"] > 0 for row in result["rows"])
+
+
+def test_memory_counts_the_children() -> None:
+    alone = tree_memory(os.getpid())
+    script = "data = bytearray(b'x') * 50_000_000; print('ready', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        both = tree_memory(os.getpid())
+        child.communicate()
+    assert both.processes == alone.processes + 1
+    assert both.rss - alone.rss > 50_000_000
+    with pytest.raises(ProcessLookupError):
+        tree_memory(child.pid)
+
+
+def test_steady_load_keeps_its_streams_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "MEMORY_PERIOD", 0.05)
+
+    async def ask(stub: StubServer, _: Client) -> int:
+        command = [f"--base-url={stub.url}", "--streams=5", "--seconds=1", "--warmup=0.2"]
+        command += [f"--server-pid={os.getpid()}", f"--output={tmp_path / 'load.json'}"]
+        await asyncio.to_thread(load.main, command)
+        return stub.most_open_requests
+
+    assert with_stub(ask) == 5
+    result = json.loads((tmp_path / "load.json").read_text())
+    assert result["errors"] == 0 and result["answers"] >= 5
+    assert 1e3 * GAP <= result["gap_p50_ms"] < 3e3 * GAP
+    assert result["rss_drift_percent"] == pytest.approx(0, abs=5)
+
+
+def steady(**changes: Any) -> dict[str, Any]:
+    """Figures of a good run, changed."""
+    good = {"errors": 0, "answers": 9, "gap_ratio": 2.0, "rss_drift_percent": 1.0}
+    return {**good, **changes}
+
+
+@pytest.mark.parametrize(
+    ("summary", "broken"),
+    [
+        (steady(), []),
+        (steady(errors=1), ["1 of 9 requests failed"]),
+        (steady(gap_ratio=4.1), ["p99 gap / median is 4.1, above 4.0"]),
+        (steady(rss_drift_percent=-6.0), ["memory moved by -6.0 %"]),
+    ],
+)
+def test_bounds_of_a_steady_run(summary: dict[str, Any], broken: list[str]) -> None:
+    assert load.broken_bounds(summary) == broken
+
+
+def test_a_warm_up_and_a_growing_memory_are_told_apart() -> None:
+    run = load.Load(seconds=10.0, warmup=2.0)
+    run.memory = [(float(second), 1000 + 10 * second, 0) for second in range(11)]
+    run.take(Answer(0.0, times=[1.0, 1.9, 2.1, 2.2], output_tokens=4), start=0.0)
+    summary = run.summary()
+    assert summary["output_tokens"] == 4 and run.gaps == pytest.approx([0.2, 0.1])
+    # medians of 2..6 s and of 6..10 s
+    assert summary["rss_drift_percent"] == pytest.approx(100 * (1080 / 1040 - 1))
