@@ -37,6 +37,7 @@ _NAMED_BELOW = frozenset(SamplingParams.__struct_fields__) | {
     "messages",
     "priority",
     "prompt",
+    "tokens",
 }
 _FIELD_FIRST = re.compile(r"(?:the )?(?P<field>[a-z_]+)(?:\[[0-9]+\]|\.[a-z_]+)*")
 

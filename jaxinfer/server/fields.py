@@ -30,6 +30,11 @@ from jaxinfer.core.request import (
 )
 from jaxinfer.server.errors import ApiError
 
+TOKEN_ID_TEXT = "^[0-9]{1,10}$"
+VISIBLE_TEXT = "^[!-~]*$"
+PATTERNS: Mapping[str, str] = MappingProxyType(
+    {TOKEN_ID_TEXT: "a token id", VISIBLE_TEXT: "printable ASCII without spaces"}
+)
 MAX_STOP_STRINGS = 64  # of a request; vLLM's default is 4, some clients send dozens
 
 # values by which a field that is not supported asks for nothing
@@ -81,7 +86,7 @@ def about(description: str) -> Meta:
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Bias = Annotated[float, Meta(ge=BIAS_BOUNDS[0], le=BIAS_BOUNDS[1])]
-BiasKey = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
+BiasKey = Annotated[str, Meta(pattern=TOKEN_ID_TEXT)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,7 +211,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
             Meta(
                 min_length=1,
                 max_length=128,
-                pattern="^[!-~]*$",
+                pattern=VISIBLE_TEXT,
                 description="The id in the answer and the log; printable ASCII.",
             ),
         ]

@@ -9,18 +9,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sized
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import msgspec
 
 from jaxinfer.server.errors import ApiError
-from jaxinfer.server.fields import refused
+from jaxinfer.server.fields import PATTERNS, refused
 from jaxinfer.server.schema import AnyRequest
 
+MAX_LOCATED_CHARACTERS = 1 << 20  # of a body that is not JSON, in which the bad field is looked for
 MAX_NAMES_TOLD = 16  # unknown fields that an error or the log spells out
 MAX_NAME_CHARACTERS = 64
+MAX_DIGITS = 32  # of a number that an error repeats
 
 _NOUNS: Mapping[str, str] = MappingProxyType(
     {
@@ -45,18 +47,20 @@ _GOT: Mapping[type, str] = MappingProxyType(
     }
 )
 # msgspec's messages: "Expected `int`, got `str` - at `$.max_tokens`" and the like
-_PLACE = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>.*)`)?", re.DOTALL)
+_PLACE = re.compile(r"(?P<what>.*?)(?: - at (?P<is_key>`key` in )?`\$(?P<path>.*)`)?", re.DOTALL)
 _TYPES = re.compile(r"Expected `(?P<types>[^`]*)`, got `.*`")
 _RANGE = re.compile(r"Expected `(?:int|float)` (?P<sign>>=|>|<=|<) (?P<bound>\S+)")
 _LENGTH = re.compile(r"Expected `(?P<type>\w+)` of length (?P<sign>>=|<=) (?P<bound>\d+)")
+_PATTERN = re.compile(r"Expected `str` matching regex '(?P<pattern>.*)'")
 _MISSING = re.compile(r"Object missing required field `(?P<field>\w+)`")
 _STEPS = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]")
 _SIGNS: Mapping[str, str] = MappingProxyType(
     {">=": "at least", ">": "greater than", "<=": "at most", "<": "less than"}
 )
-_UNITS: Mapping[str, str] = MappingProxyType(
-    {"str": "characters", "array": "items", "object": "entries"}
-)
+_UNITS: Mapping[str, str] = MappingProxyType({"str": "character", "array": "item", "object": "key"})
+
+
+type _Link = tuple[_Link, str] | None  # where a value lies: its container's place, and the step
 
 
 class Parsed[T](NamedTuple):
@@ -74,7 +78,7 @@ def parse[T: AnyRequest](body: bytes, kind: type[T], *, strict: bool = False) ->
     """
     given = _decode(body)
     if not isinstance(given, dict):
-        raise refused(None, f"the body must be a JSON object, got {_got(given)}")
+        raise refused(None, f"the body must be a JSON object, got {_GOT[type(given)]}")
     named = cast("dict[str, Any]", given)
     _refuse_unsupported(named, kind)
     fields = {name: value for name, value in named.items() if value is not None}
@@ -100,46 +104,59 @@ def _decode(body: bytes) -> Any:
 
 
 def _undecodable(body: bytes, reason: str) -> ApiError:
-    """What is wrong with a body that is not strict JSON.
-
-    Python's own parser takes NaN, Infinity, 1e999 and half surrogates, which clients do send; where
-    it succeeds, the field that holds one can be named.
-    """
+    """What is wrong with a body that is not strict JSON."""
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
         return refused(None, f"the body is not UTF-8 (byte {error.start}); send UTF-8")
+    found = _unspeakable(text) if len(text) <= MAX_LOCATED_CHARACTERS else None
+    if found is None:
+        why = reason.removeprefix("JSON is malformed: ").lower()
+        return refused(None, f"the body is not valid JSON: {why}")
+    path, value = found
+    what = "a finite number" if isinstance(value, float) else "text without half surrogate pairs"
+    return refused(path or None, f"{path or 'the body'} must be {what}")
+
+
+def _unspeakable(text: str) -> tuple[str, float | str] | None:
+    """The first NaN, infinity or half surrogate pair of a body, and its path.
+
+    Strict JSON has none of them, but clients do send them, and Python's own parser reads them.
+    """
     try:
-        lax = json.loads(text)
-        for path, value in _leaves(lax, ""):
-            if isinstance(value, float) and not math.isfinite(value):
-                return refused(path, f"{path or 'the body'} must be a finite number")
-            if isinstance(value, str) and not _encodable(value):
-                return refused(
-                    path, f"{path or 'the body'} holds half a surrogate pair; send UTF-8"
-                )
+        todo: list[tuple[Any, _Link]] = [(json.loads(text), None)]
     except (ValueError, RecursionError):
-        pass  # not even that parser reads it: the first one's words say where it broke
-    return refused(None, f"the body is not valid JSON: {reason}")
+        return None  # it is no JSON for that parser either
+    while todo:
+        value, link = todo.pop()
+        if isinstance(value, dict):
+            items = list(cast("dict[str, Any]", value).items())
+            if odd := next((key for key, _ in items if not _speakable(key)), None):
+                return _path(link), odd
+            todo += [(inner, (link, f".{key}")) for key, inner in reversed(items)]
+        elif isinstance(value, list):
+            inners = list(enumerate(cast("list[Any]", value)))
+            todo += [(inner, (link, f"[{index}]")) for index, inner in reversed(inners)]
+        elif not _speakable(value):
+            return _path(link), value
+    return None
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every number and string in a JSON value, with its path."""
-    if isinstance(value, dict):
-        for key, inner in cast("dict[str, Any]", value).items():
-            place = f"{path}.{key}" if path else key
-            yield place if _encodable(key) else path, key
-            yield from _leaves(inner, place)
-    elif isinstance(value, list):
-        for index, inner in enumerate(cast("list[Any]", value)):
-            yield from _leaves(inner, f"{path}[{index}]")
-    else:
-        yield path, value
+def _path(link: _Link) -> str:
+    """The path that a chain of steps makes, clipped."""
+    steps: list[str] = []
+    while link is not None:
+        link, step = link
+        steps.append(step)
+    return "".join(reversed(steps)).removeprefix(".")[:MAX_NAME_CHARACTERS]
 
 
-def _encodable(text: str) -> bool:
+def _speakable(value: Any) -> bool:
+    """Whether strict JSON in UTF-8 can hold this leaf."""
+    if isinstance(value, float):
+        return math.isfinite(value)
     try:
-        text.encode()
+        str(value).encode()
     except UnicodeEncodeError:
         return False
     return True
@@ -165,34 +182,42 @@ def _worded(message: str, fields: dict[str, Any]) -> ApiError:
     """msgspec's message in plain words, with the path of the field."""
     place = _PLACE.fullmatch(message)
     assert place is not None  # the pattern takes any text
-    what, path = place["what"], (place["path"] or "").removesuffix("[...]").lstrip(".")
-    name = path or "the body"
+    what, path = place["what"], (place["path"] or "").lstrip(".")
     if found := _MISSING.fullmatch(what):
         missing = f"{path}.{found['field']}" if path else found["field"]
         return refused(missing, f"{missing} is required")
-    value = _value_at(fields, path)
+    name, value = path, ...
+    if place["is_key"]:
+        name = f"each key of {path}"
+    elif path.endswith("[...]"):  # somewhere in an object; msgspec does not say where
+        path = path.removesuffix("[...]")
+        name = f"each value of {path}"
+    else:
+        value = _value_at(fields, path)
+    demand, got = _demand(what, value)
+    return refused(path, f"{name} must {demand}{f', got {got}' if got else ''}")
+
+
+def _demand(what: str, value: Any) -> tuple[str, str | None]:
+    """What msgspec expected, and what came instead; ``value`` is ... where it is not known."""
     if found := _TYPES.fullmatch(what):
         nouns = [_NOUNS[kind] for kind in found["types"].split(" | ") if kind != "null"]
-        return refused(path, f"{name} must be {' or '.join(nouns)}, got {_got(value)}")
+        return f"be {' or '.join(nouns)}", _GOT.get(type(value))
     if found := _RANGE.fullmatch(what):
-        bound = f"{float(found['bound']):g}" if "." in found["bound"] else found["bound"]
-        return refused(path, f"{name} must be {_SIGNS[found['sign']]} {bound}{_number(value)}")
+        spelt = str(value) if isinstance(value, (int, float)) else ""
+        bound = found["bound"].removesuffix(".0")
+        return f"be {_SIGNS[found['sign']]} {bound}", spelt if len(spelt) <= MAX_DIGITS else None
     if found := _LENGTH.fullmatch(what):
-        sign, unit = _SIGNS[found["sign"]], _UNITS[found["type"]]
-        return refused(path, f"{name} must have {sign} {found['bound']} {unit}, got {len(value)}")
-    return refused(path or None, f"{name} is not possible: {what}")
+        count, unit = int(found["bound"]), _UNITS[found["type"]]
+        size = str(len(value)) if isinstance(value, Sized) else None
+        return f"have {_SIGNS[found['sign']]} {count} {unit}{'' if count == 1 else 's'}", size
+    found = _PATTERN.fullmatch(what)
+    assert found is not None, what  # the structs have no other constraints
+    return f"be {PATTERNS[found['pattern']]}", None
 
 
 def _value_at(fields: dict[str, Any], path: str) -> Any:
     value: Any = fields
-    for step in _STEPS.finditer(f".{path}" if path else ""):
+    for step in _STEPS.finditer(f".{path}"):
         value = value[step["key"]] if step["key"] is not None else value[int(step["index"])]
     return value
-
-
-def _got(value: Any) -> str:
-    return _GOT[type(value)]
-
-
-def _number(value: Any) -> str:
-    return f", got {value}" if isinstance(value, (int, float)) else ""

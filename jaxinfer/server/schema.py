@@ -6,9 +6,9 @@ Must not know: JSON and its errors (``parse`` does), HTTP, the engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +26,7 @@ from jaxinfer.server.fields import (
 )
 
 MAX_PROMPTS = 2048  # of one request, as many as OpenAI takes
+MAX_DEPTH = 64  # of lists and objects within messages and chat_template_kwargs
 MAX_COMPLETIONS = WHOLE_BOUNDS["n"][1]  # of one request: prompts times n
 
 CHAT_UNSUPPORTED: Neutral = MappingProxyType(
@@ -60,47 +61,12 @@ CHAT_IGNORED = (
 )
 
 TokenIds = Annotated[tuple[TokenId, ...], Meta(min_length=1)]
-_PROMPT_FORMS = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
-        {"$ref": "#/components/schemas/TokenIds"},
-        {
-            "type": "array",
-            "items": {"$ref": "#/components/schemas/TokenIds"},
-            "minItems": 1,
-            "maxItems": MAX_PROMPTS,
-        },
-    ]
-}
-_MESSAGE = {
-    "type": "object",
-    "properties": {
-        "role": {"type": "string"},
-        "content": {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        "required": ["type", "text"],
-                    },
-                },
-            ]
-        },
-        "name": {"type": "string"},
-    },
-    "required": ["role", "content"],
-}
 Messages = Annotated[
     tuple[dict[str, Any], ...],
     Meta(
         min_length=1,
         description="Objects of role and content (text, or a list of text parts); "
         "other keys reach the chat template.",
-        extra_json_schema={"items": _MESSAGE},
     ),
 ]
 
@@ -123,10 +89,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
 
     prompt: Annotated[
         str | Annotated[tuple[str | TokenId | tuple[TokenId, ...], ...], Meta(min_length=1)],
-        Meta(
-            description=f"Text, token ids, or a list of up to {MAX_PROMPTS} of either.",
-            extra_json_schema=_PROMPT_FORMS,
-        ),
+        about(f"Text, token ids, or a list of up to {MAX_PROMPTS} of either."),
     ]
     max_tokens: Annotated[
         int,
@@ -225,6 +188,7 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", "top_logprobs needs logprobs=true; set it")
+        _check_depths(self)
 
     def output_limit(self) -> int | None:
         """The newer name wins; without either it is the rest of the context."""
@@ -275,6 +239,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Raise ``ApiError`` for fields that contradict each other."""
         if (self.prompt is None) == (self.messages is None):
             raise refused("prompt", "prompt or messages must be given, and not both")
+        _check_depths(self)
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -290,6 +255,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Nothing here can contradict anything."""
 
 
+type ChatFields = ChatCompletionRequest | TokenizeRequest
 type AnyRequest = GenerationFields | TokenizeRequest | DetokenizeRequest
 
 
@@ -314,3 +280,22 @@ def prompt_list(prompt: str | Sequence[Any]) -> list[str | tuple[int, ...]]:
             "prompt", f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(prompt)}"
         )
     return list(prompt)
+
+
+def _check_depths(request: ChatFields) -> None:
+    """Refuse what would exhaust the stack of the chat template and of the JSON it writes."""
+    for name in ("messages", "chat_template_kwargs"):
+        level = [getattr(request, name)]
+        for _ in range(MAX_DEPTH):
+            level = [inner for outer in level for inner in _containers(outer)]
+        if level:
+            raise refused(name, f"{name} must be nested at most {MAX_DEPTH} levels deep")
+
+
+def _containers(value: Any) -> Iterable[Any]:
+    """The lists and objects directly within a JSON value."""
+    if isinstance(value, dict):
+        value = cast("dict[str, Any]", value).values()
+    elif not isinstance(value, (list, tuple)):
+        return ()
+    return [inner for inner in cast("Iterable[Any]", value) if isinstance(inner, (dict, list))]
