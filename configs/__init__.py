@@ -1,1 +1,1 @@
-"""Data only: known models (``models/``), engine settings per device (``engine/``), a Grafana board."""
+"""Data only: known models (``models/``), engine settings per device (``engine/``), a board."""

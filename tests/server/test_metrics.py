@@ -399,6 +399,12 @@ class TestRates:
             rates.mark(float(second), (second * (5.0 if second < 15 else 7.0),))
         assert rates.read(30.0, (210.0,)) == ((30 * 7 - 20 * 7) / 10,)
 
+    def test_a_mark_as_old_as_the_window_is_kept(self) -> None:
+        rates = Rates(window=10.0)
+        for second, tokens in ((0.0, 0.0), (8.0, 60.0), (12.0, 60.0)):
+            rates.mark(second, (tokens,))
+        assert rates.read(12.0, (60.0,)) == (5.0,)
+
     def test_an_idle_engine_slows_to_nothing(self) -> None:
         rates = Rates(window=10.0)
         rates.mark(0.0, (0.0,))
