@@ -80,6 +80,7 @@ class EngineChild:
     def __init__(self, channel: Channel[FromEngine, ToEngine]) -> None:
         self._channel = channel
         self._engine: EngineThread | None = None  # once it is built
+        self._building = False
         self._server_left = False
 
     def run(self, planner: Planner) -> int:
@@ -103,6 +104,7 @@ class EngineChild:
     def _serve(self, planner: Planner, order: Build) -> JaxinferError:
         """Build and run; returns why it is over."""
         progress = progress_on(sys.stderr) if order.progress else NoProgress()
+        self._building = True
         try:
             blueprint = planner(order.config, progress)
             self._channel.send(Planned(blueprint.facts, blueprint.limits, blueprint.tokenizer))
@@ -112,6 +114,8 @@ class EngineChild:
         except Exception as error:
             traceback.print_exc()
             return EngineError(f"the engine cannot be built ({type(error).__name__}: {error})")
+        finally:
+            self._building = False
         from jaxinfer.engine.thread import EngineThread
 
         thread = EngineThread(engine)
@@ -127,13 +131,13 @@ class EngineChild:
                 with suppress(EngineError):  # it has ended: the last message tells why
                     self._engine.put(message)
         self._server_left = True
-        if self._engine is None:
+        if self._building:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             time.sleep(TIDY_SECONDS)
         os.killpg(0, signal.SIGKILL)  # with whatever it has started, and from whatever it is at
 
     def _interrupt(self, *_: object) -> None:
-        if self._server_left:
+        if self._building and self._server_left:
             raise KeyboardInterrupt
 
     # Listener: called on the engine's thread

@@ -120,6 +120,11 @@ class EngineProcess:
         self._reader.start()
 
     @property
+    def pid(self) -> int:
+        """The process's number, which is its group's too."""
+        return self._process.pid
+
+    @property
     def alive(self) -> bool:
         """Whether requests are still answered."""
         return self._ended is None
@@ -205,6 +210,7 @@ class EngineProcess:
             left, self._open = tuple(self._open), {}
         for request_id in left:
             listener.refuse(request_id, error)
+        listener.pong()  # who waits for one may now see that nobody is alive
         self._channel.hang_up()
 
     def _ending(self, when: str) -> EngineError:
