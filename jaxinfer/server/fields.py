@@ -90,7 +90,7 @@ BiasKey = Annotated[str, Meta(pattern=TOKEN_ID_TEXT)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stream tells besides the text."""
+    """Options of a stream."""
 
     include_usage: Annotated[
         bool | None, about("Send the usage in a last chunk without choices.")
@@ -187,7 +187,9 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
         | None
     ) = None
     stream: Annotated[bool, about("Answer with server-sent events.")] = False
-    stream_options: StreamOptions | None = None
+    stream_options: (
+        Annotated[StreamOptions, about("What a stream tells besides the text.")] | None
+    ) = None
     return_token_ids: Annotated[
         bool, about("List the token ids of the prompt and of each output.")
     ] = False
