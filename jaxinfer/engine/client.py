@@ -146,7 +146,7 @@ class Stream:
 class EngineClient:
     """Opens streams on an engine. Make it inside the loop that will use it.
 
-    ``observe`` is called in the loop with all news of the engine, for counters.
+    ``observe``, which may be set later, is called in the loop with all news, for counters.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class EngineClient:
         self.facts = facts
         self.tokenizer = tokenizer
         self.stats = stats or EngineStats()  # of the engine's last turn
-        self._observe = observe
+        self.observe = observe
         self._link = link
         self._loop = asyncio.get_running_loop()
         self._streams: dict[str, Stream] = {}
@@ -184,13 +184,13 @@ class EngineClient:
         """Streams that somebody still reads."""
         return len(self._streams)
 
-    @property
-    def num_queued(self) -> int:
-        """Requests that wait although no slot is free for them."""
-        return max(self._num_waiting - max(self.limits.max_num_seqs - self._num_started, 0), 0)
+    def num_queued(self, arriving: int = 0) -> int:
+        """Requests that have no slot, nor a free one to take, once ``arriving`` more came."""
+        free = max(self.limits.max_num_seqs - self._num_started, 0)
+        return max(self._num_waiting + arriving - free, 0)
 
     @property
-    def num_queued_tokens(self) -> int:
+    def num_waiting_tokens(self) -> int:
         """Prompt tokens of all requests that have not begun."""
         return self._num_waiting_tokens
 
@@ -286,8 +286,8 @@ class EngineClient:
         for delta in news.deltas:
             if (stream := self._streams.get(delta.request_id)) is not None:
                 stream.put(delta)
-        if self._observe is not None:
-            self._observe(news)
+        if self.observe is not None:
+            self.observe(news)
 
     def _take_refusal(self, key: str, error: JaxinferError) -> None:
         if (stream := self._streams.get(key)) is not None:

@@ -96,6 +96,11 @@ class Tokenizer:
         """The ids that ``skip_special_tokens`` leaves out of decoded text."""
         return self._pieces.special_ids
 
+    @cached_property
+    def max_token_characters(self) -> int:
+        """The longest token's length: a text of n tokens has at most n times as many characters."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the model brought a chat template."""

@@ -1,0 +1,85 @@
+"""The application: routes, and what answers where there is none.
+
+Owns: the table of routes. Must not know: how any of them answers.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from jaxinfer import __version__
+from jaxinfer.server import generation, info, tokens
+from jaxinfer.server.call import Call, Endpoint, Handler, json_response
+from jaxinfer.server.errors import ApiError
+from jaxinfer.server.guard import guarded
+from jaxinfer.server.openapi import openapi_document
+from jaxinfer.server.service import Service
+
+ROUTES = MappingProxyType(
+    {
+        ("GET", "/health"): info.health,
+        ("GET", "/ready"): info.ready,
+        ("GET", "/metrics"): info.metrics,
+        ("GET", "/stats"): info.stats,
+        ("GET", "/version"): info.version,
+        ("GET", "/v1/models"): info.models,
+        ("POST", "/tokenize"): tokens.tokenize,
+        ("POST", "/detokenize"): tokens.detokenize,
+        ("POST", "/v1/completions"): generation.completions,
+        ("POST", "/v1/chat/completions"): generation.chat_completions,
+        ("POST", "/v1/generate"): generation.generate,
+    }
+)
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The whole server as an ASGI app, guards included."""
+    handlers = {**ROUTES, ("GET", "/openapi.json"): _document(service)}
+    routes = [
+        Route(path, Endpoint(service, path, handler), methods=[method])
+        for (method, path), handler in handlers.items()
+    ]
+
+    async def no_route(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        service.note_response(None, request.method, error.status_code, 0.0)
+        return _refusal(request, error)
+
+    app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
+    app.router.redirect_slashes = False
+    return guarded(app, service.config, service.log)
+
+
+def _document(service: Service) -> Handler:
+    document = openapi_document(
+        (*ROUTES, ("GET", "/openapi.json")), root_path=service.config.root_path
+    )
+
+    async def openapi(call: Call) -> ASGIApp:
+        del call
+        return json_response(document)
+
+    return openapi
+
+
+def _refusal(request: Request, error: HTTPException) -> Response:
+    """404 and 405 in OpenAI's form."""
+    path = request.url.path[:200]
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"{path} does not take {request.method}; use {allowed}"
+        told = ApiError(405, message, code="method_not_allowed")
+    else:
+        told = ApiError(
+            error.status_code,
+            f"there is no route {path}; /openapi.json lists the routes",
+            code="not_found",
+        )
+    return Response(told.body, told.status, error.headers, media_type="application/json")

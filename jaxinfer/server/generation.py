@@ -1,0 +1,97 @@
+"""``/v1/completions``, ``/v1/chat/completions`` and ``/v1/generate``.
+
+Owns: the order of each: parse, make prompts, enter the queue, answer whole or as a stream.
+Must not know: how an answer is written (``writers``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+from starlette.types import ASGIApp
+
+from jaxinfer.engine.prompts import Prompt
+from jaxinfer.server.answer import Answer
+from jaxinfer.server.call import Call, json_response
+from jaxinfer.server.fields import GenerationFields, to_sampling
+from jaxinfer.server.prompting import chat_prompt, truncated
+from jaxinfer.server.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
+from jaxinfer.server.write_chat import ChatWriter
+from jaxinfer.server.write_completion import CompletionWriter
+from jaxinfer.server.write_generate import GenerateWriter
+from jaxinfer.server.writer import Reply, Writer
+
+
+async def completions(call: Call) -> ASGIApp:
+    """Continue prompts."""
+    request = call.parse(CompletionRequest)
+    prompts = [await _prompt(call, one, request.add_special_tokens) for one in request.prompts]
+    return await _answer(call, request, prompts, CompletionWriter)
+
+
+async def chat_completions(call: Call) -> ASGIApp:
+    """Answer a conversation."""
+    request = call.parse(ChatCompletionRequest)
+    prompt = await chat_prompt(call.service, request, request.messages, request.add_special_tokens)
+    return await _answer(call, request, [prompt], ChatWriter)
+
+
+async def generate(call: Call) -> ASGIApp:
+    """Continue one prompt; plain text, ids and times."""
+    request = call.parse(GenerateRequest)
+    prompt = await _prompt(call, request.prompt, request.add_special_tokens)
+    return await _answer(call, request, [prompt], GenerateWriter)
+
+
+async def _prompt(call: Call, prompt: str | tuple[int, ...], add_special_tokens: bool) -> Prompt:
+    if isinstance(prompt, str):
+        return await call.service.encode(prompt, add_special_tokens=add_special_tokens)
+    return Prompt(None, tuple(prompt))
+
+
+async def _answer[R: GenerationFields](
+    call: Call, request: R, prompts: Sequence[Prompt], kind: type[Writer[R]]
+) -> ASGIApp:
+    service = call.service
+    sampling = to_sampling(request, service.defaults, max_logprobs=service.config.max_logprobs)
+    prompts = [
+        truncated(service, prompt, request.truncate_prompt_tokens, sampling.max_tokens)
+        for prompt in prompts
+    ]
+    reply = Reply(
+        request_id=request.request_id or call.request_id,
+        created=int(time.time()),
+        model=request.model or service.model_names[0],
+        fingerprint=service.fingerprint,
+        role=service.config.response_role,
+        sends_usage=request.sends_usage or service.config.enable_force_include_usage,
+        tokens_as_ids=(
+            service.config.return_tokens_as_token_ids
+            if request.return_tokens_as_token_ids is None
+            else request.return_tokens_as_token_ids
+        ),
+        tokenizer=service.client.tokenizer,
+    )
+    writer = kind(reply, request, prompts)
+    answer = service.open(
+        reply.request_id,
+        call.route,
+        prompts,
+        sampling,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        timeout=request.timeout,
+    )
+    if request.stream:
+        return call.stream(answer, _frames(answer, writer))
+    return json_response(writer.whole(await call.gains(answer), answer))
+
+
+async def _frames[R: GenerationFields](answer: Answer, writer: Writer[R]) -> AsyncGenerator[bytes]:
+    """What is sent for each read of the answer; several events may share a frame's bytes."""
+    while gains := await answer.read():
+        if data := writer.frames(gains, answer):
+            yield data
+    if answer.finished and (data := writer.last_frames(answer)):
+        yield data

@@ -1,0 +1,161 @@
+"""What the three ways of writing an answer have in common.
+
+Owns: the ``Writer`` protocol, what every reply carries, and logprobs in OpenAI's two forms.
+Must not know: routes, queues, sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs
+from jaxinfer.engine.prompts import Prompt
+from jaxinfer.server.answer import Answer, Gain
+from jaxinfer.server.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+    usage,
+)
+from jaxinfer.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What every part of a reply carries, and how tokens are spelt in it."""
+
+    request_id: str
+    created: int
+    model: str
+    fingerprint: str
+    role: str
+    sends_usage: bool
+    tokens_as_ids: bool
+    tokenizer: Tokenizer | None
+
+    def piece(self, token_id: int) -> str:
+        """A token's text beside its logprob."""
+        if self.tokens_as_ids or self.tokenizer is None:
+            return f"token_id:{token_id}"
+        return self.tokenizer.token_piece(token_id)
+
+    def token_bytes(self, token_id: int) -> list[int] | None:
+        """A token's UTF-8, also where it is part of a character."""
+        return None if self.tokenizer is None else list(self.tokenizer.token_bytes(token_id))
+
+
+class Writer[R](Protocol):
+    """Writes one answer. ``frames`` and ``last_frames`` are for streams, ``whole`` for the rest."""
+
+    def __init__(self, reply: Reply, request: R, prompts: Sequence[Prompt]) -> None: ...
+
+    def frames(self, gains: Sequence[Gain], answer: Answer) -> bytes:
+        """The events for what was gained; may be none."""
+        ...
+
+    def last_frames(self, answer: Answer) -> bytes:
+        """The events after the last gain."""
+        ...
+
+    def whole(self, gains: Sequence[Gain], answer: Answer) -> Any:
+        """The body of an answer that is not streamed."""
+        ...
+
+
+def merged(gains: Iterable[Gain]) -> list[Gain]:
+    """One gain for each choice: a slow reader finds several steps at once."""
+    found: dict[int, Gain] = {}
+    for gain in gains:
+        known = found.get(gain.choice)
+        found[gain.choice] = (
+            gain if known is None else gain._replace(delta=_joined(known.delta, gain.delta))
+        )
+    return list(found.values())
+
+
+def _joined(first: Delta, second: Delta) -> Delta:
+    return msgspec.structs.replace(
+        second,
+        text=first.text + second.text,
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+        prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
+    )
+
+
+def usage_of(answer: Answer, *, counts_output: bool = True) -> Usage:
+    """Tokens of the request so far."""
+    num_tokens = answer.num_tokens if counts_output else 0
+    return usage(answer.num_prompt_tokens, num_tokens, cached_tokens=answer.num_cached_tokens)
+
+
+def chat_logprobs(
+    reply: Reply, token_ids: Sequence[int], positions: Sequence[PositionLogprobs], top: int
+) -> ChatLogprobs:
+    """OpenAI's newer form; ``top`` alternatives a token."""
+    content: list[TokenLogprob] = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        entry = position[token_id]
+        others = [
+            TopLogprob(
+                token=reply.piece(other), logprob=one.logprob, bytes=reply.token_bytes(other)
+            )
+            for other, one in likeliest(position, top)
+        ]
+        content.append(
+            TokenLogprob(
+                token=reply.piece(token_id),
+                logprob=entry.logprob,
+                bytes=reply.token_bytes(token_id),
+                top_logprobs=others,
+            )
+        )
+    return ChatLogprobs(content=content)
+
+
+def completion_logprobs(
+    reply: Reply,
+    token_ids: Sequence[int],
+    positions: Sequence[PositionLogprobs | None],
+    top: int,
+    offset: int,
+) -> CompletionLogprobs:
+    """OpenAI's older form; ``offset`` is where the first token begins in the choice's text.
+
+    A position without logprobs (a prompt's first token) is None. The chosen token is always among
+    its alternatives, as with OpenAI.
+    """
+    tokens: list[str] = []
+    offsets: list[int] = []
+    chosen: list[float | None] = []
+    alternatives: list[dict[str, float] | None] = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        piece = reply.piece(token_id)
+        tokens.append(piece)
+        offsets.append(offset)
+        offset += len(piece)
+        if position is None:
+            chosen.append(None)
+            alternatives.append(None)
+            continue
+        chosen.append(position[token_id].logprob)
+        ranked: dict[str, float] = {}
+        for other, one in [*likeliest(position, top), (token_id, position[token_id])]:
+            # two tokens may look the same (parts of characters): the likelier one is listed
+            ranked.setdefault(reply.piece(other), one.logprob)
+        alternatives.append(ranked)
+    return CompletionLogprobs(
+        text_offset=offsets, token_logprobs=chosen, tokens=tokens, top_logprobs=alternatives
+    )
+
+
+def likeliest(position: PositionLogprobs, top: int) -> list[tuple[int, Logprob]]:
+    """The ``top`` likeliest tokens in order; the chosen one stands first in ``position``."""
+    ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
+    return ranked[:top]
