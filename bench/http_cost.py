@@ -1,0 +1,104 @@
+"""What serving over HTTP adds to a token, against ``LLM.generate`` on the same prompts.
+
+Run from the repository root:
+
+    .venv/bin/python -m bench.http_cost [--streams 64] [--repeats 5] [--output FILE] [-- FLAGS]
+
+Both engines live in processes of their own and run in turns; FLAGS go to `jaxinfer serve`. Added
+is the difference of the two wall times over all tokens, client included: on a machine where
+client and server share the cores, the client's part is in it, and reported beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.circumstances import host_circumstances
+from bench.peer_process import PeerProcess
+from bench.serve import first_model
+from bench.serve_client import Client
+from bench.serve_run import Outcome, offer
+from bench.serve_workload import Query, RandomLengths, body_of, random_queries
+from bench.server_process import ServerProcess
+from jaxinfer.core.config import DEFAULT_MODEL
+
+ROUTE = "/v1/completions"
+PEER = Path(__file__).parent / "peers" / "jaxinfer_peer.py"
+FIELDS = {"ignore_eos": True, "temperature": 0}
+
+
+async def ask(url: str, queries: list[Query]) -> Outcome:
+    """All queries at once, streamed. Raises ``RuntimeError`` when one fails."""
+    client = Client(url)
+    model = await first_model(client, 60)
+    bodies = [body_of(query, ROUTE, model, FIELDS) for query in queries]
+    outcome = await offer(client, ROUTE, bodies, [0.0] * len(bodies))
+    client.close()
+    for answer, query in zip(outcome.answers, queries, strict=True):
+        if answer.error or answer.output_tokens != query.max_tokens:
+            raise RuntimeError(answer.error or f"an answer has {answer.output_tokens} tokens")
+    return outcome
+
+
+def compare(
+    server: ServerProcess, offline: PeerProcess, queries: list[Query], repeats: int
+) -> dict[str, Any]:
+    """Wall seconds of both sides, in turns, after one untimed run of each."""
+    prompts = [query.prompt for query in queries if isinstance(query.prompt, list)]
+    max_tokens = queries[0].max_tokens
+    rows: list[dict[str, float]] = []
+    for _ in range(repeats + 1):
+        outcome = asyncio.run(ask(server.url, queries))
+        seconds = offline.run(prompts, max_tokens).seconds
+        tokens = len(queries) * max_tokens
+        rows.append(
+            {
+                "served_s": outcome.seconds,
+                "offline_s": seconds,
+                "added_ms_per_token": 1e3 * (outcome.seconds - seconds) / tokens,
+                "client_cpu_ms_per_token": 1e3 * outcome.cpu_seconds / tokens,
+                "load": os.getloadavg()[0],
+            }
+        )
+    del rows[0]
+    return {**{name: median(row[name] for row in rows) for name in rows[0]}, "rows": rows}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--input-len", type=int, default=32)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--vocab-size", type=int, default=10_000)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path("bench/results/local/http_cost.json"))
+    parser.add_argument("--llm", type=json.loads, default={}, help="JSON of the LLM's arguments")
+    parser.add_argument("flags", nargs="*", help="after --: flags of jaxinfer serve")
+    given = parser.parse_args(argv)
+    lengths = RandomLengths(input_len=given.input_len, output_len=given.output_len)
+    queries = random_queries(lengths, range(1000, given.vocab_size), given.streams, seed=42)
+    flags = [given.model, "--no-enable-prefix-caching", *given.flags]
+    with (
+        PeerProcess(sys.executable, PEER, given.model, json.dumps(given.llm)) as offline,
+        ServerProcess(*flags) as server,
+    ):
+        result = compare(server, offline, queries, given.repeats)
+    for name, value in result.items():
+        if isinstance(value, float):
+            print(f"{name:24} {value:10.4f}")
+    report = {**host_circumstances(), "streams": given.streams, "flags": flags, **result}
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    given.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
