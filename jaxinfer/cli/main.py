@@ -17,6 +17,7 @@ from jaxinfer import __version__
 from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.inspect import inspect
+from jaxinfer.cli.serve import serve
 from jaxinfer.core.errors import JaxinferError
 from jaxinfer.engine.heap import keep_heap_small
 
@@ -46,6 +47,7 @@ def cli() -> None:
 cli.add_command(doctor)
 cli.add_command(generate)
 cli.add_command(inspect)
+cli.add_command(serve)
 
 
 def main() -> None:

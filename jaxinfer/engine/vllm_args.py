@@ -6,6 +6,7 @@ Must not know: what the settings do.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
@@ -31,27 +32,53 @@ FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("quantization", (None, "gguf"), "give a GGUF file for quantised weights"),
     ("kv_cache_dtype", ("auto",), "the cache has the model's dtype"),
     ("enable_chunked_prefill", (None, True), "prefill is always chunked"),
+    ("scheduling_policy", ("fcfs", "priority"), "the order is by priority, then by arrival"),
     ("enable_lora", (False,), "LoRA is not supported"),
+    ("lora_modules", (None,), "LoRA is not supported"),
+    ("max_loras", (1,), "LoRA is not supported"),
+    ("max_lora_rank", (16,), "LoRA is not supported"),
     ("speculative_config", (None,), "speculative decoding is not supported"),
     ("tokenizer_mode", ("auto",), "tokenizer.json or the GGUF's own tokenizer is used"),
+    ("chat_template_content_format", ("auto", "string"), "templates get the content as text"),
     ("revision", (None,), "give the folder of the revision you want"),
     ("max_logprobs", tuple(range(MAX_LOGPROBS + 1)), f"{MAX_LOGPROBS} is the bound"),
+    ("enable_auto_tool_choice", (False,), "tool calls are not supported"),
+    ("tool_call_parser", (None,), "tool calls are not supported"),
+    ("reasoning_parser", (None,), "reasoning stays in the text"),
+    ("otlp_traces_endpoint", (None,), "traces are not supported; see the metrics"),
+    # gone from vLLM 0.33 too
+    ("best_of", (None, 1), "ask for n completions and choose among them"),
+    ("swap_space", (0,), "preempted sequences are computed again, so leave it out"),
+    ("num_scheduler_steps", (1,), "planning overlaps with computing anyway, so leave it out"),
+    (
+        "disable_log_requests",
+        (),
+        "only enable_log_requests logs them, so leave it out",
+    ),
+    ("guided_decoding_backend", (None, "auto"), "structured output is not supported"),
 )
 # accepted and without effect: they tune what does not exist here
-IGNORED = (
-    "trust_remote_code",
-    "enforce_eager",
-    "disable_log_stats",
-    "swap_space",
-    "cpu_offload_gb",
-    "disable_custom_all_reduce",
-    "compilation_config",
-    "hf_token",
-    "download_dir",
+IGNORED = MappingProxyType(
+    {
+        "trust_remote_code": "a model folder's code is never run",
+        "enforce_eager": "every step is compiled before the first request",
+        "disable_log_stats": "nothing is logged periodically",
+        "cpu_offload_gb": "weights stay on the device",
+        "disable_custom_all_reduce": "one device is used",
+        "compilation_config": "every step is compiled before the first request",
+        "enable_request_id_headers": "answers always carry X-Request-Id",
+        "hf_token": "nothing is downloaded from the hub",
+        "download_dir": "use cache_dir",
+    }
 )
 
 
-def engine_config(model: str | None, arguments: dict[str, Any]) -> EngineConfig:
+def notices(arguments: Mapping[str, Any]) -> list[str]:
+    """A sentence about each argument that is accepted and has no effect."""
+    return [f"{name} has no effect: {IGNORED[name]}" for name in arguments if name in IGNORED]
+
+
+def engine_config(model: str | None, arguments: Mapping[str, Any]) -> EngineConfig:
     """The settings that keyword arguments ask for; raises ``ConfigError`` naming the wrong one."""
     known = {field.name for field in fields(EngineConfig)}
     settings: dict[str, Any] = {} if model is None else {"model": model}

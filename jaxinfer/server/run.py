@@ -104,12 +104,10 @@ class Signals:
             self._loop.remove_signal_handler(number)
 
     async def unless_one_comes[T](self, work: Awaitable[T]) -> T:
-        """What the work gives; a signal meanwhile ends it, as far as that is possible, and us."""
+        """What the work gives; a signal meanwhile is the end, since nobody is served yet."""
         task = asyncio.ensure_future(work)
         await asyncio.wait((task, self.first), return_when="FIRST_COMPLETED")
         if not task.done():
-            task.cancel()
-            await asyncio.wait((task,), timeout=FLUSH_SECONDS)
             self._exit(self.first.result())
         return task.result()
 

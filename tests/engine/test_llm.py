@@ -183,7 +183,7 @@ def test_vllm_arguments_that_change_nothing_are_accepted(folder: Path, cache: st
         trust_remote_code=True,
         enforce_eager=True,
         gpu_memory_utilization=0.5,
-        swap_space=4,
+        cpu_offload_gb=4,
         max_logprobs=5,
         generation_config="auto",
         dtype="float",

@@ -1,0 +1,173 @@
+"""``jaxinfer serve``: settings from everywhere, then an OpenAI-compatible server.
+
+Owns: the order of a start: everything is read, checked and shown before the port is taken and the
+model loaded. Must not know: how answers are computed or sent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jaxinfer.cli.serve_options import SETTINGS, ServeCommand, serve_options
+from jaxinfer.cli.settings import CONFIG_VARIABLE, File, Value, resolve_settings, unknown_variables
+from jaxinfer.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxinfer.core.config import EngineConfig
+    from jaxinfer.core.server_config import ServerConfig
+    from jaxinfer.engine.client import Link
+    from jaxinfer.engine.process import EngineFacts
+    from jaxinfer.server.service import Service
+
+LONGEST_SHOWN = 100  # characters of a value in the list of settings
+
+
+@click.command(cls=ServeCommand, params=serve_options())
+@click.argument("reference", metavar="[MODEL]", required=False)
+@click.option("--config", metavar="FILE", help="YAML with these settings; keys as the flags.")
+def serve(reference: str | None, config: str | None, **flags: Any) -> None:
+    """Serve MODEL over OpenAI's HTTP API.
+
+    A setting comes from its flag, else from the environment variable JAXINFER_<FLAG IN CAPITALS>,
+    else from the --config file, else from the model and the device.
+    """
+    if reference is not None:
+        if flags["model"] is not None:
+            raise click.UsageError("the model is given twice; leave out MODEL or --model")
+        flags["model"] = reference
+    config = config or os.environ.get(CONFIG_VARIABLE)
+    file = read_config_file(Path(config)) if config else None
+    settings = resolve_settings(SETTINGS, flags, os.environ, file)
+    engine_config, server_config = check_settings(settings)
+    for line in describe(settings, engine_config, server_config):
+        click.echo(line, err=True)
+    _serve(engine_config, server_config)
+
+
+def read_config_file(path: Path) -> File:
+    """The mapping in a YAML file; raises ``ConfigError`` when there is none."""
+    import yaml
+
+    try:
+        entries = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        words = " ".join(str(error).split())
+        raise ConfigError(f"the configuration file {path} is no YAML: {words}") from error
+    if entries is not None and not isinstance(entries, dict):
+        raise ConfigError(f"the configuration file {path} holds no settings; use `name: value`")
+    return File(str(path), entries or {})
+
+
+def check_settings(settings: Mapping[str, Value]) -> tuple[EngineConfig, ServerConfig]:
+    """The two configurations; raises ``ConfigError`` naming the setting that is wrong."""
+    from dataclasses import fields
+
+    from jaxinfer.core.server_config import ServerConfig
+    from jaxinfer.engine.vllm_args import engine_config
+
+    of_server = {field.name for field in fields(ServerConfig)}
+    values = {name: value.value for name, value in settings.items()}
+    server = {name: value for name, value in values.items() if name in of_server}
+    engine = {name: value for name, value in values.items() if name not in of_server}
+    return engine_config(None, engine), ServerConfig(**server)
+
+
+def describe(
+    settings: Mapping[str, Value], engine_config: EngineConfig, server_config: ServerConfig
+) -> Iterator[str]:
+    """A line for each setting in force, with its source, and for each that has no effect."""
+    from jaxinfer.engine.vllm_args import RENAMED, notices
+
+    for setting in SETTINGS:
+        name = RENAMED.get(setting.name, setting.name)
+        owner = server_config if hasattr(server_config, name) else engine_config
+        if not hasattr(owner, name):
+            continue
+        value = getattr(owner, name)
+        given = settings.get(setting.name)
+        source = given.source if given else "default"
+        unset = "auto" if owner is engine_config else "none"
+        shown = f"{len(value)} given" if setting.secret else _shown(value, unset)
+        yield f"{setting.name} {shown} ({source})"
+    ignored = {name: value for name, value in settings.items() if not hasattr(server_config, name)}
+    yield from notices(ignored)
+    if unknown := unknown_variables(SETTINGS, os.environ):
+        yield f"environment variables that are no settings: {', '.join(unknown)}"
+
+
+def _shown(value: Any, unset: str) -> str:
+    if value is None:
+        return unset
+    text = ", ".join(value) or "none" if isinstance(value, tuple) else str(value)
+    text = " ".join(text.split()) or "none"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
+    from jaxinfer.server.app import create_app
+    from jaxinfer.server.log import EventLog, configure_logging
+    from jaxinfer.server.run import run
+    from jaxinfer.server.service import Service
+
+    configure_logging(sys.stderr, server_config.uvicorn_log_level)
+    service = Service(server_config, EventLog(requests=server_config.enable_log_requests))
+    run(
+        create_app(service),
+        service,
+        lambda: _loaded(engine_config, service),
+        server_config,
+        lambda line: click.echo(f"jaxinfer: {line}", err=True),
+    )
+
+
+@asynccontextmanager
+async def _loaded(config: EngineConfig, service: Service) -> AsyncIterator[str]:
+    """The engine, attached to the service; gives the words for the ready line."""
+    import asyncio
+
+    from jaxinfer.engine.client import EngineClient
+    from jaxinfer.server.metrics import Metrics
+
+    start = _engine_thread if service.config.disable_frontend_multiprocessing else _engine_process
+    link, engine = await asyncio.to_thread(start, config)
+    limits, facts = engine.limits, engine.facts
+    metrics = Metrics(facts.name, limits, config, start=engine.stats)
+    client = EngineClient(
+        link, limits, facts, engine.tokenizer, stats=engine.stats, observe=metrics.observe
+    )
+    try:
+        service.attach(client, metrics)
+        yield (
+            f"model {facts.name}, context of {limits.max_model_len} tokens, "
+            f"{limits.max_num_seqs} sequences, {limits.num_usable_pages * limits.page_size} "
+            "tokens of KV cache"
+        )
+    finally:
+        await client.shutdown()
+
+
+def _engine_process(config: EngineConfig) -> tuple[Link, EngineFacts]:
+    from jaxinfer.engine.process import EngineProcess
+
+    process = EngineProcess.start(config, progress=True)
+    return process, process.ready()
+
+
+def _engine_thread(config: EngineConfig) -> tuple[Link, EngineFacts]:
+    from jaxinfer.engine.build import build_engine
+    from jaxinfer.engine.process import EngineFacts
+    from jaxinfer.engine.progress import progress_on
+    from jaxinfer.engine.thread import EngineThread
+
+    engine = build_engine(config, progress_on(sys.stderr))
+    facts = EngineFacts(engine.facts, engine.limits, engine.tokenizer, engine.stats())
+    return EngineThread(engine), facts

@@ -1,0 +1,238 @@
+"""The settings of ``jaxinfer serve``, in the groups that ``--help`` shows, under vLLM's names.
+
+Owns: names, readers and words for the help; how flags are spelled. Must not know: defaults and
+bounds (the config classes), which of vLLM's settings are neutral or refused (``vllm_args``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import click
+
+from jaxinfer.cli.options import MODEL_FORMS
+from jaxinfer.cli.settings import (
+    Reader,
+    Setting,
+    anything,
+    mapping,
+    number,
+    size,
+    size_or_auto,
+    switch,
+    text,
+    texts,
+    whole,
+)
+
+
+class Group(NamedTuple):
+    """Settings under one heading of the help."""
+
+    title: str
+    settings: tuple[Setting, ...]
+
+
+GROUPS = (
+    Group(
+        "Model",
+        (
+            Setting("model", text, f"{MODEL_FORMS}.", ("-m",)),
+            Setting("served_model_name", texts, "Names in the API; the first is in the answers."),
+            Setting("tokenizer", text, "A tokenizer from elsewhere."),
+            Setting("skip_tokenizer_init", switch, "Token ids only, no text."),
+            Setting("load_format", text, "auto, safetensors, gguf, or dummy: random weights."),
+            Setting("dtype", text, "Weights and KV cache: auto, bfloat16, float16, float32."),
+            Setting("generation_config", text, "auto: the model's sampling defaults; vllm: none."),
+            Setting("override_generation_config", mapping, "Sampling defaults over those, JSON."),
+            Setting("chat_template", text, "A file, or the Jinja template itself."),
+            Setting("default_chat_template_kwargs", mapping, "Variables for the template, JSON."),
+            Setting("response_role", text, "The role in chat answers."),
+            Setting("seed", whole, "Seed of requests that bring none."),
+        ),
+    ),
+    Group(
+        "Memory and batching",
+        (
+            Setting("max_model_len", size_or_auto, "Longest sequence in tokens: 4096, 32k, auto."),
+            Setting("max_num_seqs", size, "Sequences that run side by side."),
+            Setting("max_num_batched_tokens", size, "Prompt tokens computed in one step."),
+            Setting("gpu_memory_utilization", number, "Share of a GPU's memory to use, up to 1."),
+            Setting("kv_cache_memory_bytes", size, "Memory for the KV cache: 4G, 500M, bytes."),
+            Setting("num_gpu_blocks_override", size, "Pages of the KV cache.", ("--num-pages",)),
+            Setting("block_size", size, "Tokens of one page.", ("--page-size",)),
+            Setting("enable_prefix_caching", switch, "Reuse the KV cache of equal beginnings."),
+            Setting("async_scheduling", switch, "Plan a step while one runs.", ("--overlap",)),
+            Setting("decode_bucket_start", size, "Decode steps for 1, N, 2N, 4N ... rows."),
+            Setting("prefill_bucket_start", size, "Chunks of N, 8N ... tokens."),
+            Setting("cache_dir", text, "Where downloads, conversions and executables go."),
+        ),
+    ),
+    Group(
+        "Address",
+        (
+            Setting("host", text, "Address to listen on; every IPv4 one unless given."),
+            Setting("port", whole, "Port to listen on."),
+            Setting("uds", text, "A Unix socket instead."),
+            Setting("root_path", text, "Path under which a proxy shows the server."),
+            Setting("ssl_keyfile", text, "TLS key."),
+            Setting("ssl_certfile", text, "TLS certificate chain; makes the server HTTPS."),
+            Setting("ssl_ca_certs", text, "Authorities for client certificates."),
+            Setting("ssl_cert_reqs", whole, "Client certificates: 0 none, 1 optional, 2 required."),
+        ),
+    ),
+    Group(
+        "Access",
+        (
+            Setting(
+                "api_key",
+                texts,
+                "Keys, one of which requests must bring.",
+                environment=("VLLM_API_KEY",),
+                secret=True,
+            ),
+            Setting("allowed_origins", texts, "CORS origins, as a JSON list; none unless given."),
+            Setting("allowed_methods", texts, "CORS methods, as a JSON list."),
+            Setting("allowed_headers", texts, "CORS headers, as a JSON list."),
+            Setting("allow_credentials", switch, "CORS with cookies."),
+        ),
+    ),
+    Group(
+        "Limits",
+        (
+            Setting("max_num_queued_reqs", size, "Waiting requests; more get 429."),
+            Setting("max_num_queued_tokens", size, "Waiting prompt tokens; more get 429."),
+            Setting("request_timeout", number, "Seconds that an answer may take."),
+            Setting("shutdown_timeout", number, "Seconds for open requests after SIGTERM."),
+            Setting("max_body_bytes", size, "Longest request body."),
+            Setting("h11_max_incomplete_event_size", size, "Longest head of a request, in bytes."),
+            Setting("max_logprobs", whole, "Most logprobs that a request may ask for."),
+            Setting("strict_fields", switch, "Refuse requests with unknown fields."),
+        ),
+    ),
+    Group(
+        "Answers",
+        (
+            Setting("return_tokens_as_token_ids", switch, "Logprobs name tokens token_id:N."),
+            Setting("enable_force_include_usage", switch, "Usage in every stream."),
+            Setting("enable_prompt_tokens_details", switch, "Cached tokens in the usage."),
+        ),
+    ),
+    Group(
+        "Process and log",
+        (
+            Setting("disable_frontend_multiprocessing", switch, "Engine and HTTP in one process."),
+            Setting("enable_log_requests", switch, "Log each request, without its text."),
+            Setting("disable_log_stats", switch, "No metrics of the engine."),
+            Setting("disable_uvicorn_access_log", switch, "No access log."),
+            Setting("uvicorn_log_level", text, "debug, info, warning, error, critical."),
+        ),
+    ),
+    Group(
+        "For scripts that start vLLM: accepted with these values or without effect, else refused",
+        (
+            Setting("tensor_parallel_size", whole, "1.", ("-tp",)),
+            Setting("pipeline_parallel_size", whole, "1.", ("-pp",)),
+            Setting("data_parallel_size", whole, "1.", ("-dp",)),
+            Setting("quantization", text, "gguf.", ("-q",)),
+            Setting("kv_cache_dtype", text, "auto."),
+            Setting("enable_chunked_prefill", switch, "Always on."),
+            Setting("scheduling_policy", text, "fcfs, priority."),
+            Setting("tokenizer_mode", text, "auto."),
+            Setting("chat_template_content_format", text, "auto, string."),
+            Setting("revision", text, "Give the folder of the revision."),
+            Setting("trust_remote_code", switch, "No effect."),
+            Setting("enforce_eager", switch, "No effect."),
+            Setting("compilation_config", anything, "No effect.", ("-O",)),
+            Setting("download_dir", text, "No effect; see --cache-dir."),
+            Setting("hf_token", text, "No effect.", secret=True),
+            Setting("cpu_offload_gb", number, "No effect."),
+            Setting("disable_custom_all_reduce", switch, "No effect."),
+            Setting("enable_request_id_headers", switch, "No effect: answers have X-Request-Id."),
+            Setting("speculative_config", anything, "Refused."),
+            Setting("enable_lora", switch, "Refused."),
+            Setting("lora_modules", texts, "Refused."),
+            Setting("max_loras", whole, "Refused."),
+            Setting("max_lora_rank", whole, "Refused."),
+            Setting("enable_auto_tool_choice", switch, "Refused."),
+            Setting("tool_call_parser", text, "Refused."),
+            Setting("reasoning_parser", text, "Refused."),
+            Setting("otlp_traces_endpoint", text, "Refused."),
+            Setting("best_of", whole, "Refused."),
+            Setting("swap_space", number, "Refused."),
+            Setting("num_scheduler_steps", whole, "Refused."),
+            Setting("disable_log_requests", switch, "Refused."),
+            Setting("guided_decoding_backend", text, "Refused."),
+        ),
+    ),
+)
+SETTINGS = tuple(setting for group in GROUPS for setting in group.settings)
+METAVARS: Mapping[Reader, str] = MappingProxyType(
+    {whole: "N", size: "N", size_or_auto: "N", number: "X", mapping: "JSON", texts: "TEXT ..."}
+)
+
+
+class ServeCommand(click.Command):
+    """A command whose flags are spelled as vLLM's parser takes them, its help in groups."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """``--max_model_len`` as well as ``--max-model-len``; several values after one flag."""
+        several = {flag for one in SETTINGS if one.read is texts for flag in one.flags}
+        return super().parse_args(ctx, _repeated(_dashed(args), several))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The options under the headings of ``GROUPS``."""
+        records = {
+            parameter.name: record
+            for parameter in self.get_params(ctx)
+            if (record := parameter.get_help_record(ctx)) is not None
+        }
+        for group in GROUPS:
+            with formatter.section(group.title):
+                formatter.write_dl([records.pop(one.name) for one in group.settings], col_max=28)
+        with formatter.section("More"):
+            formatter.write_dl(list(records.values()))
+
+
+def serve_options() -> list[click.Option]:
+    """A click option for each setting. Values stay text: ``settings`` reads all sources alike."""
+    return [_option(setting) for setting in SETTINGS]
+
+
+def _option(setting: Setting) -> click.Option:
+    if setting.read is switch:
+        spelled = [f"{flag}/--no-{flag[2:]}" for flag in setting.flags]
+        return click.Option([setting.name, *spelled], default=None, help=setting.help)
+    return click.Option(
+        [setting.name, *setting.flags],
+        multiple=setting.read is texts,
+        metavar=METAVARS.get(setting.read, "TEXT"),
+        help=setting.help,
+    )
+
+
+def _dashed(arguments: Sequence[str]) -> list[str]:
+    """Flags with dashes where they have underscores; values stay."""
+    dashed: list[str] = []
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        is_flag = flag.startswith("--")
+        dashed.append(flag.replace("_", "-") + equals + value if is_flag else argument)
+    return dashed
+
+
+def _repeated(arguments: Sequence[str], several: Container[str]) -> list[str]:
+    """``--flag a b`` as ``--flag a --flag b``, for flags that take several values."""
+    repeated: list[str] = []
+    flag, has_value = "", False
+    for argument in arguments:
+        if argument.startswith("-"):
+            flag, has_value = (argument if argument in several else ""), False
+        elif flag:
+            if has_value:
+                repeated.append(flag)
+            has_value = True
+        repeated.append(argument)
+    return repeated

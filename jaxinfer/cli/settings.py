@@ -1,0 +1,228 @@
+"""Where the server's settings come from: flags, environment, a YAML file; and how they are read.
+
+Owns: the readers that turn text or YAML into values, and precedence: flag, environment, file.
+Must not know: which settings there are (``serve_options`` does), bounds and defaults (the config
+classes do), the process's environment.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from jaxinfer.core.errors import ConfigError
+
+PREFIX = "JAXINFER_"
+CONFIG_VARIABLE = "JAXINFER_CONFIG"  # names the file
+TEXTS = "a text or a list of texts"
+# vLLM's reading of 32k and 32K
+DECIMAL = MappingProxyType({"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12})
+BINARY = MappingProxyType({"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40})
+SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[kmgtKMGT])")
+YES = ("1", "true", "yes", "on")
+NO = ("0", "false", "no", "off")
+
+type Reader = Callable[[Any], Any]  # raises ValueError saying what is expected
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting: its name in the config classes (or vLLM's), how it is read, what it is for."""
+
+    name: str
+    read: Reader
+    help: str
+    aliases: tuple[str, ...] = ()  # further flags, such as -tp
+    environment: tuple[str, ...] = ()  # further variables, which other servers use
+    secret: bool = False
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """``--max-model-len`` and the aliases."""
+        return (f"--{self.name.replace('_', '-')}", *self.aliases)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The long flags as a file's keys: ``max_model_len``."""
+        return tuple(flag[2:].replace("-", "_") for flag in self.flags if flag.startswith("--"))
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The environment variables; the first one that is set counts."""
+        return (*(PREFIX + key.upper() for key in self.keys), *self.environment)
+
+
+class Value(NamedTuple):
+    """A setting's value and who said it: "flag", "environment NAME" or "file NAME"."""
+
+    value: Any
+    source: str
+
+
+class File(NamedTuple):
+    """A YAML file's mapping, and its name for messages."""
+
+    name: str
+    entries: Mapping[str, Any]
+
+
+def resolve_settings(
+    known: Iterable[Setting],
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file: File | None = None,
+) -> dict[str, Value]:
+    """The settings that somebody gave, by name, in the order of ``known``.
+
+    A flag wins over the environment, which wins over the file. ``flags`` has None, or nothing, for
+    a flag that was not given. Raises ``ConfigError`` naming the source for a value that cannot be
+    read and for a key of the file that is no setting.
+    """
+    known = tuple(known)
+    filed = _filed(file, known) if file else {}
+    settings: dict[str, Value] = {}
+    for setting in known:
+        said: list[tuple[str, str, Any]] = []  # (source, its word for the setting, value)
+        if flags.get(setting.name) not in (None, ()):
+            said.append(("flag", setting.flags[0], flags[setting.name]))
+        said += [
+            (f"environment {variable}", variable, environ[variable])
+            for variable in setting.variables
+            if variable in environ
+        ]
+        if file and setting.name in filed:
+            key, value = filed[setting.name]
+            said.append((f"file {file.name}", f"{key} in {file.name}", value))
+        for source, word, value in said[:1]:
+            settings[setting.name] = Value(_read(setting, word, value), source)
+    return settings
+
+
+def unknown_variables(known: Iterable[Setting], environ: Mapping[str, str]) -> list[str]:
+    """Variables that look like settings and are none."""
+    names = {CONFIG_VARIABLE}.union(*(setting.variables for setting in known))
+    return sorted(name for name in environ if name.startswith(PREFIX) and name not in names)
+
+
+def _filed(file: File, known: Iterable[Setting]) -> dict[str, tuple[str, Any]]:
+    """(key as written, value) of each setting in the file; an empty value is none."""
+    names = {key: setting.name for setting in known for key in setting.keys}
+    filed: dict[str, tuple[str, Any]] = {}
+    for key, value in file.entries.items():
+        name = names.get(str(key).replace("-", "_"))
+        if name is None:
+            raise ConfigError(f"{key!r} in {file.name} is no setting; see `jaxinfer serve --help`")
+        if name in filed:
+            raise ConfigError(
+                f"{filed[name][0]!r} and {key!r} in {file.name} are the same setting; leave one out"
+            )
+        if value is not None:
+            filed[name] = (str(key), value)
+    return filed
+
+
+def _read(setting: Setting, word: str, value: Any) -> Any:
+    try:
+        return setting.read(value)
+    except ValueError as error:
+        shown = "" if setting.secret else f", got {value!r}"
+        raise ConfigError(f"{word} must be {error}{shown}") from None
+
+
+# Readers
+
+
+def text(value: Any) -> str:
+    """A word or a sentence."""
+    if not isinstance(value, str):
+        raise ValueError("text (quote it in YAML)")
+    return value
+
+
+def whole(value: Any) -> int:
+    """A whole number."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,30}", value.strip()):
+        return int(value)
+    raise ValueError("a whole number")
+
+
+def size(value: Any) -> int:
+    """A whole number with vLLM's units: 32k is 32,000, 32K is 32,768, 1.5k is 1,500."""
+    given = SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if given is None:
+        try:
+            return whole(value)
+        except ValueError:
+            raise ValueError("a whole number, such as 4096, 32k (32,000) or 32K (32,768)") from None
+    number, unit = given["number"], given["unit"]
+    if unit in BINARY:
+        if "." in number:
+            raise ValueError("a whole number of binary units (K, M, G, T)")
+        return int(number) * BINARY[unit]
+    digits, _, fraction = number.partition(".")
+    scale = DECIMAL[unit]
+    return int(digits) * scale + (int(fraction) * scale // 10 ** len(fraction) if fraction else 0)
+
+
+def size_or_auto(value: Any) -> int | None:
+    """A size, or None for "auto" and vLLM's -1: what the model and the device allow."""
+    return None if value in ("auto", -1, "-1") else size(value)
+
+
+def number(value: Any) -> float:
+    """A real number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("a number")
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        raise ValueError("a number") from None
+
+
+def switch(value: Any) -> bool:
+    """On or off."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and (word := value.strip().lower()) in YES + NO:
+        return word in YES
+    raise ValueError("true or false")
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    """Several texts: given several times, as a list of YAML or JSON, or a single one."""
+    several = [value] if isinstance(value, str) else value
+    if not isinstance(several, list | tuple):
+        raise ValueError(TEXTS)
+    found: list[str] = []
+    for one in several:
+        is_list = isinstance(one, str) and one.lstrip().startswith("[")
+        found += _json(one, TEXTS) if is_list else [one]
+    if not all(isinstance(one, str) for one in found):
+        raise ValueError(TEXTS)
+    return tuple(found)
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """An object, as JSON or YAML."""
+    value = _json(value, "a JSON object") if isinstance(value, str) else value
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ValueError("a JSON object")
+    return value
+
+
+def anything(value: Any) -> Any:
+    """A setting that has no effect here."""
+    return value
+
+
+def _json(value: str, expected: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"{expected} ({error})") from None
