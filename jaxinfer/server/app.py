@@ -49,7 +49,7 @@ def create_app(service: Service) -> ASGIApp:
 
     async def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        service.metrics.http_response(None, request.method, error.status_code, 0.0)
+        service.note_response(None, request.method, error.status_code, 0.0)
         return _refusal(request, error)
 
     app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})

@@ -109,7 +109,7 @@ class Endpoint:
             response = await self._respond(scope, receive)
             await response(scope, receive, send_noted)
         finally:
-            self._service.metrics.http_response(
+            self._service.note_response(
                 self._path, scope["method"], status, time.monotonic() - start
             )
 

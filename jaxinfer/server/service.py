@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -29,33 +29,68 @@ from jaxinfer.text.tokenizer import Tokenizer
 INLINE_CHARACTERS = 2000  # a longer text is tokenised off the loop: 2,000 take about 0.5 ms
 
 
+class Loaded(NamedTuple):
+    """What there is once the model is loaded."""
+
+    client: EngineClient
+    metrics: Metrics
+    defaults: SamplingParams
+
+
 class Service:
-    """One server's state. Used in one event loop only.
+    """One server's state, from before the model is loaded. Used in one event loop only."""
 
-    Raises ``RequestError`` when ``override_generation_config`` is not possible.
-    """
-
-    def __init__(
-        self, client: EngineClient, metrics: Metrics, config: ServerConfig, log: EventLog
-    ) -> None:
-        self.client = client
-        self.metrics = metrics
+    def __init__(self, config: ServerConfig, log: EventLog) -> None:
         self.config = config
         self.log = log
-        # the model's sampling parameters, for what a request leaves open
-        self.defaults: SamplingParams = msgspec.structs.replace(
-            client.facts.default_sampling, **config.override_generation_config
-        )
         self.created = int(time.time())
         self.draining = False
+        self._loaded: Loaded | None = None
         self._answers: set[Answer] = set()
         self._empty = asyncio.Event()
         self._empty.set()
 
+    def attach(self, client: EngineClient, metrics: Metrics) -> None:
+        """The model is loaded: begin to answer.
+
+        Raises ``RequestError`` when ``override_generation_config`` is not possible.
+        """
+        defaults = msgspec.structs.replace(
+            client.facts.default_sampling, **self.config.override_generation_config
+        )
+        self._loaded = Loaded(client, metrics, defaults)
+
+    @property
+    def loaded(self) -> Loaded:
+        """What there is once the model is loaded; raises ``ApiError`` 503 before that."""
+        if self._loaded is None:
+            raise ApiError(
+                503,
+                "the model is still being loaded; try again once /ready answers 200",
+                code="loading",
+                headers={"Retry-After": "5"},
+            )
+        return self._loaded
+
+    @property
+    def client(self) -> EngineClient:
+        """The engine's client; 503 while loading."""
+        return self.loaded.client
+
+    @property
+    def metrics(self) -> Metrics:
+        """The counters; 503 while loading."""
+        return self.loaded.metrics
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """The model's sampling parameters, for what a request leaves open; 503 while loading."""
+        return self.loaded.defaults
+
     @property
     def ready(self) -> bool:
         """Whether new requests are answered."""
-        return self.client.alive and not self.draining
+        return self._loaded is not None and self.client.alive and not self.draining
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -184,12 +219,24 @@ class Service:
             e2e=time.monotonic() - answer.received,
         )
 
+    def note_response(self, path: str | None, method: str, status: int, seconds: float) -> None:
+        """Count a response; ``path`` is its route's, None where there is none."""
+        if self._loaded is not None:
+            self._loaded.metrics.http_response(path, method, status, seconds)
+
     def error(self, error: JaxinferError) -> ApiError:
         """What a client is told about an error of the lower floors."""
-        return api_error(error, alive=self.client.alive)
+        return api_error(error, alive=self._loaded is None or self.client.alive)
 
     def _check_room(self, prompts: Sequence[Prompt]) -> None:
         client, config = self.client, self.config
+        if self.draining:
+            raise ApiError(
+                503,
+                "the server is shutting down; ask another one",
+                code="draining",
+                headers={"Retry-After": "5", "Connection": "close"},
+            )
         if not client.alive:
             raise self.error(EngineError("the engine has stopped; restart the server"))
         if not (num_queued := client.num_queued(len(prompts))):
@@ -216,22 +263,18 @@ class Service:
         """Say that nothing new should come; open requests go on."""
         self.draining = True
 
-    async def drained(self, timeout: float) -> bool:
-        """Wait until no request is open; False when some still are after ``timeout`` seconds."""
+    async def drained(self, seconds: float) -> bool:
+        """Wait until no request is open; False when some still are after ``seconds``."""
         try:
-            await asyncio.wait_for(self._empty.wait(), timeout)
+            await asyncio.wait_for(self._empty.wait(), seconds)
         except TimeoutError:
             return False
         return True
 
-    def abort_all(self) -> None:
+    def stop_all(self) -> None:
         """End every open request with finish reason ``abort``."""
         for answer in self._answers:
             answer.stop()
-
-    async def shutdown(self) -> None:
-        """End the engine."""
-        await self.client.shutdown()
 
 
 def _deadline(asked: float | None, allowed: float | None) -> tuple[float, ApiError] | None:
