@@ -30,8 +30,9 @@ from jaxinfer.core.request import (
 )
 from jaxinfer.server.errors import ApiError
 
-TOKEN_ID_TEXT = "^[0-9]{1,10}$"
-VISIBLE_TEXT = "^[!-~]*$"
+# Python's $ also matches before a last newline, JSON Schema's does not: hence the lookahead
+TOKEN_ID_TEXT = "^[0-9]{1,10}$(?![^0-9])"
+VISIBLE_TEXT = "^[!-~]*$(?![^!-~])"
 PATTERNS: Mapping[str, str] = MappingProxyType(
     {TOKEN_ID_TEXT: "a token id", VISIBLE_TEXT: "printable ASCII without spaces"}
 )
@@ -90,7 +91,7 @@ BiasKey = Annotated[str, Meta(pattern=TOKEN_ID_TEXT)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a stream."""
+    """What a stream tells besides the text; needs stream=true."""
 
     include_usage: Annotated[
         bool | None, about("Send the usage in a last chunk without choices.")
@@ -109,6 +110,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
 
     unsupported: ClassVar[Neutral] = UNSUPPORTED
     ignored: ClassVar[tuple[str, ...]] = IGNORED
+    logprobs_field: ClassVar[str] = "logprobs"  # which one asks for how many
 
     model: (
         Annotated[str, about("A name that /v1/models lists; absent: the served model.")] | None
@@ -187,9 +189,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
         | None
     ) = None
     stream: Annotated[bool, about("Answer with server-sent events.")] = False
-    stream_options: (
-        Annotated[StreamOptions, about("What a stream tells besides the text.")] | None
-    ) = None
+    stream_options: StreamOptions | None = None
     return_token_ids: Annotated[
         bool, about("List the token ids of the prompt and of each output.")
     ] = False
@@ -277,18 +277,17 @@ def to_sampling(
 
     ``max_logprobs`` is the server's own bound. Raises ``ApiError`` or ``RequestError``.
     """
-    counts = {
-        "logprobs": request.num_logprobs(),
-        "prompt_logprobs": request.num_prompt_logprobs(),
-    }
-    for name, count in counts.items():
+    logprobs, prompt_logprobs = request.num_logprobs(), request.num_prompt_logprobs()
+    counts = ((request.logprobs_field, logprobs), ("prompt_logprobs", prompt_logprobs))
+    for name, count in counts:
         if count is not None and count > max_logprobs:
             raise refused(name, f"{name} must be at most {max_logprobs} here, got {count}")
     given = {name: getattr(request, name) for name in _SAME}
     return msgspec.structs.replace(
         defaults,
         max_tokens=request.output_limit(),
-        **counts,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         **{name: value for name, value in given.items() if value is not None},
     )
 

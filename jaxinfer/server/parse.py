@@ -111,7 +111,7 @@ def _undecodable(body: bytes, reason: str) -> ApiError:
         return refused(None, f"the body is not UTF-8 (byte {error.start}); send UTF-8")
     found = _unspeakable(text) if len(text) <= MAX_LOCATED_CHARACTERS else None
     if found is None:
-        why = reason.removeprefix("JSON is malformed: ").lower()
+        why = reason.partition(" - at ")[0].removeprefix("JSON is malformed: ").lower()
         return refused(None, f"the body is not valid JSON: {why}")
     path, value = found
     what = "a finite number" if isinstance(value, float) else "text without half surrogate pairs"

@@ -155,6 +155,7 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
 
     unsupported: ClassVar[Neutral] = CHAT_UNSUPPORTED
     ignored: ClassVar[tuple[str, ...]] = CHAT_IGNORED
+    logprobs_field: ClassVar[str] = "top_logprobs"
 
     messages: Messages
     add_generation_prompt: OpensTurn = True
