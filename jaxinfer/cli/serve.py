@@ -67,6 +67,16 @@ def read_config_file(path: Path) -> File:
     return File(str(path), entries or {})
 
 
+def read_chat_template(given: str) -> str:
+    """The template in the file that is named, or the template that is given itself."""
+    if not set(given).isdisjoint("{}\n"):
+        return given
+    try:
+        return Path(given).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the chat template {given} cannot be read: {error}") from error
+
+
 def check_settings(settings: Mapping[str, Value]) -> tuple[EngineConfig, ServerConfig]:
     """The two configurations; raises ``ConfigError`` naming the setting that is wrong."""
     from dataclasses import fields
@@ -78,6 +88,8 @@ def check_settings(settings: Mapping[str, Value]) -> tuple[EngineConfig, ServerC
     values = {name: value.value for name, value in settings.items()}
     server = {name: value for name, value in values.items() if name in of_server}
     engine = {name: value for name, value in values.items() if name not in of_server}
+    if "chat_template" in server:
+        server["chat_template"] = read_chat_template(server["chat_template"])
     return engine_config(None, engine), ServerConfig(**server)
 
 

@@ -48,6 +48,7 @@ GROUPS = (
             Setting("generation_config", text, "auto: the model's sampling defaults; vllm: none."),
             Setting("override_generation_config", mapping, "Sampling defaults over those, JSON."),
             Setting("chat_template", text, "A file, or the Jinja template itself."),
+            Setting("trust_request_chat_template", switch, "Run templates that requests bring."),
             Setting("default_chat_template_kwargs", mapping, "Variables for the template, JSON."),
             Setting("response_role", text, "The role in chat answers."),
             Setting("seed", whole, "Seed of requests that bring none."),
@@ -117,7 +118,6 @@ GROUPS = (
         (
             Setting("return_tokens_as_token_ids", switch, "Logprobs name tokens token_id:N."),
             Setting("enable_force_include_usage", switch, "Usage in every stream."),
-            Setting("enable_prompt_tokens_details", switch, "Cached tokens in the usage."),
         ),
     ),
     Group(
@@ -125,7 +125,6 @@ GROUPS = (
         (
             Setting("disable_frontend_multiprocessing", switch, "Engine and HTTP in one process."),
             Setting("enable_log_requests", switch, "Log each request, without its text."),
-            Setting("disable_log_stats", switch, "No metrics of the engine."),
             Setting("disable_uvicorn_access_log", switch, "No access log."),
             Setting("uvicorn_log_level", text, "debug, info, warning, error, critical."),
         ),
@@ -150,7 +149,9 @@ GROUPS = (
             Setting("hf_token", text, "No effect.", secret=True),
             Setting("cpu_offload_gb", number, "No effect."),
             Setting("disable_custom_all_reduce", switch, "No effect."),
-            Setting("enable_request_id_headers", switch, "No effect: answers have X-Request-Id."),
+            Setting("disable_log_stats", switch, "No effect."),
+            Setting("enable_prompt_tokens_details", switch, "No effect: always on."),
+            Setting("enable_request_id_headers", switch, "No effect: always on."),
             Setting("speculative_config", anything, "Refused."),
             Setting("enable_lora", switch, "Refused."),
             Setting("lora_modules", texts, "Refused."),

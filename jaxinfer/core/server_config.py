@@ -7,11 +7,33 @@ sockets.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
+
+from jaxinfer.core.checks import as_float, as_int
+from jaxinfer.core.errors import ConfigError, RequestError
+from jaxinfer.core.request import MAX_LOGPROBS, SamplingParams
 
 MIB = 1 << 20
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+INF = float("inf")
+# bounds, both included
+WHOLE = MappingProxyType(
+    {
+        "port": (0, 65535),  # 0: any free one
+        "ssl_cert_reqs": (0, 2),
+        "max_body_bytes": (1, INF),
+        "h11_max_incomplete_event_size": (1024, INF),
+        "max_num_queued_reqs": (0, INF),
+        "max_num_queued_tokens": (0, INF),
+        "max_logprobs": (0, MAX_LOGPROBS),
+    }
+)
+SECONDS = MappingProxyType({"request_timeout": 0.001, "shutdown_timeout": 0.0})  # at least
+LISTS = ("api_key", "allowed_origins", "allowed_methods", "allowed_headers", "served_model_name")
+MAPPINGS = ("default_chat_template_kwargs", "override_generation_config")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +69,8 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = ()  # empty: the model's own name
     strict_fields: bool = False
     max_logprobs: int = 20
-    chat_template: str | None = None  # a file, or the template itself
+    chat_template: str | None = None  # the template itself
+    trust_request_chat_template: bool = False  # requests may bring their own
     default_chat_template_kwargs: Mapping[str, Any] = field(
         default_factory=lambda: MappingProxyType({})
     )
@@ -57,11 +80,97 @@ class ServerConfig:
     )
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
-    enable_prompt_tokens_details: bool = False
-    enable_request_id_headers: bool = False
     # telling
     enable_log_requests: bool = False
-    disable_log_stats: bool = False
     disable_uvicorn_access_log: bool = False
     uvicorn_log_level: str = "info"
     disable_frontend_multiprocessing: bool = False  # the engine on a thread of the server's process
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is not None or item.default is not None:
+                object.__setattr__(self, item.name, _checked(item.name, value, item.type))
+        _check_tls(self)
+        if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
+            raise ConfigError(f"root_path {self.root_path!r} must begin with / and not end with it")
+        if self.uvicorn_log_level not in LOG_LEVELS:
+            raise ConfigError(
+                f"uvicorn_log_level {self.uvicorn_log_level!r} is unknown; "
+                f"use one of {', '.join(LOG_LEVELS)}"
+            )
+        for key in self.api_key:
+            if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+                raise ConfigError("api_key must be printable ASCII without spaces around it")
+        _check_sampling(self.override_generation_config)
+
+
+def _checked(name: str, value: Any, type_name: Any) -> Any:
+    """The value in the form of its type; raises ``ConfigError``."""
+    if name in WHOLE:
+        return _whole(name, value)
+    if name in SECONDS:
+        return _seconds(name, value)
+    if name in LISTS:
+        return _texts(name, value)
+    if name in MAPPINGS:
+        return _mapping(name, value)
+    wanted = bool if type_name == "bool" else str
+    if not isinstance(value, wanted):
+        raise ConfigError(
+            f"{name} must be {'True or False' if wanted is bool else 'text'}, got {value!r}"
+        )
+    return value
+
+
+def _whole(name: str, value: Any) -> int:
+    low, high = WHOLE[name]
+    number = as_int(value)
+    if number is None or not low <= number <= high:
+        span = f"from {low} to {high}" if high < INF else f"of at least {low}"
+        raise ConfigError(f"{name} must be a whole number {span}, got {value!r}")
+    return number
+
+
+def _seconds(name: str, value: Any) -> float:
+    seconds = as_float(value)
+    if seconds is None or not SECONDS[name] <= seconds < INF:
+        raise ConfigError(f"{name} must be seconds, at least {SECONDS[name]:g}, got {value!r}")
+    return seconds
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, list | tuple):
+        several = cast("tuple[Any, ...]", value)
+        if all(isinstance(one, str) for one in several):
+            return tuple(several)
+    shown = "" if name == "api_key" else f", got {value!r}"
+    raise ConfigError(f"{name} must be a list of texts{shown}")
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} must be a mapping of names to values, got {value!r}")
+    return MappingProxyType(dict(cast("Mapping[str, Any]", value)))
+
+
+def _check_tls(config: ServerConfig) -> None:
+    if config.ssl_certfile is None and (config.ssl_keyfile or config.ssl_ca_certs):
+        raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile as well")
+    if config.ssl_cert_reqs and not config.ssl_ca_certs:
+        raise ConfigError("ssl_cert_reqs needs ssl_ca_certs, who sign the clients' certificates")
+    if config.allow_credentials and "*" in config.allowed_origins:
+        raise ConfigError("allow_credentials needs allowed_origins that are named, not *")
+
+
+def _check_sampling(overrides: Mapping[str, Any]) -> None:
+    for name in overrides:
+        if name not in SAMPLING_DEFAULTS:
+            raise ConfigError(
+                f"override_generation_config has {name!r}; it may have "
+                f"{', '.join(SAMPLING_DEFAULTS)}"
+            )
+    try:
+        SamplingParams(**overrides)
+    except RequestError as error:
+        raise ConfigError(f"override_generation_config is unusable: {error}") from error

@@ -66,6 +66,7 @@ IGNORED = MappingProxyType(
         "cpu_offload_gb": "weights stay on the device",
         "disable_custom_all_reduce": "one device is used",
         "compilation_config": "every step is compiled before the first request",
+        "enable_prompt_tokens_details": "usage always carries them",
         "enable_request_id_headers": "answers always carry X-Request-Id",
         "hf_token": "nothing is downloaded from the hub",
         "download_dir": "use cache_dir",

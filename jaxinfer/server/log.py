@@ -28,11 +28,13 @@ def configure_logging(stream: TextIO, level: str) -> None:
     """
     handler = logging.StreamHandler(stream)
     handler.setFormatter(TextLines() if stream.isatty() else JsonLines())
+    number = 5 if level == "trace" else logging.getLevelNamesMapping()[level.upper()]
+    of_library = logging.WARNING if number == logging.INFO else number  # we tell what matters
     for name in (LOGGER, *ROUTED):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
-        logger.setLevel(5 if level == "trace" else level.upper())
+        logger.setLevel(number if name == LOGGER else of_library)
 
 
 class EventLog:
@@ -91,7 +93,6 @@ class EventLog:
         self,
         request_id: str,
         *,
-        status: int,
         finish_reason: str | None,
         num_output_tokens: int,
         ttft: float | None,
@@ -103,7 +104,6 @@ class EventLog:
             self.info(
                 "request_finished",
                 request_id=request_id,
-                status=status,
                 finish_reason=finish_reason,
                 num_output_tokens=num_output_tokens,
                 ttft=None if ttft is None else round(ttft, 6),

@@ -140,6 +140,8 @@ async def _serve(
                 summary = await signals.unless_one_comes(loading)
                 say(f"ready on {address} in {time.monotonic() - start:.1f} s ({summary})")
                 await asyncio.wait((signals.first, listening), return_when="FIRST_COMPLETED")
+                seconds = config.shutdown_timeout
+                say(f"shutting down: open requests have {seconds:g} s; a second signal ends them")
                 await _drain(service, config.shutdown_timeout)
             finally:
                 await _close(server, listening)
