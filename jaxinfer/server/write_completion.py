@@ -35,7 +35,7 @@ class CompletionWriter:
         self._request = request
         self._prompts = prompts
         self._id = f"cmpl-{reply.request_id}"
-        self._offsets: dict[int, int] = {}  # characters sent of each choice
+        self._offsets: dict[int, int] = {}  # where each choice's next token begins
         # of each prompt, as far as they came; nothing precedes a prompt's first token
         self._prompt_logprobs: list[list[PositionLogprobs | None]] = [[None] for _ in prompts]
         self._held: list[Gain] = []  # by choices whose echo waits for the prompt's logprobs
@@ -112,7 +112,8 @@ class CompletionWriter:
             self._offsets[gain.choice] = 0
             text = self._echo(prompt) + text
         logprobs = self._logprobs(gain, first=first)
-        self._offsets[gain.choice] += len(text)
+        if logprobs is not None and logprobs.tokens:
+            self._offsets[gain.choice] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
         listed = self._request.return_token_ids
         return CompletionChunkChoice(
             index=gain.choice,

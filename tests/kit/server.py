@@ -1,0 +1,113 @@
+"""The HTTP app on a real socket, in a thread of the test process.
+
+Owns: ``serving``. The engine is whatever the test brings, on its own thread as in
+``--disable-frontend-multiprocessing``, so that a test can look into it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from jaxinfer.core.server_config import ServerConfig
+from jaxinfer.engine.client import EngineClient
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.thread import EngineThread
+from jaxinfer.server.app import create_app
+from jaxinfer.server.log import EventLog
+from jaxinfer.server.metrics import Metrics
+from jaxinfer.server.run import Server, bound_sockets, uvicorn_config
+from jaxinfer.server.service import Service
+
+SECONDS = 30.0  # after which a test gives up waiting
+
+
+@dataclass
+class Serving:
+    """A running server."""
+
+    url: str
+    port: int
+    engine: Engine
+    service: Service
+    loop: asyncio.AbstractEventLoop
+
+    def client(self, **options: Any) -> httpx.Client:
+        """A client with the server as its base."""
+        return httpx.Client(base_url=self.url, timeout=SECONDS, trust_env=False, **options)
+
+    def post(self, path: str, **fields: Any) -> httpx.Response:
+        """POST the fields as JSON."""
+        with self.client() as client:
+            return client.post(path, json=fields)
+
+    def wait_until_idle(self) -> None:
+        """Return once no request is open and every page is free; fail if that does not come."""
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            stats = self.engine.stats()
+            if not (self.engine.has_work or stats.num_live_pages or self.service.client.num_open):
+                return
+            time.sleep(0.005)
+        raise AssertionError(f"still busy: {self.engine.stats()}")
+
+
+@contextmanager
+def serving(engine: Engine, **settings: Any) -> Iterator[Serving]:
+    """Serve ``engine`` on a free port of this machine; the settings are those of ServerConfig."""
+    config = ServerConfig(host="127.0.0.1", port=0, **settings)
+    started = threading.Event()
+    found: list[Serving] = []
+    failure: list[BaseException] = []
+
+    async def main() -> None:
+        service = Service(config, EventLog())
+        metrics = Metrics(engine.facts.name, engine.limits, start=engine.stats())
+        client = EngineClient(
+            EngineThread(engine),
+            engine.limits,
+            engine.facts,
+            engine.tokenizer,
+            stats=engine.stats(),
+            observe=metrics.observe,
+        )
+        service.attach(client, metrics)
+        with bound_sockets(config) as sockets:
+            server = Server(uvicorn_config(config, create_app(service)))
+            port = sockets[0].getsockname()[1]
+            loop = asyncio.get_running_loop()
+            listening = asyncio.create_task(server.serve(sockets))
+            found.append(Serving(f"http://127.0.0.1:{port}", port, engine, service, loop))
+            stop.append(lambda: loop.call_soon_threadsafe(setattr, server, "should_exit", True))
+            started.set()
+            await listening
+            await client.shutdown()
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:  # the test's thread raises it
+            failure.append(error)
+            started.set()
+
+    stop: list[Any] = []
+    thread = threading.Thread(target=run, name="test-server", daemon=True)
+    thread.start()
+    started.wait(SECONDS)
+    if failure:
+        raise failure[0]
+    try:
+        yield found[0]
+    finally:
+        stop[0]()
+        thread.join(SECONDS)
+        assert not thread.is_alive(), "the server did not stop"
+        if failure:
+            raise failure[0]

@@ -1,0 +1,101 @@
+"""The generation routes over HTTP: whole answers, streams, and how the two agree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxinfer.core.request import SamplingParams
+from kit.engines import run, tiny_engine
+from kit.server import Serving, serving
+
+IDS = [5, 9, 12, 7]
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(bundles: Path) -> Iterator[Serving]:
+    with serving(tiny_engine(bundles)) as running:
+        yield running
+        running.wait_until_idle()
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The events of a stream; checks the framing and the end."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    frames = response.text.split("\n\n")
+    assert frames[-2:] == ["data: [DONE]", ""]
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+
+
+def body(response: httpx.Response) -> Any:
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_a_completion(server: Serving, bundles: Path) -> None:
+    answer = body(server.post("/v1/completions", prompt=IDS, return_token_ids=True, **GREEDY))
+    (choice,) = answer["choices"]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    (expected,) = run(tiny_engine(bundles), [IDS], params)
+    assert choice["token_ids"] == expected.outputs[0].token_ids
+    assert choice["prompt_token_ids"] == IDS
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["prompt_tokens"] == 4
+    assert answer["usage"]["completion_tokens"] == 8
+    assert answer["object"] == "text_completion" and answer["id"].startswith("cmpl-")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("extra", [{}, {"logprobs": 2}, {"logprobs": 2, "echo": True}])
+def test_streamed_completions_add_up(server: Serving, n: int, extra: dict[str, Any]) -> None:
+    fields = {
+        "prompt": ["hello there", "good"], "seed": 3, "max_tokens": 6, "ignore_eos": True, "n": n,
+    }  # fmt: skip
+    whole = body(server.post("/v1/completions", **fields, **extra))["choices"]
+    usage = {"include_usage": True}
+    streamed = events(
+        server.post("/v1/completions", **fields, **extra, stream=True, stream_options=usage)
+    )
+    assert streamed[-1]["choices"] == [] and streamed[-1]["usage"]["completion_tokens"] == 12 * n
+    assert all(event["usage"] is None for event in streamed[:-1])
+    for index in range(2 * n):
+        parts = [e["choices"][0] for e in streamed[:-1] if e["choices"][0]["index"] == index]
+        assert "".join(part["text"] for part in parts) == whole[index]["text"]
+        assert [part["finish_reason"] for part in parts][-1] == whole[index]["finish_reason"]
+        if "logprobs" in extra:
+            for name, expected in whole[index]["logprobs"].items():
+                assert [x for part in parts for x in part["logprobs"][name]] == expected
+
+
+def test_a_chat(server: Serving) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    fields = {"messages": [{"role": "user", "content": "hi"}], "chat_template": template, **GREEDY}
+    refused = server.post("/v1/chat/completions", **fields)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "chat_template"
+
+
+def test_scoring_only(server: Serving) -> None:
+    fields = {"prompt": "hello there", "echo": True, "logprobs": 1, "temperature": 0}
+    (scored,) = body(server.post("/v1/completions", **fields, max_tokens=0))["choices"]
+    (longer,) = body(server.post("/v1/completions", **fields, max_tokens=1))["choices"]
+    assert scored["text"] == "hello there"
+    assert scored["finish_reason"] == "length"
+    count = len(scored["logprobs"]["tokens"])
+    assert longer["logprobs"]["tokens"][:count] == scored["logprobs"]["tokens"]
+    assert len(longer["logprobs"]["tokens"]) == count + 1
+    assert scored["logprobs"]["token_logprobs"][0] is None
+
+
+def test_generate(server: Serving) -> None:
+    whole = body(server.post("/v1/generate", prompt=IDS, **GREEDY))
+    streamed = events(server.post("/v1/generate", prompt=IDS, stream=True, **GREEDY))
+    text = "".join(output["text"] for event in streamed for output in event["outputs"])
+    assert text == whole["outputs"][0]["text"]
+    assert whole["latency_ms"] > 0 and streamed[-1]["usage"]["completion_tokens"] == 8
