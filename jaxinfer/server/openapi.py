@@ -26,7 +26,7 @@ from jaxinfer.server.schema import (
     TokenizeRequest,
 )
 
-EVERY_STATUS: Mapping[int, str] = MappingProxyType(
+ERRORS: Mapping[int, str] = MappingProxyType(
     {
         400: "A field is wrong, or the body is not JSON; param names the field.",
         401: "The API key is missing or wrong.",
@@ -148,7 +148,7 @@ def openapi_document(
         "paths": paths,
         "components": {
             "schemas": _schemas(models, vocab_size),
-            "responses": {_error_name(status): _error(status) for status in EVERY_STATUS},
+            "responses": {_error_name(status): _error(status) for status in ERRORS},
             "securitySchemes": {
                 "apiKey": {
                     "type": "http",
@@ -253,7 +253,7 @@ def _error(status: int) -> dict[str, Any]:
             "schema": {"type": "integer", "minimum": 0},
         }
     return {
-        "description": EVERY_STATUS[status],
+        "description": ERRORS[status],
         "headers": headers,
         "content": {"application/json": {"schema": _ref(ErrorBody)}},
     }
@@ -264,6 +264,8 @@ def _complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequenc
     properties: dict[str, Any] = schema["properties"]
     if request is CompletionRequest:
         properties["prompt"]["anyOf"] = _prompt_forms()
+    if request is TokenizeRequest:
+        schema["oneOf"] = [_only("prompt", "messages"), _only("messages", "prompt")]
     if "messages" in properties:
         messages = properties["messages"]
         for form in messages.get("anyOf", [messages]):
@@ -280,6 +282,12 @@ def _complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequenc
         }
     for name in request.ignored:
         properties[name] = {"description": "Accepted, without an effect."}
+
+
+def _only(given: str, absent: str) -> dict[str, Any]:
+    """That of two fields one is there and the other is not."""
+    forms = {given: {"not": {"type": "null"}}, absent: {"type": "null"}}
+    return {"required": [given], "properties": forms}
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:

@@ -73,15 +73,15 @@ class Parsed[T](NamedTuple):
 def parse[T: AnyRequest](body: bytes, kind: type[T], *, strict: bool = False) -> Parsed[T]:
     """The request of type ``kind`` that a JSON ``body`` is.
 
-    A field that is null counts as absent. ``strict`` refuses unknown fields. Raises ``ApiError``
-    (400) with the path of the field to blame in ``param``.
+    A field that is null counts as absent, and 2.0 as an integer. ``strict`` refuses unknown fields.
+    Raises ``ApiError`` (400) with the path of the field to blame in ``param``.
     """
     given = _decode(body)
     if not isinstance(given, dict):
         raise refused(None, f"the body must be a JSON object, got {_GOT[type(given)]}")
     named = cast("dict[str, Any]", given)
     _refuse_unsupported(named, kind)
-    fields = {name: value for name, value in named.items() if value is not None}
+    fields = {name: _whole(value) for name, value in named.items() if value is not None}
     unknown = _unknown(fields, kind)
     if strict and unknown:
         raise refused(unknown[0], f"unknown fields: {', '.join(unknown)}; leave them out")
@@ -170,6 +170,17 @@ def _refuse_unsupported(given: dict[str, Any], kind: type[AnyRequest]) -> None:
 
 def _same(given: Any, neutral: Any) -> bool:
     return type(given) is type(neutral) and given == neutral
+
+
+def _whole(value: Any, num_levels: int = 2) -> Any:
+    """A field's value with 2.0 as 2, also in lists: to JSON they are one number."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if num_levels and isinstance(value, list):
+        items = cast("list[Any]", value)
+        if any(isinstance(item, (float, list)) for item in items):
+            return [_whole(item, num_levels - 1) for item in items]
+    return cast("Any", value)
 
 
 def _unknown(fields: dict[str, Any], kind: type[AnyRequest]) -> tuple[str, ...]:

@@ -292,6 +292,16 @@ def test_every_parameter_of_openai_is_known():
         assert set(params.CompletionCreateParamsBase.__annotations__) - known == set()
 
 
+def test_whole_numbers_with_a_point():
+    """To JSON Schema, and so to clients made from it, 2.0 is an integer."""
+    given = {"prompt": [[1.0, 2]], "max_tokens": 4.0, "stop_token_ids": [1, 2.0], "top_p": 1}
+    request = read(given)
+    assert (request.prompts, request.max_tokens, request.stop_token_ids) == ([(1, 2)], 4, (1, 2))
+    names = {"chat_template_kwargs": {"x": 1.0}}
+    kept = read({**CHAT, **names}, ChatCompletionRequest).chat_template_kwargs
+    assert repr(kept) == "{'x': 1.0}"  # a template may print it
+
+
 def test_unknown_fields():
     body = json.dumps({**PROMPT, "zebra": 1, "x" * 100: 2, "gone": None}).encode()
     parsed = parse(body, CompletionRequest)

@@ -1,0 +1,190 @@
+"""The OpenAPI document: whole, valid, and as strict as the parser."""
+
+import json
+from collections import Counter
+
+import jsonschema_rs
+import msgspec
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+
+from jaxinfer.core.request import FinishReason
+from jaxinfer.server import responses
+from jaxinfer.server.app import ROUTES
+from jaxinfer.server.errors import ERROR_TYPES, ApiError
+from jaxinfer.server.openapi import ERRORS, OPERATIONS, openapi_document
+from jaxinfer.server.parse import parse
+
+VOCABULARY = 100
+DOCUMENT = openapi_document(OPERATIONS, secured=True, models=["m", "n"], vocab_size=VOCABULARY)
+SCHEMAS = DOCUMENT["components"]["schemas"]
+REQUESTS = {one.request.__name__: one.request for one in OPERATIONS.values() if one.request}
+DESCRIBED = {
+    (method.upper(), path): operation
+    for path, methods in DOCUMENT["paths"].items()
+    for method, operation in methods.items()
+}
+
+
+def resolved(schema):
+    """A schema that stands alone."""
+    return {**schema, "components": {"schemas": SCHEMAS}}
+
+
+def accepts(name, body) -> bool:
+    return jsonschema_rs.validator_for(resolved(SCHEMAS[name])).is_valid(body)
+
+
+def test_every_route_has_its_operation():
+    """A route without an entry, and an entry without a route, are mistakes."""
+    assert set(OPERATIONS) == {*ROUTES, ("GET", "/openapi.json")}
+    assert set(DESCRIBED) == set(OPERATIONS)
+
+
+def test_a_route_without_an_operation_cannot_be_described():
+    with pytest.raises(KeyError, match="/v1/new"):
+        openapi_document([("POST", "/v1/new")])
+
+
+def test_document_is_valid():
+    schemathesis.openapi.from_dict(DOCUMENT).validate()
+    for name in SCHEMAS:
+        schema = resolved({"$ref": f"#/components/schemas/{name}"})
+        jsonschema_rs.meta.validate(schema)
+        jsonschema_rs.validator_for(schema)  # every $ref leads somewhere
+    json.dumps(DOCUMENT, allow_nan=False)
+
+
+def test_every_field_is_described():
+    for name, kind in REQUESTS.items():
+        properties = SCHEMAS[name]["properties"]
+        assert set(properties) == {*kind.__struct_fields__, *kind.unsupported, *kind.ignored}
+        for field, schema in properties.items():
+            is_struct = any("$ref" in form for form in schema.get("anyOf", ()))
+            assert is_struct or schema["description"], (name, field)
+
+
+def test_errors_are_described():
+    assert set(ERRORS) == set(ERROR_TYPES)
+    for (method, path), operation in DESCRIBED.items():
+        statuses = set(operation["responses"]) - {"200"}
+        assert {"405", "500", "503"} <= statuses
+        if method == "POST":
+            assert {"400", "401", "404", "408", "413", "415"} <= statuses
+            assert ("429" in statuses) == (
+                "text/event-stream" in operation["responses"]["200"]["content"]
+            )
+        assert ("401" in statuses) == (path not in ("/health", "/ready"))
+        assert operation["security"] == ([{"apiKey": []}] if "401" in statuses else [])
+
+
+def test_without_a_key_nothing_is_secured():
+    document = openapi_document(OPERATIONS)
+    operations = [one for methods in document["paths"].values() for one in methods.values()]
+    assert all(one["security"] == [] for one in operations)
+
+
+def test_error_bodies_fit():
+    for status in ERRORS:
+        body = json.loads(ApiError(status, "no", param="x").body)
+        assert accepts("ErrorBody", body)
+
+
+def test_answers_fit():
+    choice = responses.ChatChoice(
+        index=0,
+        message=responses.ChatMessage(role="assistant", content="a"),
+        finish_reason=FinishReason.STOP,
+        token_ids=[1],
+    )
+    answer = responses.ChatCompletion(
+        id="x",
+        created=1,
+        model="m",
+        system_fingerprint="f",
+        choices=[choice],
+        usage=responses.usage(1, 2, cached_tokens=0),
+        prompt_logprobs=[None, {}],
+    )
+    sent = json.loads(responses.encode(answer))
+    assert accepts("ChatCompletion", sent)
+    assert not accepts("ChatCompletion", {**sent, "object": "chat"})
+    del sent["usage"]
+    assert not accepts("ChatCompletion", sent)
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("CompletionRequest", {}),
+        ("CompletionRequest", {"prompt": None}),
+        ("CompletionRequest", {"prompt": []}),
+        ("CompletionRequest", {"prompt": ["a", 1]}),
+        ("CompletionRequest", {"prompt": [1, 2.5]}),
+        ("CompletionRequest", {"prompt": [[]]}),
+        ("CompletionRequest", {"prompt": "a", "n": 0}),
+        ("CompletionRequest", {"prompt": "a", "temperature": -1}),
+        ("CompletionRequest", {"prompt": "a", "top_p": 0}),
+        ("CompletionRequest", {"prompt": "a", "stop": ["a"] * 65}),
+        ("CompletionRequest", {"prompt": "a", "stop": [""]}),
+        ("CompletionRequest", {"prompt": "a", "logit_bias": {"a": 1}}),
+        ("CompletionRequest", {"prompt": "a", "request_id": "a b"}),
+        ("CompletionRequest", {"prompt": "a", "response_format": {"type": "json_object"}}),
+        ("ChatCompletionRequest", {"messages": []}),
+        ("ChatCompletionRequest", {"messages": [1]}),
+        ("ChatCompletionRequest", {"messages": [{"role": "u", "content": "a"}], "tools": [{}]}),
+        ("GenerateRequest", {"prompt": ["a"]}),
+        ("DetokenizeRequest", {"tokens": [-1]}),
+    ],
+)
+def test_document_and_parser_refuse_the_same(name, body):
+    assert not accepts(name, body)
+    with pytest.raises(ApiError):
+        parse(json.dumps(body).encode(), REQUESTS[name])
+
+
+@pytest.mark.parametrize("field", ["prompt", "stop_token_ids"])
+def test_vocabulary_bounds_token_ids(field):
+    body = {"prompt": "a", field: [VOCABULARY - 1]}
+    assert accepts("CompletionRequest", body)
+    assert not accepts("CompletionRequest", {**body, field: [VOCABULARY]})
+
+
+def test_models_are_named():
+    assert accepts("CompletionRequest", {"prompt": "a", "model": "n"})
+    assert not accepts("CompletionRequest", {"prompt": "a", "model": "other"})
+
+
+# which no JSON schema without conditions can say
+ACROSS_FIELDS = ("stream_options", "prompt_logprobs", "truncate_prompt_tokens", "top_logprobs")
+ACROSS_FIELDS += ("max_tokens", "best_of", "prompt", "n")
+
+
+@pytest.mark.parametrize(("method", "path"), [key for key in OPERATIONS if OPERATIONS[key].request])
+def test_parser_takes_what_the_document_allows(method, path):
+    """What schemathesis makes of the document is refused only for fields that contradict."""
+    kind = OPERATIONS[method, path].request
+    verdicts = Counter()
+    operation = schemathesis.openapi.from_dict(DOCUMENT)[path][method]
+
+    @settings(
+        max_examples=40,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy())
+    def check(case):
+        try:
+            parse(msgspec.json.encode(case.body), kind)
+        except ApiError as error:
+            assert error.param in ACROSS_FIELDS, (error.message, case.body)
+            verdicts["refused"] += 1
+        else:
+            verdicts["taken"] += 1
+
+    check()
+    assert verdicts["taken"] > verdicts["refused"]
