@@ -1,0 +1,295 @@
+"""``jaxinfer serve`` up to the start: every flag of vLLM's, what is shown, what is refused."""
+
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner, Result
+
+from jaxinfer.cli import serve as module
+from jaxinfer.cli.main import cli
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.server_config import ServerConfig
+
+JAXINFER = str(Path(sys.executable).with_name("jaxinfer"))
+
+type Running = tuple[subprocess.Popen[str], str]  # and its URL
+
+
+class Started:
+    """What the last ``jaxinfer serve`` would have started with."""
+
+    engine: EngineConfig
+    server: ServerConfig
+
+    def __call__(self, engine: EngineConfig, server: ServerConfig) -> None:
+        self.engine, self.server = engine, server
+
+    def run(self, *arguments: str, **environment: str) -> Result:
+        return CliRunner().invoke(cli, ["serve", *arguments], env=environment)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        server = {field.name: getattr(self.server, field.name) for field in FIELDS}
+        return {**dataclasses.asdict(self.engine), **server}
+
+
+FIELDS = dataclasses.fields(ServerConfig)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    started = Started()
+    monkeypatch.setattr(module, "_serve", started)
+    return started
+
+
+# the rows of vLLM's table, as its users write them: flags -> settings
+SET: dict[str, dict[str, Any]] = {
+    "some/model": {"model": "some/model"},
+    "--model some/model": {"model": "some/model"},
+    "--host 1.2.3.4 --port 80": {"host": "1.2.3.4", "port": 80},
+    "--served-model-name a b --port 81": {"served_model_name": ("a", "b"), "port": 81},
+    "--served-model-name a --served-model-name b": {"served_model_name": ("a", "b")},
+    "--api-key one two": {"api_key": ("one", "two")},
+    "--tokenizer there": {"tokenizer": "there"},
+    "--dtype half": {"dtype": "float16"},
+    "--max-model-len 32k": {"max_model_len": 32000},
+    "--max_model_len=32K": {"max_model_len": 32768},
+    "--max-model-len auto": {"max_model_len": None},
+    "--gpu-memory-utilization 0.5": {"gpu_memory_utilization": 0.5},
+    "--kv-cache-memory-bytes 4G": {"kv_cache_memory_bytes": 4 << 30},
+    "--block-size 32": {"page_size": 32},
+    "--max-num-seqs 64": {"max_num_seqs": 64},
+    "--max-num-batched-tokens 2k": {"max_num_batched_tokens": 2000},
+    "--max-num-queued-reqs 5 --max-num-queued-tokens 1k": {
+        "max_num_queued_reqs": 5,
+        "max_num_queued_tokens": 1000,
+    },
+    "--no-enable-prefix-caching": {"enable_prefix_caching": False},
+    "--no-async-scheduling": {"overlap": False},
+    "--no-overlap": {"overlap": False},
+    "--load-format dummy": {"load_format": "dummy"},
+    "--seed 7": {"seed": 7},
+    "--chat-template {{messages}}": {"chat_template": "{{messages}}"},
+    '--default-chat-template-kwargs {"a":1}': {"default_chat_template_kwargs": {"a": 1}},
+    "--generation-config vllm": {"generation_config": "vllm"},
+    '--override-generation-config {"top_k":5}': {"override_generation_config": {"top_k": 5}},
+    "--max-logprobs 5": {"max_logprobs": 5},
+    "--enable-log-requests": {"enable_log_requests": True},
+    "--uvicorn-log-level debug": {"uvicorn_log_level": "debug"},
+    "--disable-uvicorn-access-log": {"disable_uvicorn_access_log": True},
+    '--allowed-origins ["https://a.b"]': {"allowed_origins": ("https://a.b",)},
+    "--root-path /llm": {"root_path": "/llm"},
+    "--uds there.sock": {"uds": "there.sock"},
+    "--request-timeout 1.5 --shutdown-timeout 0": {"request_timeout": 1.5, "shutdown_timeout": 0.0},
+    "--strict-fields --max-body-bytes 1M": {"strict_fields": True, "max_body_bytes": 1 << 20},
+    "--return-tokens-as-token-ids": {"return_tokens_as_token_ids": True},
+    "--enable-force-include-usage": {"enable_force_include_usage": True},
+    "--disable-frontend-multiprocessing": {"disable_frontend_multiprocessing": True},
+    "--ssl-certfile c --ssl-keyfile k": {"ssl_certfile": "c", "ssl_keyfile": "k"},
+}
+
+
+@pytest.mark.parametrize("line", SET)
+def test_flags_set(started: Started, line: str) -> None:
+    result = started.run(*line.split())
+    assert result.exit_code == 0, result.output
+    assert {name: started.values[name] for name in SET[line]} == SET[line]
+
+
+NEUTRAL = """-tp 1|-pp 1|-dp 1|--tensor-parallel-size 1|-q gguf|--kv-cache-dtype auto
+|--enable-chunked-prefill|--scheduling-policy priority|--tokenizer-mode auto
+|--chat-template-content-format auto|--no-enable-lora"""
+
+
+@pytest.mark.parametrize("line", NEUTRAL.replace("\n", "").split("|"))
+def test_flags_with_their_only_value(started: Started, line: str) -> None:
+    assert started.run(*line.split()).exit_code == 0
+    assert started.engine == EngineConfig()
+    assert started.server == ServerConfig()
+
+
+NOTICED = {
+    "--trust-remote-code": "a model folder's code is never run",
+    "--enforce-eager": "every step is compiled",
+    "-O2": "every step is compiled",
+    "--compilation-config 3": "every step is compiled",
+    "--download-dir d": "use cache_dir",
+    "--hf-token hidden": "nothing is downloaded",
+    "--disable-log-stats": "nothing is logged",
+}
+
+
+@pytest.mark.parametrize("line", NOTICED)
+def test_flags_without_effect_are_noticed(started: Started, line: str) -> None:
+    result = started.run(*line.split())
+    assert result.exit_code == 0
+    assert f" has no effect: {NOTICED[line]}" in result.stderr
+    assert "hidden" not in result.stderr
+
+
+REFUSED = {
+    "-tp 2": "tensor_parallel_size=2 is not supported: one device is used",
+    "--quantization awq": "give a GGUF file",
+    "--kv-cache-dtype fp8": "the cache has the model's dtype",
+    "--no-enable-chunked-prefill": "prefill is always chunked",
+    "--revision main": "give the folder of the revision",
+    "--speculative-config {}": "speculative decoding is not supported",
+    "--enable-lora": "LoRA is not supported",
+    "--lora-modules a=b c=d": "LoRA is not supported",
+    "--max-loras 4": "LoRA is not supported",
+    "--max-lora-rank 64": "LoRA is not supported",
+    "--enable-auto-tool-choice": "tool calls are not supported",
+    "--tool-call-parser hermes": "tool calls are not supported",
+    "--reasoning-parser qwen3": "reasoning stays in the text",
+    "--otlp-traces-endpoint http://x": "see the metrics",
+    "--best-of 2": "ask for n completions",
+    "--swap-space 4": "preempted sequences are computed again",
+    "--num-scheduler-steps 8": "planning overlaps with computing anyway",
+    "--disable-log-requests": "only enable_log_requests logs them",
+    "--guided-decoding-backend xgrammar": "structured output is not supported",
+    "--max-model-len many": "--max-model-len must be a whole number",
+    "--port 70000": "port must be a whole number from 0 to 65535, got 70000",
+    "--max-logprobs 50": "max_logprobs must be a whole number from 0 to 20",
+    "--root-path llm": "root_path 'llm' must begin with /",
+    "--ssl-keyfile k": "need ssl_certfile",
+    "--ssl-cert-reqs 2": "needs ssl_ca_certs",
+    "--allowed-origins * --allow-credentials": "origins that are named",
+    "--uvicorn-log-level loud": "uvicorn_log_level 'loud' is unknown",
+    "--shutdown-timeout -1": "shutdown_timeout must be seconds, at least 0",
+    "--request-timeout nan": "request_timeout must be seconds",
+    '--override-generation-config {"top_k":"x"}': "override_generation_config is unusable: top_k",
+    '--override-generation-config {"tmp":1}': "override_generation_config has 'tmp'",
+    "--chat-template /no/such/file": "the chat template /no/such/file cannot be read",
+    "--config /no/such/file": "the configuration file /no/such/file cannot be read",
+    "--dtype int3": "dtype 'int3' is unknown",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_refused_with_advice(started: Started, line: str) -> None:
+    result = started.run(*line.split())
+    assert result.exit_code == 1
+    assert REFUSED[line] in result.stderr
+    assert result.stderr.count("\n") == 1  # one line, no traceback
+    assert not hasattr(started, "engine")
+
+
+@pytest.mark.parametrize("key", ["", "caf\u00e9", " key", "a\nb"])
+def test_unusable_keys_are_refused_and_not_shown(started: Started, key: str) -> None:
+    result = started.run(JAXINFER_API_KEY=key)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("jaxinfer: error: api_key must be printable ASCII")
+
+
+def test_the_model_twice(started: Started) -> None:
+    assert started.run("a", "--model", "b").exit_code == 2
+
+
+def test_effective_settings_and_their_sources(started: Started, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: m\nmax-num-seqs: 8\napi_key: [hidden-1, hidden-2]\nseed:\n")
+    result = started.run("--config", str(file), "--port", "1234", JAXINFER_MAX_MODEL_LEN="2k")
+    lines = result.stderr.splitlines()
+    assert "port 1234 (flag)" in lines
+    assert "max_model_len 2000 (environment JAXINFER_MAX_MODEL_LEN)" in lines
+    assert f"max_num_seqs 8 (file {file})" in lines
+    assert f"api_key 2 given (file {file})" in lines
+    assert "seed 0 (default)" in lines
+    assert "dtype auto (default)" in lines
+    assert "hidden" not in result.output
+    assert started.server.api_key == ("hidden-1", "hidden-2")
+
+
+def test_the_file_named_by_the_environment(started: Started, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("port: 1\n")
+    assert started.run(JAXINFER_CONFIG=str(file), JAXINFER_PROT="1").exit_code == 0
+    assert started.server.port == 1
+
+
+YAML = {
+    "list": ("- port\n", "holds no settings"),
+    "broken": ("port: [\n", "is no YAML"),
+    "tag": ("port: !!python/object/apply:os.system [ls]\n", "is no YAML"),
+    "bytes": (b"\xff\xfe\x00", "cannot be read"),
+    "config in config": ("config: a.yaml\n", "'config' in"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), YAML.values(), ids=YAML)
+def test_broken_files(started: Started, tmp_path: Path, text: str | bytes, message: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    result = started.run("--config", str(file))
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_template_from_a_file(started: Started, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages }}")
+    started.run("--chat-template", str(file))
+    assert started.server.chat_template == "{{ messages }}"
+
+
+def test_the_server_process_needs_no_jax() -> None:
+    """Everything that ``_serve`` imports before the engine's own process does."""
+    script = (
+        "import sys, jaxinfer.cli.serve, jaxinfer.server.app, jaxinfer.server.run, "
+        "jaxinfer.engine.process; print('jax' in sys.modules, 'flax' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "False False\n"
+
+
+@pytest.fixture
+def server(
+    tiny_arguments: list[str], tmp_path: Path
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server on the tiny model, in a process of its own, and its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [JAXINFER, "serve", *tiny_arguments, f"--port={port}", "--host=127.0.0.1"]
+    environment = {**os.environ, "JAXINFER_API_KEY": "hidden", "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_server_from_start_to_end(server: Running) -> None:
+    process, url = server
+    codes: list[int] = []
+    for _ in range(600):
+        try:
+            codes.append(httpx.get(f"{url}/ready").status_code)
+        except httpx.ConnectError:
+            codes.append(0)
+        if codes[-1] == 200:
+            break
+        time.sleep(0.1)
+    assert codes[-1] == 200
+    assert 503 in codes  # it listens before the model is there
+    request = {"prompt": "ab", "max_tokens": 3, "temperature": 0}
+    assert httpx.post(f"{url}/v1/completions", json=request).status_code == 401
+    headers = {"Authorization": "Bearer hidden"}
+    answer = httpx.post(f"{url}/v1/completions", json=request, headers=headers, timeout=30)
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert f"jaxinfer: ready on {url} in " in told
+    assert "hidden" not in told
