@@ -16,6 +16,7 @@ from jaxinfer import __version__
 from jaxinfer.core.request import INT32_MAX
 from jaxinfer.server import responses as answers
 from jaxinfer.server.errors import ErrorBody
+from jaxinfer.server.openapi_words import ANSWER_FIELDS
 from jaxinfer.server.schema import (
     MAX_PROMPTS,
     AnyRequest,
@@ -174,9 +175,12 @@ def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
     kinds = [kind for kind in structs | {ErrorBody} if isinstance(kind, type)]
     kinds.sort(key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
-    for one in operations:
-        if one.request is not None:
-            _complete(schemas[one.request.__name__], one.request, models)
+    requests = {one.request.__name__: one.request for one in operations if one.request is not None}
+    for name, schema in schemas.items():
+        if name in requests:
+            _complete(schema, requests[name], models)
+        else:
+            _describe(schema.get("properties", {}))
     if vocab_size is not None:
         _bound_token_ids(schemas, vocab_size - 1)
     return schemas
@@ -257,6 +261,13 @@ def _error(status: int) -> dict[str, Any]:
         "headers": headers,
         "content": {"application/json": {"schema": _ref(ErrorBody)}},
     }
+
+
+def _describe(properties: dict[str, Any]) -> None:
+    """Say what the fields of an answer mean, in place."""
+    for name, schema in properties.items():
+        if "description" not in schema:
+            schema["description"] = ANSWER_FIELDS[name]
 
 
 def _complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequence[str]) -> None:

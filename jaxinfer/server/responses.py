@@ -82,6 +82,7 @@ class Completion(_Answer, frozen=True, kw_only=True, gc=False):
     created: int  # seconds since 1970
     model: str
     choices: list[CompletionChoice]
+    system_fingerprint: str
     usage: Usage
 
 
@@ -107,6 +108,7 @@ class CompletionChunk(_Answer, frozen=True, kw_only=True, gc=False):
     created: int
     model: str
     choices: list[CompletionChunkChoice]
+    system_fingerprint: str
     usage: Usage | None | UnsetType = UNSET
 
 
@@ -163,6 +165,7 @@ class ChatCompletion(_Answer, frozen=True, kw_only=True, gc=False):
     created: int
     model: str
     choices: list[ChatChoice]
+    system_fingerprint: str
     usage: Usage
     prompt_logprobs: list[PositionLogprobs | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -194,6 +197,7 @@ class ChatChunk(_Answer, frozen=True, kw_only=True, gc=False):
     created: int
     model: str
     choices: list[ChatChunkChoice]
+    system_fingerprint: str
     usage: Usage | None | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # of the first chunk
 

@@ -14,6 +14,7 @@ from jaxinfer.server import responses
 from jaxinfer.server.app import ROUTES
 from jaxinfer.server.errors import ERROR_TYPES, ApiError
 from jaxinfer.server.openapi import ERRORS, OPERATIONS, openapi_document
+from jaxinfer.server.openapi_words import ANSWER_FIELDS
 from jaxinfer.server.parse import parse
 
 VOCABULARY = 100
@@ -58,11 +59,20 @@ def test_document_is_valid():
 
 def test_every_field_is_described():
     for name, kind in REQUESTS.items():
-        properties = SCHEMAS[name]["properties"]
-        assert set(properties) == {*kind.__struct_fields__, *kind.unsupported, *kind.ignored}
-        for field, schema in properties.items():
-            is_struct = any("$ref" in form for form in schema.get("anyOf", ()))
-            assert is_struct or schema["description"], (name, field)
+        assert set(SCHEMAS[name]["properties"]) == {
+            *kind.__struct_fields__,
+            *kind.unsupported,
+            *kind.ignored,
+        }
+    for name, schema in SCHEMAS.items():
+        for field, described in schema.get("properties", {}).items():
+            is_struct = any("$ref" in form for form in described.get("anyOf", ()))
+            assert described.get("description") or is_struct, (name, field)
+
+
+def test_no_words_without_a_field():
+    fields = {field for schema in SCHEMAS.values() for field in schema.get("properties", ())}
+    assert set(ANSWER_FIELDS) <= fields
 
 
 def test_errors_are_described():
