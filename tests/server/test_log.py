@@ -1,0 +1,83 @@
+"""Lines of the log."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.server.log import LOGGER, ROUTED, EventLog, TextLines, configure_logging
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    """What is logged at level "info"; the loggers are as before afterwards."""
+    loggers = [logging.getLogger(name) for name in (LOGGER, *ROUTED)]
+    before = [(one, one.handlers, one.propagate, one.level) for one in loggers]
+    stream = io.StringIO()
+    configure_logging(stream, "info")
+    yield stream
+    for one, handlers, propagate, level in before:
+        one.handlers, one.propagate = handlers, propagate
+        one.setLevel(level)
+
+
+def test_one_json_object_a_line(stream: io.StringIO) -> None:
+    EventLog().info("started", text="two\nlines", number=3)
+    EventLog().debug("hidden")
+    [line] = map(json.loads, stream.getvalue().splitlines())
+    assert line.pop("time").endswith("+00:00")
+    assert line == {"level": "info", "event": "started", "text": "two\nlines", "number": 3}
+
+
+def test_errors_carry_their_traceback(stream: io.StringIO) -> None:
+    try:
+        raise KeyError("lost")
+    except KeyError as error:
+        EventLog().error("failed", exception=error, request_id="r")
+    line = json.loads(stream.getvalue())
+    assert line["request_id"] == "r"
+    assert line["traceback"].endswith("KeyError: 'lost'")
+
+
+def test_uvicorn_is_routed_in(stream: io.StringIO) -> None:
+    logging.getLogger("uvicorn.error").warning("odd %s", "thing")
+    logging.getLogger("uvicorn.error").info("chatter")
+    [line] = map(json.loads, stream.getvalue().splitlines())
+    assert (line["event"], line["message"]) == ("uvicorn.error", "odd thing")
+
+
+def test_text_for_people() -> None:
+    record = logging.LogRecord(LOGGER, logging.INFO, "", 0, "access", (), None)
+    record.fields = {"path": "/v1", "odd": "a b\nc", "none": None, "status": 200}
+    line = TextLines().format(record)
+    assert line.split(" ", 1)[1] == 'info access path=/v1 odd="a b\\nc" none=null status=200'
+
+
+def test_once_by_name(stream: io.StringIO) -> None:
+    log = EventLog()
+    for name in ("a", "b", "a", "a"):
+        log.once("unknown_field", name)
+    names = [json.loads(line)["name"] for line in stream.getvalue().splitlines()]
+    assert names == ["a", "b"]
+
+
+def test_requests_are_logged_only_when_asked(stream: io.StringIO) -> None:
+    sampling = SamplingParams(
+        temperature=0.5, stop=("x" * 1000,), logit_bias=dict.fromkeys(range(300), 1.0)
+    )
+    for log in (EventLog(), EventLog(requests=True)):
+        log.request_received("r", route="/v1/x", num_prompt_tokens=5, sampling=sampling)
+        log.request_finished("r", finish_reason="stop", num_output_tokens=2, ttft=None, e2e=0.25)
+    received, finished = map(json.loads, stream.getvalue().splitlines())
+    assert received["event"] == "request_received"
+    assert received["num_prompt_tokens"] == 5
+    assert received["sampling"] == {
+        "temperature": 0.5,
+        "logit_bias": "dict of 300",
+        "stop": "tuple of 1",
+    }
+    assert finished["event"] == "request_finished"
+    assert (finished["ttft"], finished["e2e"], finished["finish_reason"]) == (None, 0.25, "stop")
