@@ -1,7 +1,8 @@
 """HTTP on one connection: uvicorn's fast parser, with bounds on what precedes a body.
 
 Owns: how large and how slow a request's head (or a chunked body's trailer) may be, and the answer
-to bytes that are no HTTP. uvicorn bounds heads only with its slower parser, h11.
+to bytes that are no HTTP. uvicorn bounds heads only with h11, which takes twice the time for each
+event of a stream (5.0 against 2.6 µs, client included).
 Must not know: what a request asks for.
 """
 

@@ -25,7 +25,7 @@ PROGRAM = """
 import asyncio, contextlib, json, sys
 from jaxinfer.cli.main import Commands
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.server import run
+from jaxinfer.server import protocol, run
 
 class Service:
     def __init__(self):
@@ -74,6 +74,7 @@ async def load():
 options = json.loads(sys.argv[2])
 config = ServerConfig(**json.loads(sys.argv[1]))
 run.FLUSH_SECONDS = options["flush_seconds"]
+protocol.HEAD_SECONDS = options["head_seconds"]
 run.run(app, service, load, config, lambda line: print(line, file=sys.stderr, flush=True))
 """
 
@@ -83,7 +84,8 @@ class Server:
 
     def __init__(self, config: dict[str, Any], options: dict[str, Any]) -> None:
         self.config = config
-        known = {"load_seconds": 0.0, "fails": False, "flush_seconds": 5.0} | options
+        known = {"load_seconds": 0.0, "fails": False, "flush_seconds": 5.0}
+        known |= {"head_seconds": 30.0} | options
         command = [sys.executable, "-c", PROGRAM, json.dumps(config), json.dumps(known)]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
@@ -310,6 +312,21 @@ FITTING = {
 @pytest.mark.parametrize("parts", FITTING.values(), ids=FITTING)
 def test_fitting_heads(serving: dict[str, Any], parts: tuple[bytes, ...]) -> None:
     assert exchange(connect(serving), *parts).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_slow_head_is_dropped_and_an_idle_connection_is_not(
+    start: Callable[..., Server], local: dict[str, Any]
+) -> None:
+    start(local, head_seconds=0.3).wait_ready()
+    with connect(local) as patient:
+        patient.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert patient.recv(9) == b"HTTP/1.1 "
+        for begun in ("", "GET /health HTTP/1.1\r\nhost: "):
+            start_time = time.monotonic()
+            assert exchange(connect(local), begun.encode()) == b""
+            assert 0.2 < time.monotonic() - start_time < 3
+        patient.sendall(GET + b"\r\n")
+        assert exchange(patient).count(b"HTTP/1.1 200 ") == 1
 
 
 def test_what_is_no_http(serving: dict[str, Any]) -> None:
