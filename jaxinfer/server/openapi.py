@@ -6,6 +6,7 @@ Must not know: the handlers. A route that has no operation cannot be described: 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -102,6 +103,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
         ("GET", "/v1/models"): Operation(
             "listModels", "The names under which the model is served.", answers.ModelList, GUARDED
         ),
+        ("GET", "/v1/models/{model}"): Operation(
+            "retrieveModel", "One of those names.", answers.ModelCard, (*GUARDED, 404)
+        ),
         ("GET", "/health"): Operation("health", "Whether the engine's loop answers.", None, OPEN),
         ("GET", "/ready"): Operation("ready", "Whether new requests are taken.", None, OPEN),
         ("GET", "/metrics"): Operation(
@@ -136,7 +140,7 @@ def openapi_document(
     paths: dict[str, dict[str, Any]] = {}
     for method, path in routes:
         operation = OPERATIONS[method, path]
-        paths.setdefault(path, {})[method.lower()] = _operation(operation, secured)
+        paths.setdefault(path, {})[method.lower()] = _operation(operation, path, secured)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -186,17 +190,18 @@ def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
     return schemas
 
 
-def _operation(operation: Operation, secured: bool) -> dict[str, Any]:
+def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]:
     described: dict[str, Any] = {
         "operationId": operation.name,
         "summary": operation.summary,
         "parameters": [
+            *map(_path_parameter, re.findall(r"{(\w+)}", path)),
             {
                 "name": "X-Request-Id",
                 "in": "header",
                 "description": "The id of this request in the log; the answer has it too.",
                 "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"},
-            }
+            },
         ],
         "responses": {
             "200": _success(operation),
@@ -215,6 +220,11 @@ def _operation(operation: Operation, secured: bool) -> dict[str, Any]:
     return described
 
 
+def _path_parameter(name: str) -> dict[str, Any]:
+    schema = {"type": "string", "minLength": 1}
+    return {"name": name, "in": "path", "required": True, "schema": schema}
+
+
 def _success(operation: Operation) -> dict[str, Any]:
     """The answer with status 200."""
     success: dict[str, Any] = {"description": operation.summary, "headers": _headers()}
@@ -225,18 +235,23 @@ def _success(operation: Operation) -> dict[str, Any]:
     elif operation.answer is not None:
         content["application/json"] = {"schema": _ref(operation.answer)}
     if operation.event is not None:
-        content["text/event-stream"] = {
-            "schema": {
-                "type": "string",
-                "description": "With stream=true: one event `data: <JSON>` for each gain, where "
-                f"the JSON is a {operation.event.__name__}, and `data: [DONE]` at the end. A "
-                "failure midway is an event whose JSON is an ErrorBody.",
-            },
-            "x-event-data": _ref(operation.event),
-        }
+        content["text/event-stream"] = {"schema": _event(operation.event)}
     if content:
         success["content"] = content
     return success
+
+
+def _event(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """One event of a stream; a struct in its data is JSON."""
+    gain = {"contentMediaType": "application/json", "contentSchema": _ref(kind)}
+    failure = {"contentMediaType": "application/json", "contentSchema": _ref(ErrorBody)}
+    return {
+        "type": "object",
+        "description": "With stream=true: an event for each gain, then one whose data is [DONE]. "
+        "A failure midway is an event with an error.",
+        "properties": {"data": {"type": "string", "anyOf": [gain, failure, {"const": "[DONE]"}]}},
+        "required": ["data"],
+    }
 
 
 def _headers() -> dict[str, Any]:

@@ -39,7 +39,8 @@ def accepts(name, body) -> bool:
 
 def test_every_route_has_its_operation():
     """A route without an entry, and an entry without a route, are mistakes."""
-    assert set(OPERATIONS) == {*ROUTES, ("GET", "/openapi.json")}
+    routes = {(method, path.replace(":path}", "}")) for method, path in ROUTES}
+    assert set(OPERATIONS) == {*routes, ("GET", "/openapi.json")}
     assert set(DESCRIBED) == set(OPERATIONS)
 
 
