@@ -84,7 +84,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     report = parser.add_argument_group("report")
     report.add_argument("--percentile-metrics", type=_names, default=list(TITLES))
-    report.add_argument("--metric-percentiles", type=_numbers, default=[50.0, 99.0])
+    report.add_argument("--metric-percentiles", type=_numbers, default=[99.0])
     report.add_argument("--goodput", nargs="*", type=_limit, metavar="METRIC:MS")
     report.add_argument("--save-result", action="store_true")
     report.add_argument("--save-detailed", action="store_true", help="with every request's record")
@@ -132,6 +132,8 @@ class Benchmark:
         if arguments.ignore_eos:
             self.fields["ignore_eos"] = True
         self.fields |= arguments.extra_body
+        if arguments.dataset_name != "random" and arguments.dataset_path is None:
+            raise SystemExit(f"a {arguments.dataset_name} dataset needs --dataset-path")
         self.vocab = _vocab(arguments) if arguments.dataset_name == "random" else []
 
     def bodies(self, count: int) -> list[bytes]:
@@ -241,7 +243,8 @@ async def first_model(client: Client, seconds: float) -> str:
     """The name that the server lists first. Raises ``SystemExit`` when it lists none in time."""
     deadline = time.monotonic() + seconds
     while (answer := await client.get("/v1/models")).status != 200:
-        if answer.status or time.monotonic() > deadline:
+        # 503: the model is still being loaded
+        if answer.status not in (0, 503) or time.monotonic() > deadline:
             raise SystemExit(f"/v1/models does not answer: {answer.error}")
         await asyncio.sleep(0.5)
     return json.loads(answer.body)["data"][0]["id"]
@@ -256,9 +259,9 @@ def report_errors(outcome: Outcome) -> None:
 def sweep_line(row: dict[str, Any]) -> str:
     """A level in one line."""
     pairs = " ".join(
-        f"{name} {row[f'p50_{name}_ms']:8.2f} / {row[f'p99_{name}_ms']:8.2f}"
+        f"{name} {row[f'median_{name}_ms']:8.2f} / {row[f'p99_{name}_ms']:8.2f}"
         for name in TITLES
-        if f"p50_{name}_ms" in row and f"p99_{name}_ms" in row
+        if f"p99_{name}_ms" in row
     )
     counts = f"{row['completed']}/{row['num_prompts']}"
     return f"qps {row['qps']:>4} {counts:>8}  {pairs}  {row['output_throughput']:9.1f} tok/s"

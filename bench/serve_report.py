@@ -42,7 +42,7 @@ def summarize(
     answers: Sequence[Answer],
     seconds: float,
     *,
-    percentiles: Sequence[float] = (50, 99),
+    percentiles: Sequence[float] = (99,),
     metrics: Sequence[str] = tuple(TITLES),
     goodput: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
