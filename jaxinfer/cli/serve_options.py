@@ -130,18 +130,17 @@ GROUPS = (
         ),
     ),
     Group(
-        "For scripts that start vLLM: accepted with these values or without effect, else refused",
+        "Accepted because scripts for vLLM give them",
         (
-            Setting("tensor_parallel_size", whole, "1.", ("-tp",)),
-            Setting("pipeline_parallel_size", whole, "1.", ("-pp",)),
-            Setting("data_parallel_size", whole, "1.", ("-dp",)),
-            Setting("quantization", text, "gguf.", ("-q",)),
-            Setting("kv_cache_dtype", text, "auto."),
+            Setting("tensor_parallel_size", whole, "Only 1.", ("-tp",)),
+            Setting("pipeline_parallel_size", whole, "Only 1.", ("-pp",)),
+            Setting("data_parallel_size", whole, "Only 1.", ("-dp",)),
+            Setting("quantization", text, "Only gguf, which the file tells.", ("-q",)),
+            Setting("kv_cache_dtype", text, "Only auto: as the model."),
             Setting("enable_chunked_prefill", switch, "Always on."),
-            Setting("scheduling_policy", text, "fcfs, priority."),
-            Setting("tokenizer_mode", text, "auto."),
-            Setting("chat_template_content_format", text, "auto, string."),
-            Setting("revision", text, "Give the folder of the revision."),
+            Setting("scheduling_policy", text, "fcfs or priority; no effect."),
+            Setting("tokenizer_mode", text, "Only auto."),
+            Setting("chat_template_content_format", text, "auto or string; no effect."),
             Setting("trust_remote_code", switch, "No effect."),
             Setting("enforce_eager", switch, "No effect."),
             Setting("compilation_config", anything, "No effect.", ("-O",)),
@@ -152,24 +151,28 @@ GROUPS = (
             Setting("disable_log_stats", switch, "No effect."),
             Setting("enable_prompt_tokens_details", switch, "No effect: always on."),
             Setting("enable_request_id_headers", switch, "No effect: always on."),
-            Setting("speculative_config", anything, "Refused."),
-            Setting("enable_lora", switch, "Refused."),
-            Setting("lora_modules", texts, "Refused."),
-            Setting("max_loras", whole, "Refused."),
-            Setting("max_lora_rank", whole, "Refused."),
-            Setting("enable_auto_tool_choice", switch, "Refused."),
-            Setting("tool_call_parser", text, "Refused."),
-            Setting("reasoning_parser", text, "Refused."),
-            Setting("otlp_traces_endpoint", text, "Refused."),
-            Setting("best_of", whole, "Refused."),
-            Setting("swap_space", number, "Refused."),
-            Setting("num_scheduler_steps", whole, "Refused."),
-            Setting("disable_log_requests", switch, "Refused."),
-            Setting("guided_decoding_backend", text, "Refused."),
         ),
     ),
 )
-SETTINGS = tuple(setting for group in GROUPS for setting in group.settings)
+# Known only to be refused with advice; the help leaves them out.
+REFUSED = (
+    Setting("revision", text, ""),
+    Setting("speculative_config", anything, ""),
+    Setting("enable_lora", switch, ""),
+    Setting("lora_modules", texts, ""),
+    Setting("max_loras", whole, ""),
+    Setting("max_lora_rank", whole, ""),
+    Setting("enable_auto_tool_choice", switch, ""),
+    Setting("tool_call_parser", text, ""),
+    Setting("reasoning_parser", text, ""),
+    Setting("otlp_traces_endpoint", text, ""),
+    Setting("best_of", whole, ""),
+    Setting("swap_space", number, ""),
+    Setting("num_scheduler_steps", whole, ""),
+    Setting("disable_log_requests", switch, ""),
+    Setting("guided_decoding_backend", text, ""),
+)
+SETTINGS = (*(setting for group in GROUPS for setting in group.settings), *REFUSED)
 METAVARS: Mapping[Reader, str] = MappingProxyType(
     {whole: "N", size: "N", size_or_auto: "N", number: "X", mapping: "JSON", texts: "TEXT ..."}
 )
@@ -188,7 +191,8 @@ class ServeCommand(click.Command):
         records = {
             parameter.name: record
             for parameter in self.get_params(ctx)
-            if (record := parameter.get_help_record(ctx)) is not None
+            if isinstance(parameter, click.Option)
+            and (record := parameter.get_help_record(ctx)) is not None
         }
         for group in GROUPS:
             with formatter.section(group.title):
@@ -205,12 +209,15 @@ def serve_options() -> list[click.Option]:
 def _option(setting: Setting) -> click.Option:
     if setting.read is switch:
         spelled = [f"{flag}/--no-{flag[2:]}" for flag in setting.flags]
-        return click.Option([setting.name, *spelled], default=None, help=setting.help)
+        return click.Option(
+            [setting.name, *spelled], default=None, help=setting.help, hidden=setting in REFUSED
+        )
     return click.Option(
         [setting.name, *setting.flags],
         multiple=setting.read is texts,
         metavar=METAVARS.get(setting.read, "TEXT"),
         help=setting.help,
+        hidden=setting in REFUSED,
     )
 
 

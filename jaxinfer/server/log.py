@@ -18,6 +18,7 @@ from jaxinfer.core.request import SamplingParams
 
 LOGGER = "jaxinfer.server"
 ROUTED = ("uvicorn", "uvicorn.error", "uvicorn.asgi")
+MOST_NAMES = 1000  # that clients choose: neither memory nor the log grows without end
 LONGEST_VALUE = 200  # characters; a longer name is cut, a longer parameter only counted
 
 
@@ -62,12 +63,11 @@ class EventLog:
         self._write(logging.ERROR, event, fields, exception)
 
     def once(self, event: str, name: str, **fields: Any) -> None:
-        """Warn about ``name`` the first time only. The names kept are bounded; then all is told."""
-        if (key := f"{event} {name[:LONGEST_VALUE]}") in self._told:
-            return
-        if len(self._told) < 1000:
+        """Warn about ``name`` the first time only, and about ``MOST_NAMES`` names in all."""
+        key = f"{event} {name[:LONGEST_VALUE]}"
+        if key not in self._told and len(self._told) < MOST_NAMES:
             self._told.add(key)
-        self.warning(event, name=name, **fields)
+            self.warning(event, name=name[:LONGEST_VALUE], **fields)
 
     def request_received(
         self,

@@ -87,4 +87,15 @@ def test_help_of(command: str) -> None:
 def test_commands_import_nothing_heavy() -> None:
     script = "import sys, jaxinfer.cli.main; print(*sys.modules)"
     modules = subprocess.check_output([sys.executable, "-c", script], text=True).split()
-    assert not {"jax", "numpy", "flax", "rich", "tokenizers", "msgspec"} & set(modules)
+    heavy = {
+        "jax",
+        "numpy",
+        "flax",
+        "rich",
+        "tokenizers",
+        "msgspec",
+        "starlette",
+        "uvicorn",
+        "yaml",
+    }
+    assert not heavy & set(modules)

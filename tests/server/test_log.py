@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.server.log import LOGGER, ROUTED, EventLog, TextLines, configure_logging
+from jaxinfer.server.log import LOGGER, MOST_NAMES, ROUTED, EventLog, TextLines, configure_logging
 
 
 @pytest.fixture
@@ -62,6 +62,14 @@ def test_once_by_name(stream: io.StringIO) -> None:
         log.once("unknown_field", name)
     names = [json.loads(line)["name"] for line in stream.getvalue().splitlines()]
     assert names == ["a", "b"]
+
+
+def test_names_that_clients_invent_are_bounded(stream: io.StringIO) -> None:
+    log = EventLog()
+    for number in range(2 * MOST_NAMES):
+        log.once("unknown_field", f"{number}-" + "x" * 10_000)
+    assert stream.getvalue().count("\n") == MOST_NAMES
+    assert len(stream.getvalue()) < 400 * MOST_NAMES
 
 
 def test_requests_are_logged_only_when_asked(stream: io.StringIO) -> None:
