@@ -112,7 +112,8 @@ class EngineChild:
         except JaxinferError as error:
             return error
         except Exception as error:
-            traceback.print_exc()
+            if not self._server_left:
+                traceback.print_exc()
             return EngineError(f"the engine cannot be built ({type(error).__name__}: {error})")
         finally:
             self._building = False
@@ -126,10 +127,15 @@ class EngineChild:
 
     def _follow(self, messages: Iterator[ToEngine]) -> None:
         """Pass commands on until the server has gone, then end this process."""
-        for message in messages:
-            if self._engine is not None and not isinstance(message, Build):
-                with suppress(EngineError):  # it has ended: the last message tells why
-                    self._engine.put(message)
+        try:
+            for message in messages:
+                if self._engine is not None and not isinstance(message, Build):
+                    with suppress(EngineError):  # it has ended: the last message tells why
+                        self._engine.put(message)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         self._server_left = True
         if self._building:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import SamplingParams, check_identity
 from jaxinfer.engine.client import Listener
 from jaxinfer.engine.commands import Command, Leave, Ping, Stop, Submission
 from jaxinfer.engine.facts import ModelFacts
@@ -93,6 +93,13 @@ class EngineProcess:
 
     def ready(self) -> EngineFacts:
         """Wait for the engine; raises what ``build_engine`` raises, after which all is over."""
+        try:
+            return self._facts()
+        except JaxinferError:
+            self.stop()
+            raise
+
+    def _facts(self) -> EngineFacts:
         planned, tokenizer = None, None
         for message in self._messages:
             match message:
@@ -104,13 +111,10 @@ class EngineProcess:
                     assert planned is not None
                     return EngineFacts(planned.facts, planned.limits, tokenizer, message.stats)
                 case Failed():
-                    self.stop()
                     raise error_of(message)
                 case _:
                     raise AssertionError(f"{message} before the engine was ready")
-        ending = self._ending("while it was starting")
-        self.stop()
-        raise ending
+        raise self._ending("while it was starting")
 
     def connect(self, listener: Listener) -> None:
         """Start following the engine; ``listener`` is called on a thread of its own."""
@@ -139,10 +143,15 @@ class EngineProcess:
         cache_salt: str | None = None,
     ) -> None:
         """Send a request; raises ``EngineError`` when nobody would answer it."""
-        submission = Submission(request_id, prompt_token_ids, sampling, priority, cache_salt)
+        priority, salt = check_identity(priority, cache_salt)
+        submission = Submission(request_id, prompt_token_ids, sampling, priority, salt)
         with self._lock:
-            self._send(submission)
-            self._open[request_id] = sampling.n
+            self._open[request_id] = sampling.n  # before an answer can come
+            try:
+                self._send(submission)
+            except JaxinferError:
+                del self._open[request_id]
+                raise
 
     def abort(self, request_id: str) -> None:
         """End a request; its pages are free within one step. Unknown ids are ignored."""
@@ -177,21 +186,23 @@ class EngineProcess:
     def _follow(self, listener: Listener) -> None:
         """Pass messages on until the engine has gone."""
         error: JaxinferError | None = None
-        for message in self._messages:
-            match message:
-                case Told():
-                    self._note(message.news)
-                    listener.news(message.news)
-                case Refused():
-                    self._open.pop(message.request_id, None)
-                    listener.refuse(message.request_id, error_of(message))
-                case Pong():
-                    listener.pong()
-                case Failed():
-                    error = error_of(message)
-                case _:
-                    raise AssertionError(f"{message} while the engine runs")
-        self._end(error, listener)
+        try:
+            for message in self._messages:
+                match message:
+                    case Told():
+                        self._note(message.news)
+                        listener.news(message.news)
+                    case Refused():
+                        self._open.pop(message.request_id, None)
+                        listener.refuse(message.request_id, error_of(message))
+                    case Pong():
+                        listener.pong()
+                    case Failed():
+                        error = error_of(message)
+                    case _:
+                        raise AssertionError(f"{message} while the engine runs")
+        finally:
+            self._end(error, listener)
 
     def _note(self, news: News) -> None:
         """Forget the requests that have ended."""

@@ -35,11 +35,12 @@ FIRST_TOKEN, NUM_TOKENS = 300, 20_000  # tokens of text, none of them special
 
 @dataclass(frozen=True, slots=True)
 class SimStep:
-    """When a step was given to the device and done, and the CPU seconds used until then."""
+    """When a step was given to the device, done, and known to be; the CPU seconds until then."""
 
     num_rows: int
     launched: float
     done: float
+    collected: float
     engine_cpu: float  # of the engine's thread
     process_cpu: float
 
@@ -48,10 +49,12 @@ class SimStep:
 class SimExecutor:
     """A ``StepExecutor``. Steps run one after the other, each for ``step_seconds``.
 
-    Step ``fail_at`` raises; with step ``lose_at`` the device is lost.
+    The first one takes ``first_seconds``, in which requests gather. Step ``fail_at`` raises; with
+    step ``lose_at`` the device is lost.
     """
 
     step_seconds: float
+    first_seconds: float = 0.0
     fail_at: int = -1
     lose_at: int = -1
     trace: list[SimStep] = field(default_factory=list[SimStep])
@@ -60,7 +63,8 @@ class SimExecutor:
     def launch(self, plan: StepPlan) -> tuple[StepPlan, float, float]:
         """Queue a step behind the others."""
         launched = time.monotonic()
-        self._free_at = max(launched, self._free_at) + self.step_seconds
+        seconds = self.step_seconds if self._free_at else max(self.step_seconds, self.first_seconds)
+        self._free_at = max(launched, self._free_at) + seconds
         return plan, launched, self._free_at
 
     def collect(self, step: tuple[StepPlan, float, float]) -> StepResult:
@@ -71,9 +75,8 @@ class SimExecutor:
         if plan.step_id == self.fail_at:
             raise ValueError("injected")
         time.sleep(max(done - time.monotonic(), 0.0))
-        self.trace.append(
-            SimStep(len(plan.rows), launched, done, time.thread_time(), time.process_time())
-        )
+        cpu = time.thread_time(), time.process_time()
+        self.trace.append(SimStep(len(plan.rows), launched, done, time.monotonic(), *cpu))
         return StepResult(plan.step_id, tuple(_result(plan, row) for row in plan.rows))
 
 
@@ -107,6 +110,7 @@ def sim_config(num_seqs: int, executor: SimExecutor, trace_file: str = "") -> En
     """Settings that a child makes the same executor of; the trace is left in ``trace_file``."""
     script = {
         "step_seconds": executor.step_seconds,
+        "first_seconds": executor.first_seconds,
         "fail_at": executor.fail_at,
         "lose_at": executor.lose_at,
         "trace_file": trace_file,
