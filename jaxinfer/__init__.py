@@ -5,7 +5,9 @@ nothing and the command line starts at once. Must not know: anything about how t
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+from jaxinfer.core.version import VERSION
 
 if TYPE_CHECKING:
     from jaxinfer.core.config import EngineConfig
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.llm import LLM
     from jaxinfer.engine.outputs import CompletionOutput, Logprob, RequestOutput
 
-__version__: Final = "0.1.0"
+__version__ = VERSION
 
 __all__ = (
     "LLM",

@@ -10,10 +10,11 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from jaxinfer import __version__
+from jaxinfer.core.version import VERSION
 from jaxinfer.server.call import Call, json_response
 from jaxinfer.server.errors import ApiError
 from jaxinfer.server.responses import ModelCard, ModelList, Version
+from jaxinfer.server.service import Service
 
 HEALTH_SECONDS = 10.0  # a step of a long chunk on a slow CPU takes a few
 
@@ -36,17 +37,15 @@ async def ready(call: Call) -> ASGIApp:
 
 async def models(call: Call) -> ASGIApp:
     """The names under which the model is served."""
-    service = call.service
-    cards = [
-        ModelCard(
-            id=name,
-            created=service.created,
-            root=service.client.facts.name,
-            max_model_len=service.client.limits.max_model_len,
-        )
-        for name in service.model_names
-    ]
+    cards = [_card(call.service, name) for name in call.service.model_names]
     return json_response(ModelList(data=cards))
+
+
+async def model(call: Call) -> ASGIApp:
+    """One of those names."""
+    name = call.path_parameters["model"]
+    call.service.check_model(name)
+    return json_response(_card(call.service, name))
 
 
 async def metrics(call: Call) -> ASGIApp:
@@ -65,4 +64,13 @@ async def stats(call: Call) -> ASGIApp:
 async def version(call: Call) -> ASGIApp:
     """The server's version."""
     del call
-    return json_response(Version(version=__version__))
+    return json_response(Version(version=VERSION))
+
+
+def _card(service: Service, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=service.created,
+        root=service.client.facts.name,
+        max_model_len=service.client.limits.max_model_len,
+    )

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from jaxinfer import __version__
 from jaxinfer.core.request import INT32_MAX
+from jaxinfer.core.version import VERSION
 from jaxinfer.server import responses as answers
 from jaxinfer.server.errors import ErrorBody
 from jaxinfer.server.openapi_words import ANSWER_FIELDS
@@ -145,7 +145,7 @@ def openapi_document(
         "openapi": "3.1.0",
         "info": {
             "title": "jaxinfer",
-            "version": __version__,
+            "version": VERSION,
             "description": "OpenAI's endpoints over one model. A field that is null counts as "
             "absent. Unknown fields are ignored unless the server runs with --strict-fields.",
         },

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxinfer import __version__
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.engine.client import EngineClient
+from jaxinfer.core.version import VERSION
+from jaxinfer.engine.client import EngineClient, Stream
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.answer import Answer
 from jaxinfer.server.errors import ApiError, api_error
@@ -108,7 +108,7 @@ class Service:
     @property
     def fingerprint(self) -> str:
         """``system_fingerprint`` of the answers."""
-        return f"jaxinfer-{__version__}"
+        return f"jaxinfer-{VERSION}"
 
     def check_model(self, name: str | None) -> None:
         """Raise ``ApiError`` 404 for a model that is not served here."""
@@ -180,12 +180,22 @@ class Service:
                 raise RequestError(f"prompt[{number}]: {error}") from None
         self._check_room(prompts)
         wake = asyncio.Event()
-        streams = [
-            client.open(
-                prompt.token_ids, sampling, priority=priority, cache_salt=cache_salt, wake=wake
-            )
-            for prompt in prompts
-        ]
+        streams: list[Stream] = []
+        try:
+            for prompt in prompts:
+                streams.append(
+                    client.open(
+                        prompt.token_ids,
+                        sampling,
+                        priority=priority,
+                        cache_salt=cache_salt,
+                        wake=wake,
+                    )
+                )
+        except JaxinferError:
+            for stream in streams:
+                stream.close()
+            raise
         answer = Answer(
             request_id, route, streams, wake, self.metrics, max_tokens=sampling.max_tokens
         )
@@ -239,6 +249,8 @@ class Service:
             )
         if not client.alive:
             raise self.error(EngineError("the engine has stopped; restart the server"))
+        if not client.num_open:
+            return  # an idle server refuses nobody: a batch beyond the limits would never enter
         if not (num_queued := client.num_queued(len(prompts))):
             return
         num_tokens = client.num_waiting_tokens + sum(len(one.token_ids) for one in prompts)
