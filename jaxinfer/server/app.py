@@ -5,7 +5,9 @@ Owns: the table of routes. Must not know: how any of them answers.
 
 from __future__ import annotations
 
+from functools import cache
 from types import MappingProxyType
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,7 +16,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from jaxinfer import __version__
 from jaxinfer.server import generation, info, tokens
 from jaxinfer.server.call import Call, Endpoint, Handler, json_response
 from jaxinfer.server.errors import ApiError
@@ -30,6 +31,7 @@ ROUTES = MappingProxyType(
         ("GET", "/stats"): info.stats,
         ("GET", "/version"): info.version,
         ("GET", "/v1/models"): info.models,
+        ("GET", "/v1/models/{model:path}"): info.model,  # names may hold slashes
         ("POST", "/tokenize"): tokens.tokenize,
         ("POST", "/detokenize"): tokens.detokenize,
         ("POST", "/v1/completions"): generation.completions,
@@ -58,13 +60,20 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _document(service: Service) -> Handler:
-    document = openapi_document(
-        (*ROUTES, ("GET", "/openapi.json")), root_path=service.config.root_path
-    )
+    @cache
+    def describe(models: tuple[str, ...], vocab_size: int) -> dict[str, Any]:
+        routes = [(method, path.replace(":path}", "}")) for method, path in ROUTES]
+        return openapi_document(
+            (*routes, ("GET", "/openapi.json")),
+            secured=bool(service.config.api_key),
+            models=models,
+            vocab_size=vocab_size,
+            root_path=service.config.root_path,
+        )
 
     async def openapi(call: Call) -> ASGIApp:
         del call
-        return json_response(document)
+        return json_response(describe(service.model_names, service.client.facts.vocab_size))
 
     return openapi
 

@@ -38,6 +38,7 @@ class Call:
         self.service = service
         self.headers = Headers(scope=scope)
         self.route = scope["path"].removeprefix(scope.get("root_path", ""))
+        self.path_parameters: Mapping[str, str] = scope["path_params"]
         self.request_id: str = scope["state"]["request_id"]
         self._receive = receive
         self._body = body

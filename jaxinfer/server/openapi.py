@@ -360,7 +360,6 @@ def _message() -> dict[str, Any]:
         "properties": {
             "role": {"type": "string"},
             "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]},
-            "name": {"type": "string"},
         },
         "required": ["role", "content"],
     }
