@@ -1,0 +1,133 @@
+"""Requests that nobody would write, made from the server's own OpenAPI document.
+
+Nothing may answer 5xx, every answer must be one that the document describes, and most of what the
+document allows must be accepted. Afterwards nothing is left behind, and the next request is
+answered as before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from jaxinfer.server.app import ROUTES
+from kit.engines import tiny_engine
+from kit.server import SECONDS, Serving, serving
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+PATHS = {path.replace(":path}", "}"): method for method, path in ROUTES}
+POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
+# 26 each way for what takes a body and 5 for what does not: 300 in all
+CASES = [
+    *((path, mode, 26) for path in PATHS if PATHS[path] == "POST" for mode in GenerationMode),
+    *((path, POSITIVE, 5) for path in PATHS if PATHS[path] == "GET"),
+]
+NAMES = [f"{path[1:]}-{mode.value}" for path, mode, _ in CASES]
+LEAST_ACCEPTED = 0.7  # of what the document allows: a prompt may still be too long
+MOST_COMPLETIONS = 4  # of a fuzzed request: it would accept thousands
+ORDINARY = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server(bundles: Path) -> Iterator[Serving]:
+    with serving(
+        tiny_engine(bundles), request_timeout=SECONDS / 2, trust_request_chat_template=True
+    ) as running:
+        before = running.post("/v1/completions", **ORDINARY).json()["choices"]
+        yield running
+        running.wait_until_idle()
+        assert running.post("/v1/completions", **ORDINARY).json()["choices"] == before
+        assert running.engine.stats().num_late_compiles == 0
+
+
+@pytest.mark.parametrize(("path", "mode", "count"), CASES, ids=NAMES)
+def test_no_request_breaks_the_server(
+    server: Serving, path: str, mode: GenerationMode, count: int
+) -> None:
+    fuzz(server, path, mode, settings(max_examples=count, derandomize=True))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("path", "mode", "count"), CASES, ids=NAMES)
+def test_no_request_of_thousands_breaks_the_server(
+    server: Serving, path: str, mode: GenerationMode, count: int
+) -> None:
+    fuzz(server, path, mode, settings(max_examples=7 * count, derandomize=False))
+
+
+def fuzz(server: Serving, path: str, mode: GenerationMode, how: settings) -> None:
+    """Send cases and check each answer."""
+    with server.client() as client:
+        schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
+    statuses: Counter[int] = Counter()
+
+    @given(case=schema[path][PATHS[path]].as_strategy(generation_mode=mode))
+    @settings(how, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    def send(case: Case) -> None:
+        checks = [*CHECKS, *([negative_data_rejection] if has_wrong_body(case) else [])]
+        if not has_wrong_body(case) and isinstance(case.body, dict):
+            reconcile(case.body)
+        response = case.call(base_url=server.url, session=session, timeout=SECONDS)
+        statuses[response.status_code] += 1
+        case.validate_response(response, checks=checks)
+
+    with requests.Session() as session:
+        session.trust_env = False  # no proxy of the environment
+        send()
+    if mode is POSITIVE and PATHS[path] == "POST":
+        assert statuses[200] >= LEAST_ACCEPTED * statuses.total(), statuses
+
+
+def has_wrong_body(case: Case) -> bool:
+    """Whether the body breaks the schema; a wrong header alone is the server's to replace."""
+    assert case.meta is not None
+    parts = {part.value: info.mode for part, info in case.meta.components.items()}
+    return parts.get("body") is NEGATIVE
+
+
+def reconcile(body: dict[str, Any]) -> None:
+    """Take out what only contradicts another field, so that the engine has something to do."""
+    if body.get("prompt") is not None or body.get("messages"):
+        fit(body)
+    if not body.get("stream"):
+        body.pop("stream_options", None)
+    else:
+        body.pop("prompt_logprobs", None)
+    if not body.get("logprobs"):
+        body.pop("top_logprobs", None)
+    if (body.get("n") or 1) > MOST_COMPLETIONS:
+        body["n"] = MOST_COMPLETIONS
+        body.pop("best_of", None)
+    body.pop("min_tokens", None)
+
+
+def fit(body: dict[str, Any]) -> None:
+    """Make prompts neither empty nor too long."""
+    prompt = body.get("prompt")
+    if prompt == "":
+        body["prompt"] = "x"
+    elif isinstance(prompt, list):
+        body["prompt"] = [item if item != "" else "x" for item in prompt]
+    body["truncate_prompt_tokens"] = -1
