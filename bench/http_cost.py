@@ -5,8 +5,10 @@ Run from the repository root:
     .venv/bin/python -m bench.http_cost [--streams 64] [--repeats 5] [--output FILE] [-- FLAGS]
 
 Both engines live in processes of their own and run in turns; FLAGS go to `jaxinfer serve`. Added
-is the difference of the two wall times over all tokens, client included: on a machine where
-client and server share the cores, the client's part is in it, and reported beside it.
+is the difference of the two wall times over all tokens, client included: where client and server
+share the cores, the client's part is in it. CPU times stand beside it, because wall times mean
+little on a machine that does something else as well: of the client, of the server's own process,
+and how much more CPU the whole server took than the offline engine.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 
 from bench.circumstances import host_circumstances
 from bench.peer_process import PeerProcess
+from bench.process_tree import tree_cpu
 from bench.serve import first_model
 from bench.serve_client import Client
 from bench.serve_run import Outcome, offer
@@ -54,16 +57,23 @@ def compare(
     prompts = [query.prompt for query in queries if isinstance(query.prompt, list)]
     max_tokens = queries[0].max_tokens
     rows: list[dict[str, float]] = []
+    tokens = len(queries) * max_tokens
     for _ in range(repeats + 1):
+        served_before, offline_before = tree_cpu(server.pid), tree_cpu(offline.pid)
         outcome = asyncio.run(ask(server.url, queries))
         seconds = offline.run(prompts, max_tokens).seconds
-        tokens = len(queries) * max_tokens
+        served_after, offline_after = tree_cpu(server.pid), tree_cpu(offline.pid)
+        front_cpu = served_after.own - served_before.own
+        served_cpu = served_after.tree - served_before.tree
+        offline_cpu = offline_after.tree - offline_before.tree
         rows.append(
             {
                 "served_s": outcome.seconds,
                 "offline_s": seconds,
                 "added_ms_per_token": 1e3 * (outcome.seconds - seconds) / tokens,
                 "client_cpu_ms_per_token": 1e3 * outcome.cpu_seconds / tokens,
+                "front_cpu_ms_per_token": 1e3 * front_cpu / tokens,
+                "added_cpu_ms_per_token": 1e3 * (served_cpu - offline_cpu) / tokens,
                 "load": os.getloadavg()[0],
             }
         )

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from bench.circumstances import host_circumstances
-from bench.process_memory import tree_memory
+from bench.process_tree import tree_memory
 from bench.serve import first_model
 from bench.serve_client import Answer, Client
 from bench.serve_workload import Query, body_of

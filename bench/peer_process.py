@@ -49,6 +49,11 @@ class PeerProcess:
         self.versions: dict[str, str] = greeting["versions"]
         self.facts: dict[str, Any] = greeting["facts"]
 
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self._process.pid
+
     def run(self, prompts: list[list[int]], max_tokens: int) -> Run:
         """Continue all prompts together; the clock runs in the child."""
         assert self._process.stdin is not None

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.circumstances import host_circumstances
-from bench.process_memory import tree_memory
+from bench.process_tree import tree_memory
 from bench.serve_client import Client
 from bench.serve_report import TITLES, details, summarize, table
 from bench.serve_run import Outcome, offer, rate_of, wait_until_ready

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bench import load, serve
-from bench.process_memory import tree_memory
+from bench.process_tree import tree_cpu, tree_memory
 from bench.serve_client import Answer, Client
 from bench.serve_report import samples, summarize
 from bench.serve_run import NotReady, offer, wait_until_ready
@@ -234,6 +234,19 @@ def test_a_sweep_from_the_command_line(tmp_path: Path, monkeypatch: pytest.Monke
     result = run_serve(tmp_path, "--sweep=200,inf", f"--output={tmp_path / 'result.json'}")
     assert [(row["qps"], row["completed"]) for row in result["rows"]] == [(200, 7), ("inf", 7)]
     assert all(row["p99_tpot_ms"] > 0 for row in result["rows"])
+
+
+def test_cpu_time_counts_the_children() -> None:
+    before = tree_cpu(os.getpid())
+    script = "import time\nwhile time.process_time() < 0.3: pass\nprint('x', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        after = tree_cpu(os.getpid())
+        child.communicate()
+    assert after.tree - before.tree >= 0.28 > after.own - before.own
 
 
 def test_memory_counts_the_children() -> None:

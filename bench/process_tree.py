@@ -1,10 +1,11 @@
-"""Resident memory of a process and of all its descendants, from /proc (Linux).
+"""Resident memory and CPU time of a process and of all its descendants, from /proc (Linux).
 
 Owns: reading it. Must not know: what the processes are.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,25 @@ def tree_memory(pid: int) -> TreeMemory:
     if not sizes:
         raise ProcessLookupError(f"no process {pid}")
     return TreeMemory(sum(rss for rss, _ in sizes), sum(pss for _, pss in sizes), len(sizes))
+
+
+class TreeCpu(NamedTuple):
+    """Seconds that a process has computed itself, and that it and its descendants have."""
+
+    own: float
+    tree: float
+
+
+def tree_cpu(pid: int) -> TreeCpu:
+    """CPU time since the start, of living processes. Raises ``OSError`` when ``pid`` is gone."""
+    own = _cpu_seconds(pid)
+    return TreeCpu(own, own + sum(_cpu_seconds(each) for each in _tree(pid)[1:]))
+
+
+def _cpu_seconds(pid: int) -> float:
+    """User and system time; the fields are counted after the name, which may hold anything."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _tree(pid: int) -> list[int]:
