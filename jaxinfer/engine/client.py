@@ -96,9 +96,14 @@ class Stream:
         self._wake = wake
 
     @property
+    def num_unfinished(self) -> int:
+        """Completions that the engine has not ended."""
+        return self._unfinished
+
+    @property
     def finished(self) -> bool:
         """Whether every completion has ended and been taken."""
-        return not self._unfinished and not self._arrived
+        return not (self._unfinished or self._arrived or self._error)
 
     def take(self) -> list[Delta]:
         """Everything gained since the last call, maybe nothing.
@@ -122,18 +127,18 @@ class Stream:
         return arrived
 
     def close(self) -> None:
-        """Forget the request; an unfinished one is aborted."""
-        self._client.forget(self._key, abort=bool(self._unfinished))
+        """Forget the request; an unfinished one is aborted. What has arrived can still be taken."""
+        self._client.forget(self._key)
         self._unfinished = 0
         self._wake.set()
 
     def put(self, delta: Delta) -> None:
         """Take a delta in; called by the client."""
+        if delta.finish_reason is not None:
+            self._unfinished -= 1
         if delta.error:
             self.fail(EngineError(delta.error))
             return
-        if delta.finish_reason is not None:
-            self._unfinished -= 1
         self._arrived.append(delta)
         self._wake.set()
 
@@ -224,16 +229,16 @@ class EngineClient:
         self._num_waiting_tokens += stream.num_prompt_tokens
         return stream
 
-    def forget(self, key: str, *, abort: bool) -> None:
+    def forget(self, key: str) -> None:
         """Drop a stream; called by the stream, and harmless the second time."""
         stream = self._streams.pop(key, None)
         if stream is None:
             return
         if stream.started:
-            self._num_started -= stream.n
+            self._num_started -= stream.num_unfinished
         else:
             self._leave_queue(stream)
-        if abort:
+        if stream.num_unfinished:
             self._link.abort(key)
 
     async def responds(self, seconds: float) -> bool:
@@ -247,6 +252,9 @@ class EngineClient:
             await asyncio.wait_for(pong, seconds)
         except (TimeoutError, EngineError):
             return False
+        finally:
+            if pong in self._pongs:
+                self._pongs.remove(pong)
         return self.alive
 
     async def shutdown(self) -> None:
@@ -286,6 +294,8 @@ class EngineClient:
         for delta in news.deltas:
             if (stream := self._streams.get(delta.request_id)) is not None:
                 stream.put(delta)
+                if stream.started and delta.finish_reason is not None:
+                    self._num_started -= 1  # its slot is free, whenever its reader comes
         if self.observe is not None:
             self.observe(news)
 

@@ -100,7 +100,7 @@ class Answer:
     def stop(self) -> None:
         """End every unfinished completion with ``abort``; the reader still gets their ends."""
         self._stopped = True
-        self._wake.set()
+        self._leave_engine()
 
     def close(self) -> None:
         """Abort what is unfinished and wake the reader, who then gets nothing more. Idempotent."""
@@ -109,9 +109,7 @@ class Answer:
         self._closed = True
         if self._deadline is not None:
             self._deadline.cancel()
-        for stream in self._streams:
-            stream.close()
-        self._wake.set()
+        self._leave_engine()
         self._report()
 
     async def read(self) -> list[Gain]:
@@ -170,6 +168,12 @@ class Answer:
 
     def _expire(self, error: Exception) -> None:
         self._error = error
+        self._leave_engine()
+
+    def _leave_engine(self) -> None:
+        """Abort what is unfinished, however slow the reader; what has arrived is still read."""
+        for stream in self._streams:
+            stream.close()
         self._wake.set()
 
     def _report(self) -> None:

@@ -7,6 +7,7 @@ Owns: ``serving``. The engine is whatever the test brings, on its own thread as 
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -60,8 +61,13 @@ class Serving:
 
 
 @contextmanager
-def serving(engine: Engine, **settings: Any) -> Iterator[Serving]:
-    """Serve ``engine`` on a free port of this machine; the settings are those of ServerConfig."""
+def serving(
+    engine: Engine, *, send_buffer: int | None = None, **settings: Any
+) -> Iterator[Serving]:
+    """Serve ``engine`` on a free port of this machine; the settings are those of ServerConfig.
+
+    ``send_buffer``: bytes that the kernel holds of each answer, if it shall not choose.
+    """
     config = ServerConfig(host="127.0.0.1", port=0, **settings)
     started = threading.Event()
     found: list[Serving] = []
@@ -80,6 +86,8 @@ def serving(engine: Engine, **settings: Any) -> Iterator[Serving]:
         )
         service.attach(client, metrics)
         with bound_sockets(config) as sockets:
+            if send_buffer is not None:
+                sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
             server = Server(uvicorn_config(config, create_app(service)))
             port = sockets[0].getsockname()[1]
             loop = asyncio.get_running_loop()

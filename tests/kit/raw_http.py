@@ -1,0 +1,118 @@
+"""HTTP by hand: clients that vanish, dawdle, or send what no library would.
+
+Owns: ``RawClient``, and reading event streams. Must not know: which server answers.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from contextlib import suppress
+from http.client import HTTPResponse
+from typing import Any, NamedTuple
+
+SECONDS = 30.0  # after which a test gives up waiting
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
+
+
+class Reply(NamedTuple):
+    """A whole answer."""
+
+    status: int
+    headers: dict[str, str]  # names in lower case
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body's value."""
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error that the body is; checks its form."""
+        assert self.status >= 400, self
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["message"], error
+        return error
+
+    @property
+    def events(self) -> list[Any]:
+        """The events of a stream; checks the framing and ``[DONE]``."""
+        assert self.status == 200, self
+        frames = self.body.decode().split("\n\n")
+        assert frames[-2:] == ["data: [DONE]", ""], frames[-3:]
+        return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+
+
+class RawClient:
+    """One connection, for one request."""
+
+    def __init__(self, port: int, *, receive_buffer: int | None = None) -> None:
+        self._socket = socket.socket()
+        self._socket.settimeout(SECONDS)
+        if receive_buffer is not None:  # before connect, which tells the window
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self._socket.connect(("127.0.0.1", port))
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._socket.close()
+
+    def send(self, data: bytes) -> RawClient:
+        """Exactly these bytes; a server that closes early is no error here."""
+        with suppress(BrokenPipeError, ConnectionResetError):  # its answer is read all the same
+            self._socket.sendall(data)
+        return self
+
+    def post(self, path: str, **fields: Any) -> RawClient:
+        """Send a request; ``reply`` reads the answer."""
+        return self.post_body(path, json.dumps(fields).encode())
+
+    def post_body(self, path: str, body: bytes, *headers: str) -> RawClient:
+        """Send any body; a header given here stands in the place of the usual one."""
+        lines = {
+            "host": "host: localhost",
+            "connection": "connection: close",
+            "content-type": "content-type: application/json",
+            "content-length": f"content-length: {len(body)}",
+        }
+        lines |= {line.partition(":")[0].lower(): line for line in headers}
+        head = "\r\n".join([f"POST {path} HTTP/1.1", *lines.values(), "", ""])
+        return self.send(head.encode("latin-1") + body)
+
+    def get(self, path: str) -> RawClient:
+        """Send a GET."""
+        head = f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+        return self.send(head.encode())
+
+    def wait(self) -> RawClient:
+        """Return once the answer has begun."""
+        self._socket.recv(1, socket.MSG_PEEK)
+        return self
+
+    def reply(self) -> Reply:
+        """The whole answer."""
+        with HTTPResponse(self._socket) as response:
+            response.begin()
+            headers = {name.lower(): value for name, value in response.getheaders()}
+            return Reply(response.status, headers, response.read())
+
+    def vanish(self) -> None:
+        """Be gone, as a killed program is."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        self._socket.close()
+
+
+def post(port: int, path: str, **fields: Any) -> Reply:
+    """A request and its answer."""
+    with RawClient(port) as client:
+        return client.post(path, **fields).reply()
+
+
+def get(port: int, path: str) -> Reply:
+    """A GET and its answer."""
+    with RawClient(port) as client:
+        return client.get(path).reply()

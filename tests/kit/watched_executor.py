@@ -1,0 +1,95 @@
+"""An executor around another one: it notes the plans, holds steps back and fails when told to.
+
+Owns: ``WatchedExecutor`` and ``watched_engine``. Must not know: how steps are computed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from msgspec.structs import replace
+
+from jaxinfer.core.config import Limits
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.step import Bucket, ScheduledSeq, StepPlan, StepResult
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.facts import ModelFacts
+from jaxinfer.engine.loop import StepExecutor
+from jaxinfer.text.tokenizer import load_tokenizer
+from kit.sim_executor import SimExecutor
+from kit.tokenizers import tiny_tokenizer_spec
+
+SECONDS = 30.0  # that a step is held back at most
+
+
+class WatchedExecutor:
+    """A ``StepExecutor``. Set ``failure`` and the next collected step raises it."""
+
+    def __init__(self, inner: StepExecutor[Any]) -> None:
+        self.plans: list[StepPlan] = []
+        self.failure: Exception | None = None
+        self._inner = inner
+        self._open = threading.Event()
+        self._open.set()
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Note the plan and launch it."""
+        self.plans.append(plan)
+        return self._inner.launch(plan)
+
+    def collect(self, step: Any) -> StepResult:
+        """Wait for the step, and then for ``held`` to end."""
+        result = self._inner.collect(step)
+        self._open.wait(SECONDS)
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        return result
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No step ends inside the block."""
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._open.set()
+
+
+class AlphabetExecutor(SimExecutor):
+    """Continues any prompt of p tokens with the alphabet from letter p on, and takes its time."""
+
+    def collect(self, step: tuple[StepPlan, float, float]) -> StepResult:
+        """As a device that has computed the step."""
+        result = super().collect(step)
+        drawn = tuple(
+            done if done.token_id is None else replace(done, token_id=_letter(row))
+            for done, row in zip(result.rows, step[0].rows, strict=True)
+        )
+        return replace(result, rows=drawn)
+
+
+def _letter(row: ScheduledSeq) -> int:
+    return ord("a") + (row.num_computed_tokens + row.num_scheduled_tokens) % 26
+
+
+def watched_engine(
+    num_seqs: int = 4, *, step_seconds: float = 0.001, chunk: int = 64, max_model_len: int = 2048
+) -> tuple[Engine, WatchedExecutor]:
+    """An engine that recites the alphabet; one step has up to ``chunk`` tokens of prompts."""
+    page_size = 16
+    limits = Limits(
+        num_pages=1 + num_seqs * -(-max_model_len // page_size),
+        page_size=page_size,
+        max_num_seqs=num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=chunk,
+        buckets=(Bucket(num_seqs), Bucket(0, chunk, num_seqs), Bucket(num_seqs, chunk, num_seqs)),
+    )
+    executor = WatchedExecutor(AlphabetExecutor(step_seconds))
+    tokenizer = load_tokenizer(tiny_tokenizer_spec())
+    facts = ModelFacts("watched", tokenizer.vocab_size, (), SamplingParams())
+    return Engine(executor, limits, facts, tokenizer), executor

@@ -1,0 +1,210 @@
+"""Clients that vanish or dawdle, and engines that fail: nobody else notices, nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from jaxinfer.core.errors import EngineError
+from jaxinfer.engine.thread import EngineThread
+from jaxinfer.server import info
+from kit.raw_http import RawClient, get, post
+from kit.server import Serving, serving
+from kit.watched_executor import WatchedExecutor, watched_engine
+
+ROUTE = "/v1/completions"
+GREEDY = {"prompt": [5, 9, 12, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+LONG = {"prompt": "hello", "max_tokens": 1500}
+
+type Watched = tuple[Serving, WatchedExecutor]
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    engine, executor = watched_engine()
+    with serving(engine) as server:
+        yield server, executor
+
+
+def wait_until(true: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.002)
+
+
+def num_tasks(server: Serving) -> int:
+    async def count() -> int:
+        return len(asyncio.all_tasks())
+
+    return asyncio.run_coroutine_threadsafe(count(), server.loop).result(10)
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def is_idle(server: Serving) -> bool:
+    """Nothing open, queued or held."""
+    client, stats = server.service.client, server.engine.stats()
+    held = stats.num_live_pages + stats.num_running + stats.num_waiting
+    return not (held or client.num_open or client.num_waiting_tokens or client.num_queued())
+
+
+# clients
+
+
+def test_500_clients_vanish() -> None:
+    engine, _ = watched_engine(32)
+    with serving(engine) as server:
+        assert post(server.port, ROUTE, **GREEDY).status == 200
+        tasks, files = num_tasks(server), num_files()
+        for _ in range(2):
+            clients = [
+                RawClient(server.port).post(ROUTE, **LONG, stream=number % 5 != 0)
+                for number in range(250)
+            ]
+            for number, client in enumerate(clients):
+                if number % 5 == 1:  # the others have not seen a byte
+                    client.wait()
+                client.vanish()
+        wait_until(lambda: is_idle(server), f"idle: {server.engine.stats()}")
+        assert server.service.client.num_queued(32) == 0  # every slot is known to be free
+        wait_until(lambda: num_tasks(server) <= tasks, "tasks have ended")
+        wait_until(lambda: num_files() <= files, "sockets are closed")
+        assert post(server.port, ROUTE, **GREEDY).json["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_who_vanishes_is_in_no_step_after_the_next(
+    watched: Watched, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, executor = watched
+    noticed: list[int] = []  # steps launched until the engine was told
+    abort = EngineThread.abort
+
+    def noting(link: EngineThread, request_id: str) -> None:
+        noticed.append(len(executor.plans))
+        abort(link, request_id)
+
+    monkeypatch.setattr(EngineThread, "abort", noting)
+    with RawClient(server.port) as other:
+        leaver = RawClient(server.port).post(ROUTE, **LONG, stream=stream)
+        wait_until(lambda: len(executor.plans) > 5, "it runs")
+        other.post(ROUTE, **LONG, stream=True).wait()
+        leaver.vanish()
+        wait_until(lambda: bool(noticed), "the server noticed")
+        wait_until(lambda: len(executor.plans) > noticed[0] + 5, "steps went on")
+        for plan in executor.plans[noticed[0] + 1 :]:
+            assert [row.request_id for row in plan.rows] == ["1"]
+        assert server.engine.stats().num_running == 1
+    wait_until(lambda: is_idle(server), "the other one has vanished too")
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.002], ids=["before", "midway"])
+def test_vanishing_at_any_point_of_a_request(watched: Watched, delay: float) -> None:
+    server, _ = watched
+    tasks = num_tasks(server)
+    head = f"POST {ROUTE} HTTP/1.1\r\ncontent-length: 50\r\ncontent-type: application/json\r\n"
+    for end in (10, len(head), len(head) + 2, len(head) + 20):
+        client = RawClient(server.port).send(f"{head}\r\n{'{'.ljust(40)}".encode()[:end])
+        time.sleep(delay)
+        client.vanish()
+    wait_until(lambda: num_tasks(server) <= tasks and is_idle(server), "nothing is left")
+    assert post(server.port, ROUTE, **GREEDY).status == 200
+
+
+def test_200_clients_that_do_not_read() -> None:
+    engine, _ = watched_engine(202, step_seconds=0.005)
+    name = "m" * 4000  # in every event, so that buffers are soon full
+    fields = {"prompt": "hello", "max_tokens": 150, "stream": True}
+    settings = {"served_model_name": (name,), "max_num_queued_reqs": 0}
+    with serving(engine, send_buffer=8192, **settings) as server:
+        with ExitStack() as stack:
+            slow = [
+                stack.enter_context(RawClient(server.port, receive_buffer=4096)) for _ in range(200)
+            ]
+            for client in slow:
+                client.post(ROUTE, **fields)
+            wait_until(lambda: server.engine.stats().num_requests == 200, "all are there")
+            wait_until(lambda: not server.engine.has_work, "the engine has done its part")
+            assert server.service.client.num_open > 190  # whose readers have not come
+            start = time.monotonic()
+            quick = post(server.port, ROUTE, **fields).events
+            assert len(quick) > 75 and time.monotonic() - start < 5  # it is not behind the others
+            # their slots are free all the same
+            with ThreadPoolExecutor(8) as pool:
+                asked = [pool.submit(post, server.port, ROUTE, **GREEDY) for _ in range(8)]
+                assert {one.result().status for one in asked} == {200}
+            for client in slow:
+                events = client.reply().events
+                assert len(events) < 150  # what it left lying came as one
+                assert sum(len(event["choices"][0]["text"]) for event in events) == 150
+                assert events[-1]["choices"][0]["finish_reason"] == "length"
+        wait_until(lambda: is_idle(server), "all have their answers")
+
+
+# engines
+
+
+def test_a_step_that_fails_ends_its_own_requests_only(watched: Watched) -> None:
+    server, executor = watched
+    right = post(server.port, ROUTE, **GREEDY).json["choices"]
+    assert right[0]["text"] == "efghijkl"
+    executor.failure = ValueError("injected")
+    failed = post(server.port, ROUTE, **GREEDY)
+    assert failed.status == 500 and "injected" in failed.error["message"]
+    assert failed.error["type"] == "server_error"
+    with RawClient(server.port) as client:
+        client.post(ROUTE, **LONG, stream=True).wait()
+        executor.failure = ValueError("injected again")
+        events = client.reply().events
+    assert events[0]["choices"][0]["text"] and "injected again" in events[-1]["error"]["message"]
+    assert get(server.port, "/health").status == get(server.port, "/ready").status == 200
+    assert post(server.port, ROUTE, **GREEDY).json["choices"] == right
+    wait_until(lambda: is_idle(server), "nothing is left")
+
+
+def test_a_lost_device_is_told_to_all(watched: Watched) -> None:
+    server, executor = watched
+    with RawClient(server.port) as whole, RawClient(server.port) as stream:
+        whole.post(ROUTE, **LONG)
+        stream.post(ROUTE, **LONG, stream=True).wait()
+        wait_until(lambda: len(executor.plans[-1].rows) == 2, "both run")
+        executor.failure = EngineError("the device is lost")
+        failed, events = whole.reply(), stream.reply().events
+    assert failed.status == 503 and "the device is lost" in failed.error["message"]
+    assert events[-1]["error"]["code"] == "engine_dead"
+    for path in ("/health", "/ready"):
+        assert get(server.port, path).status == 503
+    start = time.monotonic()
+    refused = post(server.port, ROUTE, **GREEDY)
+    assert refused.status == 503 and refused.error["code"] == "engine_dead"
+    assert time.monotonic() - start < 2
+    assert get(server.port, "/metrics").status == get(server.port, "/v1/models").status == 200
+    assert server.service.client.num_open == 0
+
+
+def test_an_engine_that_hangs(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "HEALTH_SECONDS", 0.2)
+    server, executor = watched
+    assert get(server.port, "/health").status == 200
+    with RawClient(server.port) as client:
+        with executor.held():
+            client.post(ROUTE, **GREEDY)
+            wait_until(lambda: bool(executor.plans), "it hangs")
+            start = time.monotonic()
+            unhealthy = get(server.port, "/health")
+            assert unhealthy.status == 503 and unhealthy.error["code"] == "engine_dead"
+            assert 0.2 <= time.monotonic() - start < 2
+            for path in ("/metrics", "/stats", "/version", "/v1/models", "/openapi.json"):
+                assert get(server.port, path).status == 200
+            assert post(server.port, "/tokenize", prompt="hello").status == 200
+        assert client.reply().status == 200
+    assert get(server.port, "/health").status == 200
