@@ -25,29 +25,34 @@ from jaxinfer.server.writer import Reply, Writer
 
 async def completions(call: Call) -> ASGIApp:
     """Continue prompts."""
-    request = call.parse(CompletionRequest)
-    prompts = [await _prompt(call, one, request.add_special_tokens) for one in request.prompts]
+    request = await call.parse(CompletionRequest)
+    given = await call.off_loop(lambda: request.prompts)
+    prompts = await _prompts(call, given, request.add_special_tokens)
     return await _answer(call, request, prompts, CompletionWriter)
 
 
 async def chat_completions(call: Call) -> ASGIApp:
     """Answer a conversation."""
-    request = call.parse(ChatCompletionRequest)
+    request = await call.parse(ChatCompletionRequest)
     prompt = await chat_prompt(call.service, request, request.messages, request.add_special_tokens)
     return await _answer(call, request, [prompt], ChatWriter)
 
 
 async def generate(call: Call) -> ASGIApp:
     """Continue one prompt; plain text, ids and times."""
-    request = call.parse(GenerateRequest)
-    prompt = await _prompt(call, request.prompt, request.add_special_tokens)
-    return await _answer(call, request, [prompt], GenerateWriter)
+    request = await call.parse(GenerateRequest)
+    prompts = await _prompts(call, [request.prompt], request.add_special_tokens)
+    return await _answer(call, request, prompts, GenerateWriter)
 
 
-async def _prompt(call: Call, prompt: str | tuple[int, ...], add_special_tokens: bool) -> Prompt:
-    if isinstance(prompt, str):
-        return await call.service.encode(prompt, add_special_tokens=add_special_tokens)
-    return Prompt(None, tuple(prompt))
+async def _prompts(
+    call: Call, given: Sequence[str | tuple[int, ...]], add_special_tokens: bool
+) -> list[Prompt]:
+    """Prompts of one kind: texts or token ids."""
+    texts = [one for one in given if isinstance(one, str)]
+    if texts:
+        return await call.service.encode_all(texts, add_special_tokens=add_special_tokens)
+    return [Prompt(None, tuple(one)) for one in given if not isinstance(one, str)]
 
 
 async def _answer[R: GenerationFields](

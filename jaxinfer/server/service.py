@@ -26,7 +26,7 @@ from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.metrics_tally import Rejection
 from jaxinfer.text.tokenizer import Tokenizer
 
-INLINE_CHARACTERS = 2000  # a longer text is tokenised off the loop: 2,000 take about 0.5 ms
+INLINE_CHARACTERS = 2000  # more text is tokenised off the loop: 2,000 take about 0.5 ms
 
 
 class Loaded(NamedTuple):
@@ -129,21 +129,32 @@ class Service:
     # texts
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
-        """A text as a prompt; refused at once when it is longer than any that would fit."""
+        """A text as a prompt; see ``encode_all``."""
+        (prompt,) = await self.encode_all([text], add_special_tokens=add_special_tokens)
+        return prompt
+
+    async def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[Prompt]:
+        """Texts as prompts; refused at once when one is longer than any that would fit."""
         tokenizer = self.tokenizer
         longest = self.client.limits.max_model_len * tokenizer.max_token_characters
-        if len(text) > longest:
-            raise RequestError(
-                f"prompt has {len(text)} characters; no more than {longest} can fit the context "
-                f"of {self.client.limits.max_model_len} tokens; shorten it"
+        for number, text in enumerate(texts):
+            if len(text) > longest:
+                name = "prompt" if len(texts) == 1 else f"prompt[{number}]"
+                raise RequestError(
+                    f"{name} has {len(text)} characters; no more than {longest} can fit the "
+                    f"context of {self.client.limits.max_model_len} tokens; shorten it"
+                )
+
+        def encode() -> list[Prompt]:
+            encoded = (
+                tokenizer.encode(one, add_special_tokens=add_special_tokens) for one in texts
             )
+            return [Prompt(text, tuple(ids)) for text, ids in zip(texts, encoded, strict=True)]
 
-        def encode() -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-        is_short = len(text) <= INLINE_CHARACTERS
-        token_ids = encode() if is_short else await asyncio.to_thread(encode)
-        return Prompt(text, tuple(token_ids))
+        is_short = sum(map(len, texts)) <= INLINE_CHARACTERS
+        return encode() if is_short else await asyncio.to_thread(encode)
 
     async def render(self, messages: Sequence[Any], **options: Any) -> str:
         """A chat as text; in a thread when it is long, since templates are programs."""

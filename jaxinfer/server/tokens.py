@@ -18,7 +18,7 @@ from jaxinfer.server.schema import DetokenizeRequest, TokenizeRequest
 
 async def tokenize(call: Call) -> ASGIApp:
     """Token ids of a prompt, or of messages as the model would see them."""
-    request = call.parse(TokenizeRequest)
+    request = await call.parse(TokenizeRequest)
     service = call.service
     if request.messages is not None:
         special = bool(request.add_special_tokens)
@@ -28,7 +28,8 @@ async def tokenize(call: Call) -> ASGIApp:
         prompt = await service.encode(request.prompt or "", add_special_tokens=special)
     pieces = None
     if request.return_token_strs:
-        pieces = [service.tokenizer.token_piece(token_id) for token_id in prompt.token_ids]
+        piece = service.tokenizer.token_piece
+        pieces = await call.off_loop(lambda: [piece(token_id) for token_id in prompt.token_ids])
     return json_response(
         Tokenized(
             count=len(prompt.token_ids),
@@ -41,7 +42,7 @@ async def tokenize(call: Call) -> ASGIApp:
 
 async def detokenize(call: Call) -> ASGIApp:
     """The text of token ids, special tokens included."""
-    request = call.parse(DetokenizeRequest)
+    request = await call.parse(DetokenizeRequest)
     tokenizer = call.service.tokenizer
     last = call.service.client.facts.vocab_size - 1
     for token_id in request.tokens:
