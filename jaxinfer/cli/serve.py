@@ -90,7 +90,10 @@ def check_settings(settings: Mapping[str, Value]) -> tuple[EngineConfig, ServerC
     engine = {name: value for name, value in values.items() if name not in of_server}
     if "chat_template" in server:
         server["chat_template"] = read_chat_template(server["chat_template"])
-    return engine_config(None, engine), ServerConfig(**server)
+    engine_settings = engine_config(None, engine)
+    # clients name the model as the command does, as with vLLM
+    server.setdefault("served_model_name", (engine_settings.model,))
+    return engine_settings, ServerConfig(**server)
 
 
 def describe(
@@ -152,14 +155,15 @@ async def _loaded(config: EngineConfig, service: Service) -> AsyncIterator[str]:
     start = _engine_thread if service.config.disable_frontend_multiprocessing else _engine_process
     link, engine = await asyncio.to_thread(start, config)
     limits, facts = engine.limits, engine.facts
-    metrics = Metrics(facts.name, limits, config, start=engine.stats)
+    name = service.config.served_model_name[0]
+    metrics = Metrics(name, limits, config, start=engine.stats)
     client = EngineClient(
         link, limits, facts, engine.tokenizer, stats=engine.stats, observe=metrics.observe
     )
     try:
         service.attach(client, metrics)
         yield (
-            f"model {facts.name}, context of {limits.max_model_len} tokens, "
+            f"model {name}, context of {limits.max_model_len} tokens, "
             f"{limits.max_num_seqs} sequences, {limits.num_usable_pages * limits.page_size} "
             "tokens of KV cache"
         )

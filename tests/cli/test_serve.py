@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from jaxinfer.cli import serve as module
 from jaxinfer.cli.main import cli
-from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.config import DEFAULT_MODEL, EngineConfig
 from jaxinfer.core.server_config import ServerConfig
 
 JAXINFER = str(Path(sys.executable).with_name("jaxinfer"))
@@ -116,7 +116,7 @@ NEUTRAL = """-tp 1|-pp 1|-dp 1|--tensor-parallel-size 1|-q gguf|--kv-cache-dtype
 def test_flags_with_their_only_value(started: Started, line: str) -> None:
     assert started.run(*line.split()).exit_code == 0
     assert started.engine == EngineConfig()
-    assert started.server == ServerConfig()
+    assert started.server == ServerConfig(served_model_name=(DEFAULT_MODEL,))
 
 
 NOTICED = {
