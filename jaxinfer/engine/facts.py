@@ -50,7 +50,7 @@ def check_request(
         "logit_bias": tuple(sampling.logit_bias or ()),
     }
     for name, token_ids in named.items():
-        for token_id in token_ids:
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id <= last:
                 raise RequestError(
                     f"{name} holds token id {token_id}; the vocabulary ends at {last}"

@@ -127,10 +127,15 @@ class EngineThread:
             listener.refuse(submission.request_id, refusal)
 
     def _refuse_all(self, listener: Listener, error: JaxinferError) -> None:
-        """Refuse what the engine holds and what still waits in the inbox, which nobody can add to
-        any more."""
+        """Answer everybody who still waits: the engine's requests, and what is in the inbox, which
+        nobody can add to any more."""
         for request_id in self._engine.open_request_ids:
             listener.refuse(request_id, error)
         while not self._inbox.empty():
-            if isinstance(command := self._inbox.get(), Submission):
-                listener.refuse(command.request_id, error)
+            match self._inbox.get():
+                case Submission(request_id=request_id):
+                    listener.refuse(request_id, error)
+                case Ping():
+                    listener.pong()  # the asker then sees that nobody is alive
+                case _:
+                    pass
