@@ -255,7 +255,7 @@ def test_a_bad_body(busy: tuple[Serving, RawClient], case: str) -> None:
 HEAVY = {
     "token ids": b'{"prompt": [' + b"1," * 3_000_000 + b"1]}",
     "prompts": b'{"prompt": [' + b"[1]," * 1_500_000 + b"[1]]}",
-    "texts": _json(prompt=["hello there " * 180] * 400),
+    "texts": _json(prompt=["hello there " * 180] * 2000),
     "unknown fields": b'{"prompt": "a", "max_tokens": 1, "x": [' + b"[]," * 2_000_000 + b"[]]}",
 }
 
@@ -278,7 +278,7 @@ def test_heavy_bodies_do_not_hold_up_the_loop(case: str) -> None:
         seconds = time.monotonic() - start
         beating.cancel()
     longest = max(after - before for before, after in itertools.pairwise(beats))
-    assert longest < max(0.5 * seconds, 0.1), (longest, seconds)
+    assert longest < max(0.5 * seconds, 0.25), (longest, seconds)
 
 
 def test_a_chunked_body_beyond_the_limit(busy: tuple[Serving, RawClient]) -> None:
