@@ -53,7 +53,11 @@ class RawClient:
         self._socket.settimeout(SECONDS)
         if receive_buffer is not None:  # before connect, which tells the window
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        self._socket.connect(("127.0.0.1", port))
+        try:
+            self._socket.connect(("127.0.0.1", port))
+        except OSError:
+            self._socket.close()
+            raise
 
     def __enter__(self) -> RawClient:
         return self
