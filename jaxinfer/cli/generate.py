@@ -67,7 +67,7 @@ def generate(
 
     SamplingParams(**chosen)  # a wrong flag fails before the model is loaded
     settings = given(ENGINE_OPTIONS, fields)
-    if len(prompts) == 1:
+    if len(prompts) == 1 and "bundle" not in settings:
         settings = _sized_for(prompts[0] + (system or ""), chosen["max_tokens"], settings)
     llm = LLM(model, progress=progress_on(sys.stderr), **settings)
     defaults = llm.get_default_sampling_params()
@@ -93,7 +93,7 @@ def _sized_for(text: str, max_tokens: int, settings: dict[str, Any]) -> dict[str
     sooner. So does a small KV cache, and one size of it lets all such runs share executables; a
     request that may not fit gets what the engine finds, up to the model's own context.
     """
-    from jaxinfer.core.config import EngineConfig
+    from jaxinfer.core.config import DEFAULT_PAGE_SIZE
 
     chunk = settings.get("max_num_batched_tokens", SINGLE_CHUNK)
     sized = {"max_num_seqs": 1, "max_num_batched_tokens": chunk, "prefill_bucket_start": chunk}
@@ -102,7 +102,7 @@ def _sized_for(text: str, max_tokens: int, settings: dict[str, Any]) -> dict[str
     most_tokens = text_bytes + TEMPLATE_TOKENS + max_tokens
     size_is_open = settings.keys().isdisjoint({"max_model_len", "kv_cache_memory_bytes"})
     if size_is_open and most_tokens <= SINGLE_CONTEXT:
-        sized["num_pages"] = 1 + SINGLE_CONTEXT // EngineConfig.page_size
+        sized["num_pages"] = 1 + SINGLE_CONTEXT // DEFAULT_PAGE_SIZE
     return sized
 
 

@@ -1,6 +1,7 @@
 """``jaxinfer inspect``: what a model is and how it would be served, without loading its weights.
 
-Owns: the report. Must not know: how sizes are planned (``engine.build``).
+Owns: the report; that on a bundle is ``inspect_bundle``'s. Must not know: how sizes are planned
+(``engine.build``).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,22 +22,38 @@ if TYPE_CHECKING:
     from jaxinfer.engine.build import EnginePlan
 
 
-@click.command(params=[*SIZE_OPTIONS], help=f"Describe MODEL: {MODEL_FORMS}.")
-@click.argument("model")
+@click.command(params=[*SIZE_OPTIONS], help=f"Describe MODEL, or a bundle. MODEL: {MODEL_FORMS}.")
+@click.argument("model", required=False)
+@click.option("--bundle", metavar="FOLDER", help="What `jaxinfer compile` wrote, instead of MODEL.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect(model: str, as_json: bool, **fields: Any) -> None:
-    """Print the report of one model."""
+def inspect(model: str | None, bundle: str | None, as_json: bool, **fields: Any) -> None:
+    """Print the report of one model or bundle."""
+    sizes = given(SIZE_OPTIONS, fields)
+    if (model is None) == (bundle is None):
+        raise click.UsageError("give either MODEL or --bundle")
+    if bundle is not None and sizes:
+        raise click.UsageError(f"a bundle has its sizes; leave out {', '.join(sizes)}")
+    if bundle is not None:
+        from jaxinfer.cli import inspect_bundle
+
+        report = inspect_bundle.describe(Path(bundle))
+        lines = inspect_bundle.lines(report)
+    else:
+        report = describe(_plan(model or "", sizes))
+        lines = _lines(report)
+    if as_json:
+        click.echo(json.dumps(report))
+        return
+    for name, text in lines:
+        click.echo(f"{name:16} {text}")
+
+
+def _plan(model: str, sizes: dict[str, Any]) -> EnginePlan:
     from jaxinfer.core.config import EngineConfig
     from jaxinfer.engine.build import plan_engine
 
-    sizes = given(SIZE_OPTIONS, fields)
     config = EngineConfig(model=model, skip_tokenizer_init=True, **sizes)
-    report = describe(plan_engine(config, progress_on(sys.stderr)))
-    if as_json:
-        click.echo(json.dumps(report))
-    else:
-        for name, text in _lines(report):
-            click.echo(f"{name:16} {text}")
+    return plan_engine(config, progress_on(sys.stderr))
 
 
 def describe(plan: EnginePlan) -> dict[str, Any]:
@@ -67,6 +85,7 @@ def describe(plan: EnginePlan) -> dict[str, Any]:
         "page_size": limits.page_size,
         "num_pages": limits.num_pages,
         "kv_cache_bytes": memory.kv_bytes,
+        "workspace_bytes": memory.workspace_bytes,
         "buckets": [bucket.name for bucket in limits.buckets],
     }
 
@@ -105,6 +124,7 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
             f"up to {report['max_num_seqs']} sequences and {report['max_num_batched_tokens']} "
             "prompt tokens",
         ),
+        ("workspace", f"at most {format_bytes(report['workspace_bytes'])}"),
         ("buckets", " ".join(report["buckets"])),
     ]
 

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from jaxinfer import __version__
+from jaxinfer.cli.compile import compile_
 from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.inspect import inspect
@@ -44,6 +45,7 @@ def cli() -> None:
     """Large language models served by pure JAX."""
 
 
+cli.add_command(compile_)
 cli.add_command(doctor)
 cli.add_command(generate)
 cli.add_command(inspect)

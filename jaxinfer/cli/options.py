@@ -1,6 +1,7 @@
 """Options that several commands share. An option is named as the field that it sets.
 
-Owns: the options of ``EngineConfig`` (``SIZE_OPTIONS`` are those that decide what fits) and of
+Owns: the options of ``EngineConfig`` (``SIZE_OPTIONS`` are those that decide what fits,
+``SHAPE_OPTIONS`` the finer ones of what is compiled) and of
 ``SamplingParams``, and picking the given ones. Must not know: defaults and bounds, which those
 classes own; so every default here is "not given".
 """
@@ -30,8 +31,17 @@ SIZE_OPTIONS = (
     ),
     click.Option(["--cache-dir"], metavar="FOLDER", help="Where downloads and conversions go."),
 )
+SHAPE_OPTIONS = (
+    click.Option(["--page-size", "--block-size"], type=int, help="Tokens of one page."),
+    click.Option(["--num-pages"], type=int, help="Pages of the KV cache."),
+    click.Option(["--decode-bucket-start"], type=int, help="Decode steps for 1, N, 2N ... rows."),
+    click.Option(["--prefill-bucket-start"], type=int, help="Chunks of N, 8N ... tokens."),
+)
 ENGINE_OPTIONS = (
     *SIZE_OPTIONS,
+    click.Option(
+        ["--bundle"], metavar="FOLDER", help="Executables and sizes from `jaxinfer compile`."
+    ),
     click.Option(
         ["--overlap/--no-overlap"], default=None, help="Plan a step while the last one runs."
     ),

@@ -22,7 +22,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
-PATHS = ("model", "tokenizer", "cache_dir")
+PATHS = ("model", "tokenizer", "cache_dir", "bundle")
 SIZES = (
     "max_model_len",
     "max_num_seqs",
@@ -33,6 +33,9 @@ SIZES = (
     "num_pages",
     "kv_cache_memory_bytes",
 )
+COMPILED = ("dtype", *SIZES, "gpu_memory_utilization")  # what a bundle has decided
+DEFAULT_PAGE_SIZE = 16
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
 FLAGS = ("skip_tokenizer_init", "enable_prefix_caching", "overlap")
 
 
@@ -45,6 +48,8 @@ class EngineConfig:
     decoding rows ride along in addition, so a step never stalls them for more than one chunk.
     ``decode_bucket_start``: decode steps are compiled for 1, start, 2 * start, ... rows.
     ``prefill_bucket_start``: chunks are compiled for start, 8 * start, ... tokens.
+    ``page_size``: None is 16. ``gpu_memory_utilization``: None is 0.92.
+    ``bundle``: a folder that ``jaxinfer compile`` wrote; it decides the sizes that are None.
     ``generation_config``: sampling defaults from the model's own file, or ("vllm") from none.
     Paths may be ``os.PathLike``. Raises ``ConfigError`` naming the setting that is wrong.
     """
@@ -59,15 +64,16 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
-    page_size: int = 16
+    page_size: int | None = None
     decode_bucket_start: int | None = None
     prefill_bucket_start: int | None = None
     num_pages: int | None = None
     kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.92
+    gpu_memory_utilization: float | None = None
     enable_prefix_caching: bool = True
     overlap: bool = True
     cache_dir: str | None = None
+    bundle: str | None = None
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
@@ -84,13 +90,8 @@ class EngineConfig:
             if getattr(self, name) is not None or name not in optional:
                 self._store(name, _size(name, getattr(self, name)))
         self._store("seed", _seed(self.seed))
-        share = as_float(self.gpu_memory_utilization)
-        if share is None or not 0.0 < share <= 1.0:
-            raise ConfigError(
-                "gpu_memory_utilization must be a number in (0, 1], "
-                f"got {self.gpu_memory_utilization!r}"
-            )
-        self._store("gpu_memory_utilization", share)
+        if self.gpu_memory_utilization is not None:
+            self._store("gpu_memory_utilization", _share(self.gpu_memory_utilization))
 
     def _store(self, name: str, checked: object) -> None:
         """One form of a value that came as another (a Path, a numpy integer)."""
@@ -160,6 +161,13 @@ def _size(name: str, value: object) -> int:
     if size < 1:
         raise ConfigError(f"{name} must be at least 1, got {size}")
     return size
+
+
+def _share(value: object) -> float:
+    share = as_float(value)
+    if share is None or not 0.0 < share <= 1.0:
+        raise ConfigError(f"gpu_memory_utilization must be a number in (0, 1], got {value!r}")
+    return share
 
 
 def _seed(value: object) -> int:

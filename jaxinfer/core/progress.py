@@ -19,6 +19,10 @@ class Progress(Protocol):
         """A bar of ``total`` units (None: unknown); the yielded function adds finished units."""
         ...
 
+    def note(self, text: str) -> None:
+        """One line that stays, such as a decision that the user should see."""
+        ...
+
 
 class NoProgress:
     """Says nothing."""
@@ -28,3 +32,6 @@ class NoProgress:
         """See ``Progress``."""
         del description, total
         yield lambda amount: None
+
+    def note(self, text: str) -> None:
+        """See ``Progress``."""

@@ -18,12 +18,14 @@ from pathlib import Path
 
 from jaxinfer.core.errors import CacheError
 
+OTHER_CACHE = "choose another cache folder with JAXINFER_CACHE_DIR"
 
-def build_once(entry: Path, fill: Callable[[Path], None]) -> bool:
+
+def build_once(entry: Path, fill: Callable[[Path], None], *, elsewhere: str = OTHER_CACHE) -> bool:
     """Make sure that the folder ``entry`` exists; ``fill`` writes its contents into a folder.
 
     Returns whether ``fill`` ran. When it raises, nothing is left behind. Raises ``CacheError``
-    when the cache cannot be written.
+    when the folder cannot be written; ``elsewhere`` says how to choose another one.
     """
     try:
         if entry.is_dir():
@@ -36,7 +38,7 @@ def build_once(entry: Path, fill: Callable[[Path], None]) -> bool:
     except OSError as error:
         raise CacheError(
             f"cannot write {entry} ({error.strerror or error}); make room, make the folder "
-            "writable, or choose another cache folder with JAXINFER_CACHE_DIR"
+            f"writable, or {elsewhere}"
         ) from error
     return True
 
@@ -75,6 +77,17 @@ def _flush_folder(folder: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Generator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    """Hold the lock file, and remove it afterwards.
+
+    Who waited for a file that was removed meanwhile begins again with the one that is there now.
+    """
+    while True:
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
+                continue
+            try:
+                yield
+            finally:
+                path.unlink()
+            return

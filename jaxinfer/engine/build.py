@@ -18,17 +18,24 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.core.config import EngineConfig, Limits, cache_root
+from jaxinfer.core.config import COMPILED, DEFAULT_PAGE_SIZE, EngineConfig, Limits, cache_root
 from jaxinfer.core.errors import ConfigError, EngineError, RequestError
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.news import EngineStats
+from jaxinfer.exec.aot import Bundle, Manifest, open_bundle
 from jaxinfer.exec.buckets import bucket_table
-from jaxinfer.exec.compile import build_executables
+from jaxinfer.exec.compile import Executables, build_executables, compile_bundle, load_executables
 from jaxinfer.exec.executor import Executor
-from jaxinfer.exec.memory import MemoryPlan, device_memory_bytes, plan_memory, release_free_heap
+from jaxinfer.exec.memory import (
+    MemoryPlan,
+    check_workspace,
+    device_memory_bytes,
+    plan_memory,
+    release_free_heap,
+)
 from jaxinfer.exec.program import Program
 from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
@@ -56,7 +63,12 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     """Resolve the model and the sizes; raises a ``JaxinferError`` naming what does not fit."""
     progress = progress or NoProgress()
     cache_dir = cache_root(config.cache_dir)
-    config = with_device_defaults(config, _platform())
+    platform = check_device()
+    bundle = None if config.bundle is None else open_bundle(Path(config.bundle))
+    if bundle is not None:
+        bundle.refuse_machine()
+        config = with_bundle_settings(config, bundle)
+    config = with_device_defaults(config, platform)
     source = resolve_source(
         config.model,
         load_format=config.load_format,
@@ -65,35 +77,48 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
         tokenizer=config.tokenizer,
     )
     model = build_model(source.hf_config, jnp.dtype(config.dtype))
+    if bundle is not None:
+        bundle.refuse_model(model)
     if source.checkpoint is not None:
         plan_params(model, source.checkpoint)  # names and shapes, before anything slow begins
     spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
     tokenizer = None if spec is None else load_tokenizer(spec)
+    memory, limits = _sizes(config, model)
+    if bundle is not None:
+        bundle.refuse_limits(limits)
+    return EnginePlan(config, source, model, limits, memory, spec, tokenizer, cache_dir)
+
+
+def _sizes(config: EngineConfig, model: Model) -> tuple[MemoryPlan, Limits]:
+    """What is compiled for, and the memory that it takes."""
     max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
     decode_start, prefill_start = config.decode_bucket_start, config.prefill_bucket_start
     assert max_num_seqs and chunk and decode_start and prefill_start, "with_device_defaults"
-    context = _context(config, model)
+    context, page_size = _context(config, model), config.page_size or DEFAULT_PAGE_SIZE
+    buckets = bucket_table(
+        max_num_seqs, chunk, decode_start=decode_start, prefill_start=prefill_start
+    )
     memory = plan_memory(
         config,
         model,
+        page_size=page_size,
         max_model_len=context,
         max_num_seqs=max_num_seqs,
+        buckets=buckets,
         device_bytes=device_memory_bytes(),
     )
     if config.max_model_len is None:  # derived: as much of the model's context as fits
-        context = min(context, (memory.num_pages - 1) * config.page_size)
+        context = min(context, (memory.num_pages - 1) * page_size)
     limits = Limits(
         num_pages=memory.num_pages,
-        page_size=config.page_size,
+        page_size=page_size,
         max_num_seqs=max_num_seqs,
         max_model_len=context,
         max_num_batched_tokens=chunk,
-        buckets=bucket_table(
-            max_num_seqs, chunk, decode_start=decode_start, prefill_start=prefill_start
-        ),
+        buckets=buckets,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    return EnginePlan(config, source, model, limits, memory, spec, tokenizer, cache_dir)
+    return memory, limits
 
 
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
@@ -107,9 +132,9 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
     facts = model_facts(plan)
     program = Program(plan.model, plan.limits)
     start = time.perf_counter()
-    executables = build_executables(
-        program, bundle_root=plan.cache_dir / "executables", progress=progress
-    )
+    executables = _executables(plan, program, progress)
+    check_workspace(plan.memory, executables.workspace_bytes)
+    progress.note(plan.memory.described(executables.workspace_bytes))
     compiled = time.perf_counter()
     params = load_params(
         plan.model,
@@ -138,6 +163,49 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
     )
 
 
+def write_planned(
+    plan: EnginePlan, folder: Path, progress: Progress | None = None
+) -> tuple[Manifest, bool]:
+    """Compile what a plan needs into a bundle; see ``compile_bundle``. Reads no weights."""
+    program = Program(plan.model, plan.limits)
+    return compile_bundle(
+        program, folder, settings=bundle_settings(plan), progress=progress or NoProgress()
+    )
+
+
+def _executables(plan: EnginePlan, program: Program, progress: Progress) -> Executables:
+    if plan.config.bundle is not None:
+        return load_executables(program, Path(plan.config.bundle), progress)
+    return build_executables(
+        program,
+        bundle_root=plan.cache_dir / "executables",
+        progress=progress,
+        settings=bundle_settings(plan),
+    )
+
+
+def bundle_settings(plan: EnginePlan) -> dict[str, Any]:
+    """The settings that a bundle of this plan decides, as it was planned."""
+    sizes = ("num_pages", "page_size", "max_model_len")
+    planned = {name: getattr(plan.limits, name) for name in sizes}
+    return {name: getattr(plan.config, name) for name in COMPILED} | planned
+
+
+def with_bundle_settings(config: EngineConfig, bundle: Bundle) -> EngineConfig:
+    """The settings with the bundle's where the user gave none; refuses those that contradict it."""
+    changes: dict[str, Any] = {}
+    for name in COMPILED:
+        given, made = getattr(config, name), bundle.manifest.settings.get(name)
+        if given in (None, "auto"):
+            changes[name] = made
+        elif given != made:
+            raise ConfigError(
+                f"{name} is {'not set' if made is None else made} in the bundle {bundle.folder} "
+                f"and {given} was asked for; leave it out, or compile another bundle"
+            )
+    return replace(config, **changes)
+
+
 def with_device_defaults(config: EngineConfig, platform: str) -> EngineConfig:
     """The settings with the platform's defaults (configs/engine) where the user gave none."""
     name = "cpu" if platform == "cpu" else "gpu"
@@ -151,13 +219,17 @@ def with_device_defaults(config: EngineConfig, platform: str) -> EngineConfig:
     return replace(config, **missing)
 
 
-def _platform() -> str:
+def check_device() -> str:
+    """The platform of the first device; raises ``EngineError`` when there is none."""
     try:
         return jax.default_backend()
     except Exception as error:  # jax has no class of its own for this
+        asked = jax.config.jax_platforms  # type: ignore[attr-defined]
+        wanted = f" for JAX_PLATFORMS={asked}" if asked else ""
+        words = " ".join(f"{type(error).__name__} {error}".split())
         raise EngineError(
-            f"JAX finds no device ({type(error).__name__}: {error}); check JAX_PLATFORMS and see "
-            "`jaxinfer doctor`"
+            f"JAX finds no device{wanted} ({words}); check JAX_PLATFORMS, that jax[cuda12] or "
+            "jax[cuda13] is installed for a GPU, and `jaxinfer doctor`"
         ) from error
 
 

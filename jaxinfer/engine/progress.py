@@ -32,7 +32,11 @@ class LineProgress:
         start = time.monotonic()
         yield lambda amount: None
         seconds = time.monotonic() - start
-        self._stream.write(f"{description}: {seconds:.1f} s\n")
+        self.note(f"{description}: {seconds:.1f} s")
+
+    def note(self, text: str) -> None:
+        """See ``Progress``."""
+        self._stream.write(f"{text}\n")
         self._stream.flush()
 
 
@@ -72,3 +76,7 @@ class BarProgress:
                 self._running -= 1
                 if not self._running:
                     self._bars.stop()
+
+    def note(self, text: str) -> None:
+        """See ``Progress``; above the running bars."""
+        self._bars.console.print(text, highlight=False, markup=False, soft_wrap=True)

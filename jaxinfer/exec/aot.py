@@ -1,154 +1,205 @@
 """The bundle: compiled executables on disk, so that the next start compiles nothing.
 
-Owns: the folder layout (``<root>/<fingerprint>/{manifest.json, <name>.bin}``), the fingerprint that
-decides whether a bundle fits. Must not know: how executables are made or used.
+Owns: the folder's layout (``manifest.json`` and one file for each executable), and what is said of
+a folder that is damaged or does not fit. Must not know: how executables are made or used, where
+folders are. A bundle holds code that is run: load only those of people you trust.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import pickle
-import platform
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.metadata import version
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 from jax.experimental import serialize_executable
 
-from jaxinfer.core.config import compiler_environment
+from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import Progress
+from jaxinfer.exec.fingerprint import Fingerprint, differences, of_limits, of_machine, of_model
+from jaxinfer.exec.memory import MemoryPlan, program_memory, workspace_bytes
 from jaxinfer.exec.program import Program
+from jaxinfer.models.base import Model
 
+FORMAT = 1  # of the folder; raise it when the manifest's meaning changes
 MANIFEST = "manifest.json"
-TRACED_FOLDERS = ("core", "exec", "models", "nn")  # of jaxinfer: what a step is traced from
-# of Limits: what shapes depend on; the rest is the scheduler's business
-SHAPING_LIMITS = ("num_pages", "page_size", "max_num_seqs", "max_model_len", "buckets")
 LOAD_THREADS = 8  # H200: 8 buckets load in 0.50 s on 8 threads, 1.96 s in turn
 
 
-def fingerprint(program: Program) -> dict[str, str]:
-    """Everything an executable depends on; two equal fingerprints can share a bundle."""
-    device = jax.devices()[0]
-    return {
-        "jax": jax.__version__,
-        "jaxlib": version("jaxlib"),
-        "flax": version("flax"),
-        "platform": device.client.platform_version,  # on a GPU: the CUDA plugin and driver
-        "device": f"{device.platform} {device.device_kind} {_host_cpu()}",
-        "environment": json.dumps(compiler_environment()),
-        "jax_config": json.dumps(_relevant_jax_config()),
-        "model": f"{program.model.family.name} {program.model.config}",
-        "limits": repr({name: getattr(program.limits, name) for name in SHAPING_LIMITS}),
-        "sources": _source_digest(),
-    }
+class StoredExecutable(msgspec.Struct, frozen=True):
+    """One file. ``workspace_bytes`` is what a call takes beside its arguments."""
+
+    file: str
+    size_bytes: int
+    sha256: str
+    workspace_bytes: int
 
 
-def bundle_path(program: Program, root: Path) -> Path:
-    """The folder of the bundle that fits; it may not exist."""
-    text = json.dumps(fingerprint(program), sort_keys=True)
-    return root / hashlib.sha256(text.encode()).hexdigest()[:24]
+class Manifest(msgspec.Struct, frozen=True):
+    """What a bundle says of itself. ``settings`` are the ``EngineConfig`` fields it decides."""
+
+    format: int
+    created_by: str
+    created_at: str
+    fingerprint: Fingerprint
+    limits: Limits
+    settings: dict[str, Any]
+    memory: MemoryPlan
+    executables: dict[str, StoredExecutable]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What the hungriest executable takes; one runs at a time."""
+        return max(stored.workspace_bytes for stored in self.executables.values())
 
 
-def load_bundle(
-    folder: Path, names: tuple[str, ...], progress: Progress
-) -> dict[str, jax.stages.Compiled]:
-    """The executables of a bundle.
+@dataclass(frozen=True)
+class Bundle:
+    """A folder whose files are all there, in their sizes."""
 
-    Raises ``CacheError`` naming the folder when it cannot be read, does not hold what its manifest
-    promises, or holds what this installation cannot load. Bundles appear whole (``core.staging``),
-    so that is damage, which is reported rather than repaired in silence.
+    folder: Path
+    manifest: Manifest
+
+    def refuse_machine(self) -> None:
+        """Raise ``CacheError`` unless this installation and device are those it was made for."""
+        self._refuse(self.manifest.fingerprint.machine, of_machine())
+
+    def refuse_model(self, model: Model) -> None:
+        """Raise ``CacheError`` unless it was made for this model."""
+        self._refuse(self.manifest.fingerprint.model, of_model(model))
+
+    def refuse_limits(self, limits: Limits) -> None:
+        """Raise ``CacheError`` unless it was made for these sizes."""
+        self._refuse(self.manifest.fingerprint.limits, of_limits(limits))
+
+    def _refuse(self, made_for: Mapping[str, str], here: Mapping[str, str]) -> None:
+        if different := differences(made_for, here):
+            more = ", ".join(one.field for one in different[1:])
+            raise CacheError(
+                f"the bundle {self.folder} does not fit: {different[0]}"
+                f"{f' (also different: {more})' if more else ''}; compile another one"
+            )
+
+
+def program_fingerprint(program: Program) -> Fingerprint:
+    """Everything that the executables of a program depend on, here."""
+    return Fingerprint(of_machine(), of_model(program.model), of_limits(program.limits))
+
+
+def open_bundle(folder: Path) -> Bundle:
+    """Read the manifest and look for the files.
+
+    Raises ``CacheError`` naming the file that is missing, cut short or of another format.
     """
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise CacheError(f"there is no bundle {folder}; make one with `jaxinfer compile`")
     try:
-        digests = json.loads((folder / MANIFEST).read_text())["sha256"]
-        payloads = [_read(folder / f"{name}.bin", digests[name]) for name in names]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise _damaged(folder, error) from error
+        content = path.read_bytes()
+        made = msgspec.json.decode(content, type=_Format).format
+        if made != FORMAT:
+            raise CacheError(
+                f"the bundle {folder} does not fit: format is {made} in the bundle and {FORMAT} "
+                "here; compile another one"
+            )
+        manifest = msgspec.json.decode(content, type=Manifest)
+    except OSError as error:
+        raise _damaged(folder, f"{path} cannot be read: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise _damaged(folder, f"{path} is no manifest: {error}") from error
+    for stored in manifest.executables.values():
+        file = folder / stored.file
+        if not file.is_file():
+            raise _damaged(folder, f"{file} is missing")
+        if (size := file.stat().st_size) != stored.size_bytes:
+            raise _damaged(folder, f"{file} has {size} of {stored.size_bytes} bytes")
+    return Bundle(folder, manifest)
+
+
+def load_bundle(bundle: Bundle, progress: Progress) -> dict[str, jax.stages.Compiled]:
+    """The executables of a bundle that fits.
+
+    Raises ``CacheError`` naming the file that is not what its manifest says or cannot be loaded.
+    """
+    threads = min(LOAD_THREADS, os.cpu_count() or 1)
+    executables = bundle.manifest.executables
     with (
-        progress.task("load executables", len(names)) as advance,
-        ThreadPoolExecutor(min(LOAD_THREADS, os.cpu_count() or 1)) as pool,
+        progress.task("load executables", len(executables)) as advance,
+        ThreadPoolExecutor(threads) as pool,
     ):
 
-        def one(payload: bytes) -> jax.stages.Compiled:
-            compiled = serialize_executable.deserialize_and_load(*pickle.loads(payload))
+        def one(stored: StoredExecutable) -> jax.stages.Compiled:
+            compiled = _load(bundle.folder, stored)
             advance(1)
             return compiled
 
-        try:
-            return dict(zip(names, pool.map(one, payloads), strict=True))
-        except Exception as error:  # pickle and XLA raise anything on what they cannot read
-            raise _damaged(folder, error) from error
-
-
-def _damaged(folder: Path, error: Exception) -> CacheError:
-    return CacheError(
-        f"the executables in {folder} cannot be used ({type(error).__name__}: {error}); "
-        "delete that folder and run again"
-    )
+        loaded = pool.map(one, executables.values())
+        return dict(zip(executables, loaded, strict=True))
 
 
 def write_bundle(
-    folder: Path, program: Program, executables: Mapping[str, jax.stages.Compiled]
-) -> None:
-    """Write every executable and the manifest into an empty folder."""
-    digests = {name: _write(folder, name, compiled) for name, compiled in executables.items()}
-    manifest = {"fingerprint": fingerprint(program), "sha256": digests}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    folder: Path,
+    program: Program,
+    executables: Mapping[str, jax.stages.Compiled],
+    settings: Mapping[str, Any],
+) -> Manifest:
+    """Write every executable and the manifest into an empty folder.
+
+    ``settings`` are the engine's, for whoever gives the bundle instead of them.
+    """
+    manifest = Manifest(
+        format=FORMAT,
+        created_by=f"jaxinfer {version('jaxinfer')}",
+        created_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        fingerprint=program_fingerprint(program),
+        limits=program.limits,
+        settings=dict(settings),
+        memory=program_memory(program),
+        executables={name: _store(folder, name, one) for name, one in executables.items()},
+    )
+    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    return manifest
 
 
-def _write(folder: Path, name: str, compiled: jax.stages.Compiled) -> str:
+class _Format(msgspec.Struct):
+    """What every manifest of every format has."""
+
+    format: int
+
+
+def _damaged(folder: Path, what: str) -> CacheError:
+    return CacheError(
+        f"the executables in {folder} cannot be used ({what}); delete that folder, then run or "
+        "compile again"
+    )
+
+
+def _store(folder: Path, name: str, compiled: jax.stages.Compiled) -> StoredExecutable:
     payload = pickle.dumps(serialize_executable.serialize(compiled))
-    (folder / f"{name}.bin").write_bytes(payload)
-    return hashlib.sha256(payload).hexdigest()
+    file = f"{name}.bin"
+    (folder / file).write_bytes(payload)
+    digest = hashlib.sha256(payload).hexdigest()
+    return StoredExecutable(file, len(payload), digest, workspace_bytes(compiled))
 
 
-def _read(path: Path, digest: str) -> bytes:
-    payload = path.read_bytes()
-    if hashlib.sha256(payload).hexdigest() != digest:
-        raise ValueError(f"{path} is not what its manifest says")
-    return payload
-
-
-def _host_cpu() -> str:
-    """What XLA's CPU code generation depends on: architecture, features and thread count."""
+def _load(folder: Path, stored: StoredExecutable) -> jax.stages.Compiled:
+    path = folder / stored.file
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        features = next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        features = platform.processor()
-    digest = hashlib.sha256(features.encode()).hexdigest()[:12]
-    return f"{platform.machine()} {digest} x{os.cpu_count()}"
-
-
-def _relevant_jax_config() -> dict[str, Any]:
-    return {
-        "enable_x64": jax.config.jax_enable_x64,  # type: ignore[attr-defined]
-        "matmul_precision": jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
-    }
-
-
-def _source_digest() -> str:
-    """A digest of every source file that a compiled step is traced from."""
-    digest = hashlib.sha256()
-    for package in ("pallas_kernels", "jaxinfer"):
-        for name, source in sorted(_sources(files(package))):
-            if package == "pallas_kernels" or name.split("/")[0] in TRACED_FOLDERS:
-                digest.update(name.encode() + b"\0" + source)
-    return digest.hexdigest()
-
-
-def _sources(folder: Traversable, prefix: str = "") -> list[tuple[str, bytes]]:
-    found: list[tuple[str, bytes]] = []
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            found += _sources(entry, f"{prefix}{entry.name}/")
-        elif entry.name.endswith((".py", ".json")):
-            found.append((prefix + entry.name, entry.read_bytes()))
-    return found
+        payload = path.read_bytes()
+    except OSError as error:
+        raise _damaged(folder, f"{path} cannot be read: {error.strerror}") from error
+    if hashlib.sha256(payload).hexdigest() != stored.sha256:
+        raise _damaged(folder, f"{path} is not what its manifest says")
+    try:
+        return serialize_executable.deserialize_and_load(*pickle.loads(payload))
+    except Exception as error:  # pickle and XLA raise anything on what they cannot read
+        raise _damaged(folder, f"{path}: {type(error).__name__}: {error}") from error

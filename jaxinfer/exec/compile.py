@@ -1,8 +1,8 @@
 """Every executable an engine needs, ready before the first request.
 
-Owns: ``Executables`` and ``build_executables``, which loads them from a bundle or compiles them in
-threads and saves one. Runs before weights are loaded, so that the compiler's memory and the weights
-do not add up. Must not know: requests, the scheduler, weights.
+Owns: ``Executables`` and the ways to get them: from a bundle, from the user's cache (which is
+folders of bundles) or by compiling in threads. Runs before weights are loaded, so that the
+compiler's memory and the weights do not add up. Must not know: requests, the scheduler, weights.
 """
 
 from __future__ import annotations
@@ -16,10 +16,19 @@ from typing import Any
 
 import jax
 
+from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import Progress
-from jaxinfer.core.staging import build_once
+from jaxinfer.core.staging import OTHER_CACHE, build_once
 from jaxinfer.core.step import Bucket
-from jaxinfer.exec.aot import bundle_path, load_bundle, write_bundle
+from jaxinfer.exec.aot import (
+    MANIFEST,
+    Bundle,
+    Manifest,
+    load_bundle,
+    open_bundle,
+    program_fingerprint,
+    write_bundle,
+)
 from jaxinfer.exec.memory import release_free_heap
 from jaxinfer.exec.program import ADMIT, Program
 
@@ -33,36 +42,88 @@ class Executables:
     admit: Compiled
     steps: Mapping[Bucket, Compiled]
     compiled: int
+    workspace_bytes: int  # what the hungriest takes beside its arguments
 
 
 def build_executables(
-    program: Program, *, bundle_root: Path | None, progress: Progress
+    program: Program,
+    *,
+    bundle_root: Path,
+    progress: Progress,
+    settings: Mapping[str, Any] | None = None,
 ) -> Executables:
     """Load every executable from the bundle under ``bundle_root``, or compile and save them all.
 
     The bundle's folder is made before anything is compiled, so an unwritable cache is known at
-    once; a second process that wants the same bundle waits for the first.
+    once; a second process that wants the same bundle waits for the first. ``settings`` are those
+    that the bundle's manifest is to keep.
     """
-    if bundle_root is None:
-        return _executables(program, compile_all(program, progress), program.names())
-    compiled: dict[str, jax.stages.Compiled] = {}
+    folder = bundle_root / program_fingerprint(program).digest()
+    made = _compile_into(folder, program, settings or {}, progress, OTHER_CACHE)
+    if made is not None:
+        return _executables(program, *made, len(made[0]))
+    return load_executables(program, folder, progress)
+
+
+def load_executables(program: Program, folder: Path, progress: Progress) -> Executables:
+    """Load the executables of a bundle; raises ``CacheError`` when it does not fit."""
+    bundle = _bundle_for(program, folder)
+    return _executables(program, load_bundle(bundle, progress), bundle.manifest, 0)
+
+
+def compile_bundle(
+    program: Program, folder: Path, *, settings: Mapping[str, Any], progress: Progress
+) -> tuple[Manifest, bool]:
+    """Write a bundle, whole or not at all; returns its manifest and whether it was made now.
+
+    A folder that holds the same bundle already is left as it is; one that holds anything else is
+    refused with ``CacheError``.
+    """
+    if folder.exists() and not (folder / MANIFEST).is_file():
+        raise CacheError(f"{folder} exists already and is no bundle; choose another folder")
+    made = _compile_into(folder, program, settings, progress, "choose another folder")
+    if made is not None:
+        return made[1], True
+    try:
+        bundle = _bundle_for(program, folder)
+    except CacheError as error:
+        raise CacheError(f"{folder} exists already and is no such bundle: {error}") from None
+    load_bundle(bundle, progress)
+    return bundle.manifest, False
+
+
+def _bundle_for(program: Program, folder: Path) -> Bundle:
+    bundle = open_bundle(folder)
+    bundle.refuse_machine()
+    bundle.refuse_model(program.model)
+    bundle.refuse_limits(program.limits)
+    return bundle
+
+
+def _compile_into(
+    folder: Path,
+    program: Program,
+    settings: Mapping[str, Any],
+    progress: Progress,
+    elsewhere: str,
+) -> tuple[dict[str, jax.stages.Compiled], Manifest] | None:
+    """Compile and save, unless the folder is there already."""
+    made: list[tuple[dict[str, jax.stages.Compiled], Manifest]] = []
 
     def fill(partial: Path) -> None:
-        compiled.update(compile_all(program, progress))
-        write_bundle(partial, program, compiled)
+        compiled = compile_all(program, progress)
+        made.append((compiled, write_bundle(partial, program, compiled, settings)))
 
-    folder = bundle_path(program, bundle_root)
-    if build_once(folder, fill):
-        return _executables(program, compiled, tuple(compiled))
-    return _executables(program, load_bundle(folder, program.names(), progress), ())
+    build_once(folder, fill, elsewhere=elsewhere)
+    return made[0] if made else None
 
 
 def _executables(
-    program: Program, by_name: Mapping[str, Compiled], compiled: tuple[str, ...]
+    program: Program, by_name: Mapping[str, Compiled], manifest: Manifest, compiled: int
 ) -> Executables:
     release_free_heap()
     steps = {bucket: by_name[bucket.name] for bucket in program.limits.buckets}
-    return Executables(by_name[ADMIT], steps, len(compiled))
+    return Executables(by_name[ADMIT], steps, compiled, manifest.workspace_bytes)
 
 
 def compile_all(program: Program, progress: Progress) -> dict[str, jax.stages.Compiled]:

@@ -1,78 +1,172 @@
 """How many pages fit: the memory plan made before anything is loaded.
 
-Owns: ``MemoryPlan`` and the arithmetic. Must not know: who uses the pages.
+Owns: ``MemoryPlan``, the arithmetic, and the bound on a step's workspace. Must not know: who uses
+the pages.
+
+The number of pages is part of every compiled shape, so it must be known before any executable is,
+and the workspace before the number of pages. Compiling the largest step twice to learn it would
+nearly double a start from nothing; a number learnt at one start and used at the next would change
+the shapes between the two. So the plan takes a bound computed from the shapes. What executables
+really take is in a bundle's manifest, and is checked against the plan once they are there.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
 
-from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.shapes import cdiv
+from jaxinfer.core.step import Bucket
+from jaxinfer.exec.forward import PROMPT_LOGPROBS_BLOCK
+from jaxinfer.exec.program import Program
+from jaxinfer.exec.slots import init_slots
 from jaxinfer.models.base import Model, abstract_params
 
-MIB = 1 << 20
+MB = 1_000_000
+# float32[B, V] that are alive at once when a step samples, and float32[block, V] when it computes
+# prompt logprobs; measured on a CPU: 7, and fewer than 4
+SAMPLING_COPIES = 8
+PROMPT_LOGPROBS_COPIES = 4
+# of a GPU: executables' code and constants, what steps in flight return, the allocator's rounding
+RESERVE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of weights and KV pages, and the pages that come of it (the padding page included)."""
+    """What an engine takes of its device, in bytes; ``num_pages`` includes the padding page.
+
+    ``workspace_bytes`` bounds what the largest step takes beside weights and state.
+    ``device_bytes`` is the device's memory, None where it reports none (a CPU).
+    """
 
     weight_bytes: int
     page_bytes: int
     num_pages: int
+    slot_bytes: int
+    workspace_bytes: int
+    device_bytes: int | None
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the whole pool."""
+        """Of the whole pool."""
         return self.num_pages * self.page_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.weight_bytes + self.kv_bytes + self.slot_bytes + self.workspace_bytes
+
+    def described(self, workspace_bytes: int) -> str:
+        """One line, with the workspace that the executables really need."""
+        share = ""
+        if self.device_bytes is not None:
+            device, part = _shown(self.device_bytes), self.total_bytes / self.device_bytes
+            share = f", {part:.1%} of the device's {device}"
+        return (
+            f"memory: weights {_shown(self.weight_bytes)}, KV cache {_shown(self.kv_bytes)} "
+            f"({self.num_pages} pages), slots {_shown(self.slot_bytes)}, workspace "
+            f"{_shown(workspace_bytes)} of {_shown(self.workspace_bytes)} planned: "
+            f"{_shown(self.total_bytes)}{share}"
+        )
 
 
 def plan_memory(
     config: EngineConfig,
     model: Model,
     *,
+    page_size: int,
     max_model_len: int,
     max_num_seqs: int,
+    buckets: Iterable[Bucket],
     device_bytes: int | None,
 ) -> MemoryPlan:
     """Pages for this model: as many as asked for, else what fits; at most what all slots fill.
 
     ``device_bytes`` is the device's memory where it reports one (a GPU); ``None`` (a CPU) leaves
-    the budget to ``kv_cache_memory_bytes``. Raises ``ConfigError`` when a context of
-    ``config.max_model_len`` does not fit; a derived context may shrink to the pages instead.
+    the budget to ``kv_cache_memory_bytes``. Raises ``ConfigError`` when the weights, a page for
+    each sequence, or a context of ``config.max_model_len`` do not fit; a derived context may
+    shrink to the pages instead.
     """
-    params = jax.tree.leaves(abstract_params(model))
-    weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in params)
-    page_bytes = config.page_size * model.kv_spec.bytes_per_token()
-    pages_per_seq = cdiv(max_model_len, config.page_size)
-    num_pages = 1 + max_num_seqs * pages_per_seq  # every slot with a full context
+    fixed = MemoryPlan(
+        weight_bytes=_size(abstract_params(model)),
+        page_bytes=page_size * model.kv_spec.bytes_per_token(),
+        num_pages=0,
+        slot_bytes=_size(jax.eval_shape(lambda: init_slots(max_num_seqs, max_model_len))),
+        workspace_bytes=max(workspace_bound(model, bucket, max_model_len) for bucket in buckets),
+        device_bytes=device_bytes,
+    )
+    pages_per_seq = cdiv(max_model_len, page_size)
+    room = _kv_budget(config, fixed) // fixed.page_bytes
     if config.num_pages is not None:
-        num_pages = min(num_pages, config.num_pages)
-    else:
-        num_pages = min(num_pages, _kv_budget(config, weight_bytes, device_bytes) // page_bytes)
+        room = config.num_pages
+    num_pages = min(1 + max_num_seqs * pages_per_seq, room)  # every slot with a full context
     derived = config.max_model_len is None or config.num_pages is not None
-    needed = 2 if derived else 1 + pages_per_seq
+    needed, what = 1 + max_num_seqs, f"{max_num_seqs} sequences (max_num_seqs) of one page each"
+    if not derived and pages_per_seq > max_num_seqs:
+        needed, what = 1 + pages_per_seq, f"a context of {max_model_len} tokens"
     if num_pages < needed:
-        what = "one page" if derived else f"a context of {max_model_len} tokens"
         raise ConfigError(
-            f"{what} needs {needed} pages of KV cache ({needed * page_bytes / MIB:.1f} MiB, the "
+            f"{what} need {needed} pages of KV cache ({_shown(needed * fixed.page_bytes)}, the "
             f"padding page included) and there is room for {num_pages}; raise num_pages or "
-            "kv_cache_memory_bytes (on a GPU: gpu_memory_utilization), or lower max_model_len"
+            "kv_cache_memory_bytes (on a GPU: gpu_memory_utilization), or lower max_model_len or "
+            "max_num_seqs"
         )
-    return MemoryPlan(weight_bytes, page_bytes, num_pages)
+    return MemoryPlan(**{**fixed.__dict__, "num_pages": num_pages})
 
 
-def _kv_budget(config: EngineConfig, weight_bytes: int, device_bytes: int | None) -> int:
-    if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes
-    if device_bytes is None:
-        raise ConfigError("this device reports no memory size; set kv_cache_memory_bytes")
-    return max(int(device_bytes * config.gpu_memory_utilization) - weight_bytes, 0)
+def program_memory(program: Program) -> MemoryPlan:
+    """The plan that a program's shapes amount to, on the device that is there."""
+    limits = program.limits
+    return MemoryPlan(
+        weight_bytes=_size(program.params()),
+        page_bytes=limits.page_size * program.model.kv_spec.bytes_per_token(),
+        num_pages=limits.num_pages,
+        slot_bytes=_size(program.slots()),
+        workspace_bytes=max(
+            workspace_bound(program.model, bucket, limits.max_model_len)
+            for bucket in limits.buckets
+        ),
+        device_bytes=device_memory_bytes(),
+    )
+
+
+def workspace_bound(model: Model, bucket: Bucket, max_model_len: int) -> int:
+    """Bytes that a step of this bucket takes at most beside weights, KV pages and slots.
+
+    Logits: rows of float32[V], either for sampling or for a block of prompt logprobs, beside the
+    rows that are sampled later. Histories: int32[max_model_len] a row, for penalties. Activations:
+    what goes into and comes out of every matrix of one layer, for every token.
+    """
+    vocab_size, rows = model.config.vocab_size, bucket.num_seqs
+    logits = SAMPLING_COPIES * rows
+    if bucket.num_prefill_tokens:
+        logits = max(logits, rows + PROMPT_LOGPROBS_COPIES * PROMPT_LOGPROBS_BLOCK)
+    activations = _layer_width(model) * bucket.num_tokens * model.config.dtype.itemsize
+    return 4 * (logits * vocab_size + 4 * rows * max_model_len) + activations
+
+
+def workspace_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes that a call of the executable takes: temporaries, and outputs that are new arrays."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        raise NotImplementedError(f"{jax.default_backend()} reports no memory of executables")
+    new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return analysis.temp_size_in_bytes + new
+
+
+def check_workspace(plan: MemoryPlan, measured: int) -> None:
+    """Raise ``ConfigError`` when executables need more of a device than was planned for them."""
+    if plan.device_bytes is not None and measured > plan.workspace_bytes + RESERVE_BYTES:
+        raise ConfigError(
+            f"the compiled steps need {_shown(measured)} of workspace and "
+            f"{_shown(plan.workspace_bytes)} were planned; set num_pages below {plan.num_pages}, "
+            "or lower max_num_batched_tokens"
+        )
 
 
 def release_free_heap() -> None:
@@ -90,3 +184,41 @@ def device_memory_bytes() -> int | None:
     """The first device's memory limit, or None where it reports none (a CPU)."""
     stats = jax.devices()[0].memory_stats()
     return stats.get("bytes_limit") if stats else None
+
+
+def _kv_budget(config: EngineConfig, fixed: MemoryPlan) -> int:
+    """Bytes for pages; ``fixed`` is the plan without them."""
+    device_bytes = fixed.device_bytes
+    if device_bytes is None:
+        if config.kv_cache_memory_bytes is None and config.num_pages is None:
+            raise ConfigError("this device reports no memory size; set kv_cache_memory_bytes")
+        return config.kv_cache_memory_bytes or 0
+    share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
+    room = int(device_bytes * share) - fixed.total_bytes - RESERVE_BYTES
+    if room <= 0:
+        raise ConfigError(
+            f"the model does not fit: weights {_shown(fixed.weight_bytes)}, slots "
+            f"{_shown(fixed.slot_bytes)}, workspace {_shown(fixed.workspace_bytes)} and a reserve "
+            f"of {_shown(RESERVE_BYTES)} leave nothing of {share:g} of the device's "
+            f"{_shown(device_bytes)} for the KV cache; use a larger device or a smaller model, or "
+            "lower max_num_seqs or max_num_batched_tokens"
+        )
+    return room if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
+
+
+def _layer_width(model: Model) -> int:
+    """Elements of one token that enter and leave the matrices of the widest layer."""
+    widths = [
+        sum(sum(leaf.shape) for leaf in jax.tree.leaves(layer) if leaf.ndim == 2)
+        for layer in abstract_params(model).values()
+        if isinstance(layer, dict)
+    ]
+    return max(widths)
+
+
+def _size(tree: object) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _shown(count: int) -> str:
+    return f"{count / 1000 / MB:.2f} GB" if count >= 1000 * MB else f"{count / MB:.1f} MB"

@@ -23,7 +23,7 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig, Limits
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.news import EngineStats, News, StepKind
 from jaxinfer.engine.outputs import SequenceTimes
@@ -248,6 +248,7 @@ def _cache_config(limits: Limits, config: EngineConfig | None) -> dict[str, str]
         "enable_prefix_caching": limits.enable_prefix_caching,
     }
     if config is not None:
-        labels["gpu_memory_utilization"] = config.gpu_memory_utilization
+        share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
+        labels["gpu_memory_utilization"] = share
         labels["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
     return {name: str(value) for name, value in labels.items()}

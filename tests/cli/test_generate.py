@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from jaxinfer.cli.main import cli
-from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.config import DEFAULT_PAGE_SIZE
 from jaxinfer.core.errors import ConfigError
 from kit.tokenizers import TINY_BOS_ID
 
@@ -171,7 +171,7 @@ def test_a_lone_prompt_gets_the_context_it_may_need(
 
     def built(model: str | None, **settings: Any) -> None:
         pages = settings.get("num_pages")
-        tokens = pages and (pages - 1) * EngineConfig.page_size
+        tokens = pages and (pages - 1) * DEFAULT_PAGE_SIZE
         raise ConfigError(f"{tokens} tokens for {settings['max_num_seqs']} sequence")
 
     monkeypatch.setattr("jaxinfer.engine.llm.LLM", built)
@@ -187,7 +187,9 @@ def test_no_device(tiny_arguments: list[str]) -> None:
         text=True,
     )
     assert ran.returncode == 1
-    assert ran.stderr.startswith("jaxinfer: error: JAX finds no device (")
+    assert ran.stderr.startswith(
+        "jaxinfer: error: JAX finds no device for JAX_PLATFORMS=no_such_platform ("
+    )
 
 
 def test_stdin_that_is_not_text(generate: Generate) -> None:

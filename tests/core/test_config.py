@@ -24,7 +24,7 @@ from jaxinfer.core.shapes import cdiv, ladder, round_up
         ({"max_num_seqs": True}, "max_num_seqs"),
         ({"max_model_len": 10.5}, "max_model_len must be a whole number, got 10.5"),
         ({"max_model_len": "8k"}, "max_model_len must be a whole number, got '8k'"),
-        ({"page_size": None}, "page_size must be a whole number, got None"),
+        ({"page_size": "big"}, "page_size must be a whole number, got 'big'"),
         ({"seed": "1"}, "seed must be a whole number"),
         ({"seed": None}, "seed must be a whole number"),
         ({"seed": 2**63}, "seed must be a whole number of 64 bits"),

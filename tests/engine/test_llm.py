@@ -251,9 +251,10 @@ def test_a_damaged_bundle_is_named(folder: Path, tmp_path: Path, damage: str) ->
         case "no manifest":
             manifest.unlink()
         case _:  # whole, and not an executable
-            digest = hashlib.sha256(executable.read_bytes()).hexdigest()
-            executable.write_bytes(b"junk")
-            now = hashlib.sha256(b"junk").hexdigest()
+            payload = executable.read_bytes()
+            digest, junk = hashlib.sha256(payload).hexdigest(), bytes(len(payload))
+            executable.write_bytes(junk)
+            now = hashlib.sha256(junk).hexdigest()
             manifest.write_text(manifest.read_text().replace(digest, now))
     with pytest.raises(CacheError, match=rf"{bundle} cannot be used .*; delete that folder"):
         LLM(str(folder), cache_dir=str(tmp_path), **TINY)

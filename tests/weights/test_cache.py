@@ -102,7 +102,7 @@ def test_failed_conversion_leaves_nothing(
     monkeypatch.setattr(converted.ocp.Checkpointer, "save", full)
     with pytest.raises(CacheError, match="no space left on device.*make room"):
         load(source, tmp_path)
-    assert [p.suffix for p in (tmp_path / "converted").iterdir()] == [".lock"]
+    assert list((tmp_path / "converted").iterdir()) == []
 
 
 @pytest.mark.parametrize("victim", ["manifest.json", "group_0000", "group_0000/manifest.ocdbt"])
@@ -167,7 +167,7 @@ def test_leftover_of_a_killed_run_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "entry.partial" / "junk").write_text("half")
     (tmp_path / "entry.lock").write_text("")
     assert build_once(tmp_path / "entry", _fill)
-    assert {path.name for path in tmp_path.rglob("*")} == {"entry", "entry.lock", "data"}
+    assert {path.name for path in tmp_path.rglob("*")} == {"entry", "data"}
 
 
 def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         build_once(tmp_path / "entry", interrupted)
-    assert {path.name for path in tmp_path.iterdir()} == {"entry.lock"}
+    assert list(tmp_path.iterdir()) == []
 
 
 _BUILDER = """
@@ -205,7 +205,7 @@ def test_second_process_waits_for_the_first(tmp_path: Path) -> None:
         first.wait()
         assert second.wait(30) == 0
     assert (entry / "data").read_text() == "whole"
-    assert {path.name for path in tmp_path.iterdir()} == {"entry", "entry.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"entry"}
 
 
 @contextmanager

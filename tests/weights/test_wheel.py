@@ -136,7 +136,7 @@ def test_damaged_cache(wheels: Path, tmp_path: Path) -> None:
 def test_progress_follows_pip(tmp_path: Path) -> None:
     seen: list[float] = []
 
-    class Recorder:
+    class Recorder(NoProgress):
         @contextmanager
         def task(self, description: str, total: float | None) -> Generator[Advance]:
             assert (description, total) == ("Downloading tiny-model==1.2", 30)

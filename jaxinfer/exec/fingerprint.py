@@ -1,0 +1,133 @@
+"""What an executable depends on, field by field: the reason why a bundle fits or does not.
+
+Owns: ``Fingerprint``, reading it here, and finding the field that differs. Must not know: files of
+a bundle, who refuses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib.metadata import version
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import msgspec
+
+from jaxinfer.core.config import Limits, compiler_environment
+from jaxinfer.models.base import Model
+
+TRACED_FOLDERS = ("core", "exec", "models", "nn")  # of jaxinfer: what a step is traced from
+# of Limits: what shapes depend on; the rest is the scheduler's business
+SHAPING_LIMITS = ("num_pages", "page_size", "max_num_seqs", "max_model_len")
+LONGEST_SHOWN = 60  # characters of a value in a message
+ABSENT = "not set"
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """Everything that executables depend on, as text by field. Equal ones can share a bundle."""
+
+    machine: dict[str, str]
+    model: dict[str, str]
+    limits: dict[str, str]
+
+    def digest(self) -> str:
+        """The name of a folder of such executables."""
+        text = json.dumps(msgspec.to_builtins(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+class Difference(NamedTuple):
+    """A field with another value in the bundle than here."""
+
+    field: str
+    bundle: str
+    here: str
+
+    def __str__(self) -> str:
+        return f"{self.field} is {_short(self.bundle)} in the bundle and {_short(self.here)} here"
+
+
+def differences(bundle: Mapping[str, str], here: Mapping[str, str]) -> tuple[Difference, ...]:
+    """The fields that differ, in the order of ``here``."""
+    names = dict.fromkeys((*here, *bundle))
+    pairs = (Difference(name, bundle.get(name, ABSENT), here.get(name, ABSENT)) for name in names)
+    return tuple(pair for pair in pairs if pair.bundle != pair.here)
+
+
+def of_machine() -> dict[str, str]:
+    """This installation and its first device."""
+    device = jax.devices()[0]
+    return {
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "flax": version("flax"),
+        "platform": device.client.platform_version,  # on a GPU: the CUDA plugin and driver
+        "device": f"{device.platform} {device.device_kind}",
+        "host CPU": _host_cpu(),
+        **{name: str(value) for name, value in _relevant_jax_config().items()},
+        **compiler_environment(),
+        "sources": _source_digest(),
+    }
+
+
+def of_model(model: Model) -> dict[str, str]:
+    """The family and every field of the config."""
+    config: Any = model.config
+    values = {field.name: str(getattr(config, field.name)) for field in fields(config)}
+    return {"family": model.family.name, **values}
+
+
+def of_limits(limits: Limits) -> dict[str, str]:
+    """The sizes that shapes depend on."""
+    values = {name: str(getattr(limits, name)) for name in SHAPING_LIMITS}
+    return values | {"buckets": " ".join(bucket.name for bucket in limits.buckets)}
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= LONGEST_SHOWN else f"{value[:LONGEST_SHOWN]}..."
+
+
+def _host_cpu() -> str:
+    """What XLA's CPU code generation depends on: architecture, features and thread count."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        features = next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        features = platform.processor()
+    digest = hashlib.sha256(features.encode()).hexdigest()[:12]
+    return f"{platform.machine()} {digest} x{os.cpu_count()}"
+
+
+def _relevant_jax_config() -> dict[str, Any]:
+    return {
+        "enable_x64": jax.config.jax_enable_x64,  # type: ignore[attr-defined]
+        "matmul_precision": jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
+    }
+
+
+def _source_digest() -> str:
+    """A digest of every source file that a compiled step is traced from."""
+    digest = hashlib.sha256()
+    for package in ("pallas_kernels", "jaxinfer"):
+        for name, source in sorted(_sources(files(package))):
+            if package == "pallas_kernels" or name.split("/")[0] in TRACED_FOLDERS:
+                digest.update(name.encode() + b"\0" + source)
+    return digest.hexdigest()
+
+
+def _sources(folder: Traversable, prefix: str = "") -> list[tuple[str, bytes]]:
+    found: list[tuple[str, bytes]] = []
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found += _sources(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith((".py", ".json")):
+            found.append((prefix + entry.name, entry.read_bytes()))
+    return found
