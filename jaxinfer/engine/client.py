@@ -16,8 +16,10 @@ from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.facts import ModelFacts, check_request
 from jaxinfer.engine.news import EngineStats, News
-from jaxinfer.engine.outputs import Delta
+from jaxinfer.engine.outputs import Delta, joined
 from jaxinfer.text.tokenizer import Tokenizer
+
+MOST_APART = 256  # deltas that a stream holds before it joins them
 
 
 class Link(Protocol):
@@ -92,6 +94,7 @@ class Stream:
         self._key = key
         self._unfinished = n
         self._arrived: list[Delta] = []
+        self._most_apart = MOST_APART  # deltas in _arrived, then they are joined
         self._error: JaxinferError | None = None
         self._wake = wake
 
@@ -112,6 +115,7 @@ class Stream:
         answer could not be completed, after what came before.
         """
         arrived, self._arrived = self._arrived, []
+        self._most_apart = MOST_APART
         if not arrived and self._error is not None:
             raise self._error
         return arrived
@@ -140,7 +144,17 @@ class Stream:
             self.fail(EngineError(delta.error))
             return
         self._arrived.append(delta)
+        if len(self._arrived) > self._most_apart:
+            self._join()
         self._wake.set()
+
+    def _join(self) -> None:
+        """One delta for each completion, which is a fifth of the memory until a reader comes."""
+        several: dict[int, list[Delta]] = {}
+        for delta in self._arrived:
+            several.setdefault(delta.index, []).append(delta)
+        self._arrived = [joined(deltas) for deltas in several.values()]
+        self._most_apart = MOST_APART + 2 * len(self._arrived)
 
     def fail(self, error: JaxinferError) -> None:
         """End with an error, after what has arrived; called by the client."""

@@ -6,7 +6,9 @@ schedulers, how the records are shown.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 
@@ -53,6 +55,20 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     stop_reason: int | str | None = None  # the stop string or the user's stop id that ended it
     error: str = ""
     times: SequenceTimes | None = None
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """The deltas of one completion, in order, as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return msgspec.structs.replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+        prompt_logprobs=tuple(chain.from_iterable(delta.prompt_logprobs for delta in deltas)),
+        num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
+    )
 
 
 @dataclass(slots=True)

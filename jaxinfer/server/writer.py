@@ -10,9 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
-
-from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs
+from jaxinfer.engine.outputs import Logprob, PositionLogprobs, joined
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.answer import Answer, Gain
 from jaxinfer.server.responses import (
@@ -70,23 +68,13 @@ class Writer[R](Protocol):
 
 def merged(gains: Iterable[Gain]) -> list[Gain]:
     """One gain for each choice: a slow reader finds several steps at once."""
-    found: dict[int, Gain] = {}
+    found: dict[int, list[Gain]] = {}
     for gain in gains:
-        known = found.get(gain.choice)
-        found[gain.choice] = (
-            gain if known is None else gain._replace(delta=_joined(known.delta, gain.delta))
-        )
-    return list(found.values())
-
-
-def _joined(first: Delta, second: Delta) -> Delta:
-    return msgspec.structs.replace(
-        second,
-        text=first.text + second.text,
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=first.logprobs + second.logprobs,
-        prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
-    )
+        found.setdefault(gain.choice, []).append(gain)
+    return [
+        several[0]._replace(delta=joined([gain.delta for gain in several]))
+        for several in found.values()
+    ]
 
 
 def usage_of(answer: Answer, *, counts_output: bool = True) -> Usage:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any, cast
 
 import pytest
 
 from jaxinfer.core.errors import EngineError
+from jaxinfer.engine.client import Stream
+from jaxinfer.engine.outputs import Delta, joined
 from jaxinfer.engine.thread import EngineThread
 from jaxinfer.server import info
 from kit.raw_http import RawClient, get, post
@@ -50,11 +54,17 @@ def num_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def is_idle_engine(server: Serving) -> bool:
+    """Nothing runs, waits or holds pages."""
+    stats = server.engine.stats()
+    return not (stats.num_live_pages or stats.num_running or stats.num_waiting)
+
+
 def is_idle(server: Serving) -> bool:
-    """Nothing open, queued or held."""
-    client, stats = server.service.client, server.engine.stats()
-    held = stats.num_live_pages + stats.num_running + stats.num_waiting
-    return not (held or client.num_open or client.num_waiting_tokens or client.num_queued())
+    """Nor is anything open or queued in the server."""
+    client = server.service.client
+    is_open = client.num_open or client.num_waiting_tokens or client.num_queued()
+    return is_idle_engine(server) and not is_open
 
 
 # clients
@@ -148,6 +158,58 @@ def test_200_clients_that_do_not_read() -> None:
                 assert sum(len(event["choices"][0]["text"]) for event in events) == 150
                 assert events[-1]["choices"][0]["finish_reason"] == "length"
         wait_until(lambda: is_idle(server), "all have their answers")
+
+
+def test_what_nobody_reads_takes_little_room() -> None:
+    async def main() -> int:
+        stream = Stream(cast("Any", None), "r", 1, 2, asyncio.Event())
+        tracemalloc.start()
+        for number in range(20_000):
+            stream.put(Delta("r", number % 2, text="word", token_ids=(1000 + number,)))
+        size, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        deltas = stream.take()
+        for index in (0, 1):
+            whole = joined([delta for delta in deltas if delta.index == index])
+            assert whole.text == "word" * 10_000
+            assert whole.token_ids == tuple(range(1000 + index, 21_000, 2))
+        return size
+
+    assert asyncio.run(main()) < 20_000 * 64  # bytes; a delta of one token has 250
+
+
+def test_the_end_does_not_wait_for_slow_readers() -> None:
+    engine, executor = watched_engine(4)
+    name = "m" * 20_000  # in every event, so that buffers are soon full
+    with (
+        serving(engine, send_buffer=8192, served_model_name=(name,)) as server,
+        RawClient(server.port, receive_buffer=4096) as client,
+    ):
+        client.post(ROUTE, **LONG, stream=True).wait()
+        wait_until(lambda: len(executor.plans) > 50, "buffers are full")
+        server.loop.call_soon_threadsafe(server.service.stop_all)
+        wait_until(lambda: is_idle_engine(server), "its pages are free")
+        assert len(executor.plans) < 1500 and server.service.client.num_open == 0
+        events = client.reply().events
+        assert events[-1]["choices"][0]["finish_reason"] == "abort"
+
+
+def test_all_prompts_of_a_request_or_none(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = watched
+    submit = EngineThread.submit
+
+    def failing(link: EngineThread, request_id: str, *arguments: Any, **named: Any) -> None:
+        if request_id == "stream-3":
+            raise EngineError("the pipe is broken")
+        submit(link, request_id, *arguments, **named)
+
+    monkeypatch.setattr(EngineThread, "submit", failing)
+    failed = post(server.port, ROUTE, **{**LONG, "prompt": ["a", "b", "c", "d"]})
+    assert failed.status == 500 and "pipe" in failed.error["message"]
+    wait_until(lambda: is_idle(server), "the first two have left")
+    assert server.engine.stats().num_generated_tokens < 1500
 
 
 # engines
