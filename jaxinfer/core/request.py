@@ -38,15 +38,17 @@ WHOLE_BOUNDS = MappingProxyType(
 PRIORITY_BOUNDS = (-INT32_MAX - 1, INT32_MAX)
 BIAS_BOUNDS = (-100.0, 100.0)
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")  # whole, or None
+# what logits are divided or multiplied by must leave them finite in float32: 1e30 is far from use
 REAL_BOUNDS = MappingProxyType(
     {
-        "temperature": (0.0, math.inf),
+        "temperature": (0.0, 1e30),
+        "repetition_penalty": (1e-30, 1e30),
         "min_p": (0.0, 1.0),
         "presence_penalty": (-2.0, 2.0),
         "frequency_penalty": (-2.0, 2.0),
     }
 )
-ABOVE_ZERO_BOUNDS = MappingProxyType({"top_p": 1.0, "repetition_penalty": math.inf})  # (0, high]
+ABOVE_ZERO_BOUNDS = MappingProxyType({"top_p": 1.0})  # (0, high]
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
 _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {  # vLLM's fields that nothing here reads: the values which ask for nothing

@@ -280,6 +280,20 @@ def test_penalties(server: Serving, fields: dict[str, float]) -> None:
     assert choice(server, **swayed, **fields)["text"] != choice(server, **swayed)["text"]
 
 
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
+def test_huge_values_leave_something_to_draw(server: Serving, name: str) -> None:
+    drawn = [choice(server, **{"temperature": 1, "seed": n, name: 1e30})["text"] for n in range(3)]
+    assert len(set(drawn)) == 3
+
+
+def test_the_least_repetition_penalty_repeats(server: Serving) -> None:
+    assert set(choice(server, repetition_penalty=1e-30)["text"]) <= set("hello")
+
+
+def test_the_least_top_p_is_greedy(server: Serving) -> None:
+    assert choice(server, temperature=1, top_p=1e-300)["text"] == choice(server)["text"]
+
+
 def test_fields_that_change_no_greedy_answer(server: Serving) -> None:
     fields = {
         "min_p": 0.1, "top_k": 40, "top_p": 0.5, "priority": -3, "cache_salt": "a", "user": "me",

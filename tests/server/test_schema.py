@@ -1,6 +1,7 @@
 """Bodies to requests to SamplingParams, and the errors that name what is wrong."""
 
 import json
+import math
 import time
 from typing import get_args, get_type_hints
 
@@ -427,11 +428,15 @@ def test_bounds_are_those_of_sampling_params(kind, name):
     """A value at a bound passes both, the next one beyond it neither."""
     hint = get_type_hints(kind, include_extras=True)[name]
     meta = next(m for m in constraints(hint) if m.ge is not None or m.gt is not None)
-    step = 1 if isinstance(meta.le, int) and isinstance(meta.ge, int) else 0.01
+    is_whole = isinstance(meta.le, int) and isinstance(meta.ge, int)
+    below, above = (
+        (meta.ge - 1, meta.le + 1)
+        if is_whole
+        else (math.nextafter(meta.ge or 0.0, -math.inf), math.nextafter(meta.le, math.inf))
+    )
     scoring = kind is CompletionRequest and name == "max_tokens"  # where 0 has a meaning
     inside = [bound for bound in (1 if scoring else meta.ge, meta.le) if bound is not None]
-    outside = [meta.gt] if meta.gt is not None else [-1 if scoring else meta.ge - step]
-    outside += [] if meta.le is None else [meta.le + step]
+    outside = [meta.gt if meta.gt is not None else -1 if scoring else below, above]
     context = {"max_tokens": 2**31 - 1} if name == "min_tokens" else {}
     for value in inside:
         body = {**minimal(kind), **context, name: value}
