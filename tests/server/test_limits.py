@@ -212,7 +212,7 @@ BAD = {
     "deep JSON": (b'{"prompt": ' + b"[" * MANY, 400, None),
     "deep and whole": (b'{"prompt": ' + b"[" * MANY + b"]" * MANY + b"}", 400, None),
     "deep unknown": (b'{"prompt": "a", "x": ' + b'{"a":' * MANY, 400, None),
-    "beyond the context": (_json(prompt=[1] * 2048), 400, "prompt"),
+    "beyond the context": (_json(prompt=[1] * 20_000), 400, "prompt"),
     "5 MB of text": (_json(prompt="a" * 5_000_000), 400, "prompt"),
     "9 MB": (_json(prompt="a" * 9_000_000), 413, None),
     "unknown model": (_json(model="gpt-5"), 404, "model"),
@@ -223,13 +223,17 @@ BAD = {
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[tuple[Serving, RawClient]]:
-    """A server with a key, at work on a stream that lasts."""
-    engine, _ = watched_engine(2, step_seconds=0.01, max_model_len=2048)
+    """A server with a key, at work on a stream that lasts, and that nobody disturbs."""
+    engine, _ = watched_engine(2, step_seconds=0.01, max_model_len=20_000)
     with serving(engine, api_key=("secret",)) as server, RawClient(server.port) as client:
-        body = json.dumps({**LONG, "stream": True}).encode()
+        body = json.dumps({"prompt": "hello", "max_tokens": 19_000, "stream": True}).encode()
         client.post_body(ROUTE, body, "authorization: Bearer secret").wait()
         yield server, client
-        assert server.service.client.num_open == 1  # undisturbed to the end
+        server.loop.call_soon_threadsafe(server.service.stop_all)
+        choices = [event["choices"][0] for event in client.reply().events]
+    assert choices[-1]["finish_reason"] == "abort"
+    text = "".join(choice["text"] for choice in choices)
+    assert text == ("fghijklmnopqrstuvwxyzabcde" * 1000)[: len(text)]
 
 
 def refused(server: Serving, body: bytes, *headers: str, path: str = ROUTE) -> Reply:
