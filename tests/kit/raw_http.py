@@ -104,6 +104,10 @@ class RawClient:
             headers = {name.lower(): value for name, value in response.getheaders()}
             return Reply(response.status, headers, response.read())
 
+    def rest(self) -> bytes:
+        """All bytes until the server closes the connection."""
+        return b"".join(iter(lambda: self._socket.recv(1 << 16), b""))
+
     def vanish(self) -> None:
         """Be gone, as a killed program is."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)

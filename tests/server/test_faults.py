@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 import tracemalloc
@@ -128,6 +129,19 @@ def test_vanishing_at_any_point_of_a_request(watched: Watched, delay: float) -> 
         client.vanish()
     wait_until(lambda: num_tasks(server) <= tasks and is_idle(server), "nothing is left")
     assert post(server.port, ROUTE, **GREEDY).status == 200
+
+
+def test_requests_of_one_connection_are_answered_in_turn(watched: Watched) -> None:
+    server, _ = watched
+    body = json.dumps({**GREEDY, "stream": True}).encode()
+    head = f"POST {ROUTE} HTTP/1.1\r\ncontent-type: application/json\r\n"
+    one = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+    with RawClient(server.port) as client:
+        client.send(one * 2)  # without waiting for the first answer
+        answers = client.post_body(ROUTE, body).rest().split(b"HTTP/1.1 200")
+    assert [answer.count(b"[DONE]") for answer in answers] == [0, 1, 1, 1]
+    assert [answer.count(b'"length"') for answer in answers] == [0, 1, 1, 1]
+    assert server.engine.stats().num_generated_tokens == 24
 
 
 def test_200_clients_that_do_not_read() -> None:
