@@ -68,6 +68,7 @@ GROUPS = (
             Setting("async_scheduling", switch, "Plan a step while one runs.", ("--overlap",)),
             Setting("decode_bucket_start", size, "Decode steps for 1, N, 2N, 4N ... rows."),
             Setting("prefill_bucket_start", size, "Chunks of N, 8N ... tokens."),
+            Setting("bundle", text, "Executables and sizes from `jaxinfer compile`."),
             Setting("cache_dir", text, "Where downloads, conversions and executables go."),
         ),
     ),

@@ -64,7 +64,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Bundle:
-    """A folder whose files are all there, in their sizes."""
+    """A folder whose files are all what its manifest says."""
 
     folder: Path
     manifest: Manifest
@@ -80,6 +80,8 @@ class Bundle:
     def refuse_limits(self, limits: Limits) -> None:
         """Raise ``CacheError`` unless it was made for these sizes."""
         self._refuse(self.manifest.fingerprint.limits, of_limits(limits))
+        if missing := {bucket.name for bucket in limits.buckets} - self.manifest.executables.keys():
+            raise _damaged(self.folder, f"its manifest has no {', '.join(sorted(missing))}")
 
     def _refuse(self, made_for: Mapping[str, str], here: Mapping[str, str]) -> None:
         if different := differences(made_for, here):
@@ -96,9 +98,9 @@ def program_fingerprint(program: Program) -> Fingerprint:
 
 
 def open_bundle(folder: Path) -> Bundle:
-    """Read the manifest and look for the files.
+    """Read the manifest and check every file against it.
 
-    Raises ``CacheError`` naming the file that is missing, cut short or of another format.
+    Raises ``CacheError`` naming the file that is missing, cut short, changed or of another format.
     """
     path = folder / MANIFEST
     if not folder.is_dir():
@@ -117,19 +119,12 @@ def open_bundle(folder: Path) -> Bundle:
     except msgspec.MsgspecError as error:
         raise _damaged(folder, f"{path} is no manifest: {error}") from error
     for stored in manifest.executables.values():
-        file = folder / stored.file
-        if not file.is_file():
-            raise _damaged(folder, f"{file} is missing")
-        if (size := file.stat().st_size) != stored.size_bytes:
-            raise _damaged(folder, f"{file} has {size} of {stored.size_bytes} bytes")
+        _check_file(folder, stored)
     return Bundle(folder, manifest)
 
 
 def load_bundle(bundle: Bundle, progress: Progress) -> dict[str, jax.stages.Compiled]:
-    """The executables of a bundle that fits.
-
-    Raises ``CacheError`` naming the file that is not what its manifest says or cannot be loaded.
-    """
+    """The executables of a bundle that fits; raises ``CacheError`` naming an unusable file."""
     threads = min(LOAD_THREADS, os.cpu_count() or 1)
     executables = bundle.manifest.executables
     with (
@@ -183,6 +178,16 @@ def _damaged(folder: Path, what: str) -> CacheError:
     )
 
 
+def _check_file(folder: Path, stored: StoredExecutable) -> None:
+    path = folder / stored.file
+    if not path.is_file():
+        raise _damaged(folder, f"{path} is missing")
+    if (size := path.stat().st_size) != stored.size_bytes:
+        raise _damaged(folder, f"{path} has {size} of {stored.size_bytes} bytes")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != stored.sha256:
+        raise _damaged(folder, f"{path} is not what its manifest says")
+
+
 def _store(folder: Path, name: str, compiled: jax.stages.Compiled) -> StoredExecutable:
     payload = pickle.dumps(serialize_executable.serialize(compiled))
     file = f"{name}.bin"
@@ -194,12 +199,6 @@ def _store(folder: Path, name: str, compiled: jax.stages.Compiled) -> StoredExec
 def _load(folder: Path, stored: StoredExecutable) -> jax.stages.Compiled:
     path = folder / stored.file
     try:
-        payload = path.read_bytes()
-    except OSError as error:
-        raise _damaged(folder, f"{path} cannot be read: {error.strerror}") from error
-    if hashlib.sha256(payload).hexdigest() != stored.sha256:
-        raise _damaged(folder, f"{path} is not what its manifest says")
-    try:
-        return serialize_executable.deserialize_and_load(*pickle.loads(payload))
+        return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
     except Exception as error:  # pickle and XLA raise anything on what they cannot read
         raise _damaged(folder, f"{path}: {type(error).__name__}: {error}") from error

@@ -1,8 +1,7 @@
 """Every executable an engine needs, ready before the first request.
 
 Owns: ``Executables`` and the ways to get them: from a bundle, from the user's cache (which is
-folders of bundles) or by compiling in threads. Runs before weights are loaded, so that the
-compiler's memory and the weights do not add up. Must not know: requests, the scheduler, weights.
+folders of bundles) or by compiling in threads. Must not know: requests, the scheduler, weights.
 """
 
 from __future__ import annotations
@@ -58,16 +57,29 @@ def build_executables(
     once; a second process that wants the same bundle waits for the first. ``settings`` are those
     that the bundle's manifest is to keep.
     """
-    folder = bundle_root / program_fingerprint(program).digest()
+    folder = cached_bundle(program, bundle_root)
     made = _compile_into(folder, program, settings or {}, progress, OTHER_CACHE)
     if made is not None:
         return _executables(program, *made, len(made[0]))
-    return load_executables(program, folder, progress)
+    return load_executables(program, bundle_for(program, folder), progress)
 
 
-def load_executables(program: Program, folder: Path, progress: Progress) -> Executables:
-    """Load the executables of a bundle; raises ``CacheError`` when it does not fit."""
-    bundle = _bundle_for(program, folder)
+def cached_bundle(program: Program, bundle_root: Path) -> Path:
+    """The folder under ``bundle_root`` for a program; it may not exist yet."""
+    return bundle_root / program_fingerprint(program).digest()
+
+
+def bundle_for(program: Program, folder: Path) -> Bundle:
+    """Open a bundle; raises ``CacheError`` unless it is whole and fits the program."""
+    bundle = open_bundle(folder)
+    bundle.refuse_machine()
+    bundle.refuse_model(program.model)
+    bundle.refuse_limits(program.limits)
+    return bundle
+
+
+def load_executables(program: Program, bundle: Bundle, progress: Progress) -> Executables:
+    """Load the executables of a bundle that fits."""
     return _executables(program, load_bundle(bundle, progress), bundle.manifest, 0)
 
 
@@ -85,19 +97,11 @@ def compile_bundle(
     if made is not None:
         return made[1], True
     try:
-        bundle = _bundle_for(program, folder)
+        bundle = bundle_for(program, folder)
     except CacheError as error:
         raise CacheError(f"{folder} exists already and is no such bundle: {error}") from None
     load_bundle(bundle, progress)
     return bundle.manifest, False
-
-
-def _bundle_for(program: Program, folder: Path) -> Bundle:
-    bundle = open_bundle(folder)
-    bundle.refuse_machine()
-    bundle.refuse_model(program.model)
-    bundle.refuse_limits(program.limits)
-    return bundle
 
 
 def _compile_into(

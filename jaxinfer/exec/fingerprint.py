@@ -65,13 +65,14 @@ def differences(bundle: Mapping[str, str], here: Mapping[str, str]) -> tuple[Dif
 def of_machine() -> dict[str, str]:
     """This installation and its first device."""
     device = jax.devices()[0]
+    host = {"host CPU": _host_cpu()} if device.platform == "cpu" else {}
     return {
         "jax": jax.__version__,
         "jaxlib": version("jaxlib"),
         "flax": version("flax"),
         "platform": device.client.platform_version,  # on a GPU: the CUDA plugin and driver
         "device": f"{device.platform} {device.device_kind}",
-        "host CPU": _host_cpu(),
+        **host,
         **{name: str(value) for name, value in _relevant_jax_config().items()},
         **compiler_environment(),
         "sources": _source_digest(),

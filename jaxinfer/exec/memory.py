@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -116,7 +116,14 @@ def plan_memory(
             "kv_cache_memory_bytes (on a GPU: gpu_memory_utilization), or lower max_model_len or "
             "max_num_seqs"
         )
-    return MemoryPlan(**{**fixed.__dict__, "num_pages": num_pages})
+    plan = replace(fixed, num_pages=num_pages)
+    if device_bytes is not None and plan.total_bytes + RESERVE_BYTES > device_bytes:
+        raise ConfigError(
+            f"{num_pages} pages of KV cache ({_shown(plan.kv_bytes)}) and what else is needed "
+            f"({_shown(fixed.total_bytes)} and a reserve of {_shown(RESERVE_BYTES)}) do not fit in "
+            f"the device's {_shown(device_bytes)}; lower num_pages or kv_cache_memory_bytes"
+        )
+    return plan
 
 
 def program_memory(program: Program) -> MemoryPlan:

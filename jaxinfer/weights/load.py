@@ -5,6 +5,9 @@ Owns: ``load_params``. Must not know: file formats, how a cache entry looks.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -13,10 +16,13 @@ import numpy as np
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.base import Model, Params
 from jaxinfer.weights import converted
+from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.dummy import dummy_params
-from jaxinfer.weights.plan import plan_params
+from jaxinfer.weights.plan import PlannedParam, plan_params
 from jaxinfer.weights.sources import ModelSource
 from jaxinfer.weights.tree import nested
+
+LOAD_THREADS = 8  # each holds one parameter in host memory
 
 
 def load_params(
@@ -35,11 +41,26 @@ def load_params(
         entry = converted.entry_path(cache_dir, source.fingerprint, model)
         params = converted.convert(entry, plan, source.checkpoint, model, progress)
         return converted.restore(entry, progress) if params is None else params
+    return nested(_stream(plan, source.checkpoint, np.dtype(model.config.dtype), progress))
+
+
+def _stream(
+    plan: Sequence[PlannedParam], checkpoint: Checkpoint, dtype: np.dtype, progress: Progress
+) -> dict[str, jax.Array]:
+    """Read, lay out and put each parameter on the device, a few at a time.
+
+    The host holds what the threads are at, beside what a CPU's device holds.
+    """
+    pool = ThreadPoolExecutor(min(LOAD_THREADS, os.cpu_count() or 1))
     with progress.task("Loading weights", sum(param.nbytes for param in plan)) as advance:
-        params = {}
-        for planned in plan:
-            params[planned.rule.param] = jax.device_put(
-                planned.build(source.checkpoint, np.dtype(model.config.dtype))
-            )
+
+        def one(planned: PlannedParam) -> jax.Array:
+            array = jax.device_put(planned.build(checkpoint, dtype))
             advance(planned.nbytes)
-    return nested(params)
+            return array
+
+        try:
+            names = [planned.rule.param for planned in plan]
+            return dict(zip(names, pool.map(one, plan), strict=True))
+        finally:  # after a failure or Ctrl-C, nobody needs the rest
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -69,6 +69,7 @@ SET: dict[str, dict[str, Any]] = {
     "--gpu-memory-utilization 0.5": {"gpu_memory_utilization": 0.5},
     "--kv-cache-memory-bytes 4G": {"kv_cache_memory_bytes": 4 << 30},
     "--block-size 32": {"page_size": 32},
+    "--bundle there": {"bundle": "there"},
     "--max-num-seqs 64": {"max_num_seqs": 64},
     "--max-num-batched-tokens 2k": {"max_num_batched_tokens": 2000},
     "--max-num-queued-reqs 5 --max-num-queued-tokens 1k": {

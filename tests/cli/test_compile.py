@@ -1,0 +1,228 @@
+"""Bundles by the command line: written whole, used instead of compiling, refused when other."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from jaxinfer.cli.main import cli
+from jaxinfer.core.errors import CacheError, ConfigError
+from jaxinfer.engine.llm import LLM
+from jaxinfer.exec import compile as exec_compile
+from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
+
+SIZES = ("--max-num-seqs=1", "--max-num-batched-tokens=64", "--max-model-len=128")
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli, list(map(str, arguments)), catch_exceptions=False)
+
+
+def no_weights(self: SafetensorsCheckpoint, name: str) -> None:
+    raise AssertionError(f"{name} was read")
+
+
+@pytest.fixture(scope="module")
+def bundle(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of three executables, made without reading weights."""
+    folder = tmp_path_factory.mktemp("compiled") / "bundle"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SafetensorsCheckpoint, "read", no_weights)
+        result = run("compile", model_folder, *SIZES, "--page-size=8", "--output", folder)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith(f"{folder} holds 3 executables, ")
+    assert "(17 pages)" in result.stdout
+    assert [path.name for path in folder.parent.iterdir()] == ["bundle"]
+    return folder
+
+
+@pytest.fixture
+def edited(bundle: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, Any]], object]], Path]:
+    """A bundle with the same files and another manifest."""
+
+    def edit(change: Callable[[dict[str, Any]], object]) -> Path:
+        folder = tmp_path / "edited"
+        folder.mkdir()
+        for path in bundle.iterdir():
+            (folder / path.name).hardlink_to(path)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        change(manifest)
+        (folder / "manifest.json").unlink()
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        return folder
+
+    return edit
+
+
+def test_generate_from_a_bundle(bundle: Path, model_folder: Path, tmp_path: Path) -> None:
+    """No flag is repeated, nothing is compiled, and the answer is that of the same engine."""
+    arguments = ("generate", "-m", model_folder, "--json", "--temperature=0", "--max-tokens=9")
+    cache = f"--cache-dir={tmp_path}"
+    packed = run(*arguments, f"--bundle={bundle}", cache, "--stats", "hello")
+    assert packed.exit_code == 0, packed.stderr
+    assert "0 executables compiled, 3 from the cache" in packed.stderr
+    assert list(tmp_path.iterdir()) == []
+    plain = run(*arguments, *SIZES, cache, "hello")
+    assert json.loads(packed.stdout) == json.loads(plain.stdout)
+
+
+def test_settings_come_from_the_bundle(bundle: Path, model_folder: Path) -> None:
+    llm = LLM(str(model_folder), bundle=bundle, max_num_seqs=1, enable_prefix_caching=False)
+    limits = llm._engine.limits
+    assert (limits.page_size, limits.max_model_len, limits.num_pages) == (8, 128, 17)
+    assert not limits.enable_prefix_caching
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_num_seqs": 2}, "max_num_seqs is 1 in the bundle .* and 2 was asked for"),
+        ({"block_size": 16}, "page_size is 8 in the bundle .* and 16 was asked for"),
+        ({"dtype": "bfloat16"}, "dtype is float32 in the bundle .* and bfloat16 was asked for"),
+        ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization is not set in the bundle"),
+    ],
+)
+def test_contradicting_settings(
+    bundle: Path, model_folder: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(model_folder), bundle=bundle, **settings)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "message"),
+    [
+        ("machine", "jax", "jax is 0.0.1 in the bundle and [0-9.]+ here"),
+        ("machine", "device", "device is 0.0.1 in the bundle and cpu cpu here"),
+        ("machine", "sources", "sources is 0.0.1 in the bundle and [0-9a-f]+... here"),
+        ("machine", "XLA_FLAGS", "XLA_FLAGS is 0.0.1 in the bundle and not set here"),
+        ("model", "hidden_size", "hidden_size is 0.0.1 in the bundle and 64 here"),
+        ("limits", "buckets", "buckets is 0.0.1 in the bundle and d1 p64x1 here"),
+    ],
+)
+def test_misfit(
+    part: str,
+    field: str,
+    message: str,
+    edited: Callable[..., Path],
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One sentence with both values; no weights are read and nothing is compiled instead."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr(SafetensorsCheckpoint, "read", no_weights)
+    monkeypatch.delattr(exec_compile, "compile_all")
+    folder = edited(lambda manifest: manifest["fingerprint"][part].update({field: "0.0.1"}))
+    with pytest.raises(CacheError, match=f"bundle .* does not fit: {message}; compile another"):
+        LLM(str(model_folder), bundle=folder)
+
+
+def test_executable_that_the_manifest_forgot(
+    edited: Callable[..., Path], model_folder: Path
+) -> None:
+    folder = edited(lambda manifest: manifest["executables"].pop("d1"))
+    with pytest.raises(CacheError, match="its manifest has no d1"):
+        LLM(str(model_folder), bundle=folder)
+
+
+def test_format(edited: Callable[..., Path], model_folder: Path) -> None:
+    folder = edited(lambda manifest: manifest.update(format=0))
+    with pytest.raises(CacheError, match="format is 0 in the bundle and 1 here"):
+        LLM(str(model_folder), bundle=folder)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "missing", "manifest", "nothing"])
+def test_damage(damage: str, edited: Callable[..., Path], model_folder: Path) -> None:
+    folder = edited(lambda manifest: None)
+    executable = folder / "d1.bin"
+    payload = executable.read_bytes()
+    executable.unlink()
+    match damage:
+        case "cut":
+            executable.write_bytes(payload[:-1])
+            message = f"d1.bin has {len(payload) - 1} of {len(payload)} bytes"
+        case "flipped":
+            executable.write_bytes(payload[:-1] + bytes([payload[-1] ^ 1]))
+            message = "d1.bin is not what its manifest says"
+        case "missing":
+            message = "d1.bin is missing"
+        case "manifest":
+            (folder / "manifest.json").write_text("{}")
+            message = "manifest.json is no manifest"
+        case _:
+            folder = folder / "elsewhere"
+            message = "there is no bundle .*elsewhere"
+    with pytest.raises(CacheError, match=f"{message}.*; .*compile"):
+        LLM(str(model_folder), bundle=folder)
+
+
+def test_the_same_bundle_may_be_there(bundle: Path, model_folder: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in bundle.iterdir()}
+    result = run("compile", model_folder, *SIZES, "--page-size=8", "-o", bundle)
+    assert result.exit_code == 0
+    assert "held already" in result.stdout
+    assert {path: path.stat().st_mtime_ns for path in bundle.iterdir()} == before
+
+
+def test_another_bundle_is_there(bundle: Path, model_folder: Path) -> None:
+    result = run("compile", model_folder, *SIZES, "-o", bundle)
+    assert result.exit_code == 1
+    assert "exists already and is no such bundle" in result.stderr
+    assert "num_pages is 17 in the bundle and 9 here" in result.stderr
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_something_else_is_there(kind: str, model_folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    if kind == "file":
+        output.write_text("mine")
+    else:
+        output.mkdir()
+    result = run("compile", model_folder, *SIZES, "-o", output)
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"jaxinfer: error: {output} exists already and is no bundle; choose another folder\n"
+    )
+    assert list(tmp_path.iterdir()) == [output]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), 130), (ConfigError("no"), 1)], ids=["ctrl-c", "error"]
+)
+def test_nothing_half_written_is_left(
+    error: BaseException,
+    code: int,
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        (partial,) = tmp_path.glob("*.partial")
+        (partial / "half").write_text("")
+        raise error
+
+    monkeypatch.setattr(exec_compile, "write_bundle", fail)
+    monkeypatch.setattr(exec_compile, "compile_all", lambda *_: {})
+    result = run("compile", model_folder, *SIZES, "-o", tmp_path / "bundle")
+    assert result.exit_code == code
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_inspect(bundle: Path, edited: Callable[..., Path]) -> None:
+    report = json.loads(run("inspect", "--json", "--bundle", bundle).stdout)
+    assert report["fits"] and all(field["fits"] for field in report["machine"].values())
+    assert report["limits"]["max_model_len"] == 128
+    assert report["memory"]["kv_bytes"] == 17 * 8 * 2 * 2 * 2 * 16 * 4
+    assert {"admit", "d1", "p64x1"} == report["executables"].keys()
+    other = edited(lambda manifest: manifest["fingerprint"]["machine"].update(jax="0.0.1"))
+    lines = run("inspect", "--bundle", other).stdout.splitlines()
+    assert any(line.startswith("jax              0.0.1, but ") for line in lines)
+    assert lines[-1].startswith("fits             no")
+
+
+@pytest.mark.parametrize("arguments", [[], ["m", "--bundle=b"], ["--bundle=b", "--dtype=float32"]])
+def test_inspect_wants_one_thing(arguments: list[str]) -> None:
+    assert run("inspect", *arguments).exit_code == 2

@@ -1,0 +1,131 @@
+"""The memory plan: what it promises of a device, and that steps keep within their bound."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.step import Bucket
+from jaxinfer.exec.buckets import bucket_table
+from jaxinfer.exec.memory import (
+    RESERVE_BYTES,
+    MemoryPlan,
+    check_workspace,
+    plan_memory,
+    workspace_bound,
+    workspace_bytes,
+)
+from jaxinfer.exec.program import Program
+from jaxinfer.models.base import Model
+from jaxinfer.models.registry import build_model
+from kit.tiny_models import tiny_model
+
+DEVICE = 4 << 30
+SMOLLM2 = MappingProxyType(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 2,  # of 30, whose prefill takes 49 MB instead of 30: bound 74
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+)
+LOOSE = 3  # the bound is at most this many times what is measured
+
+
+@cache
+def model_named(name: str) -> Model:
+    return build_model(SMOLLM2, "float32") if name == "smollm2" else tiny_model(name)[0]
+
+
+def measured(model: Model, bucket: Bucket, num_pages: int) -> int:
+    limits = Limits(num_pages, 16, 16, 256, bucket.num_prefill_tokens or 1, (bucket,))
+    return workspace_bytes(Program(model, limits).lower(bucket.name).compile())
+
+
+@pytest.mark.parametrize(
+    ("name", "bucket", "loose"),
+    [
+        ("smollm2", Bucket(16), 2),
+        ("smollm2", Bucket(0, 512, 16), LOOSE),
+        ("smollm2", Bucket(16, 512, 16), 2),
+        ("qwen3", Bucket(8), LOOSE),
+        ("qwen3", Bucket(4, 64, 4), LOOSE),
+        ("gpt2", Bucket(4, 64, 4), LOOSE),
+    ],
+    ids=lambda value: value.name if isinstance(value, Bucket) else str(value),
+)
+def test_bound_of_workspace(name: str, bucket: Bucket, loose: int) -> None:
+    model = model_named(name)
+    bound, needed = workspace_bound(model, bucket, 256), measured(model, bucket, 40)
+    assert needed <= bound <= loose * needed
+
+
+def test_workspace_does_not_depend_on_pages() -> None:
+    model, bucket = model_named("qwen3"), Bucket(2, 32, 2)
+    assert measured(model, bucket, 20) == measured(model, bucket, 500)
+
+
+def plan(device_bytes: int | None = DEVICE, **settings: Any) -> MemoryPlan:
+    config = EngineConfig(**settings)
+    max_num_seqs, max_model_len = config.max_num_seqs or 256, config.max_model_len or 8192
+    return plan_memory(
+        config,
+        model_named("smollm2"),
+        page_size=16,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        buckets=bucket_table(max_num_seqs, 2048, decode_start=2, prefill_start=64),
+        device_bytes=device_bytes,
+    )
+
+
+@pytest.mark.parametrize("share", [0.5, 0.92, 1.0])
+def test_share_of_a_device_is_honoured(share: float) -> None:
+    made = plan(gpu_memory_utilization=share)
+    taken = (made.total_bytes + RESERVE_BYTES) / (DEVICE)
+    assert share - 0.02 < taken <= share
+    described = made.described(made.workspace_bytes)
+    assert f"{made.total_bytes / (DEVICE):.1%} of the device's 4.29 GB" in described
+
+
+def test_fewer_sequences_take_less() -> None:
+    made = plan(max_num_seqs=1, max_model_len=64)
+    assert made.num_pages == 1 + 64 // 16
+
+
+@pytest.mark.parametrize(
+    ("device_bytes", "settings", "message"),
+    [
+        (DEVICE // 8, {}, "the model does not fit: weights .* MB, .* leave nothing of 0.92 of the"),
+        (None, {}, "reports no memory size; set kv_cache_memory_bytes"),
+        (DEVICE, {"num_pages": 100}, r"256 sequences \(max_num_seqs\) of one page each need 257"),
+        (DEVICE, {"num_pages": 100_000}, "100000 pages of KV cache .* do not fit in the device's"),
+        (
+            DEVICE,
+            {"max_model_len": 8192, "kv_cache_memory_bytes": 1 << 21},
+            "a context of 8192 tokens need 513 pages",
+        ),
+    ],
+    ids=["small_device", "no_size", "few_pages", "many_pages", "long_context"],
+)
+def test_refused(device_bytes: int | None, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(device_bytes, **settings)
+
+
+def test_steps_that_need_more_than_planned() -> None:
+    made = plan()
+    check_workspace(made, made.workspace_bytes + RESERVE_BYTES)
+    with pytest.raises(ConfigError, match="compiled steps need .* were planned; set num_pages bel"):
+        check_workspace(made, made.workspace_bytes + RESERVE_BYTES + 1)
