@@ -36,5 +36,9 @@ class RequestError(JaxinferError, ValueError):
     """One request is invalid or can never fit; other requests are unaffected."""
 
 
+class ContextLengthError(RequestError):
+    """A prompt leaves no room for an answer within the context."""
+
+
 class EngineError(JaxinferError, RuntimeError):
     """The engine failed or was closed; the message says what to do next."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxinfer.core.config import Limits
-from jaxinfer.core.errors import RequestError
+from jaxinfer.core.errors import ContextLengthError, RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.sched.admit import refusal
 
@@ -42,7 +42,8 @@ def check_request(
     num_tokens = len(prompt_token_ids)
     max_tokens = resolved_max_tokens(num_tokens, sampling, limits)
     if reason := refusal(num_tokens, max_tokens, limits):
-        raise RequestError(reason)
+        too_long = num_tokens >= limits.max_model_len
+        raise ContextLengthError(reason) if too_long else RequestError(reason)
     last = facts.vocab_size - 1
     named = {
         "the prompt": prompt_token_ids,

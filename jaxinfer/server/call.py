@@ -41,6 +41,7 @@ class Call:
         self.route = scope["path"].removeprefix(scope.get("root_path", ""))
         self.path_parameters: Mapping[str, str] = scope["path_params"]
         self.request_id: str = scope["state"]["request_id"]
+        self.prompt_field = "prompt"  # what a client is told about a prompt that will not do
         self._receive = receive
         self._body = body
 
@@ -90,7 +91,10 @@ class Call:
         if isinstance(error, ApiError):
             return error
         if isinstance(error, JaxinferError):
-            return self.service.error(error)
+            told = self.service.error(error)
+            if told.param == "prompt":
+                told.param = self.prompt_field
+            return told
         self.service.log.error(
             "unexpected_error", exception=error, request_id=self.request_id, route=self.route
         )

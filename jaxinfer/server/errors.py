@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from jaxinfer.core.errors import EngineError, JaxinferError, RequestError, TokenizerError
+from jaxinfer.core.errors import ContextLengthError, EngineError, JaxinferError, RequestError, TokenizerError
 from jaxinfer.core.request import SamplingParams
 
 ERROR_TYPES: Mapping[int, str] = MappingProxyType(
@@ -98,7 +98,8 @@ def api_error(error: JaxinferError, *, alive: bool = True) -> ApiError:
     rest is 500, or 503 when the engine is dead.
     """
     if isinstance(error, (RequestError, TokenizerError)):
-        return ApiError(400, str(error), param=_param(str(error)))
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+        return ApiError(400, str(error), param=_param(str(error)), code=code)
     if isinstance(error, EngineError) and not alive:
         return ApiError(503, str(error), code="engine_dead")
     return ApiError(500, str(error), code="engine_error")

@@ -33,6 +33,7 @@ async def completions(call: Call) -> ASGIApp:
 
 async def chat_completions(call: Call) -> ASGIApp:
     """Answer a conversation."""
+    call.prompt_field = "messages"
     request = await call.parse(ChatCompletionRequest)
     prompt = await chat_prompt(call.service, request, request.messages, request.add_special_tokens)
     return await _answer(call, request, [prompt], ChatWriter)

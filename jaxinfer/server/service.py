@@ -13,7 +13,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
+from jaxinfer.core.errors import (
+    ContextLengthError,
+    EngineError,
+    JaxinferError,
+    RequestError,
+)
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.core.version import VERSION
@@ -142,7 +147,7 @@ class Service:
         for number, text in enumerate(texts):
             if len(text) > longest:
                 name = "prompt" if len(texts) == 1 else f"prompt[{number}]"
-                raise RequestError(
+                raise ContextLengthError(
                     f"{name} has {len(text)} characters; no more than {longest} can fit the "
                     f"context of {self.client.limits.max_model_len} tokens; shorten it"
                 )
@@ -188,7 +193,7 @@ class Service:
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
-                raise RequestError(f"prompt[{number}]: {error}") from None
+                raise type(error)(f"prompt[{number}]: {error}") from None
         self._check_room(prompts)
         wake = asyncio.Event()
         streams: list[Stream] = []

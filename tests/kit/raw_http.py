@@ -5,6 +5,7 @@ Owns: ``RawClient``, and reading event streams. Must not know: which server answ
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import struct
@@ -49,6 +50,7 @@ class RawClient:
     """One connection, for one request."""
 
     def __init__(self, port: int, *, receive_buffer: int | None = None) -> None:
+        self._taken = b""
         self._socket = socket.socket()
         self._socket.settimeout(SECONDS)
         if receive_buffer is not None:  # before connect, which tells the window
@@ -97,9 +99,13 @@ class RawClient:
         self._socket.recv(1, socket.MSG_PEEK)
         return self
 
+    def read_byte(self) -> None:
+        """Take one byte of the answer off the wire; ``reply`` still has it."""
+        self._taken += self._socket.recv(1)
+
     def reply(self) -> Reply:
         """The whole answer."""
-        with HTTPResponse(self._socket) as response:
+        with HTTPResponse(_Whole(self._taken, self._socket)) as response:  # type: ignore[arg-type]
             response.begin()
             headers = {name.lower(): value for name, value in response.getheaders()}
             return Reply(response.status, headers, response.read())
@@ -124,3 +130,30 @@ def get(port: int, path: str) -> Reply:
     """A GET and its answer."""
     with RawClient(port) as client:
         return client.get(path).reply()
+
+
+class _Whole:
+    """A socket whose first bytes have been read already, as ``HTTPResponse`` wants one."""
+
+    def __init__(self, taken: bytes, connection: socket.socket) -> None:
+        self._parts = [taken] if taken else []
+        self._connection = connection
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """See ``socket.makefile``."""
+        assert mode == "rb"
+        parts, connection = self._parts, self._connection
+
+        class Raw(io.RawIOBase):
+            def readable(self) -> bool:
+                return True
+
+            def readinto(self, buffer: Any) -> int:
+                if not parts:
+                    return connection.recv_into(buffer)
+                data = parts.pop()
+                assert len(data) <= len(buffer), "more than a buffer was taken"
+                buffer[: len(data)] = data
+                return len(data)
+
+        return io.BufferedReader(Raw())

@@ -223,7 +223,12 @@ def test_a_cut_prompt_is_echoed_as_cut(server: Serving) -> None:
 def test_a_prompt_beyond_the_context(server: Serving) -> None:
     error = refusal(server, COMPLETIONS, prompt="x" * 200)
     assert error["param"] == "prompt" and "128" in error["message"]
-    assert refusal(server, CHATS, messages=[{"role": "user", "content": "x" * 200}])
+    assert error["code"] == "context_length_exceeded"
+    assert refusal(server, COMPLETIONS, prompt="x" * 20_000)["code"] == "context_length_exceeded"
+    several = refusal(server, COMPLETIONS, prompt=["x", "x" * 200])
+    assert (several["param"], several["code"]) == ("prompt[1]", "context_length_exceeded")
+    chat = refusal(server, CHATS, messages=[{"role": "user", "content": "x" * 200}])
+    assert (chat["param"], chat["code"]) == ("messages", "context_length_exceeded")
 
 
 # what ends an output
