@@ -12,7 +12,13 @@ from types import MappingProxyType
 
 import msgspec
 
-from jaxinfer.core.errors import ContextLengthError, EngineError, JaxinferError, RequestError, TokenizerError
+from jaxinfer.core.errors import (
+    ContextLengthError,
+    EngineError,
+    JaxinferError,
+    RequestError,
+    TokenizerError,
+)
 from jaxinfer.core.request import SamplingParams
 
 ERROR_TYPES: Mapping[int, str] = MappingProxyType(
