@@ -1,11 +1,12 @@
-"""How long `jaxinfer generate` takes to its first token, and how much memory: cold and warm caches.
+"""How long `jaxinfer generate` takes to its first token, and how much memory: cold, warm, bundle.
 
 Run from the repository root:
 
     .venv/bin/python -m bench.startup [--runs N] [--output FILE]
 
-The first run starts from an empty cache folder (download, conversion, compilation), the others from
-what it left. Every run is a process of its own; its memory is what the system accounted to it.
+The first run starts from an empty cache folder (download, conversion, compilation), the warm ones
+from what it left, the last ones from a bundle as well. Every run is a process of its own; its
+memory is what the system accounted to it.
 Must not know: the engine; it reads what `--stats` prints.
 """
 
@@ -26,6 +27,10 @@ from typing import Any
 from bench.circumstances import circumstances
 
 PROMPT = "What is the capital of France?"
+MODEL = "smollm2-135m-instruct"
+# what `generate` chooses for a lone prompt, so that a bundle holds the same three executables
+LONE = {"max-num-seqs": 1, "max-num-batched-tokens": 256, "prefill-bucket-start": 256}
+LONE_PAGES = 257
 # what is read of the report: a name, and the number after it
 STATS = {
     "compile_or_load_s": r"^compile\s+([\d.]+) s",
@@ -35,10 +40,22 @@ STATS = {
 }
 
 
-def run_once(cache_dir: str) -> dict[str, float]:
+SCRIPT = Path(sys.executable).with_name("jaxinfer")
+
+
+def compile_bundle(cache_dir: str, folder: Path) -> dict[str, float]:
+    """One process of ``jaxinfer compile``: its wall seconds, the bundle's bytes."""
+    sizes = [f"--{name}={value}" for name, value in {**LONE, "num-pages": LONE_PAGES}.items()]
+    command = [SCRIPT, "compile", MODEL, *sizes, f"--cache-dir={cache_dir}", f"--output={folder}"]
+    start = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    return {"wall_s": time.perf_counter() - start, "size_bytes": float(size)}
+
+
+def run_once(cache_dir: str, *flags: str) -> dict[str, float]:
     """One process: its own report, its wall seconds, its peak resident bytes."""
-    script = Path(sys.executable).with_name("jaxinfer")
-    command = [script, "generate", "--stats", "--temperature=0"]
+    command = [SCRIPT, "generate", "--stats", "--temperature=0", f"--model={MODEL}", *flags]
     start = time.perf_counter()
     process = subprocess.Popen(
         [*command, f"--cache-dir={cache_dir}", PROMPT],
@@ -80,10 +97,17 @@ def main() -> None:
     facts = circumstances()
     with tempfile.TemporaryDirectory() as cache_dir:
         cold = [run_once(cache_dir)]
-        warm = [run_once(cache_dir) for _ in range(arguments.runs)]
-    rows = rows_of("cold", cold) + rows_of("warm", warm)
+        folder = Path(cache_dir) / "bundle"
+        compiled = [compile_bundle(cache_dir, folder)]
+        flags: dict[str, list[str]] = {"warm": [], "bundle": [f"--bundle={folder}"]}
+        runs: dict[str, list[dict[str, float]]] = {"warm": [], "bundle": []}
+        for _ in range(arguments.runs):  # in turns: a busy moment of the machine hits both
+            for case, more in flags.items():
+                runs[case].append(run_once(cache_dir, *more))
+    rows = rows_of("cold", cold) + rows_of("compile", compiled)
+    rows += rows_of("warm", runs["warm"]) + rows_of("bundle", runs["bundle"])
     for row in rows:
-        print(f"{row['case']:5} {row['metric']:18} {row['value']:16.2f}")
+        print(f"{row['case']:8} {row['metric']:18} {row['value']:16.2f}")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 

@@ -3,8 +3,9 @@
 Owns: how a folder of the cache comes to be. Must not know: what it holds.
 
 An entry is built in ``<entry>.partial`` under an exclusive lock on ``<entry>.lock`` and renamed
-when whole. The system drops the lock of a killed process, so a partial folder found while holding
-it belongs to nobody and is removed; a second process that wants the entry waits and then uses it.
+when whole; the lock file goes then. The system drops the lock of a killed process, so a partial
+folder found while holding it belongs to nobody and is removed; a second process that wants the
+entry waits and then uses it.
 """
 
 from __future__ import annotations
@@ -84,10 +85,17 @@ def _locked(path: Path) -> Generator[None]:
     while True:
         with path.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
+            if not _is_at(file.fileno(), path):
                 continue
             try:
                 yield
             finally:
-                path.unlink()
+                path.unlink(missing_ok=True)
             return
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
