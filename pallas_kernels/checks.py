@@ -1,11 +1,16 @@
-"""Argument checks that the paged-attention ops share.
+"""Checks that several ops share.
 
-Owns: ``check_paged``. Must not know: implementations.
+Owns: ``check_paged``, ``unfit_for_triton``. Must not know: implementations.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import jax
+
+VALUE_DTYPES = ("bfloat16", "float16", "float32")
+NARROW_DTYPES = ("float8_e4m3fn", "float8_e5m2")  # pages of any values
 
 
 def check_paged(
@@ -32,3 +37,15 @@ def check_paged(
         )
     if window is not None and window < 1:
         raise ValueError(f"{op}: window must be at least 1, got {window}")
+
+
+def unfit_for_triton(values: jax.Array, pages: jax.Array) -> str | None:
+    """Why no Triton kernel can meet these dtypes here, or None. Imports no Triton."""
+    value_dtype, page_dtype = str(values.dtype), str(pages.dtype)
+    if value_dtype not in VALUE_DTYPES:
+        return f"the arguments are {value_dtype}, not one of {', '.join(VALUE_DTYPES)}"
+    if page_dtype not in (value_dtype, *NARROW_DTYPES):
+        return f"the pages are {page_dtype}, neither {value_dtype} nor an 8-bit float"
+    if find_spec("jax_triton") and find_spec("triton"):
+        return None
+    return "jax-triton is not installed; install jaxinfer[cuda13] or jaxinfer[cuda12]"

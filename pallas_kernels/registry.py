@@ -13,11 +13,23 @@ from typing import Any, Protocol
 
 import jax
 
-OP_NAMES = ("kv_append", "paged_decode", "paged_prefill")
+OP_NAMES = ("kv_append", "paged_decode", "paged_prefill", "qk_rope_append")
 
 
 def _runs_always(*args: Any, **static: Any) -> None:
     """The ``supports`` of an implementation without limits."""
+
+
+def imported_when_called(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that is imported no earlier than the function is called.
+
+    The languages of GPU kernels are optional and slow to import.
+    """
+
+    def call(*args: Any, **static: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args, **static)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,7 @@ class Impl:
 
 
 class Case(Protocol):
-    """A named call of an op; ``tags`` are among ci, full and bench."""
+    """A named call of an op; ``tags`` are among ci, full, bench, and gpu: bench only on one."""
 
     @property
     def name(self) -> str: ...

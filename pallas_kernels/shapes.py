@@ -49,6 +49,7 @@ class PagedCase:
     padding: int = 0
     window: int | None = None
     dtype: str = "float32"
+    kv_dtype: str = ""  # of the pages; empty: as the queries
     tags: tuple[str, ...] = ("ci",)
 
     def visible_keys(self, row: int) -> int:
@@ -80,7 +81,7 @@ class PagedArrays:
 
 def paged_arrays(case: PagedCase, num_rows: int, rng: np.random.Generator) -> PagedArrays:
     """A pool for the case in shuffled page order; rows past the case's own are padding."""
-    size, heads, dtype = case.page_size, case.heads, jnp.dtype(case.dtype)
+    size, heads, dtype = case.page_size, case.heads, jnp.dtype(case.kv_dtype or case.dtype)
     needed = [-(-length // size) for length in case.seq_lens]
     max_pages = max(case.max_pages, *needed, 1)
     num_pages = 1 + sum(needed) + 2  # the padding sink, the rows' pages, two that nobody owns

@@ -27,7 +27,7 @@ def mismatch(op: KernelOp, impl: Impl, case: Case, inputs: Inputs) -> str | None
     """
     expected = op.observable(op.ref(*inputs.args, **inputs.static))
     run = jax.jit(partial(impl.fn, **inputs.static))
-    actual = op.observable(run(*map(jnp.asarray, inputs.args)))
+    actual = op.observable(run(*jax.tree.map(jnp.asarray, inputs.args)))
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     for index, (got, want) in enumerate(pairs):
         where = f"{op.name}/{impl.name}/{case.name} output {index}"

@@ -75,8 +75,8 @@ class GPT2Layer(nn.Module):
         d, n, h, eps = c.hidden_size, c.num_attention_heads, c.head_dim, c.layer_norm_epsilon
         norms = self.param("norms", _init_norms, (4, d), c.dtype)
         qkv = self._linear("qkv", layer_norm(x, norms[0], norms[1], eps), 3 * d)
-        q, k, v = jnp.split(qkv.reshape(-1, 3 * n, h), 3, axis=1)
-        heads, kv = attend(q, k, v, kv, scale=h**-0.5, window=None)
+        qkv = qkv.reshape(-1, 3 * n, h)
+        heads, kv = attend(qkv, kv, num_kv_heads=n, rotary=None, scale=h**-0.5, window=None)
         x = x + self._linear("o", heads.reshape(-1, d), d)
         up = self._linear("up", layer_norm(x, norms[2], norms[3], eps), c.intermediate_size)
         x = x + self._linear("down", jax.nn.gelu(up, approximate=True), d)

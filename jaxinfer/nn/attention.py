@@ -1,7 +1,8 @@
 """How a layer's queries meet keys and values: one protocol, two implementations.
 
-Owns: ``Attend`` (the protocol a decoder layer calls), ``DenseCausal`` (no cache: research and
-golden tests; differentiable) and ``PagedAttend`` (serving: append to pages, attend over them).
+Owns: ``Attend`` (the protocol a decoder layer calls), ``Rotary``, ``DenseCausal`` (no cache:
+research and golden tests; differentiable) and ``PagedAttend`` (serving: append to pages, attend
+over them).
 Must not know: model families, the scheduler, sampling.
 """
 
@@ -15,20 +16,35 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.kv import LayerKV
 from pallas_kernels.kv_append.api import kv_append
+from pallas_kernels.numerics import split_and_rotate, split_heads
 from pallas_kernels.paged_decode.api import paged_decode
 from pallas_kernels.paged_prefill.api import paged_prefill
+from pallas_kernels.qk_rope_append.api import qk_rope_append
+
+
+class Rotary(NamedTuple):
+    """What is done to queries and keys first: a norm over H where there is one, then rope."""
+
+    cos: jax.Array  # float32[T, H / 2]
+    sin: jax.Array  # float32[T, H / 2]
+    qk_norms: jax.Array | None  # [2, H]: of queries, of keys
+    eps: float  # static; of the norm
 
 
 class Attend(Protocol):
-    """Append this step's keys and values, attend, return the output and the layer's new KV."""
+    """Append this step's keys and values, attend, return the output and the layer's new KV.
+
+    ``qkv`` holds a token's heads: N of queries, K of keys, K of values. They come together, and
+    their rotation with them, so that one kernel may do all that lies before attention.
+    """
 
     def __call__(
         self,
-        q: jax.Array,  # [T, N, H]
-        k: jax.Array,  # [T, K, H]
-        v: jax.Array,  # [T, K, H]
+        qkv: jax.Array,  # [T, N + 2K, H]
         kv: LayerKV | None,
         *,
+        num_kv_heads: int,
+        rotary: Rotary | None,
         scale: float,
         window: int | None,
     ) -> tuple[jax.Array, LayerKV | None]: ...  # [T, N, H]
@@ -56,18 +72,23 @@ class PagedAttend:
 
     def __call__(
         self,
-        q: jax.Array,  # [T, N, H]
-        k: jax.Array,  # [T, K, H]
-        v: jax.Array,  # [T, K, H]
+        qkv: jax.Array,  # [T, N + 2K, H]
         kv: LayerKV | None,
         *,
+        num_kv_heads: int,
+        rotary: Rotary | None,
         scale: float,
         window: int | None,
     ) -> tuple[jax.Array, LayerKV]:
         """See ``Attend``."""
         assert kv is not None, "paged attention needs a KV state"
         batch, d = self.batch, self.num_decodes
-        pages = LayerKV(*kv_append(k, v, kv.k_pages, kv.v_pages, batch.slot_mapping))
+        if rotary is None:
+            q, k, v = split_heads(qkv, num_kv_heads)
+            pages = LayerKV(*kv_append(k, v, *kv, batch.slot_mapping))
+        else:
+            q, *pools = qk_rope_append(qkv, *rotary[:3], *kv, batch.slot_mapping, eps=rotary.eps)
+            pages = LayerKV(*pools)
         parts: list[jax.Array] = []
         if d:
             table, lens = batch.page_table[:d], batch.seq_lens[:d]
@@ -87,16 +108,20 @@ class DenseCausal:
 
     def __call__(
         self,
-        q: jax.Array,  # [T, N, H]
-        k: jax.Array,  # [T, K, H]
-        v: jax.Array,  # [T, K, H]
+        qkv: jax.Array,  # [T, N + 2K, H]
         kv: LayerKV | None,
         *,
+        num_kv_heads: int,
+        rotary: Rotary | None,
         scale: float,
         window: int | None,
     ) -> tuple[jax.Array, None]:
         """See ``Attend``; ``kv`` must be None."""
         assert kv is None, "dense attention keeps no KV state"
+        if rotary is None:
+            q, k, v = split_heads(qkv, num_kv_heads)
+        else:
+            q, k, v = split_and_rotate(qkv, *rotary[:3], num_kv_heads, rotary.eps)
         t, n, h = q.shape
         grouped = q.reshape(t, k.shape[1], n // k.shape[1], h)
         scores = jnp.einsum("TKGH,SKH->KGTS", grouped, k, preferred_element_type=jnp.float32)

@@ -24,10 +24,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.attention import Attend
+from jaxinfer.nn.attention import Attend, Rotary
 from jaxinfer.nn.kv import KVSpec, KVState, LayerKV, LayerKVSpec
-from jaxinfer.nn.layers import head_logits, rms_norm, swiglu, take_rows, tied_logits
-from jaxinfer.nn.rope import RopeConfig, apply_rope, rope_tables
+from jaxinfer.nn.layers import head_logits, swiglu, take_rows, tied_logits
+from jaxinfer.nn.rope import RopeConfig, rope_tables
+from pallas_kernels.numerics import rms_norm
 
 _INIT = nn.initializers.normal(0.02)
 
@@ -85,15 +86,20 @@ class DecoderLayer(nn.Module):
         """One layer; its output is sown as ``taps/residual`` for those who ask."""
         c = self.config
         norms = self.param("norms", nn.initializers.ones, (2, c.hidden_size), c.dtype)
-        q, k, v = self._heads(rms_norm(x, norms[0], c.rms_norm_eps))
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        heads, kv = attend(q, k, v, kv, scale=c.head_dim**-0.5, window=self.window)
+        heads, kv = attend(
+            self._heads(rms_norm(x, norms[0], c.rms_norm_eps)),
+            kv,
+            num_kv_heads=c.num_key_value_heads,
+            rotary=Rotary(cos, sin, self._qk_norms(), c.rms_norm_eps),
+            scale=c.head_dim**-0.5,
+            window=self.window,
+        )
         x = x + self._output(heads.reshape(x.shape[0], -1))
         x = x + self._feed_forward(rms_norm(x, norms[1], c.rms_norm_eps))
         self.sow("taps", "residual", x)
         return x, kv
 
-    def _heads(self, x: jax.Array) -> tuple[jax.Array, ...]:  # [T, D] -> [T, N, H], 2 * [T, K, H]
+    def _heads(self, x: jax.Array) -> jax.Array:  # [T, D] -> [T, N + 2K, H]
         """Queries, keys and values from one product."""
         c = self.config
         n, k, h = c.num_attention_heads, c.num_key_value_heads, c.head_dim
@@ -101,12 +107,13 @@ class DecoderLayer(nn.Module):
         if c.qkv_bias:
             zeros = nn.initializers.zeros
             heads = heads + self.param("qkv_bias", zeros, ((n + 2 * k) * h,), c.dtype)
-        queries, keys, values = jnp.split(heads.reshape(-1, n + 2 * k, h), (n, n + k), axis=1)
-        if c.qk_norm:
-            qk_norms = self.param("qk_norms", nn.initializers.ones, (2, h), c.dtype)
-            queries = rms_norm(queries, qk_norms[0], c.rms_norm_eps)
-            keys = rms_norm(keys, qk_norms[1], c.rms_norm_eps)
-        return queries, keys, values
+        return heads.reshape(-1, n + 2 * k, h)
+
+    def _qk_norms(self) -> jax.Array | None:  # [2, H]
+        c = self.config
+        if not c.qk_norm:
+            return None
+        return self.param("qk_norms", nn.initializers.ones, (2, c.head_dim), c.dtype)
 
     def _output(self, heads: jax.Array) -> jax.Array:  # [T, N * H] -> [T, D]
         c = self.config

@@ -1,4 +1,4 @@
-"""The small functions that every decoder is made of: norms, the gated activation, the output head.
+"""The small functions that decoders are made of: layer norm, the gated activation, the output head.
 
 Owns: numerics of these pieces. Statistics and logits are float32 whatever the dtype of weights and
 activations; results keep the input's dtype. Must not know: model families, attention, KV.
@@ -8,13 +8,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:  # [..., D], [D] -> [..., D]
-    """Root mean square normalisation over the last axis (Zhang and Sennrich 2019)."""
-    x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
 def layer_norm(

@@ -1,7 +1,7 @@
-"""Rotary position embeddings: frequencies as values, tables per step, the rotation.
+"""Rotary position embeddings: frequencies as values, tables per step.
 
-Owns: ``RopeConfig``, the known scalings, ``rope_tables``, ``apply_rope``. Heads are rotated in the
-half-split layout of Hugging Face checkpoints: component i pairs with i + H/2.
+Owns: ``RopeConfig``, the known scalings, ``rope_tables``. The rotation itself, in the half-split
+layout of Hugging Face checkpoints, is ``pallas_kernels.numerics.rotate``.
 Must not know: config files, model families.
 """
 
@@ -130,15 +130,3 @@ def rope_tables(
     """Cosine and sine of every token's angles; computed once per step, shared by the layers."""
     angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies(rope)
     return jnp.cos(angles) * rope.attention_scale, jnp.sin(angles) * rope.attention_scale
-
-
-def apply_rope(
-    x: jax.Array,  # [T, heads, H]
-    cos: jax.Array,  # float32[T, H / 2]
-    sin: jax.Array,  # float32[T, H / 2]
-) -> jax.Array:  # [T, heads, H]
-    """Rotate every head by its token's angles, in float32 (Su et al. 2021)."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)

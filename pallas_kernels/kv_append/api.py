@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels.checks import unfit_for_triton
 from pallas_kernels.kv_append import cases, ref, xla
-from pallas_kernels.registry import Impl, KernelOp, dispatch
+from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+
+_triton = imported_when_called("pallas_kernels.kv_append.triton", "kv_append")
+
+
+def _triton_supports(
+    k: jax.Array,  # [T, K, H]
+    v: jax.Array,  # [T, K, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    slot_mapping: jax.Array,  # int32[T]
+) -> str | None:
+    del v, v_pages, slot_mapping
+    return unfit_for_triton(k, k_pages)
+
 
 OP = KernelOp(
     name="kv_append",
     ref=ref.kv_append,
-    impls=(Impl("xla", xla.kv_append),),
+    impls=(
+        Impl("triton", _triton, platforms=("gpu",), supports=_triton_supports),
+        Impl("xla", xla.kv_append),
+    ),
     cases=cases.CASES,
     build=cases.build,
     cost=cases.cost,

@@ -9,6 +9,8 @@ from pallas_kernels import shapes
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import Heads, PagedCase, paged_arrays
 
+_FP8 = "float8_e4m3fn"
+
 
 def _bench(model: str, heads: Heads, dtype: str) -> tuple[PagedCase, ...]:
     """The grid that serving meets: batch 1, 8 and 64 at contexts 128, 1024 and 4096."""
@@ -26,6 +28,30 @@ def _bench(model: str, heads: Heads, dtype: str) -> tuple[PagedCase, ...]:
     )
 
 
+def _decode_steps(model: str, heads: Heads) -> tuple[PagedCase, ...]:
+    """The attention of a decode step on a GPU, over the contexts of docs/performance.md."""
+    shapes_of_steps = (
+        *((rows, 1056, 16, "") for rows in (1, 8, 32, 64, 128, 256)),
+        (64, 1056, 64, ""),
+        (64, 1056, 16, _FP8),
+        (1, 16416, 16, ""),
+        (8, 16416, 16, ""),
+    )
+    return tuple(
+        PagedCase(
+            f"{model}_step_b{rows}_ctx{context}_page{size}{'_fp8' if kv_dtype else ''}",
+            heads,
+            (context,) * rows,
+            page_size=size,
+            max_pages=2048 * 16 // size,
+            dtype="bfloat16",
+            kv_dtype=kv_dtype,
+            tags=("bench", "gpu"),
+        )
+        for rows, context, size, kv_dtype in shapes_of_steps
+    )
+
+
 CASES = (
     PagedCase("smollm2_length1", shapes.SMOLLM2_135M, (1,)),
     PagedCase("smollm2_page_edges", shapes.SMOLLM2_135M, (15, 16, 17, 1, 33), max_pages=40),
@@ -40,9 +66,14 @@ CASES = (
     PagedCase("qwen3_0_6b_page64", shapes.QWEN3_0_6B, (63, 64, 65, 129), page_size=64),
     PagedCase("llama3_8b_bf16", shapes.LLAMA3_8B, (17, 200), padding=1, dtype="bfloat16"),
     PagedCase("qwen3_4b_page64_bf16", shapes.QWEN3_4B, (64, 1), page_size=64, dtype="bfloat16"),
+    PagedCase("llama3_8b_fp8_pages", shapes.LLAMA3_8B, (17, 70), dtype="bfloat16", kv_dtype=_FP8),
+    PagedCase("gpt2_f16", shapes.GPT2, (60, 17), dtype="float16"),
     PagedCase("phi3_head96", shapes.PHI3_MINI, (40, 3)),
+    PagedCase("phi3_head96_bf16", shapes.PHI3_MINI, (40, 3), dtype="bfloat16"),
+    PagedCase("gemma3_head256_bf16", shapes.GEMMA3_4B, (40,), window=32, dtype="bfloat16"),
     PagedCase("gemma3_head256_window", shapes.GEMMA3_4B, (40, 90), window=32),
     PagedCase("qwen3_4b_long", shapes.QWEN3_4B, (8192, 1, 4097, 0), max_pages=1024, tags=("full",)),
+    *_decode_steps("qwen3_4b", shapes.QWEN3_4B),
     *_bench("smollm2", shapes.SMOLLM2_135M, "float32"),
     *_bench("qwen3_0_6b", shapes.QWEN3_0_6B, "float32"),
 )
@@ -64,10 +95,12 @@ def build(case: PagedCase, seed: int) -> Inputs:
 
 def cost(case: PagedCase) -> Cost:
     """Every visible key and value read once, queries read and outputs written."""
-    item, heads = jnp.dtype(case.dtype).itemsize, case.heads
+    heads = case.heads
+    item = jnp.dtype(case.dtype).itemsize
+    kv_item = jnp.dtype(case.kv_dtype or case.dtype).itemsize
     keys = sum(case.touched_keys(row) for row in range(len(case.seq_lens)))
-    head_rows = keys * heads.num_kv_heads + len(case.seq_lens) * heads.num_heads
+    components = keys * heads.num_kv_heads * kv_item + len(case.seq_lens) * heads.num_heads * item
     return Cost(
-        bytes=2 * head_rows * heads.head_dim * item,
+        bytes=2 * components * heads.head_dim,
         flops=4 * keys * heads.num_heads * heads.head_dim,
     )

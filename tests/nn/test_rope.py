@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.models.hf_config import rope_config
-from jaxinfer.nn.rope import RopeConfig, apply_rope, inverse_frequencies, rope_tables
+from jaxinfer.nn.rope import RopeConfig, inverse_frequencies, rope_tables
+from pallas_kernels.numerics import rotate
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "data" / "rope.json").read_text())
 
@@ -39,7 +40,7 @@ def test_scores_depend_on_distance_alone() -> None:
 
     def score(q_position: int, k_position: int) -> float:
         rotated = [
-            apply_rope(x, *rope_tables(rope, jnp.asarray([position], jnp.int32)))
+            rotate(x, *rope_tables(rope, jnp.asarray([position], jnp.int32)))
             for x, position in ((q, q_position), (k, k_position))
         ]
         return float(jnp.vdot(*rotated))
@@ -53,7 +54,7 @@ def test_bfloat16_heads_are_rotated_in_float32() -> None:
     rope = RopeConfig(head_dim=64, theta=10000.0)
     tables = rope_tables(rope, jnp.asarray([7000], jnp.int32))
     x = jnp.asarray(np.random.default_rng(1).standard_normal((1, 2, 64)), jnp.bfloat16)
-    exact = apply_rope(x.astype(jnp.float32), *tables)
-    rotated = apply_rope(x, *tables)
+    exact = rotate(x.astype(jnp.float32), *tables)
+    rotated = rotate(x, *tables)
     assert rotated.dtype == jnp.bfloat16
     assert np.array_equal(rotated, exact.astype(jnp.bfloat16))

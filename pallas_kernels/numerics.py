@@ -1,0 +1,54 @@
+"""Formulas that the models and the kernels' plain implementations share.
+
+Owns: ``rms_norm``, ``rotate``, and how a token's heads lie together. Statistics and angles are
+float32 whatever the dtype; results keep the input's dtype. Must not know: ops, models.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:  # [..., D], [D] -> [..., D]
+    """Root mean square normalisation over the last axis (Zhang and Sennrich 2019)."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def rotate(
+    x: jax.Array,  # [T, heads, H]
+    cos: jax.Array,  # float32[T, H / 2]
+    sin: jax.Array,  # float32[T, H / 2]
+) -> jax.Array:  # [T, heads, H]
+    """Rotate every head by its token's angles (Su et al. 2021); component i pairs with i + H/2."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def split_heads(
+    qkv: jax.Array,  # [T, N + 2K, H]
+    num_kv_heads: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H], 2 * [T, K, H]
+    """Queries, keys and values of heads that lie one after the other."""
+    values = qkv.shape[1] - num_kv_heads
+    q, k, v = jnp.split(qkv, (values - num_kv_heads, values), axis=1)
+    return q, k, v
+
+
+def split_and_rotate(
+    qkv: jax.Array,  # [T, N + 2K, H]
+    cos: jax.Array,  # float32[T, H / 2]
+    sin: jax.Array,  # float32[T, H / 2]
+    qk_norms: jax.Array | None,  # [2, H]
+    num_kv_heads: int,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H], 2 * [T, K, H]
+    """Queries and keys normalised (with ``qk_norms``) and rotated, values as they are."""
+    q, k, v = split_heads(qkv, num_kv_heads)
+    if qk_norms is not None:
+        q, k = rms_norm(q, qk_norms[0], eps), rms_norm(k, qk_norms[1], eps)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v

@@ -1,0 +1,70 @@
+"""qk_rope_append: norm and rotate queries and keys, write keys and values into their pages."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.qk_rope_append import cases, launch, ref, xla
+from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+
+_triton = imported_when_called("pallas_kernels.qk_rope_append.triton", "qk_rope_append")
+
+OP = KernelOp(
+    name="qk_rope_append",
+    ref=ref.qk_rope_append,
+    impls=(
+        Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
+        Impl("xla", xla.qk_rope_append),
+    ),
+    cases=cases.CASES,
+    build=cases.build,
+    cost=cases.cost,
+    # Two roundings, each of which may fall to the other side: after the norm and after the turn.
+    tolerance={"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3, "float8_e4m3fn": 0.1},
+    observable=lambda outputs: (outputs[0], outputs[1][1:], outputs[2][1:]),
+    donate=(4, 5),
+)
+
+
+def qk_rope_append(
+    qkv: jax.Array,  # [T, N + 2K, H]
+    cos: jax.Array,  # float32[T, H / 2]
+    sin: jax.Array,  # float32[T, H / 2]
+    qk_norms: jax.Array | None,  # [2, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    slot_mapping: jax.Array,  # int32[T]
+    *,
+    eps: float,
+    impl: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [T, N, H] ready for attention, and the pools with the step's keys and values.
+
+    ``qkv`` holds a token's heads: N of queries, K of keys, K of values. Queries and keys are
+    normalised over H by their root mean square (``qk_norms``: weights of queries, of keys; None
+    leaves this out; ``eps`` under the root), then component i turns with component i + H/2 by the
+    token's angles. Keys and values go to the slots of ``slot_mapping``, as in ``kv_append``, and
+    take the pools' dtype. In place when the caller donates the pools. ``impl`` pins an
+    implementation. Raises ValueError on arguments that do not fit together.
+
+    Rotary embedding: Su et al., 2021 (arXiv:2104.09864); RMS norm: Zhang and Sennrich, 2019.
+    """
+    num_kv_heads, head_dim = k_pages.shape[2:]
+    if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
+        raise ValueError(
+            f"qk_rope_append: k_pages {k_pages.shape} and v_pages {v_pages.shape} differ"
+        )
+    if qkv.ndim != 3 or qkv.shape[1] <= 2 * num_kv_heads or qkv.shape[2] != head_dim:
+        raise ValueError(f"qk_rope_append: heads {qkv.shape} do not fit pages {k_pages.shape}")
+    tokens = qkv.shape[0]
+    if not cos.shape == sin.shape == (tokens, head_dim // 2) or slot_mapping.shape != (tokens,):
+        raise ValueError(
+            f"qk_rope_append: cos {cos.shape}, sin {sin.shape} and slot_mapping "
+            f"{slot_mapping.shape} do not fit {tokens} tokens of head_dim {head_dim}"
+        )
+    if qk_norms is not None and qk_norms.shape != (2, head_dim):
+        raise ValueError(
+            f"qk_rope_append: qk_norms {qk_norms.shape} are not two of head_dim {head_dim}"
+        )
+    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, slot_mapping)
+    return dispatch(OP, args, {"eps": eps}, impl)

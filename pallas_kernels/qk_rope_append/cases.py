@@ -1,0 +1,94 @@
+"""Named calls of qk_rope_append on the shapes of real models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import shapes
+from pallas_kernels.registry import Cost, Inputs
+from pallas_kernels.shapes import Heads
+
+
+@dataclass(frozen=True)
+class RopeCase:
+    """``num_tokens`` real tokens, then ``padding`` tokens that go to the sink page."""
+
+    name: str
+    heads: Heads
+    num_tokens: int
+    padding: int = 0
+    norms: bool = False
+    page_size: int = 16
+    num_pages: int = 16
+    dtype: str = "float32"
+    kv_dtype: str = ""  # of the pages; empty: as the heads
+    tags: tuple[str, ...] = ("ci",)
+
+
+def _decode_step(rows: int, page_size: int = 16, kv_dtype: str = "") -> RopeCase:
+    """A decode step's tokens on a GPU, each in a page of its own."""
+    name = f"qwen3_4b_step_b{rows}_page{page_size}{'_fp8' if kv_dtype else ''}"
+    sizes = (page_size, 2 * rows + 1, "bfloat16", kv_dtype, ("bench", "gpu"))
+    return RopeCase(name, shapes.QWEN3_4B, rows, 0, True, *sizes)
+
+
+CASES = (
+    RopeCase("smollm2_one_token", shapes.SMOLLM2_135M, 1),
+    RopeCase("smollm2_padded", shapes.SMOLLM2_135M, 9, padding=7),
+    RopeCase("smollm2_many", shapes.SMOLLM2_135M, 70, padding=2),
+    RopeCase("gpt2_heads_only_padding", shapes.GPT2, 0, padding=3),
+    RopeCase("llama3_8b_f16", shapes.LLAMA3_8B, 3, dtype="float16"),
+    RopeCase("llama3_70b_tp8", shapes.LLAMA3_70B_TP8, 5),
+    RopeCase("qwen3_0_6b", shapes.QWEN3_0_6B, 4, norms=True, padding=1),
+    RopeCase("qwen3_4b_page64_bf16", shapes.QWEN3_4B, 20, 3, True, 64, 8, "bfloat16"),
+    RopeCase("qwen3_4b_fp8_pages", shapes.QWEN3_4B, 4, 0, True, 16, 8, "bfloat16", "float8_e4m3fn"),
+    RopeCase("phi3_head96_bf16", shapes.PHI3_MINI, 4, padding=1, dtype="bfloat16"),
+    RopeCase("gemma3_head256", shapes.GEMMA3_4B, 5, norms=True, padding=3),
+    RopeCase("smollm2_decode64", shapes.SMOLLM2_135M, 64, 0, False, 16, 4096, tags=("bench",)),
+    RopeCase("qwen3_0_6b_chunk512", shapes.QWEN3_0_6B, 512, 0, True, 16, 4096, tags=("bench",)),
+    *(_decode_step(rows) for rows in (1, 8, 32, 64, 128, 256)),
+    _decode_step(64, page_size=64),
+    _decode_step(64, kv_dtype="float8_e4m3fn"),
+    RopeCase(
+        "qwen3_4b_chunk4096",
+        shapes.QWEN3_4B,
+        4096,
+        norms=True,
+        num_pages=2048,
+        dtype="bfloat16",
+        tags=("bench", "gpu"),
+    ),
+)
+
+
+def build(case: RopeCase, seed: int) -> Inputs:
+    """Random heads, angles and pages. No slot but the sink's is written twice."""
+    rng = np.random.default_rng(seed)
+    dtype, heads = jnp.dtype(case.dtype), case.heads
+    tokens, h = case.num_tokens + case.padding, heads.head_dim
+    num_heads = heads.num_heads + 2 * heads.num_kv_heads
+    qkv = rng.standard_normal((tokens, num_heads, h), np.float32).astype(dtype)
+    angles = rng.uniform(-np.pi, np.pi, (tokens, h // 2)).astype(np.float32)
+    norms = rng.uniform(0.5, 1.5, (2, h)).astype(dtype) if case.norms else None
+    shape = (case.num_pages, case.page_size, heads.num_kv_heads, h)
+    pools = [
+        rng.standard_normal(shape, np.float32).astype(jnp.dtype(case.kv_dtype or case.dtype))
+        for _ in range(2)
+    ]
+    owned = np.arange(case.page_size, case.num_pages * case.page_size)
+    slots = np.arange(tokens) % case.page_size
+    slots[: case.num_tokens] = rng.choice(owned, case.num_tokens, replace=False)
+    args = (qkv, np.cos(angles), np.sin(angles), norms, *pools, slots.astype(np.int32))
+    return Inputs(args, {"eps": 1e-6})
+
+
+def cost(case: RopeCase) -> Cost:
+    """Each token's heads read once and written once, its angles read."""
+    heads, item = case.heads, jnp.dtype(case.dtype).itemsize
+    kv_item = jnp.dtype(case.kv_dtype or case.dtype).itemsize
+    q, kv = heads.num_heads, 2 * heads.num_kv_heads
+    token = ((2 * q + kv) * item + kv * kv_item) * heads.head_dim + 4 * heads.head_dim
+    return Cost(case.num_tokens * token, 6 * case.num_tokens * (q + kv // 2) * heads.head_dim)

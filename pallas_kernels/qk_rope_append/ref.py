@@ -1,0 +1,40 @@
+"""The definition of qk_rope_append: head by head, a rotation as a product of complex numbers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kv_append.ref import kv_append
+
+
+def qk_rope_append(
+    qkv: jax.Array,  # [T, N + 2K, H]
+    cos: jax.Array,  # float32[T, H / 2]
+    sin: jax.Array,  # float32[T, H / 2]
+    qk_norms: jax.Array | None,  # [2, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    slot_mapping: jax.Array,  # int32[T]
+    *,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
+    """Normalised heads are rounded to their dtype before they turn, as models do."""
+    num_kv_heads = k_pages.shape[2]
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    turn = jax.lax.complex(jnp.asarray(cos), jnp.asarray(sin))  # [T, H / 2]
+
+    def turned(head: int) -> jax.Array:  # [T, H]
+        x = jnp.asarray(qkv[:, head])
+        if qk_norms is not None:
+            x32 = x.astype(jnp.float32)
+            length = jnp.sqrt((x32 * x32).mean(-1) + eps)[:, None]
+            weight = jnp.asarray(qk_norms[int(head >= num_heads)], jnp.float32)
+            x = (x32 / length * weight).astype(x.dtype)
+        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        product = jax.lax.complex(first, second) * turn
+        return jnp.concatenate([product.real, product.imag], axis=-1).astype(x.dtype)
+
+    heads = jnp.stack([turned(head) for head in range(num_heads + num_kv_heads)], axis=1)
+    k, v = heads[:, num_heads:], jnp.asarray(qkv)[:, num_heads + num_kv_heads :]
+    return heads[:, :num_heads], *kv_append(k, v, k_pages, v_pages, slot_mapping)

@@ -1,0 +1,123 @@
+"""qk_rope_append in Triton: one launch, pools written in place.
+
+One program takes a few heads of one token, all of one kind (queries, keys or values).
+Must not know: which calls come here, how many heads a program takes (``launch``).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax_triton as jt
+import triton
+import triton.language as tl
+
+from pallas_kernels.qk_rope_append import launch
+from pallas_kernels.tiles import power_of_two
+
+
+@triton.jit
+def _turn_and_append(
+    qkv,  # [T, N + 2K, H]
+    cos,  # float32[T, H / 2]
+    sin,  # float32[T, H / 2]
+    qk_norms,  # [2, H]; anything without HAS_NORMS
+    k_pages,  # [P, S, K, H]
+    v_pages,  # [P, S, K, H]
+    slot_mapping,  # int32[T]
+    q,  # [T, N, H]
+    EPS: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,  # H / 2
+    HALF_TILE: tl.constexpr,
+    HEADS: tl.constexpr,  # of one program
+):
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    QUERY_TILES: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    KV_TILES: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    kv_tile = tl.maximum(tile - QUERY_TILES, 0)
+    is_query = tile < QUERY_TILES
+    is_value = kv_tile >= KV_TILES
+    # The kind's first head in qkv, its number of heads, and this program's heads within the kind.
+    kind_start = tl.where(is_query, 0, NUM_HEADS + tl.where(is_value, NUM_KV_HEADS, 0))
+    kind_heads = tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
+    kind_tile = tl.where(is_query, tile, tl.where(is_value, kv_tile - KV_TILES, kv_tile))
+    head = kind_tile * HEADS + tl.arange(0, HEADS)
+    half = tl.arange(0, HALF_TILE)
+    inside = (head < kind_heads)[:, None] & (half < HALF)[None, :]
+
+    token_heads = token * (NUM_HEADS + 2 * NUM_KV_HEADS) + kind_start
+    at = (token_heads + head)[:, None] * (2 * HALF) + half[None, :]
+    first = tl.load(qkv + at, mask=inside, other=0.0)
+    second = tl.load(qkv + at + HALF, mask=inside, other=0.0)
+    if not is_value:
+        first32 = first.to(tl.float32)
+        second32 = second.to(tl.float32)
+        if HAS_NORMS:
+            squares = tl.sum(first32 * first32, 1) + tl.sum(second32 * second32, 1)
+            scale = tl.rsqrt(squares / (2 * HALF) + EPS)[:, None]
+            weights = qk_norms + tl.where(is_query, 0, 2 * HALF) + half
+            first_weight = tl.load(weights, mask=half < HALF, other=0.0).to(tl.float32)
+            second_weight = tl.load(weights + HALF, mask=half < HALF, other=0.0).to(tl.float32)
+            first32 = (first32 * scale * first_weight[None, :]).to(first.dtype).to(tl.float32)
+            second32 = (second32 * scale * second_weight[None, :]).to(first.dtype).to(tl.float32)
+        c = tl.load(cos + token * HALF + half, mask=half < HALF, other=0.0)[None, :]
+        s = tl.load(sin + token * HALF + half, mask=half < HALF, other=0.0)[None, :]
+        first = (first32 * c - second32 * s).to(first.dtype)
+        second = (second32 * c + first32 * s).to(first.dtype)
+
+    if is_query:
+        to = (token * NUM_HEADS + head)[:, None] * (2 * HALF) + half[None, :]
+        tl.store(q + to, first, mask=inside)
+        tl.store(q + to + HALF, second, mask=inside)
+    else:
+        slot = tl.load(slot_mapping + token).to(tl.int64)  # bytes pass 2**31
+        to = (slot * NUM_KV_HEADS + head)[:, None] * (2 * HALF) + half[None, :]
+        pages = k_pages
+        if is_value:
+            pages = v_pages
+        tl.store(pages + to, first.to(k_pages.dtype.element_ty), mask=inside)
+        tl.store(pages + to + HALF, second.to(k_pages.dtype.element_ty), mask=inside)
+
+
+def qk_rope_append(
+    qkv: jax.Array,  # [T, N + 2K, H]
+    cos: jax.Array,  # float32[T, H / 2]
+    sin: jax.Array,  # float32[T, H / 2]
+    qk_norms: jax.Array | None,  # [2, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    slot_mapping: jax.Array,  # int32[T]
+    *,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
+    """See ``qk_rope_append.api``."""
+    (t, heads, h), num_kv_heads = qkv.shape, k_pages.shape[2]
+    num_heads = heads - 2 * num_kv_heads
+    tile = launch.heads_per_program(t, heads)
+    tiles = -(-num_heads // tile) + 2 * -(-num_kv_heads // tile)
+    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # jax-triton's word for in place
+    q = jt.triton_call(
+        qkv,
+        cos,
+        sin,
+        cos if qk_norms is None else qk_norms,
+        k_ref,
+        v_ref,
+        slot_mapping,
+        kernel=_turn_and_append,
+        out_type=jax.ShapeDtypeStruct((t, num_heads, h), qkv.dtype),
+        grid=(t, tiles),
+        num_warps=max(1, tile // 2),
+        num_stages=1,
+        EPS=eps,
+        HAS_NORMS=qk_norms is not None,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=h // 2,
+        HALF_TILE=power_of_two(h // 2),
+        HEADS=tile,
+    )
+    return q, jax.freeze(k_ref), jax.freeze(v_ref)

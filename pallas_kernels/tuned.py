@@ -1,0 +1,59 @@
+"""Tuned choices: which launch was fastest for a case on a device, as data beside the op.
+
+Owns: the files ``<op>/tuned/<device>.json``, {case name: {choice: value}}, which only the tuner of
+``bench/kernels.py`` writes. Must not know: what a choice means, how it was found.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any
+
+import jax
+
+from pallas_kernels.registry import Case
+
+type Choices = dict[str, dict[str, Any]]
+
+
+def tuned_file(op: str, device_kind: str) -> Traversable:
+    """Where the choices of an op for a kind of device lie, whether or not there are any."""
+    slug = device_kind.lower().replace(" ", "_")
+    return files("pallas_kernels") / op / "tuned" / f"{slug}.json"
+
+
+@cache
+def read_choices(file: Traversable) -> Choices:
+    """The choices of a file by case name; none when there is no such file."""
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def by_shapes[C: Case](
+    choices: Choices, cases: Sequence[C], shapes_of: Callable[[C], Hashable]
+) -> dict[Hashable, dict[str, Any]]:
+    """The choices by what a call can be known by, its shapes.
+
+    Raises ValueError for a name that no case has, and for two tuned cases of the same shapes.
+    """
+    known = {case.name: case for case in cases}
+    found: dict[Hashable, dict[str, Any]] = {}
+    for name, choice in choices.items():
+        if name not in known:
+            raise ValueError(f"tuned choices name {name!r}, which is no case; tune them again")
+        shapes = shapes_of(known[name])
+        if shapes in found:
+            raise ValueError(f"tuned choices name {name!r} and another case of the same shapes")
+        found[shapes] = choice
+    return found
+
+
+def lookup[C: Case](
+    op: str, cases: Sequence[C], shapes_of: Callable[[C], Hashable], shapes: Hashable
+) -> dict[str, Any] | None:
+    """What was tuned for a call of these shapes on the default device, or None."""
+    file = tuned_file(op, jax.devices()[0].device_kind)
+    return by_shapes(read_choices(file), cases, shapes_of).get(shapes)

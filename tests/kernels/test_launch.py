@@ -1,0 +1,98 @@
+"""How calls of the Triton kernels are cut up: the rule, and tuned choices as data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import shapes, tuned
+from pallas_kernels.paged_decode import launch
+from pallas_kernels.paged_decode.cases import CASES
+from pallas_kernels.qk_rope_append.launch import heads_per_program
+from pallas_kernels.shapes import PagedCase
+
+STEP = next(case for case in CASES if case.name == "qwen3_4b_step_b64_ctx1056_page16")
+
+
+class Call(NamedTuple):
+    """Shapes of a call: all that a choice may depend on."""
+
+    q: jax.ShapeDtypeStruct
+    k_pages: jax.ShapeDtypeStruct
+    page_table: jax.ShapeDtypeStruct
+
+
+def call_of(rows: int, kv_heads: int, head_dim: int, pages: int, dtype: str = "bfloat16") -> Call:
+    return Call(
+        jax.ShapeDtypeStruct((rows, 4 * kv_heads, head_dim), jnp.dtype(dtype)),
+        jax.ShapeDtypeStruct((100, 16, kv_heads, head_dim), jnp.dtype(dtype)),
+        jax.ShapeDtypeStruct((rows, pages), jnp.int32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "splits", "block"),
+    [
+        pytest.param(call_of(1, 8, 128, 2048), 32, 64, id="one_row_fills_the_chip"),
+        pytest.param(call_of(8, 8, 128, 2048), 4, 64, id="few_rows"),
+        pytest.param(call_of(24, 8, 128, 2048), 1, 64, id="not_quite_two_spans"),
+        pytest.param(call_of(256, 8, 128, 2048), 1, 64, id="many_rows"),
+        pytest.param(call_of(1, 8, 128, 12), 2, 64, id="no_more_spans_than_blocks"),
+        pytest.param(call_of(1, 1, 128, 1), 1, 64, id="one_page"),
+        pytest.param(call_of(64, 8, 64, 64), 1, 128, id="narrow_heads_take_more_keys"),
+        pytest.param(call_of(64, 8, 96, 64), 1, 64, id="head_dim_is_padded"),
+        pytest.param(call_of(64, 4, 256, 64), 1, 32, id="wide_heads_take_fewer_keys"),
+        pytest.param(call_of(64, 4, 256, 64, "float32"), 1, 16, id="wide_float32"),
+    ],
+)
+def test_rule(call: Call, splits: int, block: int) -> None:
+    choice = launch.by_rule(*call)
+    assert (choice.splits, choice.block) == (splits, block)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "expected"),
+    [(1, 48, 1), (8, 48, 1), (16, 48, 2), (32, 48, 4), (512, 48, 8)],
+)
+def test_heads_of_a_program(tokens: int, heads: int, expected: int) -> None:
+    assert heads_per_program(tokens, heads) == expected
+
+
+def test_a_tuned_choice_wins_over_the_rule(tmp_path: Path, monkeypatch) -> None:
+    file = tmp_path / "device.json"
+    choice = {"splits": 2, "block": 32, "num_warps": 8, "num_stages": 2}
+    file.write_text(json.dumps({STEP.name: choice}))
+    monkeypatch.setattr(tuned, "tuned_file", lambda op, device_kind: file)
+    assert launch.choose(*call_of(64, 8, 128, 2048)) == launch.Launch(**choice)
+    other = call_of(32, 8, 128, 2048)
+    assert launch.choose(*other) == launch.by_rule(*other)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        pytest.param(("qwen9_4b",), "name 'qwen9_4b', which is no case", id="unknown"),
+        pytest.param(("a", "b"), "name 'b' and another case of the same shapes", id="ambiguous"),
+    ],
+)
+def test_choices_that_name_no_call_of_their_own(names: tuple[str, ...], message: str) -> None:
+    cases = [PagedCase(name, shapes.QWEN3_4B, (length,)) for name, length in (("a", 1), ("b", 9))]
+    with pytest.raises(ValueError, match=message):
+        tuned.by_shapes(dict.fromkeys(names, {}), cases, launch.shapes_of)
+
+
+def test_files_lie_beside_their_op() -> None:
+    file = tuned.tuned_file("paged_decode", "NVIDIA H200")
+    assert str(file).endswith("pallas_kernels/paged_decode/tuned/nvidia_h200.json")
+
+
+def test_tuned_files_name_real_cases() -> None:
+    for file in Path(launch.__file__).parents[1].glob("*/tuned/*.json"):
+        assert file.parents[1].name == "paged_decode", f"{file}: no other op is tuned"
+        choices = tuned.by_shapes(tuned.read_choices(file), CASES, launch.shapes_of)
+        assert all(launch.Launch(**choice) for choice in choices.values())

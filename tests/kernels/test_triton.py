@@ -1,0 +1,133 @@
+"""The Triton kernels without a GPU: right in the interpreter, and machine code for Hopper.
+
+Where Triton can be installed at all, on Linux, it is a dependency of development: a missing one
+fails these tests. They say nothing of speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.registry import Case, Impl, Inputs, KernelOp, all_ops, select
+from pallas_kernels.shapes import PagedCase
+
+if sys.platform != "linux":
+    pytest.skip("Triton has no packages for this system", allow_module_level=True)
+
+import jax_triton
+
+from kit.triton_shims import Recorder, compile_call, in_place_of_triton_call
+
+ROOT = Path(__file__).parents[2]
+HOPPER_SHARED_BYTES = 227 << 10  # that one program may take
+HAS_CUDA_PLUGIN = find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")
+
+compiled = cache(compile_call)
+
+
+def _sweep(*tags: str) -> list[Any]:
+    """Every case with one of the tags, of every op with a Triton kernel that takes it."""
+    cases = []
+    for op in all_ops():
+        impl = next((impl for impl in op.impls if impl.name == "triton"), None)
+        if impl is not None:
+            named = [case for case in op.cases if set(tags) & set(case.tags)]
+            cases += [
+                pytest.param(op, impl, case, id=f"{op.name}/triton/{case.name}") for case in named
+            ]
+    return cases
+
+
+def _inputs(op: KernelOp, case: Case) -> Inputs:
+    """Inputs of the case's shapes; contexts are as short as can be, since nothing runs."""
+    if isinstance(case, PagedCase):
+        case = replace(case, seq_lens=(1,) * len(case.seq_lens), max_pages=_pages(case))
+    return op.build(case, 0)
+
+
+def _pages(case: PagedCase) -> int:
+    return max(case.max_pages, -(-max(case.seq_lens) // case.page_size), 1)
+
+
+@pytest.fixture(scope="module")
+def interpreted(request: pytest.FixtureRequest) -> dict[str, str | None]:
+    """What the interpreter finds for the cases that this session runs."""
+    wanted = [
+        item.callspec.id
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.function is test_the_interpreter_agrees_with_the_definition
+    ]
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    done = subprocess.run(
+        [sys.executable, "-m", "kit.triton_sweep", *wanted],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("op", "impl", "case"), _sweep("ci"))
+def test_the_interpreter_agrees_with_the_definition(
+    op: KernelOp, impl: Impl, case: Case, interpreted: dict[str, str | None]
+) -> None:
+    problem = interpreted[f"{op.name}/{impl.name}/{case.name}"]
+    assert problem is None, problem
+
+
+@pytest.mark.parametrize(("op", "impl", "case"), _sweep("ci", "gpu"))
+def test_compiles_for_hopper_without_spills(
+    op: KernelOp, impl: Impl, case: Case, record_property: pytest.RecordProperty
+) -> None:
+    inputs, recorder = _inputs(op, case), Recorder()
+    with in_place_of_triton_call(recorder):
+        jax.eval_shape(partial(impl.fn, **inputs.static), *inputs.args)
+    assert recorder.calls
+    for call in recorder.calls:
+        code = compiled(call)
+        record_property(str(call), str(code))
+        assert code.spilled_bytes == 0, f"{call} spills: {code}"
+        assert code.shared_bytes <= HOPPER_SHARED_BYTES, f"{call}: {code}"
+
+
+@pytest.mark.parametrize(("op", "impl", "case"), _sweep("ci"))
+def test_chosen_on_a_gpu_and_nowhere_else(op: KernelOp, impl: Impl, case: Case) -> None:
+    inputs = _inputs(op, case)
+    assert select(op, "gpu", inputs.args, inputs.static).name == "triton"
+    assert select(op, "cpu", inputs.args, inputs.static).name == "xla"
+    with pytest.raises(ValueError, match="triton: it runs on gpu, not on cpu"):
+        select(op, "cpu", inputs.args, inputs.static, pinned="triton")
+
+
+@pytest.mark.skipif(not HAS_CUDA_PLUGIN, reason="jax-triton lowers with JAX's CUDA plugin alone")
+@pytest.mark.parametrize(("op", "impl", "case"), _sweep("ci"))
+def test_lowers_for_cuda_in_place(op: KernelOp, impl: Impl, case: Case) -> None:
+    inputs = _inputs(op, case)
+    call = partial(jax_triton.triton_call, compute_capability=90)
+    step = jax.jit(partial(impl.fn, **inputs.static), donate_argnums=op.donate)
+    with in_place_of_triton_call(call):
+        text = step.trace(*inputs.args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call @triton_kernel_call_ffi" in text
+    assert text.count("tf.aliasing_output") == len(op.donate)
+
+
+def test_dtypes_that_the_kernels_do_not_know_are_refused() -> None:
+    for op in all_ops():
+        for impl in (impl for impl in op.impls if impl.name == "triton"):
+            inputs = _inputs(op, op.cases[0])
+            whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), inputs.args)
+            reason = impl.refuses("gpu", whole, inputs.static)
+            assert reason is not None and "int32, not one of bfloat16" in reason

@@ -1,0 +1,206 @@
+"""Stand-ins for ``jax_triton.triton_call`` on a machine without a GPU.
+
+``interpreted`` runs a kernel in Triton's interpreter on numpy memory; it wants a process that was
+started with TRITON_INTERPRET=1. ``Recorder`` runs nothing and notes each call; ``compile_call``
+makes sm_90 machine code of one and reads what it costs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import jax_triton
+import numpy as np
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import interpreter
+from triton.runtime.interpreter import GridExecutor, TensorHandle, interpreter_builder
+
+HOPPER = GPUTarget("cuda", 90, 32)
+LAUNCH_OPTIONS = ("num_warps", "num_stages")
+TRITON_NAMES = {
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "int32": "i32",
+}
+NUMPY_TYPES = {theirs: jnp.dtype(name) for name, theirs in TRITON_NAMES.items()}
+
+
+@contextmanager
+def in_place_of_triton_call(stand_in: Any) -> Iterator[None]:
+    """Kernels' wrappers call ``stand_in`` while the context lasts."""
+    with patch.object(jax_triton, "triton_call", stand_in):
+        yield
+
+
+class _Buffer:
+    """An array as the interpreter wants its pointers."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.dtype = TRITON_NAMES[str(array.dtype)]
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+
+class _NumpyGrid(GridExecutor):
+    """The interpreter's loop over programs, on buffers that need no copies from a device."""
+
+    def _init_args_hst(self, args_dev: Any, kwargs: Any) -> tuple[Any, Any]:
+        return args_dev, kwargs
+
+    def _restore_args_dev(self, *args: Any) -> None:
+        pass
+
+
+# The interpreter keeps a bfloat16 or an 8-bit float as an integer of its bits. Its conversions lose
+# the carry of a mantissa that is rounded up, and its product takes bfloat16's bits for integers;
+# these two stand in for them, on numpy's extension types.
+
+
+def _float_values(bits: np.ndarray, dtype: Any) -> np.ndarray:
+    return bits.view(NUMPY_TYPES[str(dtype.scalar)])
+
+
+def _convert_float(bits: np.ndarray, source: Any, target: Any, rounding_mode: Any) -> np.ndarray:
+    del rounding_mode  # to nearest, ties to even, as the hardware does
+    converted = _float_values(bits, source).astype(NUMPY_TYPES[str(target.scalar)])
+    return converted.view(f"uint{target.scalar.primitive_bitwidth}")
+
+
+def _dot(a: TensorHandle, b: TensorHandle, d: TensorHandle, *options: Any) -> TensorHandle:
+    left, right = (_float_values(x.data, x.dtype).astype(d.data.dtype) for x in (a, b))
+    return TensorHandle(left @ right + d.data, d.dtype.scalar)
+
+
+def _is_ref(argument: Any) -> bool:
+    return isinstance(argument, jax.Ref)
+
+
+def interpreted(
+    *args: Any, kernel: Any, out_type: Any, grid: tuple[int, ...], **params: Any
+) -> Any:
+    """``triton_call`` by interpretation. Outputs hold NaN until the kernel writes them."""
+    refs = [i for i, arg in enumerate(args) if _is_ref(arg)]
+    outs, tree = jax.tree.flatten(out_type)
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs]
+    results += [jax.ShapeDtypeStruct(args[i].shape, args[i].dtype) for i in refs]
+    constants = {name: x for name, x in params.items() if name in kernel.arg_names}
+
+    def run(*values: Any) -> list[np.ndarray]:
+        inputs = [np.array(value) for value in values]  # copies: refs are written
+        outputs = [np.full(x.shape, np.nan).astype(x.dtype) for x in outs]
+        grid3 = (*grid, 1, 1)[:3]
+        executor = _NumpyGrid(kernel.rewrite(), kernel.arg_names, grid3)
+        with (
+            patch.object(interpreter_builder, "create_dot", _dot),
+            patch.object(interpreter, "_convert_float", _convert_float),
+        ):
+            executor(*map(_Buffer, (*inputs, *outputs)), **constants)
+        return [*outputs, *(inputs[i] for i in refs)]
+
+    values = [arg[...] if i in refs else arg for i, arg in enumerate(args)]
+    written = jax.pure_callback(run, results, *values)
+    for i, value in zip(refs, written[len(outs) :], strict=True):
+        args[i][...] = value
+    return jax.tree.unflatten(tree, written[: len(outs)])
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """What decides a kernel's machine code."""
+
+    kernel: Any
+    pointers: tuple[tuple[str, str], ...]  # parameter, Triton type
+    constants: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        sizes = ",".join(f"{k}={v}" for k, v in (*self.constants, *self.options))
+        types = ",".join(dict.fromkeys(kind.removeprefix("*") for _, kind in self.pointers))
+        return f"{self.kernel.__name__}({types};{sizes})"
+
+
+class Recorder:
+    """``triton_call`` that notes its calls, each kind once, and returns zeros."""
+
+    def __init__(self) -> None:
+        self.calls: dict[KernelCall, None] = {}
+
+    def __call__(
+        self, *args: Any, kernel: Any, out_type: Any, grid: tuple[int, ...], **params: Any
+    ) -> Any:
+        arrays = (*args, *jax.tree.leaves(out_type))
+        names = [p.name for p in kernel.params if not p.is_constexpr]
+        types = [f"*{TRITON_NAMES[str(x.dtype)]}" for x in arrays]
+        given = {name: x for name, x in params.items() if name not in LAUNCH_OPTIONS}
+        wanted = {p.name for p in kernel.params if p.is_constexpr}
+        assert set(given) == wanted, f"{kernel.__name__}: {set(given) ^ wanted}"
+        assert math.prod(grid) > 0, f"{kernel.__name__}: grid {grid}"
+        assert all(size < 1 << 16 for size in grid[1:]), f"{kernel.__name__}: grid {grid}"
+        options = {name: params[name] for name in LAUNCH_OPTIONS}
+        call = KernelCall(
+            kernel,
+            tuple(zip(names, types, strict=True)),
+            tuple(sorted(given.items())),
+            tuple(options.items()),
+        )
+        self.calls[call] = None
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_type)
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """What a compiled kernel takes of the chip, a thread and a program."""
+
+    registers: int
+    spilled_bytes: int  # stores and loads of registers that had no room
+    shared_bytes: int
+
+
+def compile_call(call: KernelCall) -> MachineCode:
+    """Compile for sm_90 as jax-triton would: all arrays aligned to 16 bytes, sizes constant."""
+    constants = dict(call.constants)
+    types = dict(call.pointers) | dict.fromkeys(constants, "constexpr")
+    order = [parameter.name for parameter in call.kernel.params]
+    source = ASTSource(
+        call.kernel,
+        {name: types[name] for name in order},
+        {(order.index(name),): value for name, value in constants.items()},
+        {(order.index(name),): [["tt.divisibility", 16]] for name, _ in call.pointers},
+    )
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder
+        compiled = triton.compile(source, target=HOPPER, options=dict(call.options))
+        assert compiled.asm["cubin"]
+        return MachineCode(*_assembler_report(compiled.asm["ptx"]), compiled.metadata.shared)
+
+
+def _assembler_report(ptx: str) -> tuple[int, int]:
+    """Registers and spilled bytes of a thread, by the assembler that Triton brings along."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+        command = [tool, "--verbose", "--gpu-name", "sm_90a", file, "--output-file", "/dev/null"]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    spills = re.findall(r"(\d+) bytes spill", report)
+    registers = re.search(r"Used (\d+) registers", report)
+    assert spills and registers, report
+    return int(registers[1]), sum(map(int, spills))

@@ -1,0 +1,29 @@
+"""Runs kernel cases in Triton's interpreter: ``python -m kit.triton_sweep OP/IMPL/CASE...``.
+
+A process of its own, with TRITON_INTERPRET=1, since a process either interprets kernels or compiles
+them. Prints one JSON object: for each case null, or how the result is wrong.
+"""
+
+import json
+import sys
+
+from kit.triton_shims import in_place_of_triton_call, interpreted
+from pallas_kernels.registry import all_ops
+from pallas_kernels.testing import mismatch
+
+
+def run(name: str) -> str | None:
+    """How the named case goes wrong, or None."""
+    op_name, impl_name, case_name = name.split("/")
+    op = next(op for op in all_ops() if op.name == op_name)
+    impl = next(impl for impl in op.impls if impl.name == impl_name)
+    case = next(case for case in op.cases if case.name == case_name)
+    try:
+        return mismatch(op, impl, case, op.build(case, 0))
+    except Exception as error:  # one broken kernel must not hide what the others do
+        return f"{name}: {error!r}"
+
+
+if __name__ == "__main__":
+    with in_place_of_triton_call(interpreted):
+        json.dump({name: run(name) for name in sys.argv[1:]}, sys.stdout)
