@@ -49,6 +49,7 @@ def describe(folder: Path) -> dict[str, Any]:
             if name not in ("buckets", "enable_prefix_caching")
         },
         "settings": manifest.settings,
+        "tuned": manifest.tuned,
         "executables": {
             name: {"size_bytes": one.size_bytes, "workspace_bytes": one.workspace_bytes}
             for name, one in manifest.executables.items()
@@ -84,6 +85,8 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
             f"workspace {format_bytes(memory['workspace_bytes'])}: {format_bytes(total)}{share}",
         ),
     ]
+    for name, cases in report["tuned"].items():
+        found.append((name, f"tuned for {', '.join(cases)}"))
     for name, one in report["executables"].items():
         size, workspace = format_bytes(one["size_bytes"]), format_bytes(one["workspace_bytes"])
         found.append((name, f"{size}, workspace {workspace}"))

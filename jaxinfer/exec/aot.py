@@ -29,6 +29,8 @@ from jaxinfer.exec.fingerprint import Fingerprint, differences, of_limits, of_ma
 from jaxinfer.exec.memory import MemoryPlan, program_memory, workspace_bytes
 from jaxinfer.exec.program import Program
 from jaxinfer.models.base import Model
+from pallas_kernels.registry import OP_NAMES
+from pallas_kernels.tuned import read_choices, tuned_file
 
 FORMAT = 1  # of the folder; raise it when the manifest's meaning changes
 MANIFEST = "manifest.json"
@@ -45,7 +47,11 @@ class StoredExecutable(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a bundle says of itself. ``settings`` are the ``EngineConfig`` fields it decides."""
+    """What a bundle says of itself.
+
+    ``settings`` are the ``EngineConfig`` fields it decides; ``tuned`` is what ``tuned_choices``
+    were when it was made.
+    """
 
     format: int
     created_by: str
@@ -54,6 +60,7 @@ class Manifest(msgspec.Struct, frozen=True):
     limits: Limits
     settings: dict[str, Any]
     memory: MemoryPlan
+    tuned: dict[str, Any]
     executables: dict[str, StoredExecutable]
 
     @property
@@ -95,6 +102,13 @@ class Bundle:
 def program_fingerprint(program: Program) -> Fingerprint:
     """Everything that the executables of a program depend on, here."""
     return Fingerprint(of_machine(), of_model(program.model), of_limits(program.limits))
+
+
+def tuned_choices() -> dict[str, Any]:
+    """The kernels' tuned launches for this kind of device: by op, then by case."""
+    kind = jax.devices()[0].device_kind
+    choices = {name: read_choices(tuned_file(name, kind)) for name in OP_NAMES}
+    return {name: found for name, found in choices.items() if found}
 
 
 def open_bundle(folder: Path) -> Bundle:
@@ -159,6 +173,7 @@ def write_bundle(
         limits=program.limits,
         settings=dict(settings),
         memory=program_memory(program),
+        tuned=tuned_choices(),
         executables={name: _store(folder, name, one) for name, one in executables.items()},
     )
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))

@@ -11,7 +11,9 @@ from click.testing import CliRunner, Result
 from jaxinfer.cli.main import cli
 from jaxinfer.core.errors import CacheError, ConfigError
 from jaxinfer.engine.llm import LLM
+from jaxinfer.exec import aot
 from jaxinfer.exec import compile as exec_compile
+from jaxinfer.exec.aot import tuned_choices
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
 
 SIZES = ("--max-num-seqs=1", "--max-num-batched-tokens=64", "--max-model-len=128")
@@ -216,11 +218,26 @@ def test_inspect(bundle: Path, edited: Callable[..., Path]) -> None:
     assert report["fits"] and all(field["fits"] for field in report["machine"].values())
     assert report["limits"]["max_model_len"] == 128
     assert report["memory"]["kv_bytes"] == 17 * 8 * 2 * 2 * 2 * 16 * 4
+    assert report["tuned"] == tuned_choices()
     assert {"admit", "d1", "p64x1"} == report["executables"].keys()
-    other = edited(lambda manifest: manifest["fingerprint"]["machine"].update(jax="0.0.1"))
+
+    def other_jax(manifest: dict[str, Any]) -> None:
+        manifest["fingerprint"]["machine"]["jax"] = "0.0.1"
+        manifest["tuned"] = {"paged_decode": {"qwen": {"splits": 4}}}
+
+    other = edited(other_jax)
     lines = run("inspect", "--bundle", other).stdout.splitlines()
     assert any(line.startswith("jax              0.0.1, but ") for line in lines)
+    assert "paged_decode     tuned for qwen" in lines
     assert lines[-1].startswith("fits             no")
+
+
+def test_tuned_choices_of_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = {"pallas_kernels/paged_decode/tuned/cpu.json": {"qwen": {"splits": 4}}}
+    monkeypatch.setattr(
+        aot, "read_choices", lambda file: tuned.get("/".join(Path(str(file)).parts[-4:]), {})
+    )
+    assert tuned_choices() == {"paged_decode": {"qwen": {"splits": 4}}}
 
 
 @pytest.mark.parametrize("arguments", [[], ["m", "--bundle=b"], ["--bundle=b", "--dtype=float32"]])
