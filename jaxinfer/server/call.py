@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.core.errors import JaxinferError
+from jaxinfer.engine.client import MOST_APART
 from jaxinfer.server.answer import Answer, Gain
 from jaxinfer.server.errors import ApiError
 from jaxinfer.server.guard import answer_error
@@ -24,6 +25,7 @@ from jaxinfer.server.parse import parse
 from jaxinfer.server.schema import AnyRequest
 from jaxinfer.server.service import Service
 from jaxinfer.server.sse import EventStream, leaving_noticed
+from jaxinfer.server.writer import merged
 
 CLIENT_GONE = 499  # nginx's status for a request whose client left; nobody reads it
 MEDIA_TYPE = "application/json"
@@ -54,14 +56,7 @@ class Call:
 
     async def parse[T: AnyRequest](self, kind: type[T]) -> T:
         """The request that the body is; raises ``ApiError`` naming the field that is wrong."""
-        media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != MEDIA_TYPE:
-            raise ApiError(
-                415,
-                f"the content type must be {MEDIA_TYPE}, got {media_type or 'none'!r}; set the "
-                "Content-Type header",
-                code="unsupported_media_type",
-            )
+        self._check_media_type()
         strict = self.service.config.strict_fields
         parsed = await self.off_loop(lambda: parse(self._body, kind, strict=strict))
         self.service.note_unknown(parsed.unknown)
@@ -71,16 +66,38 @@ class Call:
     async def gains(self, answer: Answer) -> list[Gain]:
         """Everything an answer brings, to its end; aborts it when the client leaves."""
         gains: list[Gain] = []
+        most_apart = MOST_APART + 2 * len(answer.finish_reasons)
         close = partial(self.service.close, answer)
         try:
             async with leaving_noticed(self._receive, close):
                 while more := await answer.read():
                     gains += more
+                    if len(gains) > most_apart:  # one token's gain takes 300 bytes, joined 10
+                        gains = merged(gains)
         finally:
             close()
         if not answer.finished:
             raise ApiError(CLIENT_GONE, "the client has gone")
         return gains
+
+    def _check_media_type(self) -> None:
+        """Raise ``ApiError`` (415) for a body that is not said to be plain JSON."""
+        media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != MEDIA_TYPE:
+            raise ApiError(
+                415,
+                f"the content type must be {MEDIA_TYPE}, got {media_type or 'none'!r}; set the "
+                "Content-Type header",
+                code="unsupported_media_type",
+            )
+        coding = self.headers.get("content-encoding", "identity").strip().lower()
+        if coding != "identity":
+            raise ApiError(
+                415,
+                f"the content encoding {coding!r} is not supported; send the body as it is",
+                code="unsupported_media_type",
+                headers={"Accept-Encoding": "identity"},  # RFC 9110, 12.5.3
+            )
 
     def stream(self, answer: Answer, frames: AsyncGenerator[bytes]) -> ASGIApp:
         """The frames of an answer as server-sent events."""

@@ -1,18 +1,19 @@
 """``/v1/completions``, ``/v1/chat/completions`` and ``/v1/generate``.
 
 Owns: the order of each: parse, make prompts, enter the queue, answer whole or as a stream.
-Must not know: how an answer is written (``writers``).
+Must not know: how an answer is written (``writer`` and the ``write_`` modules).
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 
 from starlette.types import ASGIApp
 
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.answer import Answer
+from jaxinfer.server.answer import Answer, Gain
 from jaxinfer.server.call import Call, json_response
 from jaxinfer.server.fields import GenerationFields, to_sampling
 from jaxinfer.server.prompting import chat_prompt, truncated
@@ -21,6 +22,8 @@ from jaxinfer.server.write_chat import ChatWriter
 from jaxinfer.server.write_completion import CompletionWriter
 from jaxinfer.server.write_generate import GenerateWriter
 from jaxinfer.server.writer import Reply, Writer
+
+INLINE_TOKENS = 256  # of an answer that is written in the loop: with 20 logprobs each about 5 ms
 
 
 async def completions(call: Call) -> ASGIApp:
@@ -91,7 +94,19 @@ async def _answer[R: GenerationFields](
     )
     if request.stream:
         return call.stream(answer, _frames(answer, writer))
-    return json_response(writer.whole(await call.gains(answer), answer))
+    return await _whole(writer, await call.gains(answer), answer)
+
+
+async def _whole[R: GenerationFields](
+    writer: Writer[R], gains: Sequence[Gain], answer: Answer
+) -> ASGIApp:
+    """The body of an answer that is not streamed; other streams go on while a long one is made."""
+
+    def write() -> ASGIApp:
+        return json_response(writer.whole(gains, answer))
+
+    is_short = answer.num_prompt_tokens + answer.num_tokens <= INLINE_TOKENS
+    return write() if is_short else await asyncio.to_thread(write)
 
 
 async def _frames[R: GenerationFields](answer: Answer, writer: Writer[R]) -> AsyncGenerator[bytes]:

@@ -5,8 +5,6 @@ Owns: those handlers. Must not know: the engine.
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.types import ASGIApp
 
 from jaxinfer.core.errors import RequestError
@@ -45,8 +43,7 @@ async def detokenize(call: Call) -> ASGIApp:
     request = await call.parse(DetokenizeRequest)
     tokenizer = call.service.tokenizer
     last = call.service.client.facts.vocab_size - 1
-    for token_id in request.tokens:
-        if token_id > last:
-            raise RequestError(f"tokens holds {token_id}; the vocabulary ends at {last}")
-    text = await asyncio.to_thread(tokenizer.decode, request.tokens, skip_special_tokens=False)
+    if (largest := max(request.tokens, default=0)) > last:
+        raise RequestError(f"tokens holds {largest}; the vocabulary ends at {last}")
+    text = await call.off_loop(lambda: tokenizer.decode(request.tokens, skip_special_tokens=False))
     return json_response(Detokenized(prompt=text))

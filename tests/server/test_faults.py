@@ -10,6 +10,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,7 +20,10 @@ from jaxinfer.engine.client import Stream
 from jaxinfer.engine.outputs import Delta, joined
 from jaxinfer.engine.thread import EngineThread
 from jaxinfer.server import info
-from kit.raw_http import RawClient, get, post
+from jaxinfer.server.answer import Gain
+from jaxinfer.server.call import Call
+from jaxinfer.server.writer import merged
+from kit.raw_http import SECONDS, RawClient, get, post
 from kit.server import Serving, serving
 from kit.watched_executor import WatchedExecutor, watched_engine
 
@@ -194,6 +198,40 @@ def test_what_nobody_reads_takes_little_room() -> None:
         return size
 
     assert asyncio.run(main()) < 20_000 * 64  # bytes; a delta of one token has 250
+
+
+def test_an_answer_that_is_not_streamed_takes_little_room() -> None:
+    num_tokens = 20_000
+
+    class Answer:
+        """Two choices; the size of what was read is noted before the end."""
+
+        finish_reasons, finished, left, size = (None, None), True, num_tokens, 0
+
+        async def read(self) -> list[Gain]:
+            self.left -= 1
+            if self.left < 0:
+                self.size, _ = tracemalloc.get_traced_memory()
+                return []
+            number = num_tokens - 1 - self.left
+            delta = Delta("r", number % 2, text="word", token_ids=(1000 + number,))
+            return [Gain(0, number % 2, delta)]
+
+    async def main() -> int:
+        async def receive() -> Any:
+            await asyncio.sleep(SECONDS)
+
+        scope = {"path": "/", "path_params": {}, "state": {"request_id": "r"}, "headers": []}
+        service, answer = SimpleNamespace(close=lambda _: None), Answer()
+        tracemalloc.start()
+        gains = await Call(cast("Any", service), scope, receive, b"").gains(cast("Any", answer))
+        tracemalloc.stop()
+        for choice, gain in enumerate(merged(gains)):
+            assert gain.choice == choice and gain.delta.text == "word" * (num_tokens // 2)
+            assert gain.delta.token_ids == tuple(range(1000 + choice, 1000 + num_tokens, 2))
+        return answer.size
+
+    assert asyncio.run(main()) < num_tokens * 64
 
 
 def test_the_end_does_not_wait_for_slow_readers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from jaxinfer.server import generation
+from jaxinfer.server.call import json_response
 from kit.raw_http import RawClient, Reply, get, post
 from kit.server import Serving, serving
 from kit.watched_executor import WatchedExecutor, watched_engine
@@ -281,6 +284,24 @@ def test_heavy_bodies_do_not_hold_up_the_loop(case: str) -> None:
         beating.cancel()
     longest = max(after - before for before, after in itertools.pairwise(beats))
     assert longest < max(0.5 * seconds, 0.25), (longest, seconds)
+
+
+def test_long_answers_are_written_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    writers: list[bool] = []
+
+    def noting(value: object) -> Any:
+        writers.append(threading.current_thread().name == "test-server")
+        return json_response(value)
+
+    monkeypatch.setattr(generation, "json_response", noting)
+    engine, _ = watched_engine()
+    with serving(engine) as server:
+        for max_tokens in (4, 2 * generation.INLINE_TOKENS):
+            answer = post(
+                server.port, ROUTE, prompt="hello", max_tokens=max_tokens, ignore_eos=True
+            )
+            assert answer.json["usage"]["completion_tokens"] == max_tokens
+    assert writers == [True, False]  # in the loop's thread or not
 
 
 def test_a_chunked_body_beyond_the_limit(busy: tuple[Serving, RawClient]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 from collections.abc import Iterator
@@ -472,6 +473,16 @@ def test_other_content_types(server: Serving, path: str) -> None:
         response = send(server, "POST", path, content=b"{}", headers={"Content-Type": kind})
         assert error_of(response, 415)["code"] == "unsupported_media_type"
     kind = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert send(server, "POST", path, content=b"{}", headers=kind).status_code == 400
+
+
+@pytest.mark.parametrize("path", TAKES_JSON)
+def test_compressed_bodies(server: Serving, path: str) -> None:
+    kind = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    response = send(server, "POST", path, content=gzip.compress(b"{}"), headers=kind)
+    assert "'gzip'" in error_of(response, 415)["message"]
+    assert response.headers["accept-encoding"] == "identity"
+    kind["Content-Encoding"] = "identity"
     assert send(server, "POST", path, content=b"{}", headers=kind).status_code == 400
 
 
