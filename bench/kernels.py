@@ -1,8 +1,13 @@
 """Times every implementation of every kernel op on its bench cases, on the device at hand.
 
-Run from the repository root: ``python -m bench.kernels [--op NAME] [--case TEXT] [--output FILE]``.
+Run from the repository root:
+``python -m bench.kernels [--op NAME] [--impl NAME] [--case TEXT] [--output FILE]``.
 Bandwidth and operations are those that the op cannot do without (``KernelOp.cost``), so a share of
 the ceiling below one is time lost. The ceiling is measured here: an array rewritten in place.
+
+On a GPU a call takes less than its launch from the host. There one computation, which XLA captures
+as a graph, makes many calls in a row, each fed by the last (``KernelOp.feeds``) so that none can be
+left out, and over several sets of pools in turn so that none is found in the cache.
 """
 
 from __future__ import annotations
@@ -10,8 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,12 +26,20 @@ import jax
 import jax.numpy as jnp
 
 from bench.circumstances import circumstances
-from pallas_kernels.registry import Case, Impl, KernelOp, all_ops
+from pallas_kernels.registry import Case, Cost, Impl, KernelOp, all_ops
 from pallas_kernels.testing import runnable
 
 SECONDS_PER_CASE = 0.5
 SECONDS_PER_SAMPLE = 0.005  # calls are launched back to back for this long, then awaited
+LARGE_BYTES = 1 << 20  # an argument of this size is a pool, of which there are several sets
+MOST_POOL_BYTES = 24 << 30  # of all sets together
+MOST_SETS = 36  # as many as layers of the model whose shapes most cases have
+COLD_BYTES = {"cpu": 0, "gpu": 1 << 28, "tpu": 0}  # read before a set's turn comes again
+MOST_REPEATS = 128  # calls of one computation
+SECONDS_PER_CHAIN = 0.02  # a computation takes about this long, where calls are so fast
 CEILING_BYTES = {"cpu": 1 << 28, "gpu": 1 << 31, "tpu": 1 << 30}  # well past any cache
+
+type Arguments = dict[int, Any]  # of an op's call, by index
 
 
 def seconds_per_call(call: Callable[[], Any]) -> float:
@@ -60,22 +74,70 @@ def ceiling_bytes_per_second() -> float:
     return 2 * size / seconds_per_call(call)
 
 
+def chained(op: KernelOp, function: Callable[..., Any], repeats: int) -> Callable[..., Any]:
+    """Calls in a row: (updated pools of each set, fixed pools of each set, the rest) to the first.
+
+    All three hold arguments by index. Pools are updated in place; what else a call feeds goes to
+    the next call, whatever its set.
+    """
+
+    def run(updated: list[Arguments], fixed: list[Arguments], rest: Arguments) -> Any:
+        updated, rest = [dict(pools) for pools in updated], dict(rest)
+        for i in range(repeats):
+            pools = updated[i % len(updated)]
+            named = {**rest, **fixed[i % len(fixed)], **pools}
+            outputs = jax.tree.leaves(function(*(named[j] for j in range(len(named)))))
+            for argument, output in op.feeds:
+                (pools if argument in pools else rest)[argument] = outputs[output]
+        return updated, [rest[argument] for argument, _ in op.feeds if argument in rest]
+
+    return jax.jit(run, donate_argnums=0)
+
+
+def seconds_in_a_chain(
+    op: KernelOp, function: Callable[..., Any], arguments: Sequence[Any], cost: Cost
+) -> float:
+    """Seconds of one call of ``function`` on the op's arguments (arrays on the device)."""
+    named = dict(enumerate(arguments))
+    updated = {i: x for i, x in named.items() if i in op.donate}
+    fixed = {i: x for i, x in named.items() if i not in updated and _nbytes(x) > LARGE_BYTES}
+    rest = {i: x for i, x in named.items() if i not in updated and i not in fixed}
+    set_bytes = sum(map(_nbytes, (*updated.values(), *fixed.values())))
+    wanted = min(-(-COLD_BYTES[jax.default_backend()] // cost.bytes), MOST_SETS)
+    count = max(1, min(wanted, MOST_POOL_BYTES // max(1, set_bytes)))
+    sets = [jax.tree.map(jnp.copy, (updated, fixed)) for _ in range(count)]
+    state = [pools for pools, _ in sets]
+
+    def timed(repeats: int) -> float:
+        run = chained(op, function, repeats)
+
+        def call() -> Any:
+            nonlocal state
+            state, fed = run(state, [pools for _, pools in sets], rest)
+            return state, fed
+
+        return seconds_per_call(call) / repeats
+
+    alone = timed(1)
+    repeats = min(int(SECONDS_PER_CHAIN / alone), MOST_REPEATS)
+    if jax.default_backend() == "cpu" or repeats < 2:
+        return alone
+    return timed(-(-repeats // count) * count)
+
+
+def _nbytes(x: Any) -> int:
+    return 0 if x is None else x.nbytes
+
+
 def time_case(op: KernelOp, impl: Impl, case: Case, ceiling: float) -> dict[str, Any]:
     """One row of the table; {"skipped": reason} when the implementation cannot run the case."""
     row: dict[str, Any] = {"op": op.name, "impl": impl.name, "case": case.name}
     inputs = op.build(case, 0)
     if (reason := runnable(impl, inputs)) is not None:
         return row | {"skipped": reason}
-    args = [jnp.asarray(array) for array in inputs.args]
-    run = jax.jit(partial(impl.fn, **inputs.static), donate_argnums=op.donate)
-
-    def call() -> Any:
-        outputs = run(*args)
-        for index, argument in enumerate(op.donate):
-            args[argument] = outputs[index]
-        return outputs
-
-    seconds, cost = seconds_per_call(call), op.cost(case)
+    arguments = [jax.tree.map(jnp.asarray, x) for x in inputs.args]
+    cost = op.cost(case)
+    seconds = seconds_in_a_chain(op, partial(impl.fn, **inputs.static), arguments, cost)
     return row | {
         "us": round(seconds * 1e6, 2),
         "gb_per_s": round(cost.bytes / seconds / 1e9, 2),
@@ -84,25 +146,33 @@ def time_case(op: KernelOp, impl: Impl, case: Case, ceiling: float) -> dict[str,
     }
 
 
+def bench_cases(op: KernelOp, text: str) -> list[Case]:
+    """The op's bench cases for the device at hand whose name contains ``text``."""
+    here = jax.default_backend() == "gpu"
+    named = [case for case in op.cases if "bench" in case.tags and text in case.name]
+    return [case for case in named if here or "gpu" not in case.tags]
+
+
 def main() -> None:
     """Time, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--op", help="only this op")
+    parser.add_argument("--impl", help="only this implementation")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--output", type=Path, help="JSON file; by default bench/results/<device>")
     options = parser.parse_args()
     facts = circumstances("pallas_kernels")
     ceiling = ceiling_bytes_per_second()
     print(f"{facts['device']}: copies at {ceiling / 1e9:.1f} GB/s")
-    print(f"{'op':14}{'impl':8}{'case':28}{'us':>10}{'GB/s':>9}{'TFLOP/s':>9}{'of copy':>9}")
+    print(f"{'op':16}{'impl':8}{'case':34}{'us':>10}{'GB/s':>9}{'TFLOP/s':>9}{'of copy':>9}")
     rows = []
     for op in all_ops():
         if options.op not in (None, op.name):
             continue
-        cases = [case for case in op.cases if "bench" in case.tags and options.case in case.name]
-        for case, impl in ((case, impl) for case in cases for impl in op.impls):
+        impls = [impl for impl in op.impls if options.impl in (None, impl.name)]
+        for case, impl in product(bench_cases(op, options.case), impls):
             rows.append(row := time_case(op, impl, case, ceiling))
-            label = f"{op.name:14}{impl.name:8}{case.name:28}"
+            label = f"{op.name:16}{impl.name:8}{case.name:34}"
             if "skipped" in row:
                 print(f"{label}skipped: {row['skipped']}")
             else:

@@ -86,6 +86,8 @@ class KernelOp:
     wherever the op must not look. ``tolerance`` maps a dtype's name to the largest accepted
     difference from ``ref``, relative to 1 + the reference's magnitude. ``observable`` keeps the
     part of the outputs that the op defines. ``donate`` are the arguments updated in place.
+    ``feeds`` pairs an argument with the output (by index) that may be that argument of a next call:
+    updated pools, or attention's result as queries; a bench chains calls by them.
     """
 
     name: str
@@ -97,6 +99,7 @@ class KernelOp:
     tolerance: Mapping[str, float]
     observable: Callable[[Any], Any] = lambda outputs: outputs
     donate: tuple[int, ...] = ()
+    feeds: tuple[tuple[int, int], ...] = ()
 
 
 def all_ops() -> tuple[KernelOp, ...]:

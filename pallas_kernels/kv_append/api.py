@@ -35,6 +35,7 @@ OP = KernelOp(
     tolerance={"float32": 0.0, "bfloat16": 0.0, "float16": 0.0},
     observable=lambda pools: tuple(pages[1:] for pages in pools),
     donate=(2, 3),
+    feeds=((2, 0), (3, 1)),
 )
 
 

@@ -143,9 +143,24 @@ def paged_decode(
     window: int | None = None,
 ) -> jax.Array:  # [B, N, H]
     """See ``paged_decode.api``."""
+    choice = launch.choose(q, k_pages, page_table)
+    return launched(choice, q, k_pages, v_pages, page_table, seq_lens, scale=scale, window=window)
+
+
+def launched(
+    choice: launch.Launch,
+    q: jax.Array,  # [B, N, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    page_table: jax.Array,  # int32[B, M]
+    seq_lens: jax.Array,  # int32[B]
+    *,
+    scale: float,
+    window: int | None = None,
+) -> jax.Array:  # [B, N, H]
+    """``paged_decode`` cut up as ``choice`` says; for it and for the tuner."""
     (b, n, h), (page_size, num_kv_heads) = q.shape, k_pages.shape[1:3]
     group = n // num_kv_heads
-    choice = launch.choose(q, k_pages, page_table)
     split = choice.splits > 1
     parts = (b, num_kv_heads, choice.splits)
     mixed = jax.ShapeDtypeStruct((*parts, group, h), jnp.float32)

@@ -16,6 +16,7 @@ OP = KernelOp(
     build=cases.build,
     cost=cases.cost,
     tolerance={"float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3},
+    feeds=((0, 0),),
 )
 
 

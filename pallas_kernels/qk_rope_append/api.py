@@ -23,6 +23,7 @@ OP = KernelOp(
     tolerance={"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3, "float8_e4m3fn": 0.1},
     observable=lambda outputs: (outputs[0], outputs[1][1:], outputs[2][1:]),
     donate=(4, 5),
+    feeds=((4, 1), (5, 2)),
 )
 
 

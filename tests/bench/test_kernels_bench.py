@@ -1,0 +1,48 @@
+"""The kernel bench chains calls: each one runs, fed by the last, over its own set of pools."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import kernels
+from pallas_kernels.registry import KernelOp, all_ops
+
+
+def _op(name: str) -> KernelOp:
+    return next(op for op in all_ops() if op.name == name)
+
+
+def test_attention_feeds_its_result_to_the_next_call() -> None:
+    op = _op("paged_decode")
+    case = next(case for case in op.cases if case.name == "smollm2_page_edges")
+    inputs = op.build(case, 0)
+    function = partial(op.impls[-1].fn, **inputs.static)
+    q, *others = map(jnp.asarray, inputs.args)
+    fixed = [{1: others[0], 2: others[1]}, {1: -others[0], 2: -others[1]}]
+    _, fed = kernels.chained(op, function, 3)([{}, {}], fixed, {0: q, 3: others[2], 4: others[3]})
+    for pools in (fixed[0], fixed[1], fixed[0]):
+        q = function(q, pools[1], pools[2], *others[2:])
+    np.testing.assert_allclose(fed[0], q, rtol=1e-5, atol=1e-6)
+
+
+def test_appends_update_each_set_in_place() -> None:
+    op = _op("kv_append")
+    case = next(case for case in op.cases if case.name == "smollm2_one_token")
+    k, v, k_pages, v_pages, slots = map(jnp.asarray, op.build(case, 0).args)
+    sets = [{2: jnp.copy(k_pages), 3: jnp.copy(v_pages)} for _ in range(2)]
+    updated, fed = kernels.chained(op, op.impls[-1].fn, 2)(sets, [{}, {}], {0: k, 1: v, 4: slots})
+    expected = op.ref(k, v, k_pages, v_pages, slots)
+    for pools in updated:
+        assert (pools[2] == expected[0]).all() and (pools[3] == expected[1]).all()
+    assert fed == []
+    assert all(x.is_deleted() for x in jax.tree.leaves(sets)), "the pools were copied"
+
+
+def test_gpu_cases_are_left_out_on_a_cpu() -> None:
+    names = [case.name for case in kernels.bench_cases(_op("paged_decode"), "qwen3")]
+    assert names and not any("step" in name for name in names)
+    assert kernels.bench_cases(_op("paged_decode"), "step") == []
