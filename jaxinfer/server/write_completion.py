@@ -19,6 +19,7 @@ from jaxinfer.server.responses import (
     CompletionChunk,
     CompletionChunkChoice,
     CompletionLogprobs,
+    StopReason,
     Usage,
     encode,
 )
@@ -88,7 +89,7 @@ class CompletionWriter:
 
     def _choice(self, gain: Gain) -> CompletionChoice:
         prompt, delta = self._prompts[gain.prompt], gain.delta
-        finish_reason = self._finish_reason(delta)
+        finish_reason, stop_reason = self._ending(delta)
         assert finish_reason is not None, "the answer has ended"
         text, token_ids = self._output(delta)
         listed = self._request.return_token_ids
@@ -98,7 +99,7 @@ class CompletionWriter:
             text=self._echo(prompt) + text,
             logprobs=self._logprobs(gain, first=True),
             finish_reason=finish_reason,
-            stop_reason=delta.stop_reason,
+            stop_reason=stop_reason,
             token_ids=list(token_ids) if listed else UNSET,
             prompt_token_ids=list(prompt.token_ids) if listed else UNSET,
             prompt_logprobs=self._prompt_logprobs[gain.prompt] if wants_prompt else UNSET,
@@ -114,13 +115,14 @@ class CompletionWriter:
         logprobs = self._logprobs(gain, first=first)
         if logprobs is not None and logprobs.tokens:
             self._offsets[gain.choice] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
+        finish_reason, stop_reason = self._ending(delta)
         listed = self._request.return_token_ids
         return CompletionChunkChoice(
             index=gain.choice,
             text=text,
             logprobs=logprobs,
-            finish_reason=self._finish_reason(delta),
-            stop_reason=delta.stop_reason,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
             token_ids=list(token_ids) if listed else UNSET,
             prompt_token_ids=list(prompt.token_ids) if listed and first else UNSET,
         )
@@ -129,19 +131,23 @@ class CompletionWriter:
         """What was generated for the reader: nothing where only the prompt is scored."""
         return ("", ()) if self._request.scores_only else (delta.text, delta.token_ids)
 
-    def _finish_reason(self, delta: Delta) -> FinishReason | None:
+    def _ending(self, delta: Delta) -> tuple[FinishReason | None, StopReason]:
+        """Why the choice ended, if it did, and on what."""
         if self._request.scores_only and delta.finish_reason is FinishReason.STOP:
-            return FinishReason.LENGTH  # the token that was left out happened to end the text
-        return delta.finish_reason
+            return FinishReason.LENGTH, None  # the token that was left out happened to end the text
+        return delta.finish_reason, delta.stop_reason
 
     def _echo(self, prompt: Prompt) -> str:
         if not self._request.echo:
             return ""
         if prompt.text is not None or self._reply.tokenizer is None:
             return prompt.text or ""
-        return self._reply.tokenizer.decode(
-            prompt.token_ids, skip_special_tokens=self._request.skip_special_tokens
+        detokenizer = self._reply.tokenizer.detokenizer(
+            skip_special_tokens=self._request.skip_special_tokens
         )
+        text = detokenizer.push(prompt.token_ids)
+        # token ids may end within a character; the output's text then begins with all of it
+        return text + detokenizer.flush() if self._request.scores_only else text
 
     def _logprobs(self, gain: Gain, *, first: bool) -> CompletionLogprobs | None:
         top = self._request.logprobs

@@ -91,6 +91,9 @@ def test_scoring_only(server: Serving) -> None:
     assert longer["logprobs"]["tokens"][:count] == scored["logprobs"]["tokens"]
     assert len(longer["logprobs"]["tokens"]) == count + 1
     assert scored["logprobs"]["token_logprobs"][0] is None
+    fields |= {"logit_bias": {"65": 100}, "stop_token_ids": [65]}
+    (scored,) = body(server.post("/v1/completions", **fields, max_tokens=0))["choices"]
+    assert (scored["finish_reason"], scored["stop_reason"]) == ("length", None)
 
 
 def test_generate(server: Serving) -> None:

@@ -221,6 +221,15 @@ def test_a_cut_prompt_is_echoed_as_cut(server: Serving) -> None:
     assert choice(server, prompt="abcdef", truncate_prompt_tokens=2, echo=True)["text"][:2] == "ef"
 
 
+@pytest.mark.parametrize(("max_tokens", "text"), [(1, "\u00e9"), (0, "\ufffd")])
+def test_an_echoed_prompt_may_end_within_a_character(
+    server: Serving, max_tokens: int, text: str
+) -> None:
+    first, second = "\u00e9".encode()
+    fields = {"prompt": [first], "logit_bias": {second: 100.0}, "max_tokens": max_tokens}
+    assert choice(server, **fields, echo=True)["text"] == text
+
+
 def test_a_prompt_beyond_the_context(server: Serving) -> None:
     error = refusal(server, COMPLETIONS, prompt="x" * 200)
     assert error["param"] == "prompt" and "128" in error["message"]
