@@ -1,4 +1,4 @@
-"""Progress on stderr: bars on a terminal, else one line for each finished task.
+"""Progress on stderr: bars on a terminal, else a line for each finished task, and while it is long.
 
 Owns: the two drawings of ``core.progress.Progress``. Must not know: what is in progress.
 """
@@ -13,6 +13,8 @@ from typing import TextIO
 
 from jaxinfer.core.progress import Advance, Progress
 
+LINE_SECONDS = 10.0  # between two lines of a task that goes on
+
 
 def progress_on(stream: TextIO) -> Progress:
     """The drawing that suits the stream."""
@@ -20,7 +22,10 @@ def progress_on(stream: TextIO) -> Progress:
 
 
 class LineProgress:
-    """For logs and pipes: says what was done and how long it took."""
+    """For logs and pipes: says what was done and how long it took; what takes long, how far it is.
+
+    Tasks may be advanced from any thread.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -28,9 +33,20 @@ class LineProgress:
     @contextmanager
     def task(self, description: str, total: float | None) -> Generator[Advance]:
         """See ``Progress``. A task that fails leaves no line; its error does."""
-        del total
-        start = time.monotonic()
-        yield lambda amount: None
+        start = told = time.monotonic()
+        done = 0.0
+        lock = threading.Lock()
+
+        def advance(amount: float) -> None:
+            nonlocal told, done
+            with lock:
+                done += amount
+                now = time.monotonic()
+                if total and now - told >= LINE_SECONDS:
+                    told = now
+                    self.note(f"{description}: {done / total:.0%} after {now - start:.0f} s")
+
+        yield advance
         seconds = time.monotonic() - start
         self.note(f"{description}: {seconds:.1f} s")
 

@@ -36,6 +36,21 @@ def test_a_pipe_gets_one_line_for_each_finished_task() -> None:
     assert stream.getvalue() == "Load: 0.0 s\n"
 
 
+def test_a_pipe_hears_of_a_long_task_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, clock = io.StringIO(), [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    with progress_on(stream).task("Compile", 8) as advance:
+        for seconds in (9, 10, 11, 21):
+            clock[0] = seconds
+            advance(1)
+    lines = ["Compile: 25% after 10 s", "Compile: 50% after 21 s", "Compile: 21.0 s"]
+    assert stream.getvalue().splitlines() == lines
+    with progress_on(stream).task("Unknown", None) as advance:
+        clock[0] += 60
+        advance(1)
+    assert stream.getvalue().splitlines()[3:] == ["Unknown: 60.0 s"]
+
+
 def test_a_terminal_gets_bars_while_tasks_run() -> None:
     before = set(threading.enumerate())
     stream = Terminal()
