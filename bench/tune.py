@@ -1,4 +1,4 @@
-"""Finds the fastest launch of the Triton kernel of paged_decode for each case of a GPU's steps.
+"""Finds the fastest launch of the Triton kernel of paged_decode for the steps of a GPU.
 
 Run on the GPU, from the repository root: ``python -m bench.tune [--case TEXT] [--output FILE]``.
 From the rule's choice it varies one value after the other, keeps what is faster, and writes the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from bench.kernels import bench_cases, seconds_in_a_chain
 from pallas_kernels.paged_decode import launch
 from pallas_kernels.paged_decode.api import OP
 from pallas_kernels.paged_decode.launch import Launch
-from pallas_kernels.registry import Case
+from pallas_kernels.shapes import PagedCase
 from pallas_kernels.tuned import tuned_file
 
 WORTHWHILE = 0.99  # a choice must take less than this share of the best time so far
@@ -41,32 +41,39 @@ def neighbours(choice: Launch, name: str, values: tuple[int, ...]) -> Iterator[L
             yield replace(choice, **{name: value})
 
 
-def tune(case: Case) -> Launch:
-    """The fastest choice found for a case."""
+def tune(cases: Sequence[PagedCase]) -> Launch:
+    """The fastest choice found for cases whose calls only differ in their contexts.
+
+    They must share one, since contexts are data: the sum of their seconds per byte counts.
+    """
     from pallas_kernels.paged_decode.triton import launched  # wants Triton, hence a GPU
 
-    inputs = OP.build(case, 0)
-    arguments = [jnp.asarray(x) for x in inputs.args]
-    cost = OP.cost(case)
+    calls = [OP.build(case, 0) for case in cases]
+    arrays = [[jnp.asarray(x) for x in inputs.args] for inputs in calls]
+    costs = [OP.cost(case) for case in cases]
 
-    def seconds(choice: Launch) -> float:
-        try:
-            return seconds_in_a_chain(
-                OP, partial(launched, choice, **inputs.static), arguments, cost
-            )
-        except jax.errors.JaxRuntimeError as error:  # more shared memory than there is
-            print(f"  {choice}: {str(error).splitlines()[0]}")
-            return math.inf
+    def score(choice: Launch) -> float:
+        total = 0.0
+        for inputs, arguments, cost in zip(calls, arrays, costs, strict=True):
+            function = partial(launched, choice, **inputs.static)
+            try:
+                total += seconds_in_a_chain(OP, function, arguments, cost) / cost.bytes
+            except jax.errors.JaxRuntimeError as error:  # more shared memory than there is
+                print(f"  {choice}: {str(error).splitlines()[0]}")
+                return math.inf
+        return total
 
-    best = launch.by_rule(arguments[0], arguments[1], arguments[3])
-    least = seconds(best)
-    print(f"{case.name}: {least * 1e6:.1f} us by the rule, {best}", flush=True)
+    q, k_pages, _, page_table, _ = arrays[0]
+    best = launch.by_rule(q, k_pages, page_table)
+    least = by_rule = score(best)
     for name, values in VALUES:
         for choice in neighbours(best, name, values):
-            if (taken := seconds(choice)) < WORTHWHILE * least:
+            if (taken := score(choice)) < WORTHWHILE * least:
                 best, least = choice, taken
-    rate = cost.bytes / least / 1e9
-    print(f"{case.name}: {least * 1e6:.1f} us, {rate:.0f} GB/s, {best}", flush=True)
+    rates = (len(cases) / x / 1e9 for x in (by_rule, least))
+    print(
+        "{}: {:.0f} GB/s by the rule, {:.0f} by {}".format(cases[0].name, *rates, best), flush=True
+    )
     return best
 
 
@@ -80,8 +87,11 @@ def main() -> None:
     if device.platform != "gpu":
         raise SystemExit(f"bench.tune times Triton kernels and needs a GPU, not {device}")
     output = options.output or Path(str(tuned_file(OP.name, device.device_kind)))
-    cases = [case for case in bench_cases(OP, options.case) if "gpu" in case.tags]
-    choices = {case.name: asdict(tune(case)) for case in cases}
+    groups: dict[Hashable, list[PagedCase]] = {}
+    for case in bench_cases(OP, options.case):
+        if isinstance(case, PagedCase) and "gpu" in case.tags:
+            groups.setdefault(launch.shapes_of(case), []).append(case)
+    choices = {cases[0].name: asdict(tune(cases)) for cases in groups.values()}
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(choices, indent=1) + "\n")
     print(f"wrote {output}")

@@ -60,6 +60,7 @@ CASES = (
     PagedCase("smollm2_blocks", shapes.SMOLLM2_135M, (127, 128, 129, 255, 256, 257, 511, 513, 900)),
     PagedCase("smollm2_window", shapes.SMOLLM2_135M, (1, 7, 8, 9, 300, 600), window=8),
     PagedCase("smollm2_window_blocks", shapes.SMOLLM2_135M, (1, 200, 600, 1000), window=300),
+    PagedCase("smollm2_bf16", shapes.SMOLLM2_135M, (90, 17), max_pages=8, dtype="bfloat16"),
     PagedCase("gpt2_mha", shapes.GPT2, (3, 64, 100), max_pages=64),
     PagedCase("llama3_70b_tp8_gqa8", shapes.LLAMA3_70B_TP8, (31, 32, 130)),
     PagedCase("qwen2_5_7b_gqa7", shapes.QWEN2_5_7B, (20, 65), page_size=64),

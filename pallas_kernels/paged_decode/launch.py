@@ -23,7 +23,7 @@ LARGEST_GROUP = 64
 COMBINE_WARPS = 2
 PROGRAMS = 256  # two on each multiprocessor of an H100 or H200 (132), as a power of two
 BLOCK_BYTES = 16384  # of keys in one step, as wide as queries: 64 keys of a bf16 head of 128
-BLOCKS = (16, 128)  # fewest and most keys of a step
+BLOCKS = (16, 64)  # fewest and most keys of a step: 128 of a narrow head spill registers
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,11 @@ def supports(
     return unfit_for_triton(q, k_pages)
 
 
-def by_rule(q: jax.Array, k_pages: jax.Array, page_table: jax.Array) -> Launch:
+def by_rule(
+    q: jax.Array,  # [B, N, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    page_table: jax.Array,  # int32[B, M]
+) -> Launch:
     """Spans enough to fill the chip; blocks and stages that leave room for three programs on a
     multiprocessor. Chosen from the compiler's report, not yet timed.
     """
@@ -82,7 +86,11 @@ def shapes_of(case: PagedCase) -> Hashable:
     return (*sizes, case.dtype, case.kv_dtype or case.dtype)
 
 
-def choose(q: jax.Array, k_pages: jax.Array, page_table: jax.Array) -> Launch:
+def choose(
+    q: jax.Array,  # [B, N, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    page_table: jax.Array,  # int32[B, M]
+) -> Launch:
     """The tuned choice for a call of these shapes on this device, else that of the rule."""
     (b, n, h), (page_size, num_kv_heads) = q.shape, k_pages.shape[1:3]
     shapes = (b, n, num_kv_heads, h, page_size, str(q.dtype), str(k_pages.dtype))
