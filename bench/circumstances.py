@@ -23,20 +23,26 @@ def circumstances(*sources: str) -> dict[str, Any]:
 
 def host_circumstances(*sources: str) -> dict[str, Any]:
     """The same without the device: for a process that must leave it to another one."""
+    commit = _git("rev-parse", "HEAD")
     return {
         "host": _cpu_model() or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "jax": version("jax"),
         "jaxlib": version("jaxlib"),
-        "git": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain", *sources)),
+        "git": commit,
+        "git_dirty": commit and bool(_git("status", "--porcelain", *sources)),
     }
 
 
-def _git(*arguments: str) -> str:
-    root = Path(__file__).parent
-    return subprocess.check_output(["git", *arguments], cwd=root, text=True).strip()
+def _git(*arguments: str) -> str | None:
+    """What git says; None where the files are no checkout, as on a lent machine."""
+    command, root = ["git", *arguments], Path(__file__).parent
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
 
 
 def _cpu_model() -> str | None:
