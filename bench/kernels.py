@@ -1,7 +1,8 @@
 """Times every implementation of every kernel op on its bench cases, on the device at hand.
 
 Run from the repository root:
-``python -m bench.kernels [--op NAME] [--impl NAME] [--case TEXT] [--output FILE]``.
+``python -m bench.kernels [--op NAME] [--impl NAME] [--case TEXT] [--output FILE]``; with
+``--check`` it compares each implementation with the op's definition on this device instead.
 Bandwidth and operations are those that the op cannot do without (``KernelOp.cost``), so a share of
 the ceiling below one is time lost. The ceiling is measured here: an array rewritten in place.
 
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 
 from bench.circumstances import circumstances
 from pallas_kernels.registry import Case, Cost, Impl, KernelOp, all_ops
-from pallas_kernels.testing import runnable
+from pallas_kernels.testing import mismatch, runnable
 
 SECONDS_PER_CASE = 0.5
 SECONDS_PER_SAMPLE = 0.005  # calls are launched back to back for this long, then awaited
@@ -153,22 +154,39 @@ def bench_cases(op: KernelOp, text: str) -> list[Case]:
     return [case for case in named if here or "gpu" not in case.tags]
 
 
+def wrong_results(ops: Sequence[KernelOp], impl_name: str | None) -> int:
+    """How many cases (ci and full) go wrong on the device at hand; prints each as it is tried."""
+    wrong = 0
+    for op in ops:
+        for case in (case for case in op.cases if {"ci", "full"} & set(case.tags)):
+            inputs = op.build(case, 0)
+            impls = [impl for impl in op.impls if impl_name in (None, impl.name)]
+            for impl in impls:
+                reason = runnable(impl, inputs)
+                problem = None if reason else mismatch(op, impl, case, inputs)
+                wrong += problem is not None
+                print(f"{op.name:16}{impl.name:8}{case.name:34}{problem or reason or 'right'}")
+    return wrong
+
+
 def main() -> None:
-    """Time, print, write."""
+    """Check or time, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--op", help="only this op")
     parser.add_argument("--impl", help="only this implementation")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
+    parser.add_argument("--check", action="store_true", help="compare results, time nothing")
     parser.add_argument("--output", type=Path, help="JSON file; by default bench/results/<device>")
     options = parser.parse_args()
+    ops = [op for op in all_ops() if options.op in (None, op.name)]
+    if options.check:
+        raise SystemExit(1 if wrong_results(ops, options.impl) else 0)
     facts = circumstances("pallas_kernels")
     ceiling = ceiling_bytes_per_second()
     print(f"{facts['device']}: copies at {ceiling / 1e9:.1f} GB/s")
     print(f"{'op':16}{'impl':8}{'case':34}{'us':>10}{'GB/s':>9}{'TFLOP/s':>9}{'of copy':>9}")
     rows = []
-    for op in all_ops():
-        if options.op not in (None, op.name):
-            continue
+    for op in ops:
         impls = [impl for impl in op.impls if options.impl in (None, impl.name)]
         for case, impl in product(bench_cases(op, options.case), impls):
             rows.append(row := time_case(op, impl, case, ceiling))
