@@ -23,7 +23,7 @@ from pallas_kernels.paged_decode import launch
 from pallas_kernels.paged_decode.api import OP
 from pallas_kernels.paged_decode.launch import Launch
 from pallas_kernels.shapes import PagedCase
-from pallas_kernels.tuned import tuned_file
+from pallas_kernels.tuned import read_choices, tuned_file
 
 WORTHWHILE = 0.99  # a choice must take less than this share of the best time so far
 VALUES = (
@@ -91,7 +91,8 @@ def main() -> None:
     for case in bench_cases(OP, options.case):
         if isinstance(case, PagedCase) and "gpu" in case.tags:
             groups.setdefault(launch.shapes_of(case), []).append(case)
-    choices = {cases[0].name: asdict(tune(cases)) for cases in groups.values()}
+    found = {cases[0].name: asdict(tune(cases)) for cases in groups.values()}
+    choices = read_choices(output) | found  # cases that were not tuned now keep what they had
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(choices, indent=1) + "\n")
     print(f"wrote {output}")

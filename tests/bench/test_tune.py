@@ -1,0 +1,43 @@
+"""The tuner, with seconds that a formula makes up: it keeps what is faster and survives failures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from bench import tune
+from pallas_kernels.paged_decode.cases import CASES
+from pallas_kernels.paged_decode.launch import Launch
+
+if sys.platform != "linux":
+    pytest.skip("Triton has no packages for this system", allow_module_level=True)
+
+STEP = next(case for case in CASES if case.name == "qwen3_4b_step_b8_ctx1056_page16")
+
+
+def _seconds(op: Any, function: Callable[..., Any], arguments: Any, cost: Any) -> float:
+    (choice,) = function.args  # type: ignore[attr-defined]
+    if choice.num_stages == 7:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: shared memory\nand more lines")
+    misses = abs(choice.splits - 16) + abs(choice.block - 32) + abs(choice.num_stages - 3)
+    return 1e-5 * (10 + misses + abs(choice.num_warps - 8))
+
+
+def test_each_value_ends_at_its_best(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(tune, "seconds_in_a_chain", _seconds)
+    lengths = ((9,) * 8, (40,) * 8)
+    found = tune.tune([replace(STEP, seq_lens=each, max_pages=2048) for each in lengths])
+    assert found == Launch(splits=16, block=32, num_warps=8, num_stages=3)
+    printed = capsys.readouterr().out
+    assert "RESOURCE_EXHAUSTED: shared memory\n" in printed and "more lines" not in printed
+
+
+def test_wants_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tune"])
+    with pytest.raises(SystemExit, match="needs a GPU, not"):
+        tune.main()
