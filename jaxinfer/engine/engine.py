@@ -6,6 +6,7 @@ Must not know: how it was built, sockets, files.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from jaxinfer.core.request import FinishReason, Request, SamplingParams, check_i
 from jaxinfer.core.step import Abort, Arrive, Event, TokenEvent
 from jaxinfer.engine.facts import ModelFacts, check_request, resolved_max_tokens
 from jaxinfer.engine.late_compiles import LateCompiles
-from jaxinfer.engine.loop import EngineLoop, StepExecutor
+from jaxinfer.engine.loop import LOGGER, EngineLoop, StepExecutor
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta
 from jaxinfer.engine.processor import SequenceProcessor
@@ -124,6 +125,7 @@ class Engine:
                 turn = self._loop.turn(events)
         except Exception as error:  # a lost device, or a bug: nothing can be trusted any more
             self._failure = EngineError(f"the engine stopped: {error}; build a new one")
+            logging.getLogger(LOGGER).critical(str(self._failure), exc_info=error)
             raise self._failure from error
         steps, newly_started = self._timeline.turn(turn)
         started = self._parents_of(newly_started)  # before an event can end one of them

@@ -7,6 +7,7 @@ Must not know: text, users, threads.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ from jaxinfer.core.errors import EngineError
 from jaxinfer.core.step import Event, StepDone, StepFailed, StepPlan, StepResult, TokenEvent
 from jaxinfer.sched.schedule import SchedulerState, initial_state, schedule
 
+LOGGER = "jaxinfer.engine"
 OVERLAP_DEPTH = 2  # one step runs while the next waits behind it; more would only add latency
 
 
@@ -114,4 +116,7 @@ class EngineLoop[Handle]:
 
 
 def _failed(plan: StepPlan, error: Exception) -> StepFailed:
-    return StepFailed(plan.step_id, f"step {plan.step_id} failed: {error}")
+    """The requests are told in a sentence; who runs the engine needs to know where it was."""
+    reason = f"step {plan.step_id} failed: {error}"
+    logging.getLogger(LOGGER).error(reason, exc_info=error)
+    return StepFailed(plan.step_id, reason)

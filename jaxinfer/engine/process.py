@@ -217,6 +217,8 @@ class EngineProcess:
         if not isinstance(error, EngineError):
             error = self._ending("before the answer was done")
         with self._lock:
+            if self._ended is None:  # nobody asked for it, and maybe no request is there to tell
+                print(f"jaxinfer: {error}", file=sys.stderr)
             self._ended = self._ended or error
             left, self._open = tuple(self._open), {}
         for request_id in left:

@@ -104,17 +104,18 @@ class Call:
         return EventStream(frames, partial(self.service.close, answer), self.explain)
 
     def explain(self, error: Exception) -> ApiError:
-        """What the client is told; only what nobody foresaw is logged with its traceback."""
+        """What the client is told; the server's own faults are logged, surprises with traceback."""
         if isinstance(error, ApiError):
             return error
+        where = {"request_id": self.request_id, "route": self.route}
         if isinstance(error, JaxinferError):
             told = self.service.error(error)
             if told.param == "prompt":
                 told.param = self.prompt_field
+            if told.status >= 500:
+                self.service.log.error("request_failed", **where, reason=told.message)
             return told
-        self.service.log.error(
-            "unexpected_error", exception=error, request_id=self.request_id, route=self.route
-        )
+        self.service.log.error("unexpected_error", exception=error, **where)
         return ApiError(500, "an internal error occurred; the server's log has its request id")
 
 

@@ -205,7 +205,7 @@ def test_a_process_that_ends_while_it_starts(config: EngineConfig) -> None:
         link.ready()
 
 
-def test_a_process_that_is_killed() -> None:
+def test_a_process_that_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
     async def scenario(client: EngineClient) -> None:
         streams = [client.open(prompt, LONG) for prompt in PROMPTS]
         done = await answer(client, (1, 2, 3))
@@ -223,6 +223,7 @@ def test_a_process_that_is_killed() -> None:
 
     with sim_process() as (link, facts):
         talk((link, facts), scenario)
+    assert capfd.readouterr().err.count("killed by SIGKILL") == 1  # though all may be idle
 
 
 @pytest.mark.parametrize(

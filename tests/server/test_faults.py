@@ -289,6 +289,24 @@ def test_a_step_that_fails_ends_its_own_requests_only(watched: Watched) -> None:
     wait_until(lambda: is_idle(server), "nothing is left")
 
 
+def test_failures_are_logged(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
+    server, executor = watched
+    caplog.set_level("WARNING")
+    executor.failure = ValueError("injected")
+    assert post(server.port, ROUTE, **GREEDY).status == 500
+    of_engine, of_server = caplog.records
+    assert of_engine.name == "jaxinfer.engine" and "injected" in of_engine.message
+    assert of_engine.exc_info and isinstance(of_engine.exc_info[1], ValueError)
+    assert (of_server.message, of_server.levelname) == ("request_failed", "ERROR")
+    fields = vars(of_server)["fields"]
+    assert fields["route"] == ROUTE and "injected" in fields["reason"] and fields["request_id"]
+    assert post(server.port, ROUTE, prompt="").status == 400
+    assert len(caplog.records) == 2  # a client's own fault is the client's to know
+    executor.failure = EngineError("the device is lost")
+    assert post(server.port, ROUTE, **GREEDY).status == 503
+    assert [one.levelname for one in caplog.records[2:]] == ["CRITICAL", "ERROR"]
+
+
 def test_a_lost_device_is_told_to_all(watched: Watched) -> None:
     server, executor = watched
     with RawClient(server.port) as whole, RawClient(server.port) as stream:
