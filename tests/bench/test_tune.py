@@ -1,4 +1,4 @@
-"""The tuner, with seconds that a formula makes up: it keeps what is faster and survives failures."""
+"""The tuner, with seconds that a formula makes up: it keeps what is faster, failures aside."""
 
 from __future__ import annotations
 
