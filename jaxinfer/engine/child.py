@@ -62,17 +62,20 @@ class Blueprint:
 type Planner = Callable[[EngineConfig, Progress], Blueprint]
 
 
-def plan(config: EngineConfig, progress: Progress) -> Blueprint:
-    """The engine that the settings describe."""
+def load_planner() -> Planner:
+    """What plans the engine that the settings describe; imports JAX, which takes seconds."""
     from jaxinfer.engine.build import build_planned, model_facts, plan_engine
 
-    made = plan_engine(config, progress)
-    return Blueprint(
-        model_facts(made),
-        made.limits,
-        made.tokenizer_spec,
-        lambda: build_planned(made, progress),
-    )
+    def plan(config: EngineConfig, progress: Progress) -> Blueprint:
+        made = plan_engine(config, progress)
+        return Blueprint(
+            model_facts(made),
+            made.limits,
+            made.tokenizer_spec,
+            lambda: build_planned(made, progress),
+        )
+
+    return plan
 
 
 class EngineChild:
@@ -84,7 +87,7 @@ class EngineChild:
         self._building = False
         self._server_left = False
 
-    def run(self, planner: Planner) -> int:
+    def run(self, load: Callable[[], Planner]) -> int:
         """The whole life, on the main thread; returns the exit code."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server decides
         signal.signal(signal.SIGINT, self._interrupt)
@@ -95,18 +98,19 @@ class EngineChild:
             return 1
         threading.Thread(target=self._follow, args=(messages,), daemon=True).start()
         try:
-            error = self._serve(planner, order)
+            error = self._serve(load, order)
         except KeyboardInterrupt:  # the server left
             return 1
         self._channel.send(failed(error))
         self._channel.flush()
         return 0
 
-    def _serve(self, planner: Planner, order: Build) -> JaxinferError:
+    def _serve(self, load: Callable[[], Planner], order: Build) -> JaxinferError:
         """Build and run; returns why it is over."""
         progress = progress_on(sys.stderr) if order.progress else NoProgress()
-        self._building = True
         try:
+            planner = load()
+            self._building = True  # not before: an import interrupted within C would complain
             blueprint = planner(order.config, progress)
             self._channel.send(Planned(blueprint.facts, blueprint.limits, blueprint.tokenizer))
             engine = blueprint.build()
@@ -163,11 +167,11 @@ class EngineChild:
         self._channel.send(Pong())
 
 
-def main(planner: Planner = plan) -> None:
+def main(load: Callable[[], Planner] = load_planner) -> None:
     """Serve the socket that the command line names."""
     keep_heap_small()
     end = socket.socket(fileno=int(sys.argv[1]))
-    sys.exit(EngineChild(engine_end(end)).run(planner))
+    sys.exit(EngineChild(engine_end(end)).run(load))
 
 
 if __name__ == "__main__":

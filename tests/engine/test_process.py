@@ -290,7 +290,7 @@ def test_a_stop_of_a_process_that_hangs(
     assert "did not end in 0.3 s and is killed" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.3, 2.5], ids=["start", "import", "compile"])
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 0.9, 2.5], ids=["start", "import", "jax", "compile"])
 def test_a_stop_while_it_is_built(
     config: EngineConfig, seconds: float, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
