@@ -64,6 +64,10 @@ def _attend_span(
     query_head = (row * NUM_KV_HEADS + kv_head) * GROUP + heads
     at_query = query_head[:, None] * HEAD_DIM + dims[None, :]
     query = tl.load(q + at_query, mask=in_group, other=0.0)
+    if k_pages.dtype.element_ty.primitive_bitwidth == 8 and q.dtype.element_ty == tl.bfloat16:
+        # float16 holds every 8-bit float. Hopper widens two to it in one instruction, and to
+        # bfloat16 only by way of it, one by one. Queries past 65504 would overflow.
+        query = query.to(tl.float16)
 
     top = tl.full((GROUP_TILE,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_TILE,), tl.float32)
