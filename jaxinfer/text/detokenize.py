@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.text.pieces import PieceTable
@@ -16,6 +16,7 @@ from jaxinfer.text.pieces import PieceTable
 # What the "surrogateescape" error handler makes of a byte that is not UTF-8.
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 _REPLACEMENT = "\ufffd"
+_MOST_BYTES = 4  # of a character
 
 
 class IncrementalDetokenizer:
@@ -33,18 +34,19 @@ class IncrementalDetokenizer:
     def __init__(
         self,
         pieces: PieceTable,
-        prompt_token_ids: Iterable[int] = (),
+        prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
     ) -> None:
         """``prompt_token_ids`` are context: not returned, but the output's first character may
-        have begun in them, and sentencepiece drops a leading space only where a text begins."""
+        have begun in them, and sentencepiece drops a leading space only where a text begins.
+        The time for them does not grow with their number."""
         self._pieces = pieces
         self._skip_special_tokens = skip_special_tokens
         self._byte_fallback = pieces.rule.byte_fallback
         errors = "surrogateescape" if self._byte_fallback else "replace"
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
         self._spaces_to_drop = pieces.rule.leading_spaces
-        self.push(prompt_token_ids)
+        self._pass_over(prompt_token_ids)
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Add tokens; return the text that became final."""
@@ -56,6 +58,25 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """End the sequence; return what was held back, as U+FFFD."""
         return self._finish(self._utf8.decode(b"", True))
+
+    def _pass_over(self, token_ids: Sequence[int]) -> None:
+        """The state that pushing all of these leaves behind.
+
+        The first ones tell whether a text has begun, the last bytes which character is incomplete:
+        what came earlier makes no difference, since UTF-8 tells where a character begins.
+        """
+        start, end = 0, len(token_ids)
+        while self._spaces_to_drop and start < end:
+            self.push(token_ids[start : start + 1])
+            start += 1
+        tail, num_bytes = end, 0
+        while tail > start and num_bytes < _MOST_BYTES:
+            tail -= 1
+            piece = self._pieces[token_ids[tail]]
+            num_bytes += 0 if piece.is_special and self._skip_special_tokens else len(piece.data)
+        if tail > start:
+            self._utf8.reset()
+        self.push(token_ids[tail:])
 
     def _finish(self, text: str) -> str:
         if self._byte_fallback and not text.isascii():

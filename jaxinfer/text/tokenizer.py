@@ -6,7 +6,7 @@ Must not know: where the files came from (weights), what a request is (core), wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -144,7 +144,7 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def detokenizer(
-        self, prompt_token_ids: Iterable[int] = (), skip_special_tokens: bool = True
+        self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> IncrementalDetokenizer:
         """A stream decoder for one sequence that follows ``prompt_token_ids``."""
         return IncrementalDetokenizer(self._pieces, prompt_token_ids, skip_special_tokens)

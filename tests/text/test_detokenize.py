@@ -122,6 +122,33 @@ def test_output_completes_a_character_begun_in_the_prompt() -> None:
     assert tokenizer_of("tiny").detokenizer(token_ids[:3]).push(token_ids[3:]) == "🤗"
 
 
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+def test_a_prompt_is_passed_over_as_if_it_were_pushed(name: str, data: st.DataObject) -> None:
+    tokenizer = tokenizer_of(name)
+    token_ids = st.integers(0, 300) | st.integers(0, tokenizer.vocab_size + 5)
+    texts = st.text("a \u00e9\u20ac\U0001f917", max_size=4).map(tokenizer.encode)
+    parts = st.lists(texts | st.lists(token_ids, max_size=6), max_size=4)
+    cut, skip = data.draw(st.integers(0, 3)), data.draw(st.booleans())
+    prompt = sum(data.draw(parts), [])
+    prompt = prompt[: len(prompt) - cut]
+    output = sum(data.draw(parts), [])
+    pushed = tokenizer.detokenizer((), skip)
+    pushed.push(prompt)
+    passed = tokenizer.detokenizer(prompt, skip)
+    assert passed.push(output) + passed.flush() == pushed.push(output) + pushed.flush()
+
+
+@pytest.mark.parametrize("name", ["tiny", "stories"])
+def test_long_prompts_take_no_time(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    prompt = tokenizer.encode("hello there") * 100_000
+    start = time.perf_counter()
+    for _ in range(100):
+        tokenizer.detokenizer(prompt)
+    assert time.perf_counter() - start < 1
+
+
 def test_many_tokens_take_linear_time() -> None:
     """Also of bytes that never become characters, on which a window of tokens grows."""
     detokenizer = tokenizer_of("tiny").detokenizer()
