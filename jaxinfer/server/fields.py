@@ -93,6 +93,8 @@ BiasKey = Annotated[str, Meta(pattern=TOKEN_ID_TEXT)]
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a stream tells besides the text; needs stream=true."""
 
+    ignored: ClassVar[tuple[str, ...]] = ("include_obfuscation",)  # it pads what OpenAI sends
+
     include_usage: Annotated[
         bool | None, about("Send the usage in a last chunk without choices.")
     ] = True

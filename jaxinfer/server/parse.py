@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from jaxinfer.server.errors import ApiError
-from jaxinfer.server.fields import PATTERNS, refused
+from jaxinfer.server.fields import PATTERNS, StreamOptions, refused
 from jaxinfer.server.schema import AnyRequest
 
 MAX_LOCATED_CHARACTERS = 1 << 17  # of a body that is no JSON, to look for the bad field: 60 ms
@@ -185,7 +185,15 @@ def _whole(value: Any, num_levels: int = 2) -> Any:
 
 def _unknown(fields: dict[str, Any], kind: type[AnyRequest]) -> tuple[str, ...]:
     known = {*kind.__struct_fields__, *kind.unsupported, *kind.ignored}
-    names = sorted(name for name in fields if name not in known)
+    names = [name for name in fields if name not in known]
+    options = fields.get("stream_options")
+    if isinstance(options, dict) and "stream_options" in known:
+        known = {*StreamOptions.__struct_fields__, *StreamOptions.ignored}
+        given = cast("dict[str, Any]", options)
+        names += [
+            f"stream_options.{name}" for name in given.keys() - known if given[name] is not None
+        ]
+    names.sort()
     return tuple(name[:MAX_NAME_CHARACTERS] for name in names[:MAX_NAMES_TOLD])
 
 

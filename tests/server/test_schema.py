@@ -314,6 +314,13 @@ def test_unknown_fields():
     assert len(parse(many, CompletionRequest).unknown) == 16
 
 
+def test_unknown_fields_within_stream_options():
+    options = {"include_usage": True, "include_obfuscation": False, "ant": 1, "gone": None}
+    body = {**PROMPT, "stream": True, "stream_options": options}
+    assert parse(json.dumps(body).encode(), CompletionRequest).unknown == ("stream_options.ant",)
+    assert refusal(body, strict=True).param == "stream_options.ant"
+
+
 # meaning
 
 
