@@ -19,6 +19,8 @@ from jaxinfer.core.errors import ConfigError
 PREFIX = "JAXINFER_"
 CONFIG_VARIABLE = "JAXINFER_CONFIG"  # names the file
 TEXTS = "a text or a list of texts"
+# a Service called jaxinfer gives its neighbours JAXINFER_PORT=tcp://ADDRESS:PORT
+KUBERNETES = "; Kubernetes sets it for a Service of that name: set enableServiceLinks: false"
 # vLLM's reading of 32k and 32K
 DECIMAL = MappingProxyType({"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12})
 BINARY = MappingProxyType({"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40})
@@ -130,7 +132,8 @@ def _read(setting: Setting, word: str, value: Any) -> Any:
         return setting.read(value)
     except ValueError as error:
         shown = "" if setting.secret else f", got {value!r}"
-        raise ConfigError(f"{word} must be {error}{shown}") from None
+        hint = KUBERNETES if word.startswith(PREFIX) and value.startswith("tcp://") else ""
+        raise ConfigError(f"{word} must be {error}{shown}{hint}") from None
 
 
 # Readers
