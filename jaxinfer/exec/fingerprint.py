@@ -12,7 +12,7 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import fields
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -27,6 +27,7 @@ from jaxinfer.models.base import Model
 TRACED_FOLDERS = ("core", "exec", "models", "nn")  # of jaxinfer: what a step is traced from
 # of Limits: what shapes depend on; the rest is the scheduler's business
 SHAPING_LIMITS = ("num_pages", "page_size", "max_num_seqs", "max_model_len")
+KERNEL_COMPILERS = ("triton", "jax-triton")  # of the kernels that only GPUs run
 LONGEST_SHOWN = 60  # characters of a value in a message
 ABSENT = "not set"
 
@@ -65,18 +66,26 @@ def differences(bundle: Mapping[str, str], here: Mapping[str, str]) -> tuple[Dif
 def of_machine() -> dict[str, str]:
     """This installation and its first device."""
     device = jax.devices()[0]
-    host = {"host CPU": _host_cpu()} if device.platform == "cpu" else {}
+    compilers = {name: _version(name) for name in KERNEL_COMPILERS}
+    backend = {"host CPU": _host_cpu()} if device.platform == "cpu" else compilers
     return {
         "jax": jax.__version__,
         "jaxlib": version("jaxlib"),
         "flax": version("flax"),
         "platform": device.client.platform_version,  # on a GPU: the CUDA plugin and driver
         "device": f"{device.platform} {device.device_kind}",
-        **host,
+        **backend,
         **{name: str(value) for name, value in _relevant_jax_config().items()},
         **compiler_environment(),
         "sources": _source_digest(),
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ABSENT
 
 
 def of_model(model: Model) -> dict[str, str]:
