@@ -36,7 +36,7 @@ ERRORS: Mapping[int, str] = MappingProxyType(
         405: "The route has other methods; the header Allow lists them.",
         408: "The deadline of the request or of the server has passed.",
         413: "The body is larger than the server allows.",
-        415: "The content type is not application/json.",
+        415: "The content type is not application/json, or the body is compressed.",
         429: "The queue is full; try again after Retry-After seconds.",
         431: "The request's head is larger than the server allows.",
         500: "The engine or the server failed; the request can be sent again.",

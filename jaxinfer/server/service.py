@@ -316,4 +316,6 @@ def _deadline(asked: float | None, allowed: float | None) -> tuple[float, ApiErr
         f"the answer was not done within {seconds:g} s; ask for fewer tokens or a longer timeout",
         param="timeout" if asked == seconds else None,
         code="deadline_exceeded",
+        # OpenAI's clients repeat what got a 408, twice: that makes a busy server busier
+        headers={"X-Should-Retry": "false"},
     )

@@ -67,6 +67,7 @@ def test_a_deadline(settings: dict[str, Any], fields: dict[str, Any], param: str
             assert error["code"] == "deadline_exceeded" and error["param"] == param
             assert "0.1 s" in error["message"] and error["type"] == "timeout_error"
         assert [whole.status for whole in wholes] == [408] * 3
+        assert {whole.headers["x-should-retry"] for whole in wholes} == {"false"}
         server.wait_until_idle()
         assert server.engine.stats().num_generated_tokens < 1000
         assert post(server.port, ROUTE, **SHORT).status == 200
