@@ -7,7 +7,6 @@ import json
 import os
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from jaxinfer.server.call import Call
 from jaxinfer.server.writer import merged
 from kit.raw_http import SECONDS, RawClient, get, post
 from kit.server import Serving, serving
+from kit.server_process import wait_until
 from kit.watched_executor import WatchedExecutor, watched_engine
 
 ROUTE = "/v1/completions"
@@ -32,20 +32,6 @@ GREEDY = {"prompt": [5, 9, 12, 7], "max_tokens": 8, "temperature": 0, "ignore_eo
 LONG = {"prompt": "hello", "max_tokens": 1500}
 
 type Watched = tuple[Serving, WatchedExecutor]
-
-
-@pytest.fixture
-def watched() -> Iterator[Watched]:
-    engine, executor = watched_engine()
-    with serving(engine) as server:
-        yield server, executor
-
-
-def wait_until(true: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.002)
 
 
 def num_tasks(server: Serving) -> int:

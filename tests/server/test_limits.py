@@ -7,7 +7,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,6 +17,7 @@ from jaxinfer.server import generation
 from jaxinfer.server.call import json_response
 from kit.raw_http import RawClient, Reply, get, post
 from kit.server import Serving, serving
+from kit.server_process import wait_until
 from kit.watched_executor import WatchedExecutor, watched_engine
 
 ROUTE = "/v1/completions"
@@ -25,20 +26,6 @@ LONG = {"prompt": "hello", "max_tokens": 2000}
 MANY = 100_000
 
 type Watched = tuple[Serving, WatchedExecutor]
-
-
-@pytest.fixture
-def watched() -> Iterator[Watched]:
-    engine, executor = watched_engine()
-    with serving(engine) as server:
-        yield server, executor
-
-
-def wait_until(true: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.002)
 
 
 # deadlines

@@ -1,0 +1,18 @@
+"""What several of the server's tests need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kit.server import Serving, serving
+from kit.watched_executor import WatchedExecutor, watched_engine
+
+
+@pytest.fixture
+def watched() -> Iterator[tuple[Serving, WatchedExecutor]]:
+    """A server, and the executor of its engine."""
+    engine, executor = watched_engine()
+    with serving(engine) as server:
+        yield server, executor
