@@ -15,9 +15,11 @@ from typing import Any, TextIO
 import msgspec
 
 from jaxinfer.core.request import SamplingParams
+from jaxinfer.engine.loop import LOGGER as ENGINE_LOGGER
 
 LOGGER = "jaxinfer.server"
-ROUTED = ("uvicorn", "uvicorn.error", "uvicorn.asgi")
+# the engine's own is there when it runs on a thread; another process tells it on stderr as text
+ROUTED = (ENGINE_LOGGER, "uvicorn", "uvicorn.error", "uvicorn.asgi")
 MOST_NAMES = 1000  # that clients choose: neither memory nor the log grows without end
 LONGEST_VALUE = 200  # characters; a longer name is cut, a longer parameter only counted
 

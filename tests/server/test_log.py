@@ -42,11 +42,12 @@ def test_errors_carry_their_traceback(stream: io.StringIO) -> None:
     assert line["traceback"].endswith("KeyError: 'lost'")
 
 
-def test_uvicorn_is_routed_in(stream: io.StringIO) -> None:
-    logging.getLogger("uvicorn.error").warning("odd %s", "thing")
-    logging.getLogger("uvicorn.error").info("chatter")
+@pytest.mark.parametrize("name", ["uvicorn.error", "jaxinfer.engine"])
+def test_others_are_routed_in(stream: io.StringIO, name: str) -> None:
+    logging.getLogger(name).warning("odd %s", "thing")
+    logging.getLogger(name).info("chatter")
     [line] = map(json.loads, stream.getvalue().splitlines())
-    assert (line["event"], line["message"]) == ("uvicorn.error", "odd thing")
+    assert (line["event"], line["message"]) == (name, "odd thing")
 
 
 def test_text_for_people() -> None:
