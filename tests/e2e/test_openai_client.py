@@ -368,7 +368,6 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 WRONG = {
     "max_tokens": ({"max_tokens": -1}, "max_tokens"),
     "type": ({"temperature": "hot"}, "temperature"),
-    "prompt": ({"messages": [{"role": "user", "content": "long " * 2000}]}, "prompt"),
     "message": ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     "tools": ({"tools": [TOOL]}, "tools"),
     "format": ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -384,6 +383,14 @@ def test_bad_requests_name_the_field(client: OpenAI, model: str, case: str) -> N
     assert caught.value.param == param and caught.value.type == "invalid_request_error"
     assert caught.value.status_code == 400 and param.partition("[")[0] in caught.value.message
     assert caught.value.request_id and caught.value.request_id.startswith("req-")
+
+
+def test_a_chat_beyond_the_context(client: OpenAI, model: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "long " * 2000}]
+        )
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
 
 
 def test_suffix_is_refused(client: OpenAI, model: str) -> None:
