@@ -1,0 +1,54 @@
+"""A line plot as SVG text: x doubles from tick to tick, y starts at zero.
+
+Must not know: what is plotted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from html import escape
+
+WIDTH, HEIGHT = 640, 360
+LEFT, RIGHT, TOP, BOTTOM = 50, 120, 40, 40  # margins; the names of the lines are on the right
+COLORS = ("#888888", "#1f5fbf", "#2a9d4a", "#c05020")
+TICKS = 5  # of y, beside zero
+
+
+def lines_plot(title: str, lines: Mapping[str, Mapping[int, float]]) -> str:
+    """Named lines of {x: y}, x at least 1."""
+    xs = sorted({x for line in lines.values() for x in line})
+    step = _nice(max(y for line in lines.values() for y in line.values()) / TICKS)
+    first, octaves = math.log2(xs[0]), max(math.log2(xs[-1] / xs[0]), 1.0)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across = (math.log2(x) - first) / octaves * (WIDTH - LEFT - RIGHT)
+        up = y / (step * TICKS) * (HEIGHT - TOP - BOTTOM)
+        return round(LEFT + across, 1), round(HEIGHT - BOTTOM - up, 1)
+
+    parts = [_text(LEFT, TOP / 2, title, "start")]
+    for tick in range(TICKS + 1):
+        _, y = at(xs[0], tick * step)
+        parts.append(f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="#dddddd"/>')
+        parts.append(_text(LEFT - 6, y + 4, f"{tick * step:g}", "end"))
+    parts += [_text(at(x, 0)[0], HEIGHT - BOTTOM + 18, str(x), "middle") for x in xs]
+    for color, (name, line) in zip(COLORS, lines.items(), strict=False):
+        points = [at(x, line[x]) for x in sorted(line)]
+        path = " ".join(f"{x},{y}" for x, y in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+        x, y = points[-1]
+        parts.append(_text(x + 6, y + 4, name, "start", color))
+    style = 'font-family="sans-serif" font-size="12"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {style}>'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"])
+
+
+def _nice(least: float) -> float:
+    """The smallest of 1, 2, 5 times a power of ten that is at least ``least``."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
+
+
+def _text(x: float, y: float, text: str, anchor: str, color: str = "#222222") -> str:
+    place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{color}"'
+    return f"<text {place}>{escape(text)}</text>"

@@ -1,0 +1,96 @@
+"""What is asked of an engine, and timed: ``LLM.generate`` from call to return.
+
+Owns: the prompts, the number of repeats, each metric's definition. TPOT is (time of 65 tokens -
+time of 1) / 64 of a whole batch, TTFT the time of 1 token. A batch whose prefill takes several
+steps decodes its first rows meanwhile, as it does in use. Must not know: floors, peers, files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import msgspec
+import numpy as np
+
+from jaxinfer import LLM, SamplingParams
+
+DECODED = 64  # tokens that TPOT is taken over
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """How often something is measured: until ``seconds`` have passed, within the bounds."""
+
+    at_least: int = 3
+    at_most: int = 9
+    seconds: float = 10.0
+
+    def of(self, run: Callable[[], float]) -> list[float]:
+        """The samples; the first call is a warm-up and is left out."""
+        run()
+        samples: list[float] = []
+        end = time.perf_counter() + self.seconds
+        while len(samples) < self.at_least or (
+            len(samples) < self.at_most and time.perf_counter() < end
+        ):
+            samples.append(run())
+        return samples
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Random prompts, the same for the same seed."""
+
+    vocab_size: int
+    seed: int
+
+    def __call__(self, count: int, length: int) -> list[list[int]]:
+        rng = np.random.default_rng((self.seed, count, length))
+        return rng.integers(self.vocab_size, size=(count, length)).tolist()
+
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, top_k=50, ignore_eos=True)
+
+
+def seconds_of(llm: LLM, prompts: list[list[int]], sampling: SamplingParams, tokens: int) -> float:
+    """One call; raises ``ValueError`` when an answer has another number of tokens."""
+    sampling = msgspec.structs.replace(sampling, max_tokens=tokens)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    counts = {len(output.outputs[0].token_ids) for output in outputs}
+    if len(outputs) != len(prompts) or counts != {tokens}:
+        raise ValueError(f"{len(prompts)} x {tokens} tokens were asked for and {counts} came")
+    return seconds
+
+
+def tpot_ms(llm: LLM, prompts: list[list[int]], repeats: Repeats) -> list[float]:
+    """Milliseconds of a token after the first, one sample for each pair of runs."""
+
+    def run() -> float:
+        first = seconds_of(llm, prompts, GREEDY, 1)
+        return 1e3 * (seconds_of(llm, prompts, GREEDY, 1 + DECODED) - first) / DECODED
+
+    return repeats.of(run)
+
+
+def ttft_ms(llm: LLM, prompt: list[int], repeats: Repeats) -> list[float]:
+    """Milliseconds until a lone prompt has its first token."""
+    return repeats.of(lambda: 1e3 * seconds_of(llm, [prompt], GREEDY, 1))
+
+
+def offline_tok_s(
+    llm: LLM, prompts: list[list[int]], sampling: SamplingParams, tokens: int, repeats: Repeats
+) -> list[float]:
+    """Output tokens a second over the whole call, prefill included."""
+    total = len(prompts) * tokens
+    return repeats.of(lambda: total / seconds_of(llm, prompts, sampling, tokens))
+
+
+def middle(samples: list[float]) -> float:
+    """The median, as a file shows it."""
+    return round(median(samples), 4)

@@ -1,0 +1,82 @@
+"""The JSON file of ``bench.step``: several calls fill it, each with its groups of rows.
+
+Owns: the circumstances and how rows of a later call join those of an earlier one. Must not know:
+how anything is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from bench.circumstances import circumstances
+
+PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton")
+SOURCES = ("jaxinfer", "pallas_kernels", "configs", "bench")
+ENVIRONMENT = (
+    "XLA_",
+    "JAX_",
+    "NVIDIA_TF32",
+)  # beginnings of variables that change what is measured
+
+type Row = dict[str, Any]  # metric, case, value, floor where known, samples; and group
+
+
+def facts(model: str, commit: str | None) -> dict[str, Any]:
+    """The machine, the versions and the commit; ``commit`` where the files are no checkout."""
+    found = circumstances(*SOURCES)
+    versions = {"python": found.pop("python")}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    del found["jax"], found["jaxlib"]
+    return {**found, "versions": versions, "git": found["git"] or commit, "model": model}
+
+
+def environment() -> dict[str, str]:
+    """The variables of this process that jax and XLA read."""
+    return {key: value for key, value in sorted(os.environ.items()) if key.startswith(ENVIRONMENT)}
+
+
+def begun(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The report so far, or one without rows.
+
+    Raises ``SystemExit`` when the file is of another machine, commit or model.
+    """
+    if not path.exists():
+        return {**about, "groups": {}, "rows": []}
+    old = json.loads(path.read_text())
+    for name, here in about.items():
+        if old.get(name) != here:
+            raise SystemExit(
+                f"{path} was measured with {name} {old.get(name)}, and here it is {here}; "
+                "give another --output"
+            )
+    return old
+
+
+def merged(
+    old: Mapping[str, Any], group: str, note: Mapping[str, Any], rows: Iterable[Row]
+) -> dict[str, Any]:
+    """The report with a group's rows in place of earlier ones of the same metric and case.
+
+    ``note`` is what only this group's rows share.
+    """
+    added = [{"group": group, **row} for row in rows]
+    replaced = {(row["metric"], row["case"]) for row in added}
+    kept = [row for row in old["rows"] if (row["metric"], row["case"]) not in replaced]
+    return {**old, "groups": {**old["groups"], group: note}, "rows": [*kept, *added]}
+
+
+def write_report(path: Path, report: Mapping[str, Any]) -> None:
+    """All of it or nothing: a call that is killed leaves the earlier groups whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(report, indent=1) + "\n")
+    partial.replace(path)

@@ -1,0 +1,97 @@
+"""The least time a step can take: bytes it must read, operations it must do, a device's ceilings.
+
+Owns: what a model's decode steps and prefills cost, and the ceilings that were measured. Must not
+know: how anything is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from jaxinfer.models.base import Model, abstract_params
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What a device was measured to reach."""
+
+    bytes_per_s: float  # of device memory
+    flops_per_s: float  # of a bfloat16 matmul
+
+
+# Measured, not the data sheet's: a device-to-device copy, read and written bytes together, and a
+# large bfloat16 matmul.
+CEILINGS: Mapping[str, Ceiling] = MappingProxyType({"NVIDIA H200": Ceiling(4.3e12, 790e12)})
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Bytes and operations of one model."""
+
+    weight_bytes: int  # that every step reads
+    kv_bytes: int  # of one token of context
+    token_flops: int  # in the layers' matrices, for one token
+    head_flops: int  # for one token whose logits are computed
+    pair_flops: int  # in attention, for one query and one key, over all layers
+
+
+def costs_of(model: Model) -> Costs:
+    """From the model's own parameters; tables of which a step gathers a few rows do not count."""
+    config: Any = model.config  # the protocol knows neither heads nor tying
+    spec = model.kv_spec
+    weight_bytes = matrix_size = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(model)):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        gathered = name == "positions" or (name == "embed" and not config.tie_word_embeddings)
+        if not gathered:
+            weight_bytes += leaf.size * leaf.dtype.itemsize
+        if "/" in name and leaf.ndim == 2 and "norm" not in name:
+            matrix_size += leaf.size
+    return Costs(
+        weight_bytes=weight_bytes,
+        kv_bytes=spec.bytes_per_token(),
+        token_flops=2 * matrix_size,
+        head_flops=2 * config.hidden_size * config.vocab_size,
+        pair_flops=sum(4 * config.num_attention_heads * layer.head_dim for layer in spec.layers),
+    )
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least times of one model on one device, in seconds."""
+
+    costs: Costs
+    ceiling: Ceiling
+
+    def decode(self, batch: int, context: float) -> float:
+        """A step that gives each of ``batch`` sequences a token, over ``context`` tokens each."""
+        costs = self.costs
+        token = costs.token_flops + costs.head_flops + context * costs.pair_flops
+        return self._seconds(decode_bytes(costs, batch, context), batch * token)
+
+    def prefill(self, num_prompts: int, tokens: int) -> float:
+        """The first token of each of so many prompts of ``tokens`` tokens."""
+        costs = self.costs
+        pairs = tokens * (tokens + 1) / 2
+        one = tokens * costs.token_flops + pairs * costs.pair_flops + costs.head_flops
+        return self._seconds(costs.weight_bytes, num_prompts * one)
+
+    def generate(self, num_prompts: int, num_input: int, num_output: int) -> float:
+        """All prompts prefilled at once, then all of them decoded together."""
+        context = num_input + num_output / 2  # the mean over the decode steps
+        steps = num_output - 1  # the first token comes from the prefill
+        decode = self.decode(num_prompts, context)
+        return self.prefill(num_prompts, num_input) + steps * decode
+
+    def _seconds(self, size: float, flops: float) -> float:
+        return max(size / self.ceiling.bytes_per_s, flops / self.ceiling.flops_per_s)
+
+
+def decode_bytes(costs: Costs, batch: int, context: float) -> float:
+    """What a decode step reads."""
+    return costs.weight_bytes + batch * context * costs.kv_bytes

@@ -1,0 +1,228 @@
+"""The device bench, whole, on tiny models; its floors by hand; its file over several calls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from jax.profiler import ProfileData
+
+from bench import render, step, step_busy, step_cases, step_file
+from bench.step_cases import Prompts, Repeats
+from bench.step_floor import CEILINGS, Ceiling, Costs, Floor, costs_of
+from jaxinfer.models.registry import build_model
+from kit.checkpoints import tiny_gpt2_config, tiny_llama_config
+
+TINY = step.Workload(
+    tpot_batches=(1, 2),
+    tpot_input=8,
+    long_batches=(2,),
+    long_input=40,
+    ttft_inputs=(8, 40),
+    offline=(3, 8, 4),
+    gpt2_input=8,
+    ablation_batches=(1,),
+    warm_starts=1,
+    repeats=Repeats(at_least=1, at_most=1, seconds=0),
+)
+# three executables, which all groups but `start` share: compiling is nearly all of the time
+SIZES = ("max_num_seqs=1", "max_num_batched_tokens=64", "prefill_bucket_start=64")
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("step")
+    config = folder / "config.json"
+    config.write_text(json.dumps(tiny_llama_config(num_hidden_layers=1)))
+    sizes = [f"--engine={size}" for size in (*SIZES, "dtype=float32", f"cache_dir={folder}/cache")]
+    return [*sizes, f"--config={config}", f"--gpt2-config={config}"]
+
+
+def run(flags: list[str], only: str, output: Path, *more: str) -> dict[str, Any]:
+    step.main([*flags, f"--only={only}", f"--output={output}", *more], TINY)
+    return json.loads(output.read_text())
+
+
+def cases(report: dict[str, Any]) -> set[tuple[str, str]]:
+    return {(row["metric"], row["case"]) for row in report["rows"]}
+
+
+def test_groups_fill_one_file(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_cases, "DECODED", 4)
+    output = tmp_path / "step.json"
+    run(flags, "tpot,offline", output)
+    report = run(flags, "ttft", output)
+    assert {"device", "versions", "git", "model"} <= report.keys()
+    assert report["versions"].keys() >= {"python", "jax", "jaxlib"}
+    assert cases(report) == {
+        ("tpot_ms", "b1"),
+        ("tpot_ms", "b2"),
+        ("tpot_ms", "b2/40"),
+        ("ttft_ms", "8"),
+        ("ttft_ms", "40"),
+        ("offline_tok_s", "greedy"),
+        ("offline_tok_s", "sampled"),
+    }
+    for row in report["rows"]:
+        assert row["floor"] is None, "a CPU has no ceilings here"
+        assert row["value"] == row["samples"][0]
+    assert set(report["groups"]) == {"tpot", "offline", "ttft"}
+    engine = report["groups"]["tpot"]["engine"]
+    assert engine["enable_prefix_caching"] is False and engine["max_model_len"] == 48
+    assert "model" not in engine and "cache_dir" not in engine
+    long = next(row for row in report["rows"] if row["case"] == "b2/40")
+    short = next(row for row in report["rows"] if row["case"] == "b2")
+    assert long["predicted"] > short["value"]
+    tables = "\n".join(render.step_tables(report, {"peer": "none", "rows": []}))
+    assert all(f"| {case} |" in tables for case in ("1", "40", "b2/40", "greedy"))
+
+
+def test_the_small_model_and_the_ablations(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_cases, "DECODED", 4)
+    monkeypatch.setattr(step, "ABLATIONS", {"default": {}, "no-overlap": {"overlap": False}})
+    output = tmp_path / "step.json"
+    run(flags, "ablation", output, "--commit=abc")
+    report = run(flags, "ablation", output, "--commit=abc", "--label=other")
+    assert cases(report) == {
+        ("ablation_tpot_ms", "default/b1"),
+        ("ablation_tpot_ms", "no-overlap/b1"),
+        ("ablation_tpot_ms", "other/b1"),
+    }
+    monkeypatch.setattr(step, "busy_seconds", lambda call: call())
+    report = run(flags, "gpt2", output, "--commit=abc")
+    assert cases(report) >= {
+        ("tpot_ms", "gpt2/b1"),
+        ("offline_tok_s", "gpt2/sampled"),
+        ("device_busy", "gpt2/b1"),
+        ("device_busy", "gpt2/sampled"),
+    }
+
+
+def test_starts_compile_once(flags: list[str], tmp_path: Path) -> None:
+    report = run(flags, "start", tmp_path / "step.json")
+    values = {(row["metric"], row["case"]): row["value"] for row in report["rows"]}
+    assert values["start_compiled", "no_bundle"] == values["start_executables", "no_bundle"] > 0
+    assert values["start_compiled", "bundle"] == 0
+    for case in ("no_bundle", "bundle"):
+        assert 0 < values["start_import_s", case] < values["start_s", case]
+        assert values["start_s", case] < values["start_first_token_s", case]
+
+
+def test_floors_of_qwen3_4b_shapes() -> None:
+    config = json.loads((step.SHAPES / "qwen3-4b" / "config.json").read_text())
+    costs = costs_of(build_model(config, "bfloat16"))
+    layer = 2560 * (32 + 2 * 8) * 128 + 32 * 128 * 2560 + 3 * 2560 * 9728
+    assert costs.token_flops == 2 * 36 * layer
+    assert costs.weight_bytes == pytest.approx(2 * (36 * layer + 151936 * 2560), rel=1e-4)
+    assert costs.kv_bytes == 36 * 2 * 8 * 128 * 2 == 147_456
+    assert costs.pair_flops == 36 * 4 * 32 * 128
+    floor = Floor(costs, CEILINGS["NVIDIA H200"])
+    # the figures of the measured ceilings, computed apart
+    assert 1e3 * floor.decode(64, 1056) == pytest.approx(4.19, abs=0.01)
+    assert 1e3 * floor.prefill(1, 4096) == pytest.approx(44, abs=0.5)
+    assert 1e3 * floor.prefill(1, 16384) == pytest.approx(250, abs=2)
+
+
+def test_floors_by_hand() -> None:
+    costs = Costs(weight_bytes=100, kv_bytes=2, token_flops=10, head_flops=5, pair_flops=1)
+    slow_memory, slow_cores = Floor(costs, Ceiling(10, 1e9)), Floor(costs, Ceiling(1e9, 10))
+    assert slow_memory.decode(3, 20) == (100 + 3 * 20 * 2) / 10
+    assert slow_cores.decode(3, 20) == 3 * (10 + 5 + 20) / 10
+    assert slow_memory.prefill(2, 4) == 100 / 10
+    assert slow_cores.prefill(2, 4) == 2 * (4 * 10 + 10 + 5) / 10
+    assert slow_memory.generate(2, 4, 6) == 10 + 5 * (100 + 2 * 7 * 2) / 10
+
+
+def test_a_gathered_table_is_not_read() -> None:
+    tied, own = (
+        costs_of(build_model(tiny_llama_config(tie_word_embeddings=tie), "float32"))
+        for tie in (True, False)
+    )
+    assert tied == own
+    gpt2 = build_model(tiny_gpt2_config(), "float32")
+    longer = build_model(tiny_gpt2_config(n_positions=256), "float32")
+    assert costs_of(gpt2) == costs_of(longer)
+
+
+def test_repeats_leave_the_first_out_and_keep_the_bounds() -> None:
+    numbers = iter(np.arange(10.0))
+    assert Repeats(2, 5, 0).of(lambda: next(numbers)) == [1, 2]
+    assert Repeats(2, 3, 60).of(lambda: next(numbers)) == [4, 5, 6]
+
+
+def test_prompts_are_the_same_for_the_same_seed() -> None:
+    prompts = Prompts(50, seed=3)(2, 7)
+    assert prompts == Prompts(50, seed=3)(2, 7) != Prompts(50, seed=4)(2, 7)
+    assert [len(prompt) for prompt in prompts] == [7, 7]
+    assert all(0 <= token < 50 for prompt in prompts for token in prompt)
+
+
+def test_every_case_fits_in_the_pages() -> None:
+    work = step.Workload()
+    assert work.num_pages(16) > 256 * -(-(1024 + 65) // 16)
+    assert work.num_pages(64) > 16 * -(-(16384 + 65) // 64)
+    assert work.max_model_len >= 16384 + 65
+
+
+def test_a_file_of_another_machine_is_refused_before_measuring(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "step.json"
+    output.write_text(json.dumps({"device": "another", "groups": {}, "rows": []}))
+    monkeypatch.setattr(step, "GROUPS", {"tpot": lambda bench: pytest.fail("was measured")})
+    with pytest.raises(SystemExit, match="device another, and here it is"):
+        run(flags, "tpot", output)
+
+
+def test_rows_of_a_group_replace_their_elders(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "step.json"
+    about = {"device": "cpu"}
+    old = step_file.begun(path, about)
+    old = step_file.merged(old, "a", {"n": 1}, [{"metric": "m", "case": "x", "value": 1}])
+    old = step_file.merged(old, "b", {"n": 2}, [{"metric": "m", "case": "y", "value": 2}])
+    new = step_file.merged(old, "a", {"n": 3}, [{"metric": "m", "case": "x", "value": 3}])
+    step_file.write_report(path, new)
+    assert step_file.begun(path, about) == new
+    assert [row["value"] for row in new["rows"]] == [2, 3]
+    assert new["groups"] == {"a": {"n": 3}, "b": {"n": 2}}
+    assert [file.name for file in path.parent.iterdir()] == ["step.json"]
+
+
+def test_spans_that_overlap_count_once() -> None:
+    assert step_busy.covered([(5, 7), (0, 3), (1, 2), (2, 4)]) == 6
+    assert step_busy.covered([]) == 0
+
+
+def test_a_trace_without_a_gpu_says_nothing() -> None:
+    assert step_busy.busy_seconds(lambda: None) is None
+
+
+TRACE = """
+planes {
+  name: "/device:GPU:0"
+  lines { name: "Stream #7(Compute)" timestamp_ns: 100
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 4000000 }
+    events { metadata_id: 1 offset_ps: 9000000 duration_ps: 1000000 } }
+  lines { name: "Stream #8(MemcpyD2H)" timestamp_ns: 100
+    events { metadata_id: 1 offset_ps: 3000000 duration_ps: 2000000 } }
+  lines { name: "XLA Modules" timestamp_ns: 0
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 99000000 } }
+  event_metadata { key: 1 value { id: 1 name: "kernel" } }
+}
+planes { name: "/host:CPU" lines { name: "Stream of thoughts" timestamp_ns: 0
+  events { metadata_id: 1 offset_ps: 0 duration_ps: 99000000 } } }
+"""
+
+
+def test_only_the_streams_of_a_gpu_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = ProfileData.from_text_proto(TRACE)
+    monkeypatch.setattr(step_busy, "ProfileData", Mock(from_file=Mock(return_value=profile)))
+    assert step_busy.busy_seconds(lambda: None) == pytest.approx(6e-6)
