@@ -6,6 +6,7 @@ same time then, and the defaults that depend on the device. Must not know: reque
 
 from __future__ import annotations
 
+import os
 import time
 import tomllib
 from collections.abc import Mapping
@@ -184,7 +185,7 @@ def _load(
     bundle_root = plan.cache_dir / "executables"
     cached = cached_bundle(program, bundle_root)
     bundle = plan.bundle
-    if bundle is None and cached.is_dir():
+    if bundle is None and os.path.isdir(cached):  # no for an impossible name, which staging tells
         bundle = bundle_for(program, cached)
 
     def executables() -> Timed[Executables]:
