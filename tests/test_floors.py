@@ -86,12 +86,14 @@ def floors(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, st
 
 
 def cycles(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
+    """A matter of the whole tree, so it is looked at once, with the first module."""
+    if module.name != min(modules):
+        return
     graph = {m.name: {t for _, t in imports(m, modules) if t in modules} for m in modules.values()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        if module.name == min(error.args[1]):
-            yield 1, "import cycle " + " -> ".join(error.args[1])
+        yield 1, "import cycle " + " -> ".join(error.args[1])
 
 
 def libraries(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
