@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from jax.experimental import serialize_executable
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import Progress
+from jaxinfer.core.version import VERSION
 from jaxinfer.exec.fingerprint import Fingerprint, differences, of_limits, of_machine, of_model
 from jaxinfer.exec.memory import MemoryPlan, program_memory, workspace_bytes
 from jaxinfer.exec.program import Program
@@ -167,7 +167,7 @@ def write_bundle(
     """
     manifest = Manifest(
         format=FORMAT,
-        created_by=f"jaxinfer {version('jaxinfer')}",
+        created_by=f"jaxinfer {VERSION}",
         created_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         fingerprint=program_fingerprint(program),
         limits=program.limits,
