@@ -8,7 +8,7 @@ Must not know: the model, sampling parameters (they live in ``SlotState``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import jax
@@ -16,9 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.core.request import Request
+from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket, StepPlan
 from jaxinfer.exec.sampling import SamplingFlags
 from jaxinfer.nn.attention import AttentionBatch
+
+# int32 values, 128 bytes: XLA hands a section to a kernel where it lies, and Triton's kernels are
+# compiled for arguments that begin at a multiple of 16 bytes (H200: INVALID_ARGUMENT otherwise)
+ALIGN = 32
 
 
 class DeviceBatch(NamedTuple):
@@ -70,12 +75,16 @@ class BatchLayout(NamedTuple):
 
     def abstract(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype of the flat array."""
-        return jax.ShapeDtypeStruct((sum(self.sizes()),), jnp.int32)
+        return jax.ShapeDtypeStruct((self._starts()[-1],), jnp.int32)
 
     def split[A: (np.ndarray, jax.Array)](self, flat: A) -> Fields[A]:
         """The sections of a flat array; views where it is a numpy array."""
-        ends = list(accumulate(self.sizes(), initial=0))
-        return Fields(*(flat[start:end] for start, end in pairwise(ends)))
+        sections = zip(self._starts(), self.sizes(), strict=False)
+        return Fields(*(flat[start : start + size] for start, size in sections))
+
+    def _starts(self) -> list[int]:
+        """Where each section begins, and the end of the last."""
+        return list(accumulate((cdiv(size, ALIGN) * ALIGN for size in self.sizes()), initial=0))
 
 
 def pack(plan: StepPlan, layout: BatchLayout, flags: np.ndarray) -> np.ndarray:  # int32[...]
