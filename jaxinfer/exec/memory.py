@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import jax
 
 from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
-from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.forward import PROMPT_LOGPROBS_BLOCK
@@ -161,7 +161,10 @@ def workspace_bytes(compiled: jax.stages.Compiled) -> int:
     """Bytes that a call of the executable takes: temporaries, and outputs that are new arrays."""
     analysis = compiled.memory_analysis()
     if analysis is None:
-        raise NotImplementedError(f"{jax.default_backend()} reports no memory of executables")
+        raise EngineError(
+            f"the {jax.default_backend()} backend does not say how much memory an executable takes, "
+            "so none can be planned; use a CPU or CUDA device"
+        )
     new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return analysis.temp_size_in_bytes + new
 
