@@ -162,7 +162,7 @@ def workspace_bytes(compiled: jax.stages.Compiled) -> int:
     analysis = compiled.memory_analysis()
     if analysis is None:
         raise EngineError(
-            f"the {jax.default_backend()} backend does not say how much memory an executable takes, "
+            f"the {jax.default_backend()} backend does not say what memory an executable takes, "
             "so none can be planned; use a CPU or CUDA device"
         )
     new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
