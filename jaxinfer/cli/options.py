@@ -35,7 +35,9 @@ SHAPE_OPTIONS = (
     click.Option(["--page-size", "--block-size"], type=int, help="Tokens of one page."),
     click.Option(["--num-pages"], type=int, help="Pages of the KV cache."),
     click.Option(["--decode-bucket-start"], type=int, help="Decode steps for 1, N, 2N ... rows."),
-    click.Option(["--prefill-bucket-start"], type=int, help="Chunks of N, 8N ... tokens."),
+    click.Option(["--prefill-bucket-start"], type=int, help="The smallest chunk, in tokens."),
+    click.Option(["--prefill-bucket-factor"], type=int, help="From one chunk to the next size."),
+    click.Option(["--mixed-bucket-start"], type=int, help="Least decode rows beside a chunk."),
 )
 ENGINE_OPTIONS = (
     *SIZE_OPTIONS,

@@ -30,6 +30,8 @@ SIZES = (
     "page_size",
     "decode_bucket_start",
     "prefill_bucket_start",
+    "prefill_bucket_factor",
+    "mixed_bucket_start",
     "num_pages",
     "kv_cache_memory_bytes",
 )
@@ -47,7 +49,10 @@ class EngineConfig:
     ``max_num_batched_tokens`` bounds the prompt tokens of one step (the chunk of chunked prefill);
     decoding rows ride along in addition, so a step never stalls them for more than one chunk.
     ``decode_bucket_start``: decode steps are compiled for 1, start, 2 * start, ... rows.
-    ``prefill_bucket_start``: chunks are compiled for start, 8 * start, ... tokens.
+    ``prefill_bucket_start``: chunks are compiled for start, factor * start, ... tokens, where
+    ``prefill_bucket_factor`` is the factor, 2 or more.
+    ``mixed_bucket_start``: steps that decode and prefill pad their decode rows to start,
+    factor * start, ... rows.
     ``page_size``: None is 16. ``gpu_memory_utilization``: None is 0.92.
     ``bundle``: a folder that ``jaxinfer compile`` wrote; it decides the sizes that are None.
     ``generation_config``: sampling defaults from the model's own file, or ("vllm") from none.
@@ -67,6 +72,8 @@ class EngineConfig:
     page_size: int | None = None
     decode_bucket_start: int | None = None
     prefill_bucket_start: int | None = None
+    prefill_bucket_factor: int | None = None
+    mixed_bucket_start: int | None = None
     num_pages: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float | None = None
@@ -89,6 +96,8 @@ class EngineConfig:
         for name in SIZES:
             if getattr(self, name) is not None or name not in optional:
                 self._store(name, _size(name, getattr(self, name)))
+        if self.prefill_bucket_factor == 1:
+            raise ConfigError("prefill_bucket_factor must be at least 2, got 1")
         self._store("seed", _seed(self.seed))
         if self.gpu_memory_utilization is not None:
             self._store("gpu_memory_utilization", _share(self.gpu_memory_utilization))

@@ -101,11 +101,18 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
 def _sizes(config: EngineConfig, model: Model) -> tuple[MemoryPlan, Limits]:
     """What is compiled for, and the memory that it takes."""
     max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
-    decode_start, prefill_start = config.decode_bucket_start, config.prefill_bucket_start
-    assert max_num_seqs and chunk and decode_start and prefill_start, "with_device_defaults"
+    decode_start, mixed_start = config.decode_bucket_start, config.mixed_bucket_start
+    prefill_start, prefill_factor = config.prefill_bucket_start, config.prefill_bucket_factor
+    assert max_num_seqs and chunk and decode_start and mixed_start, "with_device_defaults"
+    assert prefill_start and prefill_factor, "with_device_defaults"
     context, page_size = _context(config, model), config.page_size or DEFAULT_PAGE_SIZE
     buckets = bucket_table(
-        max_num_seqs, chunk, decode_start=decode_start, prefill_start=prefill_start
+        max_num_seqs,
+        chunk,
+        decode_start=decode_start,
+        prefill_start=prefill_start,
+        prefill_factor=prefill_factor,
+        mixed_start=mixed_start,
     )
     memory = plan_memory(
         config,

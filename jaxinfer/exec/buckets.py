@@ -1,6 +1,6 @@
 """The bucket table: which shapes are compiled before the first request.
 
-Owns: the ladder of shapes. Must not know: jax, models, pages.
+Owns: the ladder of shapes. Must not know: jax, models, pages, devices.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 from jaxinfer.core.shapes import ladder
 from jaxinfer.core.step import Bucket
 
-LADDER_FACTOR = 8  # of chunks and mixed rows: padding costs less than compiling more shapes
-MIXED_LADDER_START = 16  # a mixed step pads its decode rows to 16, 128, ... or max_num_seqs
+TOKENS_PER_PREFILL = 16  # of a chunk for each of its rows
 
 
 def bucket_table(
@@ -18,20 +17,33 @@ def bucket_table(
     *,
     decode_start: int,
     prefill_start: int,
+    prefill_factor: int,
+    mixed_start: int,
 ) -> tuple[Bucket, ...]:
     """Every shape a schedule can need: decode, prefill, and mixed when two sequences can run.
 
     Decode rows come as 1, then ``decode_start`` and its doubles. Prefill parts come in chunks of
-    ``prefill_start``, 8 times that, ... up to ``max_num_batched_tokens``, with a row for every 16
-    tokens of the chunk: shorter prompts share a step less densely, which costs them nothing but a
-    further step.
+    ``prefill_start``, ``prefill_factor`` times that, ... up to ``max_num_batched_tokens``, with a
+    row for every 16 tokens of the chunk: shorter prompts share a step less densely, which costs
+    them nothing but a further step. A mixed step pads its decode rows to ``mixed_start``,
+    ``prefill_factor`` times that, ...; chunks of fewer tokens than such rows share the next size,
+    because the rows' padding costs as much.
     """
-    decode_rows = dict.fromkeys((1, *ladder(decode_start, max_num_seqs, 2)))
-    decodes = [Bucket(rows) for rows in decode_rows]
-    mixed_rows = ladder(MIXED_LADDER_START, max_num_seqs, LADDER_FACTOR) if max_num_seqs > 1 else ()
-    prefills = [
-        Bucket(rows, tokens, max(1, min(max_num_seqs, tokens // 16)))
-        for tokens in ladder(prefill_start, max_num_batched_tokens, LADDER_FACTOR)
-        for rows in (0, *mixed_rows)
+    chunks = ladder(prefill_start, max_num_batched_tokens, prefill_factor)
+    mixed_rows = ladder(mixed_start, max_num_seqs, prefill_factor) if max_num_seqs > 1 else ()
+    decodes = dict.fromkeys((1, *ladder(decode_start, max_num_seqs, 2)))
+    shapes = [
+        *((rows, 0) for rows in decodes),
+        *((0, chunk) for chunk in chunks),
+        *(
+            (rows, chunk)
+            for rows in mixed_rows
+            for chunk in chunks
+            if chunk >= rows or chunk == max_num_batched_tokens
+        ),
     ]
-    return tuple(decodes + prefills)
+    return tuple(Bucket(rows, chunk, _prefill_rows(chunk, max_num_seqs)) for rows, chunk in shapes)
+
+
+def _prefill_rows(chunk: int, max_num_seqs: int) -> int:
+    return max(1, min(max_num_seqs, chunk // TOKENS_PER_PREFILL)) if chunk else 0

@@ -128,7 +128,9 @@ def test_a_bare_step_owns_pages_of_its_own() -> None:
         max_num_seqs=8,
         max_model_len=256,
         max_num_batched_tokens=64,
-        buckets=bucket_table(8, 64, decode_start=1, prefill_start=64),
+        buckets=bucket_table(
+            8, 64, decode_start=1, prefill_start=64, prefill_factor=8, mixed_start=16
+        ),
     )
     plan = decode_plan(limits, 3, 65)
     pages = [row.page_ids.array().tolist() for row in plan.decodes]

@@ -21,6 +21,7 @@ from jaxinfer.core.shapes import cdiv, ladder, round_up
         ({"load_format": "pickle"}, "load_format 'pickle' is unknown"),
         ({"max_model_len": 0}, "max_model_len must be at least 1"),
         ({"page_size": -16}, "page_size"),
+        ({"prefill_bucket_factor": 1}, "prefill_bucket_factor must be at least 2, got 1"),
         ({"max_num_seqs": True}, "max_num_seqs"),
         ({"max_model_len": 10.5}, "max_model_len must be a whole number, got 10.5"),
         ({"max_model_len": "8k"}, "max_model_len must be a whole number, got '8k'"),

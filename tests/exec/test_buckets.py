@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.step import Bucket
+from jaxinfer.engine.build import with_device_defaults
 from jaxinfer.exec.buckets import bucket_table
 
 sizes = st.integers(1, 300)
+factors = st.integers(2, 8)
+starts = st.integers(1, 300)
 
 
-def table_of(seqs: int, tokens: int) -> tuple[Bucket, ...]:
-    return bucket_table(seqs, tokens, decode_start=2, prefill_start=64)
+def table_of(seqs: int, tokens: int, factor: int = 8, mixed_start: int = 16) -> tuple[Bucket, ...]:
+    return bucket_table(
+        seqs,
+        tokens,
+        decode_start=2,
+        prefill_start=64,
+        prefill_factor=factor,
+        mixed_start=mixed_start,
+    )
 
 
-@given(sizes, st.integers(1, 9000), st.data())
-def test_every_step_finds_a_bucket(seqs: int, tokens: int, data: st.DataObject) -> None:
-    table = table_of(seqs, tokens)
+@given(sizes, st.integers(1, 9000), factors, starts, st.data())
+def test_every_step_finds_a_bucket(
+    seqs: int, tokens: int, factor: int, mixed_start: int, data: st.DataObject
+) -> None:
+    table = table_of(seqs, tokens, factor, mixed_start)
     decodes = data.draw(st.integers(0, seqs))
     assert decodes == 0 or any(bucket.fits(decodes, 0, 0) for bucket in table)
     if decodes < seqs:  # a prefill row of any length joins any number of decodes
@@ -25,9 +39,11 @@ def test_every_step_finds_a_bucket(seqs: int, tokens: int, data: st.DataObject) 
         assert any(bucket.fits(decodes, length, 1) for bucket in table)
 
 
-@given(sizes, st.integers(1, 9000))
-def test_shapes_are_distinct_and_within_bounds(seqs: int, tokens: int) -> None:
-    table = table_of(seqs, tokens)
+@given(sizes, st.integers(1, 9000), factors, starts)
+def test_shapes_are_distinct_and_within_bounds(
+    seqs: int, tokens: int, factor: int, mixed_start: int
+) -> None:
+    table = table_of(seqs, tokens, factor, mixed_start)
     assert len({bucket.name for bucket in table}) == len(table)
     assert all(b.num_decodes <= seqs and b.num_prefill_tokens <= tokens for b in table)
     assert all(b.num_prefills <= min(seqs, max(b.num_prefill_tokens, 1)) for b in table)
@@ -37,3 +53,29 @@ def test_names() -> None:
     assert [b.name for b in table_of(2, 64)] == ["d1", "d2", "p64x2", "d2p64x2"]
     assert Bucket(2, 64, 2).num_tokens == 66
     assert Bucket(2, 64, 2).num_seqs == 4
+
+
+@pytest.mark.parametrize(
+    ("platform", "names"),
+    [
+        (
+            "gpu",
+            "d1 d8 d16 d32 d64 d128 d256 "
+            "p128x8 p256x16 p512x32 p1024x64 p2048x128 p4096x256 p8192x256 "
+            "d256p256x16 d256p512x32 d256p1024x64 d256p2048x128 d256p4096x256 d256p8192x256",
+        ),
+        ("cpu", "d1 d4 d8 d16 p64x4 p256x16 d16p64x4 d16p256x16"),
+    ],
+)
+def test_the_defaults_of_a_device_are_few(platform: str, names: str) -> None:
+    """A start compiles every one of them, so a change here is a change of the time to start."""
+    config = with_device_defaults(EngineConfig(), platform)
+    table = bucket_table(
+        config.max_num_seqs or 0,
+        config.max_num_batched_tokens or 0,
+        decode_start=config.decode_bucket_start or 0,
+        prefill_start=config.prefill_bucket_start or 0,
+        prefill_factor=config.prefill_bucket_factor or 0,
+        mixed_start=config.mixed_bucket_start or 0,
+    )
+    assert " ".join(bucket.name for bucket in table) == names

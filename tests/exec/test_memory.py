@@ -85,7 +85,9 @@ def plan(device_bytes: int | None = DEVICE, **settings: Any) -> MemoryPlan:
         page_size=16,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        buckets=bucket_table(max_num_seqs, 2048, decode_start=2, prefill_start=64),
+        buckets=bucket_table(
+            max_num_seqs, 2048, decode_start=2, prefill_start=64, prefill_factor=8, mixed_start=16
+        ),
         device_bytes=device_bytes,
     )
 

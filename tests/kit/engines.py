@@ -46,7 +46,12 @@ def tiny_limits(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         buckets=bucket_table(
-            max_num_seqs, max_num_batched_tokens, decode_start=2, prefill_start=64
+            max_num_seqs,
+            max_num_batched_tokens,
+            decode_start=2,
+            prefill_start=64,
+            prefill_factor=8,
+            mixed_start=16,
         ),
         enable_prefix_caching=enable_prefix_caching,
     )
