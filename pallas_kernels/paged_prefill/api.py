@@ -5,13 +5,18 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.checks import check_paged
-from pallas_kernels.paged_prefill import cases, ref, xla
-from pallas_kernels.registry import Impl, KernelOp, dispatch
+from pallas_kernels.paged_prefill import cases, launch, ref, xla
+from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+
+_triton = imported_when_called("pallas_kernels.paged_prefill.triton", "paged_prefill")
 
 OP = KernelOp(
     name="paged_prefill",
     ref=ref.paged_prefill,
-    impls=(Impl("xla", xla.paged_prefill),),
+    impls=(
+        Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
+        Impl("xla", xla.paged_prefill),
+    ),
     cases=cases.CASES,
     build=cases.build,
     cost=cases.cost,

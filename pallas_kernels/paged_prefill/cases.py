@@ -10,6 +10,25 @@ from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import PagedCase, paged_arrays
 
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
+_FP8 = "float8_e4m3fn"
+
+
+def _prompt_steps(*steps: tuple[str, int, int, int, int]) -> tuple[PagedCase, ...]:
+    """Steps that serving Qwen3-4B meets on a GPU: (name, rows, queries, context, page size)."""
+    return tuple(
+        PagedCase(
+            f"qwen3_4b_{name}",
+            shapes.QWEN3_4B,
+            (context,) * rows,
+            (queries,) * rows,
+            page_size=size,
+            max_pages=2048 * 16 // size,
+            dtype="bfloat16",
+            tags=("bench", "gpu"),
+        )
+        for name, rows, queries, context, size in steps
+    )
+
 
 CASES = (
     PagedCase("smollm2_one_query", _SMOL, (1,), (1,)),
@@ -27,9 +46,34 @@ CASES = (
     PagedCase("qwen2_5_7b_gqa7_page64", shapes.QWEN2_5_7B, (70, 64), (6, 64), page_size=64),
     PagedCase("llama3_8b_bf16", shapes.LLAMA3_8B, (40, 17), (9, 17), padding=6, dtype="bfloat16"),
     PagedCase("qwen3_4b_page64_bf16", shapes.QWEN3_4B, (65,), (30,), 64, dtype="bfloat16"),
+    PagedCase("qwen2_5_7b_gqa7_bf16", shapes.QWEN2_5_7B, (90, 20), (19, 20), dtype="bfloat16"),
+    PagedCase("llama3_70b_tp8_bf16", shapes.LLAMA3_70B_TP8, (300,), (40,), dtype="bfloat16"),
+    PagedCase("smollm2_tile_edges_bf16", _SMOL, (21, 150, 43), (21, 22, 43), dtype="bfloat16"),
+    PagedCase("smollm2_window_bf16", _SMOL, (400,), (50,), window=130, dtype="bfloat16"),
+    PagedCase("llama3_8b_fp8", shapes.LLAMA3_8B, (70,), (17,), dtype="bfloat16", kv_dtype=_FP8),
+    PagedCase("gpt2_f16", shapes.GPT2, (60, 17), (9, 17), dtype="float16"),
     PagedCase("phi3_head96", shapes.PHI3_MINI, (20,), (20,)),
+    PagedCase("phi3_head96_bf16", shapes.PHI3_MINI, (80,), (5,), dtype="bfloat16"),
+    PagedCase("gemma3_head256_bf16", shapes.GEMMA3_4B, (90,), (9,), window=40, dtype="bfloat16"),
     PagedCase("gemma3_head256_window", shapes.GEMMA3_4B, (50,), (40,), window=32),
     PagedCase("qwen3_4b_long", shapes.QWEN3_4B, (4097, 100), (130, 100), tags=("full",)),
+    PagedCase(
+        "qwen3_4b_many",
+        shapes.QWEN3_4B,
+        (300, 1, 2000, 0, 77),
+        (300, 1, 900, 0, 64),
+        padding=99,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
+    *_prompt_steps(
+        ("t8192_ctx8192", 1, 8192, 8192, 16),
+        ("t8192_ctx8192_page64", 1, 8192, 8192, 64),
+        ("t8192_ctx16384", 1, 8192, 16384, 16),
+        ("t8192_32x256", 32, 256, 256, 16),
+        ("t1024_ctx1024", 1, 1024, 1024, 16),
+        ("t512_ctx512", 1, 512, 512, 16),
+    ),
     PagedCase("smollm2_t512_ctx512", _SMOL, (512,), (512,), max_pages=512, tags=("bench",)),
     PagedCase("smollm2_t512_ctx4096", _SMOL, (4096,), (512,), max_pages=512, tags=("bench",)),
     PagedCase("smollm2_8x64", _SMOL, (64,) * 8, (64,) * 8, max_pages=512, tags=("bench",)),
@@ -55,11 +99,12 @@ def build(case: PagedCase, seed: int) -> Inputs:
 
 def cost(case: PagedCase) -> Cost:
     """Every visible key and value read once, queries read and outputs written."""
-    item, heads = jnp.dtype(case.dtype).itemsize, case.heads
-    rows = range(len(case.seq_lens))
+    heads, rows = case.heads, range(len(case.seq_lens))
+    item = jnp.dtype(case.dtype).itemsize
+    kv_item = jnp.dtype(case.kv_dtype or case.dtype).itemsize
     keys = sum(case.touched_keys(row) for row in rows)
-    head_rows = keys * heads.num_kv_heads + sum(case.query_lens) * heads.num_heads
+    components = keys * heads.num_kv_heads * kv_item + sum(case.query_lens) * heads.num_heads * item
     return Cost(
-        bytes=2 * head_rows * heads.head_dim * item,
+        bytes=2 * components * heads.head_dim,
         flops=4 * sum(map(case.visible_keys, rows)) * heads.num_heads * heads.head_dim,
     )

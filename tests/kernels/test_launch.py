@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,8 @@ import pytest
 from pallas_kernels import shapes, tuned
 from pallas_kernels.paged_decode import launch
 from pallas_kernels.paged_decode.cases import CASES
+from pallas_kernels.paged_prefill import launch as prefill_launch
+from pallas_kernels.paged_prefill.cases import CASES as PREFILL_CASES
 from pallas_kernels.qk_rope_append.launch import heads_per_program
 from pallas_kernels.shapes import PagedCase
 
@@ -63,6 +66,21 @@ def test_heads_of_a_program(tokens: int, heads: int, expected: int) -> None:
     assert heads_per_program(tokens, heads) == expected
 
 
+@pytest.mark.parametrize(
+    ("q", "dtype", "rows", "block"),
+    [
+        pytest.param((8192, 32, 128), "bfloat16", 128, 64, id="fills_the_chip"),
+        pytest.param((512, 32, 128), "bfloat16", 64, 64, id="smaller_tiles_for_few_queries"),
+        pytest.param((8192, 9, 64), "float16", 128, 128, id="narrow_heads_take_more_keys"),
+        pytest.param((16, 8, 256), "bfloat16", 128, 64, id="wide_heads_take_eight_warps"),
+        pytest.param((8192, 32, 128), "float32", 16, 16, id="float32"),
+    ],
+)
+def test_rule_of_prefill(q: tuple[int, ...], dtype: str, rows: int, block: int) -> None:
+    choice = prefill_launch.by_rule(jax.ShapeDtypeStruct(q, jnp.dtype(dtype)))
+    assert (choice.rows, choice.block) == (rows, block)
+
+
 def test_a_tuned_choice_wins_over_the_rule(tmp_path: Path, monkeypatch) -> None:
     file = tmp_path / "device.json"
     choice = {"splits": 2, "block": 32, "num_warps": 8, "num_stages": 2}
@@ -91,8 +109,8 @@ def test_files_lie_beside_their_op() -> None:
     assert str(file).endswith("pallas_kernels/paged_decode/tuned/nvidia_h200.json")
 
 
-def test_tuned_files_name_real_cases() -> None:
-    for file in Path(launch.__file__).parents[1].glob("*/tuned/*.json"):
-        assert file.parents[1].name == "paged_decode", f"{file}: no other op is tuned"
-        choices = tuned.by_shapes(tuned.read_choices(file), CASES, launch.shapes_of)
-        assert all(launch.Launch(**choice) for choice in choices.values())
+@pytest.mark.parametrize(("op", "cases"), [(launch, CASES), (prefill_launch, PREFILL_CASES)])
+def test_tuned_files_name_real_cases(op: ModuleType, cases: tuple[PagedCase, ...]) -> None:
+    for file in (Path(op.__file__ or "").parent / "tuned").glob("*.json"):
+        choices = tuned.by_shapes(tuned.read_choices(file), cases, op.shapes_of)
+        assert all(op.Launch(**choice) for choice in choices.values())

@@ -1,0 +1,95 @@
+"""Which calls the Triton kernel of paged_prefill takes, and how it cuts them up.
+
+Owns: ``supports``, ``Launch``, ``choose`` (a tuned choice, else a rule). Needs no Triton, so that a
+machine without it can ask. Must not know: the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import jax
+
+from pallas_kernels import tuned
+from pallas_kernels.checks import unfit_for_triton
+from pallas_kernels.paged_prefill.cases import CASES
+from pallas_kernels.shapes import PagedCase
+
+HEAD_DIMS = (16, 256)  # smallest and largest
+LARGEST_GROUP = 16  # query heads of a kv head: the smallest tile holds one token of each
+MULTIPROCESSORS = 132  # of an H100 or H200
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a call is cut up.
+
+    ``rows``: pairs of a token and a query head in a tile; ``block``: keys a step. Powers of two.
+    """
+
+    rows: int
+    block: int
+    num_warps: int
+    num_stages: int
+
+
+def supports(
+    q: jax.Array,  # [T, N, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    page_table: jax.Array,  # int32[R, M]
+    seq_lens: jax.Array,  # int32[R]
+    query_start_loc: jax.Array,  # int32[R + 1]
+    *,
+    scale: float,
+    window: int | None = None,
+) -> str | None:
+    """Why the Triton kernel cannot run the call, or None."""
+    del v_pages, page_table, seq_lens, query_start_loc, window
+    (_, n, h), num_kv_heads = q.shape, k_pages.shape[2]
+    if not HEAD_DIMS[0] <= h <= HEAD_DIMS[1]:
+        return f"head_dim {h} is not between {HEAD_DIMS[0]} and {HEAD_DIMS[1]}"
+    if n // num_kv_heads > LARGEST_GROUP:
+        return f"{n // num_kv_heads} query heads share a kv head, at most {LARGEST_GROUP} may"
+    if scale <= 0.0:
+        return f"scale {scale} is not positive"
+    return unfit_for_triton(q, k_pages)
+
+
+def by_rule(q: jax.Array) -> Launch:  # [T, N, H]
+    """Tiles of 128 rows where they fill the chip, of 64 where they do not.
+
+    Chosen from the compiler's report, not yet timed.
+    """
+    t, n, h = q.shape
+    if q.dtype.itemsize > 2:  # products leave the matrix units; larger tiles spill registers
+        return Launch(rows=16, block=16, num_warps=4, num_stages=3)
+    if h > 128:  # the sums of 64 rows on four warps would spill
+        return Launch(rows=128, block=64, num_warps=8, num_stages=3)
+    block = 128 if h <= 64 else 64
+    # Five stages keep two blocks in flight, since a block's page ids are a load of their own.
+    if t * n >= 128 * MULTIPROCESSORS:
+        return Launch(rows=128, block=block, num_warps=8, num_stages=5)
+    return Launch(rows=64, block=64, num_warps=4, num_stages=5)
+
+
+def shapes_of(case: PagedCase) -> Hashable:
+    """What ``choose`` knows of a case's call."""
+    heads = case.heads
+    tokens = sum(case.query_lens) + case.padding
+    sizes = (tokens, len(case.seq_lens), heads.num_heads, heads.num_kv_heads, heads.head_dim)
+    return (*sizes, case.page_size, case.dtype, case.kv_dtype or case.dtype)
+
+
+def choose(
+    q: jax.Array,  # [T, N, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    seq_lens: jax.Array,  # int32[R]
+) -> Launch:
+    """The tuned choice for a call of these shapes on this device, else that of the rule."""
+    (t, n, h), (page_size, num_kv_heads) = q.shape, k_pages.shape[1:3]
+    sizes = (t, seq_lens.shape[0], n, num_kv_heads, h, page_size)
+    shapes = (*sizes, str(q.dtype), str(k_pages.dtype))
+    choice = tuned.lookup("paged_prefill", CASES, shapes_of, shapes)
+    return Launch(**choice) if choice else by_rule(q)
