@@ -13,7 +13,14 @@ from typing import Any, Protocol
 
 import jax
 
-OP_NAMES = ("kv_append", "paged_decode", "paged_prefill", "qk_rope_append")
+OP_NAMES = (
+    "append_decode",
+    "kv_append",
+    "paged_decode",
+    "paged_prefill",
+    "qk_rope_append",
+    "skinny_gemm",
+)
 
 
 def _runs_always(*args: Any, **static: Any) -> None:
