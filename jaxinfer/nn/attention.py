@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.kv import LayerKV
+from pallas_kernels.append_decode.api import append_decode
 from pallas_kernels.kv_append.api import kv_append
 from pallas_kernels.numerics import split_and_rotate, split_heads
 from pallas_kernels.paged_decode.api import paged_decode
@@ -65,10 +66,14 @@ class AttentionBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class PagedAttend:
-    """Attention over pages for one bucket; ``num_decodes`` is static, the rest is data."""
+    """Attention over pages for one bucket; ``num_decodes`` is static, the rest is data.
+
+    ``arrivals``: see ``append_decode``; one array of zeros for all layers of a step.
+    """
 
     batch: AttentionBatch
     num_decodes: int
+    arrivals: jax.Ref | None = None  # int32[>= num_decodes * K]
 
     def __call__(
         self,
@@ -83,23 +88,26 @@ class PagedAttend:
         """See ``Attend``."""
         assert kv is not None, "paged attention needs a KV state"
         batch, d = self.batch, self.num_decodes
+        turn, eps = ((None,) * 3, 0.0) if rotary is None else (rotary[:3], rotary.eps)
+        where = (batch.page_table[:d], batch.seq_lens[:d])
+        if qkv.shape[0] == d:
+            out, *pools = append_decode(
+                qkv, *turn, *kv, *where, self.arrivals, scale=scale, eps=eps, window=window
+            )
+            return out, LayerKV(*pools)
         if rotary is None:
             q, k, v = split_heads(qkv, num_kv_heads)
             pages = LayerKV(*kv_append(k, v, *kv, batch.slot_mapping))
         else:
             q, *pools = qk_rope_append(qkv, *rotary[:3], *kv, batch.slot_mapping, eps=rotary.eps)
             pages = LayerKV(*pools)
+        # Both parts are appended before either is read: a write after a read makes XLA copy pools.
         parts: list[jax.Array] = []
         if d:
-            table, lens = batch.page_table[:d], batch.seq_lens[:d]
-            parts.append(paged_decode(q[:d], *pages, table, lens, scale=scale, window=window))
-        if q.shape[0] > d:
-            table, lens = batch.page_table[d:], batch.seq_lens[d:]
-            starts = batch.query_start_loc
-            parts.append(
-                paged_prefill(q[d:], *pages, table, lens, starts, scale=scale, window=window)
-            )
-        return jnp.concatenate(parts) if len(parts) > 1 else parts[0], pages
+            parts.append(paged_decode(q[:d], *pages, *where, scale=scale, window=window))
+        where = (batch.page_table[d:], batch.seq_lens[d:], batch.query_start_loc)
+        parts.append(paged_prefill(q[d:], *pages, *where, scale=scale, window=window))
+        return jnp.concatenate(parts) if d else parts[0], pages
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,81 @@
+"""append_decode: all that lies between a decode layer's two products, in one call."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.append_decode import cases, launch, ref, xla
+from pallas_kernels.checks import check_paged
+from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+
+_triton = imported_when_called("pallas_kernels.append_decode.triton", "append_decode")
+
+OP = KernelOp(
+    name="append_decode",
+    ref=ref.append_decode,
+    impls=(
+        Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
+        Impl("xla", xla.append_decode),
+    ),
+    cases=cases.CASES,
+    build=cases.build,
+    cost=cases.cost,
+    # Of attention, and of what is appended: rounded after the norm and again after the turn.
+    tolerance={"float32": 4e-6, "bfloat16": 2e-2, "float16": 3e-3, "float8_e4m3fn": 0.1},
+    observable=cases.observable,
+    donate=(4, 5),
+    feeds=((4, 1), (5, 2)),
+)
+
+
+def append_decode(
+    qkv: jax.Array,  # [B, N + 2K, H]
+    cos: jax.Array | None,  # float32[B, H / 2]
+    sin: jax.Array | None,  # float32[B, H / 2]
+    qk_norms: jax.Array | None,  # [2, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    page_table: jax.Array,  # int32[B, M]
+    seq_lens: jax.Array,  # int32[B]
+    arrivals: jax.Ref | None = None,  # int32[>= B * K]
+    *,
+    scale: float,
+    eps: float,
+    window: int | None = None,
+    impl: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attention [B, N, H] of each row's newest token, and the pools with that token in them.
+
+    The same as ``qk_rope_append`` (``kv_append`` where ``cos`` and ``sin`` are None) at the last
+    slot of each row's context, then ``paged_decode``; ``seq_lens`` count the new token. Rows of
+    length 0 are padding and yield zeros; page 0 may be written in their place. In place when the
+    caller donates the pools. ``arrivals`` are zeros by which programs that share a row find out who
+    is the last; they are zeros again afterwards, so one array serves every layer of a step (None:
+    one is made for this call). ``impl`` pins an implementation. Raises ValueError on arguments that
+    do not fit together.
+    """
+    num_kv_heads, head_dim = k_pages.shape[2:]
+    rows = seq_lens.shape[0]
+    if qkv.ndim != 3 or qkv.shape[0] != rows or qkv.shape[1] <= 2 * num_kv_heads:
+        raise ValueError(f"append_decode: heads {qkv.shape} do not fit pages {k_pages.shape}")
+    queries = qkv[:, : qkv.shape[1] - 2 * num_kv_heads]
+    check_paged("append_decode", queries, k_pages, v_pages, page_table, seq_lens, window)
+    if (cos is None) != (sin is None):
+        raise ValueError("append_decode: cos and sin come together or not at all")
+    if cos is not None and sin is not None and not cos.shape == sin.shape == (rows, head_dim // 2):
+        raise ValueError(
+            f"append_decode: cos {cos.shape} and sin {sin.shape} do not fit {rows} rows of "
+            f"head_dim {head_dim}"
+        )
+    if qk_norms is not None and (cos is None or qk_norms.shape != (2, head_dim)):
+        raise ValueError(
+            f"append_decode: qk_norms {qk_norms.shape} must be two of head_dim {head_dim}, beside "
+            "cos and sin"
+        )
+    if arrivals is not None and arrivals.shape[0] < rows * num_kv_heads:
+        raise ValueError(
+            f"append_decode: arrivals {arrivals.shape} are fewer than {rows} rows times "
+            f"{num_kv_heads} kv heads"
+        )
+    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals)
+    return dispatch(OP, args, {"scale": scale, "eps": eps, "window": window}, impl)

@@ -1,0 +1,107 @@
+"""Named calls of append_decode on the shapes of real models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import shapes
+from pallas_kernels.paged_decode import cases as paged_decode
+from pallas_kernels.registry import Cost, Inputs
+from pallas_kernels.shapes import PagedCase, paged_arrays
+
+
+@dataclass(frozen=True)
+class AppendCase(PagedCase):
+    """A row's context ends in the new token; ``rotary`` False is a model without rope (GPT-2)."""
+
+    norms: bool = False
+    rotary: bool = True
+
+
+_FP8 = "float8_e4m3fn"
+_SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
+
+
+def _decode_steps() -> tuple[AppendCase, ...]:
+    """The steps that paged_decode is timed on."""
+    return tuple(
+        AppendCase(
+            case.name,
+            case.heads,
+            case.seq_lens,
+            page_size=case.page_size,
+            max_pages=case.max_pages,
+            dtype=case.dtype,
+            kv_dtype=case.kv_dtype,
+            tags=case.tags,
+            norms=True,
+        )
+        for case in paged_decode.CASES
+        if "gpu" in case.tags
+    )
+
+
+CASES = (
+    AppendCase("smollm2_first_token", _SMOL, (1,)),
+    AppendCase("smollm2_page_edges", _SMOL, (15, 16, 17, 1, 33), max_pages=40),
+    AppendCase("smollm2_padding_rows", _SMOL, (5, 0, 40), padding=3, max_pages=40),
+    AppendCase("smollm2_only_padding", _SMOL, (0,), padding=2, max_pages=4),
+    AppendCase("smollm2_blocks", _SMOL, (64, 65, 66, 128, 129, 513)),
+    AppendCase("smollm2_window", _SMOL, (1, 2, 8, 9, 10, 300), window=8),
+    AppendCase("smollm2_window_of_one", _SMOL, (1, 2, 70), window=1),
+    AppendCase("smollm2_window_blocks", _SMOL, (1, 301, 1000), window=300),
+    AppendCase("gpt2_no_rope", shapes.GPT2, (3, 64, 100), rotary=False, max_pages=64),
+    AppendCase("gpt2_no_rope_f16", shapes.GPT2, (60, 17), rotary=False, dtype="float16"),
+    AppendCase("llama3_70b_tp8_gqa8", shapes.LLAMA3_70B_TP8, (31, 32, 130)),
+    AppendCase("qwen2_5_7b_gqa7", shapes.QWEN2_5_7B, (20, 65), page_size=64),
+    AppendCase("qwen3_0_6b_page64", _QWEN, (63, 64, 65, 129), norms=True, page_size=64),
+    AppendCase("qwen3_4b_bf16", shapes.QWEN3_4B, (17, 90), padding=1, norms=True, dtype="bfloat16"),
+    AppendCase(
+        "qwen3_4b_fp8", shapes.QWEN3_4B, (17, 70), norms=True, dtype="bfloat16", kv_dtype=_FP8
+    ),
+    AppendCase("phi3_head96_bf16", shapes.PHI3_MINI, (40, 3), dtype="bfloat16"),
+    AppendCase("gemma3_head256", shapes.GEMMA3_4B, (40, 90), norms=True, window=32),
+    AppendCase("qwen3_4b_long", shapes.QWEN3_4B, (8192, 1, 4097, 0), norms=True, tags=("full",)),
+    *_decode_steps(),
+)
+
+
+def build(case: AppendCase, seed: int) -> Inputs:
+    """Inputs of a case. The new token's slot holds NaN, and so do the heads of padding rows."""
+    rng = np.random.default_rng(seed)
+    real, heads, dtype = len(case.seq_lens), case.heads, jnp.dtype(case.dtype)
+    rows, h = real + case.padding, heads.head_dim
+    arrays = paged_arrays(case, rows, rng)
+    seq_lens = np.zeros(rows, np.int32)
+    seq_lens[:real] = case.seq_lens
+    for row in np.flatnonzero(seq_lens):
+        page, offset = divmod(seq_lens[row] - 1, case.page_size)
+        for pool in (arrays.k_pages, arrays.v_pages):
+            pool[arrays.page_table[row, page], offset] = np.nan
+    qkv = rng.standard_normal((rows, heads.num_heads + 2 * heads.num_kv_heads, h), np.float32)
+    qkv[seq_lens == 0] = np.nan
+    angles = rng.uniform(-np.pi, np.pi, (rows, h // 2)).astype(np.float32)
+    turns = (np.cos(angles), np.sin(angles)) if case.rotary else (None, None)
+    norms = rng.uniform(0.5, 1.5, (2, h)).astype(dtype) if case.norms else None
+    pools = (arrays.k_pages, arrays.v_pages)
+    args = (qkv.astype(dtype), *turns, norms, *pools, arrays.page_table, seq_lens)
+    return Inputs(args, {"scale": h**-0.5, "eps": 1e-6, "window": case.window})
+
+
+def observable(outputs: Any) -> Any:
+    """All but page 0. What nobody wrote is NaN and shown as 0: a stray write is a difference."""
+    out, *pools = outputs
+    return (out, *(jnp.where(jnp.isnan(pool[1:]), 0, pool[1:]) for pool in pools))
+
+
+def cost(case: AppendCase) -> Cost:
+    """Attention's, and each new token's key, value and angles."""
+    heads, rows = case.heads, len(case.seq_lens)
+    attention, kv = paged_decode.cost(case), 2 * heads.num_kv_heads
+    # the queries are counted there, and the new key and value as if they were read from pages
+    token = (kv * jnp.dtype(case.dtype).itemsize + 4) * heads.head_dim
+    return Cost(attention.bytes + rows * token, attention.flops)
