@@ -30,7 +30,11 @@ from bench.step_file import Row, begun, environment, facts, merged, write_report
 from bench.step_floor import CEILINGS, Costs, Floor, costs_of, decode_bytes
 from bench.step_start import measure_starts, start_rows
 from jaxinfer import LLM
-from jaxinfer.core.config import DEFAULT_PAGE_SIZE
+from jaxinfer.core.config import (
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    DEFAULT_PAGE_SIZE,
+    bound_gpu_allocator,
+)
 from jaxinfer.models.registry import build_model
 
 SHAPES = Path(__file__).with_name("shapes")
@@ -316,6 +320,7 @@ def _setting(text: str) -> tuple[str, Any]:
 def main(argv: list[str] | None = None, work: Workload | None = None) -> None:
     """Measure group by group; the file is whole after each."""
     arguments = parse_arguments(argv)
+    bound_gpu_allocator(DEFAULT_GPU_MEMORY_UTILIZATION)  # before `facts` starts JAX's backend
     bench = Bench(arguments, work or Workload())
     for group in arguments.only:
         if group != "start":  # which needs the device for its own processes

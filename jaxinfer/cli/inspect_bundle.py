@@ -60,7 +60,7 @@ def describe(folder: Path) -> dict[str, Any]:
             "slot_bytes": memory.slot_bytes,
             "workspace_bytes": manifest.workspace_bytes,
             "planned_workspace_bytes": memory.workspace_bytes,
-            "device_bytes": memory.device_bytes,
+            "device_bytes": memory.device and memory.device.total_bytes,
         },
     }
 

@@ -39,6 +39,10 @@ COMPILED = ("dtype", *SIZES, "gpu_memory_utilization")  # what a bundle has deci
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
 FLAGS = ("skip_tokenizer_init", "enable_prefix_caching", "overlap")
+# jax's own variables: the share of a GPU that its allocator may take (the second is the old name),
+# and whether it takes that at once
+ALLOCATOR_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+ALLOCATOR_PREALLOCATES = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +147,17 @@ def cache_root(configured: str | None = None) -> Path:
             f"the cache folder {chosen} is in a home folder that cannot be found; "
             "set JAXINFER_CACHE_DIR to another folder"
         ) from error
+
+
+def bound_gpu_allocator(share: float) -> None:
+    """Let JAX's allocator take at most ``share`` of a GPU, and only what is asked of it.
+
+    By default it takes 75 % at once. JAX reads its variables when its backend starts, once in a
+    process; later they change nothing. A variable that the user has set stays.
+    """
+    if not any(name in os.environ for name in ALLOCATOR_SHARES):
+        os.environ[ALLOCATOR_SHARES[0]] = str(share)
+    os.environ.setdefault(ALLOCATOR_PREALLOCATES, "false")
 
 
 def compiler_environment() -> dict[str, str]:

@@ -19,7 +19,15 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.core.config import COMPILED, DEFAULT_PAGE_SIZE, EngineConfig, Limits, cache_root
+from jaxinfer.core.config import (
+    COMPILED,
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    DEFAULT_PAGE_SIZE,
+    EngineConfig,
+    Limits,
+    bound_gpu_allocator,
+    cache_root,
+)
 from jaxinfer.core.errors import ConfigError, EngineError, RequestError
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.core.request import SamplingParams
@@ -40,7 +48,8 @@ from jaxinfer.exec.executor import Executor
 from jaxinfer.exec.memory import (
     MemoryPlan,
     check_workspace,
-    device_memory_bytes,
+    claim_memory,
+    device_memory,
     plan_memory,
     release_free_heap,
 )
@@ -72,11 +81,13 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     """Resolve the model and the sizes; raises a ``JaxinferError`` naming what does not fit."""
     progress = progress or NoProgress()
     cache_dir = cache_root(config.cache_dir)
-    platform = check_device()
     bundle = None if config.bundle is None else open_bundle(Path(config.bundle))
     if bundle is not None:
-        bundle.refuse_machine()
         config = with_bundle_settings(config, bundle)
+    bound_gpu_allocator(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
+    platform = check_device()
+    if bundle is not None:
+        bundle.refuse_machine()
     config = with_device_defaults(config, platform)
     source = resolve_source(
         config.model,
@@ -121,7 +132,7 @@ def _sizes(config: EngineConfig, model: Model) -> tuple[MemoryPlan, Limits]:
         max_model_len=context,
         max_num_seqs=max_num_seqs,
         buckets=buckets,
-        device_bytes=device_memory_bytes(),
+        device=device_memory(),
     )
     if config.max_model_len is None:  # derived: as much of the model's context as fits
         context = min(context, (memory.num_pages - 1) * page_size)
@@ -210,6 +221,7 @@ def _load(
 
     def params() -> Timed[Params]:
         start = time.perf_counter()
+        claim_memory(plan.memory)
         loaded = load_params(
             plan.model,
             plan.source,

@@ -1,7 +1,7 @@
 """How many pages fit: the memory plan made before anything is loaded.
 
-Owns: ``MemoryPlan``, the arithmetic, and the bound on a step's workspace. Must not know: who uses
-the pages.
+Owns: ``MemoryPlan``, the arithmetic, the bound on a step's workspace, and claiming it all from
+JAX's allocator. Must not know: who uses the pages.
 
 The number of pages is part of every compiled shape, so it must be known before any executable is,
 and the workspace before the number of pages. Compiling the largest step twice to learn it would
@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 
 from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
 from jaxinfer.core.errors import ConfigError, EngineError
@@ -37,11 +38,19 @@ RESERVE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
+class DeviceMemory:
+    """A device's memory in bytes, and how much of it JAX's allocator may take."""
+
+    total_bytes: int
+    allocator_bytes: int
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """What an engine takes of its device, in bytes; ``num_pages`` includes the padding page.
 
-    ``workspace_bytes`` bounds what the largest step takes beside weights and state.
-    ``device_bytes`` is the device's memory, None where it reports none (a CPU).
+    ``workspace_bytes`` bounds what the largest step takes beside weights and state. ``device`` is
+    None where it reports no memory (a CPU).
     """
 
     weight_bytes: int
@@ -49,7 +58,7 @@ class MemoryPlan:
     num_pages: int
     slot_bytes: int
     workspace_bytes: int
-    device_bytes: int | None
+    device: DeviceMemory | None
 
     @property
     def kv_bytes(self) -> int:
@@ -64,9 +73,12 @@ class MemoryPlan:
     def described(self, workspace_bytes: int) -> str:
         """One line, with the workspace that the executables really need."""
         share = ""
-        if self.device_bytes is not None:
-            device, part = _shown(self.device_bytes), self.total_bytes / self.device_bytes
-            share = f", {part:.1%} of the device's {device}"
+        if self.device is not None:
+            part = self.total_bytes / self.device.total_bytes
+            share = (
+                f", {part:.1%} of the device's {_shown(self.device.total_bytes)}, of which JAX may "
+                f"take {_shown(self.device.allocator_bytes)}"
+            )
         return (
             f"memory: weights {_shown(self.weight_bytes)}, KV cache {_shown(self.kv_bytes)} "
             f"({self.num_pages} pages), slots {_shown(self.slot_bytes)}, workspace "
@@ -83,12 +95,12 @@ def plan_memory(
     max_model_len: int,
     max_num_seqs: int,
     buckets: Iterable[Bucket],
-    device_bytes: int | None,
+    device: DeviceMemory | None,
 ) -> MemoryPlan:
     """Pages for this model: as many as asked for, else what fits; at most what all slots fill.
 
-    ``device_bytes`` is the device's memory where it reports one (a GPU); ``None`` (a CPU) leaves
-    the budget to ``kv_cache_memory_bytes``. Raises ``ConfigError`` when the weights, a page for
+    ``device`` is None where it reports no memory (a CPU), which leaves the budget to
+    ``kv_cache_memory_bytes``. Raises ``ConfigError`` when the weights, a page for
     each sequence, or a context of ``config.max_model_len`` do not fit; a derived context may
     shrink to the pages instead.
     """
@@ -98,7 +110,7 @@ def plan_memory(
         num_pages=0,
         slot_bytes=_size(jax.eval_shape(lambda: init_slots(max_num_seqs, max_model_len))),
         workspace_bytes=max(workspace_bound(model, bucket, max_model_len) for bucket in buckets),
-        device_bytes=device_bytes,
+        device=device,
     )
     pages_per_seq = cdiv(max_model_len, page_size)
     room = _kv_budget(config, fixed) // fixed.page_bytes
@@ -117,11 +129,12 @@ def plan_memory(
             "max_num_seqs"
         )
     plan = replace(fixed, num_pages=num_pages)
-    if device_bytes is not None and plan.total_bytes + RESERVE_BYTES > device_bytes:
+    if device is not None and plan.total_bytes + RESERVE_BYTES > device.allocator_bytes:
         raise ConfigError(
             f"{num_pages} pages of KV cache ({_shown(plan.kv_bytes)}) and what else is needed "
             f"({_shown(fixed.total_bytes)} and a reserve of {_shown(RESERVE_BYTES)}) do not fit in "
-            f"the device's {_shown(device_bytes)}; lower num_pages or kv_cache_memory_bytes"
+            f"the {_shown(device.allocator_bytes)} that JAX may take of the device; raise "
+            "gpu_memory_utilization, or lower num_pages or kv_cache_memory_bytes"
         )
     return plan
 
@@ -138,7 +151,7 @@ def program_memory(program: Program) -> MemoryPlan:
             workspace_bound(program.model, bucket, limits.max_model_len)
             for bucket in limits.buckets
         ),
-        device_bytes=device_memory_bytes(),
+        device=device_memory(),
     )
 
 
@@ -171,7 +184,7 @@ def workspace_bytes(compiled: jax.stages.Compiled) -> int:
 
 def check_workspace(plan: MemoryPlan, measured: int) -> None:
     """Raise ``ConfigError`` when executables need more of a device than was planned for them."""
-    if plan.device_bytes is not None and measured > plan.workspace_bytes + RESERVE_BYTES:
+    if plan.device is not None and measured > plan.workspace_bytes + RESERVE_BYTES:
         raise ConfigError(
             f"the compiled steps need {_shown(measured)} of workspace and "
             f"{_shown(plan.workspace_bytes)} were planned; set num_pages below {plan.num_pages}, "
@@ -190,30 +203,73 @@ def release_free_heap() -> None:
         trim(0)
 
 
-def device_memory_bytes() -> int | None:
-    """The first device's memory limit, or None where it reports none (a CPU)."""
-    stats = jax.devices()[0].memory_stats()
-    return stats.get("bytes_limit") if stats else None
+def device_memory() -> DeviceMemory | None:
+    """Of the first device; None where it reports none (a CPU)."""
+    device = jax.devices()[0]
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    limit: int = stats["bytes_limit"]
+    return DeviceMemory(_card_bytes(device.local_hardware_id) or limit, limit)
+
+
+def claim_memory(plan: MemoryPlan) -> None:
+    """Have JAX's allocator take what is planned as one region, before anything lies in it.
+
+    An allocator that grows by and by takes a region for every few arrays, and what is left over at
+    their ends is lost: more than the reserve. One that has enough already is left as it is. Raises
+    ``EngineError`` when the device has no such memory free. Nothing is done without a plan for the
+    device (a CPU).
+    """
+    if plan.device is None:
+        return
+    stats = jax.devices()[0].memory_stats() or {}
+    wanted = plan.total_bytes + RESERVE_BYTES
+    if stats.get("pool_bytes", 0) >= wanted:
+        return
+    try:
+        jax.block_until_ready(jnp.zeros((wanted // MB, MB), jnp.uint8)).delete()
+    except jax.errors.JaxRuntimeError as error:
+        raise EngineError(
+            f"{_shown(wanted)} are planned and the device has not so much free; end what else runs "
+            "on it, or lower gpu_memory_utilization"
+        ) from error
 
 
 def _kv_budget(config: EngineConfig, fixed: MemoryPlan) -> int:
     """Bytes for pages; ``fixed`` is the plan without them."""
-    device_bytes = fixed.device_bytes
-    if device_bytes is None:
+    device = fixed.device
+    if device is None:
         if config.kv_cache_memory_bytes is None and config.num_pages is None:
             raise ConfigError("this device reports no memory size; set kv_cache_memory_bytes")
         return config.kv_cache_memory_bytes or 0
     share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
-    room = int(device_bytes * share) - fixed.total_bytes - RESERVE_BYTES
+    budget = min(int(device.total_bytes * share), device.allocator_bytes)
+    room = budget - fixed.total_bytes - RESERVE_BYTES
     if room <= 0:
         raise ConfigError(
             f"the model does not fit: weights {_shown(fixed.weight_bytes)}, slots "
             f"{_shown(fixed.slot_bytes)}, workspace {_shown(fixed.workspace_bytes)} and a reserve "
-            f"of {_shown(RESERVE_BYTES)} leave nothing of {share:g} of the device's "
-            f"{_shown(device_bytes)} for the KV cache; use a larger device or a smaller model, or "
+            f"of {_shown(RESERVE_BYTES)} leave nothing of the {_shown(budget)} that may be used "
+            f"of the device's {_shown(device.total_bytes)} for the KV cache; use a larger device or a smaller model, or "
             "lower max_num_seqs or max_num_batched_tokens"
         )
     return room if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
+
+
+def _card_bytes(ordinal: int) -> int | None:
+    """All memory of a CUDA device, which only the driver tells; None where there is no driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    card, size = ctypes.c_int(), ctypes.c_size_t()
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(card), ordinal)
+        or driver.cuDeviceTotalMem_v2(ctypes.byref(size), card)
+    )
+    return None if failed else size.value
 
 
 def _layer_width(model: Model) -> int:

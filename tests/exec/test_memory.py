@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from jaxinfer.core.config import EngineConfig, Limits
-from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.buckets import bucket_table
 from jaxinfer.exec.memory import (
     RESERVE_BYTES,
+    DeviceMemory,
     MemoryPlan,
     check_workspace,
+    claim_memory,
     plan_memory,
     workspace_bound,
     workspace_bytes,
@@ -76,7 +81,9 @@ def test_workspace_does_not_depend_on_pages() -> None:
     assert measured(model, bucket, 20) == measured(model, bucket, 500)
 
 
-def plan(device_bytes: int | None = DEVICE, **settings: Any) -> MemoryPlan:
+def plan(
+    device_bytes: int | None = DEVICE, *, allocator_share: float = 1.0, **settings: Any
+) -> MemoryPlan:
     config = EngineConfig(**settings)
     max_num_seqs, max_model_len = config.max_num_seqs or 256, config.max_model_len or 8192
     return plan_memory(
@@ -88,7 +95,7 @@ def plan(device_bytes: int | None = DEVICE, **settings: Any) -> MemoryPlan:
         buckets=bucket_table(
             max_num_seqs, 2048, decode_start=2, prefill_start=64, prefill_factor=8, mixed_start=16
         ),
-        device_bytes=device_bytes,
+        device=device_bytes and DeviceMemory(device_bytes, int(device_bytes * allocator_share)),
     )
 
 
@@ -101,6 +108,58 @@ def test_share_of_a_device_is_honoured(share: float) -> None:
     assert f"{made.total_bytes / (DEVICE):.1%} of the device's 4.29 GB" in described
 
 
+def test_an_allocator_that_may_take_less_than_the_share() -> None:
+    """JAX's backend was started by somebody else, whose allocator takes 75 % of the device."""
+    made = plan(allocator_share=0.75)
+    assert 0.73 < (made.total_bytes + RESERVE_BYTES) / DEVICE <= 0.75
+    assert "4.29 GB, of which JAX may take 3.22 GB" in made.described(made.workspace_bytes)
+
+
+def test_without_a_device_memory_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan(None, kv_cache_memory_bytes=1 << 26)
+    monkeypatch.setattr(jax.numpy, "zeros", lambda *_: pytest.fail("claimed"))
+    claim_memory(made)
+
+
+class FakeDevice:
+    """A GPU, as far as its memory goes."""
+
+    def __init__(self, pool_bytes: int) -> None:
+        self.pool_bytes = pool_bytes
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"pool_bytes": self.pool_bytes}
+
+
+@pytest.mark.parametrize(("pool_bytes", "claims"), [(0, 1), (DEVICE, 0)], ids=["empty", "there"])
+def test_a_plan_is_claimed_as_one_array(
+    pool_bytes: int, claims: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        sizes.append(math.prod(shape))
+        return jax.device_put(np.zeros(1, dtype))
+
+    made = plan(num_pages=2000)
+    monkeypatch.setattr(jax, "devices", lambda: [FakeDevice(pool_bytes)])
+    monkeypatch.setattr(jax.numpy, "zeros", zeros)
+    claim_memory(made)
+    assert len(sizes) == claims
+    assert all(0 <= made.total_bytes + RESERVE_BYTES - size < 1_000_000 for size in sizes)
+
+
+def test_a_device_whose_memory_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    made = plan()
+    monkeypatch.setattr(jax, "devices", lambda: [FakeDevice(0)])
+    monkeypatch.setattr(jax.numpy, "zeros", zeros)
+    with pytest.raises(EngineError, match=r"3.95 GB are planned and the device has not so much"):
+        claim_memory(made)
+
+
 def test_fewer_sequences_take_less() -> None:
     made = plan(max_num_seqs=1, max_model_len=64)
     assert made.num_pages == 1 + 64 // 16
@@ -109,10 +168,18 @@ def test_fewer_sequences_take_less() -> None:
 @pytest.mark.parametrize(
     ("device_bytes", "settings", "message"),
     [
-        (DEVICE // 8, {}, "the model does not fit: weights .* MB, .* leave nothing of 0.92 of the"),
+        (
+            DEVICE // 8,
+            {},
+            "the model does not fit: weights .* leave nothing of the 493.9 MB that",
+        ),
         (None, {}, "reports no memory size; set kv_cache_memory_bytes"),
         (DEVICE, {"num_pages": 100}, r"256 sequences \(max_num_seqs\) of one page each need 257"),
-        (DEVICE, {"num_pages": 100_000}, "100000 pages of KV cache .* do not fit in the device's"),
+        (
+            DEVICE,
+            {"num_pages": 100_000},
+            "100000 pages of KV .* do not fit in the 4.29 GB that JAX",
+        ),
         (
             DEVICE,
             {"max_model_len": 8192, "kv_cache_memory_bytes": 1 << 21},
