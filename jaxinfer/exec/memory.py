@@ -251,8 +251,8 @@ def _kv_budget(config: EngineConfig, fixed: MemoryPlan) -> int:
             f"the model does not fit: weights {_shown(fixed.weight_bytes)}, slots "
             f"{_shown(fixed.slot_bytes)}, workspace {_shown(fixed.workspace_bytes)} and a reserve "
             f"of {_shown(RESERVE_BYTES)} leave nothing of the {_shown(budget)} that may be used "
-            f"of the device's {_shown(device.total_bytes)} for the KV cache; use a larger device or a smaller model, or "
-            "lower max_num_seqs or max_num_batched_tokens"
+            f"of the device's {_shown(device.total_bytes)} for the KV cache; use a larger device "
+            "or a smaller model, or lower max_num_seqs or max_num_batched_tokens"
         )
     return room if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
 
