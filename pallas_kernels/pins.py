@@ -1,0 +1,39 @@
+"""Kernels pinned for a measurement or a test: by op, the implementation to use whatever is faster.
+
+Owns: ``Pins``. Must not know: how an implementation is chosen where none is pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pallas_kernels.registry import all_ops
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Pairs of op and implementation, sorted; hashable, so that what is traced may depend on it."""
+
+    pairs: tuple[tuple[str, str], ...] = ()
+
+    def of(self, op: str) -> str | None:
+        """The implementation that an op is pinned to; None leaves the choice to ``select``."""
+        return dict(self.pairs).get(op)
+
+
+def checked_pins(by_op: Mapping[str, str], platform: str) -> Pins:
+    """The pins; raises ValueError for what is unknown or never runs on the platform.
+
+    Whether an implementation takes a model's shapes shows when it is traced.
+    """
+    ops = {op.name: op for op in all_ops()}
+    for name, pinned in by_op.items():
+        if name not in ops:
+            raise ValueError(f"there is no kernel {name!r}; the kernels are {', '.join(ops)}")
+        impls = {impl.name: impl for impl in ops[name].impls}
+        if pinned not in impls:
+            raise ValueError(f"{name} has no implementation {pinned!r}; it has {', '.join(impls)}")
+        if (platforms := impls[pinned].platforms) and platform not in platforms:
+            raise ValueError(f"{name}={pinned} runs on {', '.join(platforms)}, not on {platform}")
+    return Pins(tuple(sorted(by_op.items())))
