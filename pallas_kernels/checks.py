@@ -1,6 +1,6 @@
 """Checks that several ops share.
 
-Owns: ``check_paged``, ``unfit_for_triton``. Must not know: implementations.
+Owns: ``check_paged``, ``unfit_for_triton``, ``not_hopper``. Must not know: implementations.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import jax
 
+NOT_INSTALLED = "jax-triton is not installed; install jaxinfer[cuda13] or jaxinfer[cuda12]"
 VALUE_DTYPES = ("bfloat16", "float16", "float32")
 NARROW_DTYPES = ("float8_e4m3fn", "float8_e5m2")  # pages of any values
 
@@ -48,4 +49,13 @@ def unfit_for_triton(values: jax.Array, pages: jax.Array) -> str | None:
         return f"the pages are {page_dtype}, neither {value_dtype} nor an 8-bit float"
     if find_spec("jax_triton") and find_spec("triton"):
         return None
-    return "jax-triton is not installed; install jaxinfer[cuda13] or jaxinfer[cuda12]"
+    return NOT_INSTALLED
+
+
+def not_hopper() -> str | None:
+    """Why kernels for NVIDIA Hopper cannot run on the default device, or None."""
+    device = jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", "none"))
+    if capability.startswith("9."):
+        return None
+    return f"{device.device_kind} has compute capability {capability}, not 9.x"

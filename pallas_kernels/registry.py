@@ -7,11 +7,15 @@ its own folder (``<op>/api.py``); nothing registers itself. Must not know: what 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import jax
+
+from pallas_kernels.checks import NOT_INSTALLED
 
 OP_NAMES = (
     "append_decode",
@@ -19,8 +23,13 @@ OP_NAMES = (
     "paged_decode",
     "paged_prefill",
     "qk_rope_append",
+    "sample",
     "skinny_gemm",
 )
+
+
+class UnfitKernel(ValueError):
+    """No implementation of an op can run a call, or the one that was pinned cannot."""
 
 
 def _runs_always(*args: Any, **static: Any) -> None:
@@ -94,7 +103,8 @@ class KernelOp:
     difference from ``ref``, relative to 1 + the reference's magnitude. ``observable`` keeps the
     part of the outputs that the op defines. ``donate`` are the arguments updated in place.
     ``feeds`` pairs an argument with the output (by index) that may be that argument of a next call:
-    updated pools, or attention's result as queries; a bench chains calls by them.
+    updated pools, or attention's result as queries; a bench chains calls by them. ``refs`` are the
+    arguments that implementations take as ``jax.Ref``: they leave them as they found them.
     """
 
     name: str
@@ -107,6 +117,12 @@ class KernelOp:
     observable: Callable[[Any], Any] = lambda outputs: outputs
     donate: tuple[int, ...] = ()
     feeds: tuple[tuple[int, int], ...] = ()
+    refs: tuple[int, ...] = ()
+
+
+def with_refs(op: KernelOp, named: Mapping[int, Any]) -> dict[int, Any]:
+    """Arguments by index, in a trace: those of ``refs`` that are there become references."""
+    return {i: jax.new_ref(x) if i in op.refs and x is not None else x for i, x in named.items()}
 
 
 def all_ops() -> tuple[KernelOp, ...]:
@@ -132,25 +148,52 @@ def select(
     """The implementation for a call: the pinned one, else the first that can run.
 
     Depends on the platform, shapes, dtypes and static keywords alone, so a trace always chooses
-    the same. Raises ValueError, with every reason, when none can run or the pinned one cannot.
+    the same. Raises ``UnfitKernel``, with every reason, when none can run or the pinned one cannot.
     """
+    return _select(op, platform, args, static, pinned)[0]
+
+
+def _select(
+    op: KernelOp,
+    platform: str,
+    args: tuple[Any, ...],
+    static: dict[str, Any],
+    pinned: str | None,
+) -> tuple[Impl, dict[str, str]]:
+    """``select``, and why those before the chosen one were passed over, by name."""
     candidates = op.impls
     if pinned is not None:
         candidates = tuple(impl for impl in op.impls if impl.name == pinned)
         if not candidates:
             known = ", ".join(impl.name for impl in op.impls)
-            raise ValueError(f"{op.name} has no implementation {pinned!r}; it has {known}")
-    reasons = []
+            raise UnfitKernel(f"{op.name} has no implementation {pinned!r}; it has {known}")
+    refused: dict[str, str] = {}
     for impl in candidates:
         reason = impl.refuses(platform, args, static)
         if reason is None:
-            return impl
-        reasons.append(f"{impl.name}: {reason}")
-    raise ValueError(f"{op.name} cannot run as asked: {'; '.join(reasons)}")
+            return impl, refused
+        refused[impl.name] = reason
+    raise UnfitKernel(f"{op.name} cannot run as asked: {_listed(refused)}")
 
 
 def dispatch(
     op: KernelOp, args: tuple[Any, ...], static: dict[str, Any], pinned: str | None
 ) -> Any:
-    """Choose for the current platform and call."""
-    return select(op, current_platform(), args, static, pinned).fn(*args, **static)
+    """Choose for the current platform, log the choice and call."""
+    impl, refused = _select(op, current_platform(), args, static, pinned)
+    shapes = ", ".join(f"{arg.dtype}{list(arg.shape)}" for arg in args if arg is not None)
+    passed_over = f"; {_listed(refused)}" if refused else ""
+    _log_once(logging.INFO, f"{op.name}({shapes}) is {impl.name}{passed_over}")
+    if NOT_INSTALLED in refused.values():
+        _log_once(logging.WARNING, f"slower kernels are used: {NOT_INSTALLED}")
+    return impl.fn(*args, **static)
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+
+
+@cache
+def _log_once(level: int, line: str) -> None:
+    """Log a line the first time: a model makes the same choice in every layer."""
+    logging.getLogger(__name__).log(level, line)

@@ -38,6 +38,7 @@ SHAPE_OPTIONS = (
     click.Option(["--prefill-bucket-start"], type=int, help="The smallest chunk, in tokens."),
     click.Option(["--prefill-bucket-factor"], type=int, help="From one chunk to the next size."),
     click.Option(["--mixed-bucket-start"], type=int, help="Least decode rows beside a chunk."),
+    click.Option(["--kernels"], metavar="OP=IMPL,...", help="Kernels to use, to measure others."),
 )
 ENGINE_OPTIONS = (
     *SIZE_OPTIONS,

@@ -70,6 +70,7 @@ GROUPS = (
             Setting("prefill_bucket_start", size, "The smallest chunk, in tokens."),
             Setting("prefill_bucket_factor", size, "From one chunk to the next size."),
             Setting("mixed_bucket_start", size, "Least decode rows beside a chunk."),
+            Setting("kernels", text, "Kernels to use: OP=IMPL,... to measure others."),
             Setting("bundle", text, "Executables and sizes from `jaxinfer compile`."),
             Setting("cache_dir", text, "Where downloads, conversions and executables go."),
         ),

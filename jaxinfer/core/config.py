@@ -35,7 +35,7 @@ SIZES = (
     "num_pages",
     "kv_cache_memory_bytes",
 )
-COMPILED = ("dtype", *SIZES, "gpu_memory_utilization")  # what a bundle has decided
+COMPILED = ("dtype", *SIZES, "gpu_memory_utilization", "kernels")  # what a bundle has decided
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
 FLAGS = ("skip_tokenizer_init", "enable_prefix_caching", "overlap")
@@ -58,6 +58,8 @@ class EngineConfig:
     ``mixed_bucket_start``: steps that decode and prefill pad their decode rows to start,
     factor * start, ... rows.
     ``page_size``: None is 16. ``gpu_memory_utilization``: None is 0.92.
+    ``kernels``: implementations for measurements, "op=implementation" joined by commas; without it
+    the fastest that can run.
     ``bundle``: a folder that ``jaxinfer compile`` wrote; it decides the sizes that are None.
     ``generation_config``: sampling defaults from the model's own file, or ("vllm") from none.
     Paths may be ``os.PathLike``. Raises ``ConfigError`` naming the setting that is wrong.
@@ -81,6 +83,7 @@ class EngineConfig:
     num_pages: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float | None = None
+    kernels: str | None = None
     enable_prefix_caching: bool = True
     overlap: bool = True
     cache_dir: str | None = None
@@ -105,6 +108,14 @@ class EngineConfig:
         self._store("seed", _seed(self.seed))
         if self.gpu_memory_utilization is not None:
             self._store("gpu_memory_utilization", _share(self.gpu_memory_utilization))
+
+        if self.kernels is not None:
+            self._store("kernels", _joined(_pinned(self.kernels)))
+
+    @property
+    def pinned_kernels(self) -> dict[str, str]:
+        """Of ``kernels``: the implementation by op."""
+        return {} if self.kernels is None else _pinned(self.kernels)
 
     def _store(self, name: str, checked: object) -> None:
         """One form of a value that came as another (a Path, a numpy integer)."""
@@ -192,6 +203,19 @@ def _share(value: object) -> float:
     if share is None or not 0.0 < share <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be a number in (0, 1], got {value!r}")
     return share
+
+
+def _pinned(value: object) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in value.split(",")] if isinstance(value, str) else []
+    pinned = {op.strip(): impl.strip() for op, _, impl in pairs}
+    if not pinned or len(pinned) < len(pairs) or not all((*pinned, *pinned.values())):
+        raise ConfigError(f"kernels must be op=implementation,... of different ops, got {value!r}")
+    return pinned
+
+
+def _joined(pinned: dict[str, str]) -> str:
+    """One form of what means the same."""
+    return ",".join(f"{op}={impl}" for op, impl in sorted(pinned.items()))
 
 
 def _seed(value: object) -> int:

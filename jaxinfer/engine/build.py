@@ -60,6 +60,7 @@ from jaxinfer.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import ModelSource, resolve_source
+from pallas_kernels.pins import Pins, checked_pins
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class EnginePlan:
     source: ModelSource
     model: Model
     limits: Limits
+    pins: Pins
     memory: MemoryPlan
     tokenizer_spec: TokenizerSpec | None  # for whoever needs a tokenizer of their own
     tokenizer: Tokenizer | None
@@ -89,6 +91,7 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     if bundle is not None:
         bundle.refuse_machine()
     config = with_device_defaults(config, platform)
+    pins = _pins(config, platform)
     source = resolve_source(
         config.model,
         load_format=config.load_format,
@@ -105,8 +108,17 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     tokenizer = None if spec is None else load_tokenizer(spec)
     memory, limits = _sizes(config, model)
     if bundle is not None:
-        bundle.refuse_limits(limits)
-    return EnginePlan(config, source, model, limits, memory, spec, tokenizer, cache_dir, bundle)
+        bundle.refuse_program(Program(model, limits, pins=pins))
+    return EnginePlan(
+        config, source, model, limits, pins, memory, spec, tokenizer, cache_dir, bundle
+    )
+
+
+def _pins(config: EngineConfig, platform: str) -> Pins:
+    try:
+        return checked_pins(config.pinned_kernels, platform)
+    except ValueError as error:
+        raise ConfigError(f"kernels {config.kernels!r} cannot be used: {error}") from error
 
 
 def _sizes(config: EngineConfig, model: Model) -> tuple[MemoryPlan, Limits]:
@@ -157,7 +169,7 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
     """``build_engine``, when the plan is already made."""
     progress = progress or NoProgress()
     facts = model_facts(plan)
-    program = Program(plan.model, plan.limits)
+    program = Program(plan.model, plan.limits, pins=plan.pins)
     (executables, compile_seconds), (params, load_seconds) = _load(plan, program, progress)
     release_free_heap()
     executor = Executor(program, executables, params)
@@ -183,7 +195,7 @@ def write_planned(
     plan: EnginePlan, folder: Path, progress: Progress | None = None
 ) -> tuple[Manifest, bool]:
     """Compile what a plan needs into a bundle; see ``compile_bundle``. Reads no weights."""
-    program = Program(plan.model, plan.limits)
+    program = Program(plan.model, plan.limits, pins=plan.pins)
     return compile_bundle(
         program, folder, settings=bundle_settings(plan), progress=progress or NoProgress()
     )

@@ -25,14 +25,21 @@ from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.version import VERSION
-from jaxinfer.exec.fingerprint import Fingerprint, differences, of_limits, of_machine, of_model
+from jaxinfer.exec.fingerprint import (
+    Fingerprint,
+    differences,
+    of_limits,
+    of_machine,
+    of_model,
+    of_pins,
+)
 from jaxinfer.exec.memory import MemoryPlan, program_memory, workspace_bytes
 from jaxinfer.exec.program import Program
 from jaxinfer.models.base import Model
 from pallas_kernels.registry import OP_NAMES
 from pallas_kernels.tuned import read_choices, tuned_file
 
-FORMAT = 1  # of the folder; raise it when the manifest's meaning changes
+FORMAT = 2  # of the folder; raise it when the manifest's meaning changes
 MANIFEST = "manifest.json"
 LOAD_THREADS = 8  # H200: 8 buckets load in 0.50 s on 8 threads, 1.96 s in turn
 
@@ -84,10 +91,11 @@ class Bundle:
         """Raise ``CacheError`` unless it was made for this model."""
         self._refuse(self.manifest.fingerprint.model, of_model(model))
 
-    def refuse_limits(self, limits: Limits) -> None:
-        """Raise ``CacheError`` unless it was made for these sizes."""
-        self._refuse(self.manifest.fingerprint.limits, of_limits(limits))
-        if missing := {bucket.name for bucket in limits.buckets} - self.manifest.executables.keys():
+    def refuse_program(self, program: Program) -> None:
+        """Raise ``CacheError`` unless it was made for these sizes and kernels, and is complete."""
+        self._refuse(self.manifest.fingerprint.limits, of_limits(program.limits))
+        self._refuse(self.manifest.fingerprint.kernels, of_pins(program.pins))
+        if missing := set(program.names()) - self.manifest.executables.keys():
             raise _damaged(self.folder, f"its manifest has no {', '.join(sorted(missing))}")
 
     def _refuse(self, made_for: Mapping[str, str], here: Mapping[str, str]) -> None:
@@ -101,7 +109,9 @@ class Bundle:
 
 def program_fingerprint(program: Program) -> Fingerprint:
     """Everything that the executables of a program depend on, here."""
-    return Fingerprint(of_machine(), of_model(program.model), of_limits(program.limits))
+    return Fingerprint(
+        of_machine(), of_model(program.model), of_limits(program.limits), of_pins(program.pins)
+    )
 
 
 def tuned_choices() -> dict[str, Any]:

@@ -23,6 +23,7 @@ import msgspec
 
 from jaxinfer.core.config import Limits, compiler_environment
 from jaxinfer.models.base import Model
+from pallas_kernels.pins import Pins
 
 TRACED_FOLDERS = ("core", "exec", "models", "nn")  # of jaxinfer: what a step is traced from
 # of Limits: what shapes depend on; the rest is the scheduler's business
@@ -38,6 +39,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     machine: dict[str, str]
     model: dict[str, str]
     limits: dict[str, str]
+    kernels: dict[str, str]
 
     def digest(self) -> str:
         """The name of a folder of such executables."""
@@ -99,6 +101,11 @@ def of_limits(limits: Limits) -> dict[str, str]:
     """The sizes that shapes depend on."""
     values = {name: str(getattr(limits, name)) for name in SHAPING_LIMITS}
     return values | {"buckets": " ".join(bucket.name for bucket in limits.buckets)}
+
+
+def of_pins(pins: Pins) -> dict[str, str]:
+    """The kernels whose implementation was not free to choose."""
+    return {f"kernel {op}": impl for op, impl in pins.pairs}
 
 
 def _short(value: str) -> str:

@@ -20,6 +20,7 @@ from pallas_kernels.kv_append.api import kv_append
 from pallas_kernels.numerics import split_and_rotate, split_heads
 from pallas_kernels.paged_decode.api import paged_decode
 from pallas_kernels.paged_prefill.api import paged_prefill
+from pallas_kernels.pins import Pins
 from pallas_kernels.qk_rope_append.api import qk_rope_append
 
 
@@ -66,7 +67,7 @@ class AttentionBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class PagedAttend:
-    """Attention over pages for one bucket; ``num_decodes`` is static, the rest is data.
+    """Attention over pages for one bucket; ``num_decodes`` and ``pins`` are static.
 
     ``arrivals``: see ``append_decode``; one array of zeros for all layers of a step.
     """
@@ -74,6 +75,7 @@ class PagedAttend:
     batch: AttentionBatch
     num_decodes: int
     arrivals: jax.Ref | None = None  # int32[>= num_decodes * K]
+    pins: Pins = Pins()
 
     def __call__(
         self,
@@ -87,26 +89,41 @@ class PagedAttend:
     ) -> tuple[jax.Array, LayerKV]:
         """See ``Attend``."""
         assert kv is not None, "paged attention needs a KV state"
-        batch, d = self.batch, self.num_decodes
-        turn, eps = ((None,) * 3, 0.0) if rotary is None else (rotary[:3], rotary.eps)
+        batch, d, pinned = self.batch, self.num_decodes, self.pins.of
         where = (batch.page_table[:d], batch.seq_lens[:d])
         if qkv.shape[0] == d:
+            cos, sin, norms, eps = rotary or (None, None, None, 0.0)
+            where = (*where, self.arrivals)
             out, *pools = append_decode(
-                qkv, *turn, *kv, *where, self.arrivals, scale=scale, eps=eps, window=window
+                qkv,
+                cos,
+                sin,
+                norms,
+                *kv,
+                *where,
+                scale=scale,
+                eps=eps,
+                window=window,
+                impl=pinned("append_decode"),
             )
             return out, LayerKV(*pools)
         if rotary is None:
             q, k, v = split_heads(qkv, num_kv_heads)
-            pages = LayerKV(*kv_append(k, v, *kv, batch.slot_mapping))
+            pages = LayerKV(*kv_append(k, v, *kv, batch.slot_mapping, impl=pinned("kv_append")))
         else:
-            q, *pools = qk_rope_append(qkv, *rotary[:3], *kv, batch.slot_mapping, eps=rotary.eps)
+            impl = pinned("qk_rope_append")
+            q, *pools = qk_rope_append(
+                qkv, *rotary[:3], *kv, batch.slot_mapping, eps=rotary.eps, impl=impl
+            )
             pages = LayerKV(*pools)
         # Both parts are appended before either is read: a write after a read makes XLA copy pools.
         parts: list[jax.Array] = []
         if d:
-            parts.append(paged_decode(q[:d], *pages, *where, scale=scale, window=window))
+            impl = pinned("paged_decode")
+            parts.append(paged_decode(q[:d], *pages, *where, scale=scale, window=window, impl=impl))
+        impl = pinned("paged_prefill")
         where = (batch.page_table[d:], batch.seq_lens[d:], batch.query_start_loc)
-        parts.append(paged_prefill(q[d:], *pages, *where, scale=scale, window=window))
+        parts.append(paged_prefill(q[d:], *pages, *where, scale=scale, window=window, impl=impl))
         return jnp.concatenate(parts) if d else parts[0], pages
 
 

@@ -84,6 +84,7 @@ def test_settings_come_from_the_bundle(bundle: Path, model_folder: Path) -> None
         ({"max_num_seqs": 2}, "max_num_seqs is 1 in the bundle .* and 2 was asked for"),
         ({"block_size": 16}, "page_size is 8 in the bundle .* and 16 was asked for"),
         ({"dtype": "bfloat16"}, "dtype is float32 in the bundle .* and bfloat16 was asked for"),
+        ({"kernels": "kv_append=xla"}, "kernels is not set in the bundle .* and kv_append=xla was"),
         ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization is not set in the bundle"),
     ],
 )
@@ -102,6 +103,7 @@ def test_contradicting_settings(
         ("machine", "sources", "sources is 0.0.1 in the bundle and [0-9a-f]+... here"),
         ("machine", "XLA_FLAGS", "XLA_FLAGS is 0.0.1 in the bundle and not set here"),
         ("model", "hidden_size", "hidden_size is 0.0.1 in the bundle and 64 here"),
+        ("kernels", "kernel sample", "kernel sample is 0.0.1 in the bundle and not set here"),
         ("limits", "buckets", "buckets is 0.0.1 in the bundle and d1 p64x1 here"),
     ],
 )
@@ -132,7 +134,7 @@ def test_executable_that_the_manifest_forgot(
 
 def test_format(edited: Callable[..., Path], model_folder: Path) -> None:
     folder = edited(lambda manifest: manifest.update(format=0))
-    with pytest.raises(CacheError, match="format is 0 in the bundle and 1 here"):
+    with pytest.raises(CacheError, match="format is 0 in the bundle and 2 here"):
         LLM(str(model_folder), bundle=folder)
 
 

@@ -84,7 +84,9 @@ def test_workspace_does_not_depend_on_pages() -> None:
 def plan(
     device_bytes: int | None = DEVICE, *, allocator_share: float = 1.0, **settings: Any
 ) -> MemoryPlan:
-    config = EngineConfig(**settings)
+    config, device = EngineConfig(**settings), None
+    if device_bytes is not None:
+        device = DeviceMemory(device_bytes, int(device_bytes * allocator_share))
     max_num_seqs, max_model_len = config.max_num_seqs or 256, config.max_model_len or 8192
     return plan_memory(
         config,
@@ -95,7 +97,7 @@ def plan(
         buckets=bucket_table(
             max_num_seqs, 2048, decode_start=2, prefill_start=64, prefill_factor=8, mixed_start=16
         ),
-        device=device_bytes and DeviceMemory(device_bytes, int(device_bytes * allocator_share)),
+        device=device,
     )
 
 

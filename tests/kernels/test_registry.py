@@ -6,8 +6,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels import registry
+from pallas_kernels.checks import NOT_INSTALLED
 from pallas_kernels.paged_decode.api import paged_decode
-from pallas_kernels.registry import Cost, Impl, Inputs, KernelOp, all_ops, current_platform, select
+from pallas_kernels.registry import (
+    Cost,
+    Impl,
+    Inputs,
+    KernelOp,
+    all_ops,
+    current_platform,
+    dispatch,
+    select,
+)
 
 
 def _narrow_only(x: jax.Array, *, scale: float) -> str | None:
@@ -67,6 +78,24 @@ def test_pin_reaches_through_the_api() -> None:
     args = (jnp.zeros((1, 1, 64)), pages, pages, jnp.zeros((1, 1), int), jnp.ones(1, int))
     with pytest.raises(ValueError, match="paged_decode has no implementation 'nope'"):
         paged_decode(*args, scale=1.0, impl="nope")
+
+
+def test_each_choice_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every kind of call; what a missing language costs is one warning."""
+    absent = Impl("fast", lambda x, *, scale: x, supports=lambda x, *, scale: NOT_INSTALLED)
+    monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
+    registry._log_once.cache_clear()
+    with caplog.at_level("INFO", logger=registry.__name__):
+        for width in (4, 8, 4):
+            dispatch(_op(absent, ANY), (jnp.zeros((2, width)),), {"scale": 1.0}, None)
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert lines == [
+        f"double(float32[2, {width}]) is xla; fast: {NOT_INSTALLED}" for width in (4, 8)
+    ]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [f"slower kernels are used: {NOT_INSTALLED}"]
 
 
 def test_platform_follows_the_default_device() -> None:

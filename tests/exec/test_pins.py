@@ -1,0 +1,43 @@
+"""A pinned kernel is the one that a step is traced with, whichever op it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.engine.build import plan_engine
+from jaxinfer.exec.program import Program
+from kit.engines import tiny_limits
+from kit.tiny_models import tiny_model
+from pallas_kernels.pins import Pins
+
+LIMITS = tiny_limits(max_num_seqs=2)
+
+
+@pytest.mark.parametrize(
+    ("op", "model", "bucket"),
+    [
+        ("append_decode", "llama", "d2"),
+        ("kv_append", "gpt2", "p32x2"),
+        ("qk_rope_append", "llama", "p32x2"),
+        ("paged_decode", "llama", "d2p32x2"),
+        ("paged_prefill", "llama", "p32x2"),
+    ],
+)
+def test_every_kernel_of_a_step_can_be_pinned(op: str, model: str, bucket: str) -> None:
+    program = Program(tiny_model(model)[0], LIMITS, pins=Pins(((op, "nope"),)))
+    with pytest.raises(ConfigError, match=f"{op} has no implementation 'nope'"):
+        program.lower(bucket)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        ("flash=xla", "kernels 'flash=xla' cannot be used: there is no kernel 'flash'"),
+        ("kv_append=triton", "kv_append=triton runs on gpu, not on cpu"),
+    ],
+)
+def test_refused_before_the_model_is_looked_for(kernels: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_engine(EngineConfig(model="no such model", kernels=kernels))

@@ -1,0 +1,31 @@
+"""Pins: what is unknown or never runs here is refused before any work."""
+
+from __future__ import annotations
+
+import pytest
+
+from pallas_kernels.pins import Pins, checked_pins
+
+
+def test_only_what_is_named_is_pinned() -> None:
+    pins = checked_pins({"paged_prefill": "xla", "kv_append": "xla"}, "gpu")
+    assert pins == checked_pins({"kv_append": "xla", "paged_prefill": "xla"}, "gpu")
+    assert (pins.of("kv_append"), pins.of("paged_decode"), Pins().of("kv_append")) == (
+        "xla",
+        None,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("by_op", "message"),
+    [
+        ({"flash": "xla"}, "there is no kernel 'flash'; the kernels are append_decode, kv_append"),
+        ({"kv_append": "cuda"}, "kv_append has no implementation 'cuda'; it has triton, xla"),
+        ({"kv_append": "triton"}, "kv_append=triton runs on gpu, not on cpu"),
+    ],
+    ids=["op", "implementation", "platform"],
+)
+def test_refused(by_op: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        checked_pins(by_op, "cpu")
