@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from bench.circumstances import circumstances
-from pallas_kernels.registry import Case, Cost, Impl, KernelOp, all_ops
+from pallas_kernels.registry import Case, Cost, Impl, KernelOp, all_ops, with_refs
 from pallas_kernels.testing import mismatch, runnable
 
 SECONDS_PER_CASE = 0.5
@@ -79,20 +79,29 @@ def chained(op: KernelOp, function: Callable[..., Any], repeats: int) -> Callabl
     """Calls in a row: (updated pools of each set, fixed pools of each set, the rest) to the first.
 
     All three hold arguments by index. Pools are updated in place; what else a call feeds goes to
-    the next call, whatever its set.
+    the next call, whatever its set. Where an op feeds nothing, calls only wait for the last.
     """
 
     def run(updated: list[Arguments], fixed: list[Arguments], rest: Arguments) -> Any:
-        updated, rest = [dict(pools) for pools in updated], dict(rest)
+        updated, rest = [dict(pools) for pools in updated], with_refs(op, rest)
+        kept: list[list[jax.Array]] = []
         for i in range(repeats):
             pools = updated[i % len(updated)]
             named = {**rest, **fixed[i % len(fixed)], **pools}
+            if kept:
+                named |= _after(kept[-1], {j: x for j, x in named.items() if j not in op.refs})
             outputs = jax.tree.leaves(function(*(named[j] for j in range(len(named)))))
             for argument, output in op.feeds:
                 (pools if argument in pools else rest)[argument] = outputs[output]
-        return updated, [rest[argument] for argument, _ in op.feeds if argument in rest]
+            kept += [] if op.feeds else [outputs]
+        return updated, kept or [rest[argument] for argument, _ in op.feeds if argument in rest]
 
     return jax.jit(run, donate_argnums=0)
+
+
+def _after(outputs: list[jax.Array], named: Arguments) -> Arguments:
+    """The arguments, such that XLA cannot take the call for an earlier one with the same."""
+    return jax.lax.optimization_barrier((outputs, named))[1]
 
 
 def seconds_in_a_chain(
@@ -114,8 +123,8 @@ def seconds_in_a_chain(
 
         def call() -> Any:
             nonlocal state
-            state, fed = run(state, [pools for _, pools in sets], rest)
-            return state, fed
+            state, kept = run(state, [pools for _, pools in sets], rest)
+            return state, kept
 
         return seconds_per_call(call) / repeats
 

@@ -1,6 +1,7 @@
-"""Finds the fastest launch of the Triton kernel of paged_decode for the steps of a GPU.
+"""Finds the fastest launches of Triton kernels for the steps of a GPU.
 
-Run on the GPU, from the repository root: ``python -m bench.tune [--case TEXT] [--output FILE]``.
+Run on the GPU, from the repository root:
+``python -m bench.tune --op NAME [--case TEXT] [--output FILE]``.
 From the rule's choice it varies one value after the other, keeps what is faster, and writes the
 choices beside the op, where calls of the same shapes find them.
 """
@@ -10,63 +11,109 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from bench.kernels import bench_cases, seconds_in_a_chain
-from pallas_kernels.paged_decode import launch
-from pallas_kernels.paged_decode.api import OP
-from pallas_kernels.paged_decode.launch import Launch
-from pallas_kernels.shapes import PagedCase
+from pallas_kernels.paged_decode import api as paged_decode
+from pallas_kernels.paged_decode import launch as paged_decode_launch
+from pallas_kernels.registry import Case, KernelOp, imported_when_called
+from pallas_kernels.skinny_gemm import api as skinny_gemm
+from pallas_kernels.skinny_gemm import launch as skinny_gemm_launch
 from pallas_kernels.tuned import read_choices, tuned_file
 
 WORTHWHILE = 0.99  # a choice must take less than this share of the best time so far
-VALUES = (
-    ("splits", (1, 2, 4, 8, 16, 32, 64)),
-    ("block", (16, 32, 64, 128)),
-    ("num_stages", (2, 3, 5, 7)),
-    ("num_warps", (2, 4, 8)),
-)
 
 
-def neighbours(choice: Launch, name: str, values: tuple[int, ...]) -> Iterator[Launch]:
+@dataclass(frozen=True)
+class Tunable:
+    """An op with a choice of launches, a frozen dataclass.
+
+    ``by_rule`` takes a case and its arguments. Cases of the same ``shapes_of`` share a choice.
+    ``values`` are tried in their order.
+    """
+
+    op: KernelOp
+    by_rule: Callable[[Any, Sequence[Any]], Any]
+    shapes_of: Callable[[Any], Hashable]
+    values: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def launched(self) -> Callable[..., Any]:
+        """The op's Triton implementation, with the choice before its arguments."""
+        return imported_when_called(f"pallas_kernels.{self.op.name}.triton", "launched")
+
+
+def _decode_by_rule(case: Any, args: Sequence[Any]) -> paged_decode_launch.Launch:
+    q, k_pages, _, page_table, _ = args
+    return paged_decode_launch.by_rule(q, k_pages, page_table)
+
+
+TUNABLE = {
+    "paged_decode": Tunable(
+        paged_decode.OP,
+        _decode_by_rule,
+        paged_decode_launch.shapes_of,
+        (
+            ("splits", (1, 2, 4, 8, 16, 32, 64)),
+            ("block", (16, 32, 64, 128)),
+            ("num_stages", (2, 3, 5, 7)),
+            ("num_warps", (2, 4, 8)),
+        ),
+    ),
+    "skinny_gemm": Tunable(
+        skinny_gemm.OP,
+        lambda case, args: skinny_gemm_launch.by_rule(case.sizes),
+        skinny_gemm_launch.shapes_of,
+        (
+            ("block_n", (16, 32, 64, 128)),
+            ("splits", (1, 2, 3, 4, 5, 6, 8)),
+            ("num_stages", (3, 4, 5, 6, 7)),
+            ("block_k", (32, 64, 128, 256)),
+            ("num_warps", (2, 4, 8)),
+            ("splits", (1, 2, 3, 4, 6, 8, 12)),  # others may be best by now
+        ),
+    ),
+}
+
+
+def neighbours(choice: Any, name: str, values: tuple[int, ...]) -> Iterator[Any]:
     """The choice with each other value in the named place."""
     for value in values:
         if value != getattr(choice, name):
             yield replace(choice, **{name: value})
 
 
-def tune(cases: Sequence[PagedCase]) -> Launch:
-    """The fastest choice found for cases whose calls only differ in their contexts.
+def tune(tunable: Tunable, cases: Sequence[Any]) -> Any:
+    """The fastest choice found for cases that share one: the sum of their seconds per byte counts.
 
-    They must share one, since contexts are data: the sum of their seconds per byte counts.
+    Its Triton kernel is imported here, hence wants a GPU.
     """
-    from pallas_kernels.paged_decode.triton import launched  # wants Triton, hence a GPU
+    op = tunable.op
+    calls = [op.build(case, 0) for case in cases]
+    arrays = [jax.tree.map(jnp.asarray, inputs.args) for inputs in calls]
+    costs = [op.cost(case) for case in cases]
 
-    calls = [OP.build(case, 0) for case in cases]
-    arrays = [[jnp.asarray(x) for x in inputs.args] for inputs in calls]
-    costs = [OP.cost(case) for case in cases]
-
-    def score(choice: Launch) -> float:
+    def score(choice: Any) -> float:
         total = 0.0
         for inputs, arguments, cost in zip(calls, arrays, costs, strict=True):
-            function = partial(launched, choice, **inputs.static)
+            function = partial(tunable.launched, choice, **inputs.static)
             try:
-                total += seconds_in_a_chain(OP, function, arguments, cost) / cost.bytes
-            except jax.errors.JaxRuntimeError as error:  # more shared memory than there is
+                total += seconds_in_a_chain(op, function, arguments, cost) / cost.bytes
+            except (jax.errors.JaxRuntimeError, ValueError) as error:  # too much shared memory
                 print(f"  {choice}: {str(error).splitlines()[0]}")
                 return math.inf
         return total
 
-    q, k_pages, _, page_table, _ = arrays[0]
-    best = launch.by_rule(q, k_pages, page_table)
+    best = tunable.by_rule(cases[0], arrays[0])
     least = by_rule = score(best)
-    for name, values in VALUES:
+    for name, values in tunable.values:
         for choice in neighbours(best, name, values):
             if (taken := score(choice)) < WORTHWHILE * least:
                 best, least = choice, taken
@@ -80,18 +127,21 @@ def tune(cases: Sequence[PagedCase]) -> Launch:
 def main() -> None:
     """Tune, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--op", required=True, choices=TUNABLE, help="the op")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--output", type=Path, help="JSON file; by default beside the op")
     options = parser.parse_args()
     device = jax.devices()[0]
     if device.platform != "gpu":
         raise SystemExit(f"bench.tune times Triton kernels and needs a GPU, not {device}")
-    output = options.output or Path(str(tuned_file(OP.name, device.device_kind)))
-    groups: dict[Hashable, list[PagedCase]] = {}
-    for case in bench_cases(OP, options.case):
-        if isinstance(case, PagedCase) and "gpu" in case.tags:
-            groups.setdefault(launch.shapes_of(case), []).append(case)
-    found = {cases[0].name: asdict(tune(cases)) for cases in groups.values()}
+    tunable = TUNABLE[options.op]
+    op = tunable.op
+    output = options.output or Path(str(tuned_file(op.name, device.device_kind)))
+    groups: dict[Hashable, list[Case]] = {}
+    for case in bench_cases(op, options.case):
+        if "gpu" in case.tags:
+            groups.setdefault(tunable.shapes_of(case), []).append(case)
+    found = {cases[0].name: asdict(tune(tunable, cases)) for cases in groups.values()}
     choices = read_choices(output) | found  # cases that were not tuned now keep what they had
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(choices, indent=1) + "\n")

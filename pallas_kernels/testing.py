@@ -6,13 +6,13 @@ Must not know: what any op computes.
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.registry import Case, Impl, Inputs, KernelOp, current_platform
+from pallas_kernels.registry import Case, Impl, Inputs, KernelOp, current_platform, with_refs
 
 
 def runnable(impl: Impl, inputs: Inputs) -> str | None:
@@ -26,8 +26,15 @@ def mismatch(op: KernelOp, impl: Impl, case: Case, inputs: Inputs) -> str | None
     NaN in the result counts as a difference: the inputs hold NaN wherever the op must not look.
     """
     expected = op.observable(op.ref(*inputs.args, **inputs.static))
-    run = jax.jit(partial(impl.fn, **inputs.static))
-    actual = op.observable(run(*jax.tree.map(jnp.asarray, inputs.args)))
+
+    @jax.jit
+    def run(*args: Any) -> tuple[Any, list[jax.Array]]:
+        handed = with_refs(op, dict(enumerate(args)))
+        outputs = impl.fn(*handed.values(), **inputs.static)
+        return outputs, [handed[i][...] for i in op.refs if handed[i] is not None]
+
+    outputs, left = run(*jax.tree.map(jnp.asarray, inputs.args))
+    actual = op.observable(outputs)
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     for index, (got, want) in enumerate(pairs):
         where = f"{op.name}/{impl.name}/{case.name} output {index}"
@@ -41,4 +48,7 @@ def mismatch(op: KernelOp, impl: Impl, case: Case, inputs: Inputs) -> str | None
         worst = float(error.max(initial=0.0))
         if not worst <= bound:  # also true for NaN
             return f"{where}: off by {worst:.3g}, at most {bound:.3g} is accepted"
+    found = [inputs.args[i] for i in op.refs if inputs.args[i] is not None]
+    if not all(np.array_equal(*pair) for pair in zip(found, left, strict=True)):
+        return f"{op.name}/{impl.name}/{case.name} leaves a reference changed"
     return None

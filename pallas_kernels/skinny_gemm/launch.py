@@ -6,6 +6,7 @@ Triton, so that a machine without it can ask. Must not know: the kernel.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import jax
@@ -13,16 +14,20 @@ import jax.numpy as jnp
 
 from pallas_kernels import tuned
 from pallas_kernels.checks import unfit_for_triton
-from pallas_kernels.skinny_gemm.cases import CASES
+from pallas_kernels.skinny_gemm.cases import CASES, GemmCase
 from pallas_kernels.skinny_gemm.sizes import Sizes, sizes_of
 from pallas_kernels.tiles import power_of_two
 
 MOST_TOKENS = 256  # from here on a product is more arithmetic than reading
 VECTOR_BYTES = 16  # that a thread loads at once
-PROGRAMS = 264  # two on each multiprocessor of an H100 or H200
-MOST_SPLITS = 8
-TOKEN_TILES = (16, 64)  # smallest, as the matrix units want, and largest
+TOKEN_TILES = (16, 128)  # smallest, as the matrix units want, and largest
 STAGE_BYTES = 16384  # of weights
+MOST_SPLITS = 8
+PARTIAL_BYTES = 4
+STAGES = (3, 7)
+MULTIPROCESSORS = 132  # of an H100 or H200
+SHARED_BYTES = 220 << 10  # of a multiprocessor, less what the compiler takes besides stages
+MOST_TOGETHER = 3  # programs of a multiprocessor that stages leave room for
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ def supports(
     w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
     norm: jax.Array | None,  # [I]
     residual: jax.Array | None,  # [T, O]
-    arrivals: jax.Array | None,  # int32[ARRIVALS]
+    arrivals: jax.Ref | None,  # int32[>= ARRIVALS]
     *,
     eps: float,
     swiglu: bool,
@@ -71,26 +76,55 @@ def supports(
 
 
 def by_rule(sizes: Sizes) -> Launch:
-    """Columns enough for few reads of the tokens; then spans of the inner axis to fill the chip.
-
-    Chosen from the compiler's report, not yet timed.
+    """Columns enough for few reads of the tokens; splits by ``_blocks_of_time``; stages as many as
+    leave room for all programs at once. Chosen from the compiler's report, not yet timed.
     """
     itemsize = jnp.dtype(sizes.dtype).itemsize
     smallest, largest = TOKEN_TILES
     block_t = min(max(power_of_two(sizes.tokens), smallest), largest)
-    block_n = 64 if block_t <= 32 else 128
-    if sizes.swiglu:  # as many again of the other half
-        block_n //= 2
-    columns = 2 * block_n if sizes.swiglu else block_n
-    choice = Launch(block_t, block_n, STAGE_BYTES // (columns * itemsize), 1)
-    rows, columns = choice.tiles(sizes)
-    blocks = -(-sizes.inner // choice.block_k)
-    splits = max(1, min(PROGRAMS // (rows * columns), blocks // 2, MOST_SPLITS))
-    return replace(choice, splits=splits)
+    columns = 64 if block_t <= 32 else 128  # of weights: with swiglu half of them the gate's
+    block_k = STAGE_BYTES // (columns * itemsize)
+    block_n = columns // 2 if sizes.swiglu else columns
+    choice = Launch(block_t, block_n, block_k, 1, num_warps=8 if block_t > 64 else 4)
+    choices = (replace(choice, splits=splits) for splits in range(1, MOST_SPLITS + 1))
+    choice = min(choices, key=lambda choice: _blocks_of_time(choice, sizes))
+    room = SHARED_BYTES // min(_programs_together(choice, sizes), MOST_TOGETHER)
+    stages = room // ((columns + block_t) * block_k * itemsize)
+    return replace(choice, num_stages=min(max(stages, STAGES[0]), STAGES[1]))
 
 
-def choose(sizes: Sizes, can_split: bool) -> Launch:
-    """The tuned choice for a call of these sizes on this device, else that of the rule."""
-    choice = tuned.lookup("skinny_gemm", CASES, lambda case: case.sizes, sizes)
-    found = Launch(**choice) if choice else by_rule(sizes)
-    return found if can_split else replace(found, splits=1)
+def _programs_together(choice: Launch, sizes: Sizes) -> int:
+    """Programs of the multiprocessor that has the most."""
+    return -(-math.prod(choice.tiles(sizes)) * choice.splits // MULTIPROCESSORS)
+
+
+def _blocks_of_time(choice: Launch, sizes: Sizes) -> float:
+    """Blocks of weights, and partial sums counted in such blocks, that one multiprocessor moves.
+
+    Infinite for splits that have to wait for room.
+    """
+    span = -(-sizes.inner // (choice.block_k * choice.splits))
+    together = _programs_together(choice, sizes)
+    if choice.splits == 1:
+        return together * span
+    if together > MOST_TOGETHER:
+        return math.inf
+    halves = 2 if sizes.swiglu else 1
+    partial = halves * choice.block_t * choice.block_n * PARTIAL_BYTES / STAGE_BYTES
+    return together * (span + partial) + choice.splits * partial
+
+
+def _alike(sizes: Sizes) -> Sizes:
+    """The sizes that stand for all whose tokens fill the same tile."""
+    return sizes._replace(tokens=max(power_of_two(sizes.tokens), TOKEN_TILES[0]))
+
+
+def shapes_of(case: GemmCase) -> Sizes:
+    """What ``choose`` knows of a case's call."""
+    return _alike(case.sizes)
+
+
+def choose(sizes: Sizes) -> Launch:
+    """The tuned choice for a call of about these sizes on this device, else that of the rule."""
+    choice = tuned.lookup("skinny_gemm", CASES, shapes_of, _alike(sizes))
+    return Launch(**choice) if choice else by_rule(sizes)

@@ -11,12 +11,13 @@ def skinny_gemm(
     w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
     norm: jax.Array | None,  # [I]
     residual: jax.Array | None,  # [T, O]
-    arrivals: jax.Array | None,  # int32[ARRIVALS]
+    arrivals: jax.Ref | None,  # int32[>= ARRIVALS]
     *,
     eps: float,
     swiglu: bool,
-) -> tuple[jax.Array, jax.Array | None]:  # [T, O] and arrivals
+) -> jax.Array:  # [T, O]
     """Normalised tokens are rounded to their dtype before the product, as models do."""
+    del arrivals
     dtype = x.dtype
     x, w = jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)
     if norm is not None:
@@ -28,4 +29,4 @@ def skinny_gemm(
         product = gate / (1.0 + jnp.exp(-gate)) * up
     if residual is not None:
         product += jnp.asarray(residual, jnp.float32)
-    return product.astype(dtype), arrivals
+    return product.astype(dtype)

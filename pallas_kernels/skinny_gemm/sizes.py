@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-ARRIVALS = 1024  # counts: tiles of a result whose inner axis is cut, at most
+ARRIVALS = 1024  # tiles of a result whose inner axis is cut, at most
 
 
 class Sizes(NamedTuple):

@@ -17,33 +17,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.skinny_gemm import launch
-from pallas_kernels.skinny_gemm.sizes import sizes_of
-
-
-@triton.jit
-def _finish(
-    acc,  # float32[BLOCK_T, BLOCK_N]: the product, or the gate's
-    up,  # the same of the second half; unused without SWIGLU
-    squares,  # float32[BLOCK_T]: sums over the inner axis; unused without HAS_NORM
-    residual,
-    out,
-    at_out,
-    inside,
-    EPS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    SWIGLU: tl.constexpr,
-    INNER: tl.constexpr,
-):
-    if HAS_NORM:
-        scale = tl.rsqrt(squares / INNER + EPS)[:, None]
-        acc *= scale
-        up *= scale
-    if SWIGLU:
-        acc = acc / (1.0 + tl.exp(-acc)) * up
-    if HAS_RESIDUAL:
-        acc += tl.load(residual + at_out, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at_out, acc.to(out.dtype.element_ty), mask=inside)
+from pallas_kernels.skinny_gemm.sizes import ARRIVALS, sizes_of
 
 
 @triton.jit
@@ -52,7 +26,7 @@ def _product(
     w,  # [I, O]; with SWIGLU [I, 2 * O]
     norm,  # [I]; anything without HAS_NORM
     residual,  # [T, O]; anything without HAS_RESIDUAL
-    arrivals,  # int32[at least tiles]; anything with one split
+    arrivals,  # int32[>= tiles]; unused with one split
     out,  # [T, O]
     parts,  # float32[tiles, SPLITS, 1 or 2, BLOCK_T, BLOCK_N]; unused with one split
     sums,  # float32[tiles, SPLITS, BLOCK_T]: of squares; unused with one split
@@ -105,24 +79,8 @@ def _product(
             ups = tl.load(w + at_w + OUTER, mask=readable, other=0.0)
             up = tl.dot(tokens, ups, up, input_precision="ieee")
 
-    at_out = token[:, None] * OUTER + n[None, :]
     inside = (token < TOKENS)[:, None] & (n < OUTER)[None, :]
-    if SPLITS == 1:
-        _finish(
-            acc,
-            up,
-            squares,
-            residual,
-            out,
-            at_out,
-            inside,
-            EPS,
-            HAS_NORM,
-            HAS_RESIDUAL,
-            SWIGLU,
-            INNER,
-        )
-    else:
+    if SPLITS > 1:
         HALF: tl.constexpr = BLOCK_T * BLOCK_N
         at_part = tile * (SPLITS * HALVES * HALF) + row[:, None] * BLOCK_N + column[None, :]
         at_sum = tile * (SPLITS * BLOCK_T) + row
@@ -134,33 +92,30 @@ def _product(
         # Every thread's stores come before the one thread's count, and its count before every
         # thread's loads; ``.cg`` reads past the first cache, which may hold what lay there before.
         tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
-        if arrived == SPLITS - 1:
-            acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-            up = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-            squares = tl.zeros((BLOCK_T,), tl.float32)
-            for i in range(SPLITS):
-                part = parts + at_part + i * (HALVES * HALF)
-                acc += tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
-                if SWIGLU:
-                    up += tl.load(part + HALF, mask=inside, other=0.0, cache_modifier=".cg")
-                if HAS_NORM:
-                    squares += tl.load(sums + at_sum + i * BLOCK_T, cache_modifier=".cg")
-            _finish(
-                acc,
-                up,
-                squares,
-                residual,
-                out,
-                at_out,
-                inside,
-                EPS,
-                HAS_NORM,
-                HAS_RESIDUAL,
-                SWIGLU,
-                INNER,
-            )
-            tl.store(arrivals + tile, 0)
+        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") != SPLITS - 1:
+            return
+        acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        up = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        squares = tl.zeros((BLOCK_T,), tl.float32)
+        for i in range(SPLITS):
+            part = parts + at_part + i * (HALVES * HALF)
+            acc += tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
+            if SWIGLU:
+                up += tl.load(part + HALF, mask=inside, other=0.0, cache_modifier=".cg")
+            if HAS_NORM:
+                squares += tl.load(sums + at_sum + i * BLOCK_T, cache_modifier=".cg")
+        tl.store(arrivals + tile, 0)  # for the next call
+
+    if HAS_NORM:
+        scale = tl.rsqrt(squares / INNER + EPS)[:, None]
+        acc *= scale
+        up *= scale
+    if SWIGLU:
+        acc = acc / (1.0 + tl.exp(-acc)) * up
+    at_out = token[:, None] * OUTER + n[None, :]
+    if HAS_RESIDUAL:
+        acc += tl.load(residual + at_out, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at_out, acc.to(out.dtype.element_ty), mask=inside)
 
 
 def skinny_gemm(
@@ -168,13 +123,13 @@ def skinny_gemm(
     w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
     norm: jax.Array | None,  # [I]
     residual: jax.Array | None,  # [T, O]
-    arrivals: jax.Array | None,  # int32[ARRIVALS]
+    arrivals: jax.Ref | None,  # int32[>= ARRIVALS]
     *,
     eps: float,
     swiglu: bool,
-) -> tuple[jax.Array, jax.Array | None]:  # [T, O] and arrivals
+) -> jax.Array:  # [T, O]
     """See ``skinny_gemm.api``."""
-    choice = launch.choose(sizes_of(x, w, norm, swiglu), arrivals is not None)
+    choice = launch.choose(sizes_of(x, w, norm, swiglu))
     return launched(choice, x, w, norm, residual, arrivals, eps=eps, swiglu=swiglu)
 
 
@@ -184,25 +139,27 @@ def launched(
     w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
     norm: jax.Array | None,  # [I]
     residual: jax.Array | None,  # [T, O]
-    arrivals: jax.Array | None,  # int32[ARRIVALS]; must be there with more than one split
+    arrivals: jax.Ref | None,  # int32[>= ARRIVALS]
     *,
     eps: float,
     swiglu: bool,
-) -> tuple[jax.Array, jax.Array | None]:  # [T, O] and arrivals
+) -> jax.Array:  # [T, O]
     """``skinny_gemm`` cut up as ``choice`` says; for it and for the tuner."""
     sizes = sizes_of(x, w, norm, swiglu)
     rows, columns = choice.tiles(sizes)
     halves, splits = 1 + swiglu, choice.splits
+    if splits > 1 and rows * columns > ARRIVALS:
+        raise ValueError(f"{choice} cuts up more than {ARRIVALS} tiles of {sizes}")
     cut = (rows * columns, splits) if splits > 1 else (1, 1)
     part = (halves, choice.block_t, choice.block_n) if splits > 1 else (1,)
-    # Also a call that does not count updates arrivals: this keeps the calls of a step in order.
-    counts = None if arrivals is None else jax.new_ref(arrivals)  # jax-triton's word for in place
+    if arrivals is None:
+        arrivals = jax.new_ref(jnp.zeros(ARRIVALS if splits > 1 else 1, jnp.int32))
     out, *_ = jt.triton_call(
         x,
         w,
         x if norm is None else norm,
         x if residual is None else residual,
-        x if counts is None else counts,
+        arrivals,
         kernel=_product,
         out_type=(
             jax.ShapeDtypeStruct((sizes.tokens, sizes.outer), x.dtype),
@@ -224,4 +181,4 @@ def launched(
         BLOCK_N=choice.block_n,
         BLOCK_K=choice.block_k,
     )
-    return out, None if counts is None else jax.freeze(counts)
+    return out

@@ -10,20 +10,32 @@ import jax.numpy as jnp
 from pallas_kernels.numerics import rms_norm
 
 
-@partial(jax.jit, static_argnames=("eps", "swiglu"))  # one trace serves every layer of a step
 def skinny_gemm(
     x: jax.Array,  # [T, I]
     w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
     norm: jax.Array | None,  # [I]
     residual: jax.Array | None,  # [T, O]
-    arrivals: jax.Array | None,  # int32[ARRIVALS]
+    arrivals: jax.Ref | None,  # int32[>= ARRIVALS]
     *,
     eps: float,
     swiglu: bool,
-) -> tuple[jax.Array, jax.Array | None]:  # [T, O] and arrivals
-    """See ``skinny_gemm.api``. XLA cuts products up by itself and leaves ``arrivals`` alone."""
+) -> jax.Array:  # [T, O]
+    """See ``skinny_gemm.api``."""
+    del arrivals  # XLA cuts products up by itself
+    return _product(x, w, norm, residual, eps, swiglu)
+
+
+@partial(jax.jit, static_argnames=("eps", "swiglu"))  # one trace serves every layer of a step
+def _product(
+    x: jax.Array,  # [T, I]
+    w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
+    norm: jax.Array | None,  # [I]
+    residual: jax.Array | None,  # [T, O]
+    eps: float,
+    swiglu: bool,
+) -> jax.Array:  # [T, O]
     out = (x if norm is None else rms_norm(x, norm, eps)) @ w
     if swiglu:
         gate, up = jnp.split(out, 2, axis=-1)
         out = jax.nn.silu(gate) * up
-    return out if residual is None else residual + out, arrivals
+    return out if residual is None else residual + out

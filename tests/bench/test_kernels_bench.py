@@ -42,6 +42,22 @@ def test_appends_update_each_set_in_place() -> None:
     assert all(x.is_deleted() for x in jax.tree.leaves(sets)), "the pools were copied"
 
 
+def test_calls_that_feed_nothing_all_run() -> None:
+    op = _op("skinny_gemm")
+    case = next(case for case in op.cases if case.name == "smollm2_qkv_t1")
+    inputs = op.build(case, 0)
+    x, w, norm, _, arrivals = jax.tree.map(jnp.asarray, inputs.args)
+    function = partial(op.impls[-1].fn, **inputs.static)
+    arguments = ([{}], [{1: w}], {0: x, 2: norm, 3: None, 4: arrivals})
+    _, kept = kernels.chained(op, function, 3)(*arguments)
+    expected = op.ref(*inputs.args, **inputs.static)
+    assert len(kept) == 3
+    for (out,) in kept:
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    lowered = kernels.chained(op, function, 3).lower(*arguments).compile().as_text()
+    assert lowered.count(" dot(") == 3, "XLA made one of several calls"
+
+
 def test_gpu_cases_are_left_out_on_a_cpu() -> None:
     names = [case.name for case in kernels.bench_cases(_op("paged_decode"), "qwen3")]
     assert names and not any("step" in name for name in names)

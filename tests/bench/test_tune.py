@@ -31,13 +31,14 @@ def _seconds(op: Any, function: Callable[..., Any], arguments: Any, cost: Any) -
 def test_each_value_ends_at_its_best(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(tune, "seconds_in_a_chain", _seconds)
     lengths = ((9,) * 8, (40,) * 8)
-    found = tune.tune([replace(STEP, seq_lens=each, max_pages=2048) for each in lengths])
+    cases = [replace(STEP, seq_lens=each, max_pages=2048) for each in lengths]
+    found = tune.tune(tune.TUNABLE["paged_decode"], cases)
     assert found == Launch(splits=16, block=32, num_warps=8, num_stages=3)
     printed = capsys.readouterr().out
     assert "RESOURCE_EXHAUSTED: shared memory\n" in printed and "more lines" not in printed
 
 
 def test_wants_a_gpu(monkeypatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["tune"])
+    monkeypatch.setattr(sys, "argv", ["tune", "--op", "paged_decode"])
     with pytest.raises(SystemExit, match="needs a GPU, not"):
         tune.main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from pallas_kernels.paged_prefill import launch as prefill_launch
 from pallas_kernels.paged_prefill.cases import CASES as PREFILL_CASES
 from pallas_kernels.qk_rope_append.launch import heads_per_program
 from pallas_kernels.shapes import PagedCase
+from pallas_kernels.skinny_gemm import launch as gemm_launch
+from pallas_kernels.skinny_gemm.cases import CASES as GEMM_CASES
 
 STEP = next(case for case in CASES if case.name == "qwen3_4b_step_b64_ctx1056_page16")
 
@@ -109,8 +111,11 @@ def test_files_lie_beside_their_op() -> None:
     assert str(file).endswith("pallas_kernels/paged_decode/tuned/nvidia_h200.json")
 
 
-@pytest.mark.parametrize(("op", "cases"), [(launch, CASES), (prefill_launch, PREFILL_CASES)])
-def test_tuned_files_name_real_cases(op: ModuleType, cases: tuple[PagedCase, ...]) -> None:
+@pytest.mark.parametrize(
+    ("op", "cases"),
+    [(launch, CASES), (prefill_launch, PREFILL_CASES), (gemm_launch, GEMM_CASES)],
+)
+def test_tuned_files_name_real_cases(op: ModuleType, cases: tuple[Any, ...]) -> None:
     for file in (Path(op.__file__ or "").parent / "tuned").glob("*.json"):
         choices = tuned.by_shapes(tuned.read_choices(file), cases, op.shapes_of)
         assert all(op.Launch(**choice) for choice in choices.values())
