@@ -8,13 +8,15 @@ from pallas_kernels.checks import check_paged
 from pallas_kernels.paged_prefill import cases, launch, ref, xla
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
+_mosaic = imported_when_called("pallas_kernels.paged_prefill.mosaic", "paged_prefill")
 _triton = imported_when_called("pallas_kernels.paged_prefill.triton", "paged_prefill")
 
 OP = KernelOp(
     name="paged_prefill",
     ref=ref.paged_prefill,
     impls=(
-        Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
+        Impl("mosaic", _mosaic, platforms=("gpu",), supports=launch.mosaic_supports),
+        Impl("triton", _triton, platforms=("gpu",), supports=launch.triton_supports),
         Impl("xla", xla.paged_prefill),
     ),
     cases=cases.CASES,

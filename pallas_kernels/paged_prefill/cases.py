@@ -10,6 +10,7 @@ from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import PagedCase, paged_arrays
 
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
+_SMOL_TP3 = shapes.SMOLLM2_135M_TP3
 _FP8 = "float8_e4m3fn"
 
 
@@ -47,9 +48,24 @@ CASES = (
     PagedCase("llama3_8b_bf16", shapes.LLAMA3_8B, (40, 17), (9, 17), padding=6, dtype="bfloat16"),
     PagedCase("qwen3_4b_page64_bf16", shapes.QWEN3_4B, (65,), (30,), 64, dtype="bfloat16"),
     PagedCase("qwen2_5_7b_gqa7_bf16", shapes.QWEN2_5_7B, (90, 20), (19, 20), dtype="bfloat16"),
-    PagedCase("llama3_70b_tp8_bf16", shapes.LLAMA3_70B_TP8, (300,), (40,), dtype="bfloat16"),
-    PagedCase("smollm2_tile_edges_bf16", _SMOL, (21, 150, 43), (21, 22, 43), dtype="bfloat16"),
-    PagedCase("smollm2_window_bf16", _SMOL, (400,), (50,), window=130, dtype="bfloat16"),
+    PagedCase(
+        "llama3_70b_tp8_ragged_bf16",
+        shapes.LLAMA3_70B_TP8,
+        (200, 9, 0, 90, 300),
+        (70, 9, 0, 20, 1),
+        padding=30,
+        dtype="bfloat16",
+    ),
+    PagedCase(
+        "llama3_70b_tp8_page64_bf16", shapes.LLAMA3_70B_TP8, (420,), (70,), 64, dtype="bfloat16"
+    ),
+    PagedCase(
+        "smollm2_tp3_tile_edges_bf16", _SMOL_TP3, (21, 150, 43), (21, 22, 43), dtype="bfloat16"
+    ),
+    PagedCase("smollm2_tp3_window_bf16", _SMOL_TP3, (400,), (66,), window=130, dtype="bfloat16"),
+    PagedCase(
+        "smollm2_tp3_only_padding_f16", _SMOL_TP3, (0, 0), (0, 0), padding=65, dtype="float16"
+    ),
     PagedCase("llama3_8b_fp8", shapes.LLAMA3_8B, (70,), (17,), dtype="bfloat16", kv_dtype=_FP8),
     PagedCase("gpt2_f16", shapes.GPT2, (60, 17), (9, 17), dtype="float16"),
     PagedCase("phi3_head96", shapes.PHI3_MINI, (20,), (20,)),

@@ -1,7 +1,7 @@
-"""Which calls the Triton kernel of paged_prefill takes, and how it cuts them up.
+"""Which calls the GPU kernels of paged_prefill take, and how the Triton one cuts them up.
 
-Owns: ``supports``, ``Launch``, ``choose`` (a tuned choice, else a rule). Needs no Triton, so that a
-machine without it can ask. Must not know: the kernel.
+Owns: ``mosaic_supports``, ``triton_supports``, ``Launch``, ``choose`` (a tuned choice, else a
+rule). Needs neither language, so that a machine without it can ask. Must not know: the kernels.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels import tuned
-from pallas_kernels.checks import unfit_for_triton
+from pallas_kernels.checks import not_hopper, unfit_for_triton
 from pallas_kernels.paged_prefill.cases import CASES
 from pallas_kernels.shapes import PagedCase
 
 HEAD_DIMS = (16, 256)  # smallest and largest
 LARGEST_GROUP = 16  # query heads of a kv head: the smallest tile holds one token of each
+MOSAIC_DTYPES = ("bfloat16", "float16")
+MOSAIC_HEAD_DIMS = (64, 128)  # 256 would need more shared memory than there is
+BLOCK = 128  # keys of a step of the Mosaic kernel
+QUERIES = 64  # of one of its workers: the smallest and the fastest tile of a warpgroup's products
+WORKERS = 2
 MULTIPROCESSORS = 132  # of an H100 or H200
 
 
@@ -34,7 +39,34 @@ class Launch:
     num_stages: int
 
 
-def supports(
+def mosaic_supports(
+    q: jax.Array,  # [T, N, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    page_table: jax.Array,  # int32[R, M]
+    seq_lens: jax.Array,  # int32[R]
+    query_start_loc: jax.Array,  # int32[R + 1]
+    *,
+    scale: float,
+    window: int | None = None,
+) -> str | None:
+    """Why the Mosaic kernel cannot run the call, or None."""
+    del v_pages, page_table, seq_lens, query_start_loc, window
+    (t, _, h), page_size = q.shape, k_pages.shape[1]
+    if str(q.dtype) not in MOSAIC_DTYPES or k_pages.dtype != q.dtype:
+        return f"queries are {q.dtype} and pages {k_pages.dtype}, not both of 16 bits and alike"
+    if h not in MOSAIC_HEAD_DIMS:
+        return f"head_dim {h} is neither 64 nor 128"
+    if page_size % 8 or BLOCK % page_size:
+        return f"page_size {page_size} is not 8, 16, 32, 64 or 128"
+    if t < QUERIES:
+        return f"{t} queries are fewer than the {QUERIES} of a tile"
+    if scale <= 0.0:
+        return f"scale {scale} is not positive"
+    return not_hopper()
+
+
+def triton_supports(
     q: jax.Array,  # [T, N, H]
     k_pages: jax.Array,  # [P, S, K, H]
     v_pages: jax.Array,  # [P, S, K, H]

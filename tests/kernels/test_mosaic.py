@@ -1,0 +1,83 @@
+"""The Mosaic kernels without a GPU: right in JAX's interpreter, and lowered for Hopper.
+
+The interpreter knows no products whose left side or sum lies in registers: ``_accumulate`` is
+replaced by one that it knows. Machine code is made on a GPU alone, so that nothing here says
+whether a kernel spills. The interpreter also fails on barriers that a warpgroup does not see
+through to the end.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_prefill import launch, mosaic
+from pallas_kernels.paged_prefill.api import OP
+from pallas_kernels.registry import Impl, select
+from pallas_kernels.shapes import PagedCase
+from pallas_kernels.testing import mismatch
+
+MOSAIC = next(impl for impl in OP.impls if impl.name == "mosaic")
+CASES = {case.name: case for case in OP.cases}
+INTERPRETED = (
+    "llama3_70b_tp8_ragged_bf16",
+    "llama3_70b_tp8_page64_bf16",
+    "smollm2_tp3_tile_edges_bf16",
+    "smollm2_tp3_window_bf16",
+    "smollm2_tp3_only_padding_f16",
+)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "not_hopper", lambda: None)
+
+
+def _accumulate(acc: jax.Array, weights: jax.Array, v: Any) -> jax.Array:
+    return acc + jnp.dot(weights.astype(jnp.float32), v[...].astype(jnp.float32))
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.usefixtures("on_hopper")
+def test_the_interpreter_agrees_with_the_definition(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mosaic, "_accumulate", _accumulate)
+    inputs = OP.build(CASES[name], 0)
+    assert MOSAIC.refuses("gpu", inputs.args, inputs.static) is None
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        problem = mismatch(OP, Impl("mosaic", mosaic.paged_prefill), CASES[name], inputs)
+    assert problem is None, problem
+
+
+@pytest.mark.parametrize("name", [*INTERPRETED, "qwen3_4b_t1024_ctx1024"])
+@pytest.mark.usefixtures("on_hopper")
+def test_chosen_and_lowered_for_hopper(name: str) -> None:
+    inputs = OP.build(CASES[name], 0)
+    assert select(OP, "gpu", inputs.args, inputs.static).name == "mosaic"
+    step = jax.jit(partial(MOSAIC.fn, **inputs.static))
+    text = step.trace(*inputs.args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@mosaic_gpu" in text
+    assert "stablehlo.while" not in text and "stablehlo.sort" not in text, (
+        "XLA has control flow of its own"
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        pytest.param(CASES["smollm2_tile_edges"], "queries are float32", id="float32"),
+        pytest.param(CASES["llama3_8b_fp8"], "pages float8_e4m3fn", id="fp8"),
+        pytest.param(CASES["gemma3_head256_bf16"], "head_dim 256 is neither", id="head_dim"),
+        pytest.param(CASES["llama3_8b_bf16"], "32 queries are fewer than", id="few_queries"),
+        pytest.param(CASES[INTERPRETED[0]], "compute capability none, not 9.x", id="device"),
+    ],
+)
+def test_refusals(case: PagedCase, reason: str) -> None:
+    inputs = OP.build(case, 0)
+    assert reason in (MOSAIC.refuses("gpu", inputs.args, inputs.static) or "")
