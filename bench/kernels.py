@@ -18,7 +18,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,17 +26,17 @@ import jax
 import jax.numpy as jnp
 
 from bench.circumstances import circumstances
-from pallas_kernels.registry import Case, Cost, Impl, KernelOp, all_ops, with_refs
+from pallas_kernels.registry import Case, Cost, Impl, Inputs, KernelOp, all_ops, with_refs
 from pallas_kernels.testing import mismatch, runnable
 
-SECONDS_PER_CASE = 0.5
+SECONDS_PER_CASE = 0.15
 SECONDS_PER_SAMPLE = 0.005  # calls are launched back to back for this long, then awaited
 LARGE_BYTES = 1 << 20  # an argument of this size is a pool, of which there are several sets
 MOST_POOL_BYTES = 24 << 30  # of all sets together
 MOST_SETS = 36  # as many as layers of the model whose shapes most cases have
 COLD_BYTES = {"cpu": 0, "gpu": 1 << 28, "tpu": 0}  # read before a set's turn comes again
-MOST_REPEATS = 128  # calls of one computation
-SECONDS_PER_CHAIN = 0.02  # a computation takes about this long, where calls are so fast
+MOST_REPEATS = 36  # calls of one computation; its compile time grows with them
+SECONDS_PER_CHAIN = 0.004  # a computation takes about this long, where calls are so fast
 CEILING_BYTES = {"cpu": 1 << 28, "gpu": 1 << 31, "tpu": 1 << 30}  # well past any cache
 
 type Arguments = dict[int, Any]  # of an op's call, by index
@@ -104,14 +103,25 @@ def _after(outputs: list[jax.Array], named: Arguments) -> Arguments:
     return jax.lax.optimization_barrier((outputs, named))[1]
 
 
+def parts(op: KernelOp, arguments: Sequence[Any]) -> tuple[Arguments, Arguments, Arguments]:
+    """What a call takes: pools that it updates, other pools, the rest.
+
+    What one call feeds to the next is no pool, however large: of a set's own, each call would do
+    the same again, and XLA would do it once for all.
+    """
+    named = dict(enumerate(arguments))
+    fed = {argument for argument, _ in op.feeds}
+    updated = {i: x for i, x in named.items() if i in op.donate}
+    others = {i: x for i, x in named.items() if i not in updated}
+    fixed = {i: x for i, x in others.items() if i not in fed and _nbytes(x) > LARGE_BYTES}
+    return updated, fixed, {i: x for i, x in others.items() if i not in fixed}
+
+
 def seconds_in_a_chain(
     op: KernelOp, function: Callable[..., Any], arguments: Sequence[Any], cost: Cost
 ) -> float:
     """Seconds of one call of ``function`` on the op's arguments (arrays on the device)."""
-    named = dict(enumerate(arguments))
-    updated = {i: x for i, x in named.items() if i in op.donate}
-    fixed = {i: x for i, x in named.items() if i not in updated and _nbytes(x) > LARGE_BYTES}
-    rest = {i: x for i, x in named.items() if i not in updated and i not in fixed}
+    updated, fixed, rest = parts(op, arguments)
     set_bytes = sum(map(_nbytes, (*updated.values(), *fixed.values())))
     wanted = min(-(-COLD_BYTES[jax.default_backend()] // cost.bytes), MOST_SETS)
     count = max(1, min(wanted, MOST_POOL_BYTES // max(1, set_bytes)))
@@ -128,7 +138,7 @@ def seconds_in_a_chain(
 
         return seconds_per_call(call) / repeats
 
-    alone = timed(1)
+    alone = timed(1)  # with the launch from the host
     repeats = min(int(SECONDS_PER_CHAIN / alone), MOST_REPEATS)
     if jax.default_backend() == "cpu" or repeats < 2:
         return alone
@@ -139,15 +149,18 @@ def _nbytes(x: Any) -> int:
     return 0 if x is None else x.nbytes
 
 
-def time_case(op: KernelOp, impl: Impl, case: Case, ceiling: float) -> dict[str, Any]:
-    """One row of the table; {"skipped": reason} when the implementation cannot run the case."""
+def time_case(
+    op: KernelOp, impl: Impl, case: Case, inputs: Inputs, ceiling: float
+) -> dict[str, Any]:
+    """One row of the table; {"skipped": reason} when the implementation cannot run the inputs.
+
+    ``inputs`` are the case's, arrays on the device.
+    """
     row: dict[str, Any] = {"op": op.name, "impl": impl.name, "case": case.name}
-    inputs = op.build(case, 0)
     if (reason := runnable(impl, inputs)) is not None:
         return row | {"skipped": reason}
-    arguments = [jax.tree.map(jnp.asarray, x) for x in inputs.args]
     cost = op.cost(case)
-    seconds = seconds_in_a_chain(op, partial(impl.fn, **inputs.static), arguments, cost)
+    seconds = seconds_in_a_chain(op, partial(impl.fn, **inputs.static), inputs.args, cost)
     return row | {
         "us": round(seconds * 1e6, 2),
         "gb_per_s": round(cost.bytes / seconds / 1e9, 2),
@@ -178,6 +191,22 @@ def wrong_results(ops: Sequence[KernelOp], impl_name: str | None) -> int:
     return wrong
 
 
+def on_device(inputs: Inputs) -> Inputs:
+    """The same, with arrays of jax."""
+    return Inputs(tuple(jax.tree.map(jnp.asarray, x) for x in inputs.args), inputs.static)
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A line of the table."""
+    label = f"{row['op']:16}{row['impl']:8}{row['case']:34}"
+    if "skipped" in row:
+        return f"{label}skipped: {row['skipped']}"
+    return (
+        f"{label}{row['us']:10.1f}{row['gb_per_s']:9.2f}{row['tflop_per_s']:9.3f}"
+        f"{row['share_of_copy']:9.1%}"
+    )
+
+
 def main() -> None:
     """Check or time, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -197,17 +226,11 @@ def main() -> None:
     rows = []
     for op in ops:
         impls = [impl for impl in op.impls if options.impl in (None, impl.name)]
-        for case, impl in product(bench_cases(op, options.case), impls):
-            rows.append(row := time_case(op, impl, case, ceiling))
-            label = f"{op.name:16}{impl.name:8}{case.name:34}"
-            if "skipped" in row:
-                print(f"{label}skipped: {row['skipped']}")
-            else:
-                print(
-                    f"{label}{row['us']:10.1f}{row['gb_per_s']:9.2f}"
-                    f"{row['tflop_per_s']:9.3f}{row['share_of_copy']:9.1%}",
-                    flush=True,
-                )
+        for case in bench_cases(op, options.case):
+            inputs = on_device(op.build(case, 0))  # the slowest part of a large case
+            for impl in impls:
+                rows.append(row := time_case(op, impl, case, inputs, ceiling))
+                print(shown(row), flush=True)
     slug = facts["device"].lower().replace(" ", "-")
     output = options.output or Path(__file__).parent / "results" / slug / "kernels.json"
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from bench import kernels
 from pallas_kernels.registry import KernelOp, all_ops
@@ -56,6 +57,20 @@ def test_calls_that_feed_nothing_all_run() -> None:
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
     lowered = kernels.chained(op, function, 3).lower(*arguments).compile().as_text()
     assert lowered.count(" dot(") == 3, "XLA made one of several calls"
+
+
+def test_large_queries_are_fed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of 256 has 2 MB of queries; taken for a pool, a chain of calls would be one call."""
+    monkeypatch.setattr(kernels, "LARGE_BYTES", 0)
+    op = _op("paged_decode")
+    case = next(case for case in op.cases if case.name == "smollm2_page_edges")
+    inputs = kernels.on_device(op.build(case, 0))
+    updated, fixed, rest = kernels.parts(op, inputs.args)
+    assert (updated.keys(), fixed.keys(), rest.keys()) == (set(), {1, 2, 3, 4}, {0})
+    function = partial(op.impls[-1].fn, **inputs.static)
+    _, fed = kernels.chained(op, function, 2)([{}], [fixed], rest)
+    again = function(function(*inputs.args), *inputs.args[1:])
+    np.testing.assert_allclose(fed[0], again, rtol=1e-5, atol=1e-6)
 
 
 def test_gpu_cases_are_left_out_on_a_cpu() -> None:
