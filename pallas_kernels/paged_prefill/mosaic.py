@@ -385,8 +385,8 @@ def paged_prefill(
         body,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=_shared_types(sizes, q.dtype)._asdict(),
-        grid=(n // sizes.tile_heads, tiles.shape[0]),
-        grid_names=("heads", "tile"),
+        grid=(tiles.shape[0], n // sizes.tile_heads),  # heads side by side, longest tiles first
+        grid_names=("tile", "heads"),
         num_threads=WORKERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
