@@ -25,6 +25,7 @@ STAGE_BYTES = 16384  # of weights
 MOST_SPLITS = 8
 PARTIAL_BYTES = 4
 STAGES = (3, 7)
+WGMMA_TOKENS = 64  # smallest tile of the matrix units that read from shared memory by themselves
 MULTIPROCESSORS = 132  # of an H100 or H200
 SHARED_BYTES = 220 << 10  # of a multiprocessor, less what the compiler takes besides stages
 MOST_TOGETHER = 3  # programs of a multiprocessor that stages leave room for
@@ -90,6 +91,7 @@ def by_rule(sizes: Sizes) -> Launch:
     choice = min(choices, key=lambda choice: _blocks_of_time(choice, sizes))
     room = SHARED_BYTES // min(_programs_together(choice, sizes), MOST_TOGETHER)
     stages = room // ((columns + block_t) * block_k * itemsize)
+    stages += block_t < WGMMA_TOKENS  # whose products leave one of the stages without a buffer
     return replace(choice, num_stages=min(max(stages, STAGES[0]), STAGES[1]))
 
 

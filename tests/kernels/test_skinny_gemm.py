@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -28,7 +30,9 @@ GATE_UP = Sizes(16, 2560, 9728, norm=True, swiglu=True, dtype="bfloat16")
 )
 def test_arguments_that_do_not_fit(change, message) -> None:
     sizes = {"x": (3, 16), "w": (16, 8), "norm": 16, "residual": (3, 4), "arrivals": ARRIVALS}
-    arrays = {name: jnp.zeros(change.get(name, size)) for name, size in sizes.items()}
+    arrays: dict[str, Any] = {
+        name: jnp.zeros(change.get(name, size)) for name, size in sizes.items()
+    }
     arrays["arrivals"] = jax.new_ref(arrays["arrivals"].astype(jnp.int32))
     with pytest.raises(ValueError, match=message):
         skinny_gemm(**arrays, eps=1e-6, swiglu=True)
@@ -47,8 +51,9 @@ def test_arguments_that_do_not_fit(change, message) -> None:
     ],
 )
 def test_calls_of_the_kernel(x, w, dtype, norm, reason) -> None:
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in (x, w, x[1:])]
-    found = launch.supports(*arrays[:2], arrays[2] if norm else None, None, None, eps=0, swiglu=0)
+    tokens, weights, norms = (jax.ShapeDtypeStruct(y, jnp.dtype(dtype)) for y in (x, w, x[1:]))
+    given: list[Any] = [tokens, weights, norms if norm else None, None, None]
+    found = launch.supports(*given, eps=0.0, swiglu=False)
     assert found is reason if reason is None else reason in str(found)
 
 
