@@ -11,6 +11,10 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
+# Values of a larger pool repeat after so many: to draw a GB of them takes seconds. A prime, so that
+# no two tokens are alike.
+MOST_VALUES = 2_000_003
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -91,10 +95,14 @@ def paged_arrays(case: PagedCase, num_rows: int, rng: np.random.Generator) -> Pa
     free = iter(rng.permutation(np.arange(1, num_pages)))
     junk = [0, num_pages - 1, num_pages + 7, -1]
     table = rng.choice(junk, size=(num_rows, max_pages)).astype(np.int32)
+    width = shape[2] * shape[3]
+    values = rng.standard_normal(min(2 * sum(case.seq_lens) * width, MOST_VALUES), np.float32)
+    values = values.astype(dtype)
     for row, (length, count) in enumerate(zip(case.seq_lens, needed, strict=True)):
         table[row, :count] = [next(free) for _ in range(count)]
         slots = np.arange(length)
         for pool in (k_pages, v_pages):
-            values = rng.standard_normal((length, *shape[2:]), np.float32)
-            pool[table[row, slots // size], slots % size] = values.astype(dtype)
+            tokens = np.resize(values, (length, *shape[2:]))
+            pool[table[row, slots // size], slots % size] = tokens
+            values = np.roll(values, -length * width)
     return PagedArrays(k_pages, v_pages, table)
