@@ -2,7 +2,7 @@
 
 Run on the GPU, from the repository root:
 ``python -m bench.tune --op NAME [--case TEXT] [--output FILE]``.
-From the rule's choice it varies one value after the other, keeps what is faster, and writes the
+From the rule's choices it varies one value after the other, keeps what is faster, and writes the
 choices beside the op, where calls of the same shapes find them.
 """
 
@@ -26,6 +26,7 @@ from pallas_kernels.paged_decode import launch as paged_decode_launch
 from pallas_kernels.registry import Case, KernelOp, imported_when_called
 from pallas_kernels.skinny_gemm import api as skinny_gemm
 from pallas_kernels.skinny_gemm import launch as skinny_gemm_launch
+from pallas_kernels.skinny_gemm.cases import GemmCase
 from pallas_kernels.tuned import read_choices, tuned_file
 
 WORTHWHILE = 0.99  # a choice must take less than this share of the best time so far
@@ -35,12 +36,12 @@ WORTHWHILE = 0.99  # a choice must take less than this share of the best time so
 class Tunable:
     """An op with a choice of launches, a frozen dataclass.
 
-    ``by_rule`` takes a case and its arguments. Cases of the same ``shapes_of`` share a choice.
-    ``values`` are tried in their order.
+    ``starts`` takes a case and its arguments; the first of its choices is the rule's. Cases of the
+    same ``shapes_of`` share a choice. ``values`` are tried in their order.
     """
 
     op: KernelOp
-    by_rule: Callable[[Any, Sequence[Any]], Any]
+    starts: Callable[[Any, Sequence[Any]], Sequence[Any]]
     shapes_of: Callable[[Any], Hashable]
     values: tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -50,15 +51,21 @@ class Tunable:
         return imported_when_called(f"pallas_kernels.{self.op.name}.triton", "launched")
 
 
-def _decode_by_rule(case: Any, args: Sequence[Any]) -> paged_decode_launch.Launch:
+def _decode_starts(case: Any, args: Sequence[Any]) -> Sequence[paged_decode_launch.Launch]:
     q, k_pages, _, page_table, _ = args
-    return paged_decode_launch.by_rule(q, k_pages, page_table)
+    return (paged_decode_launch.by_rule(q, k_pages, page_table),)
+
+
+def _gemm_starts(case: GemmCase, args: Sequence[Any]) -> Sequence[skinny_gemm_launch.Launch]:
+    """Of each width, since the best number of splits depends on it."""
+    widths = (skinny_gemm_launch.of_columns(columns, case.sizes) for columns in (32, 64, 128, 256))
+    return tuple(dict.fromkeys((skinny_gemm_launch.by_rule(case.sizes), *widths)))
 
 
 TUNABLE = {
     "paged_decode": Tunable(
         paged_decode.OP,
-        _decode_by_rule,
+        _decode_starts,
         paged_decode_launch.shapes_of,
         (
             ("splits", (1, 2, 4, 8, 16, 32, 64)),
@@ -69,15 +76,13 @@ TUNABLE = {
     ),
     "skinny_gemm": Tunable(
         skinny_gemm.OP,
-        lambda case, args: skinny_gemm_launch.by_rule(case.sizes),
+        _gemm_starts,
         skinny_gemm_launch.shapes_of,
         (
-            ("block_n", (16, 32, 64, 128)),
-            ("splits", (1, 2, 3, 4, 5, 6, 8)),
+            ("splits", (1, 2, 3, 4, 5, 6, 8, 12)),
             ("num_stages", (3, 4, 5, 6, 7)),
-            ("block_k", (32, 64, 128, 256)),
             ("num_warps", (2, 4, 8)),
-            ("splits", (1, 2, 3, 4, 6, 8, 12)),  # others may be best by now
+            ("block_k", (32, 64, 128, 256)),
         ),
     ),
 }
@@ -111,8 +116,10 @@ def tune(tunable: Tunable, cases: Sequence[Any]) -> Any:
                 return math.inf
         return total
 
-    best = tunable.by_rule(cases[0], arrays[0])
-    least = by_rule = score(best)
+    starts = tunable.starts(cases[0], arrays[0])
+    scores = [score(start) for start in starts]
+    least, by_rule = min(scores), scores[0]
+    best = starts[scores.index(least)]
     for name, values in tunable.values:
         for choice in neighbours(best, name, values):
             if (taken := score(choice)) < WORTHWHILE * least:

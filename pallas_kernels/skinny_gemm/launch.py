@@ -77,13 +77,21 @@ def supports(
 
 
 def by_rule(sizes: Sizes) -> Launch:
-    """Columns enough for few reads of the tokens; splits by ``_blocks_of_time``; stages as many as
-    leave room for all programs at once. Chosen from the compiler's report, not yet timed.
-    """
-    itemsize = jnp.dtype(sizes.dtype).itemsize
+    """Columns enough for few reads of the tokens. Not yet timed."""
+    return of_columns(64 if _token_tile(sizes) <= 32 else 128, sizes)
+
+
+def _token_tile(sizes: Sizes) -> int:
     smallest, largest = TOKEN_TILES
-    block_t = min(max(power_of_two(sizes.tokens), smallest), largest)
-    columns = 64 if block_t <= 32 else 128  # of weights: with swiglu half of them the gate's
+    return min(max(power_of_two(sizes.tokens), smallest), largest)
+
+
+def of_columns(columns: int, sizes: Sizes) -> Launch:
+    """The rule's launch of blocks that many columns of weights wide, gate and up together.
+
+    Splits are by ``_blocks_of_time``, stages as many as leave room for all programs at once.
+    """
+    itemsize, block_t = jnp.dtype(sizes.dtype).itemsize, _token_tile(sizes)
     block_k = STAGE_BYTES // (columns * itemsize)
     block_n = columns // 2 if sizes.swiglu else columns
     choice = Launch(block_t, block_n, block_k, 1, num_warps=8 if block_t > 64 else 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import jax
@@ -13,6 +13,8 @@ import pytest
 from bench import tune
 from pallas_kernels.paged_decode.cases import CASES
 from pallas_kernels.paged_decode.launch import Launch
+from pallas_kernels.skinny_gemm.cases import GemmCase
+from pallas_kernels.skinny_gemm.launch import Launch as GemmLaunch
 
 if sys.platform != "linux":
     pytest.skip("Triton has no packages for this system", allow_module_level=True)
@@ -36,6 +38,20 @@ def test_each_value_ends_at_its_best(monkeypatch, capsys: pytest.CaptureFixture[
     assert found == Launch(splits=16, block=32, num_warps=8, num_stages=3)
     printed = capsys.readouterr().out
     assert "RESOURCE_EXHAUSTED: shared memory\n" in printed and "more lines" not in printed
+
+
+def test_the_best_of_several_starts_is_improved(monkeypatch) -> None:
+    wanted = GemmLaunch(16, 32, 256, splits=4, num_warps=2, num_stages=6)
+
+    def seconds(op: Any, function: Callable[..., Any], arguments: Any, cost: Any) -> float:
+        (choice,) = function.args  # type: ignore[attr-defined]
+        return 1e-5 * (
+            1 + sum(x != y for x, y in zip(astuple(choice), astuple(wanted), strict=True))
+        )
+
+    monkeypatch.setattr(tune, "seconds_in_a_chain", seconds)
+    case = GemmCase("thin", 16, 1024, 64, dtype="bfloat16")
+    assert tune.tune(tune.TUNABLE["skinny_gemm"], [case]) == wanted
 
 
 def test_wants_a_gpu(monkeypatch) -> None:
