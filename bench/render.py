@@ -152,15 +152,17 @@ def _start_table(ours: Values) -> list[str]:
 
 
 def _ablation_table(ours: Values) -> list[str]:
-    """One setting changed at a time."""
-    found = [case for metric, case in ours if metric == "ablation_tpot_ms"]
-    names = dict.fromkeys(case.partition("/")[0] for case in found)
-    batches = dict.fromkeys(case.partition("/")[2] for case in found)
+    """One setting changed at a time: TPOT by batch, TTFT by tokens."""
+    titles = {"ablation_tpot_ms": "TPOT, batch", "ablation_ttft_ms": "TTFT,"}
+    found = [(metric, *case.split("/")) for metric, case in ours if metric in titles]
+    names = dict.fromkeys(name for _, name, _ in found)
+    columns = dict.fromkeys((metric, size) for metric, _, size in found)
     rows = [
-        [name, *(_value(ours, "ablation_tpot_ms", f"{name}/{batch}") for batch in batches)]
+        [name, *(_value(ours, metric, f"{name}/{size}") for metric, size in columns)]
         for name in names
     ]
-    return table(["TPOT, ms", *(f"batch {batch.removeprefix('b')}" for batch in batches)], rows)
+    heads = [f"{titles[metric]} {size.removeprefix('b')}" for metric, size in columns]
+    return table(["ms", *heads], rows)
 
 
 def serve_tables(report: Mapping[str, Any], peer: Mapping[str, Any]) -> list[str]:

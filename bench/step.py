@@ -16,10 +16,11 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,14 @@ from jaxinfer.models.registry import build_model
 
 SHAPES = Path(__file__).with_name("shapes")
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
+# of the kernels that a decode step of these models or a lone prompt runs
+KERNELS = ("append_decode", "paged_prefill", "qk_rope_append", "sample", "skinny_gemm")
 ABLATIONS: Mapping[str, dict[str, Any]] = {
     "default": {},
     "no-overlap": {"overlap": False},
     "prefix-caching": {"enable_prefix_caching": True},
     "page-64": {"page_size": 64},
+    **{f"{kernel}-by-xla": {"kernels": f"{kernel}=xla"} for kernel in KERNELS},
 }
 
 
@@ -59,6 +63,7 @@ class Workload:
     offline: tuple[int, int, int] = (128, 256, 64)  # prompts, tokens in, tokens out
     gpt2_input: int = 256
     ablation_batches: tuple[int, ...] = (1, 64)
+    ablation_input: int = 4096  # of the lone prompt
     warm_starts: int = 5
     repeats: Repeats = Repeats()
 
@@ -244,29 +249,40 @@ def start(bench: Bench) -> list[Row]:
 
 
 def ablation(bench: Bench) -> list[Row]:
-    """TPOT with one setting changed at a time; with ``--label``, the defaults under that name."""
+    """TPOT and TTFT, one setting changed at a time; with ``--label``, the defaults by that name."""
     changes = ABLATIONS if bench.label is None else {bench.label: {}}
     return [each for name, change in changes.items() for each in _ablated(bench, name, change)]
 
 
 def _ablated(bench: Bench, name: str, change: Mapping[str, Any]) -> list[Row]:
     work = bench.work
-    prompts, rows = bench.prompts(bench.config), list[Row]()
-    with bench.engine(bench.config, **change) as llm:
+    most, length = max(work.ablation_batches), work.ablation_input
+    # no shapes but those that are measured, so that the engine starts sooner
+    sizes = {"max_num_seqs": most, "decode_bucket_start": most, "mixed_bucket_start": most}
+    sizes |= {"prefill_bucket_start": length, "prefill_bucket_factor": 1 << 20}
+    fresh, rows = _fresh_prompts(bench.prompts(bench.config)), list[Row]()
+    with bench.engine(bench.config, **sizes, **change) as llm:
+
+        def ttft_ms() -> float:
+            return 1e3 * cases.seconds_of(llm, next(fresh)(1, length), GREEDY, 1)
+
         for batch in work.ablation_batches:
-            samples = _fresh_tpot(llm, prompts, batch, work)
+            samples = _fresh_tpot(llm, fresh, batch, work)
             case = f"{name}/b{batch}"
             rows.append(row("ablation_tpot_ms", case, samples, None, environment=environment()))
+        samples, case = work.repeats.of(ttft_ms), f"{name}/{length}"
+        rows.append(row("ablation_ttft_ms", case, samples, None, environment=environment()))
     return rows
 
 
-def _fresh_tpot(llm: LLM, prompts: Prompts, batch: int, work: Workload) -> list[float]:
-    """TPOT with prompts that no call has seen: a prefix cache must find nothing."""
-    seeds = iter(range(1, 1000))
+def _fresh_prompts(prompts: Prompts) -> Iterator[Prompts]:
+    """Prompts that no call has seen: a prefix cache must find nothing."""
+    return (Prompts(prompts.vocab_size, prompts.seed + i) for i in count(1))
 
+
+def _fresh_tpot(llm: LLM, fresh: Iterator[Prompts], batch: int, work: Workload) -> list[float]:
     def run() -> float:
-        pair = [Prompts(prompts.vocab_size, prompts.seed + next(seeds)) for _ in range(2)]
-        one, all_ = (each(batch, work.tpot_input) for each in pair)
+        one, all_ = (next(fresh)(batch, work.tpot_input) for _ in range(2))
         first = cases.seconds_of(llm, one, GREEDY, 1)
         seconds = cases.seconds_of(llm, all_, GREEDY, 1 + cases.DECODED) - first
         return 1e3 * seconds / cases.DECODED

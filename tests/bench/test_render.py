@@ -40,6 +40,7 @@ STEP: dict[str, Any] = {
         {"metric": "ablation_tpot_ms", "case": "default/b1", "value": 2.3, "floor": None},
         {"metric": "ablation_tpot_ms", "case": "no-overlap/b1", "value": 2.9, "floor": None},
         {"metric": "ablation_tpot_ms", "case": "no-overlap/b64", "value": 5.0, "floor": None},
+        {"metric": "ablation_ttft_ms", "case": "default/4096", "value": 58.0, "floor": None},
     ],
 }
 STEP_TABLES = """\
@@ -71,10 +72,10 @@ NVIDIA H200, jax 0.11.2, commit abc
 | --- | ---: | ---: |
 | import s | 1.50 | 1.25 |
 
-| TPOT, ms | batch 1 | batch 64 |
-| --- | ---: | ---: |
-| default | 2.30 | - |
-| no-overlap | 2.90 | 5.00 |
+| ms | TPOT, batch 1 | TPOT, batch 64 | TTFT, 4096 |
+| --- | ---: | ---: | ---: |
+| default | 2.30 | - | 58.0 |
+| no-overlap | 2.90 | 5.00 | - |
 """
 SERVE = {
     "rows": [

@@ -26,6 +26,7 @@ TINY = step.Workload(
     offline=(3, 8, 4),
     gpt2_input=8,
     ablation_batches=(1,),
+    ablation_input=8,
     warm_starts=1,
     repeats=Repeats(at_least=1, at_most=1, seconds=0),
 )
@@ -87,14 +88,15 @@ def test_the_small_model_and_the_ablations(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_cases, "DECODED", 4)
-    monkeypatch.setattr(step, "ABLATIONS", {"default": {}, "no-overlap": {"overlap": False}})
+    names = ("default", "no-overlap", "sample-by-xla")
+    monkeypatch.setattr(step, "ABLATIONS", {name: step.ABLATIONS[name] for name in names})
     output = tmp_path / "step.json"
     run(flags, "ablation", output, "--commit=abc")
     report = run(flags, "ablation", output, "--commit=abc", "--label=other")
     assert cases(report) == {
-        ("ablation_tpot_ms", "default/b1"),
-        ("ablation_tpot_ms", "no-overlap/b1"),
-        ("ablation_tpot_ms", "other/b1"),
+        (metric, f"{name}/{size}")
+        for metric, size in (("ablation_tpot_ms", "b1"), ("ablation_ttft_ms", "8"))
+        for name in (*names, "other")
     }
     monkeypatch.setattr(step, "busy_seconds", lambda call: call())
     report = run(flags, "gpt2", output, "--commit=abc")
