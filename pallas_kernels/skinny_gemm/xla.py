@@ -34,7 +34,9 @@ def _product(
     eps: float,
     swiglu: bool,
 ) -> jax.Array:  # [T, O]
-    out = (x if norm is None else rms_norm(x, norm, eps)) @ w
+    x = x if norm is None else rms_norm(x, norm, eps)
+    # Left to itself XLA rounds float32 to 11 bits for the matrix units of a GPU.
+    out = jnp.matmul(x, w, precision="highest" if x.dtype == jnp.float32 else None)
     if swiglu:
         gate, up = jnp.split(out, 2, axis=-1)
         out = jax.nn.silu(gate) * up
