@@ -28,7 +28,7 @@ from jaxinfer.engine import loop as loop_module
 from jaxinfer.engine.build import model_facts, plan_engine
 from jaxinfer.engine.engine import Engine
 from jaxinfer.exec import executor as executor_module
-from jaxinfer.exec.batch import pack, sampling_flags
+from jaxinfer.exec.batch import extras_of, pack
 from jaxinfer.exec.compile import Executables, build_executables
 from jaxinfer.exec.executor import Executor, InFlight
 from jaxinfer.exec.program import Program
@@ -52,9 +52,9 @@ class BareSteps:
         """Mean over one step per context length; batches are packed before the clock starts."""
         limits = self._program.limits
         bucket = smallest_bucket(limits.buckets, batch, 0, 0)
-        layout, step = self._program.layout(bucket), self._executables.steps[bucket]
-        flags = sampling_flags(())
-        batches = [pack(decode_plan(limits, batch, n), layout, flags) for n in contexts]
+        layout = self._program.layout(bucket)
+        step = self._executables.steps[self._program.step_name(bucket, extras=False)]
+        batches = [pack(decode_plan(limits, batch, n), layout, extras_of(())) for n in contexts]
         kv_state, slots = self._kv_state, self._slots
         started = time.perf_counter()
         for flat in batches:
@@ -175,7 +175,7 @@ def build_parts(gguf: Path) -> tuple[Engine, Executor, BareSteps]:
     """What ``build_engine`` builds, and the bare loop on the same executables and weights."""
     config = EngineConfig(model=os.fspath(gguf), enable_prefix_caching=False)
     plan, progress = plan_engine(config), NoProgress()
-    program = Program(plan.model, plan.limits)
+    program = Program(plan.model, plan.limits, pins=plan.pins)
     bundles = plan.cache_dir / "executables"
     executables = build_executables(program, bundle_root=bundles, progress=progress)
     params = load_params(

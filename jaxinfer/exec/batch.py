@@ -18,7 +18,7 @@ import numpy as np
 from jaxinfer.core.request import Request
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket, StepPlan
-from jaxinfer.exec.sampling import SamplingFlags
+from jaxinfer.exec.sampling import Extras
 from jaxinfer.nn.attention import AttentionBatch
 
 # int32 values, 128 bytes: XLA hands a section to a kernel where it lies, and Triton's kernels are
@@ -36,13 +36,13 @@ class DeviceBatch(NamedTuple):
     seq_slots: jax.Array  # int32[B]
     samples: jax.Array  # bool[B]: whether the row's last token draws the next one
     target_ids: jax.Array  # int32[Tp]: the prompt token whose logprob is asked for, else -1
-    flags: SamplingFlags[jax.Array]
+    extras: Extras[jax.Array]
 
 
 class Fields[A](NamedTuple):
     """The sections of the flat array, in order: as sizes, numpy views or device arrays."""
 
-    flags: A  # [len(SamplingFlags)]
+    extras: A  # [len(Extras)]
     seq_slots: A  # [B]
     seq_lens: A  # [B]
     samples: A  # [B]
@@ -63,7 +63,7 @@ class BatchLayout(NamedTuple):
         """Length of each section."""
         b, tp = self.bucket.num_seqs, self.bucket.num_prefill_tokens
         return Fields(
-            flags=len(SamplingFlags._fields),
+            extras=len(Extras._fields),
             seq_slots=b,
             seq_lens=b,
             samples=b,
@@ -87,11 +87,11 @@ class BatchLayout(NamedTuple):
         return list(accumulate((cdiv(size, ALIGN) * ALIGN for size in self.sizes()), initial=0))
 
 
-def pack(plan: StepPlan, layout: BatchLayout, flags: np.ndarray) -> np.ndarray:  # int32[...]
+def pack(plan: StepPlan, layout: BatchLayout, extras: Extras[bool]) -> np.ndarray:  # int32[...]
     """The flat array of a plan. Work is per row and per page, never per token."""
     flat = np.zeros(layout.abstract().shape, np.int32)
     wire = layout.split(flat)
-    wire.flags[:] = flags
+    wire.extras[:] = extras
     wire.seq_slots[:] = layout.sink_slot
     table = wire.page_table.reshape(layout.bucket.num_seqs, layout.pages_per_seq)
     first_prefill = layout.bucket.num_decodes
@@ -155,7 +155,7 @@ def unpack(
         seq_slots=wire.seq_slots,
         samples=wire.samples > 0,
         target_ids=wire.target_ids,
-        flags=SamplingFlags(*(wire.flags > 0)),
+        extras=Extras(*(wire.extras > 0)),
     )
 
 
@@ -174,18 +174,12 @@ def _prefill_tokens(
     return row, jnp.where(real, position, 0), real
 
 
-def sampling_flags(requests: Sequence[Request]) -> np.ndarray:  # int32[len(SamplingFlags)]
-    """What at least one of these requests needs from the sampler."""
+def extras_of(requests: Sequence[Request]) -> Extras[bool]:
+    """What at least one of these requests asks for beside a token."""
     params = [request.sampling for request in requests]
-    random = [p for p in params if not p.greedy]
-    flags = SamplingFlags(
+    return Extras(
         bias=any(p.logit_bias or p.min_tokens for p in params),
         penalties=any(p.has_penalties for p in params),
-        random=bool(random),
-        top_k=any(p.top_k for p in random),
-        top_p=any(p.top_p < 1 for p in random),
-        min_p=any(p.min_p > 0 for p in random),
         logprobs=any(p.logprobs is not None for p in params),
         prompt_logprobs=any(p.prompt_logprobs is not None for p in params),
     )
-    return np.array(flags, np.int32)

@@ -18,7 +18,6 @@ import jax
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import OTHER_CACHE, build_once
-from jaxinfer.core.step import Bucket
 from jaxinfer.exec.aot import (
     MANIFEST,
     Bundle,
@@ -39,7 +38,7 @@ class Executables:
     """The compiled functions of an engine. ``compiled`` says how many were not in the bundle."""
 
     admit: Compiled
-    steps: Mapping[Bucket, Compiled]
+    steps: Mapping[str, Compiled]  # by ``Program.step_name``
     compiled: int
     workspace_bytes: int  # what the hungriest takes beside its arguments
 
@@ -74,7 +73,7 @@ def bundle_for(program: Program, folder: Path) -> Bundle:
     bundle = open_bundle(folder)
     bundle.refuse_machine()
     bundle.refuse_model(program.model)
-    bundle.refuse_limits(program.limits)
+    bundle.refuse_program(program)
     return bundle
 
 
@@ -126,7 +125,7 @@ def _executables(
     program: Program, by_name: Mapping[str, Compiled], manifest: Manifest, compiled: int
 ) -> Executables:
     release_free_heap()
-    steps = {bucket: by_name[bucket.name] for bucket in program.limits.buckets}
+    steps = {name: by_name[name] for name in program.names() if name != ADMIT}
     return Executables(by_name[ADMIT], steps, compiled, manifest.workspace_bytes)
 
 

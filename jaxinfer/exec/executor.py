@@ -17,7 +17,7 @@ import numpy as np
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, StepResult, TokenLogprobs
-from jaxinfer.exec.batch import pack, sampling_flags
+from jaxinfer.exec.batch import extras_of, pack
 from jaxinfer.exec.compile import Executables
 from jaxinfer.exec.forward import StepOutput
 from jaxinfer.exec.program import Program
@@ -75,8 +75,10 @@ class Executor:
         for admission in plan.admissions:
             self._requests[admission.slot] = admission.request
         requests = tuple(self._request(row) for row in plan.rows)
-        batch = pack(plan, self._layouts[plan.bucket], sampling_flags(requests))
-        step = self._executables.steps[plan.bucket]
+        extras = extras_of(requests)
+        batch = pack(plan, self._layouts[plan.bucket], extras)
+        name = self._program.step_name(plan.bucket, extras=any(extras))
+        step = self._executables.steps[name]
         with _device_errors(plan):
             for row in rows:
                 self._slots = self._executables.admit(self._slots, row)
@@ -168,6 +170,7 @@ def _token_logprobs(source: Logprobs, index: int, token_id: int, top: int) -> To
     return TokenLogprobs((token_id, *ids), (chosen, *values), int(source.rank[index]))
 
 
-def _host(logprobs: Logprobs) -> Logprobs:
+def _host(logprobs: Logprobs | None) -> Logprobs:
     """The same record with numpy arrays."""
+    assert logprobs is not None, "a request that asks for logprobs was in a step without extras"
     return Logprobs(*(np.asarray(array) for array in logprobs))  # type: ignore[arg-type]

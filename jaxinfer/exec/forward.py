@@ -19,6 +19,7 @@ from jaxinfer.exec.slots import SlotState
 from jaxinfer.models.base import Model, Params, hidden_states, unembed
 from jaxinfer.nn.attention import PagedAttend
 from jaxinfer.nn.kv import KVState
+from pallas_kernels.pins import Pins
 
 PROMPT_LOGPROBS_BLOCK = 64  # positions whose logits are alive at once: 64 * V floats
 
@@ -27,17 +28,22 @@ class StepOutput(NamedTuple):
     """What the host reads of a step."""
 
     token_ids: jax.Array  # int32[B]: the token each row drew; meaningless where it draws none
-    logprobs: Logprobs  # of token_ids, [B]
-    prompt_logprobs: Logprobs  # of target_ids, [Tp]
+    logprobs: Logprobs | None = None  # of token_ids, [B]; None of a step without extras
+    prompt_logprobs: Logprobs | None = None  # of target_ids, [Tp]; the same
 
 
 @dataclass(frozen=True)
 class StepFunction:
-    """The step of one bucket: a pure function, jitted with kv_state and slots donated."""
+    """The step of one bucket: a pure function, jitted with kv_state and slots donated.
+
+    Without ``extras`` it has no branch, and no row may ask for any: see ``sampling.Extras``.
+    """
 
     model: Model
     layout: BatchLayout
     page_size: int
+    extras: bool
+    pins: Pins = Pins()
 
     def __call__(
         self,
@@ -48,19 +54,25 @@ class StepFunction:
     ) -> tuple[KVState, SlotState, StepOutput]:
         """Compute, draw, record."""
         batch = unpack(flat, self.layout, slots.token_ids, self.page_size)
-        attend = PagedAttend(batch.attention, self.layout.bucket.num_decodes)
+        num_decodes = self.layout.bucket.num_decodes
+        attend = PagedAttend(batch.attention, num_decodes, pins=self.pins)
         hidden, new_kv = hidden_states(
             self.model, params, batch.token_ids, batch.positions, kv_state, attend
         )
         logits = unembed(self.model, params, hidden[batch.logits_indices])  # [B, V]
+        extras = batch.extras if self.extras else None
         seq_lens = batch.attention.seq_lens
-        token_ids = sample(logits, slots, batch.seq_slots, seq_lens, batch.flags)
-        output = StepOutput(
-            token_ids=token_ids,
-            logprobs=token_logprobs(logits, token_ids, batch.flags.logprobs),
-            prompt_logprobs=self._prompt_logprobs(params, hidden, batch),
-        )
-        return new_kv, self._record(slots, batch, token_ids), output  # type: ignore[return-value]
+        impl = self.pins.of("sample")
+        token_ids = sample(logits, slots, batch.seq_slots, seq_lens, extras, impl)
+        new_slots = self._record(slots, batch, token_ids)
+        output = StepOutput(token_ids)
+        if self.extras:
+            output = StepOutput(
+                token_ids=token_ids,
+                logprobs=token_logprobs(logits, token_ids, batch.extras.logprobs),
+                prompt_logprobs=self._prompt_logprobs(params, hidden, batch),
+            )
+        return new_kv, new_slots, output  # type: ignore[return-value]
 
     def _record(self, slots: SlotState, batch: DeviceBatch, token_ids: jax.Array) -> SlotState:
         """The slots with each drawn token at its position; rows that draw none write nothing."""
@@ -94,4 +106,4 @@ class StepFunction:
             result = lax.map(one, blocks)
             return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:tokens], result)
 
-        return lax.cond(batch.flags.prompt_logprobs, compute, lambda _: no_logprobs(tokens), None)
+        return lax.cond(batch.extras.prompt_logprobs, compute, lambda _: no_logprobs(tokens), None)

@@ -1,4 +1,4 @@
-"""What an engine compiles, as shapes: one step per bucket, and the admission of a slot.
+"""What an engine compiles, as shapes: the steps of each bucket, and the admission of a slot.
 
 Owns: ``Program``, which names and lowers every executable. Needs no weights and no memory.
 Must not know: how executables are compiled, stored or run.
@@ -6,27 +6,42 @@ Must not know: how executables are compiled, stored or run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 
 from jaxinfer.core.config import Limits
+from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.batch import BatchLayout
 from jaxinfer.exec.forward import StepFunction
 from jaxinfer.exec.slots import SlotState, admit, empty_row, init_slots
 from jaxinfer.models.base import Model, Params, abstract_params
 from jaxinfer.nn.kv import KVState, abstract_kv_state
+from pallas_kernels.pins import Pins
+from pallas_kernels.registry import UnfitKernel, current_platform
 
 ADMIT = "admit"
 
 
 @dataclass(frozen=True)
 class Program:
-    """The model and the limits that fix every compiled shape."""
+    """The model and the limits that fix every compiled shape, for a platform of jax.
+
+    On a CPU a branch costs nothing, and one step a bucket serves every request. On a GPU the host
+    waits in the middle of a step for each branch's condition, and so cannot plan the next step
+    meanwhile. There each bucket has two steps: a plain one without any branch, and one with all
+    extras behind branches, for steps in which a request asks for some. Every bucket needs both,
+    since any request may ask and nothing compiles late. (Making all extras unconditional instead
+    would cost a plain step of 256 rows several times 155 MB of logits; handing logits to a second
+    executable would keep them alive between two calls, and a prompt's logprobs need its hidden
+    states too.)
+    """
 
     model: Model
     limits: Limits
+    platform: str = field(default_factory=current_platform)
+    pins: Pins = Pins()
 
     def layout(self, bucket: Bucket) -> BatchLayout:
         """Wire layout of a bucket's batch."""
@@ -47,15 +62,42 @@ class Program:
         return jax.eval_shape(lambda: init_slots(limits.max_num_seqs, limits.max_model_len))
 
     def lower(self, name: str) -> jax.stages.Lowered:
-        """Trace one executable, by its name."""
+        """Trace one executable, by name; raises ``ConfigError`` for a kernel that cannot run."""
+        try:
+            return self._lower(name)
+        except UnfitKernel as error:
+            raise ConfigError(f"{name} cannot be compiled: {error}") from error
+
+    def _lower(self, name: str) -> jax.stages.Lowered:
         if name == ADMIT:
             row = empty_row(self.limits.max_model_len)
             return jax.jit(admit, donate_argnums=0).lower(self.slots(), row)
-        layout = self.layout(next(b for b in self.limits.buckets if b.name == name))
-        step = StepFunction(self.model, layout, self.limits.page_size)
+        bucket, extras = self._steps()[name]
+        layout = self.layout(bucket)
+        step = StepFunction(self.model, layout, self.limits.page_size, extras, self.pins)
         arguments = (self.params(), self.kv_state(), self.slots(), layout.abstract())
         return jax.jit(step, donate_argnums=(1, 2)).lower(*arguments)
 
+    @property
+    def has_plain_steps(self) -> bool:
+        """Whether buckets have a step of their own for when no request asks for extras."""
+        return self.platform != "cpu"
+
+    def step_name(self, bucket: Bucket, *, extras: bool) -> str:
+        """The step of a bucket that runs when some request asks for extras, or when none does."""
+        return f"{bucket.name}_extras" if extras and self.has_plain_steps else bucket.name
+
     def names(self) -> tuple[str, ...]:
-        """Every executable: one per bucket, and ``admit``."""
-        return (ADMIT, *(bucket.name for bucket in self.limits.buckets))
+        """Every executable: ``admit``, and the steps of each bucket."""
+        return (ADMIT, *self._steps())
+
+    def _steps(self) -> dict[str, tuple[Bucket, bool]]:
+        """Bucket of each step, and whether extras are in it."""
+        buckets = self.limits.buckets
+        if not self.has_plain_steps:
+            return {bucket.name: (bucket, True) for bucket in buckets}
+        return {
+            self.step_name(bucket, extras=extras): (bucket, extras)
+            for bucket in buckets
+            for extras in (False, True)
+        }

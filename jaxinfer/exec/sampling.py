@@ -1,14 +1,9 @@
-"""Drawing the next token of each row on the device, without sorting the vocabulary.
+"""What happens to a step's logits on the device, before and after a token is drawn from them.
 
-Owns: the order of effects (vLLM's: logit_bias, min_tokens, penalties, temperature, top_k, min_p,
-top_p), the random bits, logprobs. Every effect that no row of the step asks for is skipped by a
-``lax.cond`` on a flag that the host sets. Must not know: pages, models, requests.
-
-The token of a sampled row is the Gumbel maximum over its logits, with noise that is a function of
-(seed, position, token id). A neighbour can therefore change it only by changing the rounding of its
-logits, and then only where two candidates are within that rounding of each other: about 1e-6 a
-token. (Inverting one uniform over a cumulative sum would be cheaper, but there a rounding error
-moves all boundaries at once: about 1e-3 a token over 50,000 entries.)
+Owns: logit_bias, min_tokens, penalties and logprobs, and the order of effects (vLLM's: these first,
+then what ``pallas_kernels.sample`` does: temperature, top_k, min_p, top_p). All of these are extras
+that few requests ask for: a step traced without them has none of their code, and one with them
+skips by a ``lax.cond`` what no row of the step asks for. Must not know: pages, models, requests.
 """
 
 from __future__ import annotations
@@ -21,17 +16,14 @@ from jax import lax
 
 from jaxinfer.core.request import MAX_LOGPROBS
 from jaxinfer.exec.slots import SlotFloats, SlotInts, SlotState
+from pallas_kernels.sample.api import sample as draw
 
 
-class SamplingFlags[A](NamedTuple):
-    """What at least one row of the step needs: bools on the host, bool[] on the device."""
+class Extras[A](NamedTuple):
+    """What at least one row of the step asks for: bools on the host, bool[] on the device."""
 
     bias: A  # logit_bias or min_tokens
     penalties: A
-    random: A  # temperature > 0
-    top_k: A
-    top_p: A
-    min_p: A
     logprobs: A
     prompt_logprobs: A
 
@@ -50,9 +42,10 @@ def sample(
     slots: SlotState,
     seq_slots: jax.Array,  # int32[B]
     seq_lens: jax.Array,  # int32[B]: tokens of each sequence; the drawn token gets this position
-    flags: SamplingFlags[jax.Array],
+    extras: Extras[jax.Array] | None,
+    impl: str | None = None,
 ) -> jax.Array:  # int32[B]
-    """Draw one token per row."""
+    """Draw one token per row; without ``extras``, from the logits as they are. ``impl`` pins."""
     floats = SlotFloats(*slots.floats[seq_slots].T)
     ints = SlotInts(*slots.ints[seq_slots].T)
 
@@ -63,13 +56,20 @@ def sample(
         history = slots.token_ids[seq_slots]
         return _penalise(logits, history, ints.num_prompt_tokens, seq_lens, floats)
 
-    def draw(logits: jax.Array) -> jax.Array:
-        drawn = _draw(logits, floats, ints, seq_lens, flags)
-        return jnp.where(floats.temperature > 0, drawn, argmax(logits))
-
-    logits = lax.cond(flags.bias, bias, _same, logits)
-    logits = lax.cond(flags.penalties, penalties, _same, logits)
-    return lax.cond(flags.random, draw, argmax, logits)
+    if extras is not None:
+        for wanted, change in ((extras.bias, bias), (extras.penalties, penalties)):
+            logits = lax.cond(wanted, change, lambda same: same, logits)
+    return draw(
+        logits,
+        floats.temperature,
+        ints.top_k,
+        floats.top_p,
+        floats.min_p,
+        ints.seed_low,
+        ints.seed_high,
+        seq_lens,
+        impl=impl,
+    )
 
 
 def token_logprobs(
@@ -98,18 +98,6 @@ def no_logprobs(rows: int) -> Logprobs:
         jnp.zeros(top, jnp.int32),
         jnp.zeros(top, jnp.float32),
     )
-
-
-def argmax(logits: jax.Array) -> jax.Array:  # [B, V] -> int32[B]
-    """The first of the largest entries; two plain reductions, which XLA vectorises on a CPU
-    (its fused arg-reduction does not: 0.1 ms a row of 49,152 against 0.02)."""
-    best = jnp.max(logits, axis=-1, keepdims=True)
-    index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    return jnp.min(jnp.where(logits >= best, index, logits.shape[-1] - 1), axis=-1)
-
-
-def _same(logits: jax.Array) -> jax.Array:
-    return logits
 
 
 def _add_bias(
@@ -147,112 +135,3 @@ def _penalise(
     frequency = counts * floats.frequency_penalty[:, None]
     presence = jnp.where(counts > 0, floats.presence_penalty[:, None], 0.0)
     return logits - frequency - presence
-
-
-def _draw(
-    logits: jax.Array,  # float32[B, V]
-    floats: SlotFloats,
-    ints: SlotInts,
-    seq_lens: jax.Array,  # int32[B]
-    flags: SamplingFlags[jax.Array],
-) -> jax.Array:  # int32[B]
-    temperature = jnp.where(floats.temperature > 0, floats.temperature, 1.0)
-    logits = logits / temperature[:, None]
-    threshold = jnp.full(logits.shape[0], -jnp.inf, jnp.float32)
-
-    def top_k(threshold: jax.Array) -> jax.Array:
-        k = jnp.where(ints.top_k > 0, ints.top_k, logits.shape[1]).astype(jnp.float32)
-        return jnp.maximum(threshold, _threshold(logits, jnp.ones_like(logits), k))
-
-    def min_p(threshold: jax.Array) -> jax.Array:
-        return jnp.maximum(threshold, jnp.max(logits, axis=-1) + jnp.log(floats.min_p))
-
-    def top_p(threshold: jax.Array) -> jax.Array:
-        kept = logits >= threshold[:, None]
-        weights = jnp.where(kept, jnp.exp(logits - jnp.max(logits, -1, keepdims=True)), 0.0)
-        mass = floats.top_p * jnp.sum(weights, axis=-1)
-        nucleus = jnp.where(floats.top_p < 1, _threshold(logits, weights, mass), threshold)
-        return jnp.maximum(threshold, nucleus)
-
-    for wanted, narrow in ((flags.top_k, top_k), (flags.min_p, min_p), (flags.top_p, top_p)):
-        threshold = lax.cond(wanted, narrow, _same, threshold)
-    noise = gumbel(ints.seed_low, ints.seed_high, seq_lens, logits.shape[1])
-    return argmax(jnp.where(logits >= threshold[:, None], logits + noise, -jnp.inf))
-
-
-def _threshold(
-    logits: jax.Array,  # float32[B, V]
-    weights: jax.Array,  # float32[B, V], not negative
-    mass: jax.Array,  # float32[B]
-) -> jax.Array:  # float32[B]
-    """The largest t with sum(weights[logits >= t]) >= mass, by bisection over the float's bits.
-
-    32 passes of compare and add find the exact value; entries equal to it are all kept. Sorting a
-    row of 49,152 on a CPU takes 4 to 8 ms, this 0.2 ms.
-    """
-    keys = _ordered_bits(logits)
-
-    def narrow(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds  # the answer is in [low, high)
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        enough = jnp.sum(jnp.where(keys >= middle[:, None], weights, 0.0), axis=-1) >= mass
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
-
-    low = jnp.full(mass.shape, jnp.iinfo(jnp.int32).min, jnp.int32)
-    high = jnp.max(keys, axis=-1) + 1
-    low, _ = lax.fori_loop(0, 32, narrow, (low, high))
-    return _from_ordered_bits(low)
-
-
-def _ordered_bits(values: jax.Array) -> jax.Array:
-    """int32 keys that compare as the floats do."""
-    bits = lax.bitcast_convert_type(values, jnp.int32)
-    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
-
-
-def _from_ordered_bits(keys: jax.Array) -> jax.Array:
-    bits = jnp.where(keys < 0, keys ^ jnp.int32(0x7FFFFFFF), keys)
-    value = lax.bitcast_convert_type(bits, jnp.float32)
-    return jnp.where(jnp.isnan(value), -jnp.inf, value)  # below every float: nothing is cut
-
-
-def gumbel(
-    seed_low: jax.Array,  # int32[B]
-    seed_high: jax.Array,  # int32[B]
-    positions: jax.Array,  # int32[B]
-    vocab_size: int,
-) -> jax.Array:  # float32[B, V]
-    """Standard Gumbel noise, a function of (seed, position, token id) only."""
-    low, high, position = (
-        lax.bitcast_convert_type(word, jnp.uint32)[:, None]
-        for word in (seed_low, seed_high, positions)
-    )
-    key = threefry(low, high, position, jnp.zeros_like(position))
-    half = (vocab_size + 1) // 2
-    counter = lax.broadcasted_iota(jnp.uint32, (positions.shape[0], half), 1)
-    bits = jnp.concatenate(threefry(*key, counter, jnp.zeros_like(counter)), axis=1)
-    # 23 bits to the middle of 2**23 equal steps: never 0, never 1
-    uniform = ((bits[:, :vocab_size] >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
-    return -jnp.log(-jnp.log(uniform))
-
-
-def threefry(
-    key_low: jax.Array,  # uint32, broadcast against the counters
-    key_high: jax.Array,  # uint32
-    counter_low: jax.Array,  # uint32
-    counter_high: jax.Array,  # uint32
-) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al., SC 2011): two words for each counter pair.
-
-    Written out because ``jax.random`` keeps one of the two words, at twice the cost.
-    """
-    keys = (key_low, key_high, key_low ^ key_high ^ jnp.uint32(0x1BD11BDA))
-    rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
-    x, y = counter_low + keys[0], counter_high + keys[1]
-    for block in range(5):
-        for rotation in rotations[block % 2]:
-            x = x + y
-            y = (y << rotation | y >> (32 - rotation)) ^ x
-        x = x + keys[(block + 1) % 3]
-        y = y + keys[(block + 2) % 3] + jnp.uint32(block + 1)
-    return x, y

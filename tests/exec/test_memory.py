@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -133,9 +134,20 @@ class FakeDevice:
         return {"pool_bytes": self.pool_bytes}
 
 
-@pytest.mark.parametrize(("pool_bytes", "claims"), [(0, 1), (DEVICE, 0)], ids=["empty", "there"])
+@pytest.mark.parametrize(
+    ("pool_bytes", "settings", "claimed"),
+    [
+        (0, {"num_pages": 2000}, [lambda made: made.total_bytes]),
+        (DEVICE // 2, {}, [lambda _: DEVICE // 2]),
+        (DEVICE, {}, []),
+    ],
+    ids=["empty", "begun", "there"],
+)
 def test_a_plan_is_claimed_as_one_array(
-    pool_bytes: int, claims: int, monkeypatch: pytest.MonkeyPatch
+    pool_bytes: int,
+    settings: dict[str, int],
+    claimed: list[Callable[[MemoryPlan], int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes: list[int] = []
 
@@ -143,12 +155,11 @@ def test_a_plan_is_claimed_as_one_array(
         sizes.append(math.prod(shape))
         return jax.device_put(np.zeros(1, dtype))
 
-    made = plan(num_pages=2000)
+    made = plan(**settings)
     monkeypatch.setattr(jax, "devices", lambda: [FakeDevice(pool_bytes)])
     monkeypatch.setattr(jax.numpy, "zeros", zeros)
     claim_memory(made)
-    assert len(sizes) == claims
-    assert all(0 <= made.total_bytes + RESERVE_BYTES - size < 1_000_000 for size in sizes)
+    assert sizes == [size(made) // 1_000_000 * 1_000_000 for size in claimed]
 
 
 def test_a_device_whose_memory_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +169,7 @@ def test_a_device_whose_memory_others_hold(monkeypatch: pytest.MonkeyPatch) -> N
     made = plan()
     monkeypatch.setattr(jax, "devices", lambda: [FakeDevice(0)])
     monkeypatch.setattr(jax.numpy, "zeros", zeros)
-    with pytest.raises(EngineError, match=r"3.95 GB are planned and the device has not so much"):
+    with pytest.raises(EngineError, match=r"3.68 GB are planned and the device has not so much"):
         claim_memory(made)
 
 

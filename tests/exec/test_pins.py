@@ -23,6 +23,7 @@ LIMITS = tiny_limits(max_num_seqs=2)
         ("qk_rope_append", "llama", "p32x2"),
         ("paged_decode", "llama", "d2p32x2"),
         ("paged_prefill", "llama", "p32x2"),
+        ("sample", "llama", "d2"),
     ],
 )
 def test_every_kernel_of_a_step_can_be_pinned(op: str, model: str, bucket: str) -> None:

@@ -1,4 +1,4 @@
-"""What is compiled: the KV pool and the slots are updated in place, temporaries stay small."""
+"""What is compiled: state is updated in place, temporaries stay small; a GPU's plain steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kit.engines import tiny_limits
 from kit.tiny_models import tiny_model
 
 LIMITS = tiny_limits(max_num_seqs=2, num_pages=77, max_model_len=96)
-PROGRAM = Program(tiny_model("qwen3")[0], LIMITS)
+PROGRAM = Program(tiny_model("qwen3")[0], LIMITS, platform="cpu")
 
 
 @pytest.mark.parametrize("name", PROGRAM.names())
@@ -26,3 +26,14 @@ def test_state_is_updated_in_place(name: str) -> None:
     flat = {re.sub(r"^(\d+),(\d+)", lambda m: str(int(m[1]) * int(m[2])), pool) for pool in pools}
     copied = re.findall(r"= [fs]32\[([\d,]+)\]\S* copy\(", compiled.as_text())
     assert not (pools | flat).intersection(copied)
+
+
+def test_a_cpu_has_one_step_a_bucket_and_a_gpu_two() -> None:
+    buckets = [bucket.name for bucket in LIMITS.buckets]
+    assert PROGRAM.names() == (ADMIT, *buckets)
+    gpu = Program(PROGRAM.model, LIMITS, platform="gpu")
+    assert set(gpu.names()) == {ADMIT, *buckets, *(f"{name}_extras" for name in buckets)}
+    first = LIMITS.buckets[0]
+    assert PROGRAM.step_name(first, extras=True) == PROGRAM.step_name(first, extras=False)
+    assert gpu.step_name(first, extras=True) == f"{first.name}_extras"
+    assert gpu.step_name(first, extras=False) == first.name

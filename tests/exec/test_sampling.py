@@ -1,4 +1,4 @@
-"""The sampler against plain numpy written from the definitions, row by row."""
+"""A step's sampling against plain numpy written from the definitions, row by row."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.random import threefry_2x32
 
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.step import SlotAdmission
-from jaxinfer.exec.batch import sampling_flags
-from jaxinfer.exec.sampling import SamplingFlags, argmax, gumbel, sample, threefry, token_logprobs
+from jaxinfer.exec.batch import extras_of
+from jaxinfer.exec.sampling import Extras, sample, token_logprobs
 from jaxinfer.exec.slots import SlotState, admit, init_slots, slot_row
 
 VOCAB = 50
@@ -38,40 +37,15 @@ def draw(logits: np.ndarray, rows: list[SamplingParams], eos: tuple[int, ...] = 
         requests.append(request)
         admission = SlotAdmission(slot, request, IntLog(PROMPT + OUTPUT))
         slots = fill(slots, slot_row(admission, VOCAB, MAX_LEN))
-    flags = SamplingFlags(*(jnp.bool_(bool(flag)) for flag in sampling_flags(requests)))
+    asked = extras_of(requests)
+    extras = Extras(*map(jnp.bool_, asked)) if any(asked) else None
     lens = jnp.full(len(rows), len(PROMPT + OUTPUT), jnp.int32)
     index = jnp.arange(len(rows), dtype=jnp.int32)
-    return np.asarray(jax.jit(sample)(jnp.asarray(logits), slots, index, lens, flags))
+    return np.asarray(jax.jit(sample)(jnp.asarray(logits), slots, index, lens, extras))
 
 
 def random_logits(rows: int, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal((rows, VOCAB)) * 3).astype(np.float32)
-
-
-def test_threefry_is_jax_s() -> None:
-    key = jnp.array([7, 0xDEADBEEF], jnp.uint32)
-    low = jnp.arange(64, dtype=jnp.uint32)
-    high = low * jnp.uint32(77)
-    reference = threefry_2x32(key, jnp.concatenate([low, high]))
-    ours = jnp.concatenate(threefry(key[0], key[1], low, high))
-    np.testing.assert_array_equal(reference, ours)
-
-
-def test_noise_is_gumbel_and_depends_on_seed_and_position_only() -> None:
-    zeros = jnp.zeros(2, jnp.int32)
-    seeds = jnp.array([5, 6], jnp.int32)
-    noise = np.asarray(gumbel(seeds, zeros, zeros + 3, 100_001))
-    # mean and variance of the standard Gumbel distribution: 0.5772, 1.6449
-    np.testing.assert_allclose(noise.mean(axis=1), np.euler_gamma, atol=0.02)
-    np.testing.assert_allclose(noise.var(axis=1), np.pi**2 / 6, atol=0.05)
-    assert abs(np.corrcoef(noise)[0, 1]) < 0.02
-    np.testing.assert_array_equal(noise[1:], gumbel(seeds[1:], zeros[1:], zeros[1:] + 3, 100_001))
-    assert (noise[0] != gumbel(seeds[:1], zeros[:1], zeros[:1] + 4, 100_001)[0]).mean() > 0.99
-
-
-def test_argmax_takes_the_first_of_equals() -> None:
-    logits = np.array([[1, 5, 5, 2], [-np.inf] * 4, [3, 0, 0, 3]], np.float32)
-    np.testing.assert_array_equal(argmax(jnp.asarray(logits)), [1, 0, 0])
 
 
 def test_frequencies_follow_the_softmax() -> None:
@@ -167,6 +141,18 @@ def test_min_tokens_masks_stop_ids_until_reached() -> None:
     assert draw(logits, [enough]) == best
     plain = SamplingParams(temperature=0, min_tokens=output + 1)
     assert draw(logits, [plain], eos=(int(best),)) == second
+
+
+def test_what_a_row_did_not_ask_for_leaves_its_token_alone() -> None:
+    """A step with every extra draws for a plain row what a step without any draws."""
+    logits = random_logits(2, seed=5)
+    logits[0, 0] = logits[1, 0] = -np.inf
+    asking = SamplingParams(
+        seed=3, repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={1: -9.0}, logprobs=1
+    )
+    for seed in range(50):
+        plain = SamplingParams(seed=seed, top_p=0.9)
+        assert draw(logits, [plain, asking])[0] == draw(logits[:1], [plain])[0]
 
 
 def test_logprobs_and_ranks() -> None:

@@ -77,14 +77,28 @@ def tiny_engine(
 ) -> Engine:
     """An engine over a tiny model; ``bundles`` is the session's folder of executables."""
     limits = limits or tiny_limits()
+    executor = tiny_executor(bundles, limits, model_name)
+    name = f"tiny-{model_name}"
+    return engine_of(executor, limits, name=name, overlap=overlap, tokenizer=tokenizer)
+
+
+def engine_of(
+    executor: Executor,
+    limits: Limits,
+    *,
+    name: str = "tiny",
+    overlap: bool = True,
+    tokenizer: bool = True,
+) -> Engine:
+    """An engine over an executor of a tiny model."""
     facts = ModelFacts(
-        name=f"tiny-{model_name}",
+        name=name,
         vocab_size=320,
         eos_token_ids=(EOS,),
         default_sampling=SamplingParams(),
     )
     return Engine(
-        tiny_executor(bundles, limits, model_name),
+        executor,
         limits,
         facts,
         load_tokenizer(tiny_tokenizer_spec()) if tokenizer else None,

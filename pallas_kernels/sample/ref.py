@@ -1,0 +1,62 @@
+"""The definition of sample: sort, cut, add noise, take the largest."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.extend.random import threefry_2x32
+
+
+@jax.jit
+def sample(
+    logits: jax.Array,  # float32[B, V]
+    temperature: jax.Array,  # float32[B]
+    top_k: jax.Array,  # int32[B]
+    top_p: jax.Array,  # float32[B]
+    min_p: jax.Array,  # float32[B]
+    seed_low: jax.Array,  # int32[B]
+    seed_high: jax.Array,  # int32[B]
+    positions: jax.Array,  # int32[B]
+) -> jax.Array:  # int32[B]
+    """Row by row."""
+    rows = (logits, temperature, top_k, top_p, min_p, seed_low, seed_high, positions)
+    return jax.lax.map(lambda row: _sample_row(*row), rows)
+
+
+def _sample_row(
+    logits: jax.Array,  # float32[V]
+    temperature: jax.Array,  # float32[], as all that follow
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    seed_low: jax.Array,
+    seed_high: jax.Array,
+    position: jax.Array,
+) -> jax.Array:  # int32[]
+    vocab = logits.size
+    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
+    descending = -jnp.sort(-scaled)
+    last = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab) - 1
+    threshold = jnp.maximum(descending[last], descending[0] + jnp.log(min_p))
+    weights = jnp.exp(descending - descending[0])
+    mass = jnp.cumsum(jnp.where(descending >= threshold, weights, 0.0))
+    nucleus = descending[jnp.argmax(mass >= top_p * mass[-1])]
+    threshold = jnp.where(top_p < 1, jnp.maximum(threshold, nucleus), threshold)
+    noisy = scaled + _gumbel(jnp.stack([seed_low, seed_high]), position, vocab)
+    drawn = jnp.argmax(jnp.where(scaled >= threshold, noisy, -jnp.inf))
+    return jnp.where(temperature > 0, drawn, jnp.argmax(logits)).astype(jnp.int32)
+
+
+def _gumbel(
+    seed: jax.Array,  # int32[2]
+    position: jax.Array,  # int32[]
+    vocab: int,
+) -> jax.Array:  # float32[V]
+    """Standard Gumbel noise from Threefry's words, the first words of all counters before the
+    second: 23 bits of each, to the middle of 2**23 equal steps, so neither 0 nor 1."""
+    words = jnp.stack([position, jnp.zeros_like(position)])
+    key = threefry_2x32(*(jax.lax.bitcast_convert_type(x, jnp.uint32) for x in (seed, words)))
+    counters = jnp.arange((vocab + 1) // 2, dtype=jnp.uint32)
+    bits = threefry_2x32(key, jnp.concatenate([counters, jnp.zeros_like(counters)]))[:vocab]
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
+    return -jnp.log(-jnp.log(uniform))

@@ -1,0 +1,97 @@
+"""A GPU's plain steps: nothing in them that makes the host wait, and the same tokens."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxinfer.core.progress import NoProgress
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.exec.compile import Executables, build_executables
+from jaxinfer.exec.executor import Executor
+from jaxinfer.exec.program import ADMIT, Program
+from kit.engines import engine_of, run, tiny_limits
+from kit.tiny_models import tiny_model
+from pallas_kernels import registry
+
+LIMITS = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16)
+BUCKETS = [bucket.name for bucket in LIMITS.buckets]
+WAITS = ("stablehlo.while", "stablehlo.case", "stablehlo.if")
+SORTS = ("stablehlo.sort", "chlo.top_k")
+
+PLAIN = SamplingParams(max_tokens=6, seed=1, top_k=9, top_p=0.9, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+ASKING = (
+    SamplingParams(max_tokens=4, seed=2, logprobs=2, ignore_eos=True),
+    SamplingParams(max_tokens=4, seed=3, presence_penalty=1.0, ignore_eos=True),
+    SamplingParams(max_tokens=4, seed=4, logit_bias={5: 2.0}, ignore_eos=True),
+    SamplingParams(max_tokens=4, seed=5, prompt_logprobs=1, ignore_eos=True),
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_no_branch_loop_or_sort(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In what a GPU's kernels leave to XLA; the kernels themselves are not traced."""
+    from kit.triton_shims import Recorder, in_place_of_triton_call
+
+    program = Program(tiny_model("qwen3")[0], LIMITS, platform="gpu")
+    monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
+    with in_place_of_triton_call(recorder := Recorder()):
+        plain = program.lower(bucket).as_text()
+        extras = program.lower(f"{bucket}_extras").as_text()
+    assert "_choose" in {call.kernel.__name__ for call in recorder.calls}
+    assert not [word for word in (*WAITS, *SORTS) if word in plain]
+    assert any(word in extras for word in WAITS)
+
+
+class Counted:
+    """Compiled steps that count their calls by name."""
+
+    def __init__(self, executables: Executables, stand_ins: dict[str, str]) -> None:
+        """``stand_ins``: by name, the step to run instead."""
+        self.calls: Counter[str] = Counter()
+        steps = {
+            name: self._counted(name, executables.steps[stand_ins.get(name, name)])
+            for name in executables.steps
+        }
+        self.executables = replace(executables, steps=steps)
+
+    def _counted(self, name: str, step: Any) -> Any:
+        def call(*args: Any) -> Any:
+            self.calls[name] += 1
+            return step(*args)
+
+        return call
+
+
+def test_extras_run_only_where_asked_for_and_tokens_are_the_same(tmp_path: Path) -> None:
+    model, params = tiny_model("llama")
+    limits = tiny_limits(max_num_seqs=1, max_num_batched_tokens=16)
+    program = Program(model, limits, platform="gpu")
+    made = build_executables(program, bundle_root=tmp_path, progress=NoProgress())
+    assert set(made.steps) == set(program.names()) - {ADMIT}
+    chosen = Counted(made, {})
+    always = Counted(made, {b.name: f"{b.name}_extras" for b in limits.buckets})
+    engine, other = (
+        engine_of(Executor(program, counted.executables, params), limits)
+        for counted in (chosen, always)
+    )
+
+    def ran_extras(requests: Sequence[SamplingParams]) -> set[bool]:
+        """Whether extras ran, of all steps; the tokens are those of steps with extras."""
+        chosen.calls.clear()
+        prompts = [(5, 6, 7), (9, 8, 7, 6, 5)]
+        assert run(engine, prompts, requests) == run(other, prompts, requests)
+        return {name.endswith("_extras") for name in chosen.calls}
+
+    assert ran_extras([PLAIN, GREEDY]) == {False}
+    for asking in ASKING:
+        assert ran_extras([asking, asking]) == {True}
+    assert ran_extras([PLAIN, ASKING[0]]) == {False, True}

@@ -1,0 +1,84 @@
+"""sample: its random bits, what its contract says beyond the sweep, and its arguments."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.random import threefry_2x32
+
+from pallas_kernels.sample import launch
+from pallas_kernels.sample.api import OP, sample
+from pallas_kernels.sample.cases import MIXED, PLAIN, SampleCase, build
+from pallas_kernels.sample.xla import argmax, gumbel, threefry
+
+
+def test_threefry_is_jax_s() -> None:
+    key = jnp.array([7, 0xDEADBEEF], jnp.uint32)
+    low = jnp.arange(64, dtype=jnp.uint32)
+    high = low * jnp.uint32(77)
+    reference = threefry_2x32(key, jnp.concatenate([low, high]))
+    ours = jnp.concatenate(threefry(key[0], key[1], low, high))
+    np.testing.assert_array_equal(reference, ours)
+
+
+def test_noise_is_gumbel_and_depends_on_seed_and_position_only() -> None:
+    zeros = jnp.zeros(2, jnp.int32)
+    seeds = jnp.array([5, 6], jnp.int32)
+    noise = np.asarray(gumbel(seeds, zeros, zeros + 3, 100_001))
+    # mean and variance of the standard Gumbel distribution: 0.5772, 1.6449
+    np.testing.assert_allclose(noise.mean(axis=1), np.euler_gamma, atol=0.02)
+    np.testing.assert_allclose(noise.var(axis=1), np.pi**2 / 6, atol=0.05)
+    assert abs(np.corrcoef(noise)[0, 1]) < 0.02
+    np.testing.assert_array_equal(noise[1:], gumbel(seeds[1:], zeros[1:], zeros[1:] + 3, 100_001))
+    assert (noise[0] != gumbel(seeds[:1], zeros[:1], zeros[:1] + 4, 100_001)[0]).mean() > 0.99
+
+
+def test_argmax_takes_the_first_of_equals() -> None:
+    logits = np.array([[1, 5, 5, 2], [-np.inf] * 4, [3, 0, 0, 3]], np.float32)
+    np.testing.assert_array_equal(argmax(jnp.asarray(logits)), [1, 0, 0])
+
+
+@pytest.mark.parametrize("impl", ["xla", "ref"])
+def test_rows_do_not_depend_on_their_neighbours(impl: str) -> None:
+    run = jax.jit(OP.ref if impl == "ref" else sample)
+    args = [jnp.asarray(x) for x in build(SampleCase("rows", 320, MIXED, 8), 3).args]
+    together = np.asarray(run(*args))
+    for row in range(8):
+        assert run(*(x[row : row + 1] for x in args))[0] == together[row]
+
+
+def test_rows_that_mean_nothing_yield_an_id() -> None:
+    args = list(build(SampleCase("nan", 320, MIXED, 8), 0).args)
+    args[0] = np.full_like(args[0], np.nan)
+    drawn = np.asarray(jax.jit(sample)(*args))
+    assert (drawn >= 0).all() and (drawn < 320).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({0: ((8,), np.float32)}, r"float32\(8,\), not float32\[B, V\]", id="rank"),
+        pytest.param({0: ((8, 9), np.float16)}, "logits are float16", id="dtype"),
+        pytest.param({2: ((7,), np.int32)}, r"top_k \(7,\) does not fit", id="top_k"),
+        pytest.param({7: ((8, 1), np.int32)}, r"positions \(8, 1\) does not fit", id="positions"),
+    ],
+)
+def test_arguments_that_do_not_fit(change: dict[int, tuple], message: str) -> None:
+    args = list(build(SampleCase("plain", 9, (PLAIN,), 8), 0).args)
+    for at, (shape, dtype) in change.items():
+        args[at] = np.zeros(shape, dtype)
+    with pytest.raises(ValueError, match=message):
+        sample(*args)
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 4), (8, 16), (32, 64), (256, 64)])
+def test_blocks_of_a_program(rows: int, blocks: int) -> None:
+    assert launch.blocks_per_program(rows, 1187) == blocks
+
+
+def test_a_vocabulary_beyond_the_registers_is_left_to_xla() -> None:
+    args = build(SampleCase("plain", 9, (PLAIN,), 1), 0).args
+    huge = jax.ShapeDtypeStruct((1, launch.LARGEST_VOCAB + 1), jnp.float32)
+    assert "is above" in str(OP.impls[0].refuses("gpu", (huge, *args[1:]), {}))
