@@ -217,16 +217,16 @@ def claim_memory(plan: MemoryPlan) -> None:
     """Have JAX's allocator take what is planned as one region, before anything lies in it.
 
     An allocator that grows by and by takes a region for every few arrays, and what is left over at
-    their ends is lost: more than the reserve. One that has enough already is left as it is. Raises
-    ``EngineError`` when the device has no such memory free. Nothing is done without a plan for the
-    device (a CPU).
+    their ends is lost: more than the reserve. One that has enough already is left as it is; one
+    that has less is given the most that it may still take. Raises ``EngineError`` when the device
+    has no such memory free. Without a plan for a device (on a CPU) nothing is done.
     """
     if plan.device is None:
         return
-    stats = jax.devices()[0].memory_stats() or {}
-    wanted = plan.total_bytes + RESERVE_BYTES
-    if stats.get("pool_bytes", 0) >= wanted:
+    pool_bytes: int = (jax.devices()[0].memory_stats() or {}).get("pool_bytes", 0)
+    if pool_bytes >= plan.total_bytes:
         return
+    wanted = min(plan.total_bytes, plan.device.allocator_bytes - pool_bytes)
     try:
         jax.block_until_ready(jnp.zeros((wanted // MB, MB), jnp.uint8)).delete()
     except jax.errors.JaxRuntimeError as error:
