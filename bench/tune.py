@@ -23,6 +23,8 @@ import jax.numpy as jnp
 from bench.kernels import bench_cases, seconds_in_a_chain
 from pallas_kernels.paged_decode import api as paged_decode
 from pallas_kernels.paged_decode import launch as paged_decode_launch
+from pallas_kernels.paged_prefill import api as paged_prefill
+from pallas_kernels.paged_prefill import launch as paged_prefill_launch
 from pallas_kernels.registry import Case, KernelOp, imported_when_called
 from pallas_kernels.skinny_gemm import api as skinny_gemm
 from pallas_kernels.skinny_gemm import launch as skinny_gemm_launch
@@ -56,6 +58,13 @@ def _decode_starts(case: Any, args: Sequence[Any]) -> Sequence[paged_decode_laun
     return (paged_decode_launch.by_rule(q, k_pages, page_table),)
 
 
+def _prefill_starts(case: Any, args: Sequence[Any]) -> Sequence[paged_prefill_launch.Launch]:
+    """Small and large tiles, since the best number of warps depends on them."""
+    tiles = ((64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3))
+    choices = (paged_prefill_launch.Launch(*tile) for tile in tiles)
+    return tuple(dict.fromkeys((paged_prefill_launch.by_rule(args[0]), *choices)))
+
+
 def _gemm_starts(case: GemmCase, args: Sequence[Any]) -> Sequence[skinny_gemm_launch.Launch]:
     """Of each width, since the best number of splits depends on it."""
     widths = (skinny_gemm_launch.of_columns(columns, case.sizes) for columns in (32, 64, 128, 256))
@@ -72,6 +81,17 @@ TUNABLE = {
             ("block", (16, 32, 64, 128)),
             ("num_stages", (2, 3, 5, 7)),
             ("num_warps", (2, 4, 8)),
+        ),
+    ),
+    "paged_prefill": Tunable(
+        paged_prefill.OP,
+        _prefill_starts,
+        paged_prefill_launch.shapes_of,
+        (
+            ("rows", (64, 128, 256)),
+            ("block", (32, 64, 128)),
+            ("num_stages", (2, 3, 4, 5)),
+            ("num_warps", (4, 8)),
         ),
     ),
     "skinny_gemm": Tunable(
