@@ -49,16 +49,14 @@ CASES = (
     PagedCase("qwen3_4b_page64_bf16", shapes.QWEN3_4B, (65,), (30,), 64, dtype="bfloat16"),
     PagedCase("qwen2_5_7b_gqa7_bf16", shapes.QWEN2_5_7B, (90, 20), (19, 20), dtype="bfloat16"),
     PagedCase(
-        "llama3_70b_tp8_ragged_bf16",
-        shapes.LLAMA3_70B_TP8,
+        "qwen3_4b_tp8_ragged_bf16",
+        shapes.QWEN3_4B_TP8,
         (200, 9, 0, 90, 300),
         (70, 9, 0, 20, 1),
         padding=30,
         dtype="bfloat16",
     ),
-    PagedCase(
-        "llama3_70b_tp8_page64_bf16", shapes.LLAMA3_70B_TP8, (420,), (70,), 64, dtype="bfloat16"
-    ),
+    PagedCase("qwen3_4b_tp8_page64", shapes.QWEN3_4B_TP8, (300,), (70,), 64, dtype="bfloat16"),
     PagedCase(
         "smollm2_tp3_tile_edges_bf16", _SMOL_TP3, (21, 150, 43), (21, 22, 43), dtype="bfloat16"
     ),
