@@ -1,7 +1,7 @@
 """append_decode in Triton: one launch for norm, rope, append, attention and its combination.
 
 A program is that of ``paged_decode``: one span of one row's keys for one kv head. Each turns the
-head's queries itself. The span that comes first also turns the new key and takes it and the new
+head's queries itself. The last span also turns the new key and takes it and the new
 value from its registers, so that nobody has to wait for them to reach memory. Of the programs that
 share a row and a head, the last to arrive combines what all of them found, always in the same
 order. Must not know: how spans and tiles are chosen (``launch``).
@@ -66,6 +66,7 @@ def _combine(
     out,  # [G, H], the row's and head's part
     first_span,
     dims,  # int32[H tile]
+    is_row,  # or padding
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -74,13 +75,14 @@ def _combine(
     # ".cg": past the first-level cache, which other multiprocessors do not write to
     spans = first_span + tl.arange(0, SPLITS)
     in_dim = dims < HEAD_DIM
-    for head in range(GROUP):
+    for head in tl.static_range(GROUP):  # unrolled: all loads are under way at once
         top = tl.load(sums + spans * 2 * GROUP + head, cache_modifier=".cg")
         total = tl.load(sums + spans * 2 * GROUP + GROUP + head, cache_modifier=".cg")
         weights = tl.exp2(top - tl.max(top, 0))
         at_parts = mixed + (spans * GROUP + head)[:, None] * HEAD_DIM + dims[None, :]
         parts = tl.load(at_parts, mask=in_dim[None, :], other=0.0, cache_modifier=".cg")
         result = tl.sum(parts * weights[:, None], 0) / tl.sum(total * weights, 0)
+        result = tl.where(is_row, result, 0.0)
         tl.store(out + head * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=in_dim)
 
 
@@ -125,14 +127,11 @@ def _append_and_attend(
     at_out = (row * NUM_HEADS + kv_head * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
 
     length = tl.load(seq_lens + row)
-    if length == 0:  # padding: no other program waits for this one's arrival
-        if split == 0:
-            tl.store(out + at_out, tl.zeros((GROUP_TILE, DIM_TILE), out.dtype.element_ty), in_group)
-        return
-    last = length - 1
+    is_row = length > 0  # or padding, which takes part as a row of one token and yields zeros
+    last = tl.maximum(length - 1, 0)
     oldest = 0
     if WINDOW > 0:
-        oldest = tl.maximum(length - WINDOW, 0)
+        oldest = tl.maximum(last + 1 - WINDOW, 0)
     per_split = tl.cdiv(tl.cdiv(last - oldest, SPLITS), BLOCK) * BLOCK
     start = oldest + split * per_split
     end = tl.minimum(start + per_split, last)
@@ -150,7 +149,7 @@ def _append_and_attend(
     top = tl.full((GROUP_TILE,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_TILE,), tl.float32)
     acc = tl.zeros((GROUP_TILE, DIM_TILE), tl.float32)
-    if split == 0:
+    if split == SPLITS - 1:  # spans are whole blocks, so the last has the fewest keys
         at_key = at_row + (NUM_HEADS + kv_head) * HEAD_DIM
         key = _turned(
             at_key, dims, in_dim, cos, sin, qk_norms + HEAD_DIM, 0, EPS, HAS_NORMS, ROTATE, HEAD_DIM
@@ -160,8 +159,8 @@ def _append_and_attend(
         page = tl.load(page_table + row * TABLE_WIDTH + last // PAGE_SIZE).to(tl.int64)
         slot = page * PAGE_SIZE + last % PAGE_SIZE
         at_slot = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims
-        tl.store(k_pages + at_slot, key, mask=in_dim)
-        tl.store(v_pages + at_slot, value, mask=in_dim)
+        tl.store(k_pages + at_slot, key, mask=in_dim & is_row)
+        tl.store(v_pages + at_slot, value, mask=in_dim & is_row)
         top = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * SCALE
         total = tl.full((GROUP_TILE,), 1.0, tl.float32)
         acc += value.to(tl.float32)[None, :]
@@ -187,7 +186,7 @@ def _append_and_attend(
         top = new_top
 
     if SPLITS == 1:
-        result = acc / total[:, None]
+        result = tl.where(is_row, acc / total[:, None], 0.0)
         tl.store(out + at_out, result.to(out.dtype.element_ty), mask=in_group)
         return
     row_head = row * NUM_KV_HEADS + kv_head
@@ -203,7 +202,7 @@ def _append_and_attend(
         return
     tl.store(arrivals + row_head, 0)
     at_heads = out + row_head * SPAN
-    _combine(mixed, sums, at_heads, first_span, dims, GROUP, HEAD_DIM, SPLITS)
+    _combine(mixed, sums, at_heads, first_span, dims, is_row, GROUP, HEAD_DIM, SPLITS)
 
 
 def append_decode(
