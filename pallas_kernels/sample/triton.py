@@ -90,11 +90,12 @@ def _listed(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Token ids and scaled logits of the listed blocks from ``start``, [STEP, BLOCK]."""
-    place = start + tl.arange(0, STEP)
+    """Token ids and scaled logits of the listed blocks from ``start``, [1, STEP, BLOCK]: as wide as
+    they are compared with pivots, so that they need not change threads for it."""
+    place = start + tl.arange(0, STEP)[None, :, None]
     block = tl.load(blocks + place, mask=place < num_listed, other=0)
-    index = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    mask = (place < num_listed)[:, None] & (index < VOCAB)
+    index = block * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    mask = (place < num_listed) & (index < VOCAB)
     return index, _scaled(logits, index, mask, temperature)
 
 
@@ -121,10 +122,10 @@ def _search_listed(
         masses = tl.zeros((PIVOTS, STEP, BLOCK), tl.float32)
         for start in range(0, num_listed, STEP):
             _, scaled = _listed(logits, blocks, start, num_listed, temperature, VOCAB, BLOCK, STEP)
-            weights = tl.full((STEP, BLOCK), 1.0, tl.float32)
+            weights = tl.full((1, STEP, BLOCK), 1.0, tl.float32)
             if WEIGHTED:
                 weights = tl.exp(scaled - top)
-            masses += tl.where(scaled[None, :, :] >= values, weights[None, :, :], 0.0)
+            masses += tl.where(scaled >= values, weights, 0.0)
         enough = tl.sum(tl.sum(masses, 2), 1) >= mass
         low, high = _narrowed(low, high, pivots, enough)
     return low
@@ -143,11 +144,11 @@ def _kept_mass(
     STEP: tl.constexpr,
 ):
     """Sum of exp(scaled - top) of what is not below the threshold."""
-    masses = tl.zeros((STEP, BLOCK), tl.float32)
+    masses = tl.zeros((1, STEP, BLOCK), tl.float32)
     for start in range(0, num_listed, STEP):
         _, scaled = _listed(logits, blocks, start, num_listed, temperature, VOCAB, BLOCK, STEP)
         masses += tl.where(scaled >= threshold, tl.exp(scaled - top), 0.0)
-    return tl.sum(tl.sum(masses, 1), 0)
+    return tl.sum(tl.ravel(masses), 0)
 
 
 @triton.jit
@@ -203,17 +204,17 @@ def _draw_listed(
     STEP: tl.constexpr,
 ):
     """The first of the largest sums of scaled logit and noise; 0 where nothing is listed."""
-    best = tl.full((STEP, BLOCK), float("-inf"), tl.float32)
-    token = tl.zeros((STEP, BLOCK), tl.int32)
+    best = tl.full((1, STEP, BLOCK), float("-inf"), tl.float32)
+    token = tl.zeros((1, STEP, BLOCK), tl.int32)
     for start in range(0, num_listed, STEP):
         index, scaled = _listed(logits, blocks, start, num_listed, temperature, VOCAB, BLOCK, STEP)
         noisy = scaled + _noise(key_low, key_high, index, VOCAB)
         better = (scaled >= threshold) & (noisy > best)  # ids rise, so the first of equals stays
         best = tl.where(better, noisy, best)
         token = tl.where(better, index, token)
-    largest = tl.max(tl.max(best, 1), 0)
+    largest = tl.max(tl.ravel(best), 0)
     first = tl.where(best == largest, token, VOCAB - 1)
-    return tl.min(tl.min(first, 1), 0)
+    return tl.min(tl.ravel(first), 0)
 
 
 @triton.jit
