@@ -55,7 +55,7 @@ class StepFunction:
         """Compute, draw, record."""
         batch = unpack(flat, self.layout, slots.token_ids, self.page_size)
         num_decodes = self.layout.bucket.num_decodes
-        attend = PagedAttend(batch.attention, num_decodes, pins=self.pins)
+        attend = PagedAttend(batch.attention, num_decodes, self._arrivals(), self.pins)
         hidden, new_kv = hidden_states(
             self.model, params, batch.token_ids, batch.positions, kv_state, attend
         )
@@ -73,6 +73,11 @@ class StepFunction:
                 prompt_logprobs=self._prompt_logprobs(params, hidden, batch),
             )
         return new_kv, new_slots, output  # type: ignore[return-value]
+
+    def _arrivals(self) -> jax.Ref:
+        """Zeros for ``append_decode``, made once a step: int32[num_decodes * K]."""
+        heads = max(layer.num_kv_heads for layer in self.model.kv_spec.layers)
+        return jax.new_ref(jnp.zeros(self.layout.bucket.num_decodes * heads, jnp.int32))
 
     def _record(self, slots: SlotState, batch: DeviceBatch, token_ids: jax.Array) -> SlotState:
         """The slots with each drawn token at its position; rows that draw none write nothing."""
