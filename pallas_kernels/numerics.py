@@ -1,7 +1,7 @@
 """Formulas that the models and the kernels' plain implementations share.
 
-Owns: ``rms_norm``, ``rotate``, and how a token's heads lie together. Statistics and angles are
-float32 whatever the dtype; results keep the input's dtype. Must not know: ops, models.
+Owns: ``rms_norm``, ``add_parts``, ``rotate``, and how a token's heads lie together. Statistics and
+angles are float32 whatever the dtype; results keep the input's dtype. Must not know: ops, models.
 """
 
 from __future__ import annotations
@@ -15,6 +15,13 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:  # [...,
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def add_parts(x: jax.Array, parts: jax.Array) -> jax.Array:  # [T, D] -> [T, D]
+    """``x`` plus [T, D] in its dtype, or plus the sum of float32[S, T, D], rounded once."""
+    if parts.ndim == x.ndim:
+        return x + parts
+    return (x.astype(jnp.float32) + parts.sum(0)).astype(x.dtype)
 
 
 def rotate(

@@ -23,6 +23,7 @@ OP_NAMES = (
     "paged_decode",
     "paged_prefill",
     "qk_rope_append",
+    "residual_norm",
     "sample",
     "skinny_gemm",
 )

@@ -1,0 +1,71 @@
+"""Named calls of residual_norm on the widths of real models."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.registry import Cost, Inputs
+from pallas_kernels.shapes import MOST_VALUES
+
+
+@dataclass(frozen=True)
+class NormCase:
+    """``parts``: 0 for none, 1 for a product in the dtype, more for as many in float32."""
+
+    name: str
+    tokens: int
+    width: int
+    parts: int
+    dtype: str = "float32"
+    tags: tuple[str, ...] = ("ci",)
+
+
+def _qwen3_4b(tokens: int, parts: int) -> NormCase:
+    """Between two products of a step on a GPU."""
+    name = f"qwen3_4b_t{tokens}" + (f"_parts{parts}" if parts > 1 else "")
+    return NormCase(name, tokens, 2560, parts, "bfloat16", ("bench", "gpu"))
+
+
+CASES = (
+    NormCase("smollm2_first_norm", 3, 576, 0),
+    NormCase("smollm2_first_norm_bf16", 3, 576, 0, "bfloat16"),
+    NormCase("smollm2_one_token", 1, 576, 1),
+    NormCase("smollm2_bf16", 17, 576, 1, "bfloat16"),
+    NormCase("smollm2_f16_parts2", 5, 576, 2, "float16"),
+    NormCase("uneven_parts3", 4, 203, 3),
+    NormCase("qwen3_4b_parts8_bf16", 2, 2560, 8, "bfloat16"),
+    NormCase("llama3_70b_parts8", 2, 8192, 8),
+    NormCase("llama3_405b_parts4_bf16", 1, 16384, 4, "bfloat16"),
+    *(_qwen3_4b(tokens, parts) for tokens in (1, 8, 32, 64, 128, 256) for parts in (1, 8)),
+    _qwen3_4b(8192, 1),
+)
+
+
+def build(case: NormCase, seed: int) -> Inputs:
+    """Random tokens and parts; of three norms' weights those of the others are NaN."""
+    rng = np.random.default_rng(seed)
+    dtype, row = jnp.dtype(case.dtype), 1
+
+    def normal(*shape: int, dtype: np.dtype = dtype) -> np.ndarray:
+        values = rng.standard_normal(min(math.prod(shape), MOST_VALUES), np.float32)
+        return np.resize(values.astype(dtype), shape)
+
+    size = (case.tokens, case.width)
+    parts = normal(*size) if case.parts else None
+    if case.parts > 1:
+        parts = normal(case.parts, *size, dtype=np.dtype(np.float32))
+    weights = np.full((3, case.width), np.nan, dtype)
+    weights[row] = rng.uniform(0.5, 1.5, case.width)
+    return Inputs((normal(*size), parts, weights), {"row": row, "eps": 1e-6})
+
+
+def cost(case: NormCase) -> Cost:
+    """Tokens and parts read once, the sum and the norm written once."""
+    size, item = case.tokens * case.width, jnp.dtype(case.dtype).itemsize
+    arrays = 3 if case.parts else 2
+    parts = case.parts * (4 if case.parts > 1 else item)
+    return Cost(size * (arrays * item + parts) + case.width * item, size * (case.parts + 4))

@@ -1,0 +1,23 @@
+"""residual_norm in plain XLA; differentiates and vmaps."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+
+from pallas_kernels.numerics import add_parts, rms_norm
+
+
+@partial(jax.jit, static_argnames=("row", "eps"))  # one trace serves every layer of a step
+def residual_norm(
+    x: jax.Array,  # [T, D]
+    parts: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
+    weights: jax.Array,  # [W, D]
+    *,
+    row: int,
+    eps: float,
+) -> tuple[jax.Array, jax.Array]:  # 2 * [T, D]
+    """See ``residual_norm.api``."""
+    x = x if parts is None else add_parts(x, parts)
+    return x, rms_norm(x, weights[row], eps)

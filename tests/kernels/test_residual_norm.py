@@ -1,0 +1,86 @@
+"""residual_norm: the same bits as the formulas, a gradient, and arguments that are checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.numerics import rms_norm
+from pallas_kernels.residual_norm import launch
+from pallas_kernels.residual_norm.api import residual_norm
+
+RNG = np.random.default_rng(0)
+X, DELTA, WEIGHTS = (
+    jnp.asarray(RNG.standard_normal(shape), jnp.float32) for shape in ((7, 576), (7, 576), (2, 576))
+)
+EPS = 1e-6
+
+
+def test_the_bits_of_the_formulas_it_replaces() -> None:
+    total, normed = residual_norm(X, DELTA, WEIGHTS, row=1, eps=EPS)
+    assert np.array_equal(total, X + DELTA)
+    assert np.array_equal(normed, jax.jit(rms_norm, static_argnums=2)(X + DELTA, WEIGHTS[1], EPS))
+
+
+def test_without_parts_the_stream_stays_as_it_is() -> None:
+    total, normed = residual_norm(X, None, WEIGHTS, row=0, eps=EPS)
+    assert np.array_equal(total, X)
+    assert np.array_equal(normed, jax.jit(rms_norm, static_argnums=2)(X, WEIGHTS[0], EPS))
+
+
+def test_plain_xla_differentiates() -> None:
+    def of_delta(delta: jax.Array) -> jax.Array:
+        return residual_norm(X, delta, WEIGHTS, row=0, eps=EPS, impl="xla")[1].sum()
+
+    def of_parts(delta: jax.Array) -> jax.Array:
+        parts = jnp.stack([delta, 0 * delta])
+        return residual_norm(X, parts, WEIGHTS, row=0, eps=EPS, impl="xla")[1].sum()
+
+    gradient = jax.grad(of_delta)(DELTA)
+    assert np.any(gradient)
+    np.testing.assert_allclose(jax.grad(of_parts)(DELTA), gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"weights": jnp.zeros(576)}, "do not fit weights", id="weights"),
+        pytest.param({"weights": jnp.zeros((2, 64))}, "do not fit weights", id="width"),
+        pytest.param({"row": 2}, r"no row 2 in weights \(2, 576\)", id="row"),
+        pytest.param({"parts": DELTA[1:]}, "parts .* do not fit tokens", id="tokens"),
+        pytest.param({"parts": DELTA[None, :0]}, "parts .* do not fit tokens", id="no_tokens"),
+        pytest.param({"parts": jnp.zeros((0, 7, 576))}, "parts .* do not fit", id="no_parts"),
+        pytest.param({"parts": DELTA.astype(jnp.bfloat16)}, "bfloat16, not float32", id="dtype"),
+        pytest.param({"parts": DELTA[None].astype(jnp.bfloat16)}, "not float32", id="narrow"),
+    ],
+)
+def test_arguments_that_do_not_fit(change: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"x": X, "parts": DELTA, "weights": WEIGHTS, "row": 0, "eps": EPS}
+    with pytest.raises(ValueError, match=message):
+        residual_norm(**(given | change))
+
+
+@pytest.mark.parametrize(
+    ("x", "weights", "reason"),
+    [
+        pytest.param((1, 2560), "bfloat16", None, id="fits"),
+        pytest.param((8192, 16384), "bfloat16", None, id="largest"),
+        pytest.param((1, 16385), "bfloat16", "16385 components are above 16384", id="width"),
+        pytest.param((0, 64), "bfloat16", "no tokens", id="tokens"),
+        pytest.param((1, 64), "float32", "weights are float32, not bfloat16", id="weights"),
+    ],
+)
+def test_calls_of_the_kernel(x: tuple[int, int], weights: str, reason: str | None) -> None:
+    tokens = jax.ShapeDtypeStruct(x, jnp.bfloat16)
+    norms: Any = jax.ShapeDtypeStruct((2, x[1]), jnp.dtype(weights))
+    found = launch.supports(tokens, None, norms, row=0, eps=EPS)  # type: ignore[arg-type]
+    assert found is reason if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(("tile", "expected"), [(64, 1), (1024, 4), (4096, 16), (16384, 16)])
+def test_warps(tile: int, expected: int) -> None:
+    assert launch.warps(tile) == expected
