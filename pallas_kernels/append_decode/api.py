@@ -38,7 +38,6 @@ def append_decode(
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     arrivals: jax.Ref | None = None,  # int32[>= B * K]
-    prefetch: jax.Array | None = None,
     *,
     scale: float,
     eps: float,
@@ -52,9 +51,7 @@ def append_decode(
     length 0 are padding and yield zeros; page 0 may be written in their place. In place when the
     caller donates the pools. ``arrivals`` are zeros by which programs that share a row find out who
     is the last; they are zeros again afterwards, so one array serves every layer of a step (None:
-    one is made for this call). ``prefetch`` is an array that is read next, such as the weights
-    of the product after attention: with few rows the memory is idle here and can bring them closer,
-    which changes no result. ``impl`` pins an implementation. Raises ValueError on arguments that
+    one is made for this call). ``impl`` pins an implementation. Raises ValueError on arguments that
     do not fit together.
     """
     num_kv_heads, head_dim = k_pages.shape[2:]
@@ -80,5 +77,5 @@ def append_decode(
             f"append_decode: arrivals {arrivals.shape} are fewer than {rows} rows times "
             f"{num_kv_heads} kv heads"
         )
-    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals, prefetch)
+    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals)
     return dispatch(OP, args, {"scale": scale, "eps": eps, "window": window}, impl)

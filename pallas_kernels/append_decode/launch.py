@@ -5,31 +5,14 @@ Needs no Triton, so that a machine without it can ask. Must not know: the kernel
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import jax
 
 from pallas_kernels import tuned
 from pallas_kernels.append_decode.cases import CASES
 from pallas_kernels.paged_decode import launch as paged_decode
-from pallas_kernels.paged_decode.launch import shapes_of
-
-CHUNK_BYTES = 1024  # that a thread fetches ahead
-MOST_ROWS_AHEAD = 16  # from here on attention itself keeps the memory busy
-LEAST_KEYS = 128  # of a span
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How a call is cut up. A row has up to ``splits`` spans of at least ``least`` keys each;
-    ``block``: keys a step. Powers of two.
-    """
-
-    splits: int
-    least: int
-    block: int
-    num_warps: int = 4
-    num_stages: int = 5
+from pallas_kernels.paged_decode.launch import Launch, shapes_of
 
 
 def queries_of(qkv: jax.Array, k_pages: jax.Array) -> jax.ShapeDtypeStruct:  # [B, N, H]
@@ -48,14 +31,13 @@ def supports(
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     arrivals: jax.Ref | None = None,
-    prefetch: jax.Array | None = None,
     *,
     scale: float,
     eps: float,
     window: int | None = None,
 ) -> str | None:
     """Why the Triton kernel cannot run the call, or None."""
-    del cos, sin, qk_norms, arrivals, prefetch, eps
+    del cos, sin, qk_norms, arrivals, eps
     queries = queries_of(qkv, k_pages)
     pages = (k_pages, v_pages, page_table, seq_lens)
     return paged_decode.supports(queries, *pages, scale=scale, window=window)  # type: ignore[arg-type]
@@ -78,5 +60,4 @@ def choose(
     if choice:
         return Launch(**choice)
     rule = paged_decode.by_rule(queries, k_pages, page_table)  # type: ignore[arg-type]
-    block = rule.block if qkv.dtype.itemsize <= 2 else paged_decode.BLOCKS[0]
-    return Launch(rule.splits, LEAST_KEYS, block, rule.num_warps, rule.num_stages)
+    return rule if qkv.dtype.itemsize <= 2 else replace(rule, block=paged_decode.BLOCKS[0])

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.append_decode import launch
+from pallas_kernels.paged_decode.launch import Launch
 from pallas_kernels.paged_decode.triton import SMALLEST_TILE
 from pallas_kernels.tiles import power_of_two
 
@@ -59,33 +60,11 @@ def _turned(
 
 
 @triton.jit
-def _fetch_ahead(
-    array,
-    program,
-    BYTES: tl.constexpr,
-    CHUNK_BYTES: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    """Ask the second-level cache for a program's part of an array; nothing waits for it."""
-    chunk = program.to(tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
-    start = tl.minimum(chunk * CHUNK_BYTES, BYTES - CHUNK_BYTES)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [array.to(tl.int64) + start, tl.full((CHUNKS,), CHUNK_BYTES, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _combine(
     mixed,  # float32[B, K, SPLITS, G, H]
     sums,  # float32[B, K, SPLITS, 2, G]
     out,  # [G, H], the row's and head's part
     first_span,
-    num_spans,
     dims,  # int32[H tile]
     is_row,  # or padding
     GROUP: tl.constexpr,
@@ -94,17 +73,14 @@ def _combine(
 ):
     """Attention of one row and kv head from all its spans."""
     # ".cg": past the first-level cache, which other multiprocessors do not write to
-    written = tl.arange(0, SPLITS) < num_spans
     spans = first_span + tl.arange(0, SPLITS)
     in_dim = dims < HEAD_DIM
     for head in tl.static_range(GROUP):  # unrolled: all loads are under way at once
-        at_top = sums + spans * 2 * GROUP + head
-        top = tl.load(at_top, mask=written, other=float("-inf"), cache_modifier=".cg")
-        total = tl.load(at_top + GROUP, mask=written, other=0.0, cache_modifier=".cg")
+        top = tl.load(sums + spans * 2 * GROUP + head, cache_modifier=".cg")
+        total = tl.load(sums + spans * 2 * GROUP + GROUP + head, cache_modifier=".cg")
         weights = tl.exp2(top - tl.max(top, 0))
         at_parts = mixed + (spans * GROUP + head)[:, None] * HEAD_DIM + dims[None, :]
-        readable = written[:, None] & in_dim[None, :]
-        parts = tl.load(at_parts, mask=readable, other=0.0, cache_modifier=".cg")
+        parts = tl.load(at_parts, mask=in_dim[None, :], other=0.0, cache_modifier=".cg")
         result = tl.sum(parts * weights[:, None], 0) / tl.sum(total * weights, 0)
         result = tl.where(is_row, result, 0.0)
         tl.store(out + head * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=in_dim)
@@ -121,7 +97,6 @@ def _append_and_attend(
     page_table,  # int32[B, M]
     seq_lens,  # int32[B]
     arrivals,  # int32[>= B * K], zeros before and after; anything with one span
-    prefetch,  # an array that is read next; anything with PREFETCH_BYTES 0
     out,  # [B, N, H]
     mixed,  # float32[B, K, SPLITS, G, H]; unused with one span, and so are the sums
     sums,  # float32[B, K, SPLITS, 2, G]: largest score, sum of weights
@@ -137,13 +112,8 @@ def _append_and_attend(
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,  # most spans of a row
-    LEAST: tl.constexpr,  # keys of a span, unless there are as many spans as can be
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,  # keys of one step of the loop
-    ROWS: tl.constexpr,  # B; programs of later rows fetch ahead
-    PREFETCH_BYTES: tl.constexpr,
-    CHUNK_BYTES: tl.constexpr,
-    CHUNKS: tl.constexpr,  # of a program
 ):
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -156,51 +126,45 @@ def _append_and_attend(
     in_group = (heads < GROUP)[:, None] & in_dim[None, :]
     at_out = (row * NUM_HEADS + kv_head * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
 
-    if PREFETCH_BYTES > 0 and row >= ROWS:
-        ahead = ((row - ROWS) * NUM_KV_HEADS + kv_head) * SPLITS + split
-        _fetch_ahead(prefetch, ahead, PREFETCH_BYTES, CHUNK_BYTES, CHUNKS)
-        return
-
-    # What does not depend on the row's length is loaded before it is looked at.
     length = tl.load(seq_lens + row)
+    is_row = length > 0  # or padding, which takes part as a row of one token and yields zeros
+    last = tl.maximum(length - 1, 0)
+    oldest = 0
+    if WINDOW > 0:
+        oldest = tl.maximum(last + 1 - WINDOW, 0)
+    per_split = tl.cdiv(tl.cdiv(last - oldest, SPLITS), BLOCK) * BLOCK
+    start = oldest + split * per_split
+    end = tl.minimum(start + per_split, last)
+
     at_row = qkv + row.to(tl.int64) * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     cos += row * (HEAD_DIM // 2)
     sin += row * (HEAD_DIM // 2)
     at_heads = at_row + (kv_head * GROUP + heads)[:, None] * HEAD_DIM
-    at_new_key = at_row + (NUM_HEADS + kv_head) * HEAD_DIM
-    value = tl.load(at_new_key + NUM_KV_HEADS * HEAD_DIM + dims, mask=in_dim, other=0.0)
-    value = value.to(v_pages.dtype.element_ty)
-    key = _turned(
-        at_new_key, dims, in_dim, cos, sin, qk_norms + HEAD_DIM, 0, EPS, HAS_NORMS, ROTATE, HEAD_DIM
-    ).to(k_pages.dtype.element_ty)
     query = _turned(
         at_heads, dims[None, :], in_group, cos, sin, qk_norms, 1, EPS, HAS_NORMS, ROTATE, HEAD_DIM
     )
     if k_pages.dtype.element_ty.primitive_bitwidth == 8 and qkv.dtype.element_ty == tl.bfloat16:
         query = query.to(tl.float16)  # as in paged_decode
 
-    is_row = length > 0  # or padding, which takes part as a row of one token and yields zeros
-    last = tl.maximum(length - 1, 0)
-    oldest = 0
-    if WINDOW > 0:
-        oldest = tl.maximum(last + 1 - WINDOW, 0)
-    spans = tl.minimum(tl.maximum(tl.cdiv(last - oldest, LEAST), 1), SPLITS)
-    if split >= spans:
-        return
-    per_span = tl.cdiv(tl.cdiv(last - oldest, spans), BLOCK) * BLOCK
-    start = oldest + split * per_span
-    end = tl.minimum(start + per_span, last)
-
-    has_new = split == spans - 1  # spans are whole blocks, so the last has the fewest keys
-    new_page = tl.load(page_table + row * TABLE_WIDTH + last // PAGE_SIZE).to(tl.int64)
-    at_slot = ((new_page * PAGE_SIZE + last % PAGE_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims
-    tl.store(k_pages + at_slot, key, mask=in_dim & is_row & has_new)
-    tl.store(v_pages + at_slot, value, mask=in_dim & is_row & has_new)
-    score = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * SCALE
-    top = tl.where(has_new, score, float("-inf"))
-    total = tl.where(has_new, tl.full((GROUP_TILE,), 1.0, tl.float32), 0.0)
+    top = tl.full((GROUP_TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP_TILE,), tl.float32)
     acc = tl.zeros((GROUP_TILE, DIM_TILE), tl.float32)
-    acc += tl.where(has_new, value.to(tl.float32), 0.0)[None, :]
+    if split == SPLITS - 1:  # spans are whole blocks, so the last has the fewest keys
+        at_key = at_row + (NUM_HEADS + kv_head) * HEAD_DIM
+        key = _turned(
+            at_key, dims, in_dim, cos, sin, qk_norms + HEAD_DIM, 0, EPS, HAS_NORMS, ROTATE, HEAD_DIM
+        ).to(k_pages.dtype.element_ty)
+        at_value = at_row + (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM
+        value = tl.load(at_value + dims, mask=in_dim, other=0.0).to(v_pages.dtype.element_ty)
+        page = tl.load(page_table + row * TABLE_WIDTH + last // PAGE_SIZE).to(tl.int64)
+        slot = page * PAGE_SIZE + last % PAGE_SIZE
+        at_slot = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims
+        tl.store(k_pages + at_slot, key, mask=in_dim & is_row)
+        tl.store(v_pages + at_slot, value, mask=in_dim & is_row)
+        top = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * SCALE
+        total = tl.full((GROUP_TILE,), 1.0, tl.float32)
+        acc += value.to(tl.float32)[None, :]
+
     for first in range(start, end, BLOCK):
         position = first + keys
         seen = position < end
@@ -234,11 +198,11 @@ def _append_and_attend(
     at_mixed = mixed + (first_span + split) * SPAN
     tl.store(at_mixed + heads[:, None] * HEAD_DIM + dims[None, :], acc, mask=in_group)
     tl.debug_barrier()  # every thread's stores come before the arrival, which releases them
-    if tl.atomic_add(arrivals + row_head, 1, sem="acq_rel") < spans - 1:
+    if tl.atomic_add(arrivals + row_head, 1, sem="acq_rel") < SPLITS - 1:
         return
     tl.store(arrivals + row_head, 0)
     at_heads = out + row_head * SPAN
-    _combine(mixed, sums, at_heads, first_span, spans, dims, is_row, GROUP, HEAD_DIM, SPLITS)
+    _combine(mixed, sums, at_heads, first_span, dims, is_row, GROUP, HEAD_DIM, SPLITS)
 
 
 def append_decode(
@@ -251,7 +215,6 @@ def append_decode(
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     arrivals: jax.Ref | None = None,  # int32[>= B * K]
-    prefetch: jax.Array | None = None,
     *,
     scale: float,
     eps: float,
@@ -260,12 +223,12 @@ def append_decode(
     """See ``append_decode.api``."""
     static = {"scale": scale, "eps": eps, "window": window}
     choice = launch.choose(qkv, k_pages, page_table)
-    rows = (k_pages, v_pages, page_table, seq_lens, arrivals, prefetch)
-    return launched(choice, qkv, cos, sin, qk_norms, *rows, **static)
+    turns = (cos, sin, qk_norms)
+    return launched(choice, qkv, *turns, k_pages, v_pages, page_table, seq_lens, arrivals, **static)
 
 
 def launched(
-    choice: launch.Launch,
+    choice: Launch,
     qkv: jax.Array,  # [B, N + 2K, H]
     cos: jax.Array | None,  # float32[B, H / 2]
     sin: jax.Array | None,  # float32[B, H / 2]
@@ -275,7 +238,6 @@ def launched(
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     arrivals: jax.Ref | None = None,  # int32[>= B * K]
-    prefetch: jax.Array | None = None,
     *,
     scale: float,
     eps: float,
@@ -286,9 +248,6 @@ def launched(
     group, splits = n // num_kv_heads, choice.splits
     if arrivals is None:
         arrivals = jax.new_ref(jnp.zeros(b * num_kv_heads if splits > 1 else 1, jnp.int32))
-    ahead = 0 if prefetch is None or b > launch.MOST_ROWS_AHEAD else prefetch.nbytes
-    chunks = choice.num_warps * 32
-    programs = -(-ahead // (chunks * launch.CHUNK_BYTES))
     absent = seq_lens  # in the place of an array that the kernel does not look at
     parts = (b, num_kv_heads, splits) if splits > 1 else (1, 1, 1)
     k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # jax-triton's word for in place
@@ -302,14 +261,13 @@ def launched(
         page_table,
         seq_lens,
         arrivals,
-        absent if prefetch is None else prefetch,
         kernel=_append_and_attend,
         out_type=(
             jax.ShapeDtypeStruct((b, n, h), qkv.dtype),
             jax.ShapeDtypeStruct((*parts, group, h) if splits > 1 else parts, jnp.float32),
             jax.ShapeDtypeStruct((*parts, 2, group) if splits > 1 else parts, jnp.float32),
         ),
-        grid=(splits, num_kv_heads, b + -(-programs // (splits * num_kv_heads))),
+        grid=(splits, num_kv_heads, b),
         num_warps=choice.num_warps,
         num_stages=choice.num_stages,
         SCALE=scale * math.log2(math.e),
@@ -325,11 +283,6 @@ def launched(
         DIM_TILE=power_of_two(h),
         PAGE_SIZE=page_size,
         SPLITS=splits,
-        LEAST=choice.least,
         BLOCK=choice.block,
-        ROWS=b,
-        PREFETCH_BYTES=ahead,
-        CHUNK_BYTES=launch.CHUNK_BYTES,
-        CHUNKS=chunks,
     )
     return out, jax.freeze(k_ref), jax.freeze(v_ref)

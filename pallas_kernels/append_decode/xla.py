@@ -21,14 +21,13 @@ def append_decode(
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     arrivals: jax.Ref | None = None,
-    prefetch: jax.Array | None = None,
     *,
     scale: float,
     eps: float,
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
-    del arrivals, prefetch  # only programs that run side by side have a use for them
+    del arrivals  # nothing here arrives in parallel
     page_size = k_pages.shape[1]
     last = jnp.maximum(seq_lens - 1, 0)
     page = jnp.take_along_axis(page_table, (last // page_size)[:, None], axis=1)[:, 0]
