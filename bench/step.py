@@ -41,7 +41,14 @@ from jaxinfer.models.registry import build_model
 SHAPES = Path(__file__).with_name("shapes")
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 # of the kernels that a decode step of these models or a lone prompt runs
-KERNELS = ("append_decode", "paged_prefill", "qk_rope_append", "sample", "skinny_gemm")
+KERNELS = (
+    "append_decode",
+    "paged_prefill",
+    "qk_rope_append",
+    "residual_norm",
+    "sample",
+    "skinny_gemm",
+)
 ABLATIONS: Mapping[str, dict[str, Any]] = {
     "default": {},
     "no-overlap": {"overlap": False},

@@ -1,6 +1,6 @@
 """Kernels pinned for a measurement or a test: by op, the implementation to use whatever is faster.
 
-Owns: ``Pins``. Must not know: how an implementation is chosen where none is pinned.
+Owns: ``Pins``, ``ALL_XLA``. Must not know: how an implementation is chosen where none is pinned.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pallas_kernels.registry import all_ops
+from pallas_kernels.registry import OP_NAMES, all_ops
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,10 @@ class Pins:
     def of(self, op: str) -> str | None:
         """The implementation that an op is pinned to; None leaves the choice to ``select``."""
         return dict(self.pairs).get(op)
+
+
+# Plain jnp on every platform: what research needs, since kernels neither differentiate nor vmap.
+ALL_XLA = Pins(tuple((name, "xla") for name in OP_NAMES))
 
 
 def checked_pins(by_op: Mapping[str, str], platform: str) -> Pins:

@@ -57,7 +57,7 @@ class StepFunction:
         num_decodes = self.layout.bucket.num_decodes
         attend = PagedAttend(batch.attention, num_decodes, self._arrivals(), self.pins)
         hidden, new_kv = hidden_states(
-            self.model, params, batch.token_ids, batch.positions, kv_state, attend
+            self.model, params, batch.token_ids, batch.positions, kv_state, attend, self.pins
         )
         logits = unembed(self.model, params, hidden[batch.logits_indices])  # [B, V]
         extras = batch.extras if self.extras else None

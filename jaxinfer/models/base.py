@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxinfer.nn.attention import Attend, DenseCausal
 from jaxinfer.nn.kv import KVSpec, KVState
+from pallas_kernels.pins import ALL_XLA, Pins
 
 type Params = dict[str, Any]  # nested dict of arrays, one array per layer and weight
 
@@ -56,9 +57,10 @@ class ModelFamily:
     """A family of architectures that share one module.
 
     ``module`` makes the linen module of a config. It is called with (token_ids, positions, kv,
-    attend), the first two int32[T] packed over sequences that ``attend`` tells apart, and returns
-    the hidden states [T, D] after the final norm and the new KV state; its ``unembed`` maps
-    hidden states [..., D] to logits float32[..., V].
+    attend, pins), the first two int32[T] packed over sequences that ``attend`` tells apart, and
+    returns the hidden states [T, D] after the final norm and the new KV state; its ``unembed`` maps
+    hidden states [..., D] to logits float32[..., V]. ``pins`` are those of kernels outside of
+    attention, ``ALL_XLA`` unless given.
     ``ignored_tensors`` are regular expressions of checkpoint tensors that carry nothing (buffers,
     an lm_head tied to the embedding).
     ``optional_prefix`` begins every tensor name in some checkpoints and none in others.
@@ -124,9 +126,13 @@ def hidden_states(
     positions: jax.Array,  # int32[T]
     kv: KVState | None,
     attend: Attend,
+    pins: Pins = ALL_XLA,
 ) -> tuple[jax.Array, KVState | None]:  # [T, D]
-    """Run the decoder; with ``PagedAttend`` this is the very function that serves."""
-    return model.module.apply({"params": params}, token_ids, positions, kv, attend)  # type: ignore[return-value]
+    """Run the decoder; with ``PagedAttend`` this is the very function that serves.
+
+    ``pins``: of the kernels outside of attention; unless given, plain XLA, which differentiates.
+    """
+    return model.module.apply({"params": params}, token_ids, positions, kv, attend, pins)  # type: ignore[return-value]
 
 
 def unembed(model: Model, params: Params, hidden: jax.Array) -> jax.Array:  # float32[..., V]

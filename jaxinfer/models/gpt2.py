@@ -27,6 +27,7 @@ from jaxinfer.models.rules import as_is, join_outputs, stack
 from jaxinfer.nn.attention import Attend
 from jaxinfer.nn.kv import KVSpec, KVState, LayerKV, LayerKVSpec
 from jaxinfer.nn.layers import head_logits, layer_norm, take_rows, tied_logits
+from pallas_kernels.pins import ALL_XLA, Pins
 
 _INIT = nn.initializers.normal(0.02)
 _ZEROS = nn.initializers.zeros
@@ -111,8 +112,10 @@ class GPT2(nn.Module):
         positions: jax.Array,  # int32[T]
         kv: KVState | None,
         attend: Attend,
+        pins: Pins = ALL_XLA,
     ) -> tuple[jax.Array, KVState | None]:  # [T, D]
         """Hidden states after the final norm, and the KV state with this step's tokens in it."""
+        del pins  # no kernels outside of attention
         x = take_rows(self.embed, token_ids) + take_rows(self.positions, positions)
         new_kv: list[LayerKV | None] = []
         for i, layer in enumerate(self.layers):

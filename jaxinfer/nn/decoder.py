@@ -4,7 +4,9 @@ Owns: ``DecoderConfig`` (a family's oddities are values in it), the linen module
 their parameters. Must not know: families, checkpoint names, pages, sampling.
 
 Layers are unrolled, with one array per layer and weight: fewer leaves cost less per dispatch, and
-fused products read each activation once. Weights lie [in, out]; products are ``x @ w``. Parameters:
+fused products read each activation once. A block's result joins the residual stream at the next
+norm (``residual_norm``), and until then it is handed on as ``delta``. Weights lie [in, out];
+products are ``x @ w``. Parameters:
 
     embed [V, D]              layers_i/qkv      [D, (N + 2K) * H]   queries, keys, values
     final_norm [D]            layers_i/qkv_bias [(N + 2K) * H]      with qkv_bias
@@ -19,6 +21,7 @@ fused products read each activation once. Weights lie [in, out]; products are ``
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -28,7 +31,9 @@ from jaxinfer.nn.attention import Attend, Rotary
 from jaxinfer.nn.kv import KVSpec, KVState, LayerKV, LayerKVSpec
 from jaxinfer.nn.layers import head_logits, swiglu, take_rows, tied_logits
 from jaxinfer.nn.rope import RopeConfig, rope_tables
-from pallas_kernels.numerics import rms_norm
+from pallas_kernels.numerics import add_parts
+from pallas_kernels.pins import ALL_XLA, Pins
+from pallas_kernels.residual_norm.api import residual_norm
 
 _INIT = nn.initializers.normal(0.02)
 
@@ -69,7 +74,7 @@ class DecoderConfig:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each added to the residual stream."""
+    """Attention and feed-forward, each added to the residual stream at the norm that follows it."""
 
     config: DecoderConfig
     window: int | None
@@ -78,26 +83,31 @@ class DecoderLayer(nn.Module):
     def __call__(
         self,
         x: jax.Array,  # [T, D]
+        delta: jax.Array | None,  # see ``_to_stream``; None before the first layer
         cos: jax.Array,  # float32[T, H / 2]
         sin: jax.Array,  # float32[T, H / 2]
         kv: LayerKV | None,
         attend: Attend,
-    ) -> tuple[jax.Array, LayerKV | None]:  # [T, D]
-        """One layer; its output is sown as ``taps/residual`` for those who ask."""
+        pins: Pins,
+    ) -> tuple[jax.Array, jax.Array, LayerKV | None]:  # [T, D], see ``_to_stream``
+        """One layer; its ``x + delta`` is sown as ``taps/residual`` for those who ask."""
         c = self.config
         norms = self.param("norms", nn.initializers.ones, (2, c.hidden_size), c.dtype)
+        norm = partial(residual_norm, eps=c.rms_norm_eps, impl=pins.of("residual_norm"))
+        x, hidden = norm(x, delta, norms, row=0)
         heads, kv = attend(
-            self._heads(rms_norm(x, norms[0], c.rms_norm_eps)),
+            self._heads(hidden),
             kv,
             num_kv_heads=c.num_key_value_heads,
             rotary=Rotary(cos, sin, self._qk_norms(), c.rms_norm_eps),
             scale=c.head_dim**-0.5,
             window=self.window,
         )
-        x = x + self._output(heads.reshape(x.shape[0], -1))
-        x = x + self._feed_forward(rms_norm(x, norms[1], c.rms_norm_eps))
-        self.sow("taps", "residual", x)
-        return x, kv
+        delta = self._to_stream("o", heads.reshape(x.shape[0], -1), bias=c.o_bias)
+        x, hidden = norm(x, delta, norms, row=1)
+        delta = self._feed_forward(hidden)
+        self.sow("taps", "residual", add_parts(x, delta))
+        return x, delta, kv
 
     def _heads(self, x: jax.Array) -> jax.Array:  # [T, D] -> [T, N + 2K, H]
         """Queries, keys and values from one product."""
@@ -115,17 +125,24 @@ class DecoderLayer(nn.Module):
             return None
         return self.param("qk_norms", nn.initializers.ones, (2, c.head_dim), c.dtype)
 
-    def _output(self, heads: jax.Array) -> jax.Array:  # [T, N * H] -> [T, D]
+    def _feed_forward(self, x: jax.Array) -> jax.Array:  # [T, D] -> see ``_to_stream``
         c = self.config
-        out = heads @ self.param("o", _INIT, (heads.shape[-1], c.hidden_size), c.dtype)
-        if c.o_bias:
-            out = out + self.param("o_bias", nn.initializers.zeros, (c.hidden_size,), c.dtype)
-        return out
+        gate_up = self.param("gate_up", _INIT, (c.hidden_size, 2 * c.intermediate_size), c.dtype)
+        return self._to_stream("down", swiglu(x @ gate_up))
 
-    def _feed_forward(self, x: jax.Array) -> jax.Array:  # [T, D] -> [T, D]
-        d, f, dtype = self.config.hidden_size, self.config.intermediate_size, self.config.dtype
-        hidden = swiglu(x @ self.param("gate_up", _INIT, (d, 2 * f), dtype))
-        return hidden @ self.param("down", _INIT, (f, d), dtype)
+    def _to_stream(
+        self,
+        name: str,
+        x: jax.Array,  # [T, in]
+        *,
+        bias: bool = False,
+    ) -> jax.Array:  # [T, D]
+        """What a block adds to the residual stream, in a form that ``residual_norm`` takes."""
+        d, dtype = self.config.hidden_size, self.config.dtype
+        out = x @ self.param(name, _INIT, (x.shape[-1], d), dtype)
+        if bias:
+            out = out + self.param(name + "_bias", nn.initializers.zeros, (d,), dtype)
+        return out
 
 
 class Decoder(nn.Module):
@@ -148,16 +165,20 @@ class Decoder(nn.Module):
         positions: jax.Array,  # int32[T]
         kv: KVState | None,
         attend: Attend,
+        pins: Pins = ALL_XLA,
     ) -> tuple[jax.Array, KVState | None]:  # [T, D]
         """Hidden states after the final norm, and the KV state with this step's tokens in it."""
         c = self.config
         x = take_rows(self.embed, token_ids)
         cos, sin = rope_tables(c.rope, positions)
         new_kv: list[LayerKV | None] = []
+        delta = None
         for i, layer in enumerate(self.layers):
-            x, layer_kv = layer(x, cos, sin, None if kv is None else kv[i], attend)
+            layer_kv = None if kv is None else kv[i]
+            x, delta, layer_kv = layer(x, delta, cos, sin, layer_kv, attend, pins)
             new_kv.append(layer_kv)
-        hidden = rms_norm(x, self.final_norm, c.rms_norm_eps)
+        weights, impl = self.final_norm[None], pins.of("residual_norm")
+        _, hidden = residual_norm(x, delta, weights, row=0, eps=c.rms_norm_eps, impl=impl)
         return hidden, None if kv is None else tuple(new_kv)  # type: ignore[return-value]
 
     def unembed(self, hidden: jax.Array) -> jax.Array:  # [..., D] -> float32[..., V]

@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxinfer.models import abstract_params, build_model, forward
+from jaxinfer.models.base import hidden_states
 from jaxinfer.nn.attention import AttentionBatch, PagedAttend, Rotary
-from jaxinfer.nn.kv import LayerKV
+from jaxinfer.nn.kv import LayerKV, abstract_kv_state
+from kit import tiny_models
 from pallas_kernels import registry
+from pallas_kernels.pins import Pins
 
 if sys.platform != "linux":
     pytest.skip("Triton has no packages for this system", allow_module_level=True)
@@ -18,6 +22,7 @@ if sys.platform != "linux":
 from kit.triton_shims import Recorder, in_place_of_triton_call
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 8, 32, 8, 128
+MODEL = build_model(tiny_models.tiny_config("qwen3"), "bfloat16")
 
 
 @pytest.mark.parametrize("rotary", [True, False], ids=["rope", "no_rope"])
@@ -41,3 +46,29 @@ def test_decode_layer(rotary: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         out, kv = jax.eval_shape(layer, qkv, cos, array(2, HEAD_DIM), LayerKV(pool, pool))
     assert [call.kernel.__name__ for call in recorder.calls] == ["_append_and_attend"]
     assert out.shape == (ROWS, HEADS, HEAD_DIM) and kv.k_pages.shape == pool.shape
+
+
+def test_every_norm_of_a_served_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is one launch with the addition before it, and finds its weights in the packed norms."""
+    monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
+
+    def step(params, kv, ids):
+        batch = AttentionBatch(ids, jnp.zeros((ROWS, 4), jnp.int32), ids, ids[:1])
+        return hidden_states(MODEL, params, ids, ids, kv, PagedAttend(batch, ROWS), Pins())
+
+    ids = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    kv = abstract_kv_state(MODEL.kv_spec, 4, 16)
+    with in_place_of_triton_call(recorder := Recorder()):
+        traced = jax.make_jaxpr(step)(abstract_params(MODEL), kv, ids)
+    norms = [dict(c.constants) for c in recorder.calls if c.kernel.__name__ == "_add_and_norm"]
+    assert [(norm["PARTS"], norm["ROW"]) for norm in norms] == [(0, 0), (1, 1), (1, 0)]
+    assert "rsqrt" not in str(traced)
+
+
+def test_research_reaches_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them differentiates."""
+    monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
+    ids = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    with in_place_of_triton_call(recorder := Recorder()):
+        jax.eval_shape(lambda p, x: forward(MODEL, p, x), abstract_params(MODEL), ids)
+    assert not recorder.calls
