@@ -39,7 +39,7 @@ CASES = (
     NormCase("uneven_parts3", 4, 203, 3),
     NormCase("qwen3_4b_parts8_bf16", 2, 2560, 8, "bfloat16"),
     NormCase("llama3_70b_parts8", 2, 8192, 8),
-    NormCase("llama3_405b_parts4_bf16", 1, 16384, 4, "bfloat16"),
+    NormCase("llama3_70b_parts6_bf16", 2, 8192, 6, "bfloat16"),
     *(_qwen3_4b(tokens, parts) for tokens in (1, 8, 32, 64, 128, 256) for parts in (1, 8)),
     _qwen3_4b(8192, 1),
 )

@@ -1,4 +1,4 @@
-"""Which calls the Triton kernel of residual_norm takes, and how many warps a row gets.
+"""Which calls the Triton kernel of residual_norm takes, and how a row is cut up.
 
 Needs no Triton, so that a machine without it can ask. Must not know: the kernel.
 """
@@ -9,9 +9,10 @@ import jax
 
 from pallas_kernels.checks import unfit_for_triton
 
-LARGEST_WIDTH = 16384
+LARGEST_WIDTH = 8192  # wider rows need more registers than there are
 COMPONENTS = 256  # of a warp: 16 bytes a thread of 16-bit values
 MOST_WARPS = 16
+MOST_VALUES = 64  # of parts that a thread holds at once, each in a register
 
 
 def supports(
@@ -39,3 +40,9 @@ def supports(
 def warps(tile: int) -> int:
     """Enough that a thread's loads of a part are one or two. Not yet timed."""
     return min(max(tile // COMPONENTS, 1), MOST_WARPS)
+
+
+def together(parts: int, tile: int) -> int:
+    """Parts whose loads are under way at once: as many as there are registers for."""
+    values = max(tile // (32 * warps(tile)), 1)  # of a thread
+    return min(max(parts, 1), MOST_VALUES // values)

@@ -1,6 +1,10 @@
 """residual_norm in Triton: one launch, one program a row.
 
-Must not know: which calls come here, how many warps a row gets (``launch``).
+Few rows are a matter of latency, so all loads of a row are to be under way before the first is
+waited for. The assembler would rather save registers: it has loads wait for additions, and that of
+the weights for the whole sum. ``volatile`` keeps loads in their order, and the additions begin with
+the part that was loaded last. Must not know: which calls come here, how a row is cut up
+(``launch``).
 """
 
 from __future__ import annotations
@@ -26,17 +30,24 @@ def _add_and_norm(
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,  # D
     TILE: tl.constexpr,
+    TOGETHER: tl.constexpr,  # parts whose loads are under way at once
 ):
     component = tl.arange(0, TILE)
     inside = component < WIDTH
     at = tl.program_id(0).to(tl.int64) * WIDTH + component
-    x_row = tl.load(x + at, mask=inside, other=0.0)
-    weight = tl.load(weights + ROW * WIDTH + component, mask=inside, other=0.0)
+    weight = tl.load(weights + ROW * WIDTH + component, mask=inside, other=0.0, volatile=True)
+    x_row = tl.load(x + at, mask=inside, other=0.0, volatile=True)
     if PARTS > 0:
-        delta = tl.load(parts + at, mask=inside, other=0.0).to(tl.float32)
         part_size = tl.num_programs(0).to(tl.int64) * WIDTH
-        for part in tl.static_range(1, PARTS):  # type: ignore[misc]
-            delta += tl.load(parts + part * part_size + at, mask=inside, other=0.0).to(tl.float32)
+        delta = tl.zeros((TILE,), tl.float32)
+        for first in tl.static_range(0, PARTS, TOGETHER):  # type: ignore[misc]
+            found = ()
+            for i in tl.static_range(first, first + TOGETHER):  # type: ignore[misc]
+                part = parts + i * part_size + at
+                there = inside & (i < PARTS)
+                found = found + (tl.load(part, mask=there, other=0.0, volatile=True),)
+            for i in tl.static_range(TOGETHER):  # type: ignore[misc]
+                delta += found[TOGETHER - 1 - i].to(tl.float32)
         x_row = (x_row.to(tl.float32) + delta).to(x_row.dtype)
         tl.store(total + at, x_row, mask=inside)
     x32 = x_row.to(tl.float32)
@@ -71,5 +82,6 @@ def residual_norm(
         PARTS=count,
         WIDTH=width,
         TILE=tile,
+        TOGETHER=launch.together(count, tile),
     )
     return x if parts is None else total, normed

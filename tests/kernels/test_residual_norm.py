@@ -68,8 +68,8 @@ def test_arguments_that_do_not_fit(change: dict[str, Any], message: str) -> None
     ("x", "weights", "reason"),
     [
         pytest.param((1, 2560), "bfloat16", None, id="fits"),
-        pytest.param((8192, 16384), "bfloat16", None, id="largest"),
-        pytest.param((1, 16385), "bfloat16", "16385 components are above 16384", id="width"),
+        pytest.param((8192, 8192), "bfloat16", None, id="largest"),
+        pytest.param((1, 8193), "bfloat16", "8193 components are above 8192", id="width"),
         pytest.param((0, 64), "bfloat16", "no tokens", id="tokens"),
         pytest.param((1, 64), "float32", "weights are float32, not bfloat16", id="weights"),
     ],
@@ -81,6 +81,18 @@ def test_calls_of_the_kernel(x: tuple[int, int], weights: str, reason: str | Non
     assert found is reason if reason is None else reason in str(found)
 
 
-@pytest.mark.parametrize(("tile", "expected"), [(64, 1), (1024, 4), (4096, 16), (16384, 16)])
+@pytest.mark.parametrize(("tile", "expected"), [(64, 1), (1024, 4), (4096, 16), (8192, 16)])
 def test_warps(tile: int, expected: int) -> None:
     assert launch.warps(tile) == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "tile", "expected"),
+    [
+        pytest.param(0, 4096, 1, id="no_parts"),
+        pytest.param(8, 4096, 8, id="all"),
+        pytest.param(8, 8192, 4, id="wide_rows_in_two_goes"),
+    ],
+)
+def test_parts_under_way_at_once(parts: int, tile: int, expected: int) -> None:
+    assert launch.together(parts, tile) == expected
