@@ -9,13 +9,18 @@ import jax
 
 from pallas_kernels.checks import unfit_for_triton
 
-# Logits of a block, whose largest tells whether a later pass reads it: as few as a warp reads at
-# once (16 bytes a thread), because a pass reads about as many blocks as it looks for logits.
+# Logits of a block, whose largest tells whether a later launch reads it: as few as a warp reads at
+# once (16 bytes a thread), because a launch reads about as many blocks as it looks for logits.
 BLOCK = 128
+WARPS = 8  # of every program but the first launch's
+TILE = 16 * BLOCK  # logits that a program holds at once: 8 registers a thread
 MULTIPROCESSORS = 132  # of an H100 or H200
-PROGRAMS = 4 * MULTIPROCESSORS  # of the first kernel
-MOST_BLOCKS = 64  # of one of them: 32 registers a thread
-PIVOTS = 8  # that it tries in one pass: 8 passes find one of 2**24 floats, bisection takes 24
+PROGRAMS = 4 * MULTIPROCESSORS  # that run at once
+MOST_BLOCKS = 64  # of a program of the first launch: 32 registers a thread
+LEVELS = 32  # between which top_p's threshold is bracketed before logits are listed
+PIVOTS = 8  # that are compared with 2048 logits at once
+SEARCH_STEP = 1024  # logits of a list that one program reads at once
+SEARCH_PIVOTS = 4  # sums are 64 bits wide: more would leave a multiprocessor one program, not two
 LARGEST_VOCAB = 1 << 20
 
 
@@ -36,14 +41,16 @@ def supports(
     return unfit_for_triton(logits, logits)
 
 
-def listed_blocks(rows: int) -> tuple[int, int]:
-    """Blocks that a program of the second kernel holds at once, and its warps.
+def programs_per_row(rows: int, tiles: int) -> int:
+    """As many as run at once; each takes the tiles whose number it is, modulo this, in turn."""
+    return max(1, min(tiles, PROGRAMS // rows))
 
-    Of more rows than multiprocessors two share one, and each computes while the other waits.
-    Chosen from the compiler's report, not yet timed: twice the blocks spill where a vocabulary is
-    no multiple of 4.
+
+def room(tiles: int, programs: int) -> int:
+    """Logits that one of a row's programs can list: a quarter of what it reads. Lists of realistic
+    rows are far shorter; where one overflows, the whole row is searched instead.
     """
-    return (16, 16) if rows <= MULTIPROCESSORS else (8, 8)
+    return -(-tiles // programs) * TILE // 4
 
 
 def blocks_per_program(rows: int, blocks: int) -> int:

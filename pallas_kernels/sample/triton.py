@@ -1,10 +1,17 @@
-"""sample in Triton: two launches, no sort, no decision on the host.
+"""sample in Triton: six launches, no sort, no decision on the host.
 
-The first kernel reads every logit once and keeps of each block its largest (and, for top_p, the
-sum of its probabilities). From these alone the second, one program a row, finds a level that the
-row's threshold cannot be below, lists the blocks that reach it, and searches the threshold and
-draws the token in these. A block is so small that a list is little longer than the tokens it is
-for; where most of the vocabulary stays, it holds every block and the same code is slower.
+1. ``_summarize`` reads every logit once and keeps of each block its largest and, for top_p, the
+   sum of its probabilities. Nothing later reads a block whose largest is too small to matter.
+2. ``_weigh_levels``, for rows with top_p alone: the probability at and above evenly spread levels.
+3. ``_collect`` finds two levels that the row's threshold lies between (in 2's sums or, for top_k,
+   among the blocks' largest) and copies the logits between them.
+4. ``_find_threshold`` searches these few for the threshold, one program a row.
+5. ``_draw`` draws a token from the part of a row that a program has; 6. ``_take`` the row's.
+
+All but 4 and 6 work on a row with as many programs as fill the chip, so one row takes no longer
+than its launches, and a row that needs nothing of a launch leaves it at once. Probabilities are
+added in an order that is the same in every batch, or as integers, which have none: a row's token
+does not depend on how a batch was cut up.
 Must not know: which calls come here, how they are cut up (``launch``).
 """
 
@@ -26,6 +33,9 @@ LOWEST_KEY = tl.constexpr(-(0x7F800000 + 1))  # of -inf
 # Noise lies in -log(log(2**24)) .. -log(-log(1 - 2**-24)), -2.82 .. 16.64: no token that
 # much less likely than the most likely one can be drawn.
 NOISE_REACH = tl.constexpr(19.5)
+WEIGHT_ONE = tl.constexpr(float(1 << 42))  # of a probability as an integer; 2**20 of them fit
+STATE = tl.constexpr(5)  # what later launches need of a row: top, low, high, above, mass
+NEARLY = tl.constexpr(1 << 12)  # keys: a level that near to what was looked for will do
 
 
 @triton.jit
@@ -62,93 +72,84 @@ def _narrowed(low, high, pivots, enough):
 
 
 @triton.jit
-def _search_tops(
+def _level_of_tops(
     tops,  # float32[BLOCKS_TILE]
-    weights,  # float32[BLOCKS_TILE]
-    mass,
-    high,  # a key above all tops
+    count,
+    top,  # the largest of them
     PIVOTS: tl.constexpr,
 ):
-    """The largest key with sum(weights[tops >= key]) >= mass, that of -inf if there is none."""
+    """A level that at least ``count`` of the tops reach, hardly below the highest such."""
     low = tl.full((), LOWEST_KEY, tl.int64)
-    while high - low > 1:
+    high = _key(top).to(tl.int64) + 1
+    while high - low > NEARLY:
         pivots = _pivots(low, high, PIVOTS)
         reached = tops[None, :] >= _value(pivots)[:, None]
-        masses = tl.sum(tl.where(reached, weights[None, :], 0.0), 1)
-        low, high = _narrowed(low, high, pivots, masses >= mass)
-    return low
+        low, high = _narrowed(low, high, pivots, tl.sum(reached.to(tl.int32), 1) >= count)
+    return _value(low)
 
 
 @triton.jit
-def _listed(
-    logits,  # float32[V] of the row
-    blocks,  # int32[NUM_BLOCKS] of the row
-    start,
-    num_listed,
-    temperature,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Token ids and scaled logits of the listed blocks from ``start``, [1, STEP, BLOCK]: as wide as
-    they are compared with pivots, so that they need not change threads for it."""
-    place = start + tl.arange(0, STEP)[None, :, None]
-    block = tl.load(blocks + place, mask=place < num_listed, other=0)
-    index = block * BLOCK + tl.arange(0, BLOCK)[None, None, :]
-    mask = (place < num_listed) & (index < VOCAB)
-    return index, _scaled(logits, index, mask, temperature)
+def _nucleus_alone(k, p, min_p, VOCAB: tl.constexpr):
+    """Whether top_p is the row's only filter. Any other leaves a level to begin from."""
+    return (p < 1) & ((k <= 0) | (k >= VOCAB)) & ~(min_p > 0)
 
 
 @triton.jit
-def _search_listed(
-    logits,
-    blocks,
-    num_listed,
+def _weights(distance):
+    """Probabilities of tokens that far below the most likely, relative to it, as integers: their
+    sum does not depend on the order, and 2**-43 is beyond what a float32 sum tells apart."""
+    return (tl.exp(distance) * WEIGHT_ONE).to(tl.int64)
+
+
+@triton.jit
+def _search(
+    source,  # float32: logits, in pieces
+    offset,  # int32[1, STEP]: where in the source a thread begins
+    left,  # int32[1, STEP]: logits of the piece from there on
+    longest,  # of the pieces
     temperature,
-    top,  # the largest scaled logit
-    mass,
-    low,  # a key with enough at and above it; no block outside the list reaches it
+    top,  # the largest scaled logit of the row
+    needed,  # int64
+    low,  # a key with enough at and above it
+    high,  # a key with too little
     WEIGHTED: tl.constexpr,  # False: tokens are counted
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    SLOTS: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """The largest key with sum(weights[scaled >= key]) >= mass."""
-    high = _key(top).to(tl.int64) + 1
+    """The largest key with sum(weights[scaled >= key]) >= needed."""
     while high - low > 1:
         pivots = _pivots(low, high, PIVOTS)
-        values = _value(pivots)[:, None, None]
-        masses = tl.zeros((PIVOTS, STEP, BLOCK), tl.float32)
-        for start in range(0, num_listed, STEP):
-            _, scaled = _listed(logits, blocks, start, num_listed, temperature, VOCAB, BLOCK, STEP)
-            weights = tl.full((1, STEP, BLOCK), 1.0, tl.float32)
+        values = _value(pivots)[:, None]
+        found = tl.zeros((PIVOTS, STEP), tl.int64)
+        for start in range(0, longest, SLOTS):
+            scaled = _scaled(source, offset + start, start < left, temperature)
+            weights = tl.full((1, STEP), 1, tl.int64)
             if WEIGHTED:
-                weights = tl.exp(scaled - top)
-            masses += tl.where(scaled >= values, weights, 0.0)
-        enough = tl.sum(tl.sum(masses, 2), 1) >= mass
-        low, high = _narrowed(low, high, pivots, enough)
+                weights = _weights(scaled - top)
+            found += tl.where(scaled >= values, weights, 0)
+        low, high = _narrowed(low, high, pivots, tl.sum(found, 1) >= needed)
     return low
 
 
 @triton.jit
 def _kept_mass(
-    logits,
-    blocks,
-    num_listed,
+    source,
+    offset,  # int32[1, STEP]
+    left,  # int32[1, STEP]
+    longest,
     temperature,
     top,
     threshold,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
-    """Sum of exp(scaled - top) of what is not below the threshold."""
-    masses = tl.zeros((1, STEP, BLOCK), tl.float32)
-    for start in range(0, num_listed, STEP):
-        _, scaled = _listed(logits, blocks, start, num_listed, temperature, VOCAB, BLOCK, STEP)
-        masses += tl.where(scaled >= threshold, tl.exp(scaled - top), 0.0)
-    return tl.sum(tl.ravel(masses), 0)
+    """Sum of the weights of what is not below the threshold."""
+    found = tl.zeros((1, STEP), tl.int64)
+    for start in range(0, longest, SLOTS):
+        scaled = _scaled(source, offset + start, start < left, temperature)
+        found += tl.where(scaled >= threshold, _weights(scaled - top), 0)
+    return tl.sum(tl.ravel(found), 0)
 
 
 @triton.jit
@@ -191,39 +192,14 @@ def _noise(key_low, key_high, index, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def _draw_listed(
-    logits,
-    blocks,
-    num_listed,
-    temperature,
-    threshold,
-    key_low,  # uint32: the row's key
-    key_high,  # uint32
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """The first of the largest sums of scaled logit and noise; 0 where nothing is listed."""
-    best = tl.full((1, STEP, BLOCK), float("-inf"), tl.float32)
-    token = tl.zeros((1, STEP, BLOCK), tl.int32)
-    for start in range(0, num_listed, STEP):
-        index, scaled = _listed(logits, blocks, start, num_listed, temperature, VOCAB, BLOCK, STEP)
-        noisy = scaled + _noise(key_low, key_high, index, VOCAB)
-        better = (scaled >= threshold) & (noisy > best)  # ids rise, so the first of equals stays
-        best = tl.where(better, noisy, best)
-        token = tl.where(better, index, token)
-    largest = tl.max(tl.ravel(best), 0)
-    first = tl.where(best == largest, token, VOCAB - 1)
-    return tl.min(tl.ravel(first), 0)
-
-
-@triton.jit
-def _sum_blocks(
+def _summarize(
     logits,  # float32[B, V]
     temperature,  # float32[B]
+    top_k,  # int32[B]
     top_p,  # float32[B]
+    min_p,  # float32[B]
     tops,  # float32[B, NUM_BLOCKS]: the largest logit of each block
-    sums,  # float32[B, NUM_BLOCKS]: of exp(scaled - the block's largest), of rows with top_p
+    sums,  # float32[B, NUM_BLOCKS]: of exp(scaled - the block's largest), where top_p is alone
     VOCAB: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -236,110 +212,294 @@ def _sum_blocks(
     top = tl.max(values, 1)
     tl.store(tops + row * NUM_BLOCKS + number, top, mask=number < NUM_BLOCKS)
     heat = tl.load(temperature + row)
-    if (heat > 0) & (tl.load(top_p + row) < 1):
+    k, p, share = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    if (heat > 0) & _nucleus_alone(k, p, share, VOCAB):
         base = tl.where(top == float("-inf"), 0.0, tl.div_rn(top, heat))
         weights = tl.exp(tl.div_rn(values, heat) - base[:, None])
         tl.store(sums + row * NUM_BLOCKS + number, tl.sum(weights, 1), number < NUM_BLOCKS)
 
 
 @triton.jit
-def _choose(
+def _weigh_levels(
     logits,  # float32[B, V]
     temperature,  # float32[B]
     top_k,  # int32[B]
     top_p,  # float32[B]
     min_p,  # float32[B]
-    seed_low,  # int32[B]
-    seed_high,  # int32[B]
-    positions,  # int32[B]
     tops,  # float32[B, NUM_BLOCKS]
     sums,  # float32[B, NUM_BLOCKS]
-    token_ids,  # int32[B]
-    blocks,  # int32[B, NUM_BLOCKS]: room for the list
+    levels,  # float32[B, LEVELS]: rising; the first is below the threshold
+    whole,  # float32[B]: sum of exp(scaled - top)
+    masses,  # float32[B, NUM_TILES, LEVELS]: of a tile's tokens at and above each level
     VOCAB: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
+    NUM_TILES: tl.constexpr,
     BLOCKS_TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PIVOTS: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    heat = tl.load(temperature + row)
+    p = tl.load(top_p + row)
+    if heat <= 0:
+        return
+    if not _nucleus_alone(tl.load(top_k + row), p, tl.load(min_p + row), VOCAB):
+        return
+    number = tl.arange(0, BLOCKS_TILE)
+    is_block = number < NUM_BLOCKS
+    tops += row * NUM_BLOCKS
+    top_of = tl.div_rn(tl.load(tops + number, mask=is_block, other=float("-inf")), heat)
+    top = tl.max(top_of, 0)
+    in_block = tl.load(sums + row * NUM_BLOCKS + number, mask=is_block, other=0.0)
+    total = tl.sum(in_block * tl.exp(top_of - top), 0)
+    # All that is less likely than this holds less than 1 - p; the margin is for rounding.
+    rare = top + tl.log((1.0 - p) * total / VOCAB) - 0.01
+    if tl.program_id(0) == 0:
+        tl.store(whole + row, total)
+    for tile in range(tl.program_id(0), NUM_TILES, tl.num_programs(0)):
+        index = tile * TILE + tl.arange(0, TILE)[None, :]
+        inside = index < VOCAB
+        best = tl.load(tops + index // BLOCK, mask=inside, other=float("-inf"))
+        hit = inside & (tl.div_rn(best, heat) >= rare)
+        scaled = _scaled(logits + row * VOCAB, index, hit, heat)
+        weights = tl.exp(scaled - top)
+        for start in tl.static_range(0, LEVELS, PIVOTS):  # few enough for the registers
+            which = start + tl.arange(0, PIVOTS)
+            level = rare + (top - rare) * (which.to(tl.float32) / LEVELS)
+            reached = tl.where(scaled >= level[:, None], weights, 0.0)
+            tl.store(masses + (row * NUM_TILES + tile) * LEVELS + which, tl.sum(reached, 1))
+            if tile == 0:
+                tl.store(levels + row * LEVELS + which, level)
+
+
+@triton.jit
+def _collect(
+    logits,  # float32[B, V]
+    temperature,  # float32[B]
+    top_k,  # int32[B]
+    top_p,  # float32[B]
+    min_p,  # float32[B]
+    tops,  # float32[B, NUM_BLOCKS]
+    levels,  # float32[B, LEVELS]
+    whole,  # float32[B]
+    masses,  # float32[B, NUM_TILES, LEVELS]
+    state,  # float32[B, STATE]
+    listed,  # float32[B, PROGRAMS, ROOM]: logits between the row's two levels
+    counts,  # int32[B, PROGRAMS]: of those, also of what finds no room
+    VOCAB: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    BLOCKS_TILE: tl.constexpr,
+    TILES_TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    heat = tl.load(temperature + row)
+    if heat <= 0:
+        return
+    number = tl.arange(0, BLOCKS_TILE)
+    tops += row * NUM_BLOCKS
+    top_of = tl.load(tops + number, mask=number < NUM_BLOCKS, other=float("-inf"))
+    top_of = tl.div_rn(top_of, heat)
+    top = tl.max(top_of, 0)
+    k, p, share = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    low, high = float("inf"), float("inf")  # nothing to search, unless
+    above, mass = 0.0, 0.0
+    if _nucleus_alone(k, p, share, VOCAB):
+        mass = p * tl.load(whole + row)
+        which = tl.arange(0, LEVELS)
+        level = tl.load(levels + row * LEVELS + which)
+        part = tl.arange(0, TILES_TILE)[:, None]
+        at = masses + (row * NUM_TILES + part) * LEVELS + which[None, :]
+        reached = tl.sum(tl.load(at, mask=part < NUM_TILES, other=0.0), 0)
+        enough = (reached >= mass) | (which == 0)
+        low = tl.max(tl.where(enough, level, float("-inf")), 0)
+        high = tl.min(tl.where(enough, float("inf"), level), 0)
+        above = tl.max(tl.where(enough, 0.0, reached), 0)
+    elif (k > 0) & (k < VOCAB):
+        low = float("-inf")
+        if k <= NUM_BLOCKS:  # k blocks reach it, so k tokens do
+            low = _level_of_tops(top_of, k, top, PIVOTS)
+    elif p < 1:
+        low = top + tl.log(share)
+    if tl.program_id(0) == 0:
+        state += row * STATE
+        tl.store(state, top)
+        tl.store(state + 1, low)
+        tl.store(state + 2, high)
+        tl.store(state + 3, above)
+        tl.store(state + 4, mass)
+
+    segment = row * tl.num_programs(0) + tl.program_id(0)
+    filled = 0
+    num_tiles = tl.where(low < float("inf"), NUM_TILES, 0)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        index = tile * TILE + tl.arange(0, TILE)
+        inside = index < VOCAB
+        best = tl.load(tops + index // BLOCK, mask=inside, other=float("-inf"))
+        hit = inside & (tl.div_rn(best, heat) >= low)
+        if tl.max(hit.to(tl.int32), 0) > 0:
+            values = tl.load(logits + row * VOCAB + index, mask=hit, other=float("-inf"))
+            scaled = tl.div_rn(values, heat)
+            between = (hit & (scaled >= low) & (scaled < high)).to(tl.int32)
+            place = filled + tl.cumsum(between, 0) - 1
+            fits = (between > 0) & (place < ROOM)
+            tl.store(listed + segment * ROOM + place, values, mask=fits)
+            filled += tl.sum(between, 0)
+    tl.store(counts + segment, filled)
+
+
+@triton.jit
+def _find_threshold(
+    logits,  # float32[B, V]
+    temperature,  # float32[B]
+    top_k,  # int32[B]
+    top_p,  # float32[B]
+    min_p,  # float32[B]
+    state,  # float32[B, STATE]
+    listed,  # float32[B, SEGMENTS, ROOM]
+    counts,  # int32[B, SEGMENTS]
+    thresholds,  # float32[B]: no scaled logit below it can be drawn
+    VOCAB: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SEGMENTS_TILE: tl.constexpr,
+    ROOM: tl.constexpr,
     STEP: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    logits += row * VOCAB
-    blocks += row * NUM_BLOCKS
-    number = tl.arange(0, BLOCKS_TILE)
-    is_block = number < NUM_BLOCKS
-    top_of = tl.load(tops + row * NUM_BLOCKS + number, mask=is_block, other=float("-inf"))
-    largest = tl.max(top_of, 0)
     heat = tl.load(temperature + row)
-    token = 0
-    if heat > 0:
-        top = tl.div_rn(largest, heat)
-        top_of = tl.div_rn(top_of, heat)
-        high = _key(top).to(tl.int64) + 1
-        k = tl.load(top_k + row)
-        p = tl.load(top_p + row)
-        floor = top + tl.log(tl.load(min_p + row))  # -inf with a min_p of 0
-        cuts_k = (k > 0) & (k < VOCAB)
-        cuts_min = floor > float("-inf")
-        mass = 0.0
+    if heat <= 0:
+        return
+    k, p, share = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    cuts_k = (k > 0) & (k < VOCAB)
+    state += row * STATE
+    top = tl.load(state)
+    low = _key(tl.load(state + 1)).to(tl.int64)
+    high = tl.minimum(_key(tl.load(state + 2)).to(tl.int64), _key(top).to(tl.int64) + 1)
 
-        # a level that what is kept, and what a mass is summed over, does not fall below
-        low = tl.full((), LOWEST_KEY, tl.int64)
-        if cuts_k:
-            if k <= NUM_BLOCKS:  # k blocks reach it, so k tokens do
-                ones = tl.full((BLOCKS_TILE,), 1.0, tl.float32)
-                low = _search_tops(top_of, ones, k.to(tl.float32), high, PIVOTS)
-        elif cuts_min:
-            low = _key(floor).to(tl.int64)
-        elif p < 1:
-            at = tl.load(sums + row * NUM_BLOCKS + number, mask=is_block, other=0.0)
-            peaks = tl.exp(top_of - top)
-            whole = tl.sum(at * peaks, 0)
-            mass = p * whole
-            # All that is less likely than this holds less than 1 - p; the margin is for rounding.
-            rare = top + tl.log((1.0 - p) * whole / VOCAB) - 0.01
-            low = _search_tops(top_of, peaks, mass, high, PIVOTS)  # the blocks' largest hold mass
-            low = tl.maximum(low, _key(rare).to(tl.int64))
-        else:
-            low = _key(top - NOISE_REACH).to(tl.int64)
+    SLOTS: tl.constexpr = STEP // SEGMENTS_TILE  # of each piece, read at once
+    piece = tl.arange(0, STEP)[None, :] // SLOTS
+    slot = tl.arange(0, STEP)[None, :] % SLOTS
+    length = tl.load(counts + row * SEGMENTS + piece, mask=piece < SEGMENTS, other=0)
+    longest = tl.max(tl.ravel(length), 0)
+    source = listed + row * (SEGMENTS * ROOM)
+    stride = ROOM
+    above = tl.load(state + 3)
+    if longest > ROOM:  # then the whole row is searched in place of the list
+        source = logits + row * VOCAB
+        stride = (VOCAB + SEGMENTS_TILE - 1) // SEGMENTS_TILE
+        longest = stride
+        length = tl.minimum(VOCAB - piece * stride, stride)
+        above = 0.0
+    offset = piece * stride + slot
+    left = length - slot
 
-        hit = (top_of >= _value(low)) & is_block
-        tl.store(blocks + tl.cumsum(hit.to(tl.int32), 0) - 1, number, mask=hit)
-        num_listed = tl.sum(hit.to(tl.int32), 0)
-        tl.debug_barrier()  # the list is read by other threads than wrote it
+    threshold = top + tl.log(share)  # -inf with a min_p of 0
+    if cuts_k:
+        low = _search(
+            source, offset, left, longest, heat, top, k.to(tl.int64), low, high, False,
+            STEP, SLOTS, PIVOTS,
+        )  # fmt: skip
+        threshold = tl.maximum(_value(low), threshold)
+    if p < 1:
+        needed = ((tl.load(state + 4) - above) * WEIGHT_ONE).to(tl.int64)
+        if cuts_k | (share > 0):
+            kept = _kept_mass(source, offset, left, longest, heat, top, threshold, STEP, SLOTS)
+            needed = (kept.to(tl.float64) * p).to(tl.int64)
+            low = _key(threshold).to(tl.int64)
+        low = _search(
+            source, offset, left, longest, heat, top, needed, low, high, True,
+            STEP, SLOTS, PIVOTS,
+        )  # fmt: skip
+        threshold = _value(low)
+    tl.store(thresholds + row, tl.maximum(threshold, top - NOISE_REACH))
 
-        threshold = floor
-        if cuts_k:
-            low = _search_listed(
-                logits, blocks, num_listed, heat, top, k.to(tl.float32), low, False,
-                VOCAB, BLOCK, STEP, PIVOTS,
-            )  # fmt: skip
-            threshold = tl.maximum(_value(low), floor)
-        if p < 1:
-            if cuts_k | cuts_min:
-                mass = p * _kept_mass(
-                    logits, blocks, num_listed, heat, top, threshold, VOCAB, BLOCK, STEP
-                )
-                low = _key(threshold).to(tl.int64)
-            low = _search_listed(
-                logits, blocks, num_listed, heat, top, mass, low, True,
-                VOCAB, BLOCK, STEP, PIVOTS,
-            )  # fmt: skip
-            threshold = _value(low)
 
-        word_low = tl.load(seed_low + row).to(tl.uint32, bitcast=True)
-        word_high = tl.load(seed_high + row).to(tl.uint32, bitcast=True)
-        position = tl.load(positions + row).to(tl.uint32, bitcast=True)
-        key_low, key_high = _threefry(word_low, word_high, position)
-        token = _draw_listed(
-            logits, blocks, num_listed, heat, threshold, key_low, key_high, VOCAB, BLOCK, STEP
-        )
+@triton.jit
+def _draw(
+    logits,  # float32[B, V]
+    temperature,  # float32[B]
+    seed_low,  # int32[B]
+    seed_high,  # int32[B]
+    positions,  # int32[B]
+    tops,  # float32[B, NUM_BLOCKS]
+    thresholds,  # float32[B]
+    sums,  # float32[B, PROGRAMS]: the largest sum of logit and noise
+    token_ids,  # int32[B, PROGRAMS]: the first token with it; 0 where nothing is kept
+    VOCAB: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    heat = tl.load(temperature + row)
+    if heat <= 0:
+        return
+    threshold = tl.load(thresholds + row)
+    word_low = tl.load(seed_low + row).to(tl.uint32, bitcast=True)
+    word_high = tl.load(seed_high + row).to(tl.uint32, bitcast=True)
+    position = tl.load(positions + row).to(tl.uint32, bitcast=True)
+    key_low, key_high = _threefry(word_low, word_high, position)  # type: ignore[misc]
+    best = tl.full((TILE // BLOCK, BLOCK), float("-inf"), tl.float32)
+    token = tl.zeros((TILE // BLOCK, BLOCK), tl.int32)
+    for tile in range(tl.program_id(0), NUM_TILES, tl.num_programs(0)):
+        number = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)[:, None]
+        is_block = number < NUM_BLOCKS
+        top = tl.load(tops + row * NUM_BLOCKS + number, mask=is_block, other=float("-inf"))
+        hit = (tl.div_rn(top, heat) >= threshold) & is_block
+        if tl.max(tl.ravel(hit.to(tl.int32)), 0) > 0:
+            index = number * BLOCK + tl.arange(0, BLOCK)[None, :]
+            scaled = _scaled(logits + row * VOCAB, index, hit & (index < VOCAB), heat)
+            noisy = scaled + _noise(key_low, key_high, index, VOCAB)
+            better = (scaled >= threshold) & (noisy > best)  # ids rise: the first of equals stays
+            best = tl.where(better, noisy, best)
+            token = tl.where(better, index, token)
+    largest = tl.max(tl.ravel(best), 0)
+    first = tl.min(tl.ravel(tl.where(best == largest, token, VOCAB - 1)), 0)
+    at = row * tl.num_programs(0) + tl.program_id(0)
+    tl.store(sums + at, largest)
+    tl.store(token_ids + at, first)
+
+
+@triton.jit
+def _take(
+    logits,  # float32[B, V]
+    temperature,  # float32[B]
+    tops,  # float32[B, NUM_BLOCKS]
+    sums,  # float32[B, SEGMENTS]
+    drawn,  # int32[B, SEGMENTS]
+    token_ids,  # int32[B]
+    VOCAB: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS_TILE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SEGMENTS_TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(temperature + row) > 0:
+        place = tl.arange(0, SEGMENTS_TILE)
+        there = place < SEGMENTS
+        noisy = tl.load(sums + row * SEGMENTS + place, mask=there, other=float("-inf"))
+        drawn_id = tl.load(drawn + row * SEGMENTS + place, mask=there, other=0)
+        token = tl.min(tl.where((noisy == tl.max(noisy, 0)) & there, drawn_id, VOCAB - 1), 0)
     else:
-        best = tl.min(tl.where((top_of == largest) & is_block, number, NUM_BLOCKS - 1), 0)
-        index = best * BLOCK + tl.arange(0, BLOCK)
-        values = tl.load(logits + index, mask=index < VOCAB, other=float("-inf"))
-        first = tl.where((values == largest) & (index < VOCAB), index, VOCAB - 1)
-        token = tl.min(first, 0)
+        number = tl.arange(0, BLOCKS_TILE)
+        is_block = number < NUM_BLOCKS
+        best = tl.load(tops + row * NUM_BLOCKS + number, mask=is_block, other=float("-inf"))
+        largest = tl.max(best, 0)
+        block = tl.min(tl.where((best == largest) & is_block, number, NUM_BLOCKS - 1), 0)
+        index = block * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(logits + row * VOCAB + index, mask=index < VOCAB, other=float("-inf"))
+        token = tl.min(tl.where((values == largest) & (index < VOCAB), index, VOCAB - 1), 0)
     tl.store(token_ids + row, token)
 
 
@@ -355,43 +515,66 @@ def sample(
 ) -> jax.Array:  # int32[B]
     """See ``sample.api``."""
     rows, vocab = logits.shape
-    num_blocks = math.ceil(vocab / launch.BLOCK)
-    a_block = jax.ShapeDtypeStruct((rows, num_blocks), jnp.float32)
-    sizes: dict[str, Any] = {"VOCAB": vocab, "NUM_BLOCKS": num_blocks, "BLOCK": launch.BLOCK}
+    num_blocks, num_tiles = math.ceil(vocab / launch.BLOCK), math.ceil(vocab / launch.TILE)
+    segments = launch.programs_per_row(rows, num_tiles)
+    room = launch.room(num_tiles, segments)
+    filters = (temperature, top_k, top_p, min_p)
     blocks = launch.blocks_per_program(rows, num_blocks)
-    step, num_warps = launch.listed_blocks(rows)
-    tops, sums = jt.triton_call(
-        logits,
-        temperature,
-        top_p,
-        kernel=_sum_blocks,
-        out_type=(a_block, a_block),
-        grid=(math.ceil(num_blocks / blocks), rows),
+
+    sizes: dict[str, Any] = {
+        "VOCAB": vocab,
+        "NUM_BLOCKS": num_blocks,
+        "NUM_TILES": num_tiles,
+        "BLOCKS_TILE": power_of_two(num_blocks),
+        "TILES_TILE": power_of_two(num_tiles),
+        "BLOCK": launch.BLOCK,
+        "TILE": launch.TILE,
+        "LEVELS": launch.LEVELS,
+        "PIVOTS": launch.PIVOTS,
+        "SEGMENTS": segments,
+        "SEGMENTS_TILE": power_of_two(segments),
+        "ROOM": room,
+    }
+
+    def call(kernel: Any, args: tuple[jax.Array, ...], out: Any, **own: Any) -> Any:
+        """One launch, with those of the sizes that the kernel asks for."""
+        wanted = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+        out_type = tuple(jax.ShapeDtypeStruct((rows, *shape), dtype) for shape, dtype in out)
+        options = {"grid": (segments, rows), "num_warps": launch.WARPS, "num_stages": 1}
+        options |= wanted | own
+        return jt.triton_call(*args, kernel=kernel, out_type=out_type, **options)
+
+    f32, i32 = jnp.float32, jnp.int32
+    tops, sums = call(
+        _summarize,
+        (logits, *filters),
+        (((num_blocks,), f32), ((num_blocks,), f32)),
         num_warps=max(1, blocks // 8),
-        num_stages=1,
+        grid=(math.ceil(num_blocks / blocks), rows),
         BLOCKS=blocks,
-        **sizes,
     )
-    listed = jax.ShapeDtypeStruct((rows, num_blocks), jnp.int32)
-    token_ids, _ = jt.triton_call(
-        logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seed_low,
-        seed_high,
-        positions,
-        tops,
-        sums,
-        kernel=_choose,
-        out_type=(jax.ShapeDtypeStruct((rows,), jnp.int32), listed),
+    weighed = call(
+        _weigh_levels,
+        (logits, *filters, tops, sums),
+        (((launch.LEVELS,), f32), ((), f32), ((num_tiles, launch.LEVELS), f32)),
+    )
+    found = call(
+        _collect,
+        (logits, *filters, tops, *weighed),
+        (((STATE.value,), f32), ((segments, room), f32), ((segments,), i32)),
+    )
+    (thresholds,) = call(
+        _find_threshold,
+        (logits, *filters, *found),
+        (((), f32),),
         grid=(rows,),
-        num_warps=num_warps,
-        num_stages=1,
-        BLOCKS_TILE=power_of_two(num_blocks),
-        STEP=step,
-        PIVOTS=launch.PIVOTS,
-        **sizes,
+        STEP=launch.SEARCH_STEP,
+        PIVOTS=launch.SEARCH_PIVOTS,
     )
+    drawn = call(
+        _draw,
+        (logits, temperature, seed_low, seed_high, positions, tops, thresholds),
+        (((segments,), f32), ((segments,), i32)),
+    )
+    (token_ids,) = call(_take, (logits, temperature, tops, *drawn), (((), i32),), grid=(rows,))
     return token_ids
