@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
+import msgspec
 import numpy as np
 
 from jaxinfer.core.errors import EngineError
@@ -76,9 +77,10 @@ class Executor:
             self._requests[admission.slot] = admission.request
         requests = tuple(self._request(row) for row in plan.rows)
         extras = extras_of(requests)
-        batch = pack(plan, self._layouts[plan.bucket], extras)
-        name = self._program.step_name(plan.bucket, extras=any(extras))
-        step = self._executables.steps[name]
+        bucket = self._program.bucket_of(plan.bucket, extras=any(extras))
+        plan = msgspec.structs.replace(plan, bucket=bucket)
+        batch = pack(plan, self._layouts[bucket], extras)
+        step = self._executables.steps[self._program.step_name(bucket, extras=any(extras))]
         with _device_errors(plan):
             for row in rows:
                 self._slots = self._executables.admit(self._slots, row)

@@ -22,6 +22,7 @@ from pallas_kernels.pins import Pins
 from pallas_kernels.registry import UnfitKernel, current_platform
 
 ADMIT = "admit"
+EXTRAS_EVERY = 3  # buckets of a kind there is one with a step for extras
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,11 @@ class Program:
 
     On a CPU a branch costs nothing, and one step a bucket serves every request. On a GPU the host
     waits in the middle of a step for each branch's condition, and so cannot plan the next step
-    meanwhile. There each bucket has two steps: a plain one without any branch, and one with all
-    extras behind branches, for steps in which a request asks for some. Every bucket needs both,
-    since any request may ask and nothing compiles late. (Making all extras unconditional instead
-    would cost a plain step of 256 rows several times 155 MB of logits; handing logits to a second
-    executable would keep them alive between two calls, and a prompt's logprobs need its hidden
-    states too.)
+    meanwhile. There each bucket has a plain step without any branch, and some have one with all
+    extras behind branches, for steps in which a request asks for some; nothing compiles late, so
+    the largest have one. (Making all extras unconditional instead would cost a plain step of 256
+    rows several times 155 MB of logits; handing logits to a second executable would keep them alive
+    between two calls, and a prompt's logprobs need its hidden states too.)
     """
 
     model: Model
@@ -83,8 +83,17 @@ class Program:
         """Whether buckets have a step of their own for when no request asks for extras."""
         return self.platform != "cpu"
 
+    def bucket_of(self, bucket: Bucket, *, extras: bool) -> Bucket:
+        """The bucket that a step planned for ``bucket`` runs in: the same, or the smallest that
+        holds it among those that have a step with extras.
+        """
+        if not extras:
+            return bucket
+        shape = (bucket.num_decodes, bucket.num_prefill_tokens, bucket.num_prefills)
+        return min((b for b in self._with_extras() if b.fits(*shape)), key=lambda b: b.num_tokens)
+
     def step_name(self, bucket: Bucket, *, extras: bool) -> str:
-        """The step of a bucket that runs when some request asks for extras, or when none does."""
+        """The step of a bucket with extras in it, or without."""
         return f"{bucket.name}_extras" if extras and self.has_plain_steps else bucket.name
 
     def names(self) -> tuple[str, ...]:
@@ -93,11 +102,19 @@ class Program:
 
     def _steps(self) -> dict[str, tuple[Bucket, bool]]:
         """Bucket of each step, and whether extras are in it."""
+        plain = self.limits.buckets if self.has_plain_steps else ()
+        steps = [(bucket, False) for bucket in plain]
+        steps += [(bucket, True) for bucket in self._with_extras()]
+        return {self.step_name(bucket, extras=extras): (bucket, extras) for bucket, extras in steps}
+
+    def _with_extras(self) -> tuple[Bucket, ...]:
+        """Buckets that have a step with extras: where that is a step of its own, only every third
+        of each kind, the largest among them. Such steps are rare, and seconds to compile.
+        """
         buckets = self.limits.buckets
         if not self.has_plain_steps:
-            return {bucket.name: (bucket, True) for bucket in buckets}
-        return {
-            self.step_name(bucket, extras=extras): (bucket, extras)
-            for bucket in buckets
-            for extras in (False, True)
-        }
+            return buckets
+        kinds: dict[tuple[bool, bool], list[Bucket]] = {}
+        for bucket in sorted(buckets, key=lambda b: b.num_tokens, reverse=True):
+            kinds.setdefault((bucket.num_decodes > 0, bucket.num_prefills > 0), []).append(bucket)
+        return tuple(bucket for kind in kinds.values() for bucket in kind[::EXTRAS_EVERY])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import flax.linen as nn
@@ -100,6 +101,7 @@ class Model:
         return self.family.tensor_rules(self.config)
 
 
+@cache  # flax traces every layer for it: a second for 36 of them, and each executable asks
 def abstract_params(model: Model) -> Params:
     """Shapes and dtypes of every parameter, without memory."""
     module = model.module

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import jax
+import msgspec
 import pytest
 
+from jaxinfer.core.step import Bucket
 from jaxinfer.exec.program import ADMIT, Program
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_model
@@ -28,12 +30,20 @@ def test_state_is_updated_in_place(name: str) -> None:
     assert not (pools | flat).intersection(copied)
 
 
-def test_a_cpu_has_one_step_a_bucket_and_a_gpu_two() -> None:
+def test_a_gpu_has_plain_steps_and_fewer_with_extras_a_cpu_one_a_bucket() -> None:
     buckets = [bucket.name for bucket in LIMITS.buckets]
     assert PROGRAM.names() == (ADMIT, *buckets)
-    gpu = Program(PROGRAM.model, LIMITS, platform="gpu")
-    assert set(gpu.names()) == {ADMIT, *buckets, *(f"{name}_extras" for name in buckets)}
+    table = tuple(map(Bucket, (1, 2, 4, 8, 16))) + (Bucket(0, 32, 2), Bucket(16, 32, 2))
+    gpu = Program(PROGRAM.model, msgspec.structs.replace(LIMITS, buckets=table), platform="gpu")
+    extras = {"d2_extras", "d16_extras", "p32x2_extras", "d16p32x2_extras"}
+    assert set(gpu.names()) == {ADMIT, *(bucket.name for bucket in table), *extras}
+    for bucket in table:
+        assert gpu.bucket_of(bucket, extras=False) == bucket
+        larger = gpu.bucket_of(bucket, extras=True)
+        assert gpu.step_name(larger, extras=True) in extras
+        assert larger.num_tokens < 2**3 * bucket.num_tokens
     first = LIMITS.buckets[0]
+    assert PROGRAM.bucket_of(first, extras=True) == first
     assert PROGRAM.step_name(first, extras=True) == PROGRAM.step_name(first, extras=False)
     assert gpu.step_name(first, extras=True) == f"{first.name}_extras"
     assert gpu.step_name(first, extras=False) == first.name
