@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +60,20 @@ def test_rows_that_mean_nothing_yield_an_id() -> None:
     args[0] = np.full_like(args[0], np.nan)
     drawn = np.asarray(jax.jit(sample)(*args))
     assert (drawn >= 0).all() and (drawn < 320).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
+def test_the_triton_kernels_find_the_thresholds() -> None:
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join((str(tests.parent), str(tests)))
+    done = subprocess.run(
+        [sys.executable, "-m", "kit.sample_thresholds"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    wrong = json.loads(done.stdout)
+    assert wrong and not any(wrong.values()), wrong
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,80 @@
+"""Thresholds that sample's Triton kernels find: ``python -m kit.sample_thresholds``.
+
+A token that is drawn seldom betrays a threshold that is a little off, so this looks at the
+thresholds themselves. A process of its own, with TRITON_INTERPRET=1, as ``kit.triton_sweep``.
+Prints one JSON object: for each case the rows whose threshold is wrong.
+"""
+
+import json
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import jax.numpy as jnp
+import numpy as np
+
+from kit.triton_shims import in_place_of_triton_call, interpreted
+from pallas_kernels.sample import launch, triton
+from pallas_kernels.sample.cases import HARD, MIXED, Draw, SampleCase, build
+
+ROUNDING = 2e-6  # of a sum of probabilities
+REACH = 19.5  # below the most likely token, where noise cannot lift another above it
+SMALL = (
+    SampleCase("one_tile", 1001, MIXED, 8),
+    SampleCase("equal_logits", 1001, MIXED, 8, grid=1.0),
+    SampleCase("mostly_masked", 1001, MIXED, 8, masked=0.97),
+)
+LARGE = (
+    SampleCase("many_tiles", 9001, (*MIXED, *HARD), 14),
+    SampleCase("flat", 9001, HARD, 6, spread=0.1),
+    SampleCase("nucleus", 9001, tuple(Draw(1.0, top_p=p) for p in (0.1, 0.9, 0.999)), 3),
+)
+
+
+def thresholds(args: tuple[np.ndarray, ...]) -> np.ndarray:  # float32[B]
+    """Of each row; what a greedy one has means nothing."""
+    seen = []
+
+    def stand_in(*values: Any, kernel: Any, **params: Any) -> Any:
+        out = interpreted(*values, kernel=kernel, **params)
+        if kernel.__name__ == "_find_threshold":
+            seen.append(np.asarray(out[0]))
+        return out
+
+    with in_place_of_triton_call(stand_in):
+        triton.sample(*map(jnp.asarray, args))
+    return seen[0]
+
+
+def is_right(found: float, logits: np.ndarray, heat: float, k: int, p: float, share: float) -> bool:
+    """Whether a row's threshold keeps what the definition keeps."""
+    scaled = logits / heat
+    top = scaled.max()
+    weights = np.exp(scaled.astype(np.float64) - top)
+    floor = float(np.sort(scaled)[-k]) if 0 < k < scaled.size else -np.inf
+    floor = max(floor, float(top + np.log(share)) if share > 0 else -np.inf)
+    if found < floor:  # too low, unless it is the reach of noise that binds
+        return False
+    if p < 1:
+        needed = p * weights[scaled >= floor].sum()
+        enough = weights[scaled >= found].sum() >= needed * (1 - ROUNDING)
+        return enough and weights[scaled > found].sum() <= needed * (1 + ROUNDING)
+    return bool(found <= max(floor, top - REACH))
+
+
+def wrong_rows(case: SampleCase) -> list[int]:
+    """Rows of the case whose threshold is wrong."""
+    args = build(case, 0).args
+    found, columns = thresholds(args), zip(*args[:5], strict=True)
+    return [
+        row
+        for row, (logits, heat, k, p, share) in enumerate(columns)
+        if heat > 0 and not is_right(found[row], logits, heat, k, p, share)
+    ]
+
+
+if __name__ == "__main__":
+    problems = {case.name: wrong_rows(case) for case in (*SMALL, *LARGE)}
+    with patch.object(launch, "PROGRAMS", 1):  # one program a row, as in a large batch
+        problems |= {f"{case.name}/alone": wrong_rows(case) for case in LARGE}
+    json.dump(problems, sys.stdout)
