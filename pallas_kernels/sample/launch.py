@@ -15,7 +15,7 @@ BLOCK = 128
 WARPS = 8  # of every program but the first launch's
 TILE = 16 * BLOCK  # logits that a program holds at once: 8 registers a thread
 MULTIPROCESSORS = 132  # of an H100 or H200
-PROGRAMS = 4 * MULTIPROCESSORS  # that run at once
+PROGRAMS = 8 * MULTIPROCESSORS  # of a launch: twice what runs at once, to end together
 MOST_BLOCKS = 64  # of a program of the first launch: 32 registers a thread
 LEVELS = 32  # between which top_p's threshold is bracketed before logits are listed
 PIVOTS = 8  # that are compared with 2048 logits at once
@@ -42,7 +42,7 @@ def supports(
 
 
 def programs_per_row(rows: int, tiles: int) -> int:
-    """As many as run at once; each takes the tiles whose number it is, modulo this, in turn."""
+    """As many as fill the chip; each takes the tiles whose number it is, modulo this, in turn."""
     return max(1, min(tiles, PROGRAMS // rows))
 
 
@@ -56,6 +56,6 @@ def room(tiles: int, programs: int) -> int:
 def blocks_per_program(rows: int, blocks: int) -> int:
     """As many as leave enough programs to fill the chip; a power of two. Not yet timed."""
     count = MOST_BLOCKS
-    while count > 4 and rows * blocks < PROGRAMS * count:
+    while count > 4 and 2 * rows * blocks < PROGRAMS * count:
         count //= 2
     return count

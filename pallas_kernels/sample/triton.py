@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.sample import launch
+from pallas_kernels.sample.noise import can_exceed, take_better, threefry, uniform
 from pallas_kernels.tiles import power_of_two
 
 LOWEST_KEY = tl.constexpr(-(0x7F800000 + 1))  # of -inf
@@ -153,42 +154,18 @@ def _kept_mass(
 
 
 @triton.jit
-def _rounds(x, y, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    """Four rounds of Threefry-2x32."""
-    x = x + y
-    y = (y << A | y >> (32 - A)) ^ x
-    x = x + y
-    y = (y << B | y >> (32 - B)) ^ x
-    x = x + y
-    y = (y << C | y >> (32 - C)) ^ x
-    x = x + y
-    y = (y << D | y >> (32 - D)) ^ x
-    return x, y
-
-
-@triton.jit
-def _threefry(low, high, counter):
-    """Both words of Threefry-2x32 with 20 rounds for the counter pairs (counter, 0)."""
-    third = low ^ high ^ 0x1BD11BDA
-    second = high + tl.zeros_like(counter)
-    x, y = _rounds(counter + low, second, 13, 15, 26, 6)  # type: ignore[misc]
-    x, y = _rounds(x + high, y + third + 1, 17, 29, 16, 24)
-    x, y = _rounds(x + third, y + low + 2, 13, 15, 26, 6)
-    x, y = _rounds(x + low, y + high + 3, 17, 29, 16, 24)
-    x, y = _rounds(x + high, y + third + 4, 13, 15, 26, 6)
-    return x + third, y + low + 5
-
-
-@triton.jit
-def _noise(key_low, key_high, index, VOCAB: tl.constexpr):
-    """Standard Gumbel noise of token ids. ``tl.log`` is exact to its last bit, also near 1."""
-    HALF: tl.constexpr = (VOCAB + 1) // 2
-    second = index >= HALF
-    counter = tl.where(second, index - HALF, index).to(tl.uint32)
-    x, y = _threefry(key_low, key_high, counter)  # type: ignore[misc]
-    steps = (tl.where(second, y, x) >> 9).to(tl.float32)
-    uniform = (steps + 0.5) * 1.1920928955078125e-07  # 2**-23
-    return -tl.log(-tl.log(uniform))
+def _reaching(
+    logits,  # float32[V] of the row
+    tops,  # float32[NUM_BLOCKS] of the row
+    index,
+    inside,  # of the vocabulary
+    temperature,
+    level,
+    BLOCK: tl.constexpr,
+):
+    """Scaled logits; -inf, and not read, where the block's largest is below the level."""
+    best = tl.load(tops + index // BLOCK, mask=inside, other=float("-inf"))
+    return _scaled(logits, index, inside & (tl.div_rn(best, temperature) >= level), temperature)
 
 
 @triton.jit
@@ -435,9 +412,8 @@ def _draw(
     token_ids,  # int32[B, PROGRAMS]: the first token with it; 0 where nothing is kept
     VOCAB: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
-    NUM_TILES: tl.constexpr,
     BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr,  # of counters: a pair of logits each
 ):
     row = tl.program_id(1).to(tl.int64)
     heat = tl.load(temperature + row)
@@ -447,23 +423,28 @@ def _draw(
     word_low = tl.load(seed_low + row).to(tl.uint32, bitcast=True)
     word_high = tl.load(seed_high + row).to(tl.uint32, bitcast=True)
     position = tl.load(positions + row).to(tl.uint32, bitcast=True)
-    key_low, key_high = _threefry(word_low, word_high, position)  # type: ignore[misc]
-    best = tl.full((TILE // BLOCK, BLOCK), float("-inf"), tl.float32)
-    token = tl.zeros((TILE // BLOCK, BLOCK), tl.int32)
-    for tile in range(tl.program_id(0), NUM_TILES, tl.num_programs(0)):
-        number = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)[:, None]
-        is_block = number < NUM_BLOCKS
-        top = tl.load(tops + row * NUM_BLOCKS + number, mask=is_block, other=float("-inf"))
-        hit = (tl.div_rn(top, heat) >= threshold) & is_block
-        if tl.max(tl.ravel(hit.to(tl.int32)), 0) > 0:
-            index = number * BLOCK + tl.arange(0, BLOCK)[None, :]
-            scaled = _scaled(logits + row * VOCAB, index, hit & (index < VOCAB), heat)
-            noisy = scaled + _noise(key_low, key_high, index, VOCAB)
-            better = (scaled >= threshold) & (noisy > best)  # ids rise: the first of equals stays
-            best = tl.where(better, noisy, best)
-            token = tl.where(better, index, token)
-    largest = tl.max(tl.ravel(best), 0)
-    first = tl.min(tl.ravel(tl.where(best == largest, token, VOCAB - 1)), 0)
+    key_low, key_high = threefry(word_low, word_high, position)  # type: ignore[misc]
+    logits += row * VOCAB
+    tops += row * NUM_BLOCKS
+    best = tl.full((TILE,), float("-inf"), tl.float32)
+    token = tl.zeros((TILE,), tl.int32)
+    largest = float("-inf")
+    HALF: tl.constexpr = (VOCAB + 1) // 2  # a counter's two words are for tokens that far apart
+    for tile in range(tl.program_id(0), (HALF + TILE - 1) // TILE, tl.num_programs(0)):
+        one = tile * TILE + tl.arange(0, TILE)
+        two = one + HALF
+        scaled_one = _reaching(logits, tops, one, one < HALF, heat, threshold, BLOCK)
+        scaled_two = _reaching(logits, tops, two, two < VOCAB, heat, threshold, BLOCK)
+        kept = tl.maximum(scaled_one, scaled_two) >= threshold
+        if tl.max(kept.to(tl.int32), 0) > 0:
+            x, y = threefry(key_low, key_high, one.to(tl.uint32))  # type: ignore[misc]
+            u, v = uniform(x), uniform(y)
+            can = can_exceed(scaled_one, u, largest) | can_exceed(scaled_two, v, largest)
+            if tl.max((kept & can).to(tl.int32), 0) > 0:
+                best, token = take_better(best, token, scaled_one, u, one, threshold)  # type: ignore[misc]
+                best, token = take_better(best, token, scaled_two, v, two, threshold)  # type: ignore[misc]
+                largest = tl.max(best, 0)
+    first = tl.min(tl.where(best == largest, token, VOCAB - 1), 0)
     at = row * tl.num_programs(0) + tl.program_id(0)
     tl.store(sums + at, largest)
     tl.store(token_ids + at, first)
@@ -575,6 +556,7 @@ def sample(
         _draw,
         (logits, temperature, seed_low, seed_high, positions, tops, thresholds),
         (((segments,), f32), ((segments,), i32)),
+        TILE=launch.TILE // 2,
     )
     (token_ids,) = call(_take, (logits, temperature, tops, *drawn), (((), i32),), grid=(rows,))
     return token_ids
