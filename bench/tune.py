@@ -29,6 +29,7 @@ from pallas_kernels.registry import Case, KernelOp, imported_when_called
 from pallas_kernels.skinny_gemm import api as skinny_gemm
 from pallas_kernels.skinny_gemm import launch as skinny_gemm_launch
 from pallas_kernels.skinny_gemm.cases import GemmCase
+from pallas_kernels.testing import runnable
 from pallas_kernels.tuned import read_choices, tuned_file
 
 WORTHWHILE = 0.99  # a choice must take less than this share of the best time so far
@@ -164,9 +165,10 @@ def main() -> None:
     tunable = TUNABLE[options.op]
     op = tunable.op
     output = options.output or Path(str(tuned_file(op.name, device.device_kind)))
+    triton = next(impl for impl in op.impls if impl.name == "triton")
     groups: dict[Hashable, list[Case]] = {}
     for case in bench_cases(op, options.case):
-        if "gpu" in case.tags:
+        if "gpu" in case.tags and runnable(triton, op.build(case, 0)) is None:
             groups.setdefault(tunable.shapes_of(case), []).append(case)
     found = {cases[0].name: asdict(tune(tunable, cases)) for cases in groups.values()}
     choices = read_choices(output) | found  # cases that were not tuned now keep what they had

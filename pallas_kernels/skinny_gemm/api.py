@@ -5,15 +5,17 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
-from pallas_kernels.skinny_gemm import cases, launch, ref, xla
+from pallas_kernels.skinny_gemm import cases, launch, mosaic_launch, ref, xla
 from pallas_kernels.skinny_gemm.sizes import ARRIVALS
 
+_mosaic = imported_when_called("pallas_kernels.skinny_gemm.mosaic", "skinny_gemm")
 _triton = imported_when_called("pallas_kernels.skinny_gemm.triton", "skinny_gemm")
 
 OP = KernelOp(
     name="skinny_gemm",
     ref=ref.skinny_gemm,
     impls=(
+        Impl("mosaic", _mosaic, platforms=("gpu",), supports=mosaic_launch.supports),
         Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
         Impl("xla", xla.skinny_gemm),
     ),
@@ -22,6 +24,7 @@ OP = KernelOp(
     cost=cases.cost,
     # xla rounds gate, up and each step of the epilogue to the dtype, triton the result alone.
     tolerance={"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3},
+    observable=lambda out: out.sum(0) if out.ndim == 3 else out,  # parts count by their sum
     refs=(4,),
 )
 
@@ -35,12 +38,17 @@ def skinny_gemm(
     *,
     eps: float = 0.0,
     swiglu: bool = False,
+    parts: int = 1,
     impl: str | None = None,
-) -> jax.Array:  # [T, O]
+) -> jax.Array:  # [T, O], or float32[parts, T, O]
     """``residual + f(rms_norm(x, norm, eps) @ w)`` for few tokens, in the dtype of ``x``.
 
     Without ``norm`` or ``residual`` (None) that step is left out. ``f`` is SiLU of the first half
     of the columns times the second half with ``swiglu``, else nothing. Sums are in float32.
+
+    With ``parts`` above 1 the result is that many float32 arrays, to be summed by the kernel that
+    reads them (``residual_norm``); which terms are in which is up to the implementation. Such a
+    product has neither ``swiglu`` nor ``residual``.
 
     ``arrivals`` are zeros by which programs that share a tile of the result find out who is the
     last; they are zeros again afterwards, so one array serves all products of a step (None: one is
@@ -58,6 +66,9 @@ def skinny_gemm(
     out = (x.shape[0], w.shape[1] // 2 if swiglu else w.shape[1])
     if residual is not None and residual.shape != out:
         raise ValueError(f"skinny_gemm: residual {residual.shape} does not fit results {out}")
+    if parts < 1 or (parts > 1 and (swiglu or residual is not None)):
+        raise ValueError(f"skinny_gemm: no {parts} parts with swiglu or a residual, only 1")
     if arrivals is not None and arrivals.shape[0] < ARRIVALS:
         raise ValueError(f"skinny_gemm: arrivals {arrivals.shape} are fewer than {ARRIVALS}")
-    return dispatch(OP, (x, w, norm, residual, arrivals), {"eps": eps, "swiglu": swiglu}, impl)
+    static = {"eps": eps, "swiglu": swiglu, "parts": parts}
+    return dispatch(OP, (x, w, norm, residual, arrivals), static, impl)

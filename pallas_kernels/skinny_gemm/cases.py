@@ -25,6 +25,7 @@ class GemmCase:
     norm: bool = False
     swiglu: bool = False
     residual: bool = False
+    parts: int = 1
     arrivals: bool = True
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
@@ -46,6 +47,17 @@ def _qwen3_4b(tokens: int) -> tuple[GemmCase, ...]:
     )
 
 
+def _qwen3_4b_bare(tokens: int) -> tuple[GemmCase, ...]:
+    """The same with norm and residual left to other kernels."""
+    more = {"arrivals": False, "dtype": "bfloat16", "tags": ("bench", "gpu")}
+    return (
+        GemmCase(f"qwen3_4b_bare_qkv_t{tokens}", tokens, 2560, 6144, **more),
+        GemmCase(f"qwen3_4b_bare_o_t{tokens}", tokens, 4096, 2560, parts=3, **more),
+        GemmCase(f"qwen3_4b_bare_gate_up_t{tokens}", tokens, 2560, 9728, swiglu=True, **more),
+        GemmCase(f"qwen3_4b_bare_down_t{tokens}", tokens, 9728, 2560, parts=3, **more),
+    )
+
+
 _BF16, _F16 = "bfloat16", "float16"
 CASES = (
     GemmCase("smollm2_qkv_t1", 1, 576, 960, norm=True),
@@ -54,13 +66,20 @@ CASES = (
     GemmCase("smollm2_o_t3_own_arrivals", 3, 576, 576, residual=True, arrivals=False),
     GemmCase("smollm2_gate_up_t3", 3, 576, 1536, norm=True, swiglu=True),
     GemmCase("smollm2_gate_up_t17_bf16", 17, 576, 1536, norm=True, swiglu=True, dtype=_BF16),
-    GemmCase("smollm2_gate_up_t1_own_arrivals", 1, 576, 1536, True, True, False, False, _BF16),
+    GemmCase("smollm2_gate_up_t1_own_arrivals", 1, 576, 1536, True, True, False, 1, False, _BF16),
     GemmCase("smollm2_down_t1_bf16", 1, 1536, 576, residual=True, dtype=_BF16),
     GemmCase("smollm2_down_t65_bf16", 65, 1536, 576, residual=True, dtype=_BF16),
     GemmCase("smollm2_down_t3_f16", 3, 1536, 576, residual=True, dtype=_F16),
+    GemmCase("smollm2_qkv_bare_t8_bf16", 8, 576, 960, dtype=_BF16),
+    GemmCase("smollm2_qkv_bare_t128_f16", 128, 576, 960, dtype=_F16),
+    GemmCase("smollm2_o_parts2_t3_bf16", 3, 576, 576, parts=2, dtype=_BF16),
+    GemmCase("smollm2_down_parts3_t32_bf16", 32, 1536, 576, parts=3, dtype=_BF16),
+    GemmCase("smollm2_gate_up_bare_t1_bf16", 1, 576, 1536, swiglu=True, dtype=_BF16),
+    GemmCase("smollm2_gate_up_bare_t128_bf16", 128, 576, 1536, swiglu=True, dtype=_BF16),
     GemmCase("uneven_columns_t5", 5, 200, 136, norm=True, residual=True),
     GemmCase("uneven_gate_up_t200_bf16", 200, 200, 72, norm=True, swiglu=True, dtype=_BF16),
     *(case for tokens in (1, 8, 16, 32, 64, 128, 256) for case in _qwen3_4b(tokens)),
+    *(case for tokens in (1, 8, 64, 256) for case in _qwen3_4b_bare(tokens)),
 )
 
 
@@ -79,15 +98,18 @@ def build(case: GemmCase, seed: int) -> Inputs:
     norm = rng.uniform(0.5, 1.5, case.inner).astype(dtype) if case.norm else None
     residual = normal(case.tokens, case.outer) if case.residual else None
     arrivals = np.zeros(ARRIVALS, np.int32) if case.arrivals else None
-    return Inputs((x, w, norm, residual, arrivals), {"eps": 1e-6, "swiglu": case.swiglu})
+    static = {"eps": 1e-6, "swiglu": case.swiglu, "parts": case.parts}
+    return Inputs((x, w, norm, residual, arrivals), static)
 
 
 def cost(case: GemmCase) -> Cost:
     """Weights and tokens read once, results written once."""
     columns = 2 * case.outer if case.swiglu else case.outer
-    tokens = case.tokens * (case.inner + (2 if case.residual else 1) * case.outer)
+    itemsize = jnp.dtype(case.dtype).itemsize
+    out = case.tokens * case.outer * (case.parts * 4 if case.parts > 1 else itemsize)
+    residual = case.tokens * case.outer if case.residual else 0
     norm = case.inner if case.norm else 0
     return Cost(
-        bytes=(case.inner * columns + tokens + norm) * jnp.dtype(case.dtype).itemsize,
+        bytes=(case.inner * (columns + case.tokens) + residual + norm) * itemsize + out,
         flops=2 * case.tokens * case.inner * columns,
     )

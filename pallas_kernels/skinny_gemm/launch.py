@@ -56,11 +56,14 @@ def supports(
     *,
     eps: float,
     swiglu: bool,
+    parts: int,
 ) -> str | None:
     """Why the Triton kernel cannot run the call, or None."""
     del arrivals, eps
     if (reason := unfit_for_triton(x, x)) is not None:
         return reason
+    if parts > 1:
+        return "it writes sums whole, not in parts"
     sizes = sizes_of(x, w, norm, swiglu)
     if any(str(y.dtype) != sizes.dtype for y in (w, norm, residual) if y is not None):
         return f"the arguments are not all {sizes.dtype}"

@@ -15,7 +15,8 @@ def skinny_gemm(
     *,
     eps: float,
     swiglu: bool,
-) -> jax.Array:  # [T, O]
+    parts: int,
+) -> jax.Array:  # [T, O], or float32[parts, T, O]
     """Normalised tokens are rounded to their dtype before the product, as models do."""
     del arrivals
     dtype = x.dtype
@@ -29,4 +30,6 @@ def skinny_gemm(
         product = gate / (1.0 + jnp.exp(-gate)) * up
     if residual is not None:
         product += jnp.asarray(residual, jnp.float32)
+    if parts > 1:
+        return jnp.zeros((parts, *product.shape), jnp.float32).at[0].set(product)
     return product.astype(dtype)

@@ -127,10 +127,11 @@ def skinny_gemm(
     *,
     eps: float,
     swiglu: bool,
+    parts: int,
 ) -> jax.Array:  # [T, O]
     """See ``skinny_gemm.api``."""
     choice = launch.choose(sizes_of(x, w, norm, swiglu))
-    return launched(choice, x, w, norm, residual, arrivals, eps=eps, swiglu=swiglu)
+    return launched(choice, x, w, norm, residual, arrivals, eps=eps, swiglu=swiglu, parts=parts)
 
 
 def launched(
@@ -143,8 +144,10 @@ def launched(
     *,
     eps: float,
     swiglu: bool,
+    parts: int,
 ) -> jax.Array:  # [T, O]
     """``skinny_gemm`` cut up as ``choice`` says; for it and for the tuner."""
+    del parts  # one, as ``launch.supports`` says
     sizes = sizes_of(x, w, norm, swiglu)
     rows, columns = choice.tiles(sizes)
     halves, splits = 1 + swiglu, choice.splits

@@ -39,6 +39,14 @@ def test_arguments_that_do_not_fit(change, message) -> None:
 
 
 @pytest.mark.parametrize(
+    ("parts", "change"), [(0, {}), (2, {"swiglu": True}), (2, {"residual": jnp.zeros((3, 8))})]
+)
+def test_parts_that_cannot_be_added_up_later(parts: int, change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"no {parts} parts"):
+        skinny_gemm(jnp.zeros((3, 16)), jnp.zeros((16, 8)), parts=parts, **change)
+
+
+@pytest.mark.parametrize(
     ("x", "w", "dtype", "norm", "reason"),
     [
         pytest.param((16, 64), (64, 64), "bfloat16", True, None, id="fits"),
@@ -53,7 +61,7 @@ def test_arguments_that_do_not_fit(change, message) -> None:
 def test_calls_of_the_kernel(x, w, dtype, norm, reason) -> None:
     tokens, weights, norms = (jax.ShapeDtypeStruct(y, jnp.dtype(dtype)) for y in (x, w, x[1:]))
     given: list[Any] = [tokens, weights, norms if norm else None, None, None]
-    found = launch.supports(*given, eps=0.0, swiglu=False)
+    found = launch.supports(*given, eps=0.0, swiglu=False, parts=1)
     assert found is reason if reason is None else reason in str(found)
 
 
