@@ -39,6 +39,17 @@ class Launch:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class MosaicLaunch:
+    """How a call of the Mosaic kernel is cut up."""
+
+    block: int = BLOCK  # keys of a step
+    steps: int = 2  # blocks of keys, and of values, in flight
+    pipelined: bool = True  # a worker's softmax begins before its other product ends
+    turns: bool = True  # workers multiply one after the other
+    head_by_head: bool = False  # tiles of one pair of heads side by side, not the pairs of one tile
+
+
 def mosaic_supports(
     q: jax.Array,  # [T, N, H]
     k_pages: jax.Array,  # [P, S, K, H]

@@ -38,8 +38,11 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "not_hopper", lambda: None)
 
 
-def _accumulate(acc: jax.Array, weights: jax.Array, v: Any) -> jax.Array:
-    return acc + jnp.dot(weights.astype(jnp.float32), v[...].astype(jnp.float32))
+def _accumulate(
+    acc: jax.Array, weights: jax.Array, v: Any, init: Any = (), meanwhile: Any = tuple
+) -> Any:
+    del init
+    return acc + jnp.dot(weights.astype(jnp.float32), v[...].astype(jnp.float32)), meanwhile()
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
