@@ -12,12 +12,14 @@ from pallas_kernels.checks import unfit_for_triton
 # Logits of a block, whose largest tells whether a later launch reads it: as few as a warp reads at
 # once (16 bytes a thread), because a launch reads about as many blocks as it looks for logits.
 BLOCK = 128
-WARPS = 8  # of every program but the first launch's
+WARPS = 8  # of a program, but of the first launch's, and
+WEIGHING_WARPS = 4  # of the second's: its sums go over threads, so fewer of them cost less
 TILE = 16 * BLOCK  # logits that a program holds at once: 8 registers a thread
 MULTIPROCESSORS = 132  # of an H100 or H200
 PROGRAMS = 8 * MULTIPROCESSORS  # of a launch: twice what runs at once, to end together
 MOST_BLOCKS = 64  # of a program of the first launch: 32 registers a thread
-LEVELS = 32  # between which top_p's threshold is bracketed before logits are listed
+NARROW = 4  # a nucleus in less than this part of the blocks is listed whole,
+LEVELS = 16  # the threshold of a wider one is bracketed between these first
 PIVOTS = 8  # that are compared with 2048 logits at once
 SEARCH_STEP = 1024  # logits of a list that one program reads at once
 SEARCH_PIVOTS = 4  # sums are 64 bits wide: more would leave a multiprocessor one program, not two

@@ -2,7 +2,8 @@
 
 1. ``_summarize`` reads every logit once and keeps of each block its largest and, for top_p, the
    sum of its probabilities. Nothing later reads a block whose largest is too small to matter.
-2. ``_weigh_levels``, for rows with top_p alone: the probability at and above evenly spread levels.
+2. ``_weigh_levels``, for rows with top_p alone, finds a level from the blocks; if many reach it,
+   it sums the probability at and above evenly spread levels.
 3. ``_collect`` finds two levels that the row's threshold lies between (in 2's sums or, for top_k,
    among the blocks' largest) and copies the logits between them.
 4. ``_find_threshold`` searches these few for the threshold, one program a row.
@@ -27,66 +28,29 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.sample import launch
+from pallas_kernels.sample.levels import (
+    LOWEST_KEY,
+    key_of,
+    level_of_rest,
+    level_of_tops,
+    narrowed,
+    pivots_in,
+    value_of,
+)
 from pallas_kernels.sample.noise import can_exceed, take_better, threefry, uniform
 from pallas_kernels.tiles import power_of_two
 
-LOWEST_KEY = tl.constexpr(-(0x7F800000 + 1))  # of -inf
 # Noise lies in -log(log(2**24)) .. -log(-log(1 - 2**-24)), -2.82 .. 16.64: no token that
 # much less likely than the most likely one can be drawn.
 NOISE_REACH = tl.constexpr(19.5)
 WEIGHT_ONE = tl.constexpr(float(1 << 42))  # of a probability as an integer; 2**20 of them fit
 STATE = tl.constexpr(5)  # what later launches need of a row: top, low, high, above, mass
-NEARLY = tl.constexpr(1 << 12)  # keys: a level that near to what was looked for will do
 
 
 @triton.jit
 def _scaled(logits, index, mask, temperature):
     """Logits over the temperature, rounded as a division is: thresholds compare these."""
     return tl.div_rn(tl.load(logits + index, mask=mask, other=float("-inf")), temperature)
-
-
-@triton.jit
-def _key(value):
-    """An int32 that compares as the float32 does."""
-    bits = value.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def _value(key):
-    """The float32 of a key."""
-    bits = key.to(tl.int32)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _pivots(low, high, PIVOTS: tl.constexpr):
-    """Keys that cut [low, high) evenly; one at least is above low."""
-    return low + (high - low) * (1 + tl.arange(0, PIVOTS)) // (PIVOTS + 1)
-
-
-@triton.jit
-def _narrowed(low, high, pivots, enough):
-    """[low, high) after it is known which pivots have enough at and above them."""
-    new_low = tl.maximum(low, tl.max(tl.where(enough, pivots, low), 0))
-    return new_low, tl.minimum(high, tl.min(tl.where(enough, high, pivots), 0))
-
-
-@triton.jit
-def _level_of_tops(
-    tops,  # float32[BLOCKS_TILE]
-    count,
-    top,  # the largest of them
-    PIVOTS: tl.constexpr,
-):
-    """A level that at least ``count`` of the tops reach, hardly below the highest such."""
-    low = tl.full((), LOWEST_KEY, tl.int64)
-    high = _key(top).to(tl.int64) + 1
-    while high - low > NEARLY:
-        pivots = _pivots(low, high, PIVOTS)
-        reached = tops[None, :] >= _value(pivots)[:, None]
-        low, high = _narrowed(low, high, pivots, tl.sum(reached.to(tl.int32), 1) >= count)
-    return _value(low)
 
 
 @triton.jit
@@ -120,8 +84,8 @@ def _search(
 ):
     """The largest key with sum(weights[scaled >= key]) >= needed."""
     while high - low > 1:
-        pivots = _pivots(low, high, PIVOTS)
-        values = _value(pivots)[:, None]
+        pivots = pivots_in(low, high, PIVOTS)
+        values = value_of(pivots)[:, None]
         found = tl.zeros((PIVOTS, STEP), tl.int64)
         for start in range(0, longest, SLOTS):
             scaled = _scaled(source, offset + start, start < left, temperature)
@@ -129,7 +93,7 @@ def _search(
             if WEIGHTED:
                 weights = _weights(scaled - top)
             found += tl.where(scaled >= values, weights, 0)
-        low, high = _narrowed(low, high, pivots, tl.sum(found, 1) >= needed)
+        low, high = narrowed(low, high, pivots, tl.sum(found, 1) >= needed)
     return low
 
 
@@ -205,7 +169,7 @@ def _weigh_levels(
     min_p,  # float32[B]
     tops,  # float32[B, NUM_BLOCKS]
     sums,  # float32[B, NUM_BLOCKS]
-    levels,  # float32[B, LEVELS]: rising; the first is below the threshold
+    levels,  # float32[B, LEVELS]: rising, the first below the threshold; all equal: not weighed
     whole,  # float32[B]: sum of exp(scaled - top)
     masses,  # float32[B, NUM_TILES, LEVELS]: of a tile's tokens at and above each level
     VOCAB: tl.constexpr,
@@ -216,6 +180,7 @@ def _weigh_levels(
     TILE: tl.constexpr,
     LEVELS: tl.constexpr,
     PIVOTS: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
     heat = tl.load(temperature + row)
@@ -229,26 +194,33 @@ def _weigh_levels(
     tops += row * NUM_BLOCKS
     top_of = tl.div_rn(tl.load(tops + number, mask=is_block, other=float("-inf")), heat)
     top = tl.max(top_of, 0)
-    in_block = tl.load(sums + row * NUM_BLOCKS + number, mask=is_block, other=0.0)
-    total = tl.sum(in_block * tl.exp(top_of - top), 0)
-    # All that is less likely than this holds less than 1 - p; the margin is for rounding.
-    rare = top + tl.log((1.0 - p) * total / VOCAB) - 0.01
+    peaks = tl.where(is_block, tl.exp(top_of - top), 0.0)
+    in_block = peaks * tl.load(sums + row * NUM_BLOCKS + number, mask=is_block, other=0.0)
+    total = tl.sum(in_block, 0)
+    # All that is less likely than this holds less than 1 - p; the margins are for rounding.
+    low = top + tl.log((1.0 - p) * total / VOCAB) - 0.01
+    spare = (0.99 * (1.0 - p) - 1e-6) * total
+    low = level_of_rest(top_of, in_block, peaks, spare, low, top, BLOCK, PIVOTS)
+    high = low
+    num_tiles = 0
+    if NARROW * tl.sum((top_of >= low).to(tl.int32), 0) > NUM_BLOCKS:
+        # the threshold is no higher than where the blocks that reach it hold too little
+        high = level_of_tops(top_of, in_block, p * total, key_of(low).to(tl.int64), top, PIVOTS)
+        num_tiles = NUM_TILES
+    step = (high - low) / LEVELS
     if tl.program_id(0) == 0:
         tl.store(whole + row, total)
-    for tile in range(tl.program_id(0), NUM_TILES, tl.num_programs(0)):
+        which = tl.arange(0, LEVELS)
+        tl.store(levels + row * LEVELS + which, tl.fma(step, which.to(tl.float32), low))
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         index = tile * TILE + tl.arange(0, TILE)[None, :]
-        inside = index < VOCAB
-        best = tl.load(tops + index // BLOCK, mask=inside, other=float("-inf"))
-        hit = inside & (tl.div_rn(best, heat) >= rare)
-        scaled = _scaled(logits + row * VOCAB, index, hit, heat)
+        scaled = _reaching(logits + row * VOCAB, tops, index, index < VOCAB, heat, low, BLOCK)
         weights = tl.exp(scaled - top)
         for start in tl.static_range(0, LEVELS, PIVOTS):  # few enough for the registers
-            which = start + tl.arange(0, PIVOTS)
-            level = rare + (top - rare) * (which.to(tl.float32) / LEVELS)
+            some = start + tl.arange(0, PIVOTS)
+            level = tl.fma(step, some.to(tl.float32), low)  # the same bits as are stored above
             reached = tl.where(scaled >= level[:, None], weights, 0.0)
-            tl.store(masses + (row * NUM_TILES + tile) * LEVELS + which, tl.sum(reached, 1))
-            if tile == 0:
-                tl.store(levels + row * LEVELS + which, level)
+            tl.store(masses + (row * NUM_TILES + tile) * LEVELS + some, tl.sum(reached, 1))
 
 
 @triton.jit
@@ -292,17 +264,21 @@ def _collect(
         mass = p * tl.load(whole + row)
         which = tl.arange(0, LEVELS)
         level = tl.load(levels + row * LEVELS + which)
-        part = tl.arange(0, TILES_TILE)[:, None]
-        at = masses + (row * NUM_TILES + part) * LEVELS + which[None, :]
-        reached = tl.sum(tl.load(at, mask=part < NUM_TILES, other=0.0), 0)
-        enough = (reached >= mass) | (which == 0)
-        low = tl.max(tl.where(enough, level, float("-inf")), 0)
-        high = tl.min(tl.where(enough, float("inf"), level), 0)
-        above = tl.max(tl.where(enough, 0.0, reached), 0)
+        low = tl.min(level, 0)
+        if tl.max(level, 0) > low:  # else all from there on are few
+            part = tl.arange(0, TILES_TILE)[:, None]
+            at = masses + (row * NUM_TILES + part) * LEVELS + which[None, :]
+            reached = tl.sum(tl.load(at, mask=part < NUM_TILES, other=0.0), 0)
+            enough = (reached >= mass) | (which == 0)
+            low = tl.max(tl.where(enough, level, float("-inf")), 0)
+            high = tl.min(tl.where(enough, float("inf"), level), 0)
+            above = tl.max(tl.where(enough, 0.0, reached), 0)
     elif (k > 0) & (k < VOCAB):
         low = float("-inf")
         if k <= NUM_BLOCKS:  # k blocks reach it, so k tokens do
-            low = _level_of_tops(top_of, k, top, PIVOTS)
+            lowest = tl.full((), LOWEST_KEY, tl.int64)
+            ones = tl.full((BLOCKS_TILE,), 1.0, tl.float32)
+            low = level_of_tops(top_of, ones, k.to(tl.float32), lowest, top, PIVOTS)
     elif p < 1:
         low = top + tl.log(share)
     if tl.program_id(0) == 0:
@@ -358,8 +334,8 @@ def _find_threshold(
     cuts_k = (k > 0) & (k < VOCAB)
     state += row * STATE
     top = tl.load(state)
-    low = _key(tl.load(state + 1)).to(tl.int64)
-    high = tl.minimum(_key(tl.load(state + 2)).to(tl.int64), _key(top).to(tl.int64) + 1)
+    low = key_of(tl.load(state + 1)).to(tl.int64)
+    high = tl.minimum(key_of(tl.load(state + 2)).to(tl.int64), key_of(top).to(tl.int64) + 1)
 
     SLOTS: tl.constexpr = STEP // SEGMENTS_TILE  # of each piece, read at once
     piece = tl.arange(0, STEP)[None, :] // SLOTS
@@ -384,18 +360,18 @@ def _find_threshold(
             source, offset, left, longest, heat, top, k.to(tl.int64), low, high, False,
             STEP, SLOTS, PIVOTS,
         )  # fmt: skip
-        threshold = tl.maximum(_value(low), threshold)
+        threshold = tl.maximum(value_of(low), threshold)
     if p < 1:
         needed = ((tl.load(state + 4) - above) * WEIGHT_ONE).to(tl.int64)
         if cuts_k | (share > 0):
             kept = _kept_mass(source, offset, left, longest, heat, top, threshold, STEP, SLOTS)
             needed = (kept.to(tl.float64) * p).to(tl.int64)
-            low = _key(threshold).to(tl.int64)
+            low = key_of(threshold).to(tl.int64)
         low = _search(
             source, offset, left, longest, heat, top, needed, low, high, True,
             STEP, SLOTS, PIVOTS,
         )  # fmt: skip
-        threshold = _value(low)
+        threshold = value_of(low)
     tl.store(thresholds + row, tl.maximum(threshold, top - NOISE_REACH))
 
 
@@ -512,6 +488,7 @@ def sample(
         "TILE": launch.TILE,
         "LEVELS": launch.LEVELS,
         "PIVOTS": launch.PIVOTS,
+        "NARROW": launch.NARROW,
         "SEGMENTS": segments,
         "SEGMENTS_TILE": power_of_two(segments),
         "ROOM": room,
@@ -538,6 +515,7 @@ def sample(
         _weigh_levels,
         (logits, *filters, tops, sums),
         (((launch.LEVELS,), f32), ((), f32), ((num_tiles, launch.LEVELS), f32)),
+        num_warps=launch.WEIGHING_WARPS,
     )
     found = call(
         _collect,

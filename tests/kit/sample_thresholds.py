@@ -19,6 +19,13 @@ from pallas_kernels.sample.cases import HARD, MIXED, Draw, SampleCase, build
 
 ROUNDING = 2e-6  # of a sum of probabilities
 REACH = 19.5  # below the most likely token, where noise cannot lift another above it
+NUCLEI = (
+    Draw(0.3, top_p=0.9),  # of few tokens, then of ever more
+    Draw(0.4, top_p=0.99),
+    Draw(1.0, top_p=0.1),
+    Draw(1.0, top_p=0.9),
+    Draw(1.0, top_p=0.999),
+)
 SMALL = (
     SampleCase("one_tile", 1001, MIXED, 8),
     SampleCase("equal_logits", 1001, MIXED, 8, grid=1.0),
@@ -27,7 +34,7 @@ SMALL = (
 LARGE = (
     SampleCase("many_tiles", 9001, (*MIXED, *HARD), 14),
     SampleCase("flat", 9001, HARD, 6, spread=0.1),
-    SampleCase("nucleus", 9001, tuple(Draw(1.0, top_p=p) for p in (0.1, 0.9, 0.999)), 3),
+    SampleCase("nucleus", 9001, NUCLEI, 5),
 )
 
 
