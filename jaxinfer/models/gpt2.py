@@ -59,6 +59,7 @@ class GPT2Config:
         return KVSpec((layer,) * self.num_hidden_layers, self.dtype)
 
 
+@nn.jit  # one trace serves every layer of a step
 class GPT2Layer(nn.Module):
     """Attention and feed-forward, each added to the residual stream."""
 

@@ -8,7 +8,7 @@ Must not know: model families, the scheduler, sampling.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import jax
@@ -35,6 +35,8 @@ class Rotary(NamedTuple):
 
 class Attend(Protocol):
     """Append this step's keys and values, attend, return the output and the layer's new KV.
+
+    A pytree, for layers are jitted functions of it: its arrays are leaves, all else is static.
 
     ``qkv`` holds a token's heads: N of queries, K of keys, K of values. They come together, and
     their rotation with them, so that one kernel may do all that lies before attention.
@@ -65,6 +67,7 @@ class AttentionBatch(NamedTuple):
     query_start_loc: jax.Array  # int32[R + 1]: where each prefill row starts in the prefill part
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedAttend:
     """Attention over pages for one bucket; ``num_decodes`` and ``pins`` are static.
@@ -73,9 +76,9 @@ class PagedAttend:
     """
 
     batch: AttentionBatch
-    num_decodes: int
+    num_decodes: int = field(metadata={"static": True})
     arrivals: jax.Ref | None = None  # int32[>= num_decodes * K]
-    pins: Pins = Pins()
+    pins: Pins = field(default=Pins(), metadata={"static": True})
 
     def __call__(
         self,
@@ -127,6 +130,7 @@ class PagedAttend:
         return jnp.concatenate(parts) if d else parts[0], pages
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DenseCausal:
     """Causal attention of one whole sequence over itself; no cache. Differentiates and vmaps."""

@@ -73,6 +73,7 @@ class DecoderConfig:
         return KVSpec(tuple(LayerKVSpec(k, h, window) for window in self.windows), self.dtype)
 
 
+@partial(nn.jit, static_argnames="pins")  # one trace serves every layer of a step
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each added to the residual stream at the norm that follows it."""
 
@@ -175,7 +176,7 @@ class Decoder(nn.Module):
         delta = None
         for i, layer in enumerate(self.layers):
             layer_kv = None if kv is None else kv[i]
-            x, delta, layer_kv = layer(x, delta, cos, sin, layer_kv, attend, pins)
+            x, delta, layer_kv = layer(x, delta, cos, sin, layer_kv, attend, pins=pins)
             new_kv.append(layer_kv)
         weights, impl = self.final_norm[None], pins.of("residual_norm")
         _, hidden = residual_norm(x, delta, weights, row=0, eps=c.rms_norm_eps, impl=impl)

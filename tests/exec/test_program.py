@@ -10,8 +10,9 @@ import pytest
 
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.program import ADMIT, Program
+from jaxinfer.models import build_model
 from kit.engines import tiny_limits
-from kit.tiny_models import tiny_model
+from kit.tiny_models import tiny_config, tiny_model
 
 LIMITS = tiny_limits(max_num_seqs=2, num_pages=77, max_model_len=96)
 PROGRAM = Program(tiny_model("qwen3")[0], LIMITS, platform="cpu")
@@ -28,6 +29,18 @@ def test_state_is_updated_in_place(name: str) -> None:
     flat = {re.sub(r"^(\d+),(\d+)", lambda m: str(int(m[1]) * int(m[2])), pool) for pool in pools}
     copied = re.findall(r"= [fs]32\[([\d,]+)\]\S* copy\(", compiled.as_text())
     assert not (pools | flat).intersection(copied)
+
+
+@pytest.mark.parametrize("family, layers", [("qwen3", "num_hidden_layers"), ("gpt2", "n_layer")])
+def test_layers_share_one_trace(family: str, layers: str) -> None:
+    """What is lowered does not grow with the layers, but for calls."""
+
+    def products(num_layers: int) -> int:
+        model = build_model(tiny_config(family) | {layers: num_layers}, "float32")
+        lowered = Program(model, LIMITS, platform="cpu").lower(LIMITS.buckets[0].name)
+        return lowered.as_text().count("stablehlo.dot_general")
+
+    assert products(3) == products(6)
 
 
 def test_a_gpu_has_plain_steps_and_fewer_with_extras_a_cpu_one_a_bucket() -> None:

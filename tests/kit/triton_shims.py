@@ -43,9 +43,17 @@ NUMPY_TYPES = {theirs: jnp.dtype(name) for name, theirs in TRITON_NAMES.items()}
 
 @contextmanager
 def in_place_of_triton_call(stand_in: Any) -> Iterator[None]:
-    """Kernels' wrappers call ``stand_in`` while the context lasts."""
-    with patch.object(jax_triton, "triton_call", stand_in):
-        yield
+    """Kernels' wrappers call ``stand_in`` while the context lasts.
+
+    Jitted functions trace them but once, so what was traced outside must not serve inside, nor the
+    other way round.
+    """
+    jax.clear_caches()
+    try:
+        with patch.object(jax_triton, "triton_call", stand_in):
+            yield
+    finally:
+        jax.clear_caches()
 
 
 class _Buffer:
