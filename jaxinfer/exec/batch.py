@@ -21,9 +21,10 @@ from jaxinfer.core.step import Bucket, StepPlan
 from jaxinfer.exec.sampling import Extras
 from jaxinfer.nn.attention import AttentionBatch
 
-# int32 values, 128 bytes: XLA hands a section to a kernel where it lies, and Triton's kernels are
-# compiled for arguments that begin at a multiple of 16 bytes (H200: INVALID_ARGUMENT otherwise)
-ALIGN = 32
+# int32 values, 256 bytes: XLA hands a section to a kernel where it lies, and kernels are compiled for
+# arguments that begin at a multiple of 16 bytes (Triton) or 256 (Mosaic; H200: INVALID_ARGUMENT).
+# The rows of the page table are padded to it as well, since a kernel may be handed some of them.
+ALIGN = 64
 
 
 class DeviceBatch(NamedTuple):
@@ -56,8 +57,13 @@ class BatchLayout(NamedTuple):
     """The wire layout of one bucket."""
 
     bucket: Bucket
-    pages_per_seq: int
+    max_pages_per_seq: int
     sink_slot: int
+
+    @property
+    def pages_per_seq(self) -> int:
+        """Width of the page table, padding included."""
+        return cdiv(self.max_pages_per_seq, ALIGN) * ALIGN
 
     def sizes(self) -> Fields[int]:
         """Length of each section."""
