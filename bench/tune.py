@@ -1,4 +1,4 @@
-"""Finds the fastest launches of Triton kernels for the steps of a GPU.
+"""Finds the fastest launches of kernels for the steps of a GPU.
 
 Run on the GPU, from the repository root:
 ``python -m bench.tune --op NAME [--case TEXT] [--output FILE]``.
@@ -28,7 +28,6 @@ from pallas_kernels.paged_prefill import launch as paged_prefill_launch
 from pallas_kernels.registry import Case, KernelOp, imported_when_called
 from pallas_kernels.skinny_gemm import api as skinny_gemm
 from pallas_kernels.skinny_gemm import launch as skinny_gemm_launch
-from pallas_kernels.skinny_gemm.cases import GemmCase
 from pallas_kernels.testing import runnable
 from pallas_kernels.tuned import read_choices, tuned_file
 
@@ -37,7 +36,7 @@ WORTHWHILE = 0.99  # a choice must take less than this share of the best time so
 
 @dataclass(frozen=True)
 class Tunable:
-    """An op with a choice of launches, a frozen dataclass.
+    """An op with a choice of launches, a frozen dataclass, in the implementation named ``impl``.
 
     ``starts`` takes a case and its arguments; the first of its choices is the rule's. Cases of the
     same ``shapes_of`` share a choice. ``values`` are tried in their order.
@@ -47,11 +46,12 @@ class Tunable:
     starts: Callable[[Any, Sequence[Any]], Sequence[Any]]
     shapes_of: Callable[[Any], Hashable]
     values: tuple[tuple[str, tuple[int, ...]], ...]
+    impl: str = "triton"
 
     @property
     def launched(self) -> Callable[..., Any]:
-        """The op's Triton implementation, with the choice before its arguments."""
-        return imported_when_called(f"pallas_kernels.{self.op.name}.triton", "launched")
+        """The op's implementation, with the choice before its arguments."""
+        return imported_when_called(f"pallas_kernels.{self.op.name}.{self.impl}", "launched")
 
 
 def _decode_starts(case: Any, args: Sequence[Any]) -> Sequence[paged_decode_launch.Launch]:
@@ -66,10 +66,8 @@ def _prefill_starts(case: Any, args: Sequence[Any]) -> Sequence[paged_prefill_la
     return tuple(dict.fromkeys((paged_prefill_launch.by_rule(args[0]), *choices)))
 
 
-def _gemm_starts(case: GemmCase, args: Sequence[Any]) -> Sequence[skinny_gemm_launch.Launch]:
-    """Of each width, since the best number of splits depends on it."""
-    widths = (skinny_gemm_launch.of_columns(columns, case.sizes) for columns in (32, 64, 128, 256))
-    return tuple(dict.fromkeys((skinny_gemm_launch.by_rule(case.sizes), *widths)))
+def _gemm_starts(case: Any, args: Sequence[Any]) -> Sequence[skinny_gemm_launch.Launch]:
+    return (skinny_gemm_launch.by_rule(case.sizes),)
 
 
 TUNABLE = {
@@ -100,11 +98,12 @@ TUNABLE = {
         _gemm_starts,
         skinny_gemm_launch.shapes_of,
         (
-            ("splits", (1, 2, 3, 4, 5, 6, 8, 12)),
-            ("num_stages", (3, 4, 5, 6, 7)),
-            ("num_warps", (2, 4, 8)),
-            ("block_k", (32, 64, 128, 256)),
+            ("parts", (1, 2, 3, 4)),
+            ("block_k", (64, 128, 256)),
+            ("stages", (2, 3, 4, 5, 6, 7, 9, 12)),
+            ("warpgroups", (1, 2)),
         ),
+        impl="mosaic",
     ),
 }
 
@@ -119,7 +118,7 @@ def neighbours(choice: Any, name: str, values: tuple[int, ...]) -> Iterator[Any]
 def tune(tunable: Tunable, cases: Sequence[Any]) -> Any:
     """The fastest choice found for cases that share one: the sum of their seconds per byte counts.
 
-    Its Triton kernel is imported here, hence wants a GPU.
+    Its kernel is imported here, hence wants a GPU.
     """
     op = tunable.op
     calls = [op.build(case, 0) for case in cases]
@@ -161,14 +160,14 @@ def main() -> None:
     options = parser.parse_args()
     device = jax.devices()[0]
     if device.platform != "gpu":
-        raise SystemExit(f"bench.tune times Triton kernels and needs a GPU, not {device}")
+        raise SystemExit(f"bench.tune times kernels and needs a GPU, not {device}")
     tunable = TUNABLE[options.op]
     op = tunable.op
     output = options.output or Path(str(tuned_file(op.name, device.device_kind)))
-    triton = next(impl for impl in op.impls if impl.name == "triton")
+    kernel = next(impl for impl in op.impls if impl.name == tunable.impl)
     groups: dict[Hashable, list[Case]] = {}
     for case in bench_cases(op, options.case):
-        if "gpu" in case.tags and runnable(triton, op.build(case, 0)) is None:
+        if "gpu" in case.tags and runnable(kernel, op.build(case, 0)) is None:
             groups.setdefault(tunable.shapes_of(case), []).append(case)
     found = {cases[0].name: asdict(tune(tunable, cases)) for cases in groups.values()}
     choices = read_choices(output) | found  # cases that were not tuned now keep what they had

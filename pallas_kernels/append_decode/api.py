@@ -25,6 +25,7 @@ OP = KernelOp(
     observable=cases.observable,
     donate=(4, 5),
     feeds=((4, 1), (5, 2)),
+    refs=(8,),
 )
 
 

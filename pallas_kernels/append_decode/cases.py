@@ -16,10 +16,14 @@ from pallas_kernels.shapes import PagedCase, paged_arrays
 
 @dataclass(frozen=True)
 class AppendCase(PagedCase):
-    """A row's context ends in the new token; ``rotary`` False is a model without rope (GPT-2)."""
+    """A row's context ends in the new token; ``rotary`` False is a model without rope (GPT-2).
+
+    Without ``arrivals`` the op makes its own.
+    """
 
     norms: bool = False
     rotary: bool = True
+    arrivals: bool = True
 
 
 _FP8 = "float8_e4m3fn"
@@ -51,6 +55,7 @@ CASES = (
     AppendCase("smollm2_padding_rows", _SMOL, (5, 0, 40), padding=3, max_pages=40),
     AppendCase("smollm2_only_padding", _SMOL, (0,), padding=2, max_pages=4),
     AppendCase("smollm2_blocks", _SMOL, (64, 65, 66, 128, 129, 513)),
+    AppendCase("smollm2_own_arrivals", _SMOL, (513, 3), arrivals=False),
     AppendCase("smollm2_window", _SMOL, (1, 2, 8, 9, 10, 300), window=8),
     AppendCase("smollm2_window_of_one", _SMOL, (1, 2, 70), window=1),
     AppendCase("smollm2_window_blocks", _SMOL, (1, 301, 1000), window=300),
@@ -88,7 +93,8 @@ def build(case: AppendCase, seed: int) -> Inputs:
     turns = (np.cos(angles), np.sin(angles)) if case.rotary else (None, None)
     norms = rng.uniform(0.5, 1.5, (2, h)).astype(dtype) if case.norms else None
     pools = (arrays.k_pages, arrays.v_pages)
-    args = (qkv.astype(dtype), *turns, norms, *pools, arrays.page_table, seq_lens)
+    arrivals = np.zeros(rows * heads.num_kv_heads, np.int32) if case.arrivals else None
+    args = (qkv.astype(dtype), *turns, norms, *pools, arrays.page_table, seq_lens, arrivals)
     return Inputs(args, {"scale": h**-0.5, "eps": 1e-6, "window": case.window})
 
 

@@ -20,12 +20,14 @@ def append_decode(
     v_pages: jax.Array,  # [P, S, K, H]
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
+    arrivals: jax.Ref | None = None,
     *,
     scale: float,
     eps: float,
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """A row of length 0 is padding: its token goes to page 0, which nobody reads."""
+    del arrivals  # nothing here arrives in parallel
     lens, page_size = jnp.asarray(seq_lens), k_pages.shape[1]
     last = jnp.maximum(lens - 1, 0)
     page = jnp.asarray(page_table)[jnp.arange(lens.shape[0]), last // page_size]

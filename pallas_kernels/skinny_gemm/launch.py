@@ -1,135 +1,115 @@
-"""Which calls the Triton kernel of skinny_gemm takes, and how it cuts them up.
+"""Which calls the Mosaic kernel of skinny_gemm takes, and how it cuts them up.
 
-Owns: ``supports``, ``Launch``, ``choose`` (a tuned choice, else a rule). Needs no
-Triton, so that a machine without it can ask. Must not know: the kernel.
+Owns: ``supports``, ``Launch``, ``choose`` (a tuned choice, else a rule). Must not know: the kernel.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import tuned
-from pallas_kernels.checks import unfit_for_triton
+from pallas_kernels.checks import not_hopper
 from pallas_kernels.skinny_gemm.cases import CASES, GemmCase
 from pallas_kernels.skinny_gemm.sizes import Sizes, sizes_of
-from pallas_kernels.tiles import power_of_two
 
-MOST_TOKENS = 256  # from here on a product is more arithmetic than reading
-VECTOR_BYTES = 16  # that a thread loads at once
-TOKEN_TILES = (16, 128)  # smallest, as the matrix units want, and largest
-STAGE_BYTES = 16384  # of weights
-MOST_SPLITS = 8
-PARTIAL_BYTES = 4
-STAGES = (3, 7)
-WGMMA_TOKENS = 64  # smallest tile of the matrix units that read from shared memory by themselves
+DTYPES = ("bfloat16", "float16")
+ITEM_BYTES = 2
+MOST_TOKENS = 256  # the widest product of the matrix units
+TOKENS = 8  # that they take at a time; fewer are padded in shared memory
+COLUMNS = 64  # of weights that they take at a time, and inner components that lie side by side
+SHARED_BYTES = 224 << 10  # of a multiprocessor, less what barriers take
+STEP_BYTES = 32768  # of weights and tokens
+FEW_TOKENS = 16
+FEW_TOKENS_BYTES = 96 << 10  # of weights on their way; more were no faster on an H200
+BYTES = 112 << 10  # the same for more tokens
 MULTIPROCESSORS = 132  # of an H100 or H200
-SHARED_BYTES = 220 << 10  # of a multiprocessor, less what the compiler takes besides stages
-MOST_TOGETHER = 3  # programs of a multiprocessor that stages leave room for
+MOST_PARTS = 4  # each is written once and read once
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a call is cut up. Blocks (tokens, columns of the result, inner) are powers of two."""
+    """How a call is cut up.
 
-    block_t: int
+    A program makes ``block_n`` columns of the result, with swiglu from as many gates and as many
+    ups, in steps of ``block_k`` inner components. ``stages`` steps are on their way at once: 2 or
+    more, as the room of one is free only when the next has begun. ``warpgroups`` share the work: by
+    columns if there are enough, else by tokens. ``parts`` programs share the inner axis.
+    """
+
     block_n: int
     block_k: int
-    splits: int  # of the inner axis
-    num_warps: int = 4
-    num_stages: int = 5
+    stages: int
+    warpgroups: int = 1
+    parts: int = 1
 
-    def tiles(self, sizes: Sizes) -> tuple[int, int]:
-        """Tiles of the result, over tokens and over columns."""
-        return -(-sizes.tokens // self.block_t), -(-sizes.outer // self.block_n)
+    def cuts_up(self, sizes: Sizes) -> bool:
+        """Whether the kernel can run such a call so, room aside."""
+        steps, rest = divmod(sizes.inner, self.block_k)
+        whole = rest == 0 and sizes.outer % self.block_n == 0
+        tokens, columns = max(sizes.tokens, TOKENS) // TOKENS, self.block_n // COLUMNS
+        shared = columns % self.warpgroups == 0 or tokens % self.warpgroups == 0
+        parts = 1 <= self.parts <= (steps if sizes.split else 1)
+        return whole and shared and parts and self.stages >= 2
 
 
 def supports(
     x: jax.Array,  # [T, I]
     w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
-    norm: jax.Array | None,  # [I]
-    residual: jax.Array | None,  # [T, O]
-    arrivals: jax.Ref | None,  # int32[>= ARRIVALS]
     *,
-    eps: float,
     swiglu: bool,
-    parts: int,
+    split: bool,
 ) -> str | None:
-    """Why the Triton kernel cannot run the call, or None."""
-    del arrivals, eps
-    if (reason := unfit_for_triton(x, x)) is not None:
-        return reason
-    if parts > 1:
-        return "it writes sums whole, not in parts"
-    sizes = sizes_of(x, w, norm, swiglu)
-    if any(str(y.dtype) != sizes.dtype for y in (w, norm, residual) if y is not None):
-        return f"the arguments are not all {sizes.dtype}"
+    """Why the Mosaic kernel cannot run the call, or None."""
+    sizes = sizes_of(x, w, swiglu=swiglu, split=split)
+    if sizes.dtype not in DTYPES or w.dtype != x.dtype:
+        return f"tokens are {x.dtype} and weights {w.dtype}, not both of 16 bits and alike"
     if not 1 <= sizes.tokens <= MOST_TOKENS:
         return f"{sizes.tokens} tokens are not between 1 and {MOST_TOKENS}"
-    vector = VECTOR_BYTES // x.dtype.itemsize
-    if sizes.inner % vector or sizes.outer % vector:
-        return f"{sizes.inner} or {sizes.outer} components are not a multiple of {vector}"
-    if w.size >= 1 << 31:
-        return f"weights {w.shape} have offsets past 32 bits"
-    if norm is not None and sizes.dtype == "float16":
-        return "float16 may overflow where it holds weighted tokens that are not yet normalised"
-    return None
+    if sizes.tokens > TOKENS and sizes.tokens % (2 * TOKENS):  # two warpgroups may share them
+        return f"{sizes.tokens} tokens are not a multiple of {2 * TOKENS}"
+    if sizes.inner % COLUMNS or sizes.outer % COLUMNS:
+        return f"{sizes.inner} or {sizes.outer} components are not a multiple of {COLUMNS}"
+    return not_hopper()
+
+
+def parts_for(sizes: Sizes) -> int:
+    """As many as give each multiprocessor a program, where parts are asked for."""
+    if not sizes.split:
+        return 1
+    most = min(MOST_PARTS, sizes.inner // COLUMNS)
+    return max(1, min(MULTIPROCESSORS // (sizes.outer // COLUMNS), most))
 
 
 def by_rule(sizes: Sizes) -> Launch:
-    """Columns enough for few reads of the tokens. Not yet timed."""
-    return of_columns(64 if _token_tile(sizes) <= 32 else 128, sizes)
+    """One wave of programs, each with enough bytes on their way. Timed on an H200 with Qwen3-4B.
 
-
-def _token_tile(sizes: Sizes) -> int:
-    smallest, largest = TOKEN_TILES
-    return min(max(power_of_two(sizes.tokens), smallest), largest)
-
-
-def of_columns(columns: int, sizes: Sizes) -> Launch:
-    """The rule's launch of blocks that many columns of weights wide, gate and up together.
-
-    Splits are by ``_blocks_of_time``, stages as many as leave room for all programs at once.
+    More programs than multiprocessors are small enough for two to fit into one: those that share
+    one have twice the bytes on their way there, hence twice the bandwidth, and all end together.
     """
-    itemsize, block_t = jnp.dtype(sizes.dtype).itemsize, _token_tile(sizes)
-    block_k = STAGE_BYTES // (columns * itemsize)
-    block_n = columns // 2 if sizes.swiglu else columns
-    choice = Launch(block_t, block_n, block_k, 1, num_warps=8 if block_t > 64 else 4)
-    choices = (replace(choice, splits=splits) for splits in range(1, MOST_SPLITS + 1))
-    choice = min(choices, key=lambda choice: _blocks_of_time(choice, sizes))
-    room = SHARED_BYTES // min(_programs_together(choice, sizes), MOST_TOGETHER)
-    stages = room // ((columns + block_t) * block_k * itemsize)
-    stages += block_t < WGMMA_TOKENS  # whose products leave one of the stages without a buffer
-    return replace(choice, num_stages=min(max(stages, STAGES[0]), STAGES[1]))
+    parts = parts_for(sizes)
+    together = 2 if sizes.outer // COLUMNS * parts > MULTIPROCESSORS else 1
+    weights = (1 + sizes.swiglu) * COLUMNS * ITEM_BYTES  # of an inner component
+    both = weights + max(sizes.tokens, TOKENS) * ITEM_BYTES
+    few = sizes.tokens <= FEW_TOKENS
+    widest = 2 * COLUMNS if few else STEP_BYTES // both // together
+    block_k = _block_k(sizes.inner // parts, sizes.inner, min(widest, 2 * COLUMNS))
+    room = SHARED_BYTES // together // (block_k * both)
+    wanted = (FEW_TOKENS_BYTES if few else BYTES) // (block_k * weights)
+    warpgroups = 2 if sizes.tokens >= 2 * COLUMNS else 1
+    return Launch(COLUMNS, block_k, min(room, wanted), warpgroups, parts)
 
 
-def _programs_together(choice: Launch, sizes: Sizes) -> int:
-    """Programs of the multiprocessor that has the most."""
-    return -(-math.prod(choice.tiles(sizes)) * choice.splits // MULTIPROCESSORS)
-
-
-def _blocks_of_time(choice: Launch, sizes: Sizes) -> float:
-    """Blocks of weights, and partial sums counted in such blocks, that one multiprocessor moves.
-
-    Infinite for splits that have to wait for room.
-    """
-    span = -(-sizes.inner // (choice.block_k * choice.splits))
-    together = _programs_together(choice, sizes)
-    if choice.splits == 1:
-        return together * span
-    if together > MOST_TOGETHER:
-        return math.inf
-    halves = 2 if sizes.swiglu else 1
-    partial = halves * choice.block_t * choice.block_n * PARTIAL_BYTES / STAGE_BYTES
-    return together * (span + partial) + choice.splits * partial
+def _block_k(span: int, inner: int, widest: int) -> int:
+    """The most inner components of a step: a divisor of all of them, by rows of ``COLUMNS``."""
+    most = min(span, max(widest, COLUMNS)) // COLUMNS
+    return COLUMNS * max(n for n in range(1, most + 1) if inner // COLUMNS % n == 0)
 
 
 def _alike(sizes: Sizes) -> Sizes:
-    """The sizes that stand for all whose tokens fill the same tile."""
-    return sizes._replace(tokens=max(power_of_two(sizes.tokens), TOKEN_TILES[0]))
+    """The sizes that stand for all whose tokens take the same room."""
+    return sizes._replace(tokens=max(sizes.tokens, TOKENS))
 
 
 def shapes_of(case: GemmCase) -> Sizes:
@@ -138,6 +118,6 @@ def shapes_of(case: GemmCase) -> Sizes:
 
 
 def choose(sizes: Sizes) -> Launch:
-    """The tuned choice for a call of about these sizes on this device, else that of the rule."""
+    """The tuned choice for a call of these sizes on this device, else that of the rule."""
     choice = tuned.lookup("skinny_gemm", CASES, shapes_of, _alike(sizes))
     return Launch(**choice) if choice else by_rule(sizes)

@@ -5,12 +5,13 @@ but ask for them by TMA, many steps ahead; the others multiply. The product is t
 columns of weights are what the matrix units always take at once, and tokens, of which they take any
 multiple of 8, the other side. So no unit works on padding, and weights go from memory to shared
 memory to the units without passing through registers.
-Must not know: which calls come here (``mosaic_launch``).
+Must not know: which calls come here (``launch``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.skinny_gemm.mosaic_launch import COLUMNS, TOKENS, Launch, choose
+from pallas_kernels.skinny_gemm.launch import COLUMNS, TOKENS, Launch, choose
 from pallas_kernels.skinny_gemm.sizes import Sizes, sizes_of
 
 type Ref = Any
@@ -31,7 +32,6 @@ class _Plan:
 
     sizes: Sizes
     choice: Launch
-    parts: int
 
     @property
     def halves(self) -> int:
@@ -63,7 +63,7 @@ class _Shared(NamedTuple):
     w: Ref  # [stages, 1 or 2, block_k, block_n]
     x: Ref  # [stages, rows, block_k]
     full: Ref  # [stages]: one arrival a copy
-    free: Ref  # [stages]: one arrival a warpgroup of the cluster
+    free: Ref  # [stages]: one arrival a warpgroup
 
 
 class _Span(NamedTuple):
@@ -76,11 +76,10 @@ class _Span(NamedTuple):
 
 def _span(plan: _Plan) -> _Span:
     part, choice = lax.axis_index("part"), plan.choice
-    tile = lax.axis_index("tiles") * choice.cluster + lax.axis_index("peer")
     steps = plan.sizes.inner // choice.block_k
-    first = lax.div(part * steps, jnp.int32(plan.parts))
-    end = lax.div((part + 1) * steps, jnp.int32(plan.parts))
-    return _Span(tile * choice.block_n, first, end - first)
+    first = lax.div(part * steps, jnp.int32(choice.parts))
+    end = lax.div((part + 1) * steps, jnp.int32(choice.parts))
+    return _Span(lax.axis_index("tile") * choice.block_n, first, end - first)
 
 
 def _stage(plan: _Plan, step: jax.Array) -> jax.Array:
@@ -94,30 +93,22 @@ def _load(plan: _Plan, span: _Span, x: Ref, w: Ref, shared: _Shared) -> None:  #
     def inner(step: jax.Array) -> Any:
         return pl.ds((span.first + step) * block_k, block_k)
 
-    def copy_weights(step: jax.Array) -> None:
+    def copy(step: jax.Array) -> None:
         stage = _stage(plan, step)
+        full = shared.full.at[stage]
         for half in range(plan.halves):
             columns = pl.ds(half * plan.sizes.outer + span.column, block_n)
-            room = shared.w.at[stage, half]
-            plgpu.copy_gmem_to_smem(w.at[inner(step), columns], room, shared.full.at[stage])
-
-    def copy_tokens(step: jax.Array) -> None:
-        stage = _stage(plan, step)
-        source = x.at[pl.ds(0, plan.rows), inner(step)]  # rows that x lacks become zeros
-        room, full = shared.x.at[stage], shared.full.at[stage]
-        plgpu.copy_gmem_to_smem(source, room, full, collective_axes="peer")
+            plgpu.copy_gmem_to_smem(w.at[inner(step), columns], shared.w.at[stage, half], full)
+        tokens = x.at[pl.ds(0, plan.rows), inner(step)]  # rows that x lacks become zeros
+        plgpu.copy_gmem_to_smem(tokens, shared.x.at[stage], full)
 
     at_once = jnp.minimum(span.steps, plan.choice.stages)
-    pl.loop(0, at_once)(copy_weights)
-    if plan.choice.ahead:
-        plgpu.griddepcontrol_wait()  # for the kernel that writes the tokens
-    pl.loop(0, at_once)(copy_tokens)
+    pl.loop(0, at_once)(copy)
 
     @pl.loop(at_once, span.steps)
     def _step(step: jax.Array) -> None:
         plgpu.barrier_wait(shared.free.at[_stage(plan, step)])
-        copy_weights(step)
-        copy_tokens(step)
+        copy(step)
 
 
 def _product(
@@ -170,8 +161,6 @@ def _work(plan: _Plan, span: _Span, worker: jax.Array, out: Ref, shared: _Shared
 
 def _kernel(plan: _Plan, x: Ref, w: Ref, out: Ref, shared: _Shared) -> None:
     span, warpgroup = _span(plan), lax.axis_index("warpgroup")
-    if plan.choice.ahead:
-        plgpu.griddepcontrol_launch_dependents()  # all programs run at once: the next may queue up
 
     @pl.when(warpgroup == plan.choice.warpgroups)
     def _loader() -> None:
@@ -179,7 +168,7 @@ def _kernel(plan: _Plan, x: Ref, w: Ref, out: Ref, shared: _Shared) -> None:
 
     @pl.when(warpgroup < plan.choice.warpgroups)
     def _worker() -> None:
-        part = out if plan.parts == 1 else out.at[lax.axis_index("part")]
+        part = out if plan.choice.parts == 1 else out.at[lax.axis_index("part")]
         _work(plan, span, warpgroup, part, shared)
 
 
@@ -194,26 +183,21 @@ def _shared_types(plan: _Plan) -> _Shared:
         w=plgpu.SMEM(weights, dtype, transforms=swizzled),
         x=plgpu.SMEM(tokens, dtype, transforms=swizzled),
         full=plgpu.Barrier(num_arrivals=plan.halves + 1, num_barriers=choice.stages),
-        free=plgpu.ClusterBarrier(
-            collective_axes=("peer",), num_arrivals=choice.warpgroups, num_barriers=choice.stages
-        ),
+        free=plgpu.Barrier(num_arrivals=choice.warpgroups, num_barriers=choice.stages),
     )
 
 
+@partial(jax.jit, static_argnames=("swiglu", "split"))  # one trace, one kernel for all layers
 def skinny_gemm(
     x: jax.Array,  # [T, I]
     w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
-    norm: jax.Array | None,  # [I]
-    residual: jax.Array | None,  # [T, O]
-    arrivals: jax.Ref | None,  # int32[>= ARRIVALS]
     *,
-    eps: float,
     swiglu: bool,
-    parts: int,
-) -> jax.Array:  # [T, O], or float32[parts, T, O]
+    split: bool,
+) -> jax.Array:  # [T, O], or float32[S, T, O]
     """See ``skinny_gemm.api``."""
-    del residual, arrivals, eps
-    return launched(choose(sizes_of(x, w, norm, swiglu), parts), x, w, swiglu=swiglu, parts=parts)
+    choice = choose(sizes_of(x, w, swiglu=swiglu, split=split))
+    return launched(choice, x, w, swiglu=swiglu, split=split)
 
 
 def launched(
@@ -222,15 +206,16 @@ def launched(
     w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
     *,
     swiglu: bool,
-    parts: int,
-) -> jax.Array:  # [T, O], or float32[parts, T, O]
-    """``skinny_gemm`` cut up as ``choice`` says."""
-    if choice.stages < 2:
-        raise ValueError(f"{choice} would wait for itself; it needs 2 stages")
-    plan = _Plan(sizes_of(x, w, None, swiglu), choice, parts)
-    shape, dtype = (plan.sizes.tokens, plan.sizes.outer), x.dtype
-    if parts > 1:
-        shape, dtype = (parts, *shape), jnp.dtype("float32")
+    split: bool,
+) -> jax.Array:  # [T, O], or float32[S, T, O]
+    """``skinny_gemm`` cut up as ``choice`` says; for it and for the tuner."""
+    sizes = sizes_of(x, w, swiglu=swiglu, split=split)
+    if not choice.cuts_up(sizes):
+        raise ValueError(f"{choice} does not cut up {sizes}")
+    plan = _Plan(sizes, choice)
+    shape, dtype = (sizes.tokens, sizes.outer), x.dtype
+    if choice.parts > 1:
+        shape, dtype = (choice.parts, *shape), jnp.dtype("float32")
 
     def body(*refs: Ref, **scratch: Ref) -> None:
         _kernel(plan, *refs, shared=_Shared(**scratch))
@@ -239,10 +224,8 @@ def launched(
         body,
         out_type=jax.ShapeDtypeStruct(shape, dtype),
         scratch_types=_shared_types(plan)._asdict(),
-        grid=(parts, plan.sizes.outer // choice.block_n // choice.cluster),  # columns side by side
-        grid_names=("part", "tiles"),
-        cluster=(choice.cluster,),
-        cluster_names=("peer",),
+        grid=(choice.parts, sizes.outer // choice.block_n),  # columns side by side
+        grid_names=("part", "tile"),
         num_threads=choice.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),

@@ -13,8 +13,8 @@ import pytest
 from bench import tune
 from pallas_kernels.paged_decode.cases import CASES
 from pallas_kernels.paged_decode.launch import Launch
-from pallas_kernels.skinny_gemm.cases import GemmCase
-from pallas_kernels.skinny_gemm.launch import Launch as GemmLaunch
+from pallas_kernels.paged_prefill.cases import CASES as PREFILL_CASES
+from pallas_kernels.paged_prefill.launch import Launch as PrefillLaunch
 
 if sys.platform != "linux":
     pytest.skip("Triton has no packages for this system", allow_module_level=True)
@@ -41,7 +41,7 @@ def test_each_value_ends_at_its_best(monkeypatch, capsys: pytest.CaptureFixture[
 
 
 def test_the_best_of_several_starts_is_improved(monkeypatch) -> None:
-    wanted = GemmLaunch(16, 32, 256, splits=4, num_warps=2, num_stages=6)
+    wanted = PrefillLaunch(128, 128, num_warps=4, num_stages=2)
 
     def seconds(op: Any, function: Callable[..., Any], arguments: Any, cost: Any) -> float:
         (choice,) = function.args  # type: ignore[attr-defined]
@@ -50,8 +50,7 @@ def test_the_best_of_several_starts_is_improved(monkeypatch) -> None:
         )
 
     monkeypatch.setattr(tune, "seconds_in_a_chain", seconds)
-    case = GemmCase("thin", 16, 1024, 64, dtype="bfloat16")
-    assert tune.tune(tune.TUNABLE["skinny_gemm"], [case]) == wanted
+    assert tune.tune(tune.TUNABLE["paged_prefill"], PREFILL_CASES[:1]) == wanted
 
 
 def test_wants_a_gpu(monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""How calls of the Triton kernels are cut up: the rule, and tuned choices as data."""
+"""How calls of the kernels are cut up: the rule, and tuned choices as data."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ import pytest
 
 from pallas_kernels.registry import Case, Impl, Inputs, KernelOp, all_ops, select
 from pallas_kernels.shapes import PagedCase
-from pallas_kernels.skinny_gemm.cases import GemmCase
 
 if sys.platform != "linux":
     pytest.skip("Triton has no packages for this system", allow_module_level=True)
@@ -39,21 +38,16 @@ compiled = cache(compile_call)
 
 
 def _sweep(*tags: str) -> list[Any]:
-    """Every case with one of the tags, of every op with a Triton kernel that takes it."""
+    """Every case with one of the tags, of every op with a Triton kernel."""
     cases = []
     for op in all_ops():
         impl = next((impl for impl in op.impls if impl.name == "triton"), None)
         if impl is not None:
-            named = [case for case in op.cases if set(tags) & set(case.tags) and _takes(case)]
+            named = [case for case in op.cases if set(tags) & set(case.tags)]
             cases += [
                 pytest.param(op, impl, case, id=f"{op.name}/triton/{case.name}") for case in named
             ]
     return cases
-
-
-def _takes(case: Case) -> bool:
-    """Whether the op's Triton kernel does; a product in parts is for Mosaic alone."""
-    return not isinstance(case, GemmCase) or case.parts == 1
 
 
 def _inputs(op: KernelOp, case: Case) -> Inputs:
