@@ -1,7 +1,7 @@
 """Every executable an engine needs, ready before the first request.
 
 Owns: ``Executables`` and the ways to get them: from a bundle, from the user's cache (which is
-folders of bundles) or by compiling in threads. Must not know: requests, the scheduler, weights.
+folders of bundles) or by compiling. Must not know: requests, the scheduler, weights.
 """
 
 from __future__ import annotations
@@ -130,17 +130,24 @@ def _executables(
 
 
 def compile_all(program: Program, progress: Progress) -> dict[str, jax.stages.Compiled]:
-    """Compile every executable in parallel threads."""
+    """Compile every executable, by name: this thread traces and lowers, others compile.
+
+    Lowering is Python, GPU kernels included, and several threads that take turns at it are slower
+    than one by far; XLA needs no interpreter. What takes XLA longest is named last and comes first.
+    """
     names = program.names()
     pool = ThreadPoolExecutor(os.cpu_count() or 1)
     with progress.task("compile", len(names)) as advance:
 
-        def one(name: str) -> jax.stages.Compiled:
-            compiled = program.lower(name).compile()
+        def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+            executable = lowered.compile()
             advance(1)
-            return compiled
+            return executable
 
         try:
-            return dict(zip(names, pool.map(one, names), strict=True))
+            under_way = {
+                name: pool.submit(compiled, program.lower(name)) for name in reversed(names)
+            }
+            return {name: under_way[name].result() for name in names}
         finally:  # after a failure or Ctrl-C, nobody needs what is still compiling
             pool.shutdown(wait=False, cancel_futures=True)
