@@ -315,7 +315,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, default=SHAPES / "qwen3-4b" / "config.json")
     parser.add_argument("--gpt2-config", type=Path, default=SHAPES / "gpt2" / "config.json")
     parser.add_argument(
-        "--engine", type=_setting, action="append", default=[], metavar="NAME=VALUE",
+        "--engine", type=setting, action="append", default=[], metavar="NAME=VALUE",
         help="a setting of every engine, such as max_num_batched_tokens=4096",
     )  # fmt: skip
     parser.add_argument("--label", help="of an ablation made outside: by a variable, by --engine")
@@ -332,7 +332,8 @@ def _groups(text: str) -> list[str]:
     return [name for name in GROUPS if name in names]
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def setting(text: str) -> tuple[str, Any]:
+    """NAME=VALUE of a command line; the value is JSON, or else text."""
     name, _, value = text.partition("=")
     try:
         return name, json.loads(value)
