@@ -27,6 +27,8 @@ from jaxinfer.exec.slots import SlotState, init_slots, slot_row
 from jaxinfer.models.base import Params
 from jaxinfer.nn.kv import KVState, init_kv_state
 
+WARM_UP_RUNS = 3  # of a step on a GPU: a load, a recording, a run like all that follow
+
 
 @dataclass(frozen=True)
 class InFlight:
@@ -57,10 +59,17 @@ class Executor:
         self._layouts = {bucket: program.layout(bucket) for bucket in limits.buckets}
 
     def warm_up(self) -> None:
-        """Run the smallest step once on padding, so that the first request pays for nothing."""
-        bucket = min(self._layouts, key=lambda bucket: bucket.num_tokens)
-        plan = StepPlan(-1, bucket, (), (), ())
-        self.collect(self.launch(plan))
+        """Run steps on padding, so that no request pays for what only their first runs do.
+
+        On a CPU steps have nothing of their own to prepare, and the smallest runs once. On a GPU
+        each has kernels to load and, at its second run, a CUDA graph for XLA to record; those with
+        extras are rare and left out.
+        """
+        buckets = sorted(self._layouts, key=lambda bucket: bucket.num_tokens)
+        each = self._program.has_plain_steps
+        for bucket in buckets if each else buckets[:1]:
+            for _ in range(WARM_UP_RUNS if each else 1):
+                self.collect(self.launch(StepPlan(-1, bucket, (), (), ())))
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Queue one step and return without waiting for it.

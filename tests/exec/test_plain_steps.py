@@ -14,7 +14,7 @@ import pytest
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.exec.compile import Executables, build_executables
-from jaxinfer.exec.executor import Executor
+from jaxinfer.exec.executor import WARM_UP_RUNS, Executor
 from jaxinfer.exec.program import ADMIT, Program
 from kit.engines import engine_of, run, tiny_limits
 from kit.tiny_models import tiny_model
@@ -83,6 +83,9 @@ def test_extras_run_only_where_asked_for_and_tokens_are_the_same(tmp_path: Path)
         engine_of(Executor(program, counted.executables, params), limits)
         for counted in (chosen, always)
     )
+
+    Executor(program, chosen.executables, params).warm_up()
+    assert chosen.calls == dict.fromkeys((b.name for b in limits.buckets), WARM_UP_RUNS)
 
     def ran_extras(requests: Sequence[SamplingParams]) -> set[bool]:
         """Whether extras ran, of all steps; the tokens are those of steps with extras."""
