@@ -29,11 +29,12 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.attention import Attend, Rotary
 from jaxinfer.nn.kv import KVSpec, KVState, LayerKV, LayerKVSpec
-from jaxinfer.nn.layers import head_logits, swiglu, take_rows, tied_logits
+from jaxinfer.nn.layers import head_logits, take_rows, tied_logits
 from jaxinfer.nn.rope import RopeConfig, rope_tables
 from pallas_kernels.numerics import add_parts
 from pallas_kernels.pins import ALL_XLA, Pins
 from pallas_kernels.residual_norm.api import residual_norm
+from pallas_kernels.skinny_gemm.api import skinny_gemm
 
 _INIT = nn.initializers.normal(0.02)
 
@@ -97,24 +98,25 @@ class DecoderLayer(nn.Module):
         norm = partial(residual_norm, eps=c.rms_norm_eps, impl=pins.of("residual_norm"))
         x, hidden = norm(x, delta, norms, row=0)
         heads, kv = attend(
-            self._heads(hidden),
+            self._heads(hidden, pins),
             kv,
             num_kv_heads=c.num_key_value_heads,
             rotary=Rotary(cos, sin, self._qk_norms(), c.rms_norm_eps),
             scale=c.head_dim**-0.5,
             window=self.window,
         )
-        delta = self._to_stream("o", heads.reshape(x.shape[0], -1), bias=c.o_bias)
+        delta = self._to_stream("o", heads.reshape(x.shape[0], -1), pins, bias=c.o_bias)
         x, hidden = norm(x, delta, norms, row=1)
-        delta = self._feed_forward(hidden)
+        delta = self._feed_forward(hidden, pins)
         self.sow("taps", "residual", add_parts(x, delta))
         return x, delta, kv
 
-    def _heads(self, x: jax.Array) -> jax.Array:  # [T, D] -> [T, N + 2K, H]
+    def _heads(self, x: jax.Array, pins: Pins) -> jax.Array:  # [T, D] -> [T, N + 2K, H]
         """Queries, keys and values from one product."""
         c = self.config
         n, k, h = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        heads = x @ self.param("qkv", _INIT, (c.hidden_size, (n + 2 * k) * h), c.dtype)
+        weights = self.param("qkv", _INIT, (c.hidden_size, (n + 2 * k) * h), c.dtype)
+        heads = skinny_gemm(x, weights, impl=pins.of("skinny_gemm"))
         if c.qkv_bias:
             zeros = nn.initializers.zeros
             heads = heads + self.param("qkv_bias", zeros, ((n + 2 * k) * h,), c.dtype)
@@ -126,21 +128,24 @@ class DecoderLayer(nn.Module):
             return None
         return self.param("qk_norms", nn.initializers.ones, (2, c.head_dim), c.dtype)
 
-    def _feed_forward(self, x: jax.Array) -> jax.Array:  # [T, D] -> see ``_to_stream``
+    def _feed_forward(self, x: jax.Array, pins: Pins) -> jax.Array:  # [T, D] -> see ``_to_stream``
         c = self.config
         gate_up = self.param("gate_up", _INIT, (c.hidden_size, 2 * c.intermediate_size), c.dtype)
-        return self._to_stream("down", swiglu(x @ gate_up))
+        hidden = skinny_gemm(x, gate_up, swiglu=True, impl=pins.of("skinny_gemm"))
+        return self._to_stream("down", hidden, pins)
 
     def _to_stream(
         self,
         name: str,
         x: jax.Array,  # [T, in]
+        pins: Pins,
         *,
         bias: bool = False,
-    ) -> jax.Array:  # [T, D]
+    ) -> jax.Array:  # [T, D], or float32[S, T, D] without ``bias``
         """What a block adds to the residual stream, in a form that ``residual_norm`` takes."""
         d, dtype = self.config.hidden_size, self.config.dtype
-        out = x @ self.param(name, _INIT, (x.shape[-1], d), dtype)
+        weights = self.param(name, _INIT, (x.shape[-1], d), dtype)
+        out = skinny_gemm(x, weights, split=not bias, impl=pins.of("skinny_gemm"))
         if bias:
             out = out + self.param(name + "_bias", nn.initializers.zeros, (d,), dtype)
         return out

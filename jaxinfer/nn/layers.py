@@ -1,4 +1,4 @@
-"""The small functions that decoders are made of: layer norm, the gated activation, the output head.
+"""The small functions that decoders are made of: layer norm, embedding rows, the output head.
 
 Owns: numerics of these pieces. Statistics and logits are float32 whatever the dtype of weights and
 activations; results keep the input's dtype. Must not know: model families, attention, KV.
@@ -22,12 +22,6 @@ def layer_norm(
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
     scaled = centred * scale * weight.astype(jnp.float32)
     return (scaled + bias.astype(jnp.float32)).astype(x.dtype)
-
-
-def swiglu(gate_up: jax.Array) -> jax.Array:  # [..., 2F] -> [..., F]
-    """SiLU of the first half times the second half (Shazeer 2020)."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
 
 
 def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:  # [V, D], int32[T] -> [T, D]

@@ -35,12 +35,6 @@ def test_layer_norm_of_a_large_constant_offset_keeps_its_digits() -> None:
     np.testing.assert_allclose(shifted, plain, atol=2e-3)
 
 
-def test_swiglu_gates_with_the_first_half() -> None:
-    gate, up = X[:, :12], X[:, 12:]
-    expected = gate / (1 + np.exp(-gate)) * up
-    np.testing.assert_allclose(layers.swiglu(f32(X)[0]), expected, rtol=1e-5)
-
-
 def test_take_rows_clamps_what_padding_holds() -> None:
     table = f32(X)[0]
     rows = layers.take_rows(table, jnp.asarray([2, 99, -1], jnp.int32))
