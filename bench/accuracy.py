@@ -18,14 +18,14 @@ import argparse
 import gc
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
+from msgspec import structs
 
 from bench.accuracy_cases import Workload, make_prompts
 from bench.accuracy_judge import Answer, Judge, Scores
@@ -63,7 +63,7 @@ def generate(
     runs: list[list[Answer]] = []
     for with_logprobs in scored:
         sampling = [
-            replace(GREEDY, max_tokens=count, logprobs=0 if with_logprobs else None)
+            structs.replace(GREEDY, max_tokens=count, logprobs=0 if with_logprobs else None)
             for count in work.answer_lengths()
         ]
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
@@ -105,7 +105,8 @@ def _figures(case: str, metric: str, ours: np.ndarray, floor: np.ndarray) -> lis
 
 def _row(metric: str, case: str, value: float, floor: float | None, **more: Any) -> Row:
     shown = "" if floor is None else f"  floor {floor:12.6f}"
-    print(f"{metric:24} {case:12} {value:12.6f}{shown}", *more.values(), flush=True)
+    beside = (f"{name} {what}" for name, what in more.items())
+    print(f"{metric:24} {case:12} {value:12.6f}{shown}", *beside, flush=True)
     least = None if floor is None else round(floor, 7)
     return {"metric": metric, "case": case, "value": round(value, 7), "floor": least, **more}
 
@@ -177,6 +178,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="as ``jaxinfer generate`` takes it")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--text", type=Path, help="prompts are pieces of it; else random ids")
+    parser.add_argument("--longest", type=int, metavar="TOKENS", help="the longest prompt")
     parser.add_argument("--variants", type=_variants, default=[], metavar="VARIANT,...")
     parser.add_argument(
         "--engine", type=setting, action="append", default=[], metavar="NAME=VALUE",
@@ -199,6 +201,8 @@ def main(argv: list[str] | None = None, work: Workload | None = None) -> None:
     """Generate, judge, write."""
     arguments, work = parse_arguments(argv), work or Workload()
     bound_gpu_allocator(DEFAULT_GPU_MEMORY_UTILIZATION)  # before `facts` starts JAX's backend
+    if arguments.longest is not None:
+        work = replace(work, longest=arguments.longest)
     given = dict(arguments.engine)
     settings = {
         "model": arguments.model,
