@@ -46,7 +46,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "limits": {
             name: value
             for name, value in msgspec.to_builtins(manifest.limits).items()
-            if name not in ("buckets", "enable_prefix_caching")
+            if name not in ("buckets", "enable_prefix_caching", "prefill_first")
         },
         "settings": manifest.settings,
         "tuned": manifest.tuned,

@@ -53,6 +53,11 @@ ENGINE_OPTIONS = (
         default=None,
         help="Reuse the KV cache of equal beginnings.",
     ),
+    click.Option(
+        ["--prefill-first/--no-prefill-first"],
+        default=None,
+        help="Compute all prompts before any answer goes on, if all fit; the default.",
+    ),
 )
 SAMPLING_OPTIONS = (
     click.Option(["--max-tokens"], type=int, help="Most tokens to generate for each prompt."),

@@ -65,6 +65,7 @@ GROUPS = (
             Setting("num_gpu_blocks_override", size, "Pages of the KV cache.", ("--num-pages",)),
             Setting("block_size", size, "Tokens of one page.", ("--page-size",)),
             Setting("enable_prefix_caching", switch, "Reuse the KV cache of equal beginnings."),
+            Setting("prefill_first", switch, "Prompts before running answers: for batches."),
             Setting("async_scheduling", switch, "Plan a step while one runs.", ("--overlap",)),
             Setting("decode_bucket_start", size, "Decode steps for 1, N, 2N, 4N ... rows."),
             Setting("prefill_bucket_start", size, "The smallest chunk, in tokens."),

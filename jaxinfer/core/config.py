@@ -38,7 +38,7 @@ SIZES = (
 COMPILED = ("dtype", *SIZES, "gpu_memory_utilization", "kernels")  # what a bundle has decided
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
-FLAGS = ("skip_tokenizer_init", "enable_prefix_caching", "overlap")
+FLAGS = ("skip_tokenizer_init", "enable_prefix_caching", "prefill_first", "overlap")
 # jax's own variables: the share of a GPU that its allocator may take (the second is the old name),
 # and whether it takes that at once
 ALLOCATOR_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -57,6 +57,8 @@ class EngineConfig:
     ``prefill_bucket_factor`` is the factor, 2 or more.
     ``mixed_bucket_start``: steps that decode and prefill pad their decode rows to start,
     factor * start, ... rows.
+    ``prefill_first``: when all requests fit at once, their prompts are computed before anybody
+    decodes, which suits a batch but stalls a stream. None is True for ``LLM``, False for a server.
     ``page_size``: None is 16. ``gpu_memory_utilization``: None is 0.92.
     ``kernels``: implementations for measurements, "op=implementation" joined by commas; without it
     the fastest that can run.
@@ -85,6 +87,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     kernels: str | None = None
     enable_prefix_caching: bool = True
+    prefill_first: bool | None = None
     overlap: bool = True
     cache_dir: str | None = None
     bundle: str | None = None
@@ -93,10 +96,10 @@ class EngineConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
-        for name in FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         optional = {field.name for field in fields(self) if field.default is None}
+        for name in FLAGS:
+            if getattr(self, name) is not None or name not in optional:
+                _flag(name, getattr(self, name))
         for name in PATHS:
             if getattr(self, name) is not None or name not in optional:
                 self._store(name, _path(name, getattr(self, name)))
@@ -132,6 +135,7 @@ class Limits(msgspec.Struct, frozen=True):
     max_num_batched_tokens: int
     buckets: tuple[Bucket, ...]
     enable_prefix_caching: bool = True
+    prefill_first: bool = False
 
     @property
     def max_pages_per_seq(self) -> int:
@@ -180,6 +184,11 @@ def compiler_environment() -> dict[str, str]:
 def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in known:
         raise ConfigError(f"{name} {value!r} is unknown; use one of {', '.join(known)}")
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {value!r}")
 
 
 def _path(name: str, value: object) -> str:

@@ -156,6 +156,7 @@ def _sizes(config: EngineConfig, model: Model) -> tuple[MemoryPlan, Limits]:
         max_num_batched_tokens=chunk,
         buckets=buckets,
         enable_prefix_caching=config.enable_prefix_caching,
+        prefill_first=bool(config.prefill_first),
     )
     return memory, limits
 

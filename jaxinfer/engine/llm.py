@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from jaxinfer.core.errors import EngineError, RequestError
@@ -34,7 +35,10 @@ class LLM:
         self, model: str | None = None, *, progress: Progress | None = None, **arguments: Any
     ) -> None:
         self._progress = progress or progress_on(sys.stderr)
-        self.config = engine_config(model, arguments)
+        config = engine_config(model, arguments)
+        if config.prefill_first is None:  # nobody watches single tokens
+            config = replace(config, prefill_first=True)
+        self.config = config
         self._engine = build_engine(self.config, self._progress)
         self._requests = 0
         self._answering = False

@@ -90,7 +90,7 @@ def admit(draft: Draft, seq: Sequence) -> Sequence | None:
     num_new_pages = cdiv(len(seq.token_ids), limits.page_size) - len(shared)
     num_free = draft.pages.num_free - draft.pages.num_cached_among(shared)
     nobody_runs = len(draft.free_slots) == limits.max_num_seqs
-    watermark = 0 if nobody_runs else limits.num_usable_pages // WATERMARK
+    watermark = 0 if nobody_runs else _watermark(limits)
     if num_new_pages + watermark > num_free:
         return None
     draft.pages.share(shared)
@@ -109,6 +109,29 @@ def admit(draft: Draft, seq: Sequence) -> Sequence | None:
             num_cached_tokens if seq.num_cached_tokens is None else seq.num_cached_tokens
         ),
     )
+
+
+def fits_whole(draft: Draft) -> bool:
+    """Whether all that waits can run beside what runs, everybody up to the longest output.
+
+    Then nobody will be preempted, and the head is admitted at once. Pages that might be shared are
+    counted for each of their owners.
+    """
+    limits, waiting = draft.limits, draft.waiting
+    if len(waiting) > len(draft.free_slots):
+        return False
+    num_wanted = sum(
+        cdiv(seq.max_num_tokens, limits.page_size) - len(seq.page_ids)
+        for seq in (*draft.running.values(), *waiting)
+    )
+    if waiting:
+        num_head_pages = cdiv(len(waiting[0].token_ids), limits.page_size)
+        num_wanted = max(num_wanted, num_head_pages + _watermark(limits))
+    return num_wanted <= draft.pages.num_free
+
+
+def _watermark(limits: Limits) -> int:
+    return limits.num_usable_pages // WATERMARK
 
 
 def _num_reusable_pages(seq: Sequence, limits: Limits) -> int:

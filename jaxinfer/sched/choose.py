@@ -3,7 +3,8 @@
 Owns: the policy. First come, first served by (priority, arrival): every decoding sequence gets its
 row, then prefills under way continue, then waiting requests are admitted, as far as
 ``max_num_batched_tokens`` prompt tokens and a bucket allow. Prefills shrink to a bucket, decodes
-are never dropped for one. Must not know: results, endings.
+are never dropped for one. With ``prefill_first`` there are also steps without the decodes
+(``_prefills_alone``). Must not know: results, endings.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import msgspec
 import numpy as np
 
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan
-from jaxinfer.sched.admit import admit, with_page_hashes
+from jaxinfer.sched.admit import admit, fits_whole, with_page_hashes
 from jaxinfer.sched.state import Draft, Sequence
 
 
 def choose_step(draft: Draft) -> StepPlan | None:
     """Plan one step and count its tokens as computed; None when nothing can run."""
-    decodes, preempted = _decode_rows(draft)
+    decodes, preempted = ([], False) if _prefills_alone(draft) else _decode_rows(draft)
     prefills: list[ScheduledSeq] = []
     budget = _Budget(draft, len(decodes))
     if len(decodes) < len(draft.running):
@@ -73,6 +74,23 @@ class _Budget:
         """Count one more prefill row."""
         self._num_prefills += 1
         self.used += num_tokens
+
+
+def _prefills_alone(draft: Draft) -> bool:
+    """Whether the decodes wait for this step, as ``prefill_first`` asks for a batch.
+
+    They do while prompts are left to compute and the batch fits whole: it gains nothing by decoding
+    its first rows early, for the last row's steps are still to come, and each mixed step costs more
+    than a prefill (with Qwen3-4B on an H200 134 ms beside 8,192 prompt tokens, without 128.5 ms,
+    and 256 decodes alone take 13.7 ms). A batch that does not fit is planned as without
+    ``prefill_first``: mixed steps then decode towards the end of rows that others wait for, reading
+    the weights only once, and nobody is preempted more often.
+    """
+    if not draft.limits.prefill_first:
+        return False
+    if not draft.waiting and not any(seq.is_prefilling for seq in draft.running.values()):
+        return False
+    return fits_whole(draft)
 
 
 def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:

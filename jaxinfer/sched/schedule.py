@@ -13,6 +13,11 @@ max_num_seqs - 1 decodes may take, ``depth`` the steps in flight. A request that
 lower priority number than running ones does not preempt them for admission, but nobody is admitted
 before it; add the requests running at its arrival to those ahead.
 
+With ``prefill_first`` a planned step may leave decodes out, the first one too, for prompts that
+wait or prefill. It then computes for the first of those that prefill, and ends its prefill or gives
+it a chunk, so it adds ``cdiv(tokens, chunk)`` steps for every request that arrives before the k-th
+ends: no more for a batch, but a stream of arrivals that never stops has no bound.
+
 Must not know: what an event's sender or a plan's executor does.
 """
 

@@ -94,7 +94,7 @@ def test_stats(generate: Generate) -> None:
     assert {"compile", "load", "prompt", "peak RSS"} < set(lines)
 
 
-@pytest.mark.parametrize("flag", ["--no-overlap", "--no-prefix-caching"])
+@pytest.mark.parametrize("flag", ["--no-overlap", "--no-prefix-caching", "--no-prefill-first"])
 def test_engine_flags_change_no_token(flag: str, generate: Generate) -> None:
     arguments = ("--json", "--max-tokens=8", "--seed=1", "some", "words")
     with_flag = [record["token_ids"] for record in records(generate(flag, *arguments))]

@@ -79,6 +79,7 @@ SET: dict[str, dict[str, Any]] = {
     "--no-enable-prefix-caching": {"enable_prefix_caching": False},
     "--no-async-scheduling": {"overlap": False},
     "--no-overlap": {"overlap": False},
+    "--prefill-first": {"prefill_first": True},
     "--load-format dummy": {"load_format": "dummy"},
     "--seed 7": {"seed": 7},
     "--chat-template {{messages}}": {"chat_template": "{{messages}}"},

@@ -34,6 +34,8 @@ from jaxinfer.core.shapes import cdiv, ladder, round_up
         ({"seed": None}, "seed must be a whole number"),
         ({"seed": 2**63}, "seed must be a whole number of 64 bits"),
         ({"overlap": 1}, "overlap must be True or False, got 1"),
+        ({"overlap": None}, "overlap must be True or False, got None"),
+        ({"prefill_first": 1}, "prefill_first must be True or False, got 1"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be a number"),
         ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization must be a number"),

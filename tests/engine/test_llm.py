@@ -16,9 +16,11 @@ from jaxinfer import LLM, SamplingParams
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import CacheError, ConfigError, EngineError, JaxinferError, RequestError
 from jaxinfer.core.progress import NoProgress
+from jaxinfer.core.step import StepPlan
 from jaxinfer.engine.build import model_facts, plan_engine
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.prompts import Prompt, parse_prompts
+from jaxinfer.exec.executor import Executor
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
@@ -173,6 +175,22 @@ def test_without_a_tokenizer(folder: Path, cache: str) -> None:
         llm.generate("text", GREEDY)
     with pytest.raises(EngineError, match="skip_tokenizer_init"):
         llm.get_tokenizer()
+
+
+def test_a_batch_is_prefilled_first_unless_told_otherwise(
+    llm: LLM, folder: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixing = LLM(str(folder), cache_dir=cache, prefill_first=False, **SMALL)
+    plans: list[StepPlan] = []
+    launch = Executor.launch
+    monkeypatch.setattr(Executor, "launch", lambda self, p: plans.append(p) or launch(self, p))
+    prompts = [[5 + i] * 12 for i in range(2)]  # 24 tokens: two chunks
+    first = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert not any(plan.decodes and plan.prefills for plan in plans)
+    mixed = mixing.generate(prompts, GREEDY, use_tqdm=False)
+    assert any(plan.decodes and plan.prefills for plan in plans)
+    assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in mixed]
+    assert mixing.stats().num_compiled == 0, "the executables are the same"
 
 
 def test_vllm_arguments_that_change_nothing_are_accepted(folder: Path, cache: str) -> None:

@@ -40,6 +40,45 @@ def test_prefills_share_the_budget_and_decodes_ride_along() -> None:
     assert shape(drive.tick().step) == (["a", "b"], [("c", 8)])
 
 
+def test_a_batch_that_fits_is_prefilled_before_anybody_decodes() -> None:
+    drive = Drive(make_limits(max_num_batched_tokens=16, prefill_first=True), depth=1)
+    output = drive.arrive(*(make_request(f"r{i}", [i] * 10, arrival=i) for i in range(3)))
+    assert shape(output.step) == ([], [("r0", 10), ("r1", 6)])
+    assert shape(drive.tick().step) == ([], [("r1", 4), ("r2", 10)])
+    assert shape(drive.tick().step) == (["r0", "r1", "r2"], [])
+    output = drive.arrive(make_request("late", [9] * 20, arrival=3))
+    assert shape(output.step) == ([], [("late", 16)])
+    assert shape(drive.tick().step) == ([], [("late", 4)])
+    assert shape(drive.tick().step) == (["r0", "r1", "r2", "late"], [])
+
+
+@pytest.mark.parametrize(
+    "limits", ({"max_num_seqs": 2}, {"num_pages": 11}), ids=("too-few-slots", "too-few-pages")
+)
+def test_a_batch_that_does_not_fit_decodes_beside_its_prefills(limits: dict[str, int]) -> None:
+    drives = [
+        Drive(make_limits(max_num_batched_tokens=8, prefill_first=prefill_first, **limits))
+        for prefill_first in (False, True)
+    ]
+    for drive in drives:
+        drive.arrive(*(make_request(f"r{i}", [i] * 8, arrival=i) for i in range(3)))
+        drive.finish()
+    mixed, first = ([shape(plan) for plan in drive.plans] for drive in drives)
+    assert first[:2] == mixed[:2] == [([], [("r0", 8)]), (["r0"], [("r1", 8)])]
+
+
+def test_decodes_go_on_when_the_watermark_keeps_the_head_out() -> None:
+    limits = make_limits(
+        num_pages=201, enable_prefix_caching=False, max_model_len=800, prefill_first=True
+    )
+    drive = Drive(limits, depth=1)
+    drive.arrive(make_request("a", [1] * 13, max_tokens=3))
+    output = drive.arrive(make_request("b", [2] * (4 * 196 - 1), arrival=1, max_tokens=1))
+    assert (shape(output.step), waiting(drive)) == ((["a"], []), ["b"])
+    drive.finish()
+    assert drive.state.num_preemptions == 0
+
+
 def test_lower_priority_number_goes_first_and_nobody_overtakes_the_head() -> None:
     drive = Drive(make_limits(max_num_seqs=2, max_num_batched_tokens=8), depth=1)
     drive.arrive(*(make_request(f"r{i}", [1] * 8, arrival=i, max_tokens=40) for i in range(3)))

@@ -5,6 +5,7 @@ or writes, so most of the assertions live there.
 """
 
 import copy
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
@@ -34,6 +35,7 @@ class Trace:
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_prefix_caching: bool
+    prefill_first: bool
 
     def drive(self, **changes: object) -> Drive:
         """A fresh drive with the trace's limits."""
@@ -44,6 +46,7 @@ class Trace:
             "max_model_len": MAX_MODEL_LEN,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "enable_prefix_caching": self.enable_prefix_caching,
+            "prefill_first": self.prefill_first,
         }
         return Drive(make_limits(**(values | changes)), depth=self.depth)
 
@@ -80,6 +83,7 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
         max_num_seqs=draw(st.integers(1, 5)),
         max_num_batched_tokens=draw(st.sampled_from((1, 7, 16, 64))),
         enable_prefix_caching=draw(st.booleans()),
+        prefill_first=draw(st.booleans()),
     )
 
 
@@ -245,13 +249,25 @@ def test_nobody_starves(trace: Trace) -> None:
         first, epoch = head.request_id, head.epoch
         if output.step is not None:
             has_row = head.request_id in {row.request_id for row in output.step.rows}
-            assert has_row or head.num_computed_tokens + 1 == head.max_num_tokens
+            waits = trace.prefill_first and not output.step.decodes
+            assert has_row or waits or head.num_computed_tokens + 1 == head.max_num_tokens
     chunk = min(
         trace.max_num_batched_tokens,
         max(b.num_prefill_tokens for b in drive.limits.buckets if b.fits(trace.max_num_seqs, 1, 1)),
     )
-    bound = 0
-    for _, request in trace.requests:
-        num_tokens = len(request.prompt_token_ids) + request.max_tokens
-        bound += cdiv(num_tokens, chunk) + request.max_tokens + trace.depth
+    most_tokens = [len(r.prompt_token_ids) + r.max_tokens for _, r in trace.requests]
+    most_chunks = [cdiv(num_tokens, chunk) for num_tokens in most_tokens]
+    bound = sum(most_chunks) if trace.prefill_first else 0
+    for (_, request), num_chunks in zip(trace.requests, most_chunks, strict=True):
+        bound += num_chunks + request.max_tokens + trace.depth
         assert planned[request.request_id] <= bound
+
+
+@given(traces(in_order=True))
+def test_a_batch_that_prefills_first_is_preempted_no_more_often(trace: Trace) -> None:
+    batch = dataclasses.replace(trace, requests=tuple((0, r) for _, r in trace.requests))
+    mixed = run(batch, batch.drive(prefill_first=False))
+    first = run(batch, batch.drive(prefill_first=True))
+    check_run(batch, first)
+    assert first.tokens() == mixed.tokens()
+    assert first.state.num_preemptions <= mixed.state.num_preemptions
