@@ -9,8 +9,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOWEST_KEY = tl.constexpr(-(0x7F800000 + 1))  # of -inf
 NEARLY = tl.constexpr(1 << 12)  # keys: a level that near to what was looked for will do
+EXACTLY = tl.constexpr(1)
+
+
+@triton.jit
+def scale(logits, temperature):
+    """Logits over the temperature, rounded as a division is: thresholds compare these. What is -inf
+    is not divided: that takes several times as long."""
+    finite = logits > float("-inf")
+    return tl.where(finite, tl.div_rn(tl.where(finite, logits, 1.0), temperature), float("-inf"))
+
+
+@triton.jit
+def nucleus_alone(k, p, min_p, VOCAB: tl.constexpr):
+    """Whether top_p is the row's only filter. Any other leaves a level to begin from."""
+    return (p < 1) & ((k <= 0) | (k >= VOCAB)) & ~(min_p > 0)
 
 
 @triton.jit
@@ -23,14 +37,22 @@ def key_of(value):
 @triton.jit
 def value_of(key):
     """The float32 of a key."""
-    bits = key.to(tl.int32)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def span(low, high):
+    """How many keys [low, high) holds; none where high is not above low. All in 32 bits: every
+    thread works out every pivot."""
+    keys = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
+    return tl.where(high > low, keys, 0)
 
 
 @triton.jit
 def pivots_in(low, high, PIVOTS: tl.constexpr):
-    """Keys that cut [low, high) evenly; one at least is above low."""
-    return low + (high - low) * (1 + tl.arange(0, PIVOTS)) // (PIVOTS + 1)
+    """Keys above low that cut [low, high) evenly; of a span of few keys some are not below high."""
+    step = tl.maximum(span(low, high) // (PIVOTS + 1), 1).to(tl.int32)
+    return low + step * (1 + tl.arange(0, PIVOTS))
 
 
 @triton.jit
@@ -41,19 +63,21 @@ def narrowed(low, high, pivots, enough):
 
 
 @triton.jit
-def level_of_tops(
-    tops,  # float32[BLOCKS_TILE]
-    weights,  # float32[BLOCKS_TILE]
+def highest_level(
+    values,  # float32[N]
+    weights,  # float32[N]
     needed,
     low,  # a key with enough at and above it
-    top,  # the largest of the tops
+    top,  # the largest of the values
+    NEAR: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """A level with sum(weights[tops >= level]) >= needed, hardly below the highest such."""
-    high = key_of(top).to(tl.int64) + 1
-    while high - low > NEARLY:
+    """A level with sum(weights[values >= level]) >= needed, less than NEAR keys below the highest
+    such. The sum of a level is no larger than that of a lower one, also as rounded."""
+    high = key_of(top) + 1
+    while span(low, high) > NEAR:
         pivots = pivots_in(low, high, PIVOTS)
-        reached = tops[None, :] >= value_of(pivots)[:, None]
+        reached = values[None, :] >= value_of(pivots)[:, None]
         found = tl.sum(tl.where(reached, weights[None, :], 0.0), 1)
         low, high = narrowed(low, high, pivots, found >= needed)
     return value_of(low)
@@ -73,9 +97,9 @@ def level_of_rest(
     """A level below which there is no more mass than ``spare``, by what is known of the blocks: one
     whose top is below has all its mass there. Of another the top is above, and no other token that
     is below weighs more than the level. Tight where few tokens matter."""
-    high = key_of(top).to(tl.int64) + 1
-    low = key_of(low).to(tl.int64)
-    while high - low > NEARLY:
+    high = key_of(top) + 1
+    low = key_of(low)
+    while span(low, high) > NEARLY:
         pivots = pivots_in(low, high, PIVOTS)
         level = value_of(pivots)[:, None]
         others = tl.minimum((masses - peaks)[None, :], (BLOCK - 1) * tl.exp(level - top))

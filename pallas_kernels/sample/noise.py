@@ -1,6 +1,6 @@
 """Gumbel noise in Triton, and which of two tokens wins with it.
 
-Owns: the noise of a token id under a row's key. Must not know: rows, thresholds, memory.
+Owns: the noise of a token id under a row's key. Must not know: logits, where thresholds come from.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ def threefry(low, high, counter):
     x, y = _rounds(x + low, y + high + 3, 17, 29, 16, 24)
     x, y = _rounds(x + high, y + third + 4, 13, 15, 26, 6)
     return x + third, y + low + 5
+
+
+@triton.jit
+def row_key(seed_low, seed_high, position):
+    """Both words of the key of a row, from pointers to what its noise depends on."""
+    word_low = tl.load(seed_low).to(tl.uint32, bitcast=True)
+    word_high = tl.load(seed_high).to(tl.uint32, bitcast=True)
+    return threefry(word_low, word_high, tl.load(position).to(tl.uint32, bitcast=True))
 
 
 @triton.jit

@@ -1,18 +1,20 @@
-"""sample in Triton: six launches, no sort, no decision on the host.
+"""sample in Triton: seven launches, no sort, no decision on the host.
 
 1. ``_summarize`` reads every logit once and keeps of each block its largest and, for top_p, the
    sum of its probabilities. Nothing later reads a block whose largest is too small to matter.
-2. ``_weigh_levels``, for rows with top_p alone, finds a level from the blocks; if many reach it,
-   it sums the probability at and above evenly spread levels.
-3. ``_collect`` finds two levels that the row's threshold lies between (in 2's sums or, for top_k,
-   among the blocks' largest) and copies the logits between them.
-4. ``_find_threshold`` searches these few for the threshold, one program a row.
-5. ``_draw`` draws a token from the part of a row that a program has; 6. ``_take`` the row's.
+2. ``few.choose_among_few``, one program a row, finds a level from the blocks and, where few logits
+   reach it, the row's token: of every greedy row and nearly every filtered one. What follows is for
+   the others; a row that has its token leaves each launch at once.
+3. ``_weigh_levels``, for rows with top_p alone, sums the probability at and above evenly spread
+   levels.
+4. ``_collect`` finds two levels that the row's threshold lies between (in 3's sums or from 2) and
+   copies the logits between them.
+5. ``_find_threshold`` searches these for the threshold, one program a row.
+6. ``_draw`` draws a token from the part of a row that a program has; 7. ``_take`` the row's.
 
-All but 4 and 6 work on a row with as many programs as fill the chip, so one row takes no longer
-than its launches, and a row that needs nothing of a launch leaves it at once. Probabilities are
-added in an order that is the same in every batch, or as integers, which have none: a row's token
-does not depend on how a batch was cut up.
+1, 3, 4 and 6 work on a row with as many programs as fill the chip. Probabilities are added in an
+order that is the same in every batch, or as integers, which have none: a row's token does not
+depend on how a batch was cut up.
 Must not know: which calls come here, how they are cut up (``launch``).
 """
 
@@ -28,35 +30,26 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.sample import launch
+from pallas_kernels.sample.few import BOUNDS, NOISE_REACH, choose_among_few
 from pallas_kernels.sample.levels import (
-    LOWEST_KEY,
     key_of,
-    level_of_rest,
-    level_of_tops,
     narrowed,
+    nucleus_alone,
     pivots_in,
+    scale,
+    span,
     value_of,
 )
-from pallas_kernels.sample.noise import can_exceed, take_better, threefry, uniform
+from pallas_kernels.sample.noise import can_exceed, row_key, take_better, threefry, uniform
 from pallas_kernels.tiles import power_of_two
 
-# Noise lies in -log(log(2**24)) .. -log(-log(1 - 2**-24)), -2.82 .. 16.64: no token that
-# much less likely than the most likely one can be drawn.
-NOISE_REACH = tl.constexpr(19.5)
 WEIGHT_ONE = tl.constexpr(float(1 << 42))  # of a probability as an integer; 2**20 of them fit
-STATE = tl.constexpr(5)  # what later launches need of a row: top, low, high, above, mass
+BRACKET = tl.constexpr(4)  # of a row: low, high, above (high), mass
 
 
 @triton.jit
 def _scaled(logits, index, mask, temperature):
-    """Logits over the temperature, rounded as a division is: thresholds compare these."""
-    return tl.div_rn(tl.load(logits + index, mask=mask, other=float("-inf")), temperature)
-
-
-@triton.jit
-def _nucleus_alone(k, p, min_p, VOCAB: tl.constexpr):
-    """Whether top_p is the row's only filter. Any other leaves a level to begin from."""
-    return (p < 1) & ((k <= 0) | (k >= VOCAB)) & ~(min_p > 0)
+    return scale(tl.load(logits + index, mask=mask, other=float("-inf")), temperature)
 
 
 @triton.jit
@@ -83,7 +76,7 @@ def _search(
     PIVOTS: tl.constexpr,
 ):
     """The largest key with sum(weights[scaled >= key]) >= needed."""
-    while high - low > 1:
+    while span(low, high) > 1:
         pivots = pivots_in(low, high, PIVOTS)
         values = value_of(pivots)[:, None]
         found = tl.zeros((PIVOTS, STEP), tl.int64)
@@ -118,6 +111,21 @@ def _kept_mass(
 
 
 @triton.jit
+def _in_reach(
+    tops,  # float32[NUM_BLOCKS] of the row
+    index,
+    inside,  # of the vocabulary
+    temperature,
+    level,
+    BLOCK: tl.constexpr,
+):
+    """Whether something in the block of an index may reach the level."""
+    cut = level * temperature
+    cut -= tl.abs(cut) * 1e-6  # by a product, where a division decides: a little too many
+    return inside & (tl.load(tops + index // BLOCK, mask=inside, other=float("-inf")) >= cut)
+
+
+@triton.jit
 def _reaching(
     logits,  # float32[V] of the row
     tops,  # float32[NUM_BLOCKS] of the row
@@ -128,8 +136,8 @@ def _reaching(
     BLOCK: tl.constexpr,
 ):
     """Scaled logits; -inf, and not read, where the block's largest is below the level."""
-    best = tl.load(tops + index // BLOCK, mask=inside, other=float("-inf"))
-    return _scaled(logits, index, inside & (tl.div_rn(best, temperature) >= level), temperature)
+    near = _in_reach(tops, index, inside, temperature, level, BLOCK)
+    return _scaled(logits, index, near, temperature)
 
 
 @triton.jit
@@ -154,10 +162,23 @@ def _summarize(
     tl.store(tops + row * NUM_BLOCKS + number, top, mask=number < NUM_BLOCKS)
     heat = tl.load(temperature + row)
     k, p, share = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-    if (heat > 0) & _nucleus_alone(k, p, share, VOCAB):
-        base = tl.where(top == float("-inf"), 0.0, tl.div_rn(top, heat))
-        weights = tl.exp(tl.div_rn(values, heat) - base[:, None])
+    if (heat > 0) & nucleus_alone(k, p, share, VOCAB):
+        base = tl.where(top == float("-inf"), 0.0, scale(top, heat))
+        weights = tl.exp(scale(values, heat) - base[:, None])
         tl.store(sums + row * NUM_BLOCKS + number, tl.sum(weights, 1), number < NUM_BLOCKS)
+
+
+@triton.jit
+def _bounds(bounds, row):
+    """The largest scaled logit, and two levels that the threshold lies between."""
+    bounds += row * BOUNDS
+    return tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2)
+
+
+@triton.jit
+def _level(low, high, which, LEVELS: tl.constexpr):
+    """Levels spread evenly from low up, below high; the same bits in every launch."""
+    return tl.fma((high - low) / LEVELS, which.to(tl.float32), low)
 
 
 @triton.jit
@@ -168,58 +189,33 @@ def _weigh_levels(
     top_p,  # float32[B]
     min_p,  # float32[B]
     tops,  # float32[B, NUM_BLOCKS]
-    sums,  # float32[B, NUM_BLOCKS]
-    levels,  # float32[B, LEVELS]: rising, the first below the threshold; all equal: not weighed
-    whole,  # float32[B]: sum of exp(scaled - top)
+    chosen,  # int32[B]
+    bounds,  # float32[B, BOUNDS]
     masses,  # float32[B, NUM_TILES, LEVELS]: of a tile's tokens at and above each level
     VOCAB: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     NUM_TILES: tl.constexpr,
-    BLOCKS_TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     LEVELS: tl.constexpr,
     PIVOTS: tl.constexpr,
-    NARROW: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
+    if tl.load(chosen + row) >= 0:
+        return
+    k, p, share = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    if not nucleus_alone(k, p, share, VOCAB):
+        return
     heat = tl.load(temperature + row)
-    p = tl.load(top_p + row)
-    if heat <= 0:
-        return
-    if not _nucleus_alone(tl.load(top_k + row), p, tl.load(min_p + row), VOCAB):
-        return
-    number = tl.arange(0, BLOCKS_TILE)
-    is_block = number < NUM_BLOCKS
+    top, low, high = _bounds(bounds, row)
     tops += row * NUM_BLOCKS
-    top_of = tl.div_rn(tl.load(tops + number, mask=is_block, other=float("-inf")), heat)
-    top = tl.max(top_of, 0)
-    peaks = tl.where(is_block, tl.exp(top_of - top), 0.0)
-    in_block = peaks * tl.load(sums + row * NUM_BLOCKS + number, mask=is_block, other=0.0)
-    total = tl.sum(in_block, 0)
-    # All that is less likely than this holds less than 1 - p; the margins are for rounding.
-    low = top + tl.log((1.0 - p) * total / VOCAB) - 0.01
-    spare = (0.99 * (1.0 - p) - 1e-6) * total
-    low = level_of_rest(top_of, in_block, peaks, spare, low, top, BLOCK, PIVOTS)
-    high = low
-    num_tiles = 0
-    if NARROW * tl.sum((top_of >= low).to(tl.int32), 0) > NUM_BLOCKS:
-        # the threshold is no higher than where the blocks that reach it hold too little
-        high = level_of_tops(top_of, in_block, p * total, key_of(low).to(tl.int64), top, PIVOTS)
-        num_tiles = NUM_TILES
-    step = (high - low) / LEVELS
-    if tl.program_id(0) == 0:
-        tl.store(whole + row, total)
-        which = tl.arange(0, LEVELS)
-        tl.store(levels + row * LEVELS + which, tl.fma(step, which.to(tl.float32), low))
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+    for tile in range(tl.program_id(0), NUM_TILES, tl.num_programs(0)):
         index = tile * TILE + tl.arange(0, TILE)[None, :]
         scaled = _reaching(logits + row * VOCAB, tops, index, index < VOCAB, heat, low, BLOCK)
         weights = tl.exp(scaled - top)
         for start in tl.static_range(0, LEVELS, PIVOTS):  # few enough for the registers
             some = start + tl.arange(0, PIVOTS)
-            level = tl.fma(step, some.to(tl.float32), low)  # the same bits as are stored above
-            reached = tl.where(scaled >= level[:, None], weights, 0.0)
+            reached = tl.where(scaled >= _level(low, high, some, LEVELS)[:, None], weights, 0.0)
             tl.store(masses + (row * NUM_TILES + tile) * LEVELS + some, tl.sum(reached, 1))
 
 
@@ -231,75 +227,59 @@ def _collect(
     top_p,  # float32[B]
     min_p,  # float32[B]
     tops,  # float32[B, NUM_BLOCKS]
-    levels,  # float32[B, LEVELS]
-    whole,  # float32[B]
+    chosen,  # int32[B]
+    bounds,  # float32[B, BOUNDS]
     masses,  # float32[B, NUM_TILES, LEVELS]
-    state,  # float32[B, STATE]
+    brackets,  # float32[B, BRACKET]
     listed,  # float32[B, PROGRAMS, ROOM]: logits between the row's two levels
     counts,  # int32[B, PROGRAMS]: of those, also of what finds no room
     VOCAB: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     NUM_TILES: tl.constexpr,
-    BLOCKS_TILE: tl.constexpr,
     TILES_TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     LEVELS: tl.constexpr,
-    PIVOTS: tl.constexpr,
     ROOM: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
-    heat = tl.load(temperature + row)
-    if heat <= 0:
+    if tl.load(chosen + row) >= 0:
         return
-    number = tl.arange(0, BLOCKS_TILE)
+    heat = tl.load(temperature + row)
     tops += row * NUM_BLOCKS
-    top_of = tl.load(tops + number, mask=number < NUM_BLOCKS, other=float("-inf"))
-    top_of = tl.div_rn(top_of, heat)
-    top = tl.max(top_of, 0)
     k, p, share = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    _, lowest, highest = _bounds(bounds, row)
     low, high = float("inf"), float("inf")  # nothing to search, unless
     above, mass = 0.0, 0.0
-    if _nucleus_alone(k, p, share, VOCAB):
-        mass = p * tl.load(whole + row)
+    if nucleus_alone(k, p, share, VOCAB):
+        mass = p * tl.load(bounds + row * BOUNDS + 3)
         which = tl.arange(0, LEVELS)
-        level = tl.load(levels + row * LEVELS + which)
-        low = tl.min(level, 0)
-        if tl.max(level, 0) > low:  # else all from there on are few
-            part = tl.arange(0, TILES_TILE)[:, None]
-            at = masses + (row * NUM_TILES + part) * LEVELS + which[None, :]
-            reached = tl.sum(tl.load(at, mask=part < NUM_TILES, other=0.0), 0)
-            enough = (reached >= mass) | (which == 0)
-            low = tl.max(tl.where(enough, level, float("-inf")), 0)
-            high = tl.min(tl.where(enough, float("inf"), level), 0)
-            above = tl.max(tl.where(enough, 0.0, reached), 0)
-    elif (k > 0) & (k < VOCAB):
-        low = float("-inf")
-        if k <= NUM_BLOCKS:  # k blocks reach it, so k tokens do
-            lowest = tl.full((), LOWEST_KEY, tl.int64)
-            ones = tl.full((BLOCKS_TILE,), 1.0, tl.float32)
-            low = level_of_tops(top_of, ones, k.to(tl.float32), lowest, top, PIVOTS)
-    elif p < 1:
-        low = top + tl.log(share)
+        level = _level(lowest, highest, which, LEVELS)
+        part = tl.arange(0, TILES_TILE)[:, None]
+        at = masses + (row * NUM_TILES + part) * LEVELS + which[None, :]
+        reached = tl.sum(tl.load(at, mask=part < NUM_TILES, other=0.0), 0)
+        enough = (reached >= mass) | (which == 0)
+        low = tl.max(tl.where(enough, level, float("-inf")), 0)
+        high = tl.min(tl.where(enough, float("inf"), level), 0)
+        above = tl.max(tl.where(enough, 0.0, reached), 0)
+    elif (p < 1) | ((k > 0) & (k < VOCAB)):
+        low = lowest
     if tl.program_id(0) == 0:
-        state += row * STATE
-        tl.store(state, top)
-        tl.store(state + 1, low)
-        tl.store(state + 2, high)
-        tl.store(state + 3, above)
-        tl.store(state + 4, mass)
+        brackets += row * BRACKET
+        tl.store(brackets, low)
+        tl.store(brackets + 1, high)
+        tl.store(brackets + 2, above)
+        tl.store(brackets + 3, mass)
 
     segment = row * tl.num_programs(0) + tl.program_id(0)
     filled = 0
     num_tiles = tl.where(low < float("inf"), NUM_TILES, 0)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         index = tile * TILE + tl.arange(0, TILE)
-        inside = index < VOCAB
-        best = tl.load(tops + index // BLOCK, mask=inside, other=float("-inf"))
-        hit = inside & (tl.div_rn(best, heat) >= low)
+        hit = _in_reach(tops, index, index < VOCAB, heat, low, BLOCK)
         if tl.max(hit.to(tl.int32), 0) > 0:
             values = tl.load(logits + row * VOCAB + index, mask=hit, other=float("-inf"))
-            scaled = tl.div_rn(values, heat)
+            scaled = scale(values, heat)
             between = (hit & (scaled >= low) & (scaled < high)).to(tl.int32)
             place = filled + tl.cumsum(between, 0) - 1
             fits = (between > 0) & (place < ROOM)
@@ -315,7 +295,9 @@ def _find_threshold(
     top_k,  # int32[B]
     top_p,  # float32[B]
     min_p,  # float32[B]
-    state,  # float32[B, STATE]
+    chosen,  # int32[B]
+    bounds,  # float32[B, BOUNDS]
+    brackets,  # float32[B, BRACKET]
     listed,  # float32[B, SEGMENTS, ROOM]
     counts,  # int32[B, SEGMENTS]
     thresholds,  # float32[B]: no scaled logit below it can be drawn
@@ -327,15 +309,15 @@ def _find_threshold(
     PIVOTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    heat = tl.load(temperature + row)
-    if heat <= 0:
+    if tl.load(chosen + row) >= 0:
         return
+    heat = tl.load(temperature + row)
     k, p, share = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
     cuts_k = (k > 0) & (k < VOCAB)
-    state += row * STATE
-    top = tl.load(state)
-    low = key_of(tl.load(state + 1)).to(tl.int64)
-    high = tl.minimum(key_of(tl.load(state + 2)).to(tl.int64), key_of(top).to(tl.int64) + 1)
+    brackets += row * BRACKET
+    top = tl.load(bounds + row * BOUNDS)
+    low = key_of(tl.load(brackets))
+    high = tl.minimum(key_of(tl.load(brackets + 1)), key_of(top) + 1)
 
     SLOTS: tl.constexpr = STEP // SEGMENTS_TILE  # of each piece, read at once
     piece = tl.arange(0, STEP)[None, :] // SLOTS
@@ -344,7 +326,7 @@ def _find_threshold(
     longest = tl.max(tl.ravel(length), 0)
     source = listed + row * (SEGMENTS * ROOM)
     stride = ROOM
-    above = tl.load(state + 3)
+    above = tl.load(brackets + 2)
     if longest > ROOM:  # then the whole row is searched in place of the list
         source = logits + row * VOCAB
         stride = (VOCAB + SEGMENTS_TILE - 1) // SEGMENTS_TILE
@@ -362,11 +344,11 @@ def _find_threshold(
         )  # fmt: skip
         threshold = tl.maximum(value_of(low), threshold)
     if p < 1:
-        needed = ((tl.load(state + 4) - above) * WEIGHT_ONE).to(tl.int64)
+        needed = ((tl.load(brackets + 3) - above) * WEIGHT_ONE).to(tl.int64)
         if cuts_k | (share > 0):
             kept = _kept_mass(source, offset, left, longest, heat, top, threshold, STEP, SLOTS)
             needed = (kept.to(tl.float64) * p).to(tl.int64)
-            low = key_of(threshold).to(tl.int64)
+            low = key_of(threshold)
         low = _search(
             source, offset, left, longest, heat, top, needed, low, high, True,
             STEP, SLOTS, PIVOTS,
@@ -383,6 +365,7 @@ def _draw(
     seed_high,  # int32[B]
     positions,  # int32[B]
     tops,  # float32[B, NUM_BLOCKS]
+    chosen,  # int32[B]
     thresholds,  # float32[B]
     sums,  # float32[B, PROGRAMS]: the largest sum of logit and noise
     token_ids,  # int32[B, PROGRAMS]: the first token with it; 0 where nothing is kept
@@ -392,14 +375,11 @@ def _draw(
     TILE: tl.constexpr,  # of counters: a pair of logits each
 ):
     row = tl.program_id(1).to(tl.int64)
-    heat = tl.load(temperature + row)
-    if heat <= 0:
+    if tl.load(chosen + row) >= 0:
         return
+    heat = tl.load(temperature + row)
     threshold = tl.load(thresholds + row)
-    word_low = tl.load(seed_low + row).to(tl.uint32, bitcast=True)
-    word_high = tl.load(seed_high + row).to(tl.uint32, bitcast=True)
-    position = tl.load(positions + row).to(tl.uint32, bitcast=True)
-    key_low, key_high = threefry(word_low, word_high, position)  # type: ignore[misc]
+    key_low, key_high = row_key(seed_low + row, seed_high + row, positions + row)  # type: ignore[misc]
     logits += row * VOCAB
     tops += row * NUM_BLOCKS
     best = tl.full((TILE,), float("-inf"), tl.float32)
@@ -428,35 +408,22 @@ def _draw(
 
 @triton.jit
 def _take(
-    logits,  # float32[B, V]
-    temperature,  # float32[B]
-    tops,  # float32[B, NUM_BLOCKS]
+    chosen,  # int32[B]
     sums,  # float32[B, SEGMENTS]
     drawn,  # int32[B, SEGMENTS]
     token_ids,  # int32[B]
     VOCAB: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCKS_TILE: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SEGMENTS_TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(temperature + row) > 0:
+    token = tl.load(chosen + row)
+    if token < 0:
         place = tl.arange(0, SEGMENTS_TILE)
         there = place < SEGMENTS
         noisy = tl.load(sums + row * SEGMENTS + place, mask=there, other=float("-inf"))
         drawn_id = tl.load(drawn + row * SEGMENTS + place, mask=there, other=0)
         token = tl.min(tl.where((noisy == tl.max(noisy, 0)) & there, drawn_id, VOCAB - 1), 0)
-    else:
-        number = tl.arange(0, BLOCKS_TILE)
-        is_block = number < NUM_BLOCKS
-        best = tl.load(tops + row * NUM_BLOCKS + number, mask=is_block, other=float("-inf"))
-        largest = tl.max(best, 0)
-        block = tl.min(tl.where((best == largest) & is_block, number, NUM_BLOCKS - 1), 0)
-        index = block * BLOCK + tl.arange(0, BLOCK)
-        values = tl.load(logits + row * VOCAB + index, mask=index < VOCAB, other=float("-inf"))
-        token = tl.min(tl.where((values == largest) & (index < VOCAB), index, VOCAB - 1), 0)
     tl.store(token_ids + row, token)
 
 
@@ -475,7 +442,8 @@ def sample(
     num_blocks, num_tiles = math.ceil(vocab / launch.BLOCK), math.ceil(vocab / launch.TILE)
     segments = launch.programs_per_row(rows, num_tiles)
     room = launch.room(num_tiles, segments)
-    filters = (temperature, top_k, top_p, min_p)
+    filters, noise = (temperature, top_k, top_p, min_p), (seed_low, seed_high, positions)
+    few, listed = launch.FEW_BLOCKS, launch.FEW
     blocks = launch.blocks_per_program(rows, num_blocks)
 
     sizes: dict[str, Any] = {
@@ -488,7 +456,10 @@ def sample(
         "TILE": launch.TILE,
         "LEVELS": launch.LEVELS,
         "PIVOTS": launch.PIVOTS,
-        "NARROW": launch.NARROW,
+        "FEW_BLOCKS": few,
+        "FEW": listed,
+        "FEW_TILE": launch.FEW_TILE,
+        "FEW_PIVOTS": launch.FEW_PIVOTS,
         "SEGMENTS": segments,
         "SEGMENTS_TILE": power_of_two(segments),
         "ROOM": room,
@@ -511,20 +482,26 @@ def sample(
         grid=(math.ceil(num_blocks / blocks), rows),
         BLOCKS=blocks,
     )
-    weighed = call(
+    chosen, bounds, *_ = call(
+        choose_among_few,
+        (logits, *filters, *noise, tops, sums),
+        (((), i32), ((BOUNDS.value,), f32), ((few,), i32), ((listed,), f32), ((listed,), i32)),
+        grid=(rows,),
+    )
+    (masses,) = call(
         _weigh_levels,
-        (logits, *filters, tops, sums),
-        (((launch.LEVELS,), f32), ((), f32), ((num_tiles, launch.LEVELS), f32)),
+        (logits, *filters, tops, chosen, bounds),
+        (((num_tiles, launch.LEVELS), f32),),
         num_warps=launch.WEIGHING_WARPS,
     )
-    found = call(
+    collected = call(
         _collect,
-        (logits, *filters, tops, *weighed),
-        (((STATE.value,), f32), ((segments, room), f32), ((segments,), i32)),
+        (logits, *filters, tops, chosen, bounds, masses),
+        (((BRACKET.value,), f32), ((segments, room), f32), ((segments,), i32)),
     )
     (thresholds,) = call(
         _find_threshold,
-        (logits, *filters, *found),
+        (logits, *filters, chosen, bounds, *collected),
         (((), f32),),
         grid=(rows,),
         STEP=launch.SEARCH_STEP,
@@ -532,9 +509,9 @@ def sample(
     )
     drawn = call(
         _draw,
-        (logits, temperature, seed_low, seed_high, positions, tops, thresholds),
+        (logits, temperature, *noise, tops, chosen, thresholds),
         (((segments,), f32), ((segments,), i32)),
         TILE=launch.TILE // 2,
     )
-    (token_ids,) = call(_take, (logits, temperature, tops, *drawn), (((), i32),), grid=(rows,))
+    (token_ids,) = call(_take, (chosen, *drawn), (((), i32),), grid=(rows,))
     return token_ids
