@@ -101,7 +101,7 @@ class Model:
         return self.family.tensor_rules(self.config)
 
 
-@cache  # flax traces every layer for it: a second for 36 of them, and each executable asks
+@cache  # a tenth of a second for 36 layers, and each executable asks
 def abstract_params(model: Model) -> Params:
     """Shapes and dtypes of every parameter, without memory."""
     module = model.module
