@@ -16,7 +16,9 @@ from pallas_kernels.skinny_gemm.sizes import Sizes, sizes_of
 
 DTYPES = ("bfloat16", "float16")
 ITEM_BYTES = 2
-MOST_TOKENS = 256  # the widest product of the matrix units
+# From here on XLA's products are faster on an H200: with swiglu two sums leave too few registers,
+# and whole results too few programs. 256 is the widest product of the matrix units.
+MOST_TOKENS_SWIGLU, MOST_TOKENS_WHOLE, MOST_TOKENS_SPLIT = 64, 128, 256
 TOKENS = 8  # that they take at a time; fewer are padded in shared memory
 COLUMNS = 64  # of weights that they take at a time, and inner components that lie side by side
 SHARED_BYTES = 224 << 10  # of a multiprocessor, less what barriers take
@@ -65,13 +67,19 @@ def supports(
     sizes = sizes_of(x, w, swiglu=swiglu, split=split)
     if sizes.dtype not in DTYPES or w.dtype != x.dtype:
         return f"tokens are {x.dtype} and weights {w.dtype}, not both of 16 bits and alike"
-    if not 1 <= sizes.tokens <= MOST_TOKENS:
-        return f"{sizes.tokens} tokens are not between 1 and {MOST_TOKENS}"
+    if not 1 <= sizes.tokens <= (most := _most_tokens(sizes)):
+        return f"{sizes.tokens} tokens are not between 1 and {most}"
     if sizes.tokens > TOKENS and sizes.tokens % (2 * TOKENS):  # two warpgroups may share them
         return f"{sizes.tokens} tokens are not a multiple of {2 * TOKENS}"
     if sizes.inner % COLUMNS or sizes.outer % COLUMNS:
         return f"{sizes.inner} or {sizes.outer} components are not a multiple of {COLUMNS}"
     return not_hopper()
+
+
+def _most_tokens(sizes: Sizes) -> int:
+    if sizes.swiglu:
+        return MOST_TOKENS_SWIGLU
+    return MOST_TOKENS_SPLIT if sizes.split else MOST_TOKENS_WHOLE
 
 
 def parts_for(sizes: Sizes) -> int:
