@@ -23,7 +23,9 @@ from pallas_kernels.sample.noise import row_key, take_better, threefry, uniform
 # Noise lies in -log(log(2**24)) .. -log(-log(1 - 2**-24)), -2.82 .. 16.64: no token that
 # much less likely than the most likely one can be drawn.
 NOISE_REACH = tl.constexpr(19.5)
-BOUNDS = tl.constexpr(4)  # of a row: its largest scaled logit, low, high, sum of exp(scaled - top)
+# Of a row: its largest scaled logit, what its threshold lies between, sum of exp(scaled - top). The
+# upper bound is inf where what reaches the lower need not be narrowed down before it is listed.
+BOUNDS = tl.constexpr(4)
 
 
 @triton.jit
@@ -150,6 +152,7 @@ def choose_among_few(
     FEW_TILE: tl.constexpr,
     FEW: tl.constexpr,
     FEW_PIVOTS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * VOCAB
@@ -176,8 +179,9 @@ def choose_among_few(
         low = top + tl.log((1.0 - p) * whole / VOCAB) - 0.01
         spare = (0.99 * (1.0 - p) - 1e-6) * whole
         low = level_of_rest(top_of, in_block, peaks, spare, low, top, BLOCK, PIVOTS)
-        # the threshold is no higher than where the blocks that reach it hold too little
-        high = highest_level(top_of, in_block, p * whole, key_of(low), top, NEARLY, PIVOTS)
+        if WIDE * tl.sum((is_block & (top_of < low)).to(tl.int32), 0) < NUM_BLOCKS:
+            # the threshold is no higher than where the blocks that reach it hold too little
+            high = highest_level(top_of, in_block, p * whole, key_of(low), top, NEARLY, PIVOTS)
     elif (k > 0) & (k <= NUM_BLOCKS) & (k < VOCAB):  # k blocks reach it, so k tokens do
         lowest = key_of(tl.min(tl.where(is_block, top_of, float("inf")), 0))
         ones = tl.full((BLOCKS_TILE,), 1.0, tl.float32)

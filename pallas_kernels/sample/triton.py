@@ -5,8 +5,8 @@
 2. ``few.choose_among_few``, one program a row, finds a level from the blocks and, where few logits
    reach it, the row's token: of every greedy row and nearly every filtered one. What follows is for
    the others; a row that has its token leaves each launch at once.
-3. ``_weigh_levels``, for rows with top_p alone, sums the probability at and above evenly spread
-   levels.
+3. ``_weigh_levels``, for rows with top_p alone and logits at the level nearly everywhere, sums the
+   probability at and above evenly spread levels.
 4. ``_collect`` finds two levels that the row's threshold lies between (in 3's sums or from 2) and
    copies the logits between them.
 5. ``_find_threshold`` searches these for the threshold, one program a row.
@@ -44,6 +44,7 @@ from pallas_kernels.sample.noise import can_exceed, row_key, take_better, threef
 from pallas_kernels.tiles import power_of_two
 
 WEIGHT_ONE = tl.constexpr(float(1 << 42))  # of a probability as an integer; 2**20 of them fit
+FEW_OF_TILE = tl.constexpr(4)  # a part of a tile: noise for no more waits until a tile is full
 BRACKET = tl.constexpr(4)  # of a row: low, high, above (high), mass
 
 
@@ -208,6 +209,8 @@ def _weigh_levels(
         return
     heat = tl.load(temperature + row)
     top, low, high = _bounds(bounds, row)
+    if high == float("inf"):
+        return
     tops += row * NUM_BLOCKS
     for tile in range(tl.program_id(0), NUM_TILES, tl.num_programs(0)):
         index = tile * TILE + tl.arange(0, TILE)[None, :]
@@ -253,15 +256,17 @@ def _collect(
     above, mass = 0.0, 0.0
     if nucleus_alone(k, p, share, VOCAB):
         mass = p * tl.load(bounds + row * BOUNDS + 3)
-        which = tl.arange(0, LEVELS)
-        level = _level(lowest, highest, which, LEVELS)
-        part = tl.arange(0, TILES_TILE)[:, None]
-        at = masses + (row * NUM_TILES + part) * LEVELS + which[None, :]
-        reached = tl.sum(tl.load(at, mask=part < NUM_TILES, other=0.0), 0)
-        enough = (reached >= mass) | (which == 0)
-        low = tl.max(tl.where(enough, level, float("-inf")), 0)
-        high = tl.min(tl.where(enough, float("inf"), level), 0)
-        above = tl.max(tl.where(enough, 0.0, reached), 0)
+        low = lowest
+        if highest < float("inf"):
+            which = tl.arange(0, LEVELS)
+            level = _level(lowest, highest, which, LEVELS)
+            part = tl.arange(0, TILES_TILE)[:, None]
+            at = masses + (row * NUM_TILES + part) * LEVELS + which[None, :]
+            reached = tl.sum(tl.load(at, mask=part < NUM_TILES, other=0.0), 0)
+            enough = (reached >= mass) | (which == 0)
+            low = tl.max(tl.where(enough, level, float("-inf")), 0)
+            high = tl.min(tl.where(enough, float("inf"), level), 0)
+            above = tl.max(tl.where(enough, 0.0, reached), 0)
     elif (p < 1) | ((k > 0) & (k < VOCAB)):
         low = lowest
     if tl.program_id(0) == 0:
@@ -358,6 +363,51 @@ def _find_threshold(
 
 
 @triton.jit
+def _contest(
+    best,  # float32[TILE]: the largest sum of logit and noise that each thread has seen
+    token,  # int32[TILE]: whose it is
+    largest,  # of the best
+    scaled_one,  # float32[TILE]: of the tokens whose noise is the counters' first words
+    scaled_two,  # float32[TILE]: of those HALF further on
+    counter,  # int32[TILE]
+    key_low,
+    key_high,
+    threshold,
+    HALF: tl.constexpr,
+):
+    """Best, token and largest after these tokens, too."""
+    x, y = threefry(key_low, key_high, counter.to(tl.uint32))  # type: ignore[misc]
+    u, v = uniform(x), uniform(y)
+    can = can_exceed(scaled_one, u, largest) | can_exceed(scaled_two, v, largest)
+    can &= tl.maximum(scaled_one, scaled_two) >= threshold
+    if tl.max(can.to(tl.int32), 0) > 0:
+        best, token = take_better(best, token, scaled_one, u, counter, threshold)  # type: ignore[misc]
+        best, token = take_better(best, token, scaled_two, v, counter + HALF, threshold)  # type: ignore[misc]
+        largest = tl.max(best, 0)
+    return best, token, largest
+
+
+@triton.jit
+def _pair(
+    logits,  # float32[V] of the row
+    tops,  # float32[NUM_BLOCKS] of the row
+    counter,  # int32[TILE]
+    asked,
+    heat,
+    threshold,
+    VOCAB: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Scaled logits of the two tokens whose noise is the two words of a counter."""
+    two = counter + HALF
+    return (
+        _reaching(logits, tops, counter, asked & (counter < HALF), heat, threshold, BLOCK),
+        _reaching(logits, tops, two, asked & (two < VOCAB), heat, threshold, BLOCK),
+    )
+
+
+@triton.jit
 def _draw(
     logits,  # float32[B, V]
     temperature,  # float32[B]
@@ -369,6 +419,7 @@ def _draw(
     thresholds,  # float32[B]
     sums,  # float32[B, PROGRAMS]: the largest sum of logit and noise
     token_ids,  # int32[B, PROGRAMS]: the first token with it; 0 where nothing is kept
+    waiting,  # int32[B, PROGRAMS, TILE]: counters, from tiles with few to draw from
     VOCAB: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -382,26 +433,42 @@ def _draw(
     key_low, key_high = row_key(seed_low + row, seed_high + row, positions + row)  # type: ignore[misc]
     logits += row * VOCAB
     tops += row * NUM_BLOCKS
+    at = row * tl.num_programs(0) + tl.program_id(0)
+    waiting += at * TILE
+    place = tl.arange(0, TILE)
     best = tl.full((TILE,), float("-inf"), tl.float32)
     token = tl.zeros((TILE,), tl.int32)
     largest = float("-inf")
+    filled = 0
     HALF: tl.constexpr = (VOCAB + 1) // 2  # a counter's two words are for tokens that far apart
-    for tile in range(tl.program_id(0), (HALF + TILE - 1) // TILE, tl.num_programs(0)):
-        one = tile * TILE + tl.arange(0, TILE)
-        two = one + HALF
-        scaled_one = _reaching(logits, tops, one, one < HALF, heat, threshold, BLOCK)
-        scaled_two = _reaching(logits, tops, two, two < VOCAB, heat, threshold, BLOCK)
-        kept = tl.maximum(scaled_one, scaled_two) >= threshold
-        if tl.max(kept.to(tl.int32), 0) > 0:
-            x, y = threefry(key_low, key_high, one.to(tl.uint32))  # type: ignore[misc]
-            u, v = uniform(x), uniform(y)
-            can = can_exceed(scaled_one, u, largest) | can_exceed(scaled_two, v, largest)
-            if tl.max((kept & can).to(tl.int32), 0) > 0:
-                best, token = take_better(best, token, scaled_one, u, one, threshold)  # type: ignore[misc]
-                best, token = take_better(best, token, scaled_two, v, two, threshold)  # type: ignore[misc]
-                largest = tl.max(best, 0)
+    NUM_TILES: tl.constexpr = (HALF + TILE - 1) // TILE
+    programs = tl.num_programs(0)
+    # one tile more than there are: it has nothing, and what waits has its turn
+    for tile in range(tl.program_id(0), NUM_TILES + programs, programs):
+        counter = tile * TILE + place
+        one, two = _pair(logits, tops, counter, counter < HALF, heat, threshold, VOCAB, HALF, BLOCK)  # type: ignore[misc]
+        kept = (tl.maximum(one, two) >= threshold) & (counter < HALF)
+        found = tl.sum(kept.to(tl.int32), 0)
+        if FEW_OF_TILE * found > TILE:
+            best, token, largest = _contest(  # type: ignore[misc]
+                best, token, largest, one, two, counter, key_low, key_high, threshold, HALF
+            )
+        else:
+            if (filled + found > TILE) | ((tile >= NUM_TILES) & (filled > 0)):
+                tl.debug_barrier()  # other threads read what waits
+                counter_then = tl.load(waiting + place, mask=place < filled, other=0)
+                one, two = _pair(  # type: ignore[misc]
+                    logits, tops, counter_then, place < filled, heat, threshold, VOCAB, HALF, BLOCK
+                )
+                best, token, largest = _contest(  # type: ignore[misc]
+                    best, token, largest, one, two, counter_then, key_low, key_high, threshold, HALF
+                )
+                tl.debug_barrier()  # and have read it
+                filled = 0
+            where_to = filled + tl.cumsum(kept.to(tl.int32), 0) - 1
+            tl.store(waiting + where_to, counter, mask=kept)
+            filled += found
     first = tl.min(tl.where(best == largest, token, VOCAB - 1), 0)
-    at = row * tl.num_programs(0) + tl.program_id(0)
     tl.store(sums + at, largest)
     tl.store(token_ids + at, first)
 
@@ -460,6 +527,7 @@ def sample(
         "FEW": listed,
         "FEW_TILE": launch.FEW_TILE,
         "FEW_PIVOTS": launch.FEW_PIVOTS,
+        "WIDE": launch.WIDE,
         "SEGMENTS": segments,
         "SEGMENTS_TILE": power_of_two(segments),
         "ROOM": room,
@@ -507,10 +575,10 @@ def sample(
         STEP=launch.SEARCH_STEP,
         PIVOTS=launch.SEARCH_PIVOTS,
     )
-    drawn = call(
+    *drawn, _ = call(
         _draw,
         (logits, temperature, *noise, tops, chosen, thresholds),
-        (((segments,), f32), ((segments,), i32)),
+        (((segments,), f32), ((segments,), i32), ((segments, launch.TILE // 2), i32)),
         TILE=launch.TILE // 2,
     )
     (token_ids,) = call(_take, (chosen, *drawn), (((), i32),), grid=(rows,))
