@@ -13,7 +13,7 @@ from pallas_kernels.checks import unfit_for_triton
 # once (16 bytes a thread), because a launch reads about as many blocks as it looks for logits.
 BLOCK = 128
 WARPS = 8  # of a program, but of the first launch's, and
-WEIGHING_WARPS = 4  # of the second's: its sums go over threads, so fewer of them cost less
+WEIGHING_WARPS = 4  # of the third's: its sums go over threads, so fewer of them cost less
 TILE = 16 * BLOCK  # logits that a program holds at once: 8 registers a thread
 MULTIPROCESSORS = 132  # of an H100 or H200
 PROGRAMS = 8 * MULTIPROCESSORS  # of a launch: twice what runs at once, to end together

@@ -251,7 +251,7 @@ def _collect(
     heat = tl.load(temperature + row)
     tops += row * NUM_BLOCKS
     k, p, share = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-    _, lowest, highest = _bounds(bounds, row)
+    _, lowest, highest = _bounds(bounds, row)  # type: ignore[misc]
     low, high = float("inf"), float("inf")  # nothing to search, unless
     above, mass = 0.0, 0.0
     if nucleus_alone(k, p, share, VOCAB):
