@@ -9,6 +9,7 @@ from jaxinfer.core.shapes import ladder
 from jaxinfer.core.step import Bucket
 
 TOKENS_PER_PREFILL = 16  # of a chunk for each of its rows
+MIXED_FACTOR = 4  # between chunks of mixed steps, at least: such steps are few
 
 
 def bucket_table(
@@ -26,10 +27,11 @@ def bucket_table(
     ``prefill_start``, ``prefill_factor`` times that, ... up to ``max_num_batched_tokens``, with a
     row for every 16 tokens of the chunk: shorter prompts share a step less densely, which costs
     them nothing but a further step. A mixed step pads its decode rows to ``mixed_start``,
-    ``prefill_factor`` times that, ...; chunks of fewer tokens than such rows share the next size,
-    because the rows' padding costs as much.
+    ``prefill_factor`` times that, ..., and has every second chunk where those only double; chunks of
+    fewer tokens than such rows share the next size, because the rows' padding costs as much.
     """
     chunks = ladder(prefill_start, max_num_batched_tokens, prefill_factor)
+    mixed_chunks = ladder(prefill_start, max_num_batched_tokens, max(prefill_factor, MIXED_FACTOR))
     mixed_rows = ladder(mixed_start, max_num_seqs, prefill_factor) if max_num_seqs > 1 else ()
     decodes = dict.fromkeys((1, *ladder(decode_start, max_num_seqs, 2)))
     shapes = [
@@ -38,7 +40,7 @@ def bucket_table(
         *(
             (rows, chunk)
             for rows in mixed_rows
-            for chunk in chunks
+            for chunk in mixed_chunks
             if chunk >= rows or chunk == max_num_batched_tokens
         ),
     ]
