@@ -53,7 +53,7 @@ class BareSteps:
         limits = self._program.limits
         bucket = smallest_bucket(limits.buckets, batch, 0, 0)
         layout = self._program.layout(bucket)
-        step = self._executables.steps[self._program.step_name(bucket, extras=False)]
+        step = self._executables.by_name[self._program.step_name(bucket, extras=False)]
         batches = [pack(decode_plan(limits, batch, n), layout, extras_of(())) for n in contexts]
         kv_state, slots = self._kv_state, self._slots
         started = time.perf_counter()

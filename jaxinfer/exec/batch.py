@@ -21,8 +21,8 @@ from jaxinfer.core.step import Bucket, StepPlan
 from jaxinfer.exec.sampling import Extras
 from jaxinfer.nn.attention import AttentionBatch
 
-# int32 values, 256 bytes: XLA hands a section to a kernel where it lies, and kernels are compiled for
-# arguments that begin at a multiple of 16 bytes (Triton) or 256 (Mosaic; H200: INVALID_ARGUMENT).
+# int32 values, 256 bytes: XLA hands a section to a kernel where it lies, and kernels are compiled
+# for arguments that begin at a multiple of 16 bytes (Triton) or 256 (Mosaic): INVALID_ARGUMENT.
 # The rows of the page table are padded to it as well, since a kernel may be handed some of them.
 ALIGN = 64
 

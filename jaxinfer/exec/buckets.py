@@ -27,8 +27,8 @@ def bucket_table(
     ``prefill_start``, ``prefill_factor`` times that, ... up to ``max_num_batched_tokens``, with a
     row for every 16 tokens of the chunk: shorter prompts share a step less densely, which costs
     them nothing but a further step. A mixed step pads its decode rows to ``mixed_start``,
-    ``prefill_factor`` times that, ..., and has every second chunk where those only double; chunks of
-    fewer tokens than such rows share the next size, because the rows' padding costs as much.
+    ``prefill_factor`` times that, ..., and has every second chunk where those only double; chunks
+    of fewer tokens than such rows share the next size, because the rows' padding costs as much.
     """
     chunks = ladder(prefill_start, max_num_batched_tokens, prefill_factor)
     mixed_chunks = ladder(prefill_start, max_num_batched_tokens, max(prefill_factor, MIXED_FACTOR))

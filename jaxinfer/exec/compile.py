@@ -28,7 +28,7 @@ from jaxinfer.exec.aot import (
     write_bundle,
 )
 from jaxinfer.exec.memory import release_free_heap
-from jaxinfer.exec.program import ADMIT, Program
+from jaxinfer.exec.program import Program
 
 type Compiled = Callable[..., Any]  # jax.stages.Compiled: refuses any other shape, never compiles
 
@@ -37,8 +37,7 @@ type Compiled = Callable[..., Any]  # jax.stages.Compiled: refuses any other sha
 class Executables:
     """The compiled functions of an engine. ``compiled`` says how many were not in the bundle."""
 
-    admit: Compiled
-    steps: Mapping[str, Compiled]  # by ``Program.step_name``
+    by_name: Mapping[str, Compiled]  # see ``Program.names``
     compiled: int
     workspace_bytes: int  # what the hungriest takes beside its arguments
 
@@ -125,8 +124,8 @@ def _executables(
     program: Program, by_name: Mapping[str, Compiled], manifest: Manifest, compiled: int
 ) -> Executables:
     release_free_heap()
-    steps = {name: by_name[name] for name in program.names() if name != ADMIT}
-    return Executables(by_name[ADMIT], steps, compiled, manifest.workspace_bytes)
+    named = {name: by_name[name] for name in program.names()}
+    return Executables(named, compiled, manifest.workspace_bytes)
 
 
 def compile_all(program: Program, progress: Progress) -> dict[str, jax.stages.Compiled]:

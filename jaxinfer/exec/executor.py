@@ -23,7 +23,7 @@ from jaxinfer.exec.compile import Executables
 from jaxinfer.exec.forward import StepOutput
 from jaxinfer.exec.program import Program
 from jaxinfer.exec.sampling import Logprobs
-from jaxinfer.exec.slots import SlotState, init_slots, slot_row
+from jaxinfer.exec.slots import SlotRows, SlotState, init_slots, slot_rows
 from jaxinfer.models.base import Params
 from jaxinfer.nn.kv import KVState, init_kv_state
 
@@ -77,11 +77,7 @@ class Executor:
         What the host prepares comes first, so that an error there concerns this step alone. Once
         the device has taken the state, an error loses it: ``EngineError``.
         """
-        vocab_size = self._program.model.config.vocab_size
-        rows = [
-            slot_row(admission, vocab_size, self._program.limits.max_model_len)
-            for admission in plan.admissions
-        ]
+        admissions = self._admissions(plan)
         for admission in plan.admissions:
             self._requests[admission.slot] = admission.request
         requests = tuple(self._request(row) for row in plan.rows)
@@ -89,10 +85,10 @@ class Executor:
         bucket = self._program.bucket_of(plan.bucket, extras=any(extras))
         plan = msgspec.structs.replace(plan, bucket=bucket)
         batch = pack(plan, self._layouts[bucket], extras)
-        step = self._executables.steps[self._program.step_name(bucket, extras=any(extras))]
+        step = self._executables.by_name[self._program.step_name(bucket, extras=any(extras))]
         with _device_errors(plan):
-            for row in rows:
-                self._slots = self._executables.admit(self._slots, row)
+            for name, rows in admissions:
+                self._slots = self._executables.by_name[name](self._slots, rows)
             self._kv_state, self._slots, output = step(
                 self._params, self._kv_state, self._slots, batch
             )
@@ -120,6 +116,23 @@ class Executor:
                 )
             )
         return StepResult(step.plan.step_id, tuple(results))
+
+    def _admissions(self, plan: StepPlan) -> list[tuple[str, SlotRows]]:
+        """Names of executables, and what to call them with to admit everybody."""
+        program, left = self._program, plan.admissions
+        calls: list[tuple[str, SlotRows]] = []
+        while left:
+            name, count = program.admissions(len(left))
+            rows = slot_rows(
+                left[:count],
+                count,
+                sink_slot=program.limits.max_num_seqs,
+                vocab_size=program.model.config.vocab_size,
+                max_model_len=program.limits.max_model_len,
+            )
+            calls.append((name, rows))
+            left = left[count:]
+        return calls
 
     def _request(self, row: ScheduledSeq) -> Request:
         request = self._requests[row.slot]

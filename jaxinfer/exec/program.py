@@ -15,14 +15,15 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.batch import BatchLayout
 from jaxinfer.exec.forward import StepFunction
-from jaxinfer.exec.slots import SlotState, admit, empty_row, init_slots
+from jaxinfer.exec.slots import SlotState, admit, empty_rows, init_slots
 from jaxinfer.models.base import Model, Params, abstract_params
 from jaxinfer.nn.kv import KVState, abstract_kv_state
 from pallas_kernels.pins import Pins
 from pallas_kernels.registry import UnfitKernel, current_platform
 
 ADMIT = "admit"
-EXTRAS_EVERY = 3  # buckets of a kind there is one with a step for extras
+ADMITTED_AT_ONCE = 8
+EXTRAS_EVERY = 4  # buckets of a kind there is one with a step for extras
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,10 @@ class Program:
             raise ConfigError(f"{name} cannot be compiled: {error}") from error
 
     def _lower(self, name: str) -> jax.stages.Lowered:
-        if name == ADMIT:
-            row = empty_row(self.limits.max_model_len)
-            return jax.jit(admit, donate_argnums=0).lower(self.slots(), row)
+        if name in (admits := self._admits()):
+            limits = self.limits
+            rows = empty_rows(admits[name], limits.max_num_seqs, limits.max_model_len)
+            return jax.jit(admit, donate_argnums=0).lower(self.slots(), rows)
         bucket, extras = self._steps()[name]
         layout = self.layout(bucket)
         step = StepFunction(self.model, layout, self.limits.page_size, extras, self.pins)
@@ -97,8 +99,19 @@ class Program:
         return f"{bucket.name}_extras" if extras and self.has_plain_steps else bucket.name
 
     def names(self) -> tuple[str, ...]:
-        """Every executable: ``admit``, and the steps of each bucket."""
-        return (ADMIT, *self._steps())
+        """Every executable: admissions, and the steps of each bucket."""
+        return (*self._admits(), *self._steps())
+
+    def admissions(self, count: int) -> tuple[str, int]:
+        """The admission for so many requests, and how many it takes at once."""
+        return next((n, size) for n, size in reversed(self._admits().items()) if size <= count)
+
+    def _admits(self) -> dict[str, int]:
+        """Slots that each admission fills, ascending from 1. Several at once where each call has
+        to be launched on a device, which takes the host longer than the device.
+        """
+        sizes = (1,) if self.platform == "cpu" else (1, ADMITTED_AT_ONCE)
+        return {f"{ADMIT}{'' if size == 1 else size}": size for size in sizes}
 
     def _steps(self) -> dict[str, tuple[Bucket, bool]]:
         """Bucket of each step, and whether extras are in it."""
@@ -108,7 +121,7 @@ class Program:
         return {self.step_name(bucket, extras=extras): (bucket, extras) for bucket, extras in steps}
 
     def _with_extras(self) -> tuple[Bucket, ...]:
-        """Buckets that have a step with extras: where that is a step of its own, only every third
+        """Buckets that have a step with extras: where that is a step of its own, only every fourth
         of each kind, the largest among them. Such steps are rare, and seconds to compile.
         """
         buckets = self.limits.buckets

@@ -8,6 +8,7 @@ Must not know: the model, pages, which request owns a slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -52,11 +53,14 @@ class SlotState(NamedTuple):
     token_ids: jax.Array  # int32[S + 1, max_model_len + 1]: prompt, then what was drawn
 
 
-class SlotRow(NamedTuple):
-    """What ``admit`` writes: the row of one slot, with the slot's number before the ints."""
+class SlotRows(NamedTuple):
+    """What ``admit`` writes: A rows, each with its slot's number before the ints.
 
-    floats: np.ndarray  # float32[len(SlotFloats) + MAX_LOGIT_BIAS]
-    ints: np.ndarray  # int32[1 + len(SlotInts) + MAX_LOGIT_BIAS + MAX_STOP_IDS + max_model_len + 1]
+    ints: A, 1 + len(SlotInts) + MAX_LOGIT_BIAS + MAX_STOP_IDS + max_model_len + 1.
+    """
+
+    floats: np.ndarray  # float32[A, len(SlotFloats) + MAX_LOGIT_BIAS]
+    ints: np.ndarray  # int32[A, ...]
 
 
 def init_slots(max_num_seqs: int, max_model_len: int) -> SlotState:
@@ -72,26 +76,45 @@ def init_slots(max_num_seqs: int, max_model_len: int) -> SlotState:
     )
 
 
-def empty_row(max_model_len: int) -> SlotRow:
-    """The shapes of one admission."""
+def empty_rows(count: int, sink_slot: int, max_model_len: int) -> SlotRows:
+    """Rows of the sink slot."""
     floats = len(SlotFloats._fields) + MAX_LOGIT_BIAS
     ints = 1 + len(SlotInts._fields) + MAX_LOGIT_BIAS + MAX_STOP_IDS + max_model_len + 1
-    return SlotRow(np.zeros(floats, np.float32), np.zeros(ints, np.int32))
+    rows = SlotRows(np.zeros((count, floats), np.float32), np.zeros((count, ints), np.int32))
+    rows.ints[:, 0] = sink_slot
+    return rows
 
 
-def slot_row(admission: SlotAdmission, vocab_size: int, max_model_len: int) -> SlotRow:
-    """The row of one admission as host arrays."""
+def slot_rows(
+    admissions: Sequence[SlotAdmission],
+    count: int,
+    *,
+    sink_slot: int,
+    vocab_size: int,
+    max_model_len: int,
+) -> SlotRows:
+    """``count`` rows as host arrays: those of the admissions, then rows of the sink slot."""
+    rows = empty_rows(count, sink_slot, max_model_len)
+    for index, admission in enumerate(admissions):
+        _fill(rows.floats[index], rows.ints[index], admission, vocab_size, max_model_len)
+    return rows
+
+
+def _fill(
+    floats: np.ndarray,  # float32[...]: see ``SlotRows``
+    ints: np.ndarray,  # int32[...]
+    admission: SlotAdmission,
+    vocab_size: int,
+    max_model_len: int,
+) -> None:
     request, sampling = admission.request, admission.request.sampling
     bias = sampling.logit_bias or {}
-    bias_ids = np.full(MAX_LOGIT_BIAS, vocab_size, np.int32)
-    bias_ids[: len(bias)] = list(bias)
-    bias_values = np.zeros(MAX_LOGIT_BIAS, np.float32)
-    bias_values[: len(bias)] = list(bias.values())
-    stop_ids = np.full(MAX_STOP_IDS, vocab_size, np.int32)
-    stop_ids[: len(request.stop_ids)] = request.stop_ids
-    tokens = np.zeros(max_model_len + 1, np.int32)
-    tokens[: len(admission.token_ids)] = admission.token_ids.array()
-    floats = (
+    seed = request.seed & 0xFFFF_FFFF_FFFF_FFFF
+    words = np.array([seed & 0xFFFF_FFFF, seed >> 32], np.uint32).view(np.int32)
+    prompt = admission.num_prompt_tokens
+    min_length = min(prompt + sampling.min_tokens, max_model_len + 1)
+    columns, bias_values = np.split(floats, [len(SlotFloats._fields)])
+    columns[:] = (
         0.0 if sampling.greedy else sampling.temperature,
         sampling.top_p,
         sampling.min_p,
@@ -99,22 +122,22 @@ def slot_row(admission: SlotAdmission, vocab_size: int, max_model_len: int) -> S
         sampling.frequency_penalty,
         sampling.repetition_penalty,
     )
-    seed = request.seed & 0xFFFF_FFFF_FFFF_FFFF
-    words = np.array([seed & 0xFFFF_FFFF, seed >> 32], np.uint32).view(np.int32)
-    prompt = admission.num_prompt_tokens
-    min_length = min(prompt + sampling.min_tokens, max_model_len + 1)
-    ints = (admission.slot, *words, sampling.top_k, prompt, min_length)
-    return SlotRow(
-        floats=np.concatenate([np.array(floats, np.float32), bias_values]),
-        ints=np.concatenate([np.array(ints, np.int32), bias_ids, stop_ids, tokens]),
-    )
+    bias_values[: len(bias)] = list(bias.values())
+    ends = np.cumsum([1 + len(SlotInts._fields), MAX_LOGIT_BIAS, MAX_STOP_IDS])
+    columns, bias_ids, stop_ids, tokens = np.split(ints, ends)
+    columns[:] = (admission.slot, *words, sampling.top_k, prompt, min_length)
+    bias_ids[:] = vocab_size
+    bias_ids[: len(bias)] = list(bias)
+    stop_ids[:] = vocab_size
+    stop_ids[: len(request.stop_ids)] = request.stop_ids
+    tokens[: len(admission.token_ids)] = admission.token_ids.array()
 
 
-def admit(slots: SlotState, row: SlotRow) -> SlotState:
-    """The slot state with one row replaced. Compiled once; ``slots`` is donated."""
-    slot, ints = row.ints[0], jnp.asarray(row.ints[1:])
-    columns, rest = jnp.split(ints, [len(SlotInts._fields)])
-    bias_ids, stop_ids, tokens = jnp.split(rest, [MAX_LOGIT_BIAS, MAX_LOGIT_BIAS + MAX_STOP_IDS])
-    floats, bias_values = jnp.split(jnp.asarray(row.floats), [len(SlotFloats._fields)])
+def admit(slots: SlotState, rows: SlotRows) -> SlotState:
+    """The slot state with these rows in it. Compiled for few counts; ``slots`` is donated."""
+    ints = jnp.asarray(rows.ints)
+    ends = np.cumsum([1, len(SlotInts._fields), MAX_LOGIT_BIAS, MAX_STOP_IDS])
+    slot, columns, bias_ids, stop_ids, tokens = jnp.split(ints, ends, axis=1)
+    floats, bias_values = jnp.split(jnp.asarray(rows.floats), [len(SlotFloats._fields)], axis=1)
     new = SlotState(floats, columns, bias_ids, bias_values, stop_ids, tokens)
-    return jax.tree.map(lambda state, value: state.at[slot].set(value), slots, new)
+    return jax.tree.map(lambda state, values: state.at[slot[:, 0]].set(values), slots, new)

@@ -12,7 +12,7 @@ from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.step import SlotAdmission
 from jaxinfer.exec.batch import extras_of
 from jaxinfer.exec.sampling import Extras, sample, token_logprobs
-from jaxinfer.exec.slots import SlotState, admit, init_slots, slot_row
+from jaxinfer.exec.slots import SlotState, admit, init_slots, slot_rows
 
 VOCAB = 50
 MAX_LEN = 32
@@ -23,8 +23,8 @@ OUTPUT = (4, 9, 9, 11)
 def draw(logits: np.ndarray, rows: list[SamplingParams], eos: tuple[int, ...] = ()) -> np.ndarray:
     """One token for each row of float32[B, V] logits, after PROMPT + OUTPUT."""
     slots: SlotState = init_slots(len(rows), MAX_LEN)
-    fill = jax.jit(admit, donate_argnums=0)
     requests: list[Request] = []
+    admissions: list[SlotAdmission] = []
     for slot, params in enumerate(rows):
         request = Request(
             request_id=str(slot),
@@ -35,8 +35,9 @@ def draw(logits: np.ndarray, rows: list[SamplingParams], eos: tuple[int, ...] = 
             eos_token_ids=eos,
         )
         requests.append(request)
-        admission = SlotAdmission(slot, request, IntLog(PROMPT + OUTPUT))
-        slots = fill(slots, slot_row(admission, VOCAB, MAX_LEN))
+        admissions.append(SlotAdmission(slot, request, IntLog(PROMPT + OUTPUT)))
+    sizes = {"sink_slot": len(rows), "vocab_size": VOCAB, "max_model_len": MAX_LEN}
+    slots = jax.jit(admit)(slots, slot_rows(admissions, len(rows) + 1, **sizes))  # and one unused
     asked = extras_of(requests)
     extras = Extras(*map(jnp.bool_, asked)) if any(asked) else None
     lens = jnp.full(len(rows), len(PROMPT + OUTPUT), jnp.int32)
