@@ -8,6 +8,7 @@ folders are. A bundle holds code that is run: load only those of people you trus
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import pickle
 import time
@@ -149,6 +150,7 @@ def open_bundle(folder: Path) -> Bundle:
 
 def load_bundle(bundle: Bundle, progress: Progress) -> dict[str, jax.stages.Compiled]:
     """The executables of a bundle that fits; raises ``CacheError`` naming an unusable file."""
+    _load_kernel_runtime()
     threads = min(LOAD_THREADS, os.cpu_count() or 1)
     executables = bundle.manifest.executables
     with (
@@ -188,6 +190,14 @@ def write_bundle(
     )
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     return manifest
+
+
+def _load_kernel_runtime() -> None:
+    """Mosaic kernels call a library that only their Python module loads: without it an executable
+    that holds some is refused in a process that has compiled none ("Failed to materialize symbols").
+    """
+    if jax.default_backend() == "gpu":
+        importlib.import_module("jax.experimental.mosaic.gpu")
 
 
 class _Format(msgspec.Struct):

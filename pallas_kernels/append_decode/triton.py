@@ -75,7 +75,8 @@ def _combine(
     # ".cg": past the first-level cache, which other multiprocessors do not write to
     spans = first_span + tl.arange(0, SPLITS)
     in_dim = dims < HEAD_DIM
-    for head in tl.static_range(GROUP):  # unrolled: all loads are under way at once
+    # unrolled: all loads are under way at once
+    for head in tl.static_range(GROUP):  # type: ignore[attr-defined]
         top = tl.load(sums + spans * 2 * GROUP + head, cache_modifier=".cg")
         total = tl.load(sums + spans * 2 * GROUP + GROUP + head, cache_modifier=".cg")
         weights = tl.exp2(top - tl.max(top, 0))
