@@ -194,7 +194,7 @@ def write_bundle(
 
 def _load_kernel_runtime() -> None:
     """Mosaic kernels call a library that only their Python module loads: without it an executable
-    that holds some is refused in a process that has compiled none ("Failed to materialize symbols").
+    that holds some does not load in a process that has compiled none ("Failed to materialize").
     """
     if jax.default_backend() == "gpu":
         importlib.import_module("jax.experimental.mosaic.gpu")
