@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_prefill.launch import QUERIES, WORKERS, MosaicLaunch
+from pallas_kernels.paged_prefill.launch import BLOCK, QUERIES, STEPS, WORKERS
 
 ROW, FIRST, COUNT, POSITION = range(4)  # columns of the table of tiles
 WORKER_REGISTERS, LOADER_REGISTERS = 232, 40  # of a thread: 504 of the 512 there are for three
@@ -43,14 +43,10 @@ class _Sizes:
     group: int  # query heads of a kv head
     scale: float  # of scores, log2(e) included; positive
     window: int | None
-    block: int  # keys of a step
-    steps: int  # blocks of keys, and of values, in flight
-    pipelined: bool
-    turns: bool
 
     @property
     def pages(self) -> int:  # of a block
-        return self.block // self.page_size
+        return BLOCK // self.page_size
 
     @property
     def tile_heads(self) -> int:
@@ -66,17 +62,17 @@ class _Shared(NamedTuple):
 
     q: Ref  # [WORKERS, QUERIES, H]
     plain: Ref  # [WORKERS, QUERIES, H]: queries, then results, not swizzled; where q is
-    k: Ref  # [steps, block, H]
-    v: Ref  # [steps, block, H]
+    k: Ref  # [STEPS, BLOCK, H]
+    v: Ref  # [STEPS, BLOCK, H]
     q_full: Ref  # [WORKERS]
-    k_full: Ref  # [steps]: one arrival a page
-    v_full: Ref  # [steps]: one arrival a page
-    k_free: Ref  # [steps]: one arrival a worker
-    v_free: Ref  # [steps]: one arrival a worker
+    k_full: Ref  # [STEPS]: one arrival a page
+    v_full: Ref  # [STEPS]: one arrival a page
+    k_free: Ref  # [STEPS]: one arrival a worker
+    v_free: Ref  # [STEPS]: one arrival a worker
     turn: Ref  # [WORKERS]: the matrix units are this worker's
 
 
-type _Weighed = tuple[jax.Array, jax.Array, jax.Array]  # top, total [QUERIES]; [QUERIES, block]
+type _Weighed = tuple[jax.Array, jax.Array, jax.Array]  # top, total [QUERIES]; [QUERIES, BLOCK]
 type _Sums = tuple[jax.Array, _Weighed]  # float32[QUERIES, H], short of the values of the weights
 
 
@@ -120,22 +116,22 @@ def _tile_table(
 def _read_tile(sizes: _Sizes, tiles: Ref, index: jax.Array) -> _Tile:
     row, token, count, position = (tiles[index, i] for i in (ROW, FIRST, COUNT, POSITION))
     end = position + count
-    last = _blocks(sizes, end + (sizes.block - 1))
+    last = _blocks(end + BLOCK - 1)
     first = common = 0
     if sizes.window is not None:
-        first = _blocks(sizes, position - sizes.window + 1)
-        common = jnp.minimum(_blocks(sizes, end - sizes.window + (sizes.block - 1)), last)
-    diagonal = jnp.maximum(_blocks(sizes, position + 1), common)
+        first = _blocks(position - sizes.window + 1)
+        common = jnp.minimum(_blocks(end - sizes.window + BLOCK - 1), last)
+    diagonal = jnp.maximum(_blocks(position + 1), common)
     return _Tile(row, token, count, position, end, first, common, diagonal, last)
 
 
-def _blocks(sizes: _Sizes, keys: jax.Array) -> jax.Array:
+def _blocks(keys: jax.Array) -> jax.Array:
     """Whole blocks in so many keys; none in a negative number."""
-    return lax.div(jnp.maximum(keys, 0), jnp.int32(sizes.block))
+    return lax.div(jnp.maximum(keys, 0), jnp.int32(BLOCK))
 
 
-def _step(sizes: _Sizes, tile: _Tile, block: jax.Array | int) -> jax.Array:
-    return lax.rem(jnp.int32(block - tile.first), jnp.int32(sizes.steps))
+def _step(tile: _Tile, block: jax.Array | int) -> jax.Array:
+    return lax.rem(jnp.int32(block - tile.first), jnp.int32(STEPS))
 
 
 def _load(
@@ -169,7 +165,7 @@ def _copy_share(
     kv_head: jax.Array,
     page_table: Ref,  # int32[R, M]
     pool: Ref,  # [P, S, K, H]
-    room: Ref,  # [steps, block, H]
+    room: Ref,  # [STEPS, BLOCK, H]
     full: Ref,
     free: Ref,
     share: int,
@@ -185,9 +181,9 @@ def _copy_share(
         return tuple(page_table[tile.row, place] for place in places)
 
     def copy(block: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        step = _step(sizes, tile, block)
+        step = _step(tile, block)
         following = pages_of(block + 1)  # in flight while this block waits for room
-        pl.when(block - tile.first >= sizes.steps)(lambda: plgpu.barrier_wait(free.at[step]))
+        pl.when(block - tile.first >= STEPS)(lambda: plgpu.barrier_wait(free.at[step]))
         for i, page in zip(own, pages, strict=True):
             to = room.at[step, pl.ds(i * sizes.page_size, sizes.page_size)]
             source = pool.at[page, pl.ds(0, sizes.page_size), kv_head]
@@ -196,9 +192,9 @@ def _copy_share(
 
     lax.fori_loop(tile.first, tile.last, copy, pages_of(tile.first))
 
-    @pl.loop(jnp.maximum(tile.last - sizes.steps, tile.first), tile.last)
+    @pl.loop(jnp.maximum(tile.last - STEPS, tile.first), tile.last)
     def _see_through(block: jax.Array) -> None:  # a barrier left early is an error
-        plgpu.barrier_wait(free.at[_step(sizes, tile, block)])
+        plgpu.barrier_wait(free.at[_step(tile, block)])
 
 
 def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
@@ -209,15 +205,15 @@ def _zeros(shape: tuple[int, ...], layout: Any = plgpu.Layout.WGMMA) -> jax.Arra
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
-def _clear_unwritten(sizes: _Sizes, v: Ref, left: jax.Array) -> None:  # [block, H]
+def _clear_unwritten(sizes: _Sizes, v: Ref, left: jax.Array) -> None:  # [BLOCK, H]
     """Zero all but the first ``left`` values: a weight of 0 does not silence NaN.
 
     Both workers do so and neither waits for the other, as both write the same.
     """
 
-    @pl.when(left < sizes.block)
+    @pl.when(left < BLOCK)
     def _clear() -> None:
-        for start in range(0, sizes.block, QUERIES):
+        for start in range(0, BLOCK, QUERIES):
             part = v.at[pl.ds(start, QUERIES)]
             values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
             written = _iota((QUERIES, sizes.head_dim), 0) + start < left
@@ -227,8 +223,8 @@ def _clear_unwritten(sizes: _Sizes, v: Ref, left: jax.Array) -> None:  # [block,
 
 def _accumulate(
     acc: jax.Array,  # float32[QUERIES, H]
-    weights: jax.Array,  # [QUERIES, block]
-    v: Ref,  # [block, H]
+    weights: jax.Array,  # [QUERIES, BLOCK]
+    v: Ref,  # [BLOCK, H]
     init: tuple[jax.Array, ...] = (),
     meanwhile: Callable[[], tuple[jax.Array, ...]] = tuple,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # float32[QUERIES, H]
@@ -257,19 +253,17 @@ class _Worker:
     shared: _Shared
 
     def take_turn(self) -> None:
-        if self.sizes.turns:
-            plgpu.barrier_wait(self.shared.turn.at[self.index])
+        plgpu.barrier_wait(self.shared.turn.at[self.index])
 
     def pass_turn(self) -> None:
-        if self.sizes.turns:
-            plgpu.barrier_arrive(self.shared.turn.at[WORKERS - 1 - self.index])
+        plgpu.barrier_arrive(self.shared.turn.at[WORKERS - 1 - self.index])
 
     def await_keys(self, block: jax.Array | int) -> None:
         """Wait for a block of keys, if the tile has it."""
 
         @pl.when(block < self.tile.last)
         def _wait() -> None:
-            plgpu.barrier_wait(self.shared.k_full.at[_step(self.sizes, self.tile, block)])
+            plgpu.barrier_wait(self.shared.k_full.at[_step(self.tile, block)])
 
     def score(self, scores: Ref, step: jax.Array) -> None:
         """Begin to multiply queries and keys."""
@@ -277,7 +271,7 @@ class _Worker:
 
     def weigh(
         self,
-        scores: jax.Array,  # float32[QUERIES, block]
+        scores: jax.Array,  # float32[QUERIES, BLOCK]
         block: jax.Array | int,
         top: jax.Array,  # float32[QUERIES]
         total: jax.Array,  # float32[QUERIES]
@@ -286,9 +280,9 @@ class _Worker:
         """Top score and total weight so far, what earlier sums shrink by, and the weights."""
         sizes = self.sizes
         if masked:
-            shape = (QUERIES, sizes.block)
+            shape = (QUERIES, BLOCK)
             newest = _iota(shape, 0) + self.position
-            key = _iota(shape, 1) + block * sizes.block
+            key = _iota(shape, 1) + block * BLOCK
             visible = key <= newest
             if sizes.window is not None:
                 visible &= key > newest - sizes.window
@@ -314,7 +308,7 @@ class _Worker:
             self.pass_turn()
             return scores[...]
 
-        shape = (QUERIES, self.sizes.block)
+        shape = (QUERIES, BLOCK)
         scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         plgpu.barrier_arrive(self.shared.k_free.at[step])
         new_top, total, _, weights = self.weigh(scores, block, top, total, masked=True)
@@ -323,20 +317,20 @@ class _Worker:
 
     def next_block(self, masked: bool, block: jax.Array, sums: _Sums) -> _Sums:
         """Weigh a block of keys while the values of the one before it are summed."""
-        sizes, shared = self.sizes, self.shared
-        acc, (top, total, narrow) = sums
-        step, before = (_step(sizes, self.tile, b) for b in (block, block - 1))
+        shared, (acc, (top, total, narrow)) = self.shared, sums
+        step, before = (_step(self.tile, b) for b in (block, block - 1))
         self.take_turn()
 
         def multiply(scores: Ref) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             self.score(scores, step)
             plgpu.barrier_wait(shared.v_full.at[before])
 
-            weights = _zeros((QUERIES, sizes.block))
+            weights = _zeros((QUERIES, BLOCK))
 
             def weigh() -> tuple[jax.Array, ...]:
                 self.pass_turn()
-                values = plgpu.wgmma_accumulator_load(scores, wait_n=int(sizes.pipelined))
+                # Scores alone: the product begun after theirs is still under way.
+                values = plgpu.wgmma_accumulator_load(scores, wait_n=1)
                 plgpu.barrier_arrive(shared.k_free.at[step])
                 results = lax.optimization_barrier(self.weigh(values, block, top, total, masked))
                 # The compiler moves the wait for the product to before the softmax, but for this.
@@ -346,7 +340,7 @@ class _Worker:
             init = (top, total, total, weights)
             return _accumulate(acc, narrow, shared.v.at[before], init, weigh)
 
-        scores = plgpu.WGMMAAccumulatorRef((QUERIES, sizes.block), jnp.float32)
+        scores = plgpu.WGMMAAccumulatorRef((QUERIES, BLOCK), jnp.float32)
         acc, (top, total, shrink, weights) = pl.run_scoped(multiply, scores)
         plgpu.barrier_arrive(shared.v_free.at[before])
         acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
@@ -358,9 +352,9 @@ class _Worker:
         """The sums with the last block in them, over the total weight."""
         acc, (_, total, weights) = sums
         block, shared = self.tile.last - 1, self.shared
-        step = _step(self.sizes, self.tile, block)
+        step = _step(self.tile, block)
         plgpu.barrier_wait(shared.v_full.at[step])
-        _clear_unwritten(self.sizes, shared.v.at[step], self.tile.end - block * self.sizes.block)
+        _clear_unwritten(self.sizes, shared.v.at[step], self.tile.end - block * BLOCK)
         self.take_turn()
         acc, _ = _accumulate(acc, weights, shared.v.at[step])
         pl.when(self.index == 0)(self.pass_turn)
@@ -463,9 +457,9 @@ def _shared_types(sizes: _Sizes, dtype: Any) -> dict[str, Any]:
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
     swizzled = (tiling((8, 64)), swizzle(128))
-    queries, block = (WORKERS, QUERIES, sizes.head_dim), (sizes.steps, sizes.block, sizes.head_dim)
-    pages = plgpu.Barrier(num_arrivals=sizes.pages, num_barriers=sizes.steps)
-    workers = plgpu.Barrier(num_arrivals=WORKERS, num_barriers=sizes.steps)
+    queries, block = (WORKERS, QUERIES, sizes.head_dim), (STEPS, BLOCK, sizes.head_dim)
+    pages = plgpu.Barrier(num_arrivals=sizes.pages, num_barriers=STEPS)
+    workers = plgpu.Barrier(num_arrivals=WORKERS, num_barriers=STEPS)
     q, plain = plgpu.SMEM(queries, dtype, transforms=swizzled), plgpu.SMEM(queries, dtype)
     return {
         "queries": plgpu.RefUnion(q, plain),
@@ -493,41 +487,21 @@ def paged_prefill(
     window: int | None = None,
 ) -> jax.Array:  # [T, N, H]
     """See ``paged_prefill.api``."""
-    args = (q, k_pages, v_pages, page_table, seq_lens, query_start_loc)
-    return launched(MosaicLaunch(), *args, scale=scale, window=window)
-
-
-def launched(
-    launch: MosaicLaunch,
-    q: jax.Array,  # [T, N, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[R, M]
-    seq_lens: jax.Array,  # int32[R]
-    query_start_loc: jax.Array,  # int32[R + 1]
-    *,
-    scale: float,
-    window: int | None = None,
-) -> jax.Array:  # [T, N, H]
-    """``paged_prefill`` cut up as told."""
     (t, n, h), (page_size, num_kv_heads) = q.shape, k_pages.shape[1:3]
     group, scale = n // num_kv_heads, scale * math.log2(math.e)
-    shape = (launch.block, launch.steps, launch.pipelined, launch.turns)
-    sizes = _Sizes(h, page_size, group, scale, window, *shape)
+    sizes = _Sizes(h, page_size, group, scale, window)
     tiles = _tile_table(query_start_loc, seq_lens, t, sizes.tile_tokens)
 
     def body(*refs: Ref, queries: Ref, **scratch: Ref) -> None:
         swizzled, plain = queries
         _kernel(*refs, sizes=sizes, shared=_Shared(q=swizzled, plain=plain, **scratch))
 
-    grid = {"tile": tiles.shape[0], "heads": n // sizes.tile_heads}  # the last varies fastest
-    names = ("heads", "tile") if launch.head_by_head else ("tile", "heads")
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=_shared_types(sizes, q.dtype),
-        grid=tuple(grid[name] for name in names),
-        grid_names=names,
+        grid=(tiles.shape[0], n // sizes.tile_heads),  # the last varies fastest
+        grid_names=("tile", "heads"),
         num_threads=WORKERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
