@@ -9,7 +9,9 @@ from jaxinfer.core.shapes import ladder
 from jaxinfer.core.step import Bucket
 
 TOKENS_PER_PREFILL = 16  # of a chunk for each of its rows
-MIXED_FACTOR = 4  # between chunks of mixed steps, at least: such steps are few
+MIXED_ROWS_FACTOR = 8  # from one number of decode rows beside a chunk to the next
+MIXED_CHUNK_FACTOR = 4  # between chunks beside the most decode rows, at least
+MIXED_CHUNKS = (4, 64)  # tokens of a chunk for each of fewer decode rows beside it: least and most
 
 
 def bucket_table(
@@ -26,21 +28,29 @@ def bucket_table(
     Decode rows come as 1, then ``decode_start`` and its doubles. Prefill parts come in chunks of
     ``prefill_start``, ``prefill_factor`` times that, ... up to ``max_num_batched_tokens``, with a
     row for every 16 tokens of the chunk: shorter prompts share a step less densely, which costs
-    them nothing but a further step. A mixed step pads its decode rows to ``mixed_start``,
-    ``prefill_factor`` times that, ..., and has every second chunk where those only double; chunks
-    of fewer tokens than such rows share the next size, because the rows' padding costs as much.
+    them nothing but a further step. A mixed step pads its decode rows to ``mixed_start``, 8 times
+    that, ... or ``max_num_seqs``. Beside the most rows chunks are few, since both are large there;
+    beside fewer, which is what a server meets with a prompt at a time, there are all chunks for
+    which the padding of either part stays small.
     """
     chunks = ladder(prefill_start, max_num_batched_tokens, prefill_factor)
-    mixed_chunks = ladder(prefill_start, max_num_batched_tokens, max(prefill_factor, MIXED_FACTOR))
-    mixed_rows = ladder(mixed_start, max_num_seqs, prefill_factor) if max_num_seqs > 1 else ()
+    few = ladder(prefill_start, max_num_batched_tokens, max(prefill_factor, MIXED_CHUNK_FACTOR))
+    mixed_rows = ladder(mixed_start, max_num_seqs, MIXED_ROWS_FACTOR) if max_num_seqs > 1 else ()
     decodes = dict.fromkeys((1, *ladder(decode_start, max_num_seqs, 2)))
+    least, most = MIXED_CHUNKS
     shapes = [
         *((rows, 0) for rows in decodes),
         *((0, chunk) for chunk in chunks),
         *(
             (rows, chunk)
-            for rows in mixed_rows
-            for chunk in mixed_chunks
+            for rows in mixed_rows[:-1]
+            for chunk in chunks
+            if least * rows <= chunk <= most * rows
+        ),
+        *(
+            (rows, chunk)
+            for rows in mixed_rows[-1:]
+            for chunk in few
             if chunk >= rows or chunk == max_num_batched_tokens
         ),
     ]
