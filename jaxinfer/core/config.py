@@ -55,8 +55,8 @@ class EngineConfig:
     ``decode_bucket_start``: decode steps are compiled for 1, start, 2 * start, ... rows.
     ``prefill_bucket_start``: chunks are compiled for start, factor * start, ... tokens, where
     ``prefill_bucket_factor`` is the factor, 2 or more.
-    ``mixed_bucket_start``: steps that decode and prefill pad their decode rows to start,
-    factor * start, ... rows.
+    ``mixed_bucket_start``: steps that decode and prefill pad their decode rows to start, 8 * start,
+    ... rows.
     ``prefill_first``: when all requests fit at once, their prompts are computed before anybody
     decodes, which suits a batch but stalls a stream. None is True for ``LLM``, False for a server.
     ``page_size``: None is 16. ``gpu_memory_utilization``: None is 0.92.

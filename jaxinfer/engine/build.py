@@ -268,7 +268,7 @@ def with_bundle_settings(config: EngineConfig, bundle: Bundle) -> EngineConfig:
         given, made = getattr(config, name), bundle.manifest.settings.get(name)
         if given in (None, "auto"):
             changes[name] = made
-        elif given != made:
+        elif given != made and name != "num_pages":  # a plan may need fewer: compared after it
             raise ConfigError(
                 f"{name} is {'not set' if made is None else made} in the bundle {bundle.folder} "
                 f"and {given} was asked for; leave it out, or compile another bundle"

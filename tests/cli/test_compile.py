@@ -171,6 +171,13 @@ def test_the_same_bundle_may_be_there(bundle: Path, model_folder: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in bundle.iterdir()} == before
 
 
+def test_more_pages_than_can_be_used_are_the_same_plan(bundle: Path, model_folder: Path) -> None:
+    llm = LLM(str(model_folder), bundle=bundle, num_pages=1000)
+    assert llm.stats().num_compiled == 0
+    with pytest.raises(CacheError, match="num_pages is 17 in the bundle and 9 here"):
+        LLM(str(model_folder), bundle=bundle, num_pages=9)
+
+
 def test_another_bundle_is_there(bundle: Path, model_folder: Path) -> None:
     result = run("compile", model_folder, *SIZES, "-o", bundle)
     assert result.exit_code == 1
