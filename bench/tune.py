@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from bench.kernels import bench_cases, seconds_in_a_chain
+from pallas_kernels.append_decode import api as append_decode
+from pallas_kernels.append_decode import launch as append_decode_launch
 from pallas_kernels.paged_decode import api as paged_decode
 from pallas_kernels.paged_decode import launch as paged_decode_launch
 from pallas_kernels.paged_prefill import api as paged_prefill
@@ -29,7 +31,7 @@ from pallas_kernels.registry import Case, KernelOp, imported_when_called
 from pallas_kernels.skinny_gemm import api as skinny_gemm
 from pallas_kernels.skinny_gemm import launch as skinny_gemm_launch
 from pallas_kernels.testing import runnable
-from pallas_kernels.tuned import read_choices, tuned_file
+from pallas_kernels.tuned import Choices, read_choices, tuned_file
 
 WORTHWHILE = 0.99  # a choice must take less than this share of the best time so far
 
@@ -54,6 +56,11 @@ class Tunable:
         return imported_when_called(f"pallas_kernels.{self.op.name}.{self.impl}", "launched")
 
 
+def _append_starts(case: Any, args: Sequence[Any]) -> Sequence[append_decode_launch.Launch]:
+    qkv, _, _, _, k_pages, _, page_table, _, _ = args
+    return (append_decode_launch.by_rule(qkv, k_pages, page_table),)
+
+
 def _decode_starts(case: Any, args: Sequence[Any]) -> Sequence[paged_decode_launch.Launch]:
     q, k_pages, _, page_table, _ = args
     return (paged_decode_launch.by_rule(q, k_pages, page_table),)
@@ -70,17 +77,18 @@ def _gemm_starts(case: Any, args: Sequence[Any]) -> Sequence[skinny_gemm_launch.
     return (skinny_gemm_launch.by_rule(case.sizes),)
 
 
+_DECODE_VALUES = (
+    ("splits", (1, 2, 4, 8, 16, 32, 64)),
+    ("block", (16, 32, 64, 128)),
+    ("num_stages", (2, 3, 5, 7)),
+    ("num_warps", (2, 4, 8)),
+)
 TUNABLE = {
+    "append_decode": Tunable(
+        append_decode.OP, _append_starts, append_decode_launch.shapes_of, _DECODE_VALUES
+    ),
     "paged_decode": Tunable(
-        paged_decode.OP,
-        _decode_starts,
-        paged_decode_launch.shapes_of,
-        (
-            ("splits", (1, 2, 4, 8, 16, 32, 64)),
-            ("block", (16, 32, 64, 128)),
-            ("num_stages", (2, 3, 5, 7)),
-            ("num_warps", (2, 4, 8)),
-        ),
+        paged_decode.OP, _decode_starts, paged_decode_launch.shapes_of, _DECODE_VALUES
     ),
     "paged_prefill": Tunable(
         paged_prefill.OP,
@@ -151,6 +159,16 @@ def tune(tunable: Tunable, cases: Sequence[Any]) -> Any:
     return best
 
 
+def joined(tunable: Tunable, before: Choices, found: Choices) -> Choices:
+    """What was found, and of what there was the cases of other shapes: two names of one call would
+    leave open which is meant.
+    """
+    shapes = {case.name: tunable.shapes_of(case) for case in tunable.op.cases}
+    taken = {shapes[name] for name in found}
+    kept = {name: choice for name, choice in before.items() if shapes.get(name) not in taken}
+    return kept | found
+
+
 def main() -> None:
     """Tune, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -170,7 +188,7 @@ def main() -> None:
         if "gpu" in case.tags and runnable(kernel, op.build(case, 0)) is None:
             groups.setdefault(tunable.shapes_of(case), []).append(case)
     found = {cases[0].name: asdict(tune(tunable, cases)) for cases in groups.values()}
-    choices = read_choices(output) | found  # cases that were not tuned now keep what they had
+    choices = joined(tunable, read_choices(output), found)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(choices, indent=1) + "\n")
     print(f"wrote {output}")

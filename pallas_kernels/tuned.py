@@ -1,7 +1,7 @@
 """Tuned choices: which launch was fastest for a case on a device, as data beside the op.
 
-Owns: the files ``<op>/tuned/<device>.json``, {case name: {choice: value}}, which only the tuner of
-``bench/kernels.py`` writes. Must not know: what a choice means, how it was found.
+Owns: the files ``<op>/tuned/<device>.json``, {case name: {choice: value}}, which
+``bench/tune.py`` writes. Must not know: what a choice means, how it was found.
 """
 
 from __future__ import annotations

@@ -43,21 +43,26 @@ def supports(
     return paged_decode.supports(queries, *pages, scale=scale, window=window)  # type: ignore[arg-type]
 
 
+def by_rule(
+    qkv: jax.Array,  # [B, N + 2K, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    page_table: jax.Array,  # int32[B, M]
+) -> Launch:
+    """paged_decode's choice; in float32, where products leave the matrix units, turning the queries
+    leaves registers for the smallest block alone.
+    """
+    queries = queries_of(qkv, k_pages)
+    rule = paged_decode.by_rule(queries, k_pages, page_table)  # type: ignore[arg-type]
+    return rule if qkv.dtype.itemsize <= 2 else replace(rule, block=paged_decode.BLOCKS[0])
+
+
 def choose(
     qkv: jax.Array,  # [B, N + 2K, H]
     k_pages: jax.Array,  # [P, S, K, H]
     page_table: jax.Array,  # int32[B, M]
 ) -> Launch:
-    """The tuned choice for a call of these shapes on this device, else paged_decode's rule.
-
-    In float32, where products leave the matrix units, turning the queries leaves registers for the
-    smallest block alone.
-    """
-    queries = queries_of(qkv, k_pages)
-    (b, n, h), (page_size, num_kv_heads) = queries.shape, k_pages.shape[1:3]
+    """The tuned choice for a call of these shapes on this device, else that of the rule."""
+    (b, n, h), (page_size, num_kv_heads) = queries_of(qkv, k_pages).shape, k_pages.shape[1:3]
     shapes = (b, n, num_kv_heads, h, page_size, str(qkv.dtype), str(k_pages.dtype))
     choice = tuned.lookup("append_decode", CASES, shapes_of, shapes)
-    if choice:
-        return Launch(**choice)
-    rule = paged_decode.by_rule(queries, k_pages, page_table)  # type: ignore[arg-type]
-    return rule if qkv.dtype.itemsize <= 2 else replace(rule, block=paged_decode.BLOCKS[0])
+    return Launch(**choice) if choice else by_rule(qkv, k_pages, page_table)

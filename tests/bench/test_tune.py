@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import astuple, fields, replace
 from typing import Any
 
 import jax
@@ -51,6 +51,23 @@ def test_the_best_of_several_starts_is_improved(monkeypatch) -> None:
 
     monkeypatch.setattr(tune, "seconds_in_a_chain", seconds)
     assert tune.tune(tune.TUNABLE["paged_prefill"], PREFILL_CASES[:1]) == wanted
+
+
+def test_every_tunable_op_starts_from_its_rule() -> None:
+    for name, tunable in tune.TUNABLE.items():
+        case = next(case for case in tunable.op.cases if "ci" in case.tags)
+        start, *_ = tunable.starts(case, tunable.op.build(case, 0).args)
+        names = {field.name for field in fields(start)}
+        assert names >= {value for value, _ in tunable.values}, name
+
+
+def test_a_choice_replaces_that_of_another_case_of_the_same_shapes() -> None:
+    gemm = tune.TUNABLE["skinny_gemm"]
+    before = {"qwen3_4b_down_t8": {"stages": 3}, "qwen3_4b_down_t16": {"stages": 4}}
+    assert tune.joined(gemm, before, {"qwen3_4b_down_t1": {"stages": 5}}) == {
+        "qwen3_4b_down_t16": {"stages": 4},
+        "qwen3_4b_down_t1": {"stages": 5},
+    }
 
 
 def test_wants_a_gpu(monkeypatch) -> None:

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import shapes, tuned
+from pallas_kernels.append_decode import launch as append_launch
+from pallas_kernels.append_decode.cases import CASES as APPEND_CASES
 from pallas_kernels.paged_decode import launch
 from pallas_kernels.paged_decode.cases import CASES
 from pallas_kernels.paged_prefill import launch as prefill_launch
@@ -113,7 +115,12 @@ def test_files_lie_beside_their_op() -> None:
 
 @pytest.mark.parametrize(
     ("op", "cases"),
-    [(launch, CASES), (prefill_launch, PREFILL_CASES), (gemm_launch, GEMM_CASES)],
+    [
+        pytest.param(append_launch, APPEND_CASES, id="append_decode"),
+        pytest.param(launch, CASES, id="paged_decode"),
+        pytest.param(prefill_launch, PREFILL_CASES, id="paged_prefill"),
+        pytest.param(gemm_launch, GEMM_CASES, id="skinny_gemm"),
+    ],
 )
 def test_tuned_files_name_real_cases(op: ModuleType, cases: tuple[Any, ...]) -> None:
     for file in (Path(op.__file__ or "").parent / "tuned").glob("*.json"):
