@@ -1,6 +1,7 @@
 """Kernels pinned for a measurement or a test: by op, the implementation to use whatever is faster.
 
-Owns: ``Pins``, ``ALL_XLA``. Must not know: how an implementation is chosen where none is pinned.
+Owns: ``Pins``, ``ALL_XLA``, ``checked_pins``. Must not know: how an implementation is chosen where
+none is pinned.
 """
 
 from __future__ import annotations

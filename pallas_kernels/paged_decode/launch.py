@@ -62,7 +62,8 @@ def by_rule(
     page_table: jax.Array,  # int32[B, M]
 ) -> Launch:
     """Spans enough to fill the chip; blocks and stages that leave room for three programs on a
-    multiprocessor. Chosen from the compiler's report, not yet timed.
+    multiprocessor. Chosen from the compiler's report. On an H200 ``append_decode``, whose loop is
+    the same, is up to 30 % faster by choices of its own (``append_decode/tuned``).
     """
     (b, _, h), (page_size, num_kv_heads) = q.shape, k_pages.shape[1:3]
     row_bytes = power_of_two(h) * q.dtype.itemsize

@@ -38,7 +38,7 @@ def supports(
 
 
 def warps(tile: int) -> int:
-    """Enough that a thread's loads of a part are one or two. Not yet timed."""
+    """Enough that a thread's loads of a part are one or two; others were not timed."""
     return min(max(tile // COMPONENTS, 1), MOST_WARPS)
 
 

@@ -12,7 +12,7 @@ _mosaic = imported_when_called("pallas_kernels.skinny_gemm.mosaic", "skinny_gemm
 
 
 def _whole(out: jax.Array) -> jax.Array:  # [T, O], or float32[S, T, O] -> [T, O]
-    """Parts count by their sum; cases that ask for parts are in bfloat16."""
+    """Parts count by their sum; no case in float16 asks for them, and float32 does not get any."""
     return out if out.ndim == 2 else out.sum(0).astype(jnp.bfloat16)
 
 

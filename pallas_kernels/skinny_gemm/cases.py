@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.registry import Cost, Inputs
+from pallas_kernels.shapes import MOST_VALUES
 from pallas_kernels.skinny_gemm.sizes import Sizes
-
-MOST_VALUES = 1_000_003  # that are drawn; larger arrays repeat them, by no row's length
 
 
 @dataclass(frozen=True)

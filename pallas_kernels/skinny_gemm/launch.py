@@ -16,7 +16,7 @@ from pallas_kernels.skinny_gemm.sizes import Sizes, sizes_of
 
 DTYPES = ("bfloat16", "float16")
 ITEM_BYTES = 2
-# From here on XLA's products are faster on an H200: with swiglu two sums leave too few registers,
+# Beyond these XLA's products are faster on an H200: with swiglu two sums leave too few registers,
 # and whole results too few programs. 256 is the widest product of the matrix units.
 MOST_TOKENS_SWIGLU, MOST_TOKENS_WHOLE, MOST_TOKENS_SPLIT = 64, 128, 256
 TOKENS = 8  # that they take at a time; fewer are padded in shared memory
