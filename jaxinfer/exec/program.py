@@ -1,4 +1,4 @@
-"""What an engine compiles, as shapes: the steps of each bucket, and the admission of a slot.
+"""What an engine compiles, as shapes: the steps of each bucket, and the admissions to slots.
 
 Owns: ``Program``, which names and lowers every executable. Needs no weights and no memory.
 Must not know: how executables are compiled, stored or run.
@@ -128,6 +128,7 @@ class Program:
         if not self.has_plain_steps:
             return buckets
         kinds: dict[tuple[bool, bool], list[Bucket]] = {}
-        for bucket in sorted(buckets, key=lambda b: b.num_tokens, reverse=True):
+        for bucket in sorted(buckets, key=lambda b: b.num_tokens):
             kinds.setdefault((bucket.num_decodes > 0, bucket.num_prefills > 0), []).append(bucket)
-        return tuple(bucket for kind in kinds.values() for bucket in kind[::EXTRAS_EVERY])
+        chosen = {bucket for kind in kinds.values() for bucket in kind[::-EXTRAS_EVERY]}
+        return tuple(bucket for bucket in buckets if bucket in chosen)
