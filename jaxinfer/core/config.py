@@ -111,7 +111,6 @@ class EngineConfig:
         self._store("seed", _seed(self.seed))
         if self.gpu_memory_utilization is not None:
             self._store("gpu_memory_utilization", _share(self.gpu_memory_utilization))
-
         if self.kernels is not None:
             self._store("kernels", _joined(_pinned(self.kernels)))
 

@@ -101,11 +101,12 @@ class Executor:
         with _device_errors(step.plan):
             token_ids = np.asarray(step.output.token_ids).tolist()
         rows = step.plan.rows
-        first_prefill = step.plan.bucket.num_decodes - len(step.plan.decodes)
+        num_decodes = len(step.plan.decodes)
+        num_padding = step.plan.bucket.num_decodes - num_decodes  # rows before the prefills
         reader = _LogprobReader(step)
         results: list[RowResult] = []
         for number, (row, request) in enumerate(zip(rows, step.requests, strict=True)):
-            index = number if number < len(step.plan.decodes) else number + first_prefill
+            index = number if number < num_decodes else number + num_padding
             results.append(
                 RowResult(
                     request_id=row.request_id,

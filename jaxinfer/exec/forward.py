@@ -1,7 +1,7 @@
 """The pure step: (weights, kv_state, slots, batch) -> (kv_state, slots, output).
 
-Owns: ``step`` and its output. One call computes a bucket's rows, draws their tokens and records
-them in the slots. Must not know: who compiles it, the scheduler, requests.
+Owns: ``StepFunction`` and its output. One call computes a bucket's rows, draws their tokens and
+records them in the slots. Must not know: who compiles it, the scheduler, requests.
 """
 
 from __future__ import annotations

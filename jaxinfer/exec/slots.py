@@ -1,6 +1,6 @@
 """Device-side state of each slot: its sampling parameters and the tokens it has seen.
 
-Owns: ``SlotState`` and ``admit``, which fills a slot when the scheduler gives it to a request.
+Owns: ``SlotState`` and ``admit``, which fills slots as the scheduler gives them to requests.
 Because the parameters live on the device, a step's batch names slots and nothing else; because the
 tokens do, step n + 1 can start from step n's token before the host has read it.
 Must not know: the model, pages, which request owns a slot.

@@ -96,7 +96,6 @@ class PagedAttend:
         where = (batch.page_table[:d], batch.seq_lens[:d])
         if qkv.shape[0] == d:
             cos, sin, norms, eps = rotary or (None, None, None, 0.0)
-            where = (*where, self.arrivals)
             out, *pools = append_decode(
                 qkv,
                 cos,
@@ -104,6 +103,7 @@ class PagedAttend:
                 norms,
                 *kv,
                 *where,
+                self.arrivals,
                 scale=scale,
                 eps=eps,
                 window=window,
