@@ -24,6 +24,7 @@ FLOORS = (  # lowest first; "jaxinfer" is the package's own __init__, the public
     {"jaxinfer.cli"},
 )
 FLOOR_OF = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
+TRITON = ("triton", "jax_triton")  # optional packages
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter"}
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 
@@ -96,6 +97,19 @@ def cycles(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, st
         yield 1, "import cycle " + " -> ".join(error.args[1])
 
 
+def only_triton(module: Module, modules: dict[str, Module]) -> bool:
+    """Whether a file is imported, and only by files that import Triton themselves.
+
+    Those are under the same rule, so a ``triton.py`` stands at the end; nothing else may be in the
+    way of an installation without Triton.
+    """
+    targets = ({target for _, target in imports(other, modules)} for other in modules.values())
+    users = [found for found in targets if module.name in found]
+    return bool(users) and all(
+        any(target.split(".")[0] in TRITON for target in found) for found in users
+    )
+
+
 def libraries(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
     for line, target in imports(module, modules):
         top = target.split(".")[0]
@@ -103,8 +117,8 @@ def libraries(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int,
             yield line, f"imports {target}, which is private to JAX"
         if top in ("jax", "flax") and module.folder in ("jaxinfer.core", "jaxinfer.sched"):
             yield line, f"{module.folder} imports {target}"
-        if top in ("triton", "jax_triton") and module.path.name != "triton.py":
-            yield line, f"imports {target} outside a triton.py file"
+        if top in TRITON and not (module.path.name == "triton.py" or only_triton(module, modules)):
+            yield line, f"imports {target} outside a triton.py file and its parts"
         if top in ("torch", "transformers"):
             yield line, f"imports {target}"
     for node in ast.walk(module.tree):
@@ -187,6 +201,7 @@ def test_tree_obeys(rule) -> None:
         (libraries, "jaxinfer/nn/a.py", "import jax\njax._src.core.f()"),
         (libraries, "jaxinfer/sched/a.py", "import jax.numpy as jnp"),
         (libraries, "pallas_kernels/a.py", "import triton.language as tl"),
+        (libraries, "pallas_kernels/b.py", "from pallas_kernels.part import f"),
         (libraries, "jaxinfer/weights/a.py", "import torch"),
         (module_state, "jaxinfer/nn/a.py", "CACHE: dict[str, int] = {}"),
         (module_state, "jaxinfer/nn/a.py", "seen = collections.defaultdict(int)"),
@@ -204,7 +219,8 @@ def test_rule_can_fail(rule, path: str, source: str, tmp_path: Path) -> None:
         "jaxinfer/core/c.py": "import jaxinfer.core.b",
         "jaxinfer/nn/b.py": "import jax\nfrom jaxinfer.core.b import f",
         "jaxinfer/exec/b.py": "from jaxinfer.nn import b",
-        "pallas_kernels/triton.py": "import jax_triton",
+        "pallas_kernels/part.py": "import triton",
+        "pallas_kernels/triton.py": "import jax_triton\nfrom pallas_kernels.part import f",
     }
     for name, text in tree.items():
         write(tmp_path / name, text)
