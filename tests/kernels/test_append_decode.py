@@ -1,0 +1,64 @@
+"""append_decode's arguments are checked; its rule is paged_decode's but for float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.append_decode import launch
+from pallas_kernels.append_decode.api import append_decode
+from pallas_kernels.paged_decode import launch as paged_decode
+
+ROWS, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 8
+ANGLES = jnp.zeros((ROWS, HEAD_DIM // 2))
+PAGES = jnp.zeros((5, 16, KV_HEADS, HEAD_DIM))
+FITTING: dict[str, Any] = {
+    "qkv": jnp.zeros((ROWS, HEADS + 2 * KV_HEADS, HEAD_DIM)),
+    "cos": ANGLES,
+    "sin": ANGLES,
+    "qk_norms": jnp.ones((2, HEAD_DIM)),
+    "k_pages": PAGES,
+    "v_pages": PAGES,
+    "page_table": jnp.zeros((ROWS, 2), jnp.int32),
+    "seq_lens": jnp.ones(ROWS, jnp.int32),
+}
+
+
+def test_arguments_that_fit() -> None:
+    out, k_pages, _ = append_decode(**FITTING, scale=1.0, eps=1e-6)
+    assert (out.shape, k_pages.shape) == ((ROWS, HEADS, HEAD_DIM), PAGES.shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"qkv": FITTING["qkv"][:2]}, "do not fit pages", id="rows"),
+        pytest.param({"qkv": FITTING["qkv"][:, :4]}, "do not fit pages", id="no_queries"),
+        pytest.param({"qkv": FITTING["qkv"][:, :7]}, "not a multiple of 2 kv heads", id="group"),
+        pytest.param({"v_pages": PAGES[1:]}, "and v_pages .* differ", id="pools"),
+        pytest.param({"page_table": jnp.zeros((2, 2), jnp.int32)}, "page_table", id="page_table"),
+        pytest.param({"sin": None}, "cos and sin come together", id="cos_alone"),
+        pytest.param({"cos": ANGLES[:2]}, "do not fit 3 rows of head_dim 8", id="angles"),
+        pytest.param({"qk_norms": jnp.ones((1, 8))}, "must be two of head_dim 8", id="norms"),
+        pytest.param({"cos": None, "sin": None}, "beside cos and sin", id="norms_without_rope"),
+        pytest.param({"window": 0}, "window must be at least 1", id="window"),
+        pytest.param({"arrivals": jnp.zeros(5, jnp.int32)}, "fewer than 3 rows", id="arrivals"),
+    ],
+)
+def test_arguments_that_do_not_fit(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        append_decode(**{**FITTING, "scale": 1.0, "eps": 1e-6, **change})
+
+
+@pytest.mark.parametrize(("dtype", "block"), [("bfloat16", 64), ("float32", 16)])
+def test_rule(dtype: str, block: int) -> None:
+    qkv = jax.ShapeDtypeStruct((8, 48, 128), jnp.dtype(dtype))
+    k_pages = jax.ShapeDtypeStruct((9, 16, 8, 128), jnp.dtype(dtype))
+    page_table = jax.ShapeDtypeStruct((8, 64), jnp.int32)
+    choice = launch.by_rule(qkv, k_pages, page_table)  # type: ignore[arg-type]
+    queries = jax.ShapeDtypeStruct((8, 32, 128), jnp.dtype(dtype))
+    expected = paged_decode.by_rule(queries, k_pages, page_table)  # type: ignore[arg-type]
+    assert (choice.block, choice.splits) == (block, expected.splits)
