@@ -1,19 +1,28 @@
-"""Attention shapes of real models, and the arrays of a paged-attention case.
+"""Attention shapes of real models, and the arrays that cases are tried on.
 
-Owns: ``Heads``, ``PagedCase``, the poisoned page pool that decode and prefill are tried on.
+Owns: ``Heads``, ``PagedCase``, the poisoned page pool of decode and prefill, ``normal``.
 Must not know: ops, implementations.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 
-# Values of a larger pool repeat after so many: to draw a GB of them takes seconds. A prime, so that
-# no two tokens are alike.
+# Values of a larger array repeat after so many: to draw a GB of them takes seconds. A prime, so
+# that no two tokens are alike.
 MOST_VALUES = 2_000_003
+
+
+def normal(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, scale: float = 1.0
+) -> np.ndarray:
+    """Normal values with deviation ``scale``."""
+    values = rng.standard_normal(min(math.prod(shape), MOST_VALUES), np.float32)
+    return np.resize((scale * values).astype(dtype), shape)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """append_decode in Triton: one launch for norm, rope, append, attention and its combination.
 
 A program is that of ``paged_decode``: one span of one row's keys for one kv head. Each turns the
-head's queries itself. The last span also turns the new key and takes it and the new
-value from its registers, so that nobody has to wait for them to reach memory. Of the programs that
-share a row and a head, the last to arrive combines what all of them found, always in the same
-order. Must not know: how spans and tiles are chosen (``launch``).
+head's queries itself. The last span also turns the new key and takes it and the new value from its
+registers, so that nobody has to wait for them to reach memory. Of the programs that share a row and
+a head, the last to arrive combines what all of them found, always in the same order.
+Must not know: how spans and tiles are chosen (``launch``).
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.registry import Cost, Inputs
-from pallas_kernels.shapes import MOST_VALUES
+from pallas_kernels.shapes import normal
 
 
 @dataclass(frozen=True)
@@ -49,18 +48,13 @@ def build(case: NormCase, seed: int) -> Inputs:
     """Random tokens and parts; of three norms' weights those of the others are NaN."""
     rng = np.random.default_rng(seed)
     dtype, row = jnp.dtype(case.dtype), 1
-
-    def normal(*shape: int, dtype: np.dtype = dtype) -> np.ndarray:
-        values = rng.standard_normal(min(math.prod(shape), MOST_VALUES), np.float32)
-        return np.resize(values.astype(dtype), shape)
-
     size = (case.tokens, case.width)
-    parts = normal(*size) if case.parts else None
+    parts = normal(rng, size, dtype) if case.parts else None
     if case.parts > 1:
-        parts = normal(case.parts, *size, dtype=np.dtype(np.float32))
+        parts = normal(rng, (case.parts, *size), np.dtype(np.float32))
     weights = np.full((3, case.width), np.nan, dtype)
     weights[row] = rng.uniform(0.5, 1.5, case.width)
-    return Inputs((normal(*size), parts, weights), {"row": row, "eps": 1e-6})
+    return Inputs((normal(rng, size, dtype), parts, weights), {"row": row, "eps": 1e-6})
 
 
 def cost(case: NormCase) -> Cost:

@@ -58,6 +58,10 @@ def sample(
     about 1e-6 each: in whether the token at the very edge of top_p's set belongs to it, and in
     which of two sums that close is the larger. A row's token does not depend on the other rows.
     ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
+
+    top_k: Fan et al., 2018 (arXiv:1805.04833); top_p: Holtzman et al., 2020 (arXiv:1904.09751);
+    min_p: Nguyen et al., 2024 (arXiv:2407.01082); the Gumbel maximum: Maddison et al., 2014
+    (arXiv:1411.0030).
     """
     if logits.ndim != 2 or logits.dtype != jnp.float32:
         raise ValueError(f"sample: logits are {logits.dtype}{logits.shape}, not float32[B, V]")

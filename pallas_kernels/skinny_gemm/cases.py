@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.registry import Cost, Inputs
-from pallas_kernels.shapes import MOST_VALUES
+from pallas_kernels.shapes import normal
 from pallas_kernels.skinny_gemm.sizes import Sizes
 
 
@@ -64,13 +63,8 @@ def build(case: GemmCase, seed: int) -> Inputs:
     """Random arrays; weights are such that products are about as large as tokens."""
     rng = np.random.default_rng(seed)
     dtype = jnp.dtype(case.dtype)
-
-    def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
-        values = rng.standard_normal(min(math.prod(shape), MOST_VALUES), np.float32)
-        return np.resize((scale * values).astype(dtype), shape)
-
-    x = normal(case.tokens, case.inner)
-    w = normal(case.inner, case.outer * (1 + case.swiglu), scale=case.inner**-0.5)
+    x = normal(rng, (case.tokens, case.inner), dtype)
+    w = normal(rng, (case.inner, case.outer * (1 + case.swiglu)), dtype, case.inner**-0.5)
     return Inputs((x, w), {"swiglu": case.swiglu, "split": case.split})
 
 

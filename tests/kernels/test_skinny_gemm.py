@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,9 +51,21 @@ def test_rule(sizes: Sizes, choice: Launch) -> None:
     assert launch.by_rule(sizes) == choice
 
 
-@pytest.mark.parametrize("case", LAUNCHED, ids=lambda case: case.name)
-def test_the_rule_fits_the_chip(case: GemmCase) -> None:
-    choice = launch.by_rule(case.sizes)
+def _tuned() -> list[tuple[GemmCase, Launch]]:
+    cases = {case.name: case for case in CASES}
+    files = (Path(launch.__file__).parent / "tuned").glob("*.json")
+    named = [pair for file in files for pair in json.loads(file.read_text()).items()]
+    return [(cases[name], Launch(**choice)) for name, choice in named]
+
+
+@pytest.mark.parametrize(
+    ("case", "choice"),
+    [
+        *(pytest.param(x, launch.by_rule(x.sizes), id=f"rule-{x.name}") for x in LAUNCHED),
+        *(pytest.param(x, choice, id=f"tuned-{x.name}") for x, choice in _tuned()),
+    ],
+)
+def test_choices_fit_the_chip(case: GemmCase, choice: Launch) -> None:
     assert choice.cuts_up(case.sizes)
     columns = choice.block_n * (1 + case.swiglu) + max(case.tokens, 8)
     assert choice.stages * choice.block_k * columns * 2 <= 224 << 10
