@@ -54,8 +54,8 @@ class Impl:
     """One implementation of an op.
 
     ``fn`` takes the op's arrays and static keywords. ``platforms`` are the jax platforms it runs on
-    (empty: all). ``supports`` takes what ``fn`` takes, looks at shapes, dtypes and static keywords
-    only, and returns None or the reason why ``fn`` cannot run them.
+    (empty: all). ``supports`` takes what ``fn`` takes, looks at shapes, dtypes and static keywords,
+    at the device and at what is installed, and returns None or the reason why ``fn`` cannot run.
     """
 
     name: str
@@ -148,8 +148,8 @@ def select(
 ) -> Impl:
     """The implementation for a call: the pinned one, else the first that can run.
 
-    Depends on the platform, shapes, dtypes and static keywords alone, so a trace always chooses
-    the same. Raises ``UnfitKernel``, with every reason, when none can run or the pinned one cannot.
+    Depends on shapes, dtypes, static keywords and the machine alone, never on values, so a trace
+    always chooses the same. Raises ``UnfitKernel``, with every reason, when none can run or the pinned one cannot.
     """
     return _select(op, platform, args, static, pinned)[0]
 
