@@ -126,8 +126,6 @@ class Executor:
             name, count = program.admissions(len(left))
             rows = slot_rows(
                 left[:count],
-                count,
-                sink_slot=program.limits.max_num_seqs,
                 vocab_size=program.model.config.vocab_size,
                 max_model_len=program.limits.max_model_len,
             )

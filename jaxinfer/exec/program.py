@@ -72,7 +72,7 @@ class Program:
     def _lower(self, name: str) -> jax.stages.Lowered:
         if name in (admits := self._admits()):
             limits = self.limits
-            rows = empty_rows(admits[name], limits.max_num_seqs, limits.max_model_len)
+            rows = empty_rows(admits[name], limits.max_model_len)
             return jax.jit(admit, donate_argnums=0).lower(self.slots(), rows)
         bucket, extras = self._steps()[name]
         layout = self.layout(bucket)

@@ -76,25 +76,18 @@ def init_slots(max_num_seqs: int, max_model_len: int) -> SlotState:
     )
 
 
-def empty_rows(count: int, sink_slot: int, max_model_len: int) -> SlotRows:
-    """Rows of the sink slot."""
+def empty_rows(count: int, max_model_len: int) -> SlotRows:
+    """``count`` rows of zeros."""
     floats = len(SlotFloats._fields) + MAX_LOGIT_BIAS
     ints = 1 + len(SlotInts._fields) + MAX_LOGIT_BIAS + MAX_STOP_IDS + max_model_len + 1
-    rows = SlotRows(np.zeros((count, floats), np.float32), np.zeros((count, ints), np.int32))
-    rows.ints[:, 0] = sink_slot
-    return rows
+    return SlotRows(np.zeros((count, floats), np.float32), np.zeros((count, ints), np.int32))
 
 
 def slot_rows(
-    admissions: Sequence[SlotAdmission],
-    count: int,
-    *,
-    sink_slot: int,
-    vocab_size: int,
-    max_model_len: int,
+    admissions: Sequence[SlotAdmission], *, vocab_size: int, max_model_len: int
 ) -> SlotRows:
-    """``count`` rows as host arrays: those of the admissions, then rows of the sink slot."""
-    rows = empty_rows(count, sink_slot, max_model_len)
+    """The rows of these admissions, as host arrays."""
+    rows = empty_rows(len(admissions), max_model_len)
     for index, admission in enumerate(admissions):
         _fill(rows.floats[index], rows.ints[index], admission, vocab_size, max_model_len)
     return rows
