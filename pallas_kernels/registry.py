@@ -149,7 +149,8 @@ def select(
     """The implementation for a call: the pinned one, else the first that can run.
 
     Depends on shapes, dtypes, static keywords and the machine alone, never on values, so a trace
-    always chooses the same. Raises ``UnfitKernel``, with every reason, when none can run or the pinned one cannot.
+    always chooses the same. Raises ``UnfitKernel``, with every reason, when none can run or the
+    pinned one cannot.
     """
     return _select(op, platform, args, static, pinned)[0]
 
