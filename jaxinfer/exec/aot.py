@@ -14,6 +14,7 @@ import pickle
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,8 @@ def _load_kernel_runtime() -> None:
     that holds some does not load in a process that has compiled none ("Failed to materialize").
     """
     if jax.default_backend() == "gpu":
-        importlib.import_module("jax.experimental.mosaic.gpu")
+        with suppress(ImportError):  # of a jax without it, which has compiled no such kernel either
+            importlib.import_module("jax.experimental.mosaic.gpu")
 
 
 class _Format(msgspec.Struct):

@@ -23,7 +23,7 @@ from pallas_kernels.registry import UnfitKernel, current_platform
 
 ADMIT = "admit"
 ADMITTED_AT_ONCE = 8
-EXTRAS_EVERY = 4  # buckets of a kind there is one with a step for extras
+EXTRAS_EVERY = 3  # buckets of a kind there is one with a step for extras
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Program:
         return {self.step_name(bucket, extras=extras): (bucket, extras) for bucket, extras in steps}
 
     def _with_extras(self) -> tuple[Bucket, ...]:
-        """Buckets that have a step with extras: where that is a step of its own, only every fourth
+        """Buckets that have a step with extras: where that is a step of its own, only every third
         of each kind, the largest among them. Such steps are rare, and seconds to compile.
         """
         buckets = self.limits.buckets

@@ -48,7 +48,7 @@ def test_a_gpu_has_plain_steps_and_fewer_with_extras_a_cpu_one_a_bucket() -> Non
     assert PROGRAM.names() == (ADMIT, *buckets)
     table = tuple(map(Bucket, (1, 2, 4, 8, 16))) + (Bucket(0, 32, 2), Bucket(16, 32, 2))
     gpu = Program(PROGRAM.model, msgspec.structs.replace(LIMITS, buckets=table), platform="gpu")
-    extras = {"d1_extras", "d16_extras", "p32x2_extras", "d16p32x2_extras"}
+    extras = {"d2_extras", "d16_extras", "p32x2_extras", "d16p32x2_extras"}
     admissions = {ADMIT, f"{ADMIT}8"}
     assert set(gpu.names()) == {*admissions, *(bucket.name for bucket in table), *extras}
     assert [gpu.admissions(count) for count in (1, 7)] == [(ADMIT, 1)] * 2
