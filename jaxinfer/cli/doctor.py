@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from jaxinfer.cli.units import format_bytes
-from jaxinfer.core.config import bound_gpu_allocator
 from jaxinfer.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -106,6 +105,8 @@ def _version(package: str) -> str | None:
 
 def _devices() -> Iterator[Finding]:
     """The devices and, where there is one, the kernels: both need a working JAX."""
+    from jaxinfer.core.config import bound_gpu_allocator
+
     bound_gpu_allocator(1.0)  # so that a look at a device does not take its memory
     try:
         import jax

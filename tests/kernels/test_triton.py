@@ -37,7 +37,7 @@ HAS_CUDA_PLUGIN = find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin
 compiled = cache(compile_call)
 
 
-def _sweep(*tags: str) -> list[Any]:
+def _sweep(*tags: str, marks: Any = ()) -> list[Any]:
     """Every case with one of the tags, of every op with a Triton kernel."""
     cases = []
     for op in all_ops():
@@ -45,7 +45,8 @@ def _sweep(*tags: str) -> list[Any]:
         if impl is not None:
             named = [case for case in op.cases if set(tags) & set(case.tags)]
             cases += [
-                pytest.param(op, impl, case, id=f"{op.name}/triton/{case.name}") for case in named
+                pytest.param(op, impl, case, id=f"{op.name}/triton/{case.name}", marks=marks)
+                for case in named
             ]
     return cases
 
@@ -71,13 +72,19 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, str | None]:
         and item.function is test_the_interpreter_agrees_with_the_definition
     ]
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    done = subprocess.run(
-        [sys.executable, "-m", "kit.triton_sweep", *wanted],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    return json.loads(done.stdout)
+    shares = min(os.cpu_count() or 1, len(wanted))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "kit.triton_sweep", *wanted[share::shares]],
+            env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+        )
+        for share in range(shares)
+    ]
+    found: dict[str, str | None] = {}
+    for process in processes:
+        found |= json.loads(process.communicate()[0])
+    return found
 
 
 @pytest.mark.parametrize(("op", "impl", "case"), _sweep("ci"))
@@ -88,7 +95,9 @@ def test_the_interpreter_agrees_with_the_definition(
     assert problem is None, problem
 
 
-@pytest.mark.parametrize(("op", "impl", "case"), _sweep("ci", "gpu"))
+@pytest.mark.parametrize(
+    ("op", "impl", "case"), _sweep("ci") + _sweep("gpu", marks=pytest.mark.nightly)
+)
 def test_compiles_for_hopper_without_spills(
     op: KernelOp, impl: Impl, case: Case, record_property: pytest.RecordProperty
 ) -> None:
