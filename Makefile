@@ -29,7 +29,10 @@ demo: $(STAMP) ## Download a small model and let it answer a question
 	$(BIN)/jaxinfer generate --stats --temperature 0 "What is the capital of France?"
 
 test: $(STAMP) ## Run the test suite on the CPU, without the nightly batteries
-	$(BIN)/pytest -q
+	@# the kernels' interpreters and compilers take half of the time: a process of their own, beside
+	@log=$$(mktemp); $(BIN)/pytest -q tests/kernels >$$log 2>&1 & kernels=$$!; \
+	$(BIN)/pytest -q --ignore=tests/kernels; rest=$$?; \
+	wait $$kernels; status=$$?; cat $$log; rm -f $$log; exit $$((rest | status))
 
 nightly: $(STAMP) ## Run the long batteries
 	$(BIN)/pytest -q -m nightly --hypothesis-profile nightly
