@@ -71,9 +71,9 @@ def _search(
     needed,  # int64
     low,  # a key with enough at and above it
     high,  # a key with too little
+    slots,
     WEIGHTED: tl.constexpr,  # False: tokens are counted
     STEP: tl.constexpr,
-    SLOTS: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
     """The largest key with sum(weights[scaled >= key]) >= needed."""
@@ -81,7 +81,7 @@ def _search(
         pivots = pivots_in(low, high, PIVOTS)
         values = value_of(pivots)[:, None]
         found = tl.zeros((PIVOTS, STEP), tl.int64)
-        for start in range(0, longest, SLOTS):
+        for start in range(0, longest, slots):
             scaled = _scaled(source, offset + start, start < left, temperature)
             weights = tl.full((1, STEP), 1, tl.int64)
             if WEIGHTED:
@@ -100,12 +100,12 @@ def _kept_mass(
     temperature,
     top,
     threshold,
+    slots,
     STEP: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):
     """Sum of the weights of what is not below the threshold."""
     found = tl.zeros((1, STEP), tl.int64)
-    for start in range(0, longest, SLOTS):
+    for start in range(0, longest, slots):
         scaled = _scaled(source, offset + start, start < left, temperature)
         found += tl.where(scaled >= threshold, _weights(scaled - top), 0)
     return tl.sum(tl.ravel(found), 0)
@@ -234,8 +234,9 @@ def _collect(
     bounds,  # float32[B, BOUNDS]
     masses,  # float32[B, NUM_TILES, LEVELS]
     brackets,  # float32[B, BRACKET]
-    listed,  # float32[B, PROGRAMS, ROOM]: logits between the row's two levels
+    listed,  # float32[B, PROGRAMS, room]: logits between the row's two levels
     counts,  # int32[B, PROGRAMS]: of those, also of what finds no room
+    room,
     VOCAB: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     NUM_TILES: tl.constexpr,
@@ -243,7 +244,6 @@ def _collect(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     LEVELS: tl.constexpr,
-    ROOM: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
     if tl.load(chosen + row) >= 0:
@@ -287,8 +287,8 @@ def _collect(
             scaled = scale(values, heat)
             between = (hit & (scaled >= low) & (scaled < high)).to(tl.int32)
             place = filled + tl.cumsum(between, 0) - 1
-            fits = (between > 0) & (place < ROOM)
-            tl.store(listed + segment * ROOM + place, values, mask=fits)
+            fits = (between > 0) & (place < room)
+            tl.store(listed + segment * room + place, values, mask=fits)
             filled += tl.sum(between, 0)
     tl.store(counts + segment, filled)
 
@@ -303,13 +303,13 @@ def _find_threshold(
     chosen,  # int32[B]
     bounds,  # float32[B, BOUNDS]
     brackets,  # float32[B, BRACKET]
-    listed,  # float32[B, SEGMENTS, ROOM]
-    counts,  # int32[B, SEGMENTS]
+    listed,  # float32[B, segments, room]
+    counts,  # int32[B, segments]
     thresholds,  # float32[B]: no scaled logit below it can be drawn
+    segments,
+    room,
+    slots,  # of each piece, read at once; a power of two
     VOCAB: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    SEGMENTS_TILE: tl.constexpr,
-    ROOM: tl.constexpr,
     STEP: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
@@ -324,17 +324,16 @@ def _find_threshold(
     low = key_of(tl.load(brackets))
     high = tl.minimum(key_of(tl.load(brackets + 1)), key_of(top) + 1)
 
-    SLOTS: tl.constexpr = STEP // SEGMENTS_TILE  # of each piece, read at once
-    piece = tl.arange(0, STEP)[None, :] // SLOTS
-    slot = tl.arange(0, STEP)[None, :] % SLOTS
-    length = tl.load(counts + row * SEGMENTS + piece, mask=piece < SEGMENTS, other=0)
+    piece = tl.arange(0, STEP)[None, :] // slots
+    slot = tl.arange(0, STEP)[None, :] % slots
+    length = tl.load(counts + row * segments + piece, mask=piece < segments, other=0)
     longest = tl.max(tl.ravel(length), 0)
-    source = listed + row * (SEGMENTS * ROOM)
-    stride = ROOM
+    source = listed + row * (segments * room)
+    stride = room
     above = tl.load(brackets + 2)
-    if longest > ROOM:  # then the whole row is searched in place of the list
+    if longest > room:  # then the whole row is searched in place of the list
         source = logits + row * VOCAB
-        stride = (VOCAB + SEGMENTS_TILE - 1) // SEGMENTS_TILE
+        stride = tl.cdiv(VOCAB, STEP // slots)
         longest = stride
         length = tl.minimum(VOCAB - piece * stride, stride)
         above = 0.0
@@ -344,19 +343,19 @@ def _find_threshold(
     threshold = top + tl.log(share)  # -inf with a min_p of 0
     if cuts_k:
         low = _search(
-            source, offset, left, longest, heat, top, k.to(tl.int64), low, high, False,
-            STEP, SLOTS, PIVOTS,
+            source, offset, left, longest, heat, top, k.to(tl.int64), low, high, slots,
+            False, STEP, PIVOTS,
         )  # fmt: skip
         threshold = tl.maximum(value_of(low), threshold)
     if p < 1:
         needed = ((tl.load(brackets + 3) - above) * WEIGHT_ONE).to(tl.int64)
         if cuts_k | (share > 0):
-            kept = _kept_mass(source, offset, left, longest, heat, top, threshold, STEP, SLOTS)
+            kept = _kept_mass(source, offset, left, longest, heat, top, threshold, slots, STEP)
             needed = (kept.to(tl.float64) * p).to(tl.int64)
             low = key_of(threshold)
         low = _search(
-            source, offset, left, longest, heat, top, needed, low, high, True,
-            STEP, SLOTS, PIVOTS,
+            source, offset, left, longest, heat, top, needed, low, high, slots,
+            True, STEP, PIVOTS,
         )  # fmt: skip
         threshold = value_of(low)
     tl.store(thresholds + row, tl.maximum(threshold, top - NOISE_REACH))
@@ -476,20 +475,20 @@ def _draw(
 @triton.jit
 def _take(
     chosen,  # int32[B]
-    sums,  # float32[B, SEGMENTS]
-    drawn,  # int32[B, SEGMENTS]
+    sums,  # float32[B, segments]
+    drawn,  # int32[B, segments]
     token_ids,  # int32[B]
+    segments,  # no more than tiles
     VOCAB: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    SEGMENTS_TILE: tl.constexpr,
+    TILES_TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(chosen + row)
     if token < 0:
-        place = tl.arange(0, SEGMENTS_TILE)
-        there = place < SEGMENTS
-        noisy = tl.load(sums + row * SEGMENTS + place, mask=there, other=float("-inf"))
-        drawn_id = tl.load(drawn + row * SEGMENTS + place, mask=there, other=0)
+        place = tl.arange(0, TILES_TILE)
+        there = place < segments
+        noisy = tl.load(sums + row * segments + place, mask=there, other=float("-inf"))
+        drawn_id = tl.load(drawn + row * segments + place, mask=there, other=0)
         token = tl.min(tl.where((noisy == tl.max(noisy, 0)) & there, drawn_id, VOCAB - 1), 0)
     tl.store(token_ids + row, token)
 
@@ -528,9 +527,9 @@ def sample(
         "FEW_TILE": launch.FEW_TILE,
         "FEW_PIVOTS": launch.FEW_PIVOTS,
         "WIDE": launch.WIDE,
-        "SEGMENTS": segments,
-        "SEGMENTS_TILE": power_of_two(segments),
-        "ROOM": room,
+        "segments": segments,
+        "room": room,
+        "slots": launch.SEARCH_STEP // power_of_two(segments),
     }
 
     def call(kernel: Any, args: tuple[jax.Array, ...], out: Any, **own: Any) -> Any:

@@ -135,13 +135,13 @@ class KernelCall:
     """What decides a kernel's machine code."""
 
     kernel: Any
-    pointers: tuple[tuple[str, str], ...]  # parameter, Triton type
+    types: tuple[tuple[str, str], ...]  # of each parameter that is no constant, as Triton says it
     constants: tuple[tuple[str, Any], ...]
     options: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
         sizes = ",".join(f"{k}={v}" for k, v in (*self.constants, *self.options))
-        types = ",".join(dict.fromkeys(kind.removeprefix("*") for _, kind in self.pointers))
+        types = ",".join(dict.fromkeys(kind.removeprefix("*") for _, kind in self.types))
         return f"{self.kernel.__name__}({types};{sizes})"
 
 
@@ -155,18 +155,26 @@ class Recorder:
         self, *args: Any, kernel: Any, out_type: Any, grid: tuple[int, ...], **params: Any
     ) -> Any:
         arrays = (*args, *jax.tree.leaves(out_type))
-        names = [p.name for p in kernel.params if not p.is_constexpr]
-        types = [f"*{TRITON_NAMES[str(x.dtype)]}" for x in arrays]
+        parameters = {p.name: p.is_constexpr for p in kernel.params}
         given = {name: x for name, x in params.items() if name not in LAUNCH_OPTIONS}
-        wanted = {p.name for p in kernel.params if p.is_constexpr}
-        assert set(given) == wanted, f"{kernel.__name__}: {set(given) ^ wanted}"
+        pointers = [name for name in parameters if name not in given]
+        assert len(pointers) == len(arrays), (
+            f"{kernel.__name__}: {pointers} and no more are missing"
+        )
+        assert not given.keys() - parameters, f"{kernel.__name__}: {given.keys() - parameters}"
+        types = {
+            name: f"*{TRITON_NAMES[str(x.dtype)]}" for name, x in zip(pointers, arrays, strict=True)
+        }
+        # an integer, unless it is 1: to jax-triton that is a constant
+        integers = [name for name, x in given.items() if not parameters[name] and x != 1]
+        constants = {name: x for name, x in given.items() if name not in integers}
         assert math.prod(grid) > 0, f"{kernel.__name__}: grid {grid}"
         assert all(size < 1 << 16 for size in grid[1:]), f"{kernel.__name__}: grid {grid}"
         options = {name: params[name] for name in LAUNCH_OPTIONS}
         call = KernelCall(
             kernel,
-            tuple(zip(names, types, strict=True)),
-            tuple(sorted(given.items())),
+            tuple((types | dict.fromkeys(integers, "i32")).items()),
+            tuple(sorted(constants.items())),
             tuple(options.items()),
         )
         self.calls[call] = None
@@ -183,15 +191,20 @@ class MachineCode:
 
 
 def compile_call(call: KernelCall) -> MachineCode:
-    """Compile for sm_90 as jax-triton would: all arrays aligned to 16 bytes, sizes constant."""
+    """Compile for sm_90 as jax-triton would: all arrays aligned to 16 bytes, nothing known
+    of integers."""
     constants = dict(call.constants)
-    types = dict(call.pointers) | dict.fromkeys(constants, "constexpr")
+    types = dict(call.types) | dict.fromkeys(constants, "constexpr")
     order = [parameter.name for parameter in call.kernel.params]
     source = ASTSource(
         call.kernel,
         {name: types[name] for name in order},
         {(order.index(name),): value for name, value in constants.items()},
-        {(order.index(name),): [["tt.divisibility", 16]] for name, _ in call.pointers},
+        {
+            (order.index(name),): [["tt.divisibility", 16]]
+            for name, kind in call.types
+            if kind.startswith("*")
+        },
     )
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
