@@ -1,0 +1,1 @@
+"""The product of tokens with gates and ups, and their SwiGLU, in one pass."""

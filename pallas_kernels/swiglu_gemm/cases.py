@@ -1,0 +1,54 @@
+"""Named calls of swiglu_gemm on the matrices of real models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.registry import Cost, Inputs
+from pallas_kernels.shapes import normal
+
+
+@dataclass(frozen=True)
+class SwigluCase:
+    """A product [T, I] @ [I, 2 * O]."""
+
+    name: str
+    tokens: int
+    inner: int
+    outer: int
+    dtype: str = "bfloat16"
+    tags: tuple[str, ...] = ("ci",)
+
+
+def _qwen3_4b(tokens: int) -> SwigluCase:
+    """Of a prefill step on a GPU."""
+    return SwigluCase(f"qwen3_4b_t{tokens}", tokens, 2560, 9728, tags=("bench", "gpu"))
+
+
+CASES = (
+    SwigluCase("smollm2_t5_f32", 5, 576, 1536, "float32"),
+    SwigluCase("smollm2_t130", 130, 576, 1536),
+    SwigluCase("uneven_t200_f16", 200, 200, 72, "float16"),
+    *(_qwen3_4b(tokens) for tokens in (512, 1024, 2048, 4096, 8192)),
+)
+
+
+def build(case: SwigluCase, seed: int) -> Inputs:
+    """Random arrays; weights are such that products are about as large as tokens."""
+    rng = np.random.default_rng(seed)
+    dtype = jnp.dtype(case.dtype)
+    x = normal(rng, (case.tokens, case.inner), dtype)
+    w = normal(rng, (case.inner, case.outer * 2), dtype, case.inner**-0.5)
+    return Inputs((x, w), {})
+
+
+def cost(case: SwigluCase) -> Cost:
+    """Weights and tokens read once, the result written once."""
+    values = case.inner * (2 * case.outer + case.tokens) + case.tokens * case.outer
+    return Cost(
+        bytes=values * jnp.dtype(case.dtype).itemsize,
+        flops=4 * case.tokens * case.inner * case.outer,
+    )

@@ -1,0 +1,116 @@
+"""Which calls the Mosaic kernel of swiglu_gemm takes, and how it cuts them up.
+
+Owns: ``supports``, ``Launch``, ``choose`` (a tuned choice, else a rule). Must not know: the kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels import tuned
+from pallas_kernels.checks import not_hopper
+from pallas_kernels.swiglu_gemm.cases import CASES, SwigluCase
+
+DTYPES = ("bfloat16", "float16")
+ITEM_BYTES = 2
+FEWEST_TOKENS = 512  # below, most multiprocessors would wait for the last tiles
+LANES = 64  # values that lie side by side in shared memory, hence in every block
+TOKENS = 8  # that TMA copies at a time
+ROWS = 64  # of tokens that the matrix units take at once
+WIDEST = 256  # columns of weights that they take at once
+WORKERS = 2  # warpgroups that multiply: each half of a tile's tokens
+MOST_SUMS = 128 * 256  # float32 of a tile: half the registers there are
+SHARED_BYTES = 225 << 10  # of a multiprocessor, less what barriers take
+MULTIPROCESSORS = 132  # of an H100 or H200
+
+
+class Sizes(NamedTuple):
+    """What a choice may depend on: [T, I] @ [I, 2 * O]."""
+
+    tokens: int
+    inner: int
+    outer: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a call is cut up.
+
+    A program makes tiles of ``block_t`` tokens and ``block_n`` columns, from as many gates and as
+    many ups, in steps of ``block_k`` inner components, of which ``stages`` are on their way at
+    once. ``cluster`` programs, 1 or 2, take neighbouring tokens and load the weights together.
+    Tiles that are made at the same time lie side by side: ``group`` of them along the tokens. The
+    first worker is ``lead`` steps ahead, so that it makes its results while the second multiplies.
+    """
+
+    block_t: int
+    block_n: int
+    block_k: int
+    stages: int
+    cluster: int
+    group: int
+    lead: int = 0
+
+    @property
+    def shared_bytes(self) -> int:
+        """What a program holds of tokens, weights and results."""
+        step = (self.block_t + 2 * self.block_n) * self.block_k
+        return (self.stages * step + self.block_t * self.block_n) * ITEM_BYTES
+
+    def cuts_up(self, sizes: Sizes) -> bool:
+        """Whether the kernel can run such a call so."""
+        whole = sizes.inner % self.block_k == 0 and sizes.outer % self.block_n == 0
+        blocks = self.block_n % LANES == 0 and self.block_k % LANES == 0
+        rows = self.block_t % (ROWS * WORKERS) == 0
+        sums = self.block_t * 2 * self.block_n <= MOST_SUMS and 2 * self.block_n <= WIDEST
+        room = self.shared_bytes <= SHARED_BYTES and self.stages >= 2
+        # The first worker must not be a whole tile ahead: the second would miss its signal.
+        lead = not self.lead or self.lead < self.stages <= sizes.inner // self.block_k
+        return whole and blocks and rows and sums and room and lead and self.cluster in (1, 2)
+
+
+def sizes_of(
+    x: jax.Array,  # [T, I]
+    w: jax.Array,  # [I, 2 * O]: gate, up
+) -> Sizes:
+    """Of a call."""
+    tokens, inner = x.shape
+    return Sizes(tokens, inner, w.shape[1] // 2)
+
+
+def supports(
+    x: jax.Array,  # [T, I]
+    w: jax.Array,  # [I, 2 * O]: gate, up
+) -> str | None:
+    """Why the Mosaic kernel cannot run the call, or None."""
+    sizes = sizes_of(x, w)
+    if str(x.dtype) not in DTYPES or w.dtype != x.dtype:
+        return f"tokens are {x.dtype} and weights {w.dtype}, not both of 16 bits and alike"
+    if sizes.tokens < FEWEST_TOKENS:
+        return f"{sizes.tokens} tokens are below {FEWEST_TOKENS}"
+    if sizes.tokens % TOKENS:
+        return f"{sizes.tokens} tokens are not a multiple of {TOKENS}"
+    if sizes.inner % LANES or sizes.outer % LANES:
+        return f"{sizes.inner} or {sizes.outer} components are not a multiple of {LANES}"
+    return not_hopper()
+
+
+def by_rule(sizes: Sizes) -> Launch:
+    """The largest tile there are registers for, as it reads the least per operation."""
+    if sizes.outer % 128 == 0:
+        return Launch(128, 128, 64, 4, 2, 8)
+    return Launch(256, 64, 64, 4, 1, 8)
+
+
+def shapes_of(case: SwigluCase) -> Sizes:
+    """What ``choose`` knows of a case's call."""
+    return Sizes(case.tokens, case.inner, case.outer)
+
+
+def choose(sizes: Sizes) -> Launch:
+    """The tuned choice for a call of these sizes on this device, else that of the rule."""
+    choice = tuned.lookup("swiglu_gemm", CASES, shapes_of, sizes)
+    return Launch(**choice) if choice else by_rule(sizes)
