@@ -11,15 +11,18 @@ from pallas_kernels.skinny_gemm import launch as few
 from pallas_kernels.swiglu_gemm import cases, launch, ref, xla
 
 _many = imported_when_called("pallas_kernels.swiglu_gemm.mosaic", "swiglu_gemm")
-_few = imported_when_called("pallas_kernels.skinny_gemm.mosaic", "skinny_gemm")
-_STATIC = {"swiglu": True, "split": False}  # of skinny_gemm
+_few = partial(
+    imported_when_called("pallas_kernels.skinny_gemm.mosaic", "skinny_gemm"),
+    swiglu=True,
+    split=False,
+)
 
 OP = KernelOp(
     name="swiglu_gemm",
     ref=ref.swiglu_gemm,
     impls=(
         Impl("mosaic", _many, platforms=("gpu",), supports=launch.supports),
-        Impl("skinny_gemm", partial(_few, **_STATIC), ("gpu",), partial(few.supports, **_STATIC)),
+        Impl("skinny_gemm", _few, ("gpu",), partial(few.supports, swiglu=True, split=False)),
         Impl("xla", xla.swiglu_gemm),
     ),
     cases=cases.CASES,
