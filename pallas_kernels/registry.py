@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import jax
 
 from pallas_kernels.checks import NOT_INSTALLED
+from pallas_kernels.lowered import call_lowered
 
 OP_NAMES = (
     "append_decode",
@@ -27,6 +28,10 @@ OP_NAMES = (
     "sample",
     "skinny_gemm",
 )
+
+# Implementations of this name are Python's to lower, which takes long. (XLA has little to lower,
+# and jax-triton remembers what it compiled.)
+LOWERED_ONCE = "mosaic"
 
 
 class UnfitKernel(ValueError):
@@ -188,6 +193,8 @@ def dispatch(
     _log_once(logging.INFO, f"{op.name}({shapes}) is {impl.name}{passed_over}")
     if NOT_INSTALLED in refused.values():
         _log_once(logging.WARNING, f"slower kernels are used: {NOT_INSTALLED}")
+    if impl.name == LOWERED_ONCE:
+        return call_lowered(op.name, impl.fn, args, static)
     return impl.fn(*args, **static)
 
 
