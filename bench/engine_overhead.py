@@ -31,6 +31,7 @@ from jaxinfer.exec import executor as executor_module
 from jaxinfer.exec.batch import extras_of, pack
 from jaxinfer.exec.compile import Executables, build_executables
 from jaxinfer.exec.executor import Executor, InFlight
+from jaxinfer.exec.forward import flat_kv_state, flat_params
 from jaxinfer.exec.program import Program
 from jaxinfer.exec.slots import init_slots
 from jaxinfer.models.base import Params
@@ -43,9 +44,12 @@ class BareSteps:
     """A compiled decode bucket in a loop, with a page pool and slots of its own."""
 
     def __init__(self, program: Program, executables: Executables, params: Params) -> None:
-        self._program, self._executables, self._params = program, executables, params
+        self._program, self._executables = program, executables
+        self._weights = flat_params(program.model, params)
         limits = program.limits
-        self._kv_state = init_kv_state(program.model.kv_spec, limits.num_pages, limits.page_size)
+        self._pages = flat_kv_state(
+            init_kv_state(program.model.kv_spec, limits.num_pages, limits.page_size)
+        )
         self._slots = init_slots(limits.max_num_seqs, limits.max_model_len)
 
     def ms_per_step(self, batch: int, contexts: range) -> float:
@@ -55,13 +59,13 @@ class BareSteps:
         layout = self._program.layout(bucket)
         step = self._executables.by_name[self._program.step_name(bucket, extras=False)]
         batches = [pack(decode_plan(limits, batch, n), layout, extras_of(())) for n in contexts]
-        kv_state, slots = self._kv_state, self._slots
+        pages, slots = self._pages, self._slots
         started = time.perf_counter()
         for flat in batches:
-            kv_state, slots, output = step(self._params, kv_state, slots, flat)
+            pages, slots, output = step(self._weights, pages, slots, flat)
             np.asarray(output.token_ids)
         seconds = time.perf_counter() - started
-        self._kv_state, self._slots = kv_state, slots
+        self._pages, self._slots = pages, slots
         return 1e3 * seconds / len(batches)
 
 

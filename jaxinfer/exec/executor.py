@@ -20,12 +20,12 @@ from jaxinfer.core.request import Request
 from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, StepResult, TokenLogprobs
 from jaxinfer.exec.batch import extras_of, pack
 from jaxinfer.exec.compile import Executables
-from jaxinfer.exec.forward import StepOutput
+from jaxinfer.exec.forward import StepOutput, flat_kv_state, flat_params
 from jaxinfer.exec.program import Program
 from jaxinfer.exec.sampling import Logprobs
 from jaxinfer.exec.slots import SlotRows, SlotState, init_slots, slot_rows
 from jaxinfer.models.base import Params
-from jaxinfer.nn.kv import KVState, init_kv_state
+from jaxinfer.nn.kv import init_kv_state
 
 WARM_UP_RUNS = 3  # of a step on a GPU: a load, a recording, a run like all that follow
 
@@ -45,10 +45,10 @@ class Executor:
     def __init__(self, program: Program, executables: Executables, params: Params) -> None:
         self._program = program
         self._executables = executables
-        self._params = params
+        self._weights = flat_params(program.model, params)
         limits = program.limits
-        self._kv_state: KVState = init_kv_state(
-            program.model.kv_spec, limits.num_pages, limits.page_size
+        self._pages = flat_kv_state(
+            init_kv_state(program.model.kv_spec, limits.num_pages, limits.page_size)
         )
         self._slots: SlotState = init_slots(limits.max_num_seqs, limits.max_model_len)
         # the host's mirror of which request a slot's parameters belong to
@@ -89,9 +89,7 @@ class Executor:
         with _device_errors(plan):
             for name, rows in admissions:
                 self._slots = self._executables.by_name[name](self._slots, rows)
-            self._kv_state, self._slots, output = step(
-                self._params, self._kv_state, self._slots, batch
-            )
+            self._pages, self._slots, output = step(self._weights, self._pages, self._slots, batch)
             if self._copies_to_host:
                 output.token_ids.copy_to_host_async()
         return InFlight(plan, requests, output)

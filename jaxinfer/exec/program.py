@@ -14,7 +14,7 @@ from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.batch import BatchLayout
-from jaxinfer.exec.forward import StepFunction
+from jaxinfer.exec.forward import StepFunction, flat_kv_state, flat_params
 from jaxinfer.exec.slots import SlotState, admit, empty_rows, init_slots
 from jaxinfer.models.base import Model, Params, abstract_params
 from jaxinfer.nn.kv import KVState, abstract_kv_state
@@ -77,8 +77,9 @@ class Program:
         bucket, extras = self._steps()[name]
         layout = self.layout(bucket)
         step = StepFunction(self.model, layout, self.limits.page_size, extras, self.pins)
-        arguments = (self.params(), self.kv_state(), self.slots(), layout.abstract())
-        return jax.jit(step, donate_argnums=(1, 2)).lower(*arguments)
+        weights, pages = flat_params(self.model, self.params()), flat_kv_state(self.kv_state())
+        arguments = (weights, pages, self.slots(), layout.abstract())
+        return jax.jit(step.flat_step, donate_argnums=(1, 2)).lower(*arguments)
 
     @property
     def has_plain_steps(self) -> bool:
