@@ -5,7 +5,10 @@ Owns: ``supports``, ``Launch``, ``choose`` (a tuned choice, else a rule). Must n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 import jax
@@ -25,6 +28,8 @@ WORKERS = 2  # warpgroups that multiply: each half of a tile's tokens
 MOST_SUMS = 128 * 256  # float32 of a tile: half the registers there are
 SHARED_BYTES = 225 << 10  # of a multiprocessor, less what barriers take
 MULTIPROCESSORS = 132  # of an H100 or H200
+LEAD = 0  # steps
+SMALL_COST, LONE_COST = 1.06, 1.05  # see ``_cost``; estimates, not timed yet
 
 
 class Sizes(NamedTuple):
@@ -99,10 +104,38 @@ def supports(
 
 
 def by_rule(sizes: Sizes) -> Launch:
-    """The largest tile there are registers for, as it reads the least per operation."""
-    if sizes.outer % 128 == 0:
-        return Launch(128, 128, 64, 4, 2, 8)
-    return Launch(256, 64, 64, 4, 1, 8)
+    """Of large and small tiles, alone and in pairs, those that are done first.
+
+    All programs begin their last turn together, so that what counts is the number of turns.
+    """
+    fit = (launch for launch in _candidates(sizes) if launch.cuts_up(sizes))
+    return min(fit, key=lambda launch: _turns(launch, sizes) * launch.block_n * _cost(launch))
+
+
+def _candidates(sizes: Sizes) -> Iterator[Launch]:
+    for (block_n, stages), cluster in product(((128, 4), (64, 6)), (2, 1)):
+        launch = Launch(128, block_n, LANES, stages, cluster, 1)
+        lead = LEAD if sizes.inner // LANES >= stages else 0
+        yield replace(launch, group=_group(launch), lead=lead)
+
+
+def _cost(launch: Launch) -> float:
+    """Of a column of a tile: small tiles and lone programs load more for the same products."""
+    small = SMALL_COST if launch.block_n < 128 else 1.0
+    return small * (LONE_COST if launch.cluster == 1 else 1.0)
+
+
+def _turns(launch: Launch, sizes: Sizes) -> int:
+    along = -(-sizes.tokens // (launch.block_t * launch.cluster))
+    tiles = along * (sizes.outer // launch.block_n)
+    return -(-tiles // (MULTIPROCESSORS // launch.cluster))
+
+
+def _group(launch: Launch) -> int:
+    """So many that all tiles of a turn read about as many tokens as columns of weights."""
+    tiles = MULTIPROCESSORS // launch.cluster
+    square = tiles * 2 * launch.block_n / (launch.block_t * launch.cluster)
+    return 2 ** round(math.log2(square) / 2)
 
 
 def shapes_of(case: SwigluCase) -> Sizes:

@@ -116,13 +116,26 @@ def test_refusals(case: SwigluCase, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("tokens", "choice"),
+    [
+        pytest.param(8192, Launch(128, 128, 64, 4, 2, 8), id="large_tiles_in_pairs"),
+        pytest.param(2080, Launch(128, 128, 64, 4, 1, 16), id="no_pair_overhangs"),
+        pytest.param(512, Launch(128, 64, 64, 6, 2, 8), id="small_tiles_leave_less_idle"),
+    ],
+)
+def test_rule(tokens: int, choice: Launch) -> None:
+    assert launch.by_rule(QWEN3_4B._replace(tokens=tokens)) == choice
+
+
+@pytest.mark.parametrize(
     "sizes",
     [
         *(pytest.param(launch.shapes_of(case), id=case.name) for case in BENCHED),
         pytest.param(QWEN3_4B._replace(outer=3 * 64), id="odd_columns"),
+        pytest.param(QWEN3_4B._replace(inner=64), id="one_step"),
     ],
 )
-def test_the_rule_fits_the_chip(sizes: Sizes) -> None:
+def test_the_rule_cuts_up(sizes: Sizes) -> None:
     assert launch.by_rule(sizes).cuts_up(sizes)
 
 
@@ -153,4 +166,5 @@ def test_a_tuned_choice_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = {"block_t": 128, "block_n": 64, "block_k": 64, "stages": 6, "cluster": 2, "group": 4}
     monkeypatch.setattr(launch.tuned, "read_choices", lambda file: {"qwen3_4b_t8192": choice})
     assert launch.choose(QWEN3_4B) == Launch(**choice)
-    assert launch.choose(QWEN3_4B._replace(tokens=16)) == launch.by_rule(QWEN3_4B)
+    other = QWEN3_4B._replace(tokens=8448)
+    assert launch.choose(other) == launch.by_rule(other)
