@@ -5,7 +5,6 @@ Set in the environment before JAX is imported, so that commands started by a tes
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -35,9 +34,3 @@ def no_late_compiles() -> Iterator[None]:
         patch.setattr(engine, "LateCompiles", Recorded)
         yield
     assert sum(watch.count for watch in watches) == 0
-
-
-@pytest.fixture(scope="session")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder of compiled tiny steps for all tests with an engine."""
-    return tmp_path_factory.mktemp("bundles")

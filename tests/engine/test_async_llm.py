@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +22,9 @@ LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 type Scenario = Callable[[AsyncLLM], Coroutine[Any, Any, None]]
 
 
-def with_llm(bundles: Path, scenario: Scenario) -> None:
+def with_llm(scenario: Scenario) -> None:
     async def main() -> None:
-        llm = AsyncLLM(tiny_engine(bundles))
+        llm = AsyncLLM(tiny_engine())
         try:
             await asyncio.wait_for(scenario(llm), 60)
         finally:
@@ -42,18 +41,18 @@ async def answer(llm: AsyncLLM, prompt: list[int], params: SamplingParams = GREE
     return last.outputs[0].token_ids
 
 
-def test_concurrent_answers_equal_the_offline_ones(bundles: Path) -> None:
-    expected = [one[0] for one in tokens(run(tiny_engine(bundles), PROMPTS, GREEDY))]
+def test_concurrent_answers_equal_the_offline_ones() -> None:
+    expected = [one[0] for one in tokens(run(tiny_engine(), PROMPTS, GREEDY))]
 
     async def scenario(llm: AsyncLLM) -> None:
         answers = await asyncio.gather(*(answer(llm, prompt) for prompt in PROMPTS))
         assert answers == expected
         assert llm.stats().num_late_compiles == 0
 
-    with_llm(bundles, scenario)
+    with_llm(scenario)
 
 
-def test_deltas_add_up(bundles: Path) -> None:
+def test_deltas_add_up() -> None:
     async def scenario(llm: AsyncLLM) -> None:
         from jaxinfer.engine.prompts import parse_prompts
 
@@ -65,10 +64,10 @@ def test_deltas_add_up(bundles: Path) -> None:
         outputs = [output async for output in llm.generate("hi", params)]
         assert [completion.text for completion in outputs[-1].outputs] == [parts[0], parts[1]]
 
-    with_llm(bundles, scenario)
+    with_llm(scenario)
 
 
-def test_leaving_early_aborts(bundles: Path) -> None:
+def test_leaving_early_aborts() -> None:
     async def scenario(llm: AsyncLLM) -> None:
         stream = llm.generate([1, 2, 3], LONG)
         await anext(stream)
@@ -87,14 +86,14 @@ def test_leaving_early_aborts(bundles: Path) -> None:
         assert loop.state.num_free_pages == llm.engine.limits.num_usable_pages
         assert len(expected) == 10
 
-    with_llm(bundles, scenario)
+    with_llm(scenario)
 
 
 def raising(*_: object) -> None:
     raise ValueError("surprise")
 
 
-def test_a_label_may_be_used_again_at_once(bundles: Path) -> None:
+def test_a_label_may_be_used_again_at_once() -> None:
     async def scenario(llm: AsyncLLM) -> None:
         expected = await answer(llm, PROMPTS[0])
         first = llm.generate(PROMPTS[1], LONG, request_id="x")
@@ -106,14 +105,12 @@ def test_a_label_may_be_used_again_at_once(bundles: Path) -> None:
         assert last is not None and last.request_id == "x"
         assert last.outputs[0].token_ids == expected
 
-    with_llm(bundles, scenario)
+    with_llm(scenario)
 
 
-def test_a_loop_that_closes_without_shutdown_is_quiet(
-    bundles: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loop_that_closes_without_shutdown_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
     async def main() -> AsyncLLM:
-        llm = AsyncLLM(tiny_engine(bundles))
+        llm = AsyncLLM(tiny_engine())
         async for _ in llm.generate([1, 2], LONG):
             break
         return llm
@@ -127,9 +124,7 @@ def test_a_loop_that_closes_without_shutdown_is_quiet(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_invalid_requests_raise_and_disturb_nobody(
-    bundles: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_requests_raise_and_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         good = asyncio.create_task(answer(llm, PROMPTS[0]))
         with pytest.raises(RequestError, match="empty"):
@@ -146,10 +141,10 @@ def test_invalid_requests_raise_and_disturb_nobody(
         assert len(await good) == 10
         assert len(await answer(llm, PROMPTS[1])) == 10
 
-    with_llm(bundles, scenario)
+    with_llm(scenario)
 
 
-def test_shutdown_ends_open_streams(bundles: Path) -> None:
+def test_shutdown_ends_open_streams() -> None:
     async def scenario(llm: AsyncLLM) -> None:
         stream = llm.generate([1, 2, 3], LONG)
         await anext(stream)
@@ -162,12 +157,10 @@ def test_shutdown_ends_open_streams(bundles: Path) -> None:
         with pytest.raises(EngineError, match="shut down"):
             await answer(llm, [1])
 
-    with_llm(bundles, scenario)
+    with_llm(scenario)
 
 
-def test_a_broken_engine_says_so_to_everybody(
-    bundles: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_engine_says_so_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         def broken(events: object) -> None:
             time.sleep(0.2)  # long enough for the second request to wait in the inbox
@@ -185,4 +178,4 @@ def test_a_broken_engine_says_so_to_everybody(
         with pytest.raises(EngineError, match="scheduler bug"):
             await answer(llm, [1, 2])
 
-    with_llm(bundles, scenario)
+    with_llm(scenario)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from jaxinfer.core.config import Limits
 from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.step import Bucket
 from kit.engines import run, tiny_engine, tiny_limits, tokens
 from kit.tiny_models import NAMES, VOCAB_SIZE
 
@@ -28,10 +27,10 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def alone(bundles: Path) -> dict[str, list[list[list[int]]]]:
+def alone() -> dict[str, list[list[list[int]]]]:
     """The reference: one request at a time, nothing shared."""
     limits = tiny_limits(enable_prefix_caching=False)
-    engine = tiny_engine(bundles, limits)
+    engine = tiny_engine(limits)
     return {
         name: tokens(run(engine, prompts(), params, together=False))
         for name, params in SAMPLING.items()
@@ -51,29 +50,27 @@ VARIANTS = {
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_same_tokens_as_alone(
-    bundles: Path, alone: dict[str, list[list[list[int]]]], variant: str, sampling: str
+    alone: dict[str, list[list[list[int]]]], variant: str, sampling: str
 ) -> None:
-    engine = tiny_engine(bundles, VARIANTS[variant])
+    engine = tiny_engine(VARIANTS[variant])
     outputs = run(engine, prompts(), SAMPLING[sampling])
     assert tokens(outputs) == alone[sampling]
     assert engine.stats().num_late_compiles == 0
 
 
-def test_without_overlap(bundles: Path, alone: dict[str, list[list[list[int]]]]) -> None:
-    engine = tiny_engine(bundles, overlap=False)
+def test_without_overlap(alone: dict[str, list[list[list[int]]]]) -> None:
+    engine = tiny_engine(overlap=False)
     assert tokens(run(engine, prompts(), SAMPLING["seeded"])) == alone["seeded"]
 
 
-def test_preemption_really_happens(bundles: Path) -> None:
-    engine = tiny_engine(bundles, VARIANTS["preemption"])
+def test_preemption_really_happens() -> None:
+    engine = tiny_engine(VARIANTS["preemption"])
     run(engine, prompts(), SAMPLING["greedy"])
     assert engine.stats().num_preemptions > 0
 
 
-def test_second_round_reuses_the_prefix(
-    bundles: Path, alone: dict[str, list[list[list[int]]]]
-) -> None:
-    engine = tiny_engine(bundles)
+def test_second_round_reuses_the_prefix(alone: dict[str, list[list[list[int]]]]) -> None:
+    engine = tiny_engine()
     first = run(engine, prompts(), SAMPLING["greedy"], together=False)
     second = run(engine, prompts(), SAMPLING["greedy"])
     assert tokens(first) == tokens(second) == alone["greedy"]
@@ -82,9 +79,10 @@ def test_second_round_reuses_the_prefix(
 
 
 @pytest.mark.parametrize("model_name", [name for name in NAMES if name != "llama"])
-def test_every_family_serves(bundles: Path, model_name: str) -> None:
-    limits: Limits = tiny_limits(max_num_seqs=2)
-    engine = tiny_engine(bundles, limits, model_name=model_name)
+def test_every_family_serves(model_name: str) -> None:
+    # two executables, as compiling is the time: rows alone run in one and together in the other
+    limits = replace(tiny_limits(max_num_seqs=2), buckets=(Bucket(1), Bucket(2, 32, 2)))
+    engine = tiny_engine(limits, model_name=model_name)
     together = tokens(run(engine, prompts(), SAMPLING["greedy"]))
-    fresh = tiny_engine(bundles, limits, model_name=model_name)
+    fresh = tiny_engine(limits, model_name=model_name)
     assert together == tokens(run(fresh, prompts(), SAMPLING["greedy"], together=False))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,8 +25,8 @@ def greedy(**changes: object) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def engine(bundles: Path) -> Engine:
-    return tiny_engine(bundles)
+def engine() -> Engine:
+    return tiny_engine()
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +118,8 @@ def test_a_name_used_again_is_another_request(engine: Engine, plain: list[int]) 
     assert [token for delta in deltas for token in delta.token_ids] == plain
 
 
-def test_siblings_share_the_work_on_the_prompt(bundles: Path) -> None:
-    engine = tiny_engine(bundles)
+def test_siblings_share_the_work_on_the_prompt() -> None:
+    engine = tiny_engine()
     params = SamplingParams(n=3, temperature=1, prompt_logprobs=1, max_tokens=4, ignore_eos=True)
     (output,) = run(engine, [PROMPT * 2], params)
     assert len(output.prompt_logprobs or ()) == 16
@@ -172,9 +170,9 @@ def test_logprobs(engine: Engine, plain: list[int]) -> None:
 
 
 @pytest.mark.parametrize("length", [2, 8, 70])
-def test_prompt_logprobs_over_chunks(bundles: Path, length: int) -> None:
+def test_prompt_logprobs_over_chunks(length: int) -> None:
     prompt = np.random.default_rng(length).integers(0, 300, length).tolist()
-    engine = tiny_engine(bundles)
+    engine = tiny_engine()
     run(engine, [prompt], GREEDY)  # cached pages must not swallow positions
     output = run(engine, [prompt], greedy(prompt_logprobs=2, max_tokens=2))[0]
     model, params = tiny_model("llama")
@@ -188,11 +186,11 @@ def test_prompt_logprobs_over_chunks(bundles: Path, length: int) -> None:
         close(position, expected[index], prompt[index + 1], 2)
 
 
-def test_prompt_logprobs_survive_preemption(bundles: Path) -> None:
+def test_prompt_logprobs_survive_preemption() -> None:
     limits = tiny_limits(num_pages=12)
     prompts = [np.random.default_rng(i).integers(0, 300, 15).tolist() for i in range(4)]
     params = greedy(prompt_logprobs=0, max_tokens=20)
-    outputs = run(tiny_engine(bundles, limits), prompts, params)
+    outputs = run(tiny_engine(limits), prompts, params)
     assert [len(output.prompt_logprobs or ()) for output in outputs] == [15] * 4
 
 
@@ -230,8 +228,8 @@ def test_refused_before_anything_begins(engine: Engine, plain: list[int], name: 
     assert [token for delta in deltas for token in delta.token_ids] == plain
 
 
-def test_request_that_can_never_fit_is_refused(bundles: Path) -> None:
-    engine = tiny_engine(bundles, tiny_limits(num_pages=6))
+def test_request_that_can_never_fit_is_refused() -> None:
+    engine = tiny_engine(tiny_limits(num_pages=6))
     with pytest.raises(RequestError, match=r"need 10 pages .* has 5"):
         engine.add_request("big", PROMPT * 3, GREEDY)
 

@@ -1,24 +1,23 @@
 """Engines over tiny random models, for tests of everything above the step.
 
-Owns: ``tiny_engine`` and ``run``. Executables are shared between engines through one bundle folder.
+Owns: ``tiny_engine`` and ``run``. Each executable is compiled once for all engines of a session.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from functools import cache
 
 from msgspec.structs import replace
 
 from jaxinfer.core.config import Limits
-from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.outputs import Collector, RequestOutput
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.exec.buckets import bucket_table
-from jaxinfer.exec.compile import build_executables
+from jaxinfer.exec.compile import Compiled, Executables
 from jaxinfer.exec.executor import Executor
 from jaxinfer.exec.program import Program
 from jaxinfer.text.tokenizer import load_tokenizer
@@ -57,27 +56,36 @@ def tiny_limits(
     )
 
 
-def tiny_executor(bundles: Path, limits: Limits, model_name: str = "llama") -> Executor:
+def tiny_executor(limits: Limits, model_name: str = "llama") -> Executor:
     """A real executor over a tiny model."""
     model, params = tiny_model(model_name)
     # a smaller pool and no prefix caching are the scheduler's business: share the executables
-    shape = replace(limits, num_pages=MAX_PAGES, enable_prefix_caching=True)
-    program = Program(model, shape)
-    executables = build_executables(program, bundle_root=bundles, progress=NoProgress())
-    return Executor(program, executables, params)
+    program = Program(model, replace(limits, num_pages=MAX_PAGES, enable_prefix_caching=True))
+    by_name = {name: _compiled(_program_of(name, program), name) for name in program.names()}
+    return Executor(program, Executables(by_name, compiled=0, workspace_bytes=0), params)
+
+
+def _program_of(name: str, program: Program) -> Program:
+    """What is left of a program when nothing else is compiled: the same for many engines."""
+    own = tuple(bucket for bucket in program.limits.buckets if bucket.name == name)
+    return Program(program.model, replace(program.limits, buckets=own, max_num_batched_tokens=1))
+
+
+@cache
+def _compiled(program: Program, name: str) -> Compiled:
+    return program.lower(name).compile()
 
 
 def tiny_engine(
-    bundles: Path,
     limits: Limits | None = None,
     *,
     model_name: str = "llama",
     overlap: bool = True,
     tokenizer: bool = True,
 ) -> Engine:
-    """An engine over a tiny model; ``bundles`` is the session's folder of executables."""
+    """An engine over a tiny model."""
     limits = limits or tiny_limits()
-    executor = tiny_executor(bundles, limits, model_name)
+    executor = tiny_executor(limits, model_name)
     name = f"tiny-{model_name}"
     return engine_of(executor, limits, name=name, overlap=overlap, tokenizer=tokenizer)
 

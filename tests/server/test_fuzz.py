@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,9 +52,9 @@ ORDINARY = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def server(bundles: Path) -> Iterator[Serving]:
+def server() -> Iterator[Serving]:
     with serving(
-        tiny_engine(bundles), request_timeout=SECONDS / 2, trust_request_chat_template=True
+        tiny_engine(), request_timeout=SECONDS / 2, trust_request_chat_template=True
     ) as running:
         before = running.post("/v1/completions", **ORDINARY).json()["choices"]
         yield running

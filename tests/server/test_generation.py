@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,8 +18,8 @@ GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def server(bundles: Path) -> Iterator[Serving]:
-    with serving(tiny_engine(bundles)) as running:
+def server() -> Iterator[Serving]:
+    with serving(tiny_engine()) as running:
         yield running
         running.wait_until_idle()
 
@@ -39,11 +38,11 @@ def body(response: httpx.Response) -> Any:
     return response.json()
 
 
-def test_a_completion(server: Serving, bundles: Path) -> None:
+def test_a_completion(server: Serving) -> None:
     answer = body(server.post("/v1/completions", prompt=IDS, return_token_ids=True, **GREEDY))
     (choice,) = answer["choices"]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    (expected,) = run(tiny_engine(bundles), [IDS], params)
+    (expected,) = run(tiny_engine(), [IDS], params)
     assert choice["token_ids"] == expected.outputs[0].token_ids
     assert choice["prompt_token_ids"] == IDS
     assert choice["finish_reason"] == "length"

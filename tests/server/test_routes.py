@@ -6,7 +6,6 @@ import gzip
 import json
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -36,18 +35,18 @@ TAKES_JSON = [path for method, path in ALL_ROUTES if method == "POST"]
 
 
 @pytest.fixture(scope="module")
-def server(bundles: Path) -> Iterator[Serving]:
+def server() -> Iterator[Serving]:
     """As users start it."""
-    with serving(tiny_engine(bundles)) as running:
+    with serving(tiny_engine()) as running:
         yield running
         running.wait_until_idle()
 
 
 @pytest.fixture(scope="module")
-def guarded(bundles: Path) -> Iterator[Serving]:
+def guarded() -> Iterator[Serving]:
     """With everything set that is off by default."""
     with serving(
-        tiny_engine(bundles),
+        tiny_engine(),
         api_key=(KEY, "another"),
         allowed_origins=(ORIGIN,),
         strict_fields=True,
