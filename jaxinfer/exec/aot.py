@@ -168,13 +168,22 @@ def load_bundle(bundle: Bundle, progress: Progress) -> dict[str, jax.stages.Comp
         return dict(zip(executables, loaded, strict=True))
 
 
-def write_bundle(
+def write_executable(folder: Path, name: str, compiled: jax.stages.Compiled) -> StoredExecutable:
+    """Write one file of a bundle."""
+    payload = pickle.dumps(serialize_executable.serialize(compiled))
+    file = f"{name}.bin"
+    (folder / file).write_bytes(payload)
+    digest = hashlib.sha256(payload).hexdigest()
+    return StoredExecutable(file, len(payload), digest, workspace_bytes(compiled))
+
+
+def write_manifest(
     folder: Path,
     program: Program,
-    executables: Mapping[str, jax.stages.Compiled],
+    executables: Mapping[str, StoredExecutable],
     settings: Mapping[str, Any],
 ) -> Manifest:
-    """Write every executable and the manifest into an empty folder.
+    """Write what makes a bundle of a folder with every executable.
 
     ``settings`` are the engine's, for whoever gives the bundle instead of them.
     """
@@ -187,7 +196,7 @@ def write_bundle(
         settings=dict(settings),
         memory=program_memory(program),
         tuned=tuned_choices(),
-        executables={name: _store(folder, name, one) for name, one in executables.items()},
+        executables=dict(executables),
     )
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     return manifest
@@ -223,14 +232,6 @@ def _check_file(folder: Path, stored: StoredExecutable) -> None:
         raise _damaged(folder, f"{path} has {size} of {stored.size_bytes} bytes")
     if hashlib.sha256(path.read_bytes()).hexdigest() != stored.sha256:
         raise _damaged(folder, f"{path} is not what its manifest says")
-
-
-def _store(folder: Path, name: str, compiled: jax.stages.Compiled) -> StoredExecutable:
-    payload = pickle.dumps(serialize_executable.serialize(compiled))
-    file = f"{name}.bin"
-    (folder / file).write_bytes(payload)
-    digest = hashlib.sha256(payload).hexdigest()
-    return StoredExecutable(file, len(payload), digest, workspace_bytes(compiled))
 
 
 def _load(folder: Path, stored: StoredExecutable) -> jax.stages.Compiled:

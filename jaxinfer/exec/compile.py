@@ -7,8 +7,9 @@ folders of bundles) or by compiling. Must not know: requests, the scheduler, wei
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,18 @@ from jaxinfer.exec.aot import (
     MANIFEST,
     Bundle,
     Manifest,
+    StoredExecutable,
     load_bundle,
     open_bundle,
     program_fingerprint,
-    write_bundle,
+    write_executable,
+    write_manifest,
 )
 from jaxinfer.exec.memory import release_free_heap
 from jaxinfer.exec.program import Program
+from pallas_kernels.ahead import triton_kernels
+
+KERNEL_THREADS = 4  # that compile Triton kernels; each needs Python's lock for a fifth of its time
 
 type Compiled = Callable[..., Any]  # jax.stages.Compiled: refuses any other shape, never compiles
 
@@ -113,8 +119,8 @@ def _compile_into(
     made: list[tuple[dict[str, jax.stages.Compiled], Manifest]] = []
 
     def fill(partial: Path) -> None:
-        compiled = compile_all(program, progress)
-        made.append((compiled, write_bundle(partial, program, compiled, settings)))
+        compiled, stored = compile_all(program, partial, progress)
+        made.append((compiled, write_manifest(partial, program, stored, settings)))
 
     build_once(folder, fill, elsewhere=elsewhere)
     return made[0] if made else None
@@ -128,25 +134,59 @@ def _executables(
     return Executables(named, compiled, manifest.workspace_bytes)
 
 
-def compile_all(program: Program, progress: Progress) -> dict[str, jax.stages.Compiled]:
-    """Compile every executable, by name: this thread traces and lowers, others compile.
+def compile_all(
+    program: Program, folder: Path, progress: Progress
+) -> tuple[dict[str, jax.stages.Compiled], dict[str, StoredExecutable]]:
+    """Compile every executable and write it into the folder; both by name.
 
-    Lowering is Python, GPU kernels included, and several threads that take turns at it are slower
-    than one by far; XLA needs no interpreter. What takes XLA longest is named last and comes first.
+    This thread traces and lowers, others compile and write. Lowering is Python, and several threads
+    that take turns at it are slower than one by far; XLA needs no interpreter. What takes XLA
+    longest is named last and comes first.
     """
     names = program.names()
-    pool = ThreadPoolExecutor(os.cpu_count() or 1)
+    pool, kernels = ThreadPoolExecutor(os.cpu_count() or 1), ThreadPoolExecutor(KERNEL_THREADS)
     with progress.task("compile", len(names)) as advance:
 
-        def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-            executable = lowered.compile()
+        def made(name: str, lowered: jax.stages.Lowered) -> tuple[Any, StoredExecutable]:
+            compiled = lowered.compile()
+            stored = write_executable(folder, name, compiled)
             advance(1)
-            return executable
+            return compiled, stored
 
         try:
             under_way = {
-                name: pool.submit(compiled, program.lower(name)) for name in reversed(names)
+                name: pool.submit(made, name, lowered)
+                for name, lowered in _lowered(program, reversed(names), kernels)
             }
-            return {name: under_way[name].result() for name in names}
+            results = {name: under_way[name].result() for name in names}
         finally:  # after a failure or Ctrl-C, nobody needs what is still compiling
-            pool.shutdown(wait=False, cancel_futures=True)
+            for each in (pool, kernels):
+                each.shutdown(wait=False, cancel_futures=True)
+    return (
+        {name: compiled for name, (compiled, _) in results.items()},
+        {name: stored for name, (_, stored) in results.items()},
+    )
+
+
+def _lowered(
+    program: Program, names: Iterable[str], pool: Executor
+) -> Iterator[tuple[str, jax.stages.Lowered]]:
+    """The executables, lowered in order; meanwhile the pool compiles the kernels of the next."""
+    kernels: dict[Hashable, Future[None]] = {}
+    waiting: deque[tuple[str, jax.stages.Traced, list[Future[None]]]] = deque()
+
+    def lower_first() -> tuple[str, jax.stages.Lowered]:
+        name, traced, wanted = waiting.popleft()
+        for kernel in wanted:
+            kernel.result()
+        return name, traced.lower()
+
+    for name in names:
+        traced = program.trace(name)
+        found = triton_kernels(traced.jaxpr)
+        kernels |= {key: pool.submit(found[key]) for key in found if key not in kernels}
+        waiting.append((name, traced, [kernels[key] for key in found]))
+        while waiting and all(kernel.done() for kernel in waiting[0][2]):
+            yield lower_first()
+    while waiting:
+        yield lower_first()

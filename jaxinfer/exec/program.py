@@ -1,6 +1,6 @@
 """What an engine compiles, as shapes: the steps of each bucket, and the admissions to slots.
 
-Owns: ``Program``, which names and lowers every executable. Needs no weights and no memory.
+Owns: ``Program``, which names and traces every executable. Needs no weights and no memory.
 Must not know: how executables are compiled, stored or run.
 """
 
@@ -62,24 +62,24 @@ class Program:
         limits = self.limits
         return jax.eval_shape(lambda: init_slots(limits.max_num_seqs, limits.max_model_len))
 
-    def lower(self, name: str) -> jax.stages.Lowered:
+    def trace(self, name: str) -> jax.stages.Traced:
         """Trace one executable, by name; raises ``ConfigError`` for a kernel that cannot run."""
         try:
-            return self._lower(name)
+            return self._trace(name)
         except UnfitKernel as error:
             raise ConfigError(f"{name} cannot be compiled: {error}") from error
 
-    def _lower(self, name: str) -> jax.stages.Lowered:
+    def _trace(self, name: str) -> jax.stages.Traced:
         if name in (admits := self._admits()):
             limits = self.limits
             rows = empty_rows(admits[name], limits.max_model_len)
-            return jax.jit(admit, donate_argnums=0).lower(self.slots(), rows)
+            return jax.jit(admit, donate_argnums=0).trace(self.slots(), rows)
         bucket, extras = self._steps()[name]
         layout = self.layout(bucket)
         step = StepFunction(self.model, layout, self.limits.page_size, extras, self.pins)
         weights, pages = flat_params(self.model, self.params()), flat_kv_state(self.kv_state())
         arguments = (weights, pages, self.slots(), layout.abstract())
-        return jax.jit(step.flat_step, donate_argnums=(1, 2)).lower(*arguments)
+        return jax.jit(step.flat_step, donate_argnums=(1, 2)).trace(*arguments)
 
     @property
     def has_plain_steps(self) -> bool:

@@ -56,7 +56,7 @@ def model_named(name: str) -> Model:
 
 def measured(model: Model, bucket: Bucket, num_pages: int) -> int:
     limits = Limits(num_pages, 16, 16, 256, bucket.num_prefill_tokens or 1, (bucket,))
-    return workspace_bytes(Program(model, limits).lower(bucket.name).compile())
+    return workspace_bytes(Program(model, limits).trace(bucket.name).lower().compile())
 
 
 @pytest.mark.parametrize(

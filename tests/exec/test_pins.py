@@ -31,7 +31,7 @@ LIMITS = tiny_limits(max_num_seqs=2)
 def test_every_kernel_of_a_step_can_be_pinned(op: str, model: str, bucket: str) -> None:
     program = Program(tiny_model(model)[0], LIMITS, pins=Pins(((op, "nope"),)))
     with pytest.raises(ConfigError, match=f"{op} has no implementation 'nope'"):
-        program.lower(bucket)
+        program.trace(bucket).lower()
 
 
 @pytest.mark.parametrize(

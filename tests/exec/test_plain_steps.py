@@ -44,11 +44,11 @@ def test_no_branch_loop_or_sort(bucket: str, monkeypatch: pytest.MonkeyPatch) ->
     program = Program(tiny_model("qwen3")[0], LIMITS, platform="gpu")
     monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
     with in_place_of_triton_call(recorder := Recorder()):
-        plain = program.lower(bucket).as_text()
+        plain = program.trace(bucket).lower().as_text()
         assert {"_draw", "_add_and_norm"} <= {call.kernel.__name__ for call in recorder.calls}
         assert not [word for word in (*WAITS, *SORTS) if word in plain]
         if (extras := f"{bucket}_extras") in program.names():
-            assert any(word in program.lower(extras).as_text() for word in WAITS)
+            assert any(word in program.trace(extras).lower().as_text() for word in WAITS)
 
 
 class Counted:

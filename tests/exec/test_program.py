@@ -20,7 +20,7 @@ PROGRAM = Program(tiny_model("qwen3")[0], LIMITS, platform="cpu")
 
 @pytest.mark.parametrize("name", PROGRAM.names())
 def test_state_is_updated_in_place(name: str) -> None:
-    compiled = PROGRAM.lower(name).compile()
+    compiled = PROGRAM.trace(name).lower().compile()
     state = [PROGRAM.slots()] if name.startswith(ADMIT) else [PROGRAM.slots(), PROGRAM.kv_state()]
     leaves = jax.tree.leaves(state)
     analysis = compiled.memory_analysis()
@@ -37,7 +37,7 @@ def test_layers_share_one_trace(family: str, layers: str) -> None:
 
     def products(num_layers: int) -> int:
         model = build_model(tiny_config(family) | {layers: num_layers}, "float32")
-        lowered = Program(model, LIMITS, platform="cpu").lower(LIMITS.buckets[0].name)
+        lowered = Program(model, LIMITS, platform="cpu").trace(LIMITS.buckets[0].name).lower()
         return lowered.as_text().count("stablehlo.dot_general")
 
     assert products(3) == products(6)

@@ -73,7 +73,7 @@ def _program_of(name: str, program: Program) -> Program:
 
 @cache
 def _compiled(program: Program, name: str) -> Compiled:
-    return program.lower(name).compile()
+    return program.trace(name).lower().compile()
 
 
 def tiny_engine(

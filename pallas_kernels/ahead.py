@@ -1,0 +1,59 @@
+"""Triton kernels compiled ahead of the steps that they are in.
+
+jax-triton compiles a kernel when a step around it is lowered, and remembers it. Most of that time
+is LLVM's, outside of Python's lock. So whoever has many steps to lower may trace them first and let
+other threads compile the kernels that are in them.
+Owns: ``triton_kernels``. Must not know: steps, threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, subjaxprs
+
+TRITON_CALL = "triton_kernel_call"  # jax-triton's primitive
+
+
+def triton_kernels(traced: ClosedJaxpr) -> dict[Hashable, Callable[[], Any]]:
+    """Every Triton kernel in what was traced: how to compile it, by what decides its machine code.
+
+    A kernel that two traces have in common is the same key in both.
+    """
+    calls = dict.fromkeys(_triton_calls(traced.jaxpr, set()))
+    return {_key(call): partial(_compile, call) for call in calls}
+
+
+def _triton_calls(jaxpr: Jaxpr, seen: set[Jaxpr]) -> Iterator[JaxprEqn]:
+    if jaxpr in seen:  # a layer's function, say, which is called for every layer
+        return
+    seen.add(jaxpr)
+    yield from (eqn for eqn in jaxpr.eqns if eqn.primitive.name == TRITON_CALL)
+    for inner in subjaxprs(jaxpr):
+        yield from _triton_calls(inner, seen)
+
+
+def _key(call: JaxprEqn) -> Hashable:
+    decisive = ("fn", "metaparams", "backend_options")  # grid and run-time integers are not
+    types = [x.dtype for x in (*_avals(call), *call.params["out_shapes"])]
+    return *(call.params[name] for name in decisive), *types
+
+
+def _avals(call: JaxprEqn) -> list[Any]:
+    return [var.aval for var in call.invars]
+
+
+def _compile(call: JaxprEqn) -> None:
+    """Lower the call alone, so that jax-triton knows its kernel."""
+    avals = _avals(call)
+    is_ref = [hasattr(aval, "inner_aval") for aval in avals]
+
+    def alone(*arrays: jax.Array) -> Any:
+        pairs = zip(arrays, is_ref, strict=True)
+        handed = [jax.new_ref(array) if ref else array for array, ref in pairs]
+        return call.primitive.bind(*handed, **call.params)
+
+    jax.jit(alone).trace(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)).lower()

@@ -1,0 +1,95 @@
+"""Triton kernels of a traced step, compiled ahead of its lowering."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.ahead import triton_kernels
+
+if sys.platform != "linux":
+    pytest.skip("Triton has no packages for this system", allow_module_level=True)
+
+import jax_triton
+
+HAS_CUDA_PLUGIN = find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")
+KERNELS = ("_append", "_add_and_norm")  # one writes references
+
+
+def traced(rows: int, *, layers: int = 2) -> jax.stages.Traced:
+    """Layers with two kernels each, in a function of their own."""
+    from pallas_kernels.kv_append.triton import kv_append
+    from pallas_kernels.residual_norm.triton import residual_norm
+
+    @jax.jit
+    def layer(x: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        heads, slots = x.reshape(rows, 2, 32), jnp.zeros(rows, jnp.int32)
+        pages, _ = kv_append(heads, heads, pages, pages, slots)
+        return residual_norm(x, None, jnp.ones((1, 64), x.dtype), row=0, eps=1e-6)[1], pages
+
+    def step(x: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        for _ in range(layers):
+            x, pages = layer(x, pages)
+        return x, pages
+
+    array = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    return jax.jit(step).trace(array((rows, 64)), array((4, 16, 2, 32)))
+
+
+def names(kernels: Any) -> list[str]:
+    return [key[0].__name__ for key in kernels]
+
+
+def test_each_kernel_once_and_the_same_for_every_number_of_rows() -> None:
+    few, many = triton_kernels(traced(8).jaxpr), triton_kernels(traced(64, layers=3).jaxpr)
+    assert names(few) == list(KERNELS)
+    assert few.keys() == many.keys()
+
+
+def test_what_decides_the_machine_code_is_told_apart() -> None:
+    def norm(x: jax.Array, *, row: int, eps: float) -> Any:
+        from pallas_kernels.residual_norm.triton import residual_norm
+
+        return residual_norm(x, None, jnp.ones((2, 64), x.dtype), row=row, eps=eps)
+
+    calls = [("bfloat16", 0, 1e-6), ("float32", 0, 1e-6), ("bfloat16", 1, 1e-6)]
+    found = set()
+    for dtype, row, eps in calls:
+        x = jax.ShapeDtypeStruct((8, 64), dtype)
+        found |= triton_kernels(jax.jit(partial(norm, row=row, eps=eps)).trace(x).jaxpr).keys()
+    assert len(found) == len(calls)
+
+
+def test_a_step_without_any_has_none() -> None:
+    assert not triton_kernels(jax.jit(jnp.sin).trace(1.0).jaxpr)
+
+
+@pytest.mark.skipif(not HAS_CUDA_PLUGIN, reason="jax-triton lowers with JAX's CUDA plugin alone")
+def test_nothing_is_left_to_the_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    compile_kernel = jax_triton.triton_lib.TritonFunction._compile_kernel
+    lower = jax.stages.Traced.lower
+
+    def counted(self: Any, *args: Any) -> Any:
+        compiled.append(self.name)
+        return compile_kernel(self, *args)
+
+    def lower_for_cuda(self: jax.stages.Traced) -> jax.stages.Lowered:
+        return lower(self, lowering_platforms=("cuda",))
+
+    monkeypatch.setattr(jax_triton.triton_lib.TritonFunction, "_compile_kernel", counted)
+    monkeypatch.setattr(jax.stages.Traced, "lower", lower_for_cuda)
+    call = partial(jax_triton.triton_call, compute_capability=90)
+    monkeypatch.setattr(jax_triton, "triton_call", call)
+    step = traced(9)
+    for compile_ahead in triton_kernels(step.jaxpr).values():
+        compile_ahead()
+    assert sorted(compiled) == sorted(KERNELS)
+    step.lower()
+    assert len(compiled) == len(KERNELS)
