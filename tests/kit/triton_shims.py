@@ -7,14 +7,14 @@ makes sm_90 machine code of one and reads what it costs.
 
 from __future__ import annotations
 
+import io
 import math
 import re
-import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -117,6 +117,8 @@ def interpreted(
         grid3 = (*grid, 1, 1)[:3]
         executor = _NumpyGrid(kernel.rewrite(), kernel.arg_names, grid3)
         with (
+            # a function patches the language whenever it is called; once a launch is enough
+            patch.object(interpreter, "_patch_lang", cache(interpreter._patch_lang)),
             patch.object(interpreter_builder, "create_dot", _dot),
             patch.object(interpreter, "_convert_float", _convert_float),
         ):
@@ -206,21 +208,21 @@ def compile_call(call: KernelCall) -> MachineCode:
             if kind.startswith("*")
         },
     )
-    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        triton.knobs.cache.scope(),
+        triton.knobs.nvidia.scope(),
+        redirect_stdout(io.StringIO()) as report,
+    ):
         triton.knobs.cache.dir = folder
+        triton.knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=HOPPER, options=dict(call.options))
-        assert compiled.asm["cubin"]
-        return MachineCode(*_assembler_report(compiled.asm["ptx"]), compiled.metadata.shared)
+    assert compiled.asm["cubin"]
+    return MachineCode(*_registers_and_spills(report.getvalue()), compiled.metadata.shared)
 
 
-def _assembler_report(ptx: str) -> tuple[int, int]:
-    """Registers and spilled bytes of a thread, by the assembler that Triton brings along."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.ptx"
-        file.write_text(ptx)
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-        command = [tool, "--verbose", "--gpu-name", "sm_90a", file, "--output-file", "/dev/null"]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+def _registers_and_spills(report: str) -> tuple[int, int]:
+    """Of a thread, by what the assembler says of the code it made; spills in bytes."""
     spills = re.findall(r"(\d+) bytes spill", report)
     registers = re.search(r"Used (\d+) registers", report)
     assert spills and registers, report
