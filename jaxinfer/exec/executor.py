@@ -7,9 +7,10 @@ which request comes next, text.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import batched
 
 import jax
 import msgspec
@@ -17,13 +18,20 @@ import numpy as np
 
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
-from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, StepResult, TokenLogprobs
+from jaxinfer.core.step import (
+    RowResult,
+    ScheduledSeq,
+    SlotAdmission,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from jaxinfer.exec.batch import extras_of, pack
 from jaxinfer.exec.compile import Executables
 from jaxinfer.exec.forward import StepOutput, flat_kv_state, flat_params
-from jaxinfer.exec.program import Program
+from jaxinfer.exec.program import ADMIT, ADMITTED_BY_STEP, Program
 from jaxinfer.exec.sampling import Logprobs
-from jaxinfer.exec.slots import SlotRows, SlotState, init_slots, slot_rows
+from jaxinfer.exec.slots import SlotState, init_slots, slot_rows
 from jaxinfer.models.base import Params
 from jaxinfer.nn.kv import init_kv_state
 
@@ -57,6 +65,7 @@ class Executor:
         # needs the interpreter, and aborts the process when it comes while Python shuts down.
         self._copies_to_host = jax.default_backend() != "cpu"
         self._layouts = {bucket: program.layout(bucket) for bucket in limits.buckets}
+        self._nobody = program.no_admissions(ADMITTED_BY_STEP)
 
     def warm_up(self) -> None:
         """Run steps on padding, so that no request pays for what only their first runs do.
@@ -77,19 +86,25 @@ class Executor:
         What the host prepares comes first, so that an error there concerns this step alone. Once
         the device has taken the state, an error loses it: ``EngineError``.
         """
-        admissions = self._admissions(plan)
+        first, others = plan.admissions[:ADMITTED_BY_STEP], plan.admissions[ADMITTED_BY_STEP:]
+        size = self._program.admitted_at_once
+        admissions = [self._slot_rows(some, size) for some in batched(others, size)]
         for admission in plan.admissions:
             self._requests[admission.slot] = admission.request
         requests = tuple(self._request(row) for row in plan.rows)
         extras = extras_of(requests)
         bucket = self._program.bucket_of(plan.bucket, extras=any(extras))
         plan = msgspec.structs.replace(plan, bucket=bucket)
-        batch = pack(plan, self._layouts[bucket], extras)
+        inputs = [pack(plan, self._layouts[bucket], extras)]
+        if bucket.num_prefills:  # where there are admissions, there are prompts
+            inputs.append(self._slot_rows(first, ADMITTED_BY_STEP) if first else self._nobody)
         step = self._executables.by_name[self._program.step_name(bucket, extras=any(extras))]
         with _device_errors(plan):
-            for name, rows in admissions:
-                self._slots = self._executables.by_name[name](self._slots, rows)
-            self._pages, self._slots, output = step(self._weights, self._pages, self._slots, batch)
+            for rows in admissions:
+                self._slots = self._executables.by_name[ADMIT](self._slots, rows)
+            self._pages, self._slots, output = step(
+                self._weights, self._pages, self._slots, *inputs
+            )
             if self._copies_to_host:
                 output.token_ids.copy_to_host_async()
         return InFlight(plan, requests, output)
@@ -116,20 +131,15 @@ class Executor:
             )
         return StepResult(step.plan.step_id, tuple(results))
 
-    def _admissions(self, plan: StepPlan) -> list[tuple[str, SlotRows]]:
-        """Names of executables, and what to call them with to admit everybody."""
-        program, left = self._program, plan.admissions
-        calls: list[tuple[str, SlotRows]] = []
-        while left:
-            name, count = program.admissions(len(left))
-            rows = slot_rows(
-                left[:count],
-                vocab_size=program.model.config.vocab_size,
-                max_model_len=program.limits.max_model_len,
-            )
-            calls.append((name, rows))
-            left = left[count:]
-        return calls
+    def _slot_rows(self, admissions: Sequence[SlotAdmission], count: int) -> np.ndarray:
+        """What admits these, as ``count`` rows."""
+        return slot_rows(
+            admissions,
+            count,
+            sink_slot=self._program.limits.max_num_seqs,
+            vocab_size=self._program.model.config.vocab_size,
+            max_model_len=self._program.limits.max_model_len,
+        )
 
     def _request(self, row: ScheduledSeq) -> Request:
         request = self._requests[row.slot]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import jax
+import numpy as np
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import ConfigError
@@ -22,7 +23,8 @@ from pallas_kernels.pins import Pins
 from pallas_kernels.registry import UnfitKernel, current_platform
 
 ADMIT = "admit"
-ADMITTED_AT_ONCE = 8
+ADMITTED_AT_ONCE = 8  # by ``ADMIT`` on a GPU
+ADMITTED_BY_STEP = 1  # beside the prompts it computes: whoever is admitted is among these
 EXTRAS_EVERY = 3  # buckets of a kind there is one with a step for extras
 
 
@@ -70,15 +72,16 @@ class Program:
             raise ConfigError(f"{name} cannot be compiled: {error}") from error
 
     def _trace(self, name: str) -> jax.stages.Traced:
-        if name in (admits := self._admits()):
-            limits = self.limits
-            rows = empty_rows(admits[name], limits.max_model_len)
+        if name == ADMIT:
+            rows = self.no_admissions(self.admitted_at_once)
             return jax.jit(admit, donate_argnums=0).trace(self.slots(), rows)
         bucket, extras = self._steps()[name]
         layout = self.layout(bucket)
         step = StepFunction(self.model, layout, self.limits.page_size, extras, self.pins)
         weights, pages = flat_params(self.model, self.params()), flat_kv_state(self.kv_state())
         arguments = (weights, pages, self.slots(), layout.abstract())
+        if bucket.num_prefills:
+            arguments += (self.no_admissions(ADMITTED_BY_STEP),)
         return jax.jit(step.flat_step, donate_argnums=(1, 2)).trace(*arguments)
 
     @property
@@ -100,19 +103,19 @@ class Program:
         return f"{bucket.name}_extras" if extras and self.has_plain_steps else bucket.name
 
     def names(self) -> tuple[str, ...]:
-        """Every executable: admissions, and the steps of each bucket."""
-        return (*self._admits(), *self._steps())
+        """Every executable: the admission, and the steps of each bucket."""
+        return (ADMIT, *self._steps())
 
-    def admissions(self, count: int) -> tuple[str, int]:
-        """The admission for so many requests, and how many it takes at once."""
-        return next((n, size) for n, size in reversed(self._admits().items()) if size <= count)
-
-    def _admits(self) -> dict[str, int]:
-        """Slots that each admission fills, ascending from 1. Several at once where each call has
-        to be launched on a device, which takes the host longer than the device.
+    @property
+    def admitted_at_once(self) -> int:
+        """Slots that a call of ``ADMIT`` fills: several where each call has to be launched on a
+        device, which takes the host longer than the device.
         """
-        sizes = (1,) if self.platform == "cpu" else (1, ADMITTED_AT_ONCE)
-        return {f"{ADMIT}{'' if size == 1 else size}": size for size in sizes}
+        return 1 if self.platform == "cpu" else ADMITTED_AT_ONCE
+
+    def no_admissions(self, count: int) -> np.ndarray:  # int32[A, ...]: see ``slots.RowSections``
+        """Rows that admit nobody."""
+        return empty_rows(count, self.limits.max_num_seqs, self.limits.max_model_len)
 
     def _steps(self) -> dict[str, tuple[Bucket, bool]]:
         """Bucket of each step, and whether extras are in it."""

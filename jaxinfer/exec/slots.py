@@ -9,11 +9,13 @@ Must not know: the model, pages, which request owns a slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxinfer.core.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from jaxinfer.core.step import SlotAdmission
@@ -53,14 +55,31 @@ class SlotState(NamedTuple):
     token_ids: jax.Array  # int32[S + 1, max_model_len + 1]: prompt, then what was drawn
 
 
-class SlotRows(NamedTuple):
-    """What ``admit`` writes: A rows, each with its slot's number before the ints.
+class RowSections[A](NamedTuple):
+    """The sections of what is sent of an admission, in order: as numpy views or device arrays.
 
-    ints: A, 1 + len(SlotInts) + MAX_LOGIT_BIAS + MAX_STOP_IDS + max_model_len + 1.
+    One array of int32 carries all, since each further one costs a transfer; floats are sent by
+    their bits.
     """
 
-    floats: np.ndarray  # float32[A, len(SlotFloats) + MAX_LOGIT_BIAS]
-    ints: np.ndarray  # int32[A, ...]
+    slot: A  # [A, 1]: its number
+    ints: A  # [A, len(SlotInts)]
+    floats: A  # [A, len(SlotFloats)]
+    bias_ids: A  # [A, MAX_LOGIT_BIAS]
+    bias_values: A  # [A, MAX_LOGIT_BIAS]
+    stop_ids: A  # [A, MAX_STOP_IDS]
+    token_ids: A  # [A, max_model_len + 1]
+
+
+SECTION_SIZES = (  # of all but the last
+    1,
+    len(SlotInts._fields),
+    len(SlotFloats._fields),
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_IDS,
+)
+SECTION_STARTS = tuple(accumulate(SECTION_SIZES, initial=0))
 
 
 def init_slots(max_num_seqs: int, max_model_len: int) -> SlotState:
@@ -76,38 +95,40 @@ def init_slots(max_num_seqs: int, max_model_len: int) -> SlotState:
     )
 
 
-def empty_rows(count: int, max_model_len: int) -> SlotRows:
-    """``count`` rows of zeros."""
-    floats = len(SlotFloats._fields) + MAX_LOGIT_BIAS
-    ints = 1 + len(SlotInts._fields) + MAX_LOGIT_BIAS + MAX_STOP_IDS + max_model_len + 1
-    return SlotRows(np.zeros((count, floats), np.float32), np.zeros((count, ints), np.int32))
-
-
-def slot_rows(
-    admissions: Sequence[SlotAdmission], *, vocab_size: int, max_model_len: int
-) -> SlotRows:
-    """The rows of these admissions, as host arrays."""
-    rows = empty_rows(len(admissions), max_model_len)
-    for index, admission in enumerate(admissions):
-        _fill(rows.floats[index], rows.ints[index], admission, vocab_size, max_model_len)
+def empty_rows(count: int, sink_slot: int, max_model_len: int) -> np.ndarray:  # int32[A, ...]
+    """``count`` rows that nobody reads: they are the sink slot's. See ``RowSections``."""
+    rows = np.zeros((count, SECTION_STARTS[-1] + max_model_len + 1), np.int32)
+    _sections(rows).slot[:] = sink_slot
     return rows
 
 
-def _fill(
-    floats: np.ndarray,  # float32[...]: see ``SlotRows``
-    ints: np.ndarray,  # int32[...]
-    admission: SlotAdmission,
+def slot_rows(
+    admissions: Sequence[SlotAdmission],
+    count: int,
+    *,
+    sink_slot: int,
     vocab_size: int,
     max_model_len: int,
-) -> None:
+) -> np.ndarray:  # int32[A, ...]
+    """``count`` rows as a host array: those of the admissions, then empty ones."""
+    rows = empty_rows(count, sink_slot, max_model_len)
+    sections = _sections(rows[: len(admissions)])
+    sections.bias_ids[:] = vocab_size
+    sections.stop_ids[:] = vocab_size
+    for index, admission in enumerate(admissions):
+        _fill(RowSections(*(section[index] for section in sections)), admission, max_model_len)
+    return rows
+
+
+def _fill(row: RowSections[np.ndarray], admission: SlotAdmission, max_model_len: int) -> None:
     request, sampling = admission.request, admission.request.sampling
-    bias = sampling.logit_bias or {}
     seed = request.seed & 0xFFFF_FFFF_FFFF_FFFF
     words = np.array([seed & 0xFFFF_FFFF, seed >> 32], np.uint32).view(np.int32)
     prompt = admission.num_prompt_tokens
     min_length = min(prompt + sampling.min_tokens, max_model_len + 1)
-    columns, bias_values = np.split(floats, [len(SlotFloats._fields)])
-    columns[:] = (
+    row.slot[0] = admission.slot
+    row.ints[:] = (*words, sampling.top_k, prompt, min_length)
+    row.floats.view(np.float32)[:] = (
         0.0 if sampling.greedy else sampling.temperature,
         sampling.top_p,
         sampling.min_p,
@@ -115,22 +136,24 @@ def _fill(
         sampling.frequency_penalty,
         sampling.repetition_penalty,
     )
-    bias_values[: len(bias)] = list(bias.values())
-    ends = np.cumsum([1 + len(SlotInts._fields), MAX_LOGIT_BIAS, MAX_STOP_IDS])
-    columns, bias_ids, stop_ids, tokens = np.split(ints, ends)
-    columns[:] = (admission.slot, *words, sampling.top_k, prompt, min_length)
-    bias_ids[:] = vocab_size
-    bias_ids[: len(bias)] = list(bias)
-    stop_ids[:] = vocab_size
-    stop_ids[: len(request.stop_ids)] = request.stop_ids
-    tokens[: len(admission.token_ids)] = admission.token_ids.array()
+    if bias := sampling.logit_bias:
+        row.bias_ids[: len(bias)] = list(bias)
+        row.bias_values.view(np.float32)[: len(bias)] = list(bias.values())
+    row.stop_ids[: len(request.stop_ids)] = request.stop_ids
+    row.token_ids[: len(admission.token_ids)] = admission.token_ids.array()
 
 
-def admit(slots: SlotState, rows: SlotRows) -> SlotState:
+def admit(slots: SlotState, rows: jax.Array) -> SlotState:  # int32[A, ...]: see ``RowSections``
     """The slot state with these rows in it. Compiled for few counts; ``slots`` is donated."""
-    ints = jnp.asarray(rows.ints)
-    ends = np.cumsum([1, len(SlotInts._fields), MAX_LOGIT_BIAS, MAX_STOP_IDS])
-    slot, columns, bias_ids, stop_ids, tokens = jnp.split(ints, ends, axis=1)
-    floats, bias_values = jnp.split(jnp.asarray(rows.floats), [len(SlotFloats._fields)], axis=1)
-    new = SlotState(floats, columns, bias_ids, bias_values, stop_ids, tokens)
-    return jax.tree.map(lambda state, values: state.at[slot[:, 0]].set(values), slots, new)
+    new = _sections(rows)
+    floats, bias_values = (
+        lax.bitcast_convert_type(bits, jnp.float32) for bits in (new.floats, new.bias_values)
+    )
+    values = SlotState(floats, new.ints, new.bias_ids, bias_values, new.stop_ids, new.token_ids)
+    return jax.tree.map(lambda state, value: state.at[new.slot[:, 0]].set(value), slots, values)
+
+
+def _sections[A: (np.ndarray, jax.Array)](rows: A) -> RowSections[A]:
+    """The sections of rows; views where they are a numpy array."""
+    ends = (*SECTION_STARTS[1:], rows.shape[1])
+    return RowSections(*(rows[:, i:j] for i, j in zip(SECTION_STARTS, ends, strict=True)))

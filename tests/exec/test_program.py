@@ -21,7 +21,7 @@ PROGRAM = Program(tiny_model("qwen3")[0], LIMITS, platform="cpu")
 @pytest.mark.parametrize("name", PROGRAM.names())
 def test_state_is_updated_in_place(name: str) -> None:
     compiled = PROGRAM.trace(name).lower().compile()
-    state = [PROGRAM.slots()] if name.startswith(ADMIT) else [PROGRAM.slots(), PROGRAM.kv_state()]
+    state = [PROGRAM.slots()] if name == ADMIT else [PROGRAM.slots(), PROGRAM.kv_state()]
     leaves = jax.tree.leaves(state)
     analysis = compiled.memory_analysis()
     assert analysis.alias_size_in_bytes == sum(leaf.size * 4 for leaf in leaves)
@@ -49,11 +49,7 @@ def test_a_gpu_has_plain_steps_and_fewer_with_extras_a_cpu_one_a_bucket() -> Non
     table = tuple(map(Bucket, (1, 2, 4, 8, 16))) + (Bucket(0, 32, 2), Bucket(16, 32, 2))
     gpu = Program(PROGRAM.model, msgspec.structs.replace(LIMITS, buckets=table), platform="gpu")
     extras = {"d2_extras", "d16_extras", "p32x2_extras", "d16p32x2_extras"}
-    admissions = {ADMIT, f"{ADMIT}8"}
-    assert set(gpu.names()) == {*admissions, *(bucket.name for bucket in table), *extras}
-    assert [gpu.admissions(count) for count in (1, 7)] == [(ADMIT, 1)] * 2
-    assert [gpu.admissions(count) for count in (8, 20)] == [(f"{ADMIT}8", 8)] * 2
-    assert PROGRAM.admissions(20) == (ADMIT, 1)
+    assert set(gpu.names()) == {ADMIT, *(bucket.name for bucket in table), *extras}
     for bucket in table:
         assert gpu.bucket_of(bucket, extras=False) == bucket
         larger = gpu.bucket_of(bucket, extras=True)

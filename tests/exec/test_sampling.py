@@ -36,7 +36,8 @@ def draw(logits: np.ndarray, rows: list[SamplingParams], eos: tuple[int, ...] = 
         )
         requests.append(request)
         admissions.append(SlotAdmission(slot, request, IntLog(PROMPT + OUTPUT)))
-    new = slot_rows(admissions, vocab_size=VOCAB, max_model_len=MAX_LEN)
+    sizes = {"sink_slot": len(rows), "vocab_size": VOCAB, "max_model_len": MAX_LEN}
+    new = slot_rows(admissions, len(rows) + 1, **sizes)  # and one that admits nobody
     slots = jax.jit(admit)(slots, new)
     asked = extras_of(requests)
     extras = Extras(*map(jnp.bool_, asked)) if any(asked) else None
