@@ -48,6 +48,7 @@ KERNELS = (
     "residual_norm",
     "sample",
     "skinny_gemm",
+    "swiglu_gemm",
 )
 ABLATIONS: Mapping[str, dict[str, Any]] = {
     "default": {},

@@ -30,6 +30,8 @@ from pallas_kernels.paged_prefill import launch as paged_prefill_launch
 from pallas_kernels.registry import Case, KernelOp, imported_when_called
 from pallas_kernels.skinny_gemm import api as skinny_gemm
 from pallas_kernels.skinny_gemm import launch as skinny_gemm_launch
+from pallas_kernels.swiglu_gemm import api as swiglu_gemm
+from pallas_kernels.swiglu_gemm import launch as swiglu_gemm_launch
 from pallas_kernels.testing import runnable
 from pallas_kernels.tuned import Choices, read_choices, tuned_file
 
@@ -77,6 +79,13 @@ def _gemm_starts(case: Any, args: Sequence[Any]) -> Sequence[skinny_gemm_launch.
     return (skinny_gemm_launch.by_rule(case.sizes),)
 
 
+def _swiglu_starts(case: Any, args: Sequence[Any]) -> Sequence[swiglu_gemm_launch.Launch]:
+    """Large and small tiles: the best of the rest depends on them."""
+    sizes = swiglu_gemm_launch.sizes_of(*args)
+    small = swiglu_gemm_launch.Launch(128, 64, 64, 6, 2, 8)
+    return (swiglu_gemm_launch.by_rule(sizes), small)
+
+
 _DECODE_VALUES = (
     ("splits", (1, 2, 4, 8, 16, 32, 64)),
     ("block", (16, 32, 64, 128)),
@@ -110,6 +119,17 @@ TUNABLE = {
             ("block_k", (64, 128, 256)),
             ("stages", (2, 3, 4, 5, 6, 7, 9, 12)),
             ("warpgroups", (1, 2)),
+        ),
+        impl="mosaic",
+    ),
+    "swiglu_gemm": Tunable(
+        swiglu_gemm.OP,
+        _swiglu_starts,
+        swiglu_gemm_launch.shapes_of,
+        (
+            ("cluster", (1, 2)),
+            ("lead", (0, 1, 2)),
+            ("group", (2, 4, 8, 16, 32)),
         ),
         impl="mosaic",
     ),

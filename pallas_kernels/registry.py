@@ -27,6 +27,7 @@ OP_NAMES = (
     "residual_norm",
     "sample",
     "skinny_gemm",
+    "swiglu_gemm",
 )
 
 # Implementations of this name are Python's to lower, which takes long. (XLA has little to lower,

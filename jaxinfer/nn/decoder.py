@@ -35,6 +35,7 @@ from pallas_kernels.numerics import add_parts
 from pallas_kernels.pins import ALL_XLA, Pins
 from pallas_kernels.residual_norm.api import residual_norm
 from pallas_kernels.skinny_gemm.api import skinny_gemm
+from pallas_kernels.swiglu_gemm.api import swiglu_gemm
 
 _INIT = nn.initializers.normal(0.02)
 
@@ -131,7 +132,7 @@ class DecoderLayer(nn.Module):
     def _feed_forward(self, x: jax.Array, pins: Pins) -> jax.Array:  # [T, D] -> see ``_to_stream``
         c = self.config
         gate_up = self.param("gate_up", _INIT, (c.hidden_size, 2 * c.intermediate_size), c.dtype)
-        hidden = skinny_gemm(x, gate_up, swiglu=True, impl=pins.of("skinny_gemm"))
+        hidden = swiglu_gemm(x, gate_up, impl=pins.of("swiglu_gemm"))
         return self._to_stream("down", hidden, pins)
 
     def _to_stream(

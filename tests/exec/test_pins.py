@@ -26,6 +26,7 @@ LIMITS = tiny_limits(max_num_seqs=2)
         ("residual_norm", "llama", "d2"),
         ("sample", "llama", "d2"),
         ("skinny_gemm", "llama", "d2"),
+        ("swiglu_gemm", "llama", "d2"),
     ],
 )
 def test_every_kernel_of_a_step_can_be_pinned(op: str, model: str, bucket: str) -> None:

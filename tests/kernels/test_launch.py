@@ -22,6 +22,8 @@ from pallas_kernels.qk_rope_append.launch import heads_per_program
 from pallas_kernels.shapes import PagedCase
 from pallas_kernels.skinny_gemm import launch as gemm_launch
 from pallas_kernels.skinny_gemm.cases import CASES as GEMM_CASES
+from pallas_kernels.swiglu_gemm import launch as swiglu_launch
+from pallas_kernels.swiglu_gemm.cases import CASES as SWIGLU_CASES
 
 STEP = next(case for case in CASES if case.name == "qwen3_4b_step_b64_ctx1056_page16")
 
@@ -120,6 +122,7 @@ def test_files_lie_beside_their_op() -> None:
         pytest.param(launch, CASES, id="paged_decode"),
         pytest.param(prefill_launch, PREFILL_CASES, id="paged_prefill"),
         pytest.param(gemm_launch, GEMM_CASES, id="skinny_gemm"),
+        pytest.param(swiglu_launch, SWIGLU_CASES, id="swiglu_gemm"),
     ],
 )
 def test_tuned_files_name_real_cases(op: ModuleType, cases: tuple[Any, ...]) -> None:

@@ -118,9 +118,9 @@ def test_refusals(case: SwigluCase, reason: str) -> None:
 @pytest.mark.parametrize(
     ("tokens", "choice"),
     [
-        pytest.param(8192, Launch(128, 128, 64, 4, 2, 8), id="large_tiles_in_pairs"),
-        pytest.param(2080, Launch(128, 128, 64, 4, 1, 16), id="no_pair_overhangs"),
-        pytest.param(512, Launch(128, 64, 64, 6, 2, 8), id="small_tiles_leave_less_idle"),
+        pytest.param(8192, Launch(128, 128, 64, 4, 1, 16, 1), id="large_tiles_alone"),
+        pytest.param(2080, Launch(128, 128, 64, 4, 1, 16, 1), id="no_pair_overhangs"),
+        pytest.param(512, Launch(128, 64, 64, 6, 2, 8, 2), id="small_tiles_leave_less_idle"),
     ],
 )
 def test_rule(tokens: int, choice: Launch) -> None:
