@@ -46,9 +46,7 @@ class IntLog:
 
     def array(self) -> np.ndarray:
         """The entries as a read-only int32 array; no copy is made."""
-        view = self._buffer.data[: self._length]
-        view.flags.writeable = False
-        return view
+        return self._buffer.readable[: self._length]
 
     @classmethod
     def _view(cls, buffer: _Buffer, length: int) -> IntLog:
@@ -79,13 +77,16 @@ class IntLog:
 
 
 class _Buffer:
-    """Growing storage; ``used`` marks how far the longest view reaches."""
+    """Growing storage; ``used`` marks how far the longest view reaches, ``readable`` is ``data``
+    for those who must not write.
+    """
 
-    __slots__ = ("data", "used")
+    __slots__ = ("data", "readable", "used")
 
     def __init__(self, data: np.ndarray, used: int) -> None:
         self.data = data
         self.used = used
+        self.readable = _read_only(data)
 
     def append(self, added: np.ndarray) -> None:
         end = self.used + len(added)
@@ -93,8 +94,15 @@ class _Buffer:
             grown = np.empty(max(end, 2 * len(self.data), 16), np.int32)
             grown[: self.used] = self.data[: self.used]
             self.data = grown
+            self.readable = _read_only(grown)
         self.data[self.used : end] = added
         self.used = end
+
+
+def _read_only(data: np.ndarray) -> np.ndarray:
+    view = data.view()
+    view.flags.writeable = False
+    return view
 
 
 def _int32(values: Iterable[int]) -> np.ndarray:

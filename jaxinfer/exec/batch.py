@@ -8,6 +8,8 @@ Must not know: the model, sampling parameters (they live in ``SlotState``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -53,7 +55,8 @@ class Fields[A](NamedTuple):
     page_table: A  # [B * M]
 
 
-class BatchLayout(NamedTuple):
+@dataclass(frozen=True)
+class BatchLayout:
     """The wire layout of one bucket."""
 
     bucket: Bucket
@@ -81,13 +84,22 @@ class BatchLayout(NamedTuple):
 
     def abstract(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype of the flat array."""
-        return jax.ShapeDtypeStruct((self._starts()[-1],), jnp.int32)
+        return jax.ShapeDtypeStruct((self._starts[-1],), jnp.int32)
+
+    def empty(self) -> np.ndarray:  # int32[...]
+        """The flat array of a step without rows, to be filled by its sections."""
+        return np.zeros(self._starts[-1], np.int32)
 
     def split[A: (np.ndarray, jax.Array)](self, flat: A) -> Fields[A]:
         """The sections of a flat array; views where it is a numpy array."""
-        sections = zip(self._starts(), self.sizes(), strict=False)
-        return Fields(*(flat[start : start + size] for start, size in sections))
+        return Fields(*(flat[section] for section in self._sections))
 
+    @cached_property
+    def _sections(self) -> tuple[slice, ...]:
+        pairs = zip(self._starts, self.sizes(), strict=False)
+        return tuple(slice(start, start + size) for start, size in pairs)
+
+    @cached_property
     def _starts(self) -> list[int]:
         """Where each section begins, and the end of the last."""
         return list(accumulate((cdiv(size, ALIGN) * ALIGN for size in self.sizes()), initial=0))
@@ -95,18 +107,19 @@ class BatchLayout(NamedTuple):
 
 def pack(plan: StepPlan, layout: BatchLayout, extras: Extras[bool]) -> np.ndarray:  # int32[...]
     """The flat array of a plan. Work is per row and per page, never per token."""
-    flat = np.zeros(layout.abstract().shape, np.int32)
+    flat = layout.empty()
     wire = layout.split(flat)
     wire.extras[:] = extras
     wire.seq_slots[:] = layout.sink_slot
     table = wire.page_table.reshape(layout.bucket.num_seqs, layout.pages_per_seq)
-    first_prefill = layout.bucket.num_decodes
-    rows = [*enumerate(plan.decodes), *enumerate(plan.prefills, first_prefill)]
-    for index, row in rows:
-        wire.seq_slots[index] = row.slot
-        wire.seq_lens[index] = row.num_computed_tokens + row.num_scheduled_tokens
-        wire.samples[index] = row.samples
-        table[index, : len(row.page_ids)] = row.page_ids.array()
+    for first, rows in ((0, plan.decodes), (layout.bucket.num_decodes, plan.prefills)):
+        span = slice(first, first + len(rows))
+        wire.seq_slots[span] = [row.slot for row in rows]
+        wire.seq_lens[span] = [row.num_computed_tokens + row.num_scheduled_tokens for row in rows]
+        wire.samples[span] = [row.samples for row in rows]
+        for index, row in enumerate(rows, first):
+            pages = row.page_ids.array()
+            table[index, : len(pages)] = pages
     wire.target_ids[:] = -1
     start = 0
     for index, row in enumerate(plan.prefills):
