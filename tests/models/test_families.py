@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -103,9 +104,9 @@ def _step(model, num_decodes, params, kv, ids, positions, batch):
 
 
 # These tests are compile time: without LLVM's optimiser they take two thirds of it.
-_jit_step = jax.jit(
-    _step, static_argnums=(0, 1), compiler_options={"xla_backend_optimization_level": 0}
-)
+_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+_jit_step = _jit(_step, static_argnums=(0, 1))
+_jit_forward = _jit(forward, static_argnums=0)
 
 
 def nan_pool(model: Model) -> KVState:
@@ -122,7 +123,7 @@ def prefilled(model: Model, params: Params, kv: KVState, seq: Sequence) -> KVSta
 
 
 def dense(model: Model, params: Params, token_ids: np.ndarray) -> np.ndarray:
-    return np.asarray(jax.jit(forward, static_argnums=0)(model, params, token_ids))
+    return np.asarray(_jit_forward(model, params, token_ids))
 
 
 @every_family
@@ -186,7 +187,7 @@ def test_batched_equals_alone(name: str) -> None:
 def test_forward_vmaps(name: str) -> None:
     model, params = tiny_models.tiny_model(name)
     batch = np.stack([tokens_of(9), tokens_of(10)])
-    mapped = jax.jit(jax.vmap(lambda ids: forward(model, params, ids)))(batch)
+    mapped = _jit(jax.vmap(lambda ids: forward(model, params, ids)))(batch)
     one_by_one = np.stack([dense(model, params, ids) for ids in batch])
     np.testing.assert_allclose(mapped, one_by_one, atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -201,7 +202,7 @@ def test_forward_differentiates(name: str) -> None:
         logprobs = jax.nn.log_softmax(forward(model, params, ids[:-1]))
         return -jnp.mean(jnp.take_along_axis(logprobs, ids[1:, None], axis=-1))
 
-    loss_and_gradient = jax.jit(jax.value_and_grad(loss))
+    loss_and_gradient = _jit(jax.value_and_grad(loss))
     _, gradient = loss_and_gradient(params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         assert np.isfinite(leaf).all() and np.any(leaf), jax.tree_util.keystr(path)
