@@ -1,0 +1,128 @@
+"""What the call of a compiled step takes the host, and which part of the call it is.
+
+    python -m bench.dispatch --config bench/shapes/qwen3-4b/config.json --steps d1,p1024x64
+
+Each call begins when the device is idle, so nothing waits in it. Beside a step stand two others:
+``leaves`` takes and returns the same arrays and computes nothing, so what a step takes more is the
+launching of its kernels; ``resident`` is the step with its batch on the device already, in the same
+place each time. On a GPU a step is one CUDA graph, and XLA records every node of it anew whose
+memory has moved since the last call. How many those are, and how long it took, XLA says itself:
+
+    TF_CPP_MIN_LOG_LEVEL=0 TF_CPP_VMODULE=command_buffer_thunk=3,command_executor=1
+
+Owns: the three calls and their clock. Must not know: engines, requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bench.throughput import in_turn
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.progress import NoProgress
+from jaxinfer.core.step import StepPlan
+from jaxinfer.engine.build import plan_engine
+from jaxinfer.exec.batch import extras_of, pack
+from jaxinfer.exec.forward import flat_kv_state, flat_params
+from jaxinfer.exec.program import ADMITTED_BY_STEP, Program
+from jaxinfer.exec.slots import init_slots
+from jaxinfer.nn.kv import init_kv_state
+from jaxinfer.weights.load import load_params
+
+CALLS = ("leaves", "step", "resident")
+
+
+class Device:
+    """Weights, pages and slots of a program, and how long calls on them take the host."""
+
+    def __init__(self, program: Program, params: Any) -> None:
+        limits = program.limits
+        self._program = program
+        self._weights = flat_params(program.model, params)
+        pages = init_kv_state(program.model.kv_spec, limits.num_pages, limits.page_size)
+        self._state = (flat_kv_state(pages), init_slots(limits.max_num_seqs, limits.max_model_len))
+        self.num_leaves = len(jax.tree.leaves((self._weights, self._state)))
+
+    def calls(self, name: str) -> Mapping[str, Callable[[], float]]:
+        """Of the step ``name``, by name: each runs it once and returns the host's microseconds."""
+        program = self._program
+        bucket = next(one for one in program.limits.buckets if one.name == name)
+        plan = StepPlan(-1, bucket, (), (), ())
+        inputs = [pack(plan, program.layout(bucket), extras_of(()))]
+        if bucket.num_prefills:
+            inputs.append(program.no_admissions(ADMITTED_BY_STEP))
+        resident = [jnp.array(one) for one in inputs]
+        step = program.trace(name).lower().compile()
+        leaves = jax.jit(_leaves, donate_argnums=(1, 2), keep_unused=True)
+        nothing = leaves.lower(self._weights, *self._state, *inputs).compile()
+        return {
+            "leaves": lambda: self._timed(nothing, inputs),
+            "step": lambda: self._timed(step, inputs),
+            "resident": lambda: self._timed(step, resident),
+        }
+
+    def _timed(self, call: Callable[..., Any], inputs: list[Any]) -> float:
+        jax.block_until_ready(self._state)
+        started = time.perf_counter()
+        *state, _ = call(self._weights, *self._state, *inputs)
+        seconds = time.perf_counter() - started
+        self._state = tuple(state)
+        return 1e6 * seconds
+
+
+def _leaves(weights: Any, pages: Any, slots: Any, flat: jax.Array, *rows: jax.Array) -> Any:
+    del weights, rows
+    return pages, slots, flat[:1]
+
+
+def measure(device: Device, name: str, repeats: int) -> dict[str, float]:
+    """Median microseconds of each call, in turns."""
+    calls = device.calls(name)
+    samples: dict[str, list[float]] = {call: [] for call in CALLS}
+    for repeat in range(-3, repeats):  # a first run loads, a second records a CUDA graph
+        for call in in_turn(list(CALLS), repeat):
+            some = [calls[call]() for _ in range(5)]  # the first finds another's traces
+            if repeat >= 0:
+                samples[call] += some[1:]
+    return {call: median(some) for call, some in samples.items()}
+
+
+def main() -> None:
+    """Print a line for each step."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--config", required=True, help="config.json of the shapes")
+    parser.add_argument("--steps", default="d1", help="names of buckets, joined by commas")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--num-pages", type=int, default=4096)
+    parser.add_argument("--max-model-len", type=int, default=16512)
+    given = parser.parse_args()
+    config = EngineConfig(
+        model=given.config,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        num_pages=given.num_pages,
+        max_model_len=given.max_model_len,
+    )
+    plan = plan_engine(config)
+    program = Program(plan.model, plan.limits, pins=plan.pins)
+    params = load_params(
+        plan.model, plan.source, cache_dir=plan.cache_dir, seed=0, progress=NoProgress()
+    )
+    device = Device(program, params)
+    for name in given.steps.split(","):
+        taken = measure(device, name, given.repeats)
+        parts = "  ".join(f"{call} {value:7.0f} us" for call, value in taken.items())
+        print(f"{name:10} {device.num_leaves} leaves  {parts}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
