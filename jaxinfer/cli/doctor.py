@@ -111,14 +111,16 @@ def _devices() -> Iterator[Finding]:
     try:
         import jax
 
+        from jaxinfer.exec.memory import device_memory
+
         devices = jax.devices()
     except Exception as error:  # jax has no class of its own for this
         detail = " ".join(f"{type(error).__name__}: {error}".split())
         yield Finding("devices", "jax", "broken", f"{detail}; check JAX_PLATFORMS")
         return
     for device in devices:
-        memory = (device.memory_stats() or {}).get("bytes_limit")
-        detail = device.device_kind + (f", {format_bytes(memory)}" if memory else "")
+        memory = device_memory(device)
+        detail = device.device_kind + (f", {format_bytes(memory.total_bytes)}" if memory else "")
         yield Finding("devices", f"{device.platform}:{device.id}", "ok", detail)
     yield from _kernels()
 

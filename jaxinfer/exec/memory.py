@@ -203,14 +203,15 @@ def release_free_heap() -> None:
         trim(0)
 
 
-def device_memory() -> DeviceMemory | None:
-    """Of the first device; None where it reports none (a CPU)."""
-    device = jax.devices()[0]
+def device_memory(device: jax.Device | None = None) -> DeviceMemory | None:
+    """Of a device, else of the first; None where it reports none (a CPU)."""
+    device = device or jax.devices()[0]
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
-    limit: int = stats["bytes_limit"]
-    return DeviceMemory(_card_bytes(device.local_hardware_id) or limit, limit)
+    limit: int = stats["bytes_limit"]  # 0 of CUDA's own allocator, which has none
+    card = _card_bytes(device.local_hardware_id) or limit
+    return DeviceMemory(card, limit or card) if card else None
 
 
 def claim_memory(plan: MemoryPlan) -> None:

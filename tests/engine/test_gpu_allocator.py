@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-SHARE, OLD_SHARE, PREALLOCATE = NAMES = (
+ALLOCATOR, SHARE, OLD_SHARE, PREALLOCATE = NAMES = (
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
     "XLA_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
@@ -33,12 +34,13 @@ build.plan_engine(EngineConfig(gpu_memory_utilization=0.5))
 @pytest.mark.parametrize(
     ("user", "expected"),
     [
-        ({}, ["0.5", None, "false"]),
-        ({SHARE: "0.3"}, ["0.3", None, "false"]),
-        ({OLD_SHARE: "0.3"}, [None, "0.3", "false"]),
-        ({PREALLOCATE: "true"}, ["0.5", None, "true"]),
+        ({}, ["cuda_async", "0.5", None, "false"]),
+        ({SHARE: "0.3"}, ["cuda_async", "0.3", None, "false"]),
+        ({OLD_SHARE: "0.3"}, ["cuda_async", None, "0.3", "false"]),
+        ({PREALLOCATE: "true"}, ["cuda_async", "0.5", None, "true"]),
+        ({ALLOCATOR: "bfc"}, ["bfc", "0.5", None, "false"]),
     ],
-    ids=["open", "share", "old_share", "preallocate"],
+    ids=["open", "share", "old_share", "preallocate", "allocator"],
 )
 def test_variables_are_set_before_the_backend_starts(
     user: dict[str, str], expected: list[str | None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import pytest
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.step import Bucket
+from jaxinfer.exec import memory
 from jaxinfer.exec.buckets import bucket_table
 from jaxinfer.exec.memory import (
     RESERVE_BYTES,
@@ -22,6 +23,7 @@ from jaxinfer.exec.memory import (
     MemoryPlan,
     check_workspace,
     claim_memory,
+    device_memory,
     plan_memory,
     workspace_bound,
     workspace_bytes,
@@ -132,6 +134,25 @@ class FakeDevice:
 
     def memory_stats(self) -> dict[str, int]:
         return {"pool_bytes": self.pool_bytes}
+
+
+@pytest.mark.parametrize(
+    ("limit", "card", "expected"),
+    [
+        (0, DEVICE, DeviceMemory(DEVICE, DEVICE)),
+        (DEVICE // 2, DEVICE, DeviceMemory(DEVICE, DEVICE // 2)),
+        (DEVICE // 2, None, DeviceMemory(DEVICE // 2, DEVICE // 2)),
+        (0, None, None),
+    ],
+    ids=["cuda_async", "share", "no_driver", "unknown"],
+)
+def test_memory_of_a_device(
+    limit: int, card: int | None, expected: DeviceMemory | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats = {"bytes_limit": limit}
+    device = SimpleNamespace(local_hardware_id=0, memory_stats=lambda: stats)
+    monkeypatch.setattr(memory, "_card_bytes", lambda ordinal: card)
+    assert device_memory(device) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
