@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -203,7 +204,7 @@ def release_free_heap() -> None:
         trim(0)
 
 
-def device_memory(device: jax.Device | None = None) -> DeviceMemory | None:
+def device_memory(device: Any = None) -> DeviceMemory | None:  # jax.Device
     """Of a device, else of the first; None where it reports none (a CPU)."""
     device = device or jax.devices()[0]
     stats = device.memory_stats()
