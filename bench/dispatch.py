@@ -10,19 +10,29 @@ memory has moved since the last call. How many those are, and how long it took, 
 
     TF_CPP_MIN_LOG_LEVEL=0 TF_CPP_VMODULE=command_buffer_thunk=3,command_executor=1
 
-Owns: the three calls and their clock. Must not know: engines, requests.
+Where the host is meanwhile, by the spans of JAX's and XLA's own host tracer, summed by name (a span
+holds those that it calls): ``--spans 30``. XLA runs no CUDA graphs while it is traced, unless
+
+    XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true
+
+Owns: the three calls, their clock and their spans. Must not know: engines, requests.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from itertools import islice
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.profiler import ProfileData
 
 from bench.throughput import in_turn
 from jaxinfer.core.config import EngineConfig
@@ -37,6 +47,7 @@ from jaxinfer.nn.kv import init_kv_state
 from jaxinfer.weights.load import load_params
 
 CALLS = ("leaves", "step", "resident")
+HOST = "/host:CPU"  # the plane of the host's threads in a trace
 
 
 class Device:
@@ -82,9 +93,8 @@ def _leaves(weights: Any, pages: Any, slots: Any, flat: jax.Array, *rows: jax.Ar
     return pages, slots, flat[:1]
 
 
-def measure(device: Device, name: str, repeats: int) -> dict[str, float]:
+def measure(calls: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
     """Median microseconds of each call, in turns."""
-    calls = device.calls(name)
     samples: dict[str, list[float]] = {call: [] for call in CALLS}
     for repeat in range(-3, repeats):  # a first run loads, a second records a CUDA graph
         for call in in_turn(list(CALLS), repeat):
@@ -92,6 +102,24 @@ def measure(device: Device, name: str, repeats: int) -> dict[str, float]:
             if repeat >= 0:
                 samples[call] += some[1:]
     return {call: median(some) for call, some in samples.items()}
+
+
+def spans(call: Callable[[], object], times: int) -> dict[str, float]:
+    """Microseconds of a call by the name of the span, the longest first."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level, options.host_tracer_level = 0, 3
+    total: defaultdict[str, float] = defaultdict(float)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            for _ in range(times):
+                call()
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        for plane in ProfileData.from_file(str(file)).planes:
+            if plane.name == HOST:
+                for line in plane.lines:
+                    for event in line.events:
+                        total[event.name] += 1e-3 * event.duration_ns / times
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 
 def main() -> None:
@@ -104,6 +132,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--num-pages", type=int, default=4096)
     parser.add_argument("--max-model-len", type=int, default=16512)
+    parser.add_argument("--spans", type=int, default=0, help="show so many of each step")
     given = parser.parse_args()
     config = EngineConfig(
         model=given.config,
@@ -119,9 +148,13 @@ def main() -> None:
     )
     device = Device(program, params)
     for name in given.steps.split(","):
-        taken = measure(device, name, given.repeats)
+        calls = device.calls(name)
+        taken = measure(calls, given.repeats)
         parts = "  ".join(f"{call} {value:7.0f} us" for call, value in taken.items())
         print(f"{name:10} {device.num_leaves} leaves  {parts}", flush=True)
+        if given.spans:
+            for span, value in islice(spans(calls["step"], given.repeats).items(), given.spans):
+                print(f"{value:12.1f} us  {span}", flush=True)
 
 
 if __name__ == "__main__":

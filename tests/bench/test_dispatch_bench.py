@@ -16,7 +16,11 @@ LIMITS = tiny_limits(max_num_seqs=1, max_num_batched_tokens=64)
 def test_each_call_is_timed_and_keeps_the_state(name: str) -> None:
     model, params = tiny_model("qwen3")
     device = dispatch.Device(Program(model, LIMITS), params)
-    taken = dispatch.measure(device, name, repeats=1)
+    calls = device.calls(name)
+    taken = dispatch.measure(calls, repeats=1)
     assert tuple(taken) == dispatch.CALLS
     assert all(value > 0 for value in taken.values())
     assert device.num_leaves == 3 + 6 * 2 + 2 * 2 + 6  # whole model, layers, pages, slots
+    within = dispatch.spans(calls["step"], times=2)
+    assert any("flat_step" in span for span in within)
+    assert list(within.values()) == sorted(within.values(), reverse=True)
