@@ -1,6 +1,6 @@
 """One lowering of a kernel for all the executables of a process.
 
-Owns: ``call_lowered``. Must not know: ops, and which of their implementations come here.
+Owns: ``call_lowered``. Must not know: which kernels come here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax import export
 
 
 def call_lowered(
-    name: str, fn: Callable[..., Any], args: tuple[jax.Array, ...], static: Mapping[str, Any]
+    name: str, fn: Callable[..., Any], args: tuple[jax.Array | None, ...], static: Mapping[str, Any]
 ) -> Any:
     """``fn(*args, **static)`` in a trace; lowered once for each shape, whoever calls it.
 
@@ -24,7 +24,7 @@ def call_lowered(
     bytes then, by which XLA knows a kernel that it has compiled already. (What JAX lowers itself
     has a running number in it.) ``fn`` takes and returns arrays alone, no references.
     """
-    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     return _lowered(name, fn, shapes, tuple(static.items())).call(*args)
 
 
@@ -32,7 +32,7 @@ def call_lowered(
 def _lowered(
     name: str,
     fn: Callable[..., Any],
-    shapes: tuple[jax.ShapeDtypeStruct, ...],
+    shapes: tuple[jax.ShapeDtypeStruct | None, ...],
     static: tuple[tuple[str, Any], ...],
 ) -> export.Exported:
     kernel = partial(fn, **dict(static))

@@ -30,10 +30,6 @@ OP_NAMES = (
     "swiglu_gemm",
 )
 
-# Implementations of this name are Python's to lower, which takes long. (XLA has little to lower,
-# and jax-triton remembers what it compiled.)
-LOWERED_ONCE = "mosaic"
-
 
 class UnfitKernel(ValueError):
     """No implementation of an op can run a call, or the one that was pinned cannot."""
@@ -46,11 +42,18 @@ def _runs_always(*args: Any, **static: Any) -> None:
 def imported_when_called(module: str, name: str) -> Callable[..., Any]:
     """A function of a module that is imported no earlier than the function is called.
 
-    The languages of GPU kernels are optional and slow to import.
+    The languages of GPU kernels are optional and slow to import. Mosaic is slow to lower as well,
+    so on a GPU all executables share one lowering of each shape, where no reference is handed in.
+    (XLA's code has little to lower, and jax-triton remembers what it compiled.)
     """
+    in_mosaic = module.endswith(".mosaic")
 
     def call(*args: Any, **static: Any) -> Any:
-        return getattr(importlib.import_module(module), name)(*args, **static)
+        function = getattr(importlib.import_module(module), name)
+        refs = any(isinstance(arg, jax.Ref) for arg in args)
+        if in_mosaic and current_platform() == "gpu" and not refs:
+            return call_lowered(name, function, args, static)
+        return function(*args, **static)
 
     return call
 
@@ -194,8 +197,6 @@ def dispatch(
     _log_once(logging.INFO, f"{op.name}({shapes}) is {impl.name}{passed_over}")
     if NOT_INSTALLED in refused.values():
         _log_once(logging.WARNING, f"slower kernels are used: {NOT_INSTALLED}")
-    if impl.name == LOWERED_ONCE:
-        return call_lowered(op.name, impl.fn, args, static)
     return impl.fn(*args, **static)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import registry
 from pallas_kernels.lowered import call_lowered
-from pallas_kernels.registry import LOWERED_ONCE, Impl, all_ops, dispatch
+from pallas_kernels.registry import imported_when_called
 
 
 class Kernel:
@@ -61,18 +63,46 @@ def test_of_other_shapes_types_and_sizes_there_is_another(x: Any, scale: float) 
     np.testing.assert_allclose(other, scale * x.astype(np.float32) @ Y)
 
 
-@pytest.mark.parametrize(("name", "traces"), [(LOWERED_ONCE, 1), ("xla", 2)])
-def test_dispatch_lowers_mosaic_once(name: str, traces: int) -> None:
+@pytest.mark.parametrize(
+    ("module", "platform", "traces"),
+    [("op.mosaic", "gpu", 1), ("op.mosaic", "cpu", 2), ("op.triton", "gpu", 2)],
+)
+def test_kernels_in_mosaic_are_lowered_once_on_a_gpu(
+    module: str, platform: str, traces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel = Kernel()
-    op = replace(all_ops()[0], impls=(Impl(name, kernel),))
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(product=kernel))  # type: ignore[misc]
+    monkeypatch.setattr(registry, "current_platform", lambda: platform)
+    product = imported_when_called(module, "product")
     for shift in range(2):
-        jax.jit(lambda x, y, n=shift: dispatch(op, (x, y), {"scale": 1.0}, None)[0] + n).lower(X, Y)
+        jax.jit(lambda x, y, n=shift: product(x, y, scale=1.0)[0] + n).lower(X, Y)
     assert kernel.traces == traces
 
 
-def test_mosaic_kernels_are_called_so() -> None:
-    named = {op.name for op in all_ops() for impl in op.impls if impl.name == LOWERED_ONCE}
-    assert {"paged_prefill", "skinny_gemm"} <= named
+def test_a_kernel_that_is_handed_a_reference_is_called_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def increment(x: jax.Array, ref: jax.Ref, absent: None) -> jax.Array:
+        ref[...] += 1.0
+        return x + ref[...]
+
+    def step(x: jax.Array) -> jax.Array:
+        ref = jax.new_ref(x)
+        return kernel(x, ref, None) + jax.freeze(ref)
+
+    monkeypatch.setitem(sys.modules, "op.mosaic", SimpleNamespace(increment=increment))  # type: ignore[misc]
+    monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
+    kernel = imported_when_called("op.mosaic", "increment")
+    np.testing.assert_allclose(jax.jit(step)(X), 3.0 * X + 2.0)
+
+
+def test_an_array_may_be_absent() -> None:
+    def double(x: jax.Array, absent: None) -> jax.Array:
+        assert absent is None
+        return x + x
+
+    result = jax.jit(lambda x: call_lowered("double", double, (x, None), {}))(X)
+    np.testing.assert_allclose(result, 2.0 * X)
 
 
 def test_no_setting_stays_changed() -> None:
