@@ -1,4 +1,7 @@
-"""The official ``openai`` client against ``jaxinfer serve``, the command as users start it."""
+"""The official ``openai`` client against ``jaxinfer serve``, the command as users start it.
+
+Its engine is the default one, so that nothing is compiled that the other tests here have already.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,6 @@ from jaxinfer import LLM, SamplingParams
 from kit.golden import Golden
 
 KEY = "open sesame"
-# small enough to compile within seconds where no bundle is kept
-SIZES: dict[str, Any] = {
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 256,
-    "max_model_len": 1024,
-    "kv_cache_memory_bytes": 2**28,
-}
 QUEUE = 16  # requests; a list of many prompts is more
 SECONDS = 60.0
 QUESTION = "What is the capital of France? Answer in one sentence."
@@ -35,9 +31,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    given = {**SIZES, "max_num_queued_reqs": QUEUE, "api_key": KEY}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    with ServerProcess(*flags) as server:
+    with ServerProcess(f"--api-key={KEY}", f"--max-num-queued-reqs={QUEUE}") as server:
         yield f"{server.url}/v1"
 
 
@@ -145,9 +139,9 @@ def test_stop(client: OpenAI, model: str) -> None:
 # chats
 
 
-def test_a_chat_is_what_the_library_answers(client: OpenAI, model: str) -> None:
+def test_a_chat_is_what_the_library_answers(client: OpenAI, model: str, llm: LLM) -> None:
     answer = client.chat.completions.create(model=model, messages=CHAT, **GREEDY)
-    (output,) = LLM(**SIZES).chat(CHAT, SamplingParams(temperature=0, max_tokens=24))
+    (output,) = llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=24))
     (choice,) = answer.choices
     assert choice.message.content == output.outputs[0].text
     assert "Paris" in (choice.message.content or "")
@@ -388,7 +382,7 @@ def test_bad_requests_name_the_field(client: OpenAI, model: str, case: str) -> N
 def test_a_chat_beyond_the_context(client: OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": "long " * 2000}]
+            model=model, messages=[{"role": "user", "content": "long " * 9000}]
         )
     assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
 
@@ -416,7 +410,7 @@ def test_a_full_queue(client: OpenAI, model: str, stream: bool) -> None:
         next(iter(busy))
         with pytest.raises(openai.RateLimitError) as caught:
             client.completions.create(
-                model=model, prompt=["hi"] * (QUEUE + 8), max_tokens=1, stream=stream
+                model=model, prompt=["hi"] * 4 * QUEUE, max_tokens=1, stream=stream
             )
     assert caught.value.code == "queue_full" and caught.value.type == "rate_limit_error"
     assert int(caught.value.response.headers["retry-after"]) >= 1
