@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -255,10 +256,27 @@ def test_progress_reports_compile_load_and_generate(folder: Path, cache: str) ->
 TINY = {**SMALL, "max_num_seqs": 1, "max_num_batched_tokens": 8}
 
 
+@pytest.fixture(scope="module")
+def tiny_cache(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the bundle of an engine in it, for tests that damage a copy."""
+    cache = tmp_path_factory.mktemp("cache")
+    llm = LLM(str(folder), cache_dir=str(cache), **TINY)
+    assert llm.stats().num_compiled == llm.stats().num_executables > 0
+    return cache
+
+
+def bundle_copy(cache: Path, copy: Path) -> Path:
+    """The only bundle of a copied cache."""
+    shutil.copytree(cache, copy, dirs_exist_ok=True)
+    (bundle,) = (path for path in (copy / "executables").iterdir() if path.is_dir())
+    return bundle
+
+
 @pytest.mark.parametrize("damage", ["cut", "missing", "manifest", "no manifest", "unloadable"])
-def test_a_damaged_bundle_is_named(folder: Path, tmp_path: Path, damage: str) -> None:
-    LLM(str(folder), cache_dir=str(tmp_path), **TINY)
-    (bundle,) = (path for path in (tmp_path / "executables").iterdir() if path.is_dir())
+def test_a_damaged_bundle_is_named(
+    folder: Path, tiny_cache: Path, tmp_path: Path, damage: str
+) -> None:
+    bundle = bundle_copy(tiny_cache, tmp_path)
     executable, manifest = bundle / "d1.bin", bundle / "manifest.json"
     match damage:
         case "cut":
@@ -279,12 +297,14 @@ def test_a_damaged_bundle_is_named(folder: Path, tmp_path: Path, damage: str) ->
         LLM(str(folder), cache_dir=str(tmp_path), **TINY)
 
 
-def test_a_bundle_left_half_written_is_compiled_again(folder: Path, tmp_path: Path) -> None:
+def test_a_bundle_left_half_written_is_compiled_again(
+    folder: Path, tiny_cache: Path, tmp_path: Path
+) -> None:
+    bundle = bundle_copy(tiny_cache, tmp_path)
     first = LLM(str(folder), cache_dir=str(tmp_path), **TINY)
-    (bundle,) = (path for path in (tmp_path / "executables").iterdir() if path.is_dir())
     bundle.rename(bundle.with_name(bundle.name + ".partial"))  # as a killed run leaves it
     again = LLM(str(folder), cache_dir=str(tmp_path), **TINY)
-    assert again.stats().num_compiled == first.stats().num_compiled
+    assert again.stats().num_compiled == first.stats().num_executables
     assert LLM(str(folder), cache_dir=str(tmp_path), **TINY).stats().num_compiled == 0
     assert [path for path in bundle.parent.iterdir() if path.is_dir()] == [bundle]
     assert again.generate("a", GREEDY) == first.generate("a", GREEDY)
