@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.base import Model, Params
-from jaxinfer.weights import converted
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.plan import PlannedParam, plan_params
@@ -38,6 +37,8 @@ def load_params(
         return dummy_params(model, seed=seed, progress=progress)
     plan = plan_params(model, source.checkpoint)
     if source.quantised:
+        from jaxinfer.weights import converted  # Orbax, a fifth of what all imports take
+
         entry = converted.entry_path(cache_dir, source.fingerprint, model)
         params = converted.convert(entry, plan, source.checkpoint, model, progress)
         return converted.restore(entry, progress) if params is None else params
