@@ -20,7 +20,8 @@ PROGRAM = Program(tiny_model("qwen3")[0], LIMITS, platform="cpu")
 
 @pytest.mark.parametrize("name", PROGRAM.names())
 def test_state_is_updated_in_place(name: str) -> None:
-    compiled = PROGRAM.trace(name).lower().compile()
+    # buffers are assigned before LLVM, whose optimiser takes a third of the time
+    compiled = PROGRAM.trace(name).lower().compile({"xla_backend_optimization_level": 0})
     state = [PROGRAM.slots()] if name == ADMIT else [PROGRAM.slots(), PROGRAM.kv_state()]
     leaves = jax.tree.leaves(state)
     analysis = compiled.memory_analysis()
