@@ -52,6 +52,21 @@ def test_each_kernel_once_and_the_same_for_every_number_of_rows() -> None:
     assert few.keys() == many.keys()
 
 
+def test_sample_has_one_kernel_for_all_batches_but_where_tiles_differ() -> None:
+    """Each further one is compiled at every start from nothing, in a quarter to two seconds."""
+    from pallas_kernels.sample.triton import sample
+
+    def kernels(rows: int) -> set[Any]:
+        dtypes = "float32 int32 float32 float32 int32 int32 int32".split()
+        arrays = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in dtypes]
+        logits = jax.ShapeDtypeStruct((rows, 151936), jnp.float32)
+        return set(triton_kernels(jax.jit(sample).trace(logits, *arrays).jaxpr))
+
+    few, many = kernels(8), kernels(256)
+    assert len(few) == len(many) == 7
+    assert names(few - many) == names(many - few) == ["_summarize"]
+
+
 def test_what_decides_the_machine_code_is_told_apart() -> None:
     def norm(x: jax.Array, *, row: int, eps: float) -> Any:
         from pallas_kernels.residual_norm.triton import residual_norm
