@@ -57,7 +57,7 @@ def test_sample_has_one_kernel_for_all_batches_but_where_tiles_differ() -> None:
     from pallas_kernels.sample.triton import sample
 
     def kernels(rows: int) -> set[Any]:
-        dtypes = "float32 int32 float32 float32 int32 int32 int32".split()
+        dtypes = ["float32", "int32", "float32", "float32", "int32", "int32", "int32"]
         arrays = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in dtypes]
         logits = jax.ShapeDtypeStruct((rows, 151936), jnp.float32)
         return set(triton_kernels(jax.jit(sample).trace(logits, *arrays).jaxpr))
