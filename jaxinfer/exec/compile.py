@@ -6,10 +6,12 @@ folders of bundles) or by compiling. Must not know: requests, the scheduler, wei
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,10 +156,11 @@ def compile_all(
             return compiled, stored
 
         try:
-            under_way = {
-                name: pool.submit(made, name, lowered)
-                for name, lowered in _lowered(program, reversed(names), kernels)
-            }
+            with _nothing_collected():
+                under_way = {
+                    name: pool.submit(made, name, lowered)
+                    for name, lowered in _lowered(program, reversed(names), kernels)
+                }
             results = {name: under_way[name].result() for name in names}
         finally:  # after a failure or Ctrl-C, nobody needs what is still compiling
             for each in (pool, kernels):
@@ -166,6 +169,20 @@ def compile_all(
         {name: compiled for name, (compiled, _) in results.items()},
         {name: stored for name, (_, stored) in results.items()},
     )
+
+
+@contextmanager
+def _nothing_collected() -> Generator[None]:
+    """Python's collector rests meanwhile. For 33 steps of 36 layers it looks again and again at
+    half a million objects that stay, a seventh of the time, and would find 80 MB.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _lowered(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,7 @@ def test_kernels_are_compiled_once_elsewhere_and_before_what_needs_them(
 
     def lower(self: jax.stages.Traced) -> jax.stages.Lowered:
         event("step")
+        assert not gc.isenabled()
         return lowered(self)
 
     lowered = jax.stages.Traced.lower
@@ -45,6 +47,7 @@ def test_kernels_are_compiled_once_elsewhere_and_before_what_needs_them(
     compiled, stored = exec_compile.compile_all(PROGRAM, tmp_path, NoProgress())
     assert sorted(events[:2]) == [("draw", False), ("norm", False)]
     assert events[2:] == [("step", True)] * len(PROGRAM.names())
+    assert gc.isenabled()
     assert (*compiled,) == (*stored,) == PROGRAM.names()
     assert {file.name for file in tmp_path.iterdir()} == {one.file for one in stored.values()}
 
@@ -58,3 +61,4 @@ def test_a_kernel_that_cannot_be_compiled_is_told(
     steps_with({"draw": fail}, monkeypatch)
     with pytest.raises(ValueError, match="LLIR pass failed"):
         exec_compile.compile_all(PROGRAM, tmp_path, NoProgress())
+    assert gc.isenabled()
