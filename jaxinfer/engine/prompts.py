@@ -81,8 +81,11 @@ def _parts(prompt: Any) -> tuple[Any, Any]:
 def _token_ids(value: Any) -> tuple[int, ...]:
     if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Iterable):
         raise RequestError(f"a prompt must be text or a list of token ids, got {value!r}")
+    items = tuple(cast("Iterable[Any]", value))
+    if set(map(type, items)) <= {int}:  # no call of ours for each of what may be many thousands
+        return items
     token_ids: list[int] = []
-    for item in cast("Iterable[Any]", value):
+    for item in items:
         token_id = as_int(item)
         if token_id is None:
             raise RequestError(f"prompt_token_ids holds {item!r}; token ids are integers")

@@ -209,6 +209,7 @@ REFUSED = {
         "no room for an output within max_model_len 128",
     ),
     "token id out of range": ([1, 320], GREEDY, "320; the vocabulary ends at 319"),
+    "token id of no machine word": ([2**70, 1], GREEDY, f"{2**70}; the vocabulary ends at 319"),
     "negative token id": ([-1], GREEDY, "-1"),
     "stop id out of range": (PROMPT, greedy(stop_token_ids=[999]), "stop_token_ids"),
     "bias id out of range": (PROMPT, greedy(logit_bias={320: 1.0}), "logit_bias"),
