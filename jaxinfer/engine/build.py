@@ -50,12 +50,14 @@ from jaxinfer.exec.memory import (
     check_workspace,
     claim_memory,
     device_memory,
+    init_pages,
     plan_memory,
     release_free_heap,
 )
 from jaxinfer.exec.program import Program
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.registry import build_model
+from jaxinfer.nn.kv import KVState
 from jaxinfer.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.plan import plan_params
@@ -171,9 +173,9 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
     progress = progress or NoProgress()
     facts = model_facts(plan)
     program = Program(plan.model, plan.limits, pins=plan.pins)
-    (executables, compile_seconds), (params, load_seconds) = _load(plan, program, progress)
+    (executables, compile_seconds), (state, load_seconds) = _load(plan, program, progress)
     release_free_heap()
-    executor = Executor(program, executables, params)
+    executor = Executor(program, executables, *state)
     executor.warm_up()
     start_stats = EngineStats(
         num_executables=len(program.names()),
@@ -203,12 +205,13 @@ def write_planned(
 
 
 type Timed[T] = tuple[T, float]  # and the seconds that it took
+type _State = tuple[Params, KVState]
 
 
 def _load(
     plan: EnginePlan, program: Program, progress: Progress
-) -> tuple[Timed[Executables], Timed[Params]]:
-    """Executables and weights, at the same time when both are only to be loaded.
+) -> tuple[Timed[Executables], Timed[_State]]:
+    """Executables beside weights and pages, at the same time when all are only to be loaded.
 
     On a CPU, compiling comes first: the compiler's memory and the weights would add up to twice
     the peak (2.3 instead of 1.3 GB for SmolLM2-135M). A GPU holds its weights itself.
@@ -232,23 +235,23 @@ def _load(
         progress.note(plan.memory.described(made.workspace_bytes))
         return made, time.perf_counter() - start
 
-    def params() -> Timed[Params]:
+    def state() -> Timed[_State]:
         start = time.perf_counter()
         claim_memory(plan.memory)
-        loaded = load_params(
+        params = load_params(
             plan.model,
             plan.source,
             cache_dir=plan.cache_dir,
             seed=plan.config.seed,
             progress=progress,
         )
-        return loaded, time.perf_counter() - start
+        return (params, init_pages(program)), time.perf_counter() - start
 
     if bundle is None and jax.default_backend() == "cpu":
-        return executables(), params()
+        return executables(), state()
     pool = ThreadPoolExecutor(1)
     try:
-        loading = pool.submit(params)
+        loading = pool.submit(state)
         return executables(), loading.result()
     finally:  # after a failure or Ctrl-C, nobody waits for the weights
         pool.shutdown(wait=False, cancel_futures=True)

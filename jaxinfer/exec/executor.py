@@ -33,9 +33,9 @@ from jaxinfer.exec.program import ADMIT, ADMITTED_BY_STEP, Program
 from jaxinfer.exec.sampling import Logprobs
 from jaxinfer.exec.slots import SlotState, init_slots, slot_rows
 from jaxinfer.models.base import Params
-from jaxinfer.nn.kv import init_kv_state
+from jaxinfer.nn.kv import KVState
 
-WARM_UP_RUNS = 3  # of a step on a GPU: a load, a recording, a run like all that follow
+WARM_UP_RUNS = 2  # of a step on a GPU: one that loads its kernels, one that is recorded
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class InFlight:
 class Executor:
     """The device side of an engine. Not thread-safe: one thread launches and collects."""
 
-    def __init__(self, program: Program, executables: Executables, params: Params) -> None:
+    def __init__(
+        self, program: Program, executables: Executables, params: Params, pages: KVState
+    ) -> None:
         self._program = program
         self._executables = executables
         self._weights = flat_params(program.model, params)
         limits = program.limits
-        self._pages = flat_kv_state(
-            init_kv_state(program.model.kv_spec, limits.num_pages, limits.page_size)
-        )
+        self._pages = flat_kv_state(pages)
         self._slots: SlotState = init_slots(limits.max_num_seqs, limits.max_model_len)
         # the host's mirror of which request a slot's parameters belong to
         self._requests: list[Request | None] = [None] * limits.max_num_seqs
@@ -71,14 +71,21 @@ class Executor:
         """Run steps on padding, so that no request pays for what only their first runs do.
 
         On a CPU steps have nothing of their own to prepare, and the smallest runs once. On a GPU
-        each has kernels to load and, at its second run, a CUDA graph for XLA to record; those with
-        extras are rare and left out.
+        each has kernels to load and, at its second run, a CUDA graph for XLA to record, while the
+        device is busy with the run before; those with extras are rare and left out.
         """
-        buckets = sorted(self._layouts, key=lambda bucket: bucket.num_tokens)
+        buckets = sorted(self._layouts, key=lambda bucket: bucket.num_tokens, reverse=True)
         each = self._program.has_plain_steps
-        for bucket in buckets if each else buckets[:1]:
-            for _ in range(WARM_UP_RUNS if each else 1):
-                self.collect(self.launch(StepPlan(-1, bucket, (), (), ())))
+        runs = [
+            self.launch(StepPlan(-1, bucket, (), (), ()))
+            for bucket in (buckets if each else buckets[-1:])
+            for _ in range(WARM_UP_RUNS if each else 1)
+        ]
+        if each:
+            nobody = self._program.no_admissions(self._program.admitted_at_once)
+            self._slots = self._executables.by_name[ADMIT](self._slots, nobody)
+        for run in runs:
+            self.collect(run)
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Queue one step and return without waiting for it.

@@ -13,7 +13,8 @@ really take is in a bundle's manifest, and is checked against the plan once they
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from jaxinfer.exec.forward import PROMPT_LOGPROBS_BLOCK
 from jaxinfer.exec.program import Program
 from jaxinfer.exec.slots import init_slots
 from jaxinfer.models.base import Model, abstract_params
+from jaxinfer.nn.kv import KVState, init_kv_state
 
 MB = 1_000_000
 # float32[B, V] that are alive at once when a step samples, and float32[block, V] when it computes
@@ -218,19 +220,32 @@ def device_memory(device: Any = None) -> DeviceMemory | None:  # jax.Device
 def claim_memory(plan: MemoryPlan) -> None:
     """Have JAX's allocator take what is planned as one region, before anything lies in it.
 
-    An allocator that grows by and by takes a region for every few arrays, and what is left over at
-    their ends is lost: more than the reserve. One that has enough already is left as it is; one
-    that has less is given the most that it may still take. Raises ``EngineError`` when the device
-    has no such memory free. Without a plan for a device (on a CPU) nothing is done.
+    XLA's allocator takes a region for every few arrays, and what is left over at their ends is
+    lost: more than the reserve. One that has enough already is left as it is; one that has less is
+    given the most that it may still take. CUDA's own allocator has no regions, and on a CPU there
+    is no plan for a device: nothing is done. Raises ``EngineError`` when the device has no such
+    memory free.
     """
-    if plan.device is None:
-        return
-    pool_bytes: int = (jax.devices()[0].memory_stats() or {}).get("pool_bytes", 0)
-    if pool_bytes >= plan.total_bytes:
+    pool_bytes = (jax.devices()[0].memory_stats() or {}).get("pool_bytes")
+    if plan.device is None or pool_bytes is None or pool_bytes >= plan.total_bytes:
         return
     wanted = min(plan.total_bytes, plan.device.allocator_bytes - pool_bytes)
-    try:
+    with _taking(wanted):
         jax.block_until_ready(jnp.zeros((wanted // MB, MB), jnp.uint8)).delete()
+
+
+def init_pages(program: Program) -> KVState:
+    """The page pool, zeroed; raises ``EngineError`` when the device has no such memory free."""
+    limits = program.limits
+    with _taking(_size(program.kv_state())):
+        pages = init_kv_state(program.model.kv_spec, limits.num_pages, limits.page_size)
+        return jax.block_until_ready(pages)
+
+
+@contextmanager
+def _taking(wanted: int) -> Generator[None]:
+    try:
+        yield
     except jax.errors.JaxRuntimeError as error:
         raise EngineError(
             f"{_shown(wanted)} are planned and the device has not so much free; end what else runs "

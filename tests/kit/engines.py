@@ -19,6 +19,7 @@ from jaxinfer.engine.prompts import Prompt
 from jaxinfer.exec.buckets import bucket_table
 from jaxinfer.exec.compile import Compiled, Executables
 from jaxinfer.exec.executor import Executor
+from jaxinfer.exec.memory import init_pages
 from jaxinfer.exec.program import Program
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.tiny_models import tiny_model
@@ -62,7 +63,8 @@ def tiny_executor(limits: Limits, model_name: str = "llama") -> Executor:
     # a smaller pool and no prefix caching are the scheduler's business: share the executables
     program = Program(model, replace(limits, num_pages=MAX_PAGES, enable_prefix_caching=True))
     by_name = {name: _compiled(_program_of(name, program), name) for name in program.names()}
-    return Executor(program, Executables(by_name, compiled=0, workspace_bytes=0), params)
+    executables = Executables(by_name, compiled=0, workspace_bytes=0)
+    return Executor(program, executables, params, init_pages(program))
 
 
 def _program_of(name: str, program: Program) -> Program:
