@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.kv_append.ref import kv_append
 from pallas_kernels.numerics import split_heads
@@ -28,10 +29,10 @@ def append_decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """A row of length 0 is padding: its token goes to page 0, which nobody reads."""
     del arrivals  # nothing here arrives in parallel
-    lens, page_size = jnp.asarray(seq_lens), k_pages.shape[1]
-    last = jnp.maximum(lens - 1, 0)
-    page = jnp.asarray(page_table)[jnp.arange(lens.shape[0]), last // page_size]
-    slots = jnp.where(lens > 0, page * page_size + last % page_size, 0)
+    lens, page_size = np.asarray(seq_lens), k_pages.shape[1]
+    last = np.maximum(lens - 1, 0)
+    page = np.asarray(page_table)[np.arange(len(lens)), last // page_size]
+    slots = jnp.asarray(np.where(lens > 0, page * page_size + last % page_size, 0))
     if cos is None or sin is None:
         q, k, v = split_heads(jnp.asarray(qkv), k_pages.shape[2])
         pools = kv_append(k, v, k_pages, v_pages, slots)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def kv_append(
@@ -12,10 +13,11 @@ def kv_append(
     slot_mapping: jax.Array,  # int32[T]
 ) -> tuple[jax.Array, jax.Array]:
     """Write token t to the slot that ``slot_mapping[t]`` names."""
-    k_pages, v_pages = jnp.asarray(k_pages), jnp.asarray(v_pages)
-    page_size = k_pages.shape[1]
-    for token in range(k.shape[0]):
-        page, offset = divmod(int(slot_mapping[token]), page_size)
-        k_pages = k_pages.at[page, offset].set(k[token].astype(k_pages.dtype))
-        v_pages = v_pages.at[page, offset].set(v[token].astype(v_pages.dtype))
-    return k_pages, v_pages
+    return _written(k, k_pages, slot_mapping), _written(v, v_pages, slot_mapping)
+
+
+def _written(values: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
+    written = np.array(pages)
+    for slot, value in zip(slots, np.asarray(jnp.asarray(values, written.dtype)), strict=True):
+        written[divmod(int(slot), written.shape[1])] = value
+    return jnp.asarray(written)
