@@ -120,7 +120,13 @@ def reconcile(body: dict[str, Any]) -> None:
         body.pop("top_logprobs", None)
     if (body.get("n") or 1) > MOST_COMPLETIONS:
         body["n"] = MOST_COMPLETIONS
-        body.pop("best_of", None)
+    if body.get("best_of") not in (None, 1, body.get("n")):
+        body.pop("best_of")
+    if body.get("max_tokens") == 0:
+        body["echo"] = True
+    if body.get("continue_final_message"):
+        body["add_generation_prompt"] = False
+        body.pop("chat_template", None)  # of random text, without the message
     body.pop("min_tokens", None)
 
 
