@@ -150,7 +150,7 @@ def compile_all(
     with progress.task("compile", len(names)) as advance:
 
         def made(name: str, lowered: jax.stages.Lowered) -> tuple[Any, StoredExecutable]:
-            compiled = lowered.compile()
+            compiled = lowered.compile(compiler_options=program.compiler_options(name))
             stored = write_executable(folder, name, compiled)
             advance(1)
             return compiled, stored

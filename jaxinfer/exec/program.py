@@ -7,6 +7,7 @@ Must not know: how executables are compiled, stored or run.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +26,10 @@ from pallas_kernels.registry import UnfitKernel, current_platform
 ADMIT = "admit"
 ADMITTED_AT_ONCE = 8  # by ``ADMIT`` on a GPU
 ADMITTED_BY_STEP = 1  # beside the prompts it computes: whoever is admitted is among these
+# Tokens from which XLA's own Triton products are not tried beside cuBLAS's. On an H200 they are not
+# faster there (o and down at 512 and 2,048 tokens: 0.97 to 1.04 of the time), and compiling dozens
+# of them for each product to find that out is most of a start from nothing.
+CUBLAS_FROM = 512
 EXTRAS_EVERY = 3  # buckets of a kind there is one with a step for extras
 
 
@@ -83,6 +88,13 @@ class Program:
         if bucket.num_prefills:
             arguments += (self.no_admissions(ADMITTED_BY_STEP),)
         return jax.jit(step.flat_step, donate_argnums=(1, 2)).trace(*arguments)
+
+    def compiler_options(self, name: str) -> dict[str, Any]:
+        """XLA's options for one executable, by name."""
+        bucket = Bucket(0) if name == ADMIT else self._steps()[name][0]
+        if self.platform == "cpu" or bucket.num_tokens < CUBLAS_FROM:
+            return {}
+        return {"xla_gpu_enable_triton_gemm": False}
 
     @property
     def has_plain_steps(self) -> bool:

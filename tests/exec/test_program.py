@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import msgspec
 import pytest
 
+from jaxinfer.core.config import Limits
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.program import ADMIT, Program
 from jaxinfer.models import build_model
@@ -61,3 +63,23 @@ def test_a_gpu_has_plain_steps_and_fewer_with_extras_a_cpu_one_a_bucket() -> Non
     assert PROGRAM.step_name(first, extras=True) == PROGRAM.step_name(first, extras=False)
     assert gpu.step_name(first, extras=True) == f"{first.name}_extras"
     assert gpu.step_name(first, extras=False) == first.name
+
+
+@pytest.mark.parametrize(
+    ("platform", "bucket", "options"),
+    [
+        ("gpu", Bucket(511), {}),
+        ("gpu", Bucket(512), {"xla_gpu_enable_triton_gemm": False}),
+        ("gpu", Bucket(64, 448, 8), {"xla_gpu_enable_triton_gemm": False}),
+        ("cpu", Bucket(512), {}),
+    ],
+    ids=["few", "decodes", "mixed", "cpu"],
+)
+def test_triton_products_are_tried_for_few_tokens(
+    platform: str, bucket: Bucket, options: dict[str, Any]
+) -> None:
+    limits = Limits(2000, 16, 512, 64, 512, (bucket,))
+    program = Program(tiny_model("llama")[0], limits, platform=platform)
+    for extras in (False, True):
+        assert program.compiler_options(program.step_name(bucket, extras=extras)) == options
+    assert program.compiler_options(ADMIT) == {}
