@@ -233,11 +233,11 @@ import os, time
 from jaxinfer.cli.main import main
 from jaxinfer.exec.program import Program
 
-def lower(self, name):
+def trace(self, name):
     os.write(2, b"compiling\\n")  # whole lines from several threads
     time.sleep(60)
 
-Program.lower = lower
+Program.trace = trace
 main()
 """
 
