@@ -50,11 +50,12 @@ from jaxinfer.exec.memory import (
     check_workspace,
     claim_memory,
     device_memory,
-    init_pages,
+    init_state,
     plan_memory,
     release_free_heap,
 )
 from jaxinfer.exec.program import Program
+from jaxinfer.exec.slots import SlotState
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.kv import KVState
@@ -205,7 +206,7 @@ def write_planned(
 
 
 type Timed[T] = tuple[T, float]  # and the seconds that it took
-type _State = tuple[Params, KVState]
+type _State = tuple[Params, KVState, SlotState]
 
 
 def _load(
@@ -245,7 +246,7 @@ def _load(
             seed=plan.config.seed,
             progress=progress,
         )
-        return (params, init_pages(program)), time.perf_counter() - start
+        return (params, *init_state(program)), time.perf_counter() - start
 
     if bundle is None and jax.default_backend() == "cpu":
         return executables(), state()

@@ -12,8 +12,8 @@ import importlib
 import os
 import pickle
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -150,22 +150,45 @@ def open_bundle(folder: Path) -> Bundle:
     return Bundle(folder, manifest)
 
 
-def load_bundle(bundle: Bundle, progress: Progress) -> dict[str, jax.stages.Compiled]:
-    """The executables of a bundle that fits; raises ``CacheError`` naming an unusable file."""
+class _Loading(Mapping[str, jax.stages.Compiled]):
+    """Executables by name; who asks for one that is still being loaded waits for it."""
+
+    def __init__(self, under_way: Mapping[str, Future[jax.stages.Compiled]]) -> None:
+        self._under_way = under_way
+
+    def __getitem__(self, name: str) -> jax.stages.Compiled:
+        return self._under_way[name].result()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._under_way)
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+
+def load_bundle(
+    bundle: Bundle, progress: Progress, needed: Collection[str]
+) -> Mapping[str, jax.stages.Compiled]:
+    """The executables of a bundle that fits; raises ``CacheError`` naming an unusable file.
+
+    Those ``needed`` are there when it returns. Others are loaded meanwhile and afterwards, and one
+    that turns out to be unusable is an error when it is asked for.
+    """
     _load_kernel_runtime()
     executables = bundle.manifest.executables
-    with (
-        progress.task("load executables", len(executables)) as advance,
-        ThreadPoolExecutor(_threads()) as pool,
-    ):
-
-        def one(stored: StoredExecutable) -> jax.stages.Compiled:
-            compiled = _load(bundle.folder, stored)
-            advance(1)
-            return compiled
-
-        loaded = pool.map(one, executables.values())
-        return dict(zip(executables, loaded, strict=True))
+    pool = ThreadPoolExecutor(_threads())
+    in_order = sorted(executables, key=lambda name: name not in needed)
+    under_way = {name: pool.submit(_load, bundle.folder, executables[name]) for name in in_order}
+    try:
+        with progress.task("load executables", len(needed)) as advance:
+            for future in as_completed(under_way[name] for name in needed):
+                future.result()
+                advance(1)
+    except BaseException:  # Ctrl-C included: nobody needs the others
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown(wait=False)
+    return _Loading(under_way)
 
 
 def write_executable(folder: Path, name: str, compiled: jax.stages.Compiled) -> StoredExecutable:

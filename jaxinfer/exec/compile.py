@@ -66,7 +66,7 @@ def build_executables(
     folder = cached_bundle(program, bundle_root)
     made = _compile_into(folder, program, settings or {}, progress, OTHER_CACHE)
     if made is not None:
-        return _executables(program, *made, len(made[0]))
+        return _executables(*made, len(made[0]))
     return load_executables(program, bundle_for(program, folder), progress)
 
 
@@ -85,8 +85,9 @@ def bundle_for(program: Program, folder: Path) -> Bundle:
 
 
 def load_executables(program: Program, bundle: Bundle, progress: Progress) -> Executables:
-    """Load the executables of a bundle that fits."""
-    return _executables(program, load_bundle(bundle, progress), bundle.manifest, 0)
+    """Load the executables of a bundle that fits; those for extras may still be on their way."""
+    loaded = load_bundle(bundle, progress, program.names_without_extras())
+    return _executables(loaded, bundle.manifest, 0)
 
 
 def compile_bundle(
@@ -106,7 +107,7 @@ def compile_bundle(
         bundle = bundle_for(program, folder)
     except CacheError as error:
         raise CacheError(f"{folder} exists already and is no such bundle: {error}") from None
-    load_bundle(bundle, progress)
+    load_bundle(bundle, progress, program.names())
     return bundle.manifest, False
 
 
@@ -128,12 +129,9 @@ def _compile_into(
     return made[0] if made else None
 
 
-def _executables(
-    program: Program, by_name: Mapping[str, Compiled], manifest: Manifest, compiled: int
-) -> Executables:
+def _executables(by_name: Mapping[str, Compiled], manifest: Manifest, compiled: int) -> Executables:
     release_free_heap()
-    named = {name: by_name[name] for name in program.names()}
-    return Executables(named, compiled, manifest.workspace_bytes)
+    return Executables(by_name, compiled, manifest.workspace_bytes)
 
 
 def compile_all(

@@ -31,11 +31,11 @@ from jaxinfer.exec.compile import Executables
 from jaxinfer.exec.forward import StepOutput, flat_kv_state, flat_params
 from jaxinfer.exec.program import ADMIT, ADMITTED_BY_STEP, Program
 from jaxinfer.exec.sampling import Logprobs
-from jaxinfer.exec.slots import SlotState, init_slots, slot_rows
+from jaxinfer.exec.slots import SlotState, slot_rows
 from jaxinfer.models.base import Params
 from jaxinfer.nn.kv import KVState
 
-WARM_UP_RUNS = 2  # of a step on a GPU: one that loads its kernels, one that is recorded
+WARM_UP_RUNS = 2  # of a decode step on a GPU: one that loads its kernels, one that is recorded
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,19 @@ class Executor:
     """The device side of an engine. Not thread-safe: one thread launches and collects."""
 
     def __init__(
-        self, program: Program, executables: Executables, params: Params, pages: KVState
+        self,
+        program: Program,
+        executables: Executables,
+        params: Params,
+        pages: KVState,
+        slots: SlotState,
     ) -> None:
         self._program = program
         self._executables = executables
         self._weights = flat_params(program.model, params)
         limits = program.limits
         self._pages = flat_kv_state(pages)
-        self._slots: SlotState = init_slots(limits.max_num_seqs, limits.max_model_len)
+        self._slots = slots
         # the host's mirror of which request a slot's parameters belong to
         self._requests: list[Request | None] = [None] * limits.max_num_seqs
         # A CPU's arrays are host memory already. Asking for a copy would only leave a callback that
@@ -71,15 +76,15 @@ class Executor:
         """Run steps on padding, so that no request pays for what only their first runs do.
 
         On a CPU steps have nothing of their own to prepare, and the smallest runs once. On a GPU
-        each has kernels to load and, at its second run, a CUDA graph for XLA to record, while the
-        device is busy with the run before; those with extras are rare and left out.
+        each has kernels to load and, at its second run, a CUDA graph for XLA to record: 1 ms of a
+        decode step, but nothing beside a prompt's own time. Those with extras are left out.
         """
         buckets = sorted(self._layouts, key=lambda bucket: bucket.num_tokens, reverse=True)
         each = self._program.has_plain_steps
         runs = [
             self.launch(StepPlan(-1, bucket, (), (), ()))
             for bucket in (buckets if each else buckets[-1:])
-            for _ in range(WARM_UP_RUNS if each else 1)
+            for _ in range(WARM_UP_RUNS if each and not bucket.num_prefills else 1)
         ]
         if each:
             nobody = self._program.no_admissions(self._program.admitted_at_once)

@@ -27,7 +27,7 @@ from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.forward import PROMPT_LOGPROBS_BLOCK
 from jaxinfer.exec.program import Program
-from jaxinfer.exec.slots import init_slots
+from jaxinfer.exec.slots import SlotState, init_slots
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.nn.kv import KVState, init_kv_state
 
@@ -234,12 +234,13 @@ def claim_memory(plan: MemoryPlan) -> None:
         jax.block_until_ready(jnp.zeros((wanted // MB, MB), jnp.uint8)).delete()
 
 
-def init_pages(program: Program) -> KVState:
-    """The page pool, zeroed; raises ``EngineError`` when the device has no such memory free."""
+def init_state(program: Program) -> tuple[KVState, SlotState]:
+    """Pages and slots, zeroed; raises ``EngineError`` when the device has no such memory free."""
     limits = program.limits
-    with _taking(_size(program.kv_state())):
+    with _taking(_size((program.kv_state(), program.slots()))):
         pages = init_kv_state(program.model.kv_spec, limits.num_pages, limits.page_size)
-        return jax.block_until_ready(pages)
+        slots = init_slots(limits.max_num_seqs, limits.max_model_len)
+        return jax.block_until_ready((pages, slots))
 
 
 @contextmanager

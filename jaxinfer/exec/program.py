@@ -118,6 +118,11 @@ class Program:
         """Every executable: the admission, and the steps of each bucket."""
         return (ADMIT, *self._steps())
 
+    def names_without_extras(self) -> tuple[str, ...]:
+        """What requests that ask for no extras need."""
+        plain = (self.step_name(bucket, extras=False) for bucket in self.limits.buckets)
+        return (ADMIT, *plain)
+
     @property
     def admitted_at_once(self) -> int:
         """Slots that a call of ``ADMIT`` fills: several where each call has to be launched on a

@@ -10,7 +10,7 @@ from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile import build_executables
 from jaxinfer.exec.executor import Executor
-from jaxinfer.exec.memory import init_pages
+from jaxinfer.exec.memory import init_state
 from jaxinfer.exec.program import ADMIT, ADMITTED_AT_ONCE, Program
 from kit.counted import Counted
 from kit.engines import engine_of, run, tiny_limits, tokens
@@ -38,7 +38,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Counted:
 
 @pytest.mark.parametrize("count, calls", [(1, 0), (2, 1), (MOST - 1, 1), (MOST, 2)])
 def test_few_calls_admit_many(device: Counted, count: int, calls: int) -> None:
-    engine = engine_of(Executor(PROGRAM, device.executables, PARAMS, init_pages(PROGRAM)), LIMITS)
+    engine = engine_of(Executor(PROGRAM, device.executables, PARAMS, *init_state(PROGRAM)), LIMITS)
     device.calls.clear()
     together = run(engine, PROMPTS[:count], REQUESTS[:count])
     assert device.calls[ADMIT] == calls

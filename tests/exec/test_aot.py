@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from jaxinfer.core.errors import CacheError
+from jaxinfer.core.progress import NoProgress
+from jaxinfer.exec import aot
 
 PROGRAM = """
 import sys
@@ -16,7 +23,7 @@ jax.default_backend = lambda: sys.argv[1]
 class Empty:
     class manifest:
         executables = {}
-aot.load_bundle(Empty, NoProgress())
+aot.load_bundle(Empty, NoProgress(), ())
 print("jax.experimental.mosaic.gpu" in sys.modules)
 """
 
@@ -28,3 +35,33 @@ def test_the_library_of_kernels_is_there_before_they_are(platform: str, loaded: 
     command = [sys.executable, "-c", PROGRAM, platform]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert done.stdout.strip() == loaded
+
+
+def test_who_asks_for_one_that_is_on_its_way_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = {name: aot.StoredExecutable(f"{name}.bin", 0, "", 0) for name in ("later", "now")}
+    bundle = SimpleNamespace(folder=tmp_path, manifest=SimpleNamespace(executables=stored))
+    asked_for = threading.Event()
+
+    def load(folder: Path, one: aot.StoredExecutable) -> str:
+        if one.file == "later.bin":
+            assert asked_for.wait(10)
+        return one.file
+
+    monkeypatch.setattr(aot, "_load", load)
+    monkeypatch.setattr(aot, "LOAD_THREADS", 2)
+    loaded = aot.load_bundle(bundle, NoProgress(), ("now",))  # type: ignore[arg-type]
+    assert loaded["now"] == "now.bin" and set(loaded) == {"later", "now"}
+    threading.Timer(0.1, asked_for.set).start()
+    assert loaded["later"] == "later.bin"
+
+
+def test_an_unusable_file_that_is_needed_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = {"d1": aot.StoredExecutable("d1.bin", 0, "", 0)}
+    bundle = SimpleNamespace(folder=tmp_path, manifest=SimpleNamespace(executables=stored))
+    (tmp_path / "d1.bin").write_bytes(b"junk")
+    with pytest.raises(CacheError, match="d1.bin"):
+        aot.load_bundle(bundle, NoProgress(), ("d1",))  # type: ignore[arg-type]

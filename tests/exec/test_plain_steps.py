@@ -12,7 +12,7 @@ from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.exec.compile import build_executables
 from jaxinfer.exec.executor import WARM_UP_RUNS, Executor
-from jaxinfer.exec.memory import init_pages
+from jaxinfer.exec.memory import init_state
 from jaxinfer.exec.program import ADMIT, Program
 from kit.counted import Counted
 from kit.engines import engine_of, run, tiny_limits
@@ -59,12 +59,12 @@ def test_extras_run_only_where_asked_for_and_tokens_are_the_same(tmp_path: Path)
     chosen = Counted(made)
     always = Counted(made, {b.name: f"{b.name}_extras" for b in limits.buckets})
     engine, other = (
-        engine_of(Executor(program, counted.executables, params, init_pages(program)), limits)
+        engine_of(Executor(program, counted.executables, params, *init_state(program)), limits)
         for counted in (chosen, always)
     )
 
-    Executor(program, chosen.executables, params, init_pages(program)).warm_up()
-    steps = dict.fromkeys((bucket.name for bucket in limits.buckets), WARM_UP_RUNS)
+    Executor(program, chosen.executables, params, *init_state(program)).warm_up()
+    steps = {b.name: 1 if b.num_prefills else WARM_UP_RUNS for b in limits.buckets}
     assert chosen.calls == steps | {ADMIT: 1}
 
     def ran_extras(requests: Sequence[SamplingParams]) -> set[bool]:

@@ -19,7 +19,7 @@ from jaxinfer.engine.prompts import Prompt
 from jaxinfer.exec.buckets import bucket_table
 from jaxinfer.exec.compile import Compiled, Executables
 from jaxinfer.exec.executor import Executor
-from jaxinfer.exec.memory import init_pages
+from jaxinfer.exec.memory import init_state
 from jaxinfer.exec.program import Program
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.tiny_models import tiny_model
@@ -64,7 +64,7 @@ def tiny_executor(limits: Limits, model_name: str = "llama") -> Executor:
     program = Program(model, replace(limits, num_pages=MAX_PAGES, enable_prefix_caching=True))
     by_name = {name: _compiled(_program_of(name, program), name) for name in program.names()}
     executables = Executables(by_name, compiled=0, workspace_bytes=0)
-    return Executor(program, executables, params, init_pages(program))
+    return Executor(program, executables, params, *init_state(program))
 
 
 def _program_of(name: str, program: Program) -> Program:
