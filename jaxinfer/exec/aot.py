@@ -191,13 +191,11 @@ def load_bundle(
     return _Loading(under_way)
 
 
-def write_executable(folder: Path, name: str, compiled: jax.stages.Compiled) -> StoredExecutable:
-    """Write one file of a bundle."""
-    payload = pickle.dumps(serialize_executable.serialize(compiled))
-    file = f"{name}.bin"
-    (folder / file).write_bytes(payload)
-    digest = hashlib.sha256(payload).hexdigest()
-    return StoredExecutable(file, len(payload), digest, workspace_bytes(compiled))
+def executable_file(name: str, compiled: jax.stages.Compiled) -> tuple[StoredExecutable, bytes]:
+    """One file of a bundle: what the manifest says of it, and its content."""
+    content = pickle.dumps(serialize_executable.serialize(compiled))
+    digest = hashlib.sha256(content).hexdigest()
+    return StoredExecutable(f"{name}.bin", len(content), digest, workspace_bytes(compiled)), content
 
 
 def write_manifest(

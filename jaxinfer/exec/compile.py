@@ -26,10 +26,10 @@ from jaxinfer.exec.aot import (
     Bundle,
     Manifest,
     StoredExecutable,
+    executable_file,
     load_bundle,
     open_bundle,
     program_fingerprint,
-    write_executable,
     write_manifest,
 )
 from jaxinfer.exec.memory import release_free_heap
@@ -139,17 +139,19 @@ def compile_all(
 ) -> tuple[dict[str, jax.stages.Compiled], dict[str, StoredExecutable]]:
     """Compile every executable and write it into the folder; both by name.
 
-    This thread traces and lowers, others compile and write. Lowering is Python, and several threads
-    that take turns at it are slower than one by far; XLA needs no interpreter. What takes XLA
-    longest is named last and comes first.
+    This thread traces and lowers, others compile. Lowering is Python, and several threads that take
+    turns at it are slower than one by far; XLA needs no interpreter. What takes XLA longest is
+    named last and comes first. One thread writes, and has ended when this returns or raises.
     """
     names = program.names()
     pool, kernels = ThreadPoolExecutor(os.cpu_count() or 1), ThreadPoolExecutor(KERNEL_THREADS)
+    files = ThreadPoolExecutor(1)
     with progress.task("compile", len(names)) as advance:
 
         def made(name: str, lowered: jax.stages.Lowered) -> tuple[Any, StoredExecutable]:
             compiled = lowered.compile(compiler_options=program.compiler_options(name))
-            stored = write_executable(folder, name, compiled)
+            stored, content = executable_file(name, compiled)
+            files.submit((folder / stored.file).write_bytes, content).result()
             advance(1)
             return compiled, stored
 
@@ -163,6 +165,7 @@ def compile_all(
         finally:  # after a failure or Ctrl-C, nobody needs what is still compiling
             for each in (pool, kernels):
                 each.shutdown(wait=False, cancel_futures=True)
+            files.shutdown(cancel_futures=True)  # the folder may be somebody else's afterwards
     return (
         {name: compiled for name, (compiled, _) in results.items()},
         {name: stored for name, (_, stored) in results.items()},

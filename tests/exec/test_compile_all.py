@@ -62,3 +62,30 @@ def test_a_kernel_that_cannot_be_compiled_is_told(
     with pytest.raises(ValueError, match="LLIR pass failed"):
         exec_compile.compile_all(PROGRAM, tmp_path, NoProgress())
     assert gc.isenabled()
+
+
+def test_what_ends_after_a_failure_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is gone then, or already that of the next try."""
+    failed, others = threading.Event(), set(threading.enumerate())
+    *_, last = PROGRAM.names()  # is the first to be compiled
+
+    def slow(*args: Any) -> Any:
+        assert failed.wait(10)
+        return executable_file(*args)
+
+    def trace(self: Program, name: str) -> jax.stages.Traced:
+        if name != last:
+            raise ValueError("no such kernel")
+        return traced(self, name)
+
+    executable_file, traced = exec_compile.executable_file, Program.trace
+    monkeypatch.setattr(exec_compile, "executable_file", slow)
+    monkeypatch.setattr(Program, "trace", trace)
+    with pytest.raises(ValueError, match="no such kernel"):
+        exec_compile.compile_all(PROGRAM, tmp_path, NoProgress())
+    failed.set()
+    (compiling,) = set(threading.enumerate()) - others
+    compiling.join(30)
+    assert not compiling.is_alive() and not list(tmp_path.iterdir())
