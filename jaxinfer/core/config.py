@@ -169,12 +169,13 @@ def bound_gpu_allocator(share: float) -> None:
 
     By default it takes 75 % at once. CUDA's own allocator, which this asks for, has no share of its
     own, and keeps to the engine's plan; XLA's holds 8 bytes on the host for every 256 of the device
-    (an H200: 4.3 GB), and takes seconds to make them. JAX reads its variables when its backend
-    starts, once in a process; later they change nothing. A variable that the user has set stays.
+    (an H200: 4.3 GB), and takes seconds to make them. A variable that the user has set stays, and a
+    share that the user has set is left to XLA's allocator, which keeps to it. JAX reads its
+    variables when its backend starts, once in a process; later they change nothing.
     """
-    os.environ.setdefault(ALLOCATOR, "cuda_async")
     if not any(name in os.environ for name in ALLOCATOR_SHARES):
         os.environ[ALLOCATOR_SHARES[0]] = str(share)
+        os.environ.setdefault(ALLOCATOR, "cuda_async")
     os.environ.setdefault(ALLOCATOR_PREALLOCATES, "false")
 
 

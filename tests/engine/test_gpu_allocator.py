@@ -35,8 +35,8 @@ build.plan_engine(EngineConfig(gpu_memory_utilization=0.5))
     ("user", "expected"),
     [
         ({}, ["cuda_async", "0.5", None, "false"]),
-        ({SHARE: "0.3"}, ["cuda_async", "0.3", None, "false"]),
-        ({OLD_SHARE: "0.3"}, ["cuda_async", None, "0.3", "false"]),
+        ({SHARE: "0.3"}, [None, "0.3", None, "false"]),
+        ({OLD_SHARE: "0.3"}, [None, None, "0.3", "false"]),
         ({PREALLOCATE: "true"}, ["cuda_async", "0.5", None, "true"]),
         ({ALLOCATOR: "bfc"}, ["bfc", "0.5", None, "false"]),
     ],
