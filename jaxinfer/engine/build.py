@@ -53,6 +53,7 @@ from jaxinfer.exec.memory import (
     init_state,
     plan_memory,
     release_free_heap,
+    taking,
 )
 from jaxinfer.exec.program import Program
 from jaxinfer.exec.slots import SlotState
@@ -239,13 +240,14 @@ def _load(
     def state() -> Timed[_State]:
         start = time.perf_counter()
         claim_memory(plan.memory)
-        params = load_params(
-            plan.model,
-            plan.source,
-            cache_dir=plan.cache_dir,
-            seed=plan.config.seed,
-            progress=progress,
-        )
+        with taking(plan.memory.weight_bytes):
+            params = load_params(
+                plan.model,
+                plan.source,
+                cache_dir=plan.cache_dir,
+                seed=plan.config.seed,
+                progress=progress,
+            )
         return (params, *init_state(program)), time.perf_counter() - start
 
     if bundle is None and jax.default_backend() == "cpu":

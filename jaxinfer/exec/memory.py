@@ -230,21 +230,22 @@ def claim_memory(plan: MemoryPlan) -> None:
     if plan.device is None or pool_bytes is None or pool_bytes >= plan.total_bytes:
         return
     wanted = min(plan.total_bytes, plan.device.allocator_bytes - pool_bytes)
-    with _taking(wanted):
+    with taking(wanted):
         jax.block_until_ready(jnp.zeros((wanted // MB, MB), jnp.uint8)).delete()
 
 
 def init_state(program: Program) -> tuple[KVState, SlotState]:
     """Pages and slots, zeroed; raises ``EngineError`` when the device has no such memory free."""
     limits = program.limits
-    with _taking(_size((program.kv_state(), program.slots()))):
+    with taking(_size((program.kv_state(), program.slots()))):
         pages = init_kv_state(program.model.kv_spec, limits.num_pages, limits.page_size)
         slots = init_slots(limits.max_num_seqs, limits.max_model_len)
         return jax.block_until_ready((pages, slots))
 
 
 @contextmanager
-def _taking(wanted: int) -> Generator[None]:
+def taking(wanted: int) -> Generator[None]:
+    """For what puts so many bytes on a device: ``EngineError`` when it has no such memory free."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import CacheError, ConfigError, EngineError, JaxinferError, RequestError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.step import StepPlan
+from jaxinfer.engine import build
 from jaxinfer.engine.build import model_facts, plan_engine
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.prompts import Prompt, parse_prompts
@@ -295,6 +297,17 @@ def test_a_damaged_bundle_is_named(
             manifest.write_text(manifest.read_text().replace(digest, now))
     with pytest.raises(CacheError, match=rf"{bundle} cannot be used .*; delete that folder"):
         LLM(str(folder), cache_dir=str(tmp_path), **TINY)
+
+
+def test_weights_that_find_no_room(
+    folder: Path, tiny_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_params(*_: Any, **settings: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(build, "load_params", load_params)
+    with pytest.raises(EngineError, match=r"MB are planned and the device has not so much free"):
+        LLM(str(folder), cache_dir=str(tiny_cache), **TINY)
 
 
 def test_a_bundle_left_half_written_is_compiled_again(

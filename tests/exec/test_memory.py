@@ -131,11 +131,11 @@ def test_without_a_device_memory_nothing_is_claimed(monkeypatch: pytest.MonkeyPa
 class FakeDevice:
     """A GPU, as far as its memory goes."""
 
-    def __init__(self, pool_bytes: int) -> None:
+    def __init__(self, pool_bytes: int | None) -> None:
         self.pool_bytes = pool_bytes
 
     def memory_stats(self) -> dict[str, int]:
-        return {"pool_bytes": self.pool_bytes}
+        return {} if self.pool_bytes is None else {"pool_bytes": self.pool_bytes}
 
 
 @pytest.mark.parametrize(
@@ -163,11 +163,12 @@ def test_memory_of_a_device(
         (0, {"num_pages": 2000}, [lambda made: made.total_bytes]),
         (DEVICE // 2, {}, [lambda _: DEVICE // 2]),
         (DEVICE, {}, []),
+        (None, {}, []),
     ],
-    ids=["empty", "begun", "there"],
+    ids=["empty", "begun", "there", "cuda_async"],
 )
 def test_a_plan_is_claimed_as_one_array(
-    pool_bytes: int,
+    pool_bytes: int | None,
     settings: dict[str, int],
     claimed: list[Callable[[MemoryPlan], int]],
     monkeypatch: pytest.MonkeyPatch,
