@@ -100,9 +100,9 @@ class BatchLayout:
         return tuple(slice(start, start + size) for start, size in pairs)
 
     @cached_property
-    def _starts(self) -> list[int]:
+    def _starts(self) -> tuple[int, ...]:
         """Where each section begins, and the end of the last."""
-        return list(accumulate((cdiv(size, ALIGN) * ALIGN for size in self.sizes()), initial=0))
+        return tuple(accumulate((cdiv(size, ALIGN) * ALIGN for size in self.sizes()), initial=0))
 
 
 def pack(plan: StepPlan, layout: BatchLayout, extras: Extras[bool]) -> np.ndarray:  # int32[...]
