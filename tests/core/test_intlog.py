@@ -27,9 +27,10 @@ def test_every_view_stays_what_it_was(data: st.DataObject) -> None:
         assert log == IntLog(expected) and hash(log) == hash(IntLog(expected))
 
 
-def test_arrays_cannot_be_written() -> None:
+@pytest.mark.parametrize("added", [0, 99], ids=["new", "grown"])
+def test_arrays_cannot_be_written(added: int) -> None:
     with pytest.raises(ValueError, match="read-only"):
-        IntLog([1, 2]).array()[0] = 5
+        IntLog([1, 2]).extend(range(added)).array()[0] = 5
 
 
 def test_index() -> None:

@@ -57,11 +57,13 @@ def test_who_asks_for_one_that_is_on_its_way_waits(
     assert loaded["later"] == "later.bin"
 
 
-def test_an_unusable_file_that_is_needed_is_told_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("needed", [("d1",), ()], ids=["at_once", "when_asked_for"])
+def test_an_unusable_file_is_told(needed: tuple[str, ...], tmp_path: Path) -> None:
     stored = {"d1": aot.StoredExecutable("d1.bin", 0, "", 0)}
     bundle = SimpleNamespace(folder=tmp_path, manifest=SimpleNamespace(executables=stored))
     (tmp_path / "d1.bin").write_bytes(b"junk")
+    asked = None
     with pytest.raises(CacheError, match="d1.bin"):
-        aot.load_bundle(bundle, NoProgress(), ("d1",))  # type: ignore[arg-type]
+        asked = aot.load_bundle(bundle, NoProgress(), needed)  # type: ignore[arg-type]
+        asked["d1"]
+    assert (asked is None) == bool(needed)
