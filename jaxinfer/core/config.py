@@ -39,9 +39,8 @@ COMPILED = ("dtype", *SIZES, "gpu_memory_utilization", "kernels")  # what a bund
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
 FLAGS = ("skip_tokenizer_init", "enable_prefix_caching", "prefill_first", "overlap")
-# jax's own variables: the allocator of a GPU, the share that it may take (the second is the old
-# name), and whether it takes that at once
-ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
+# jax's own variables: the share of a GPU that its allocator may take (the second is the old name),
+# and whether it takes that at once
 ALLOCATOR_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 ALLOCATOR_PREALLOCATES = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
@@ -167,15 +166,11 @@ def cache_root(configured: str | None = None) -> Path:
 def bound_gpu_allocator(share: float) -> None:
     """Let JAX's allocator take at most ``share`` of a GPU, and only what is asked of it.
 
-    By default it takes 75 % at once. CUDA's own allocator, which this asks for, has no share of its
-    own, and keeps to the engine's plan; XLA's holds 8 bytes on the host for every 256 of the device
-    (an H200: 4.3 GB), and takes seconds to make them. A variable that the user has set stays, and a
-    share that the user has set is left to XLA's allocator, which keeps to it. JAX reads its
-    variables when its backend starts, once in a process; later they change nothing.
+    By default it takes 75 % at once. JAX reads its variables when its backend starts, once in a
+    process; later they change nothing. A variable that the user has set stays.
     """
     if not any(name in os.environ for name in ALLOCATOR_SHARES):
         os.environ[ALLOCATOR_SHARES[0]] = str(share)
-        os.environ.setdefault(ALLOCATOR, "cuda_async")
     os.environ.setdefault(ALLOCATOR_PREALLOCATES, "false")
 
 

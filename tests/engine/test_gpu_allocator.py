@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-ALLOCATOR, SHARE, OLD_SHARE, PREALLOCATE = NAMES = (
-    "XLA_PYTHON_CLIENT_ALLOCATOR",
+SHARE, OLD_SHARE, PREALLOCATE = NAMES = (
     "XLA_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
@@ -34,13 +33,12 @@ build.plan_engine(EngineConfig(gpu_memory_utilization=0.5))
 @pytest.mark.parametrize(
     ("user", "expected"),
     [
-        ({}, ["cuda_async", "0.5", None, "false"]),
-        ({SHARE: "0.3"}, [None, "0.3", None, "false"]),
-        ({OLD_SHARE: "0.3"}, [None, None, "0.3", "false"]),
-        ({PREALLOCATE: "true"}, ["cuda_async", "0.5", None, "true"]),
-        ({ALLOCATOR: "bfc"}, ["bfc", "0.5", None, "false"]),
+        ({}, ["0.5", None, "false"]),
+        ({SHARE: "0.3"}, ["0.3", None, "false"]),
+        ({OLD_SHARE: "0.3"}, [None, "0.3", "false"]),
+        ({PREALLOCATE: "true"}, ["0.5", None, "true"]),
     ],
-    ids=["open", "share", "old_share", "preallocate", "allocator"],
+    ids=["open", "share", "old_share", "preallocate"],
 )
 def test_variables_are_set_before_the_backend_starts(
     user: dict[str, str], expected: list[str | None]
