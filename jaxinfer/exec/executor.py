@@ -86,9 +86,10 @@ class Executor:
             for bucket in (buckets if each else buckets[-1:])
             for _ in range(WARM_UP_RUNS if each and not bucket.num_prefills else 1)
         ]
-        if each:
-            nobody = self._program.no_admissions(self._program.admitted_at_once)
-            self._slots = self._executables.by_name[ADMIT](self._slots, nobody)
+        for name in self._program.admissions if each else ():
+            with _device_errors(runs[-1].plan):
+                nobody = self._program.no_admissions(self._program.admitted_at_once)
+                self._slots = self._executables.by_name[name](self._slots, nobody)
         for run in runs:
             self.collect(run)
 

@@ -116,12 +116,17 @@ class Program:
 
     def names(self) -> tuple[str, ...]:
         """Every executable: the admission, and the steps of each bucket."""
-        return (ADMIT, *self._steps())
+        return (*self.admissions, *self._steps())
 
     def names_without_extras(self) -> tuple[str, ...]:
         """What requests that ask for no extras need."""
         plain = (self.step_name(bucket, extras=False) for bucket in self.limits.buckets)
-        return (ADMIT, *plain)
+        return (*self.admissions, *plain)
+
+    @property
+    def admissions(self) -> tuple[str, ...]:
+        """``ADMIT``, unless steps admit all that there may be."""
+        return (ADMIT,) if self.limits.max_num_seqs > ADMITTED_BY_STEP else ()
 
     @property
     def admitted_at_once(self) -> int:

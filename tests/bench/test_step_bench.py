@@ -30,7 +30,7 @@ TINY = step.Workload(
     warm_starts=1,
     repeats=Repeats(at_least=1, at_most=1, seconds=0),
 )
-# three executables, which all groups but `start` share: compiling is nearly all of the time
+# two executables, which all groups but `start` share: compiling is nearly all of the time
 SIZES = ("max_num_seqs=1", "max_num_batched_tokens=64", "prefill_bucket_start=64")
 
 

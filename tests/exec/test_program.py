@@ -49,6 +49,8 @@ def test_layers_share_one_trace(family: str, layers: str) -> None:
 def test_a_gpu_has_plain_steps_and_fewer_with_extras_a_cpu_one_a_bucket() -> None:
     buckets = [bucket.name for bucket in LIMITS.buckets]
     assert PROGRAM.names() == (ADMIT, *buckets)
+    lone = Program(PROGRAM.model, msgspec.structs.replace(LIMITS, max_num_seqs=1), platform="cpu")
+    assert lone.names() == tuple(buckets)  # its steps admit whom they prefill
     table = tuple(map(Bucket, (1, 2, 4, 8, 16))) + (Bucket(0, 32, 2), Bucket(16, 32, 2))
     gpu = Program(PROGRAM.model, msgspec.structs.replace(LIMITS, buckets=table), platform="gpu")
     extras = {"d2_extras", "d16_extras", "p32x2_extras", "d16p32x2_extras"}
