@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -216,7 +216,8 @@ def _load(
     """Executables beside weights and pages, at the same time when all are only to be loaded.
 
     On a CPU, compiling comes first: the compiler's memory and the weights would add up to twice
-    the peak (2.3 instead of 1.3 GB for SmolLM2-135M). A GPU holds its weights itself.
+    the peak (2.3 instead of 1.3 GB for SmolLM2-135M). A GPU holds its weights itself, but pages
+    come last there: XLA tries products in the memory that they take.
     """
     bundle_root = plan.cache_dir / "executables"
     cached = cached_bundle(program, bundle_root)
@@ -237,7 +238,7 @@ def _load(
         progress.note(plan.memory.described(made.workspace_bytes))
         return made, time.perf_counter() - start
 
-    def state() -> Timed[_State]:
+    def weights() -> Timed[Params]:
         start = time.perf_counter()
         claim_memory(plan.memory)
         with taking(plan.memory.weight_bytes):
@@ -248,15 +249,29 @@ def _load(
                 seed=plan.config.seed,
                 progress=progress,
             )
-        return (params, *init_state(program)), time.perf_counter() - start
+        return params, time.perf_counter() - start
 
-    if bundle is None and jax.default_backend() == "cpu":
+    def state() -> Timed[_State]:
+        params, seconds = weights()
+        start = time.perf_counter()
+        return (params, *init_state(program)), seconds + time.perf_counter() - start
+
+    if bundle is not None:
+        return _beside(state, executables)
+    claim_memory(plan.memory)  # compiling takes a minute: what does not fit is said before
+    if jax.default_backend() == "cpu":
         return executables(), state()
+    made, (params, seconds) = _beside(weights, executables)
+    return made, ((params, *init_state(program)), seconds)
+
+
+def _beside[A, B](other: Callable[[], A], main: Callable[[], B]) -> tuple[B, A]:
+    """Both results: ``main`` of this thread, while another runs ``other``."""
     pool = ThreadPoolExecutor(1)
     try:
-        loading = pool.submit(state)
-        return executables(), loading.result()
-    finally:  # after a failure or Ctrl-C, nobody waits for the weights
+        under_way = pool.submit(other)
+        return main(), under_way.result()
+    finally:  # after a failure or Ctrl-C, nobody waits for the other
         pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -310,6 +310,18 @@ def test_weights_that_find_no_room(
         LLM(str(folder), cache_dir=str(tiny_cache), **TINY)
 
 
+def test_a_plan_that_finds_no_room_is_said_before_anything_is_compiled(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def claim_memory(*_: Any) -> None:
+        raise EngineError("9 GB are planned")
+
+    monkeypatch.setattr(build, "claim_memory", claim_memory)
+    monkeypatch.setattr(build, "build_executables", lambda *_, **__: pytest.fail("compiled"))
+    with pytest.raises(EngineError, match="9 GB are planned"):
+        LLM(str(folder), cache_dir=str(tmp_path), **TINY)
+
+
 def test_a_bundle_left_half_written_is_compiled_again(
     folder: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
