@@ -87,7 +87,10 @@ class PagedCase:
 
 @dataclass(frozen=True)
 class PagedArrays:
-    """The pool of a case: every slot that no row owns is NaN, spare table entries are junk."""
+    """The pool of a case: every slot that no row owns is NaN, spare table entries are junk.
+
+    The pool's last page is the last of a row, so that what is read beyond it lies outside.
+    """
 
     k_pages: np.ndarray  # [P, S, K, H]
     v_pages: np.ndarray  # [P, S, K, H]
@@ -102,8 +105,9 @@ def paged_arrays(case: PagedCase, num_rows: int, rng: np.random.Generator) -> Pa
     num_pages = 1 + sum(needed) + 2  # the padding sink, the rows' pages, two that nobody owns
     shape = (num_pages, size, heads.num_kv_heads, heads.head_dim)
     k_pages, v_pages = np.full(shape, np.nan, dtype), np.full(shape, np.nan, dtype)
-    free = iter(rng.permutation(np.arange(1, num_pages)))
-    junk = [0, num_pages - 1, num_pages + 7, -1]
+    pages = rng.permutation(np.arange(1, num_pages - 1))
+    free = iter((*pages[: max(sum(needed) - 1, 0)], num_pages - 1))
+    junk = [0, pages[-1], num_pages + 7, -1]
     table = rng.choice(junk, size=(num_rows, max_pages)).astype(np.int32)
     width = shape[2] * shape[3]
     values = rng.standard_normal(min(2 * sum(case.seq_lens) * width, MOST_VALUES), np.float32)

@@ -54,7 +54,7 @@ CASES = (
     AppendCase("smollm2_page_edges", _SMOL, (15, 16, 17, 1, 33), max_pages=40),
     AppendCase("smollm2_padding_rows", _SMOL, (5, 0, 40), padding=3, max_pages=40),
     AppendCase("smollm2_only_padding", _SMOL, (0,), padding=2, max_pages=4),
-    AppendCase("smollm2_blocks", _SMOL, (64, 65, 66, 128, 129, 513)),
+    AppendCase("smollm2_blocks", _SMOL, (64, 65, 66, 128, 129, 513, 528)),
     AppendCase("smollm2_own_arrivals", _SMOL, (513, 3), arrivals=False),
     AppendCase("smollm2_window", _SMOL, (1, 2, 8, 9, 10, 300), window=8),
     AppendCase("smollm2_window_of_one", _SMOL, (1, 2, 70), window=1),

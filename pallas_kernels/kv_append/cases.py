@@ -40,7 +40,10 @@ CASES = (
 
 
 def build(case: AppendCase, seed: int) -> Inputs:
-    """Random pages and tokens; padding tokens are NaN. No slot but the sink's is written twice."""
+    """Random pages and tokens; padding tokens are NaN. No slot but the sink's is written twice.
+
+    The last token goes to the pool's last slot.
+    """
     rng = np.random.default_rng(seed)
     dtype, heads = jnp.dtype(case.dtype), case.heads
     token = (heads.num_kv_heads, heads.head_dim)
@@ -53,9 +56,11 @@ def build(case: AppendCase, seed: int) -> Inputs:
         new = np.full((case.num_tokens + case.padding, *token), np.nan, dtype)
         new[: case.num_tokens] = rng.standard_normal((case.num_tokens, *token), np.float32)
         news.append(new)
-    owned = np.arange(case.page_size, case.num_pages * case.page_size)
+    last = case.num_pages * case.page_size - 1
+    owned = np.arange(case.page_size, last)
     slots = np.arange(case.num_tokens + case.padding) % case.page_size
     slots[: case.num_tokens] = rng.choice(owned, case.num_tokens, replace=False)
+    slots[max(case.num_tokens - 1, 0) : case.num_tokens] = last
     return Inputs((*news, *pools, slots.astype(np.int32)), {})
 
 

@@ -57,7 +57,7 @@ CASES = (
     PagedCase("smollm2_page_edges", shapes.SMOLLM2_135M, (15, 16, 17, 1, 33), max_pages=40),
     PagedCase("smollm2_padding_rows", shapes.SMOLLM2_135M, (5, 0, 40), padding=5, max_pages=40),
     PagedCase("smollm2_only_padding", shapes.SMOLLM2_135M, (0, 0), padding=2, max_pages=4),
-    PagedCase("smollm2_blocks", shapes.SMOLLM2_135M, (127, 128, 129, 255, 256, 257, 511, 513, 900)),
+    PagedCase("smollm2_blocks", shapes.SMOLLM2_135M, (127, 128, 129, 255, 256, 257, 511, 513, 912)),
     PagedCase("smollm2_window", shapes.SMOLLM2_135M, (1, 7, 8, 9, 300, 600), window=8),
     PagedCase("smollm2_window_blocks", shapes.SMOLLM2_135M, (1, 200, 600, 1000), window=300),
     PagedCase("smollm2_bf16", shapes.SMOLLM2_135M, (90, 17), max_pages=8, dtype="bfloat16"),

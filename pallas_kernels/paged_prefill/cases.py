@@ -36,7 +36,7 @@ CASES = (
     PagedCase("smollm2_single_query_chunks", _SMOL, (40, 1, 17), (1, 1, 1), padding=5),
     PagedCase("smollm2_page_edges", _SMOL, (15, 16, 17), (15, 16, 17), padding=16),
     PagedCase("smollm2_tile_edges", _SMOL, (63, 64, 65, 128), (63, 64, 65, 1), max_pages=40),
-    PagedCase("smollm2_last_of_context", _SMOL, (300, 130), (20, 70), padding=38),
+    PagedCase("smollm2_last_of_context", _SMOL, (130, 304), (70, 20), padding=38),
     PagedCase("smollm2_empty_rows", _SMOL, (0, 9, 0, 0, 20, 0), (0, 9, 0, 0, 20, 0), padding=3),
     PagedCase("smollm2_only_padding", _SMOL, (0, 0), (0, 0), padding=16, max_pages=4),
     PagedCase("smollm2_many_short", _SMOL, tuple(range(1, 17)), tuple(range(1, 17)), padding=24),
@@ -56,9 +56,17 @@ CASES = (
         padding=30,
         dtype="bfloat16",
     ),
-    PagedCase("qwen3_4b_tp8_page64", shapes.QWEN3_4B_TP8, (300,), (70,), 64, dtype="bfloat16"),
+    PagedCase("qwen3_4b_tp8_page64", shapes.QWEN3_4B_TP8, (320,), (70,), 64, dtype="bfloat16"),
     PagedCase(
         "smollm2_tp3_tile_edges_bf16", _SMOL_TP3, (21, 150, 43), (21, 22, 43), dtype="bfloat16"
+    ),
+    PagedCase(
+        "smollm2_tp3_padding_rows_bf16",
+        _SMOL_TP3,
+        (20, 0, 0, 0),
+        (20, 0, 0, 0),
+        padding=44,
+        dtype="bfloat16",
     ),
     PagedCase("smollm2_tp3_window_bf16", _SMOL_TP3, (400,), (66,), window=130, dtype="bfloat16"),
     PagedCase(

@@ -65,7 +65,10 @@ CASES = (
 
 
 def build(case: RopeCase, seed: int) -> Inputs:
-    """Random heads, angles and pages. No slot but the sink's is written twice."""
+    """Random heads, angles and pages. No slot but the sink's is written twice.
+
+    The last token goes to the pool's last slot.
+    """
     rng = np.random.default_rng(seed)
     dtype, heads = jnp.dtype(case.dtype), case.heads
     tokens, h = case.num_tokens + case.padding, heads.head_dim
@@ -78,9 +81,11 @@ def build(case: RopeCase, seed: int) -> Inputs:
         rng.standard_normal(shape, np.float32).astype(jnp.dtype(case.kv_dtype or case.dtype))
         for _ in range(2)
     ]
-    owned = np.arange(case.page_size, case.num_pages * case.page_size)
+    last = case.num_pages * case.page_size - 1
+    owned = np.arange(case.page_size, last)
     slots = np.arange(tokens) % case.page_size
     slots[: case.num_tokens] = rng.choice(owned, case.num_tokens, replace=False)
+    slots[max(case.num_tokens - 1, 0) : case.num_tokens] = last
     args = (qkv, np.cos(angles), np.sin(angles), norms, *pools, slots.astype(np.int32))
     return Inputs(args, {"eps": 1e-6})
 

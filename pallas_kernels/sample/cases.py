@@ -79,6 +79,7 @@ CASES = (
     SampleCase("all_masked", 320, MIXED, 8, masked=1.0),
     SampleCase("hard_odd", 1001, HARD, 6, spread=1.0),
     SampleCase("smollm2", SMOLLM2, (GREEDY, NUCLEUS, CHAT), 3),
+    SampleCase("smollm2_padding_rows", SMOLLM2, (CHAT, *(GREEDY,) * 63), 64),
     SampleCase("smollm2_hard", SMOLLM2, HARD, 6),
     SampleCase("qwen3", QWEN3, (CHAT,), 1),
     SampleCase("smollm2_b16_sampled", SMOLLM2, (CHAT,), 16, tags=("bench",)),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.core.step import Bucket
-from jaxinfer.exec.batch import ALIGN, BatchLayout
+from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.step import Bucket, ScheduledSeq, StepPlan
+from jaxinfer.exec.batch import ALIGN, BatchLayout, pack, unpack
+from jaxinfer.exec.sampling import Extras
 
+SLOTS, PAGE_SIZE, MAX_PAGES, NUM_PAGES = 64, 16, 70, 4000
 BUCKETS = (Bucket(1), Bucket(0, 64, 4), Bucket(3, 65, 5))
 
 
@@ -24,3 +28,57 @@ def test_sections_are_aligned_and_apart(bucket: Bucket) -> None:
     assert all(section[0] % ALIGN == 0 for section in filled)
     assert all(first[-1] < second[0] for first, second in pairwise(filled))
     assert layout.pages_per_seq % ALIGN == 0  # so is any row of the page table
+
+
+def _row(slot: int, computed: int, scheduled: int, decode: bool = False) -> ScheduledSeq:
+    """A row with the pool's last pages among its own."""
+    pages = range(NUM_PAGES - -(-(computed + scheduled) // PAGE_SIZE), NUM_PAGES)
+    tokens = None if decode else np.arange(1, scheduled + 1, dtype=np.int32)
+    return ScheduledSeq("r", 0, slot, computed, scheduled, IntLog(pages), tokens)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "decodes", "prefills"),
+    [
+        pytest.param(Bucket(0, 4096, 64), (), ((7, 0, 1024),), id="one_prompt_for_64"),
+        pytest.param(Bucket(4, 64, 2), ((63, 1119, 1), (0, 0, 1)), ((1, 1103, 17),), id="mixed"),
+        pytest.param(Bucket(0, 64, 2), (), ((5, 0, 1), (4, 3, 20)), id="padding_tokens_alone"),
+        pytest.param(Bucket(1, 64, 1), ((2, 16, 1),), ((3, 1056, 64),), id="no_padding"),
+        pytest.param(Bucket(2), (), (), id="only_padding"),
+    ],
+)
+def test_no_index_of_a_batch_leaves_what_it_is_for(
+    bucket: Bucket,
+    decodes: tuple[tuple[int, int, int], ...],
+    prefills: tuple[tuple[int, int, int], ...],
+) -> None:
+    layout = BatchLayout(bucket, MAX_PAGES, sink_slot=SLOTS)
+    rows = [_row(*row, decode=True) for row in decodes], [_row(*row) for row in prefills]
+    plan = StepPlan(0, bucket, (), *map(tuple, rows))
+    flat = pack(plan, layout, Extras(*(False,) * len(Extras._fields)))
+    history = jnp.zeros((SLOTS + 1, MAX_PAGES * PAGE_SIZE + 1), jnp.int32)
+    batch = unpack(jnp.asarray(flat), layout, history, PAGE_SIZE)
+    attention = batch.attention
+    spans = [range(at, at + 1) for at in range(len(decodes))]
+    ends = np.cumsum([bucket.num_decodes, *(count for *_, count in prefills)])
+    spans += [range(*span) for span in pairwise(ends)]
+    slots, positions = np.zeros(bucket.num_tokens, int), np.zeros(bucket.num_tokens, int)
+    for span, row in zip(spans, plan.rows, strict=True):
+        positions[span] = row.num_computed_tokens + np.arange(len(span))
+        slots[span] = row.page_ids.array()[positions[span] // PAGE_SIZE] * PAGE_SIZE
+        slots[span] += positions[span] % PAGE_SIZE
+    np.testing.assert_array_equal(attention.slot_mapping, slots)
+    np.testing.assert_array_equal(batch.positions, positions)
+    for indices, end in (
+        (attention.page_table, NUM_PAGES),
+        (batch.seq_slots, SLOTS + 1),
+        (batch.logits_indices, bucket.num_tokens),
+        (attention.query_start_loc, bucket.num_prefill_tokens + 1),
+        (attention.seq_lens, MAX_PAGES * PAGE_SIZE + 1),
+    ):
+        assert np.all((np.asarray(indices) >= 0) & (np.asarray(indices) < end))
+    taken = [*range(len(decodes)), *range(bucket.num_decodes, bucket.num_decodes + len(prefills))]
+    last = np.asarray(batch.logits_indices)[taken]
+    assert last.tolist() == [span[-1] for span in spans]
+    padding = np.delete(np.asarray(batch.seq_slots), taken)
+    assert np.all(padding == SLOTS) and not np.delete(np.asarray(attention.seq_lens), taken).any()

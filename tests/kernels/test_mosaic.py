@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -28,6 +29,7 @@ INTERPRETED = (
     "qwen3_4b_tp8_ragged_bf16",
     "qwen3_4b_tp8_page64",
     "smollm2_tp3_tile_edges_bf16",
+    "smollm2_tp3_padding_rows_bf16",
     "smollm2_tp3_window_bf16",
     "smollm2_tp3_only_padding_f16",
 )
@@ -84,3 +86,35 @@ def test_chosen_and_lowered_for_hopper(name: str) -> None:
 def test_refusals(case: PagedCase, reason: str) -> None:
     inputs = OP.build(case, 0)
     assert reason in (MOSAIC.refuses("gpu", inputs.args, inputs.static) or "")
+
+
+def _of_one_prompt(rows: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Contexts and queries of a step with one prompt, in a bucket for more."""
+    lens = (length, *(0,) * (rows - 1))
+    return lens, lens
+
+
+@pytest.mark.parametrize(
+    ("lens", "num_tokens", "tile_tokens"),
+    [
+        pytest.param(_of_one_prompt(64, 1024), 4096, 64, id="one_prompt"),
+        pytest.param(((0, 0), (0, 0)), 200, 128, id="only_padding"),
+        pytest.param(((64, 500, 64), (64, 72, 64)), 200, 64, id="no_padding"),
+        pytest.param(((63, 0, 70, 129), (63, 0, 1, 129)), 256, 128, id="uneven"),
+    ],
+)
+def test_tiles_hold_every_token_once_and_leave_no_context(
+    lens: tuple[tuple[int, ...], tuple[int, ...]], num_tokens: int, tile_tokens: int
+) -> None:
+    seq_lens, query_lens = np.array(lens, np.int32)
+    starts = np.append(0, np.cumsum(query_lens, dtype=np.int32))
+    table = jnp.asarray(starts), jnp.asarray(seq_lens)
+    tiles = np.asarray(mosaic._tile_table(*table, num_tokens, tile_tokens))
+    row, first, count, position = tiles[tiles[:, mosaic.COUNT] > 0].T
+    tokens = [np.arange(*span) for span in zip(first, first + count, strict=True)]
+    assert sorted(np.concatenate(tokens)) == list(range(num_tokens))
+    padding = first >= starts[-1]
+    assert np.all((row >= 0) & (row < len(seq_lens)))  # that of padding, too: all read a page's id
+    assert np.all(padding | (starts[row] <= first) & (first + count <= starts[row + 1]))
+    assert np.all(position + count <= np.where(padding, 0, seq_lens[row]))
+    assert np.all(padding | (position + count > 0))

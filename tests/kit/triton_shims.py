@@ -1,8 +1,8 @@
 """Stand-ins for ``jax_triton.triton_call`` on a machine without a GPU.
 
-``interpreted`` runs a kernel in Triton's interpreter on numpy memory; it wants a process that was
-started with TRITON_INTERPRET=1. ``Recorder`` runs nothing and notes each call; ``compile_call``
-makes sm_90 machine code of one and reads what it costs.
+``interpreted`` runs a kernel in Triton's interpreter on numpy memory, outside of which it may not
+look; it wants a process that was started with TRITON_INTERPRET=1. ``Recorder`` runs nothing and
+notes each call; ``compile_call`` makes sm_90 machine code of one and reads what it costs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, TensorHandle, interpreter_builder
+
+from kit.triton_memory import LaunchMemory
 
 HOPPER = GPUTarget("cuda", 90, 32)
 LAUNCH_OPTIONS = ("num_warps", "num_stages")
@@ -112,8 +114,10 @@ def interpreted(
     constants = {name: x for name, x in params.items() if name in kernel.arg_names}
 
     def run(*values: Any) -> list[np.ndarray]:
-        inputs = [np.array(value) for value in values]  # copies: refs are written
         outputs = [np.full(x.shape, np.nan).astype(x.dtype) for x in outs]
+        handed = [*map(np.asarray, values), *outputs]
+        names = [name for name in kernel.arg_names if name not in constants]
+        memory = LaunchMemory(kernel.__name__, dict(zip(names, handed, strict=True)))
         grid3 = (*grid, 1, 1)[:3]
         executor = _NumpyGrid(kernel.rewrite(), kernel.arg_names, grid3)
         with (
@@ -121,9 +125,10 @@ def interpreted(
             patch.object(interpreter, "_patch_lang", cache(interpreter._patch_lang)),
             patch.object(interpreter_builder, "create_dot", _dot),
             patch.object(interpreter, "_convert_float", _convert_float),
+            memory.enforced(),
         ):
-            executor(*map(_Buffer, (*inputs, *outputs)), **constants)
-        return [*outputs, *(inputs[i] for i in refs)]
+            executor(*map(_Buffer, memory.arrays), **constants)
+        return [*memory.arrays[len(values) :], *(memory.arrays[i] for i in refs)]
 
     values = [arg[...] if i in refs else arg for i, arg in enumerate(args)]
     written = jax.pure_callback(run, results, *values)
