@@ -51,22 +51,14 @@ CASES = (
     PagedCase(
         "qwen3_4b_tp8_ragged_bf16",
         shapes.QWEN3_4B_TP8,
-        (200, 9, 0, 90, 300),
-        (70, 9, 0, 20, 1),
+        (200, 9, 0, 90, 300, 0, 0),
+        (70, 9, 0, 20, 1, 0, 0),
         padding=30,
         dtype="bfloat16",
     ),
     PagedCase("qwen3_4b_tp8_page64", shapes.QWEN3_4B_TP8, (320,), (70,), 64, dtype="bfloat16"),
     PagedCase(
         "smollm2_tp3_tile_edges_bf16", _SMOL_TP3, (21, 150, 43), (21, 22, 43), dtype="bfloat16"
-    ),
-    PagedCase(
-        "smollm2_tp3_padding_rows_bf16",
-        _SMOL_TP3,
-        (20, 0, 0, 0),
-        (20, 0, 0, 0),
-        padding=44,
-        dtype="bfloat16",
     ),
     PagedCase("smollm2_tp3_window_bf16", _SMOL_TP3, (400,), (66,), window=130, dtype="bfloat16"),
     PagedCase(

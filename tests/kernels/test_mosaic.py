@@ -29,7 +29,6 @@ INTERPRETED = (
     "qwen3_4b_tp8_ragged_bf16",
     "qwen3_4b_tp8_page64",
     "smollm2_tp3_tile_edges_bf16",
-    "smollm2_tp3_padding_rows_bf16",
     "smollm2_tp3_window_bf16",
     "smollm2_tp3_only_padding_f16",
 )
