@@ -176,7 +176,6 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
     facts = model_facts(plan)
     program = Program(plan.model, plan.limits, pins=plan.pins)
     (executables, compile_seconds), (state, load_seconds) = _load(plan, program, progress)
-    release_free_heap()
     executor = Executor(program, executables, *state)
     executor.warm_up()
     start_stats = EngineStats(
@@ -249,6 +248,7 @@ def _load(
                 seed=plan.config.seed,
                 progress=progress,
             )
+        release_free_heap()  # before pages take their own
         return params, time.perf_counter() - start
 
     def state() -> Timed[_State]:
