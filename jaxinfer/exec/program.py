@@ -7,6 +7,7 @@ Must not know: how executables are compiled, stored or run.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -108,7 +109,7 @@ class Program:
         if not extras:
             return bucket
         shape = (bucket.num_decodes, bucket.num_prefill_tokens, bucket.num_prefills)
-        return min((b for b in self._with_extras() if b.fits(*shape)), key=lambda b: b.num_tokens)
+        return min((b for b in self._with_extras if b.fits(*shape)), key=lambda b: b.num_tokens)
 
     def step_name(self, bucket: Bucket, *, extras: bool) -> str:
         """The step of a bucket with extras in it, or without."""
@@ -143,9 +144,10 @@ class Program:
         """Bucket of each step, and whether extras are in it."""
         plain = self.limits.buckets if self.has_plain_steps else ()
         steps = [(bucket, False) for bucket in plain]
-        steps += [(bucket, True) for bucket in self._with_extras()]
+        steps += [(bucket, True) for bucket in self._with_extras]
         return {self.step_name(bucket, extras=extras): (bucket, extras) for bucket, extras in steps}
 
+    @cached_property
     def _with_extras(self) -> tuple[Bucket, ...]:
         """Buckets that have a step with extras: where that is a step of its own, only every third
         of each kind, the largest among them. Such steps are rare, and seconds to compile.

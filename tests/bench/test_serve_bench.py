@@ -232,6 +232,7 @@ def test_a_sweep_from_the_command_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert [serve.level_size(rate) for rate in (1, 4, 32, math.inf)] == [15, 48, 384, 512]
     monkeypatch.setattr(serve, "level_size", lambda rate: 7)
     result = run_serve(tmp_path, "--sweep=200,inf", f"--output={tmp_path / 'result.json'}")
+    assert str(tmp_path) not in str(result["workload"])  # a path of one machine
     assert [(row["qps"], row["completed"]) for row in result["rows"]] == [(200, 7), ("inf", 7)]
     assert all(row["p99_tpot_ms"] > 0 for row in result["rows"])
 
