@@ -1,9 +1,9 @@
-"""Triton kernels compiled ahead of the steps that they are in.
+"""Kernels compiled ahead of the steps that they are in.
 
-jax-triton compiles a kernel when a step around it is lowered, and remembers it. Most of that time
-is LLVM's, outside of Python's lock. So whoever has many steps to lower may trace them first and let
-other threads compile the kernels that are in them.
-Owns: ``triton_kernels``. Must not know: steps, threads.
+jax-triton compiles a kernel when a step around it is lowered, and remembers it; Mosaic does so when
+XLA compiles the step. Most of that time is LLVM's, outside of Python's lock. So whoever has many
+steps to lower may trace them first and let other threads compile the kernels that are in them.
+Owns: ``kernels_in``. Must not know: steps, threads.
 """
 
 from __future__ import annotations
@@ -15,25 +15,33 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, subjaxprs
 
+from pallas_kernels.lowered import LoweredKernel
+
 TRITON_CALL = "triton_kernel_call"  # jax-triton's primitive
 
 
-def triton_kernels(traced: ClosedJaxpr) -> dict[Hashable, Callable[[], Any]]:
-    """Every Triton kernel in what was traced: how to compile it, by what decides its machine code.
+def kernels_in(traced: ClosedJaxpr) -> dict[Hashable, Callable[[], Any]]:
+    """Every kernel in what was traced: how to compile it, by what decides its machine code.
 
     A kernel that two traces have in common is the same key in both.
     """
-    calls = dict.fromkeys(_triton_calls(traced.jaxpr, set()))
-    return {_key(call): partial(_compile, call) for call in calls}
+    found: dict[Hashable, Callable[[], Any]] = {}
+    for call in _calls(traced.jaxpr, set()):
+        lowered = call.params.get("exported")
+        if call.primitive.name == TRITON_CALL:
+            found.setdefault(_key(call), partial(_compile, call))
+        elif isinstance(lowered, LoweredKernel):
+            found.setdefault(lowered, lowered.compile)
+    return found
 
 
-def _triton_calls(jaxpr: Jaxpr, seen: set[Jaxpr]) -> Iterator[JaxprEqn]:
+def _calls(jaxpr: Jaxpr, seen: set[Jaxpr]) -> Iterator[JaxprEqn]:
     if jaxpr in seen:  # a layer's function, say, which is called for every layer
         return
     seen.add(jaxpr)
-    yield from (eqn for eqn in jaxpr.eqns if eqn.primitive.name == TRITON_CALL)
+    yield from jaxpr.eqns
     for inner in subjaxprs(jaxpr):
-        yield from _triton_calls(inner, seen)
+        yield from _calls(inner, seen)
 
 
 def _key(call: JaxprEqn) -> Hashable:

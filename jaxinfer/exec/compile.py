@@ -34,9 +34,9 @@ from jaxinfer.exec.aot import (
 )
 from jaxinfer.exec.memory import release_free_heap
 from jaxinfer.exec.program import Program
-from pallas_kernels.ahead import triton_kernels
+from pallas_kernels.ahead import kernels_in
 
-KERNEL_THREADS = 4  # that compile Triton kernels; each needs Python's lock for a fifth of its time
+KERNEL_THREADS = 8  # that compile kernels; those in Triton need Python's lock for a fifth of it
 
 type Compiled = Callable[..., Any]  # jax.stages.Compiled: refuses any other shape, never compiles
 
@@ -201,7 +201,7 @@ def _lowered(
 
     for name in names:
         traced = program.trace(name)
-        found = triton_kernels(traced.jaxpr)
+        found = kernels_in(traced.jaxpr)
         kernels |= {key: pool.submit(found[key]) for key in found if key not in kernels}
         waiting.append((name, traced, [kernels[key] for key in found]))
         while waiting and all(kernel.done() for kernel in waiting[0][2]):

@@ -24,7 +24,7 @@ PROGRAM = Program(
 
 def steps_with(kernels: dict[str, Callable[[], Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step has these kernels in it."""
-    monkeypatch.setattr(exec_compile, "triton_kernels", lambda _: kernels)
+    monkeypatch.setattr(exec_compile, "kernels_in", lambda _: kernels)
 
 
 def test_kernels_are_compiled_once_elsewhere_and_before_what_needs_them(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.ahead import triton_kernels
+from pallas_kernels.ahead import kernels_in
 
 if sys.platform != "linux":
     pytest.skip("Triton has no packages for this system", allow_module_level=True)
@@ -47,7 +47,7 @@ def names(kernels: Any) -> list[str]:
 
 
 def test_each_kernel_once_and_the_same_for_every_number_of_rows() -> None:
-    few, many = triton_kernels(traced(8).jaxpr), triton_kernels(traced(64, layers=3).jaxpr)
+    few, many = kernels_in(traced(8).jaxpr), kernels_in(traced(64, layers=3).jaxpr)
     assert names(few) == list(KERNELS)
     assert few.keys() == many.keys()
 
@@ -60,7 +60,7 @@ def test_sample_has_one_kernel_for_all_batches_but_where_tiles_differ() -> None:
         dtypes = ["float32", "int32", "float32", "float32", "int32", "int32", "int32"]
         arrays = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in dtypes]
         logits = jax.ShapeDtypeStruct((rows, 151936), jnp.float32)
-        return set(triton_kernels(jax.jit(sample).trace(logits, *arrays).jaxpr))
+        return set(kernels_in(jax.jit(sample).trace(logits, *arrays).jaxpr))
 
     few, many = kernels(8), kernels(256)
     assert len(few) == len(many) == 7
@@ -77,12 +77,12 @@ def test_what_decides_the_machine_code_is_told_apart() -> None:
     found = set()
     for dtype, row, eps in calls:
         x = jax.ShapeDtypeStruct((8, 64), dtype)
-        found |= triton_kernels(jax.jit(partial(norm, row=row, eps=eps)).trace(x).jaxpr).keys()
+        found |= kernels_in(jax.jit(partial(norm, row=row, eps=eps)).trace(x).jaxpr).keys()
     assert len(found) == len(calls)
 
 
 def test_a_step_without_any_has_none() -> None:
-    assert not triton_kernels(jax.jit(jnp.sin).trace(1.0).jaxpr)
+    assert not kernels_in(jax.jit(jnp.sin).trace(1.0).jaxpr)
 
 
 @pytest.mark.skipif(not HAS_CUDA_PLUGIN, reason="jax-triton lowers with JAX's CUDA plugin alone")
@@ -103,7 +103,7 @@ def test_nothing_is_left_to_the_lowering(monkeypatch: pytest.MonkeyPatch) -> Non
     call = partial(jax_triton.triton_call, compute_capability=90)
     monkeypatch.setattr(jax_triton, "triton_call", call)
     step = traced(9)
-    for compile_ahead in triton_kernels(step.jaxpr).values():
+    for compile_ahead in kernels_in(step.jaxpr).values():
         compile_ahead()
     assert sorted(compiled) == sorted(KERNELS)
     step.lower()
