@@ -33,6 +33,7 @@ from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.engine.client import EngineClient
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.process import EngineProcess
+from jaxinfer.engine.spawn import spawn
 from jaxinfer.engine.thread import EngineThread
 from jaxinfer.server.app import create_app
 from jaxinfer.server.log import EventLog
@@ -126,7 +127,7 @@ def measure(place: str, num_seqs: int, step_ms: float) -> Run:
         limits, facts = sim_limits(num_seqs), sim_facts(tokenizer)
         if place == "process":
             config = sim_config(num_seqs, executor, str(trace_file))
-            link = EngineProcess.start(config, program=SIM_PROGRAM)
+            link = EngineProcess.start(config, spawn(SIM_PROGRAM))
             link.ready()
         else:
             link = EngineThread(Engine(executor, limits, facts, tokenizer))

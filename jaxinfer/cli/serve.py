@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
     from jaxinfer.core.server_config import ServerConfig
     from jaxinfer.engine.client import Link
     from jaxinfer.engine.process import EngineFacts
+    from jaxinfer.engine.spawn import Spawned
     from jaxinfer.server.service import Service
+
+    type Start = Callable[[EngineConfig], tuple[Link, EngineFacts]]
 
 LONGEST_SHOWN = 100  # characters of a value in the list of settings
 
@@ -128,6 +132,18 @@ def _shown(value: Any, unset: str) -> str:
 
 
 def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
+    if server_config.disable_frontend_multiprocessing:
+        _run(engine_config, server_config, _engine_thread)
+        return
+    from jaxinfer.engine.spawn import spawn
+
+    # first of all, so that it imports JAX while this process imports the server
+    with spawn() as spawned:
+        _run(engine_config, server_config, partial(_engine_process, spawned))
+
+
+def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start) -> None:
+    """Serve what ``start`` gives, which is called once the port is taken."""
     from jaxinfer.server.app import create_app
     from jaxinfer.server.log import EventLog, configure_logging
     from jaxinfer.server.run import run
@@ -138,21 +154,20 @@ def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     run(
         create_app(service),
         service,
-        lambda: _loaded(engine_config, service),
+        lambda: _loaded(engine_config, start, service),
         server_config,
         lambda line: click.echo(f"jaxinfer: {line}", err=True),
     )
 
 
 @asynccontextmanager
-async def _loaded(config: EngineConfig, service: Service) -> AsyncIterator[str]:
+async def _loaded(config: EngineConfig, start: Start, service: Service) -> AsyncIterator[str]:
     """The engine, attached to the service; gives the words for the ready line."""
     import asyncio
 
     from jaxinfer.engine.client import EngineClient
     from jaxinfer.server.metrics import Metrics
 
-    start = _engine_thread if service.config.disable_frontend_multiprocessing else _engine_process
     link, engine = await asyncio.to_thread(start, config)
     limits, facts = engine.limits, engine.facts
     name = service.config.served_model_name[0]
@@ -171,19 +186,19 @@ async def _loaded(config: EngineConfig, service: Service) -> AsyncIterator[str]:
         await client.shutdown()
 
 
-def _engine_process(config: EngineConfig) -> tuple[Link, EngineFacts]:
+def _engine_process(spawned: Spawned, config: EngineConfig) -> tuple[Link, EngineFacts]:
     from jaxinfer.engine.process import EngineProcess
 
-    process = EngineProcess.start(config, progress=True)
+    process = EngineProcess.start(config, spawned, progress=True)
     return process, process.ready()
 
 
 def _engine_thread(config: EngineConfig) -> tuple[Link, EngineFacts]:
-    from jaxinfer.engine.build import build_engine
     from jaxinfer.engine.process import EngineFacts
     from jaxinfer.engine.progress import progress_on
+    from jaxinfer.engine.start import start_engine
     from jaxinfer.engine.thread import EngineThread
 
-    engine = build_engine(config, progress_on(sys.stderr))
+    engine = start_engine(config, progress_on(sys.stderr))
     facts = EngineFacts(engine.facts, engine.limits, engine.tokenizer, engine.stats())
     return EngineThread(engine), facts

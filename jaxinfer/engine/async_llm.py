@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.build import build_engine
 from jaxinfer.engine.client import EngineClient
-from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.news import EngineStats
 from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
 from jaxinfer.engine.prompts import Prompt, parse_prompt
+from jaxinfer.engine.start import start_engine
 from jaxinfer.engine.thread import EngineThread
 from jaxinfer.engine.vllm_args import engine_config
+
+if TYPE_CHECKING:
+    from jaxinfer.engine.engine import Engine
 
 
 class AsyncLLM:
@@ -41,7 +43,7 @@ class AsyncLLM:
     ) -> Self:
         """Build the engine (off the loop) and start it; arguments are those of ``LLM``."""
         config = engine_config(model, arguments)
-        return cls(await asyncio.to_thread(build_engine, config, progress))
+        return cls(await asyncio.to_thread(start_engine, config, progress))
 
     async def generate(
         self,

@@ -15,9 +15,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from jaxinfer.core.config import EngineConfig, Limits
@@ -27,6 +29,7 @@ from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.heap import keep_heap_small
 from jaxinfer.engine.news import News
 from jaxinfer.engine.progress import progress_on
+from jaxinfer.engine.start import backend_starting, nothing_collected
 from jaxinfer.engine.wire import (
     Build,
     Channel,
@@ -60,11 +63,19 @@ class Blueprint:
 
 
 type Planner = Callable[[EngineConfig, Progress], Blueprint]
+type Load = Callable[[Callable[[], EngineConfig]], Planner]
 
 
-def load_planner() -> Planner:
-    """What plans the engine that the settings describe; imports JAX, which takes seconds."""
-    from jaxinfer.engine.build import build_planned, model_facts, plan_engine
+def load_planner(settings: Callable[[], EngineConfig]) -> Planner:
+    """What plans the engine that the settings describe; imports JAX, which takes seconds.
+
+    ``settings`` waits for the server, which is still importing itself.
+    """
+    with nothing_collected():
+        import_module("jax")  # the longest of all, for which no settings are needed
+    with backend_starting(settings()):
+        from jaxinfer.engine.build import build_planned, model_facts, plan_engine
+    gc.freeze()  # modules stay
 
     def plan(config: EngineConfig, progress: Progress) -> Blueprint:
         made = plan_engine(config, progress)
@@ -83,33 +94,31 @@ class EngineChild:
 
     def __init__(self, channel: Channel[FromEngine, ToEngine]) -> None:
         self._channel = channel
+        self._order: Future[Build] = Future()
         self._engine: EngineThread | None = None  # once it is built
         self._building = False
         self._server_left = False
 
-    def run(self, load: Callable[[], Planner]) -> int:
+    def run(self, load: Load) -> int:
         """The whole life, on the main thread; returns the exit code."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server decides
         signal.signal(signal.SIGINT, self._interrupt)
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # progress, though not in the foreground
-        messages = self._channel.messages()
-        order = next(messages, None)
-        if not isinstance(order, Build):
-            return 1
-        threading.Thread(target=self._follow, args=(messages,), daemon=True).start()
+        threading.Thread(target=self._follow, daemon=True).start()
         try:
-            error = self._serve(load, order)
+            error = self._serve(load)
         except KeyboardInterrupt:  # the server left
             return 1
         self._channel.send(failed(error))
         self._channel.flush()
         return 0
 
-    def _serve(self, load: Callable[[], Planner], order: Build) -> JaxinferError:
+    def _serve(self, load: Load) -> JaxinferError:
         """Build and run; returns why it is over."""
-        progress = progress_on(sys.stderr) if order.progress else NoProgress()
         try:
-            planner = load()
+            planner = load(lambda: self._order.result().config)
+            order = self._order.result()
+            progress = progress_on(sys.stderr) if order.progress else NoProgress()
             self._building = True  # not before: an import interrupted within C would complain
             blueprint = planner(order.config, progress)
             self._channel.send(Planned(blueprint.facts, blueprint.limits, blueprint.tokenizer))
@@ -131,11 +140,13 @@ class EngineChild:
         self._channel.send(Ready(engine.stats()))
         return thread.wait()
 
-    def _follow(self, messages: Iterator[ToEngine]) -> None:
+    def _follow(self) -> None:
         """Pass commands on until the server has gone, then end this process."""
         try:
-            for message in messages:
-                if self._engine is not None and not isinstance(message, Build):
+            for message in self._channel.messages():
+                if isinstance(message, Build):
+                    self._order.set_result(message)
+                elif self._engine is not None:
                     with suppress(EngineError):  # it has ended: the last message tells why
                         self._engine.put(message)
         finally:
@@ -167,7 +178,7 @@ class EngineChild:
         self._channel.send(Pong())
 
 
-def main(load: Callable[[], Planner] = load_planner) -> None:
+def main(load: Load = load_planner) -> None:
     """Serve the socket that the command line names."""
     keep_heap_small()
     end = socket.socket(fileno=int(sys.argv[1]))

@@ -14,12 +14,12 @@ from typing import Any, cast
 from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.core.request import SamplingParams, check_identity
-from jaxinfer.engine.build import build_engine
 from jaxinfer.engine.interrupts import interrupts_deferred
 from jaxinfer.engine.news import EngineStats
 from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
 from jaxinfer.engine.progress import progress_on
 from jaxinfer.engine.prompts import Prompt, encode, parse_prompts
+from jaxinfer.engine.start import start_engine
 from jaxinfer.engine.vllm_args import engine_config
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -39,7 +39,7 @@ class LLM:
         if config.prefill_first is None:  # nobody watches single tokens
             config = replace(config, prefill_first=True)
         self.config = config
-        self._engine = build_engine(self.config, self._progress)
+        self._engine = start_engine(config, self._progress)
         self._requests = 0
         self._answering = False
 

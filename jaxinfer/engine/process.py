@@ -1,6 +1,6 @@
 """An engine in a process of its own, so that nothing the server does takes the GIL from its loop.
 
-Owns: ``EngineProcess``: starting, following and ending that process.
+Owns: ``EngineProcess``: ordering, following and ending that process (``spawn`` starts it).
 Must not know: jax (this side never imports it), asyncio, HTTP.
 """
 
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -23,16 +21,14 @@ from jaxinfer.engine.client import Listener
 from jaxinfer.engine.commands import Command, Leave, Ping, Stop, Submission
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.news import EngineStats, News
+from jaxinfer.engine.spawn import Spawned
 from jaxinfer.engine.wire import (
     Build,
-    Channel,
     Failed,
-    FromEngine,
     Planned,
     Pong,
     Ready,
     Refused,
-    ToEngine,
     Told,
     error_of,
     server_end,
@@ -40,7 +36,6 @@ from jaxinfer.engine.wire import (
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
 
 STOP_SECONDS = 10.0  # for the step at hand
-ENGINE_PROGRAM = (sys.executable, "-m", "jaxinfer.engine.child")
 
 
 @dataclass(frozen=True)
@@ -56,12 +51,10 @@ class EngineFacts:
 class EngineProcess:
     """An engine elsewhere. A ``Link``: ``start``, ``ready``, then ``connect``; ``stop`` always."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], channel: Channel[ToEngine, FromEngine]
-    ) -> None:
-        self._process = process
-        self._channel = channel
-        self._messages = channel.messages()
+    def __init__(self, spawned: Spawned) -> None:
+        self._process = spawned.process
+        self._channel = server_end(spawned.end)
+        self._messages = self._channel.messages()
         self._lock = threading.Lock()  # between "is anybody reading" and noting who is open
         self._ended: EngineError | None = None  # why nobody is reading
         self._open: dict[str, int] = {}  # unfinished completions of each request
@@ -69,27 +62,12 @@ class EngineProcess:
 
     @classmethod
     def start(
-        cls,
-        config: EngineConfig,
-        *,
-        progress: bool = False,
-        program: Sequence[str] = ENGINE_PROGRAM,
+        cls, config: EngineConfig, spawned: Spawned, *, progress: bool = False
     ) -> EngineProcess:
-        """Start building, and return at once. ``progress``: whether it is drawn on stderr.
-
-        ``program`` is called with the number of its socket.
-        """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [*program, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C is for the server, which then decides
-            )
-        channel = server_end(ours)
-        channel.send(Build(config, progress))
-        return cls(process, channel)
+        """Tell what to build, and return at once. ``progress``: whether it is drawn on stderr."""
+        started = cls(spawned)
+        started._channel.send(Build(config, progress))
+        return started
 
     def ready(self) -> EngineFacts:
         """Wait for the engine; raises what ``build_engine`` raises, after which all is over."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import threading
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.client import Listener
 from jaxinfer.engine.commands import Command, Leave, Ping, Stop, Submission
-from jaxinfer.engine.engine import Engine
+
+if TYPE_CHECKING:
+    from jaxinfer.engine.engine import Engine
 
 
 class EngineThread:

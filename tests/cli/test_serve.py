@@ -255,6 +255,39 @@ def test_the_server_process_needs_no_jax() -> None:
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "False False\n"
 
 
+# a process of the engine's that only notes what there is when it is started
+SPAWNING = """
+import sys
+from jaxinfer.cli.main import main
+from jaxinfer.engine import spawn
+
+class Noting(spawn.Spawned):
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        print(self.process.returncode)
+
+def noting():
+    heavy = ("jax", "starlette", "uvicorn", "tokenizers", "jinja2", "prometheus_client", "asyncio")
+    print(*(name for name in heavy if name in sys.modules), flush=True)
+    made = start((sys.executable, "-c", "import time; time.sleep(60)"))
+    return Noting(made.process, made.end)
+
+start, spawn.spawn = spawn.spawn, noting
+main()
+"""
+
+
+def test_the_engine_is_started_before_the_server_is_imported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-c", SPAWNING, "serve", "--host=127.0.0.1", f"--port={port}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and f"port {port} is in use" in done.stderr
+    imported, ended = done.stdout.splitlines()
+    assert imported == ""
+    assert int(ended) == -signal.SIGKILL  # nothing is left of a start that failed
+
+
 @pytest.fixture
 def server(
     tiny_arguments: list[str], tmp_path: Path

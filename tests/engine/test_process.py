@@ -35,6 +35,7 @@ from jaxinfer.engine.news import News
 from jaxinfer.engine.outputs import Collector, RequestOutput, SequenceTimes
 from jaxinfer.engine.process import EngineFacts, EngineProcess
 from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.spawn import spawn
 from jaxinfer.models import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
 from kit.engines import run, tokens
@@ -74,7 +75,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 def sim_process(**script: Any) -> Generator[Running]:
     """A process with a simulated engine of 64 slots."""
     executor = SimExecutor(SIM_STEP, **script)
-    link = EngineProcess.start(sim_config(64, executor), program=SIM_PROGRAM)
+    link = EngineProcess.start(sim_config(64, executor), spawn(SIM_PROGRAM))
     try:
         yield link, link.ready()
     finally:
@@ -146,7 +147,7 @@ def test_answers_equal_those_of_the_engine_in_this_process(config: EngineConfig)
     }
     assert expected["stop string"][0].outputs[0].stop_reason == "aaa"
     assert expected["logprobs"][0].prompt_logprobs
-    link = EngineProcess.start(config)
+    link = EngineProcess.start(config, spawn())
     told = link.ready()
     assert (told.facts, told.limits) == (engine.facts, engine.limits)
     assert told.stats.num_executables == 5 and told.tokenizer is not None
@@ -191,7 +192,7 @@ def test_build_errors_come_as_they_are(
     broken = dataclasses.replace(config, **changes)
     with pytest.raises(JaxinferError) as expected:
         build_engine(broken)
-    link = EngineProcess.start(broken)
+    link = EngineProcess.start(broken, spawn())
     with pytest.raises(kind, match=match) as found:
         link.ready()
     assert (type(found.value), str(found.value)) == (type(expected.value), str(expected.value))
@@ -200,9 +201,56 @@ def test_build_errors_come_as_they_are(
 
 
 def test_a_process_that_ends_while_it_starts(config: EngineConfig) -> None:
-    link = EngineProcess.start(config, program=(sys.executable, "-c", "raise SystemExit(3)"))
+    link = EngineProcess.start(config, spawn((sys.executable, "-c", "raise SystemExit(3)")))
     with pytest.raises(EngineError, match="exited with code 3 while it was starting"):
         link.ready()
+
+
+# tells what it has imported, with a look at the real start: JAX, then the order, then the rest
+IMPORTING = """
+import sys
+from jaxinfer.engine import child
+
+def load(settings):
+    def told():
+        heavy = sorted({"jax", "flax", "jaxinfer.engine.build", "orbax"} & set(sys.modules))
+        print("before the order:", *heavy, file=sys.stderr, flush=True)
+        return settings()
+
+    return child.load_planner(told)
+
+child.main(load)
+"""
+
+
+def test_jax_is_imported_before_anybody_says_what_to_build(
+    config: EngineConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with spawn((sys.executable, "-c", IMPORTING)) as spawned:
+        told = ""
+
+        def has_told() -> bool:
+            nonlocal told
+            told += capfd.readouterr().err
+            return told.endswith("\n")
+
+        wait_until(has_told, 30)
+        assert told == "before the order: jax\n"
+        link = EngineProcess.start(config, spawned)
+        assert link.ready().facts.vocab_size == TINY_VOCAB_SIZE
+        link.stop()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5], ids=["start", "import"])
+def test_a_process_that_nobody_tells_what_to_build(seconds: float) -> None:
+    with spawn() as left:
+        time.sleep(seconds)
+        left.end.close()  # as when the server's process has gone
+        left.process.wait(5)
+        assert left.process.returncode == -signal.SIGKILL
+    with spawn() as given_up:
+        time.sleep(seconds)
+    assert given_up.process.returncode == -signal.SIGKILL
 
 
 def test_a_process_that_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -294,7 +342,7 @@ def test_a_stop_of_a_process_that_hangs(
 def test_a_stop_while_it_is_built(
     config: EngineConfig, seconds: float, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    link = EngineProcess.start(dataclasses.replace(config, cache_dir=str(tmp_path)))
+    link = EngineProcess.start(dataclasses.replace(config, cache_dir=str(tmp_path)), spawn())
     time.sleep(seconds)
     link.stop()
     assert gone(link.pid) and not link.alive
@@ -363,9 +411,10 @@ import sys, time
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.engine.client import EngineClient
 from jaxinfer.engine.process import EngineProcess
+from jaxinfer.engine.spawn import spawn
 import msgspec
 config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
-link = EngineProcess.start(config)
+link = EngineProcess.start(config, spawn())
 print(link.pid, flush=True)
 if sys.argv[2] == "ready":
     link.ready()

@@ -33,9 +33,9 @@ SIM_SERVE = (
 def sim_main() -> None:
     """The command line, with engines that are simulated; the model is the script."""
     from jaxinfer.cli.main import main
-    from jaxinfer.engine.process import EngineProcess
+    from jaxinfer.engine import spawn
 
-    EngineProcess.start = partial(EngineProcess.start, program=SIM_PROGRAM)
+    spawn.spawn = partial(spawn.spawn, SIM_PROGRAM)
     main()
 
 

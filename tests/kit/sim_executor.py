@@ -141,7 +141,7 @@ def child_main() -> None:
         return Blueprint(facts, limits, spec, build)
 
     try:
-        main(lambda: plan)
+        main(lambda _: plan)
     finally:
         for file, executor in files:
             if file:

@@ -1,0 +1,97 @@
+"""What is imported when, on the way to an engine; fakes of JAX tell the order, not time."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Generator
+
+import jax
+import pytest
+
+from jaxinfer.core.config import ALLOCATOR_PREALLOCATES, ALLOCATOR_SHARES, EngineConfig
+from jaxinfer.engine.start import backend_starting, nothing_collected
+
+SHARE = ALLOCATOR_SHARES[0]
+
+
+class Backend:
+    """Starts once it is let; notes what share of a GPU was set then."""
+
+    def __init__(self) -> None:
+        self.share, self.over = "", False
+        self.let, self.begun = threading.Event(), threading.Event()
+
+    def __call__(self) -> str:
+        self.share = os.environ[SHARE]
+        self.begun.set()
+        self.let.wait(5)
+        self.over = True
+        raise RuntimeError("there is no device")  # which is for those who ask for one
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Generator[Backend]:
+    backend = Backend()
+    monkeypatch.setattr(jax, "default_backend", backend)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    for name in (*ALLOCATOR_SHARES, ALLOCATOR_PREALLOCATES):
+        os.environ.pop(name, None)
+    yield backend
+    backend.let.set()
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({}, "0.92"),
+        ({"gpu_memory_utilization": 0.5}, "0.5"),
+        ({"gpu_memory_utilization": 0.5, "bundle": "somewhere"}, "0.5"),
+    ],
+    ids=["default", "given", "given beside a bundle"],
+)
+def test_imports_go_on_while_the_backend_starts(
+    backend: Backend, settings: dict[str, object], share: str
+) -> None:
+    with backend_starting(EngineConfig(**settings)):  # type: ignore[arg-type]
+        assert backend.begun.wait(10)
+        assert not backend.over  # and lasts until somebody lets it
+    assert backend.share == share
+
+
+def test_a_bundle_says_first_how_much_of_a_gpu_is_the_allocators(backend: Backend) -> None:
+    with backend_starting(EngineConfig(bundle="somewhere")):
+        pass
+    assert SHARE not in os.environ and not backend.begun.is_set()
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_meanwhile(collects: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with pytest.raises(KeyError), nothing_collected():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+# Orbax alone takes a fifth of all imports, Mosaic's kernels a tenth; Triton is for GPUs
+UNUSED = ("orbax", "tensorstore", "jax.experimental.mosaic", "jax_triton", "triton", "scipy")
+
+
+def test_an_engine_of_plain_weights_imports_nothing_that_it_does_not_use() -> None:
+    script = "import sys, jaxinfer.engine.build; print(*sys.modules)"
+    modules = subprocess.check_output([sys.executable, "-c", script], text=True).split()
+    assert "jax" in modules
+    assert not {*UNUSED} & {*modules}
+
+
+def test_the_offline_api_is_named_without_jax() -> None:
+    script = "import sys; from jaxinfer import LLM, AsyncLLM; print('jax' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "False\n"
