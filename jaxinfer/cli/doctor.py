@@ -10,10 +10,8 @@ import json
 import platform
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -91,12 +89,16 @@ def _packages() -> Iterator[Finding]:
 
 
 def _required() -> list[str]:
+    from importlib import metadata  # a tenth of what every other command takes to begin
+
     lines = metadata.requires("jaxinfer") or []
     names = (re.match(r"[\w.-]+", line) for line in lines if "extra ==" not in line)
     return [name[0] for name in names if name]
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -155,6 +157,8 @@ def _try_kernel(op: KernelOp, impl: Impl) -> Finding:
 
 
 def _caches() -> Iterator[Finding]:
+    import tempfile
+
     from jaxinfer.core.config import cache_root
 
     try:

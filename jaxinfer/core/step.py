@@ -6,11 +6,16 @@ only here. Must not know: jax, pages' owners, text.
 
 from __future__ import annotations
 
-import msgspec
-import numpy as np
+from typing import TYPE_CHECKING
 
-from jaxinfer.core.intlog import IntLog
+import msgspec
+
 from jaxinfer.core.request import FinishReason, Request
+
+if TYPE_CHECKING:  # settings name a Bucket, and a command reads them before it imports numpy
+    import numpy as np
+
+    from jaxinfer.core.intlog import IntLog
 
 
 class Bucket(msgspec.Struct, frozen=True, order=True):

@@ -267,7 +267,7 @@ class Noting(spawn.Spawned):
         print(self.process.returncode)
 
 def noting():
-    heavy = ("jax", "starlette", "uvicorn", "tokenizers", "jinja2", "prometheus_client", "asyncio")
+    heavy = "jax numpy starlette uvicorn tokenizers jinja2 prometheus_client asyncio".split()
     print(*(name for name in heavy if name in sys.modules), flush=True)
     made = start((sys.executable, "-c", "import time; time.sleep(60)"))
     return Noting(made.process, made.end)
