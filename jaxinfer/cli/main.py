@@ -20,7 +20,7 @@ from jaxinfer.cli.generate import generate
 from jaxinfer.cli.inspect import inspect
 from jaxinfer.cli.serve import serve
 from jaxinfer.core.errors import JaxinferError
-from jaxinfer.engine.heap import keep_heap_small
+from jaxinfer.core.heap import keep_heap_small
 
 INTERRUPTED = 130  # what shells report for a command that SIGINT ended
 

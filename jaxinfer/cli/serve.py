@@ -187,10 +187,13 @@ async def _loaded(config: EngineConfig, start: Start, service: Service) -> Async
 
 
 def _engine_process(spawned: Spawned, config: EngineConfig) -> tuple[Link, EngineFacts]:
+    from jaxinfer.core.heap import release_free_heap
     from jaxinfer.engine.process import EngineProcess
 
     process = EngineProcess.start(config, spawned, progress=True)
-    return process, process.ready()
+    facts = process.ready()
+    release_free_heap()  # reading a tokenizer takes three times what it keeps
+    return process, facts
 
 
 def _engine_thread(config: EngineConfig) -> tuple[Link, EngineFacts]:

@@ -29,6 +29,7 @@ from jaxinfer.core.config import (
     cache_root,
 )
 from jaxinfer.core.errors import ConfigError, EngineError, RequestError
+from jaxinfer.core.heap import release_free_heap
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.engine import Engine
@@ -52,7 +53,6 @@ from jaxinfer.exec.memory import (
     device_memory,
     init_state,
     plan_memory,
-    release_free_heap,
     taking,
 )
 from jaxinfer.exec.program import Program

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
+from jaxinfer.core.heap import keep_heap_small
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.engine.facts import ModelFacts
-from jaxinfer.engine.heap import keep_heap_small
 from jaxinfer.engine.news import News
 from jaxinfer.engine.progress import progress_on
 from jaxinfer.engine.start import backend_starting, nothing_collected

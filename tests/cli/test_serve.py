@@ -288,6 +288,24 @@ def test_the_engine_is_started_before_the_server_is_imported() -> None:
     assert int(ended) == -signal.SIGKILL  # nothing is left of a start that failed
 
 
+def test_what_reading_the_tokenizer_took_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Process:
+        @classmethod
+        def start(cls, config: EngineConfig, spawned: None, *, progress: bool) -> "Process":
+            return cls()
+
+        def ready(self) -> str:
+            done.append("the tokenizer is read")
+            return "facts"
+
+    monkeypatch.setattr("jaxinfer.engine.process.EngineProcess", Process)
+    monkeypatch.setattr("jaxinfer.core.heap.release_free_heap", lambda: done.append("given back"))
+    _, facts = module._engine_process(None, EngineConfig())  # type: ignore[arg-type] # pyright: ignore
+    assert facts == "facts" and done == ["the tokenizer is read", "given back"]
+
+
 @pytest.fixture
 def server(
     tiny_arguments: list[str], tmp_path: Path
