@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
@@ -78,9 +79,13 @@ class EnginePlan:
     pins: Pins
     memory: MemoryPlan
     tokenizer_spec: TokenizerSpec | None  # for whoever needs a tokenizer of their own
-    tokenizer: Tokenizer | None
     cache_dir: Path
     bundle: Bundle | None  # one that fits, where the user gave one
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """Read on first use, which takes up to half a second and holds the GIL meanwhile."""
+        return None if self.tokenizer_spec is None else load_tokenizer(self.tokenizer_spec)
 
 
 def plan_engine(config: EngineConfig, progress: Progress | None = None) -> EnginePlan:
@@ -109,13 +114,10 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     if source.checkpoint is not None:
         plan_params(model, source.checkpoint)  # names and shapes, before anything slow begins
     spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
-    tokenizer = None if spec is None else load_tokenizer(spec)
     memory, limits = _sizes(config, model)
     if bundle is not None:
         bundle.refuse_program(Program(model, limits, pins=pins))
-    return EnginePlan(
-        config, source, model, limits, pins, memory, spec, tokenizer, cache_dir, bundle
-    )
+    return EnginePlan(config, source, model, limits, pins, memory, spec, cache_dir, bundle)
 
 
 def _pins(config: EngineConfig, platform: str) -> Pins:
@@ -173,7 +175,6 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
 def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
     """``build_engine``, when the plan is already made."""
     progress = progress or NoProgress()
-    facts = model_facts(plan)
     program = Program(plan.model, plan.limits, pins=plan.pins)
     (executables, compile_seconds), (state, load_seconds) = _load(plan, program, progress)
     executor = Executor(program, executables, *state)
@@ -187,7 +188,7 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
     return Engine(
         executor,
         plan.limits,
-        facts,
+        model_facts(plan),
         plan.tokenizer,
         seed=plan.config.seed,
         overlap=plan.config.overlap,
@@ -212,7 +213,8 @@ type _State = tuple[Params, KVState, SlotState]
 def _load(
     plan: EnginePlan, program: Program, progress: Progress
 ) -> tuple[Timed[Executables], Timed[_State]]:
-    """Executables beside weights and pages, at the same time when all are only to be loaded.
+    """Executables beside weights, tokenizer and pages, at the same time when all are only to be
+    loaded.
 
     On a CPU, compiling comes first: the compiler's memory and the weights would add up to twice
     the peak (2.3 instead of 1.3 GB for SmolLM2-135M). A GPU holds its weights itself, but pages
@@ -248,8 +250,10 @@ def _load(
                 seed=plan.config.seed,
                 progress=progress,
             )
-        release_free_heap()  # before pages take their own
-        return params, time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        model_facts(plan)  # reads the tokenizer, now that fewer wait for the GIL
+        release_free_heap()  # of both, before pages take their own
+        return params, seconds
 
     def state() -> Timed[_State]:
         params, seconds = weights()
@@ -258,6 +262,7 @@ def _load(
 
     if bundle is not None:
         return _beside(state, executables)
+    model_facts(plan)  # checked, like the memory, before compiling takes a minute
     claim_memory(plan.memory)  # compiling takes a minute: what does not fit is said before
     if jax.default_backend() == "cpu":
         return executables(), state()

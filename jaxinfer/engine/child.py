@@ -26,7 +26,6 @@ from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.heap import keep_heap_small
 from jaxinfer.core.progress import NoProgress, Progress
-from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.news import News
 from jaxinfer.engine.progress import progress_on
 from jaxinfer.engine.start import backend_starting, nothing_collected
@@ -56,7 +55,6 @@ TIDY_SECONDS = 0.5  # to remove temporary files, when the server has gone during
 class Blueprint:
     """An engine that is decided on but not built."""
 
-    facts: ModelFacts
     limits: Limits
     tokenizer: TokenizerSpec | None
     build: Callable[[], Engine]
@@ -74,17 +72,12 @@ def load_planner(settings: Callable[[], EngineConfig]) -> Planner:
     with nothing_collected():
         import_module("jax")  # the longest of all, for which no settings are needed
     with backend_starting(settings()):
-        from jaxinfer.engine.build import build_planned, model_facts, plan_engine
+        from jaxinfer.engine.build import build_planned, plan_engine
     gc.freeze()  # modules stay
 
     def plan(config: EngineConfig, progress: Progress) -> Blueprint:
         made = plan_engine(config, progress)
-        return Blueprint(
-            model_facts(made),
-            made.limits,
-            made.tokenizer_spec,
-            lambda: build_planned(made, progress),
-        )
+        return Blueprint(made.limits, made.tokenizer_spec, lambda: build_planned(made, progress))
 
     return plan
 
@@ -121,7 +114,7 @@ class EngineChild:
             progress = progress_on(sys.stderr) if order.progress else NoProgress()
             self._building = True  # not before: an import interrupted within C would complain
             blueprint = planner(order.config, progress)
-            self._channel.send(Planned(blueprint.facts, blueprint.limits, blueprint.tokenizer))
+            self._channel.send(Planned(blueprint.limits, blueprint.tokenizer))
             engine = blueprint.build()
         except JaxinferError as error:
             return error
@@ -137,7 +130,7 @@ class EngineChild:
         thread = EngineThread(engine)
         thread.connect(self)
         self._engine = thread
-        self._channel.send(Ready(engine.stats()))
+        self._channel.send(Ready(engine.facts, engine.stats()))
         return thread.wait()
 
     def _follow(self) -> None:

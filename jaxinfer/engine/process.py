@@ -87,7 +87,7 @@ class EngineProcess:
                         tokenizer = load_tokenizer(planned.tokenizer)
                 case Ready():
                     assert planned is not None
-                    return EngineFacts(planned.facts, planned.limits, tokenizer, message.stats)
+                    return EngineFacts(message.facts, planned.limits, tokenizer, message.stats)
                 case Failed():
                     raise error_of(message)
                 case _:

@@ -35,9 +35,8 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 
 
 class Planned(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: what requests need to know, long before it is ready."""
+    """From the engine: what the server can prepare itself for, long before it is ready."""
 
-    facts: ModelFacts
     limits: Limits
     tokenizer: TokenizerSpec | None
 
@@ -45,6 +44,7 @@ class Planned(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """From the engine: requests are answered from now on."""
 
+    facts: ModelFacts
     stats: EngineStats
 
 

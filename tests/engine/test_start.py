@@ -8,12 +8,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Generator
+from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
 from jaxinfer.core.config import ALLOCATOR_PREALLOCATES, ALLOCATOR_SHARES, EngineConfig
+from jaxinfer.core.errors import TokenizerError
+from jaxinfer.engine import build
 from jaxinfer.engine.start import backend_starting, nothing_collected
+from jaxinfer.models import build_model
+from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
+from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
 
 SHARE = ALLOCATOR_SHARES[0]
 
@@ -95,3 +102,44 @@ def test_an_engine_of_plain_weights_imports_nothing_that_it_does_not_use() -> No
 def test_the_offline_api_is_named_without_jax() -> None:
     script = "import sys; from jaxinfer import LLM, AsyncLLM; print('jax' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "False\n"
+
+
+def test_the_tokenizer_is_checked_before_a_minute_of_compiling_and_read_beside_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    hf_config = tiny_llama_config(vocab_size=TINY_VOCAB_SIZE, eos_token_id=257)
+    write_hf_folder(folder, hf_config, random_hf_tensors(build_model(hf_config, "float32")))
+    (folder / "tokenizer.json").write_text("{}")
+    config = EngineConfig(
+        model=str(folder),
+        dtype="float32",
+        max_num_seqs=1,
+        max_model_len=64,
+        max_num_batched_tokens=64,
+        prefill_bucket_start=64,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    with pytest.raises(TokenizerError, match="cannot be read"):
+        build.build_engine(config)
+    assert not (tmp_path / "cache" / "executables").exists()
+    (folder / "tokenizer.json").write_text(tiny_tokenizer_json())
+    build.build_engine(config)
+
+    loading, reading = threading.Event(), threading.Event()
+    load_executables, load_tokenizer = build.load_executables, build.load_tokenizer
+
+    def loads(*arguments: Any) -> Any:
+        loading.set()
+        assert reading.wait(10), "the tokenizer is read after the executables"
+        return load_executables(*arguments)
+
+    def reads(*arguments: Any) -> Any:
+        reading.set()
+        assert loading.wait(10), "the tokenizer is read before the executables"
+        return load_tokenizer(*arguments)
+
+    monkeypatch.setattr(build, "load_executables", loads)
+    monkeypatch.setattr(build, "load_tokenizer", reads)
+    assert build.build_engine(config).tokenizer is not None

@@ -138,7 +138,7 @@ def child_main() -> None:
 
             return Engine(executor, limits, facts, tokenizer)
 
-        return Blueprint(facts, limits, spec, build)
+        return Blueprint(limits, spec, build)
 
     try:
         main(lambda _: plan)
