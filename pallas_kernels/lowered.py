@@ -62,7 +62,7 @@ def _by_hash(artifact: bytes) -> bytes:
     with make_ir_context():
         module = deserialize_portable_artifact(artifact)
         for call in _mosaic_calls(module.operation):
-            config = {each.name: each.attr for each in call.attributes[CONFIG]}
+            config: dict[str, Any] = {each.name: each.attr for each in call.attributes[CONFIG]}
             call.attributes[CONFIG] = ir.DictAttr.get(config | {"module": ir.StringAttr.get("")})
         return serialize_portable_artifact(module, stablehlo.get_current_version())
 
@@ -71,10 +71,10 @@ def _mosaic_calls(operation: Any) -> Iterator[Any]:
     for region in operation.regions:
         for block in region.blocks:
             for inner in block.operations:
-                attributes = inner.attributes
-                if "call_target_name" in attributes and CONFIG in attributes:
-                    if attributes["call_target_name"].value == MOSAIC_CALL:
-                        yield inner
+                if "call_target_name" in inner.attributes and (
+                    inner.attributes["call_target_name"].value == MOSAIC_CALL
+                ):
+                    yield inner
                 yield from _mosaic_calls(inner)
 
 

@@ -43,6 +43,7 @@ FLAGS = ("skip_tokenizer_init", "enable_prefix_caching", "prefill_first", "overl
 # and whether it takes that at once
 ALLOCATOR_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 ALLOCATOR_PREALLOCATES = "XLA_PYTHON_CLIENT_PREALLOCATE"
+NO_LINE_INFO = "TRITON_DISABLE_LINE_INFO"  # Triton's own variable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +173,15 @@ def bound_gpu_allocator(share: float) -> None:
     if not any(name in os.environ for name in ALLOCATOR_SHARES):
         os.environ[ALLOCATOR_SHARES[0]] = str(share)
     os.environ.setdefault(ALLOCATOR_PREALLOCATES, "false")
+
+
+def leave_out_line_info() -> None:
+    """Let Triton write no line numbers for a debugger into kernels: half of what a kernel holds.
+
+    Every call of a kernel in an executable holds it, and its launch copies it. A variable that the
+    user has set stays.
+    """
+    os.environ.setdefault(NO_LINE_INFO, "1")
 
 
 def compiler_environment() -> dict[str, str]:

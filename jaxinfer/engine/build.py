@@ -28,6 +28,7 @@ from jaxinfer.core.config import (
     Limits,
     bound_gpu_allocator,
     cache_root,
+    leave_out_line_info,
 )
 from jaxinfer.core.errors import ConfigError, EngineError, RequestError
 from jaxinfer.core.heap import release_free_heap
@@ -96,6 +97,7 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     if bundle is not None:
         config = with_bundle_settings(config, bundle)
     bound_gpu_allocator(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
+    leave_out_line_info()
     platform = check_device()
     if bundle is not None:
         bundle.refuse_machine()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -117,16 +118,18 @@ class Engine:
         """Requests with an unfinished completion, oldest first."""
         return tuple(self._children)
 
+    def wait(self) -> None:
+        """Return once the next ``step`` need not wait for the device. Requests that are added
+        after it, not before it, are in that step too.
+        """
+        with self._running():
+            self._loop.wait()
+
     def step(self) -> News:
         """One turn of the loop: take new requests in, run the device, return what was gained."""
         events, self._pending = tuple(self._pending), []
-        try:
-            with self._late_compiles.watch():
-                turn = self._loop.turn(events)
-        except Exception as error:  # a lost device, or a bug: nothing can be trusted any more
-            self._failure = EngineError(f"the engine stopped: {error}; build a new one")
-            logging.getLogger(LOGGER).critical(str(self._failure), exc_info=error)
-            raise self._failure from error
+        with self._running(), self._late_compiles.watch():
+            turn = self._loop.turn(events)
         steps, newly_started = self._timeline.turn(turn)
         started = self._parents_of(newly_started)  # before an event can end one of them
         deltas = [delta for event in turn.events if (delta := self._process(event)) is not None]
@@ -148,6 +151,16 @@ class Engine:
             num_fresh_pages=num_free - state.pages.num_cached,
             **self._counters,
         )
+
+    @contextmanager
+    def _running(self) -> Generator[None]:
+        """After a lost device, or a bug, nothing can be trusted any more: the engine stops."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = EngineError(f"the engine stopped: {error}; build a new one")
+            logging.getLogger(LOGGER).critical(str(self._failure), exc_info=error)
+            raise self._failure from error
 
     def _parents_of(self, sequences: tuple[str, ...]) -> tuple[str, ...]:
         """The requests whose first sequence is among these."""

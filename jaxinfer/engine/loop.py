@@ -53,7 +53,8 @@ class EngineLoop[Handle]:
         self._state = initial_state(limits)
         self._depth = OVERLAP_DEPTH if overlap else 1
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
-        self._collected: list[StepPlan] = []  # in this turn
+        self._collected: list[StepPlan] = []  # since the last turn
+        self._ended: StepDone | StepFailed | None = None  # what ``wait`` collected
 
     @property
     def state(self) -> SchedulerState:
@@ -63,19 +64,28 @@ class EngineLoop[Handle]:
     @property
     def idle(self) -> bool:
         """Whether nothing is left to do until a new event comes."""
-        return not self._in_flight and not self._state.num_unfinished
+        waits = self._in_flight or self._ended is not None or self._state.num_unfinished
+        return not waits
+
+    def wait(self) -> None:
+        """Return once another step may be launched: when as many are in flight as may be, the
+        oldest has to end. What comes until then is still in time for the turn after it.
+        """
+        if self._ended is None and len(self._in_flight) >= self._depth:
+            self._ended = self._collect()
 
     def turn(self, events: tuple[Event, ...]) -> Turn:
-        """Apply events, launch the next step if there is one, collect the oldest if that is due."""
-        self._collected = []
-        if len(self._in_flight) >= self._depth:
-            events = (*events, self._collect())
+        """Apply events and what ``wait`` waited for, and launch the next step if there is one."""
+        self.wait()
+        if self._ended is not None:
+            events, self._ended = (*events, self._ended), None
         news, launched = self._advance(events)
         while not launched and self._in_flight:
             # nothing can be planned before the device answers
             more, launched = self._advance((self._collect(),))
             news += more
-        return Turn(news, launched, tuple(self._collected))
+        collected, self._collected = tuple(self._collected), []
+        return Turn(news, launched, collected)
 
     def _advance(
         self, events: tuple[Event, ...]

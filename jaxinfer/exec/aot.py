@@ -12,7 +12,7 @@ import importlib
 import os
 import pickle
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
@@ -150,20 +150,35 @@ def open_bundle(folder: Path) -> Bundle:
     return Bundle(folder, manifest)
 
 
-class _Loading(Mapping[str, jax.stages.Compiled]):
-    """Executables by name; who asks for one that is still being loaded waits for it."""
+class _Loaded(Mapping[str, jax.stages.Compiled]):
+    """Executables by name. Some are there; who first asks for another has all others loaded, and
+    waits for that one alone. Not thread-safe: one thread asks.
+    """
 
-    def __init__(self, under_way: Mapping[str, Future[jax.stages.Compiled]]) -> None:
-        self._under_way = under_way
+    def __init__(
+        self,
+        loaded: Mapping[str, jax.stages.Compiled],
+        others: Collection[str],
+        load: Callable[[str], jax.stages.Compiled],
+    ) -> None:
+        self._loaded, self._others, self._load = loaded, others, load
+        self._under_way: dict[str, Future[jax.stages.Compiled]] = {}
 
     def __getitem__(self, name: str) -> jax.stages.Compiled:
+        if name in self._loaded:
+            return self._loaded[name]
+        if not self._under_way:
+            pool = ThreadPoolExecutor(_threads())
+            first = sorted(self._others, key=lambda other: other != name)
+            self._under_way = {other: pool.submit(self._load, other) for other in first}
+            pool.shutdown(wait=False)
         return self._under_way[name].result()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._under_way)
+        return iter((*self._loaded, *self._others))
 
     def __len__(self) -> int:
-        return len(self._under_way)
+        return len(self._loaded) + len(self._others)
 
 
 def load_bundle(
@@ -171,24 +186,26 @@ def load_bundle(
 ) -> Mapping[str, jax.stages.Compiled]:
     """The executables of a bundle that fits; raises ``CacheError`` naming an unusable file.
 
-    Those ``needed`` are there when it returns. Others are loaded meanwhile and afterwards, and one
-    that turns out to be unusable is an error when it is asked for.
+    Those ``needed`` are there when it returns. Others are loaded when one of them is asked for (one
+    holds 40 MB of the host), and one that turns out to be unusable is an error then.
     """
     _load_kernel_runtime()
     executables = bundle.manifest.executables
+
+    def load(name: str) -> jax.stages.Compiled:
+        return _load(bundle.folder, executables[name])
+
     pool = ThreadPoolExecutor(_threads())
-    in_order = sorted(executables, key=lambda name: name not in needed)
-    under_way = {name: pool.submit(_load, bundle.folder, executables[name]) for name in in_order}
+    under_way = {pool.submit(load, name): name for name in needed}
+    loaded: dict[str, jax.stages.Compiled] = {}
     try:
         with progress.task("load executables", len(needed)) as advance:
-            for future in as_completed(under_way[name] for name in needed):
-                future.result()
+            for future in as_completed(under_way):
+                loaded[under_way[future]] = future.result()
                 advance(1)
-    except BaseException:  # Ctrl-C included: nobody needs the others
+    finally:  # Ctrl-C included: nobody needs the others
         pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    pool.shutdown(wait=False)
-    return _Loading(under_way)
+    return _Loaded(loaded, executables.keys() - needed, load)
 
 
 def executable_file(name: str, compiled: jax.stages.Compiled) -> tuple[StoredExecutable, bytes]:

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from jaxinfer.core.errors import CacheError
+from jaxinfer.core.heap import release_free_heap
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import OTHER_CACHE, build_once
 from jaxinfer.exec.aot import (
@@ -32,7 +33,6 @@ from jaxinfer.exec.aot import (
     program_fingerprint,
     write_manifest,
 )
-from jaxinfer.exec.memory import release_free_heap
 from jaxinfer.exec.program import Program
 from pallas_kernels.ahead import kernels_in
 

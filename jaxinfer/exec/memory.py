@@ -195,17 +195,6 @@ def check_workspace(plan: MemoryPlan, measured: int) -> None:
         )
 
 
-def release_free_heap() -> None:
-    """Give the C heap's free memory back to the system, where the C library can (glibc).
-
-    Compiling or loading executables leaves about 100 MiB each free but mapped, restoring weights
-    70 MiB; both would add to what comes next in the process's resident size.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def device_memory(device: Any = None) -> DeviceMemory | None:  # jax.Device
     """Of a device, else of the first; None where it reports none (a CPU)."""
     device = device or jax.devices()[0]

@@ -1,4 +1,7 @@
-"""What a GPU's allocator may take is said before JAX starts its backend, and only once."""
+"""What a GPU's allocator may take is said before JAX starts its backend, and only once.
+
+So is what Triton puts into kernels.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ import sys
 
 import pytest
 
-SHARE, OLD_SHARE, PREALLOCATE = NAMES = (
+SHARE, OLD_SHARE, PREALLOCATE, NO_LINE_INFO = NAMES = (
     "XLA_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "TRITON_DISABLE_LINE_INFO",
 )
 # Changing the number of CPU devices raises once a backend has started.
 PROGRAM = f"""
@@ -33,12 +37,13 @@ build.plan_engine(EngineConfig(gpu_memory_utilization=0.5))
 @pytest.mark.parametrize(
     ("user", "expected"),
     [
-        ({}, ["0.5", None, "false"]),
-        ({SHARE: "0.3"}, ["0.3", None, "false"]),
-        ({OLD_SHARE: "0.3"}, [None, "0.3", "false"]),
-        ({PREALLOCATE: "true"}, ["0.5", None, "true"]),
+        ({}, ["0.5", None, "false", "1"]),
+        ({SHARE: "0.3"}, ["0.3", None, "false", "1"]),
+        ({OLD_SHARE: "0.3"}, [None, "0.3", "false", "1"]),
+        ({PREALLOCATE: "true"}, ["0.5", None, "true", "1"]),
+        ({NO_LINE_INFO: "0"}, ["0.5", None, "false", "0"]),
     ],
-    ids=["open", "share", "old_share", "preallocate"],
+    ids=["open", "share", "old_share", "preallocate", "line_info"],
 )
 def test_variables_are_set_before_the_backend_starts(
     user: dict[str, str], expected: list[str | None]

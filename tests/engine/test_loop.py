@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import NoReturn
 
 import jax
@@ -9,10 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.core.errors import EngineError
-from jaxinfer.core.request import FinishReason
+from jaxinfer.core.request import FinishReason, SamplingParams
 from jaxinfer.core.step import Abort, Arrive, StepPlan, StepResult, TokenEvent
+from jaxinfer.engine.commands import Stop
 from jaxinfer.engine.late_compiles import LateCompiles
 from jaxinfer.engine.loop import EngineLoop
+from jaxinfer.engine.thread import EngineThread
 from kit.drive import make_limits, make_request
 from kit.fake_executor import FakeExecutor, expected_tokens
 
@@ -117,3 +120,55 @@ def test_late_compiles_are_counted_inside_only() -> None:
     with watch.watch():
         pass
     assert watch.count == before
+
+
+def test_who_comes_while_a_step_runs_is_in_the_step_after_the_next() -> None:
+    limits = make_limits()
+    loop = EngineLoop(Scripted(limits.page_size), limits)
+    loop.turn((Arrive(make_request("a", range(1, 8), max_tokens=50)),))
+    loop.turn(())  # two are in flight
+    loop.wait()
+    loop.wait()  # nothing more to wait for
+    turn = loop.turn((Arrive(make_request("b", range(2, 9), max_tokens=5, arrival=1)),))
+    assert [plan.step_id for plan in turn.collected] == [0]
+    assert [admission.request.request_id for admission in turn.launched[0].admissions] == ["b"]
+    assert not loop.idle
+
+
+class WaitingEngine:
+    """Notes what it is told; a submission comes while it waits for the device."""
+
+    def __init__(self) -> None:
+        self.thread = EngineThread(self)  # type: ignore[arg-type]
+        self.told: list[str] = []
+        self.open_request_ids = ()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.told)
+
+    def add_request(self, request_id: str, *_: object, **__: object) -> None:
+        self.told.append(request_id)
+
+    def step(self) -> str:
+        self.told.append("step")
+        return "news"
+
+    def wait(self) -> None:
+        first = "wait" not in self.told
+        self.told.append("wait")
+        if first:
+            self.thread.submit("during", (1,), SamplingParams())
+        else:
+            self.thread.put(Stop())
+
+
+def test_the_thread_looks_for_commands_after_it_waited() -> None:
+    engine = WaitingEngine()
+    news: list[object] = []
+    listener = SimpleNamespace(news=news.append, refuse=lambda *_: None, pong=lambda: None)
+    engine.thread.submit("first", (1,), SamplingParams())
+    engine.thread.connect(listener)  # type: ignore[arg-type]
+    engine.thread.wait()
+    assert engine.told == ["first", "step", "wait", "during", "step", "wait"]
+    assert news == ["news", "news"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import registry
+from pallas_kernels.ahead import kernels_in
 from pallas_kernels.lowered import call_lowered
 from pallas_kernels.registry import imported_when_called
 
@@ -103,6 +104,31 @@ def test_an_array_may_be_absent() -> None:
 
     result = jax.jit(lambda x: call_lowered("double", double, (x, None), {}))(X)
     np.testing.assert_allclose(result, 2.0 * X)
+
+
+def in_mosaic(x: jax.Array) -> jax.Array:
+    """Lowered like a kernel in Mosaic: its source and its hash are attributes of the call."""
+    call = jax.ffi.ffi_call("mosaic_gpu_v2", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return call(x, module="source of the kernel", kernel_hash="its hash")
+
+
+def test_a_compiled_kernel_is_named_by_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return call_lowered("in_mosaic", in_mosaic, (x,), {}) + 1.0
+
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda lowered: compiled.append(lowered.as_text())
+    )
+    traced = jax.jit(step).trace(X)
+    before = traced.lower().as_text()
+    (compile_ahead,) = kernels_in(traced.jaxpr).values()
+    compile_ahead()
+    compile_ahead()
+    after = jax.jit(lambda x: step(x) * 2.0).trace(X).lower().as_text()
+    assert all("source of the kernel" in text for text in (before, *compiled[:1]))
+    assert "source of the kernel" not in after
+    assert all("its hash" in text for text in (before, *compiled, after))
 
 
 def test_no_setting_stays_changed() -> None:
