@@ -63,7 +63,8 @@ def _by_hash(artifact: bytes) -> bytes:
         module = deserialize_portable_artifact(artifact)
         for call in _mosaic_calls(module.operation):
             config: dict[str, Any] = {each.name: each.attr for each in call.attributes[CONFIG]}
-            call.attributes[CONFIG] = ir.DictAttr.get(config | {"module": ir.StringAttr.get("")})
+            config["module"] = ir.StringAttr.get("")
+            call.attributes[CONFIG] = ir.DictAttr.get(config)
         return serialize_portable_artifact(module, stablehlo.get_current_version())
 
 
