@@ -36,6 +36,7 @@ SIZES = (
     "kv_cache_memory_bytes",
 )
 COMPILED = ("dtype", *SIZES, "gpu_memory_utilization", "kernels")  # what a bundle has decided
+BUNDLE_MANIFEST = "manifest.json"  # what a bundle's folder says of itself
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
 FLAGS = ("skip_tokenizer_init", "enable_prefix_caching", "prefill_first", "overlap")

@@ -17,8 +17,8 @@ def keep_heap_small() -> None:
 
     Every loading thread otherwise gets an arena of its own, which keeps part of what it freed:
     65 MiB more resident with SmolLM2 on two cores. Fewer would have threads wait for each other:
-    with two arenas on 16 cores, compiling for an H200 took 100 s in place of 39, loading executables
-    1.9 in place of 1.1. Must come before threads allocate.
+    with two on 16 cores, compiling for an H200 took 100 s in place of 39, loading executables 1.9
+    in place of 1.1. Must come before threads allocate.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -7,12 +7,19 @@ takes most of a second that needs no GIL. Must not know: how an engine is built.
 from __future__ import annotations
 
 import gc
+import json
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig, bound_gpu_allocator
+from jaxinfer.core.config import (
+    BUNDLE_MANIFEST,
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    EngineConfig,
+    bound_gpu_allocator,
+)
 from jaxinfer.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -35,12 +42,25 @@ def backend_starting(config: EngineConfig) -> Generator[None]:
     with nothing_collected():
         import jax
 
-        # how much of a GPU is the allocator's must be known before: a bundle may yet tell
-        if config.bundle is None or config.gpu_memory_utilization is not None:
-            bound_gpu_allocator(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
+        share = _allocators_share(config)
+        if share is not None:
+            bound_gpu_allocator(share)
             # no daemon: a process that ends meanwhile must not unload CUDA under its feet
             threading.Thread(target=_start, args=(jax.default_backend,), name="jax-backend").start()
         yield
+
+
+def _allocators_share(config: EngineConfig) -> float | None:
+    """How much of a GPU is the allocator's, which must be known before; None of a bundle that
+    cannot be read, which whoever opens it tells.
+    """
+    share = config.gpu_memory_utilization
+    if share is None and config.bundle is not None:
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            manifest = json.loads(Path(config.bundle, BUNDLE_MANIFEST).read_bytes())
+            return manifest["settings"]["gpu_memory_utilization"] or DEFAULT_GPU_MEMORY_UTILIZATION
+        return None
+    return share or DEFAULT_GPU_MEMORY_UTILIZATION
 
 
 def _start(backend: Callable[[], str]) -> None:

@@ -24,7 +24,7 @@ import jax
 import msgspec
 from jax.experimental import serialize_executable
 
-from jaxinfer.core.config import Limits
+from jaxinfer.core.config import BUNDLE_MANIFEST, Limits
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.version import VERSION
@@ -43,7 +43,6 @@ from pallas_kernels.registry import OP_NAMES
 from pallas_kernels.tuned import read_choices, tuned_file
 
 FORMAT = 2  # of the folder; raise it when the manifest's meaning changes
-MANIFEST = "manifest.json"
 LOAD_THREADS = 8  # H200: 8 buckets load in 0.50 s on 8 threads, 1.96 s in turn
 
 
@@ -129,7 +128,7 @@ def open_bundle(folder: Path) -> Bundle:
 
     Raises ``CacheError`` naming the file that is missing, cut short, changed or of another format.
     """
-    path = folder / MANIFEST
+    path = folder / BUNDLE_MANIFEST
     if not folder.is_dir():
         raise CacheError(f"there is no bundle {folder}; make one with `jaxinfer compile`")
     try:
@@ -236,7 +235,7 @@ def write_manifest(
         tuned=tuned_choices(),
         executables=dict(executables),
     )
-    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    (folder / BUNDLE_MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     return manifest
 
 

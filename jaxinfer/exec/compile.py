@@ -18,12 +18,12 @@ from typing import Any
 
 import jax
 
+from jaxinfer.core.config import BUNDLE_MANIFEST
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.heap import release_free_heap
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import OTHER_CACHE, build_once
 from jaxinfer.exec.aot import (
-    MANIFEST,
     Bundle,
     Manifest,
     StoredExecutable,
@@ -98,7 +98,7 @@ def compile_bundle(
     A folder that holds the same bundle already is left as it is; one that holds anything else is
     refused with ``CacheError``.
     """
-    if folder.exists() and not (folder / MANIFEST).is_file():
+    if folder.exists() and not (folder / BUNDLE_MANIFEST).is_file():
         raise CacheError(f"{folder} exists already and is no bundle; choose another folder")
     made = _compile_into(folder, program, settings, progress, "choose another folder")
     if made is not None:

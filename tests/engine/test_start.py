@@ -69,10 +69,25 @@ def test_imports_go_on_while_the_backend_starts(
     assert backend.share == share
 
 
-def test_a_bundle_says_first_how_much_of_a_gpu_is_the_allocators(backend: Backend) -> None:
-    with backend_starting(EngineConfig(bundle="somewhere")):
-        pass
-    assert SHARE not in os.environ and not backend.begun.is_set()
+@pytest.mark.parametrize(
+    ("manifest", "share"),
+    [
+        ('{"settings": {"gpu_memory_utilization": 0.7}}', "0.7"),
+        ('{"settings": {"gpu_memory_utilization": null}}', "0.92"),
+        ('{"settings": []}', None),
+        ("junk", None),
+        (None, None),
+    ],
+    ids=["said", "default", "other", "junk", "none"],
+)
+def test_a_bundle_says_how_much_of_a_gpu_is_the_allocators(
+    manifest: str | None, share: str | None, backend: Backend, tmp_path: Path
+) -> None:
+    if manifest is not None:
+        (tmp_path / "manifest.json").write_text(manifest)
+    with backend_starting(EngineConfig(bundle=str(tmp_path))):
+        assert backend.begun.wait(10) if share else not backend.begun.is_set()
+    assert (backend.share if share else os.environ.get(SHARE)) == share
 
 
 @pytest.mark.parametrize("collects", [True, False])
