@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import json
 import math
 import os
@@ -105,15 +106,17 @@ def test_no_more_requests_are_open_than_allowed(limit: int | None) -> None:
     assert with_stub(ask) == (limit or 6)
 
 
-def test_requests_leave_at_their_times() -> None:
+def test_no_request_leaves_before_its_time() -> None:
     times = [0.0, 0.1, 0.15]
 
     async def ask(_: StubServer, client: Client) -> list[float]:
+        begin = time.perf_counter()
         outcome = await offer(client, ROUTE, [body(max_tokens=1)] * 3, times)
-        first = outcome.answers[0].start
-        return [answer.start - first for answer in outcome.answers]
+        return [answer.start - begin for answer in outcome.answers]
 
-    assert with_stub(ask) == pytest.approx(times, abs=0.03)
+    left = with_stub(ask)
+    assert all(when <= at for when, at in zip(times, left, strict=True))
+    assert left == sorted(left) and left[-1] < 10 * times[-1]  # a busy machine is late by tenths
 
 
 def test_waiting_for_a_server_ends_at_once_when_it_refuses() -> None:
