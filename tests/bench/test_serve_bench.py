@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import json
 import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
