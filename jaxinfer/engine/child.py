@@ -1,4 +1,4 @@
-"""The engine's own process: ``python -m jaxinfer.engine.child FD``, started by ``EngineProcess``.
+"""The engine's own process: ``python -m jaxinfer.engine.child FD``, started by ``spawn``.
 
 Owns: what the process does with the socket ``FD``: build what is asked for, run it, and end as soon
 as the server's process has gone, whatever it is at.

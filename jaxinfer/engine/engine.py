@@ -119,8 +119,8 @@ class Engine:
         return tuple(self._children)
 
     def wait(self) -> None:
-        """Return once the next ``step`` need not wait for the device. Requests that are added
-        after it, not before it, are in that step too.
+        """Return once another step may be launched. Requests that are added after it, not before
+        it, are in that step too.
         """
         with self._running():
             self._loop.wait()

@@ -85,7 +85,7 @@ def bundle_for(program: Program, folder: Path) -> Bundle:
 
 
 def load_executables(program: Program, bundle: Bundle, progress: Progress) -> Executables:
-    """Load the executables of a bundle that fits; those for extras may still be on their way."""
+    """Load the executables of a bundle that fits; those for extras when one is asked for."""
     loaded = load_bundle(bundle, progress, program.names_without_extras())
     return _executables(loaded, bundle.manifest, 0)
 
