@@ -165,17 +165,16 @@ def _mean_context(tokens_in: int) -> float:
     return tokens_in + (1 + cases.DECODED) / 2
 
 
-def tpot(bench: Bench) -> list[Row]:
+def tpot(bench: Bench) -> Iterator[Row]:
     """TPOT by batch, and at a long context beside what the shorter one predicts for it."""
     work, config = bench.work, bench.config
     prompts, floor, costs = bench.prompts(config), bench.floor(config), bench.costs(config)
-    rows: list[Row] = []
     short: dict[int, float] = {}
     with bench.engine(config) as llm:
         for batch in work.tpot_batches:
             samples = cases.tpot_ms(llm, prompts(batch, work.tpot_input), work.repeats)
             least = _decode_floor_ms(floor, batch, work.tpot_input)
-            rows.append(row("tpot_ms", f"b{batch}", samples, least, input=work.tpot_input))
+            yield row("tpot_ms", f"b{batch}", samples, least, input=work.tpot_input)
             short[batch] = middle(samples)
         for batch in work.long_batches:
             samples = cases.tpot_ms(llm, prompts(batch, work.long_input), work.repeats)
@@ -186,30 +185,25 @@ def tpot(bench: Bench) -> list[Row]:
             )
             predicted = round(short[batch] * longer / size, 4)  # the floors' ratio
             case = f"b{batch}/{work.long_input}"
-            rows.append(row("tpot_ms", case, samples, least, predicted=predicted))
-    return rows
+            yield row("tpot_ms", case, samples, least, predicted=predicted)
 
 
-def ttft(bench: Bench) -> list[Row]:
+def ttft(bench: Bench) -> Iterator[Row]:
     """TTFT of a lone prompt by its length, in an engine that could hold a full batch."""
     work, config = bench.work, bench.config
     prompts, floor = bench.prompts(config), bench.floor(config)
-    rows: list[Row] = []
     with bench.engine(config) as llm:
         for length in work.ttft_inputs:
             samples = cases.ttft_ms(llm, prompts(1, length)[0], work.repeats)
             least = floor and 1e3 * floor.prefill(1, length)
-            rows.append(row("ttft_ms", str(length), samples, least))
-    return rows
+            yield row("ttft_ms", str(length), samples, least)
 
 
-def offline(bench: Bench) -> list[Row]:
+def offline(bench: Bench) -> Iterator[Row]:
     """Output tokens per second of many prompts at once, greedy and sampled."""
-    rows: list[Row] = []
     with bench.engine(bench.config) as llm:
         for case in SAMPLINGS:
-            rows.append(_offline(bench, llm, bench.config, case, case))
-    return rows
+            yield _offline(bench, llm, bench.config, case, case)
 
 
 def _offline(bench: Bench, llm: LLM, config: Path, sampling: str, case: str) -> Row:
@@ -220,7 +214,7 @@ def _offline(bench: Bench, llm: LLM, config: Path, sampling: str, case: str) -> 
     return row("offline_tok_s", case, samples, most, size=[count, tokens_in, tokens_out])
 
 
-def gpt2(bench: Bench) -> list[Row]:
+def gpt2(bench: Bench) -> Iterator[Row]:
     """A model so small that the host decides: speeds, and the share of time the device computes."""
     work, config = bench.work, bench.gpt2_config
     lone, floor = bench.prompts(config)(1, work.gpt2_input), bench.floor(config)
@@ -228,10 +222,8 @@ def gpt2(bench: Bench) -> list[Row]:
     with bench.engine(config) as llm:
         samples = cases.tpot_ms(llm, lone, work.repeats)
         least = _decode_floor_ms(floor, 1, work.gpt2_input)
-        rows = [
-            row("tpot_ms", "gpt2/b1", samples, least, input=work.gpt2_input),
-            _offline(bench, llm, config, "sampled", "gpt2/sampled"),
-        ]
+        yield row("tpot_ms", "gpt2/b1", samples, least, input=work.gpt2_input)
+        yield _offline(bench, llm, config, "sampled", "gpt2/sampled")
         calls: dict[str, Callable[[], float]] = {
             "gpt2/b1": lambda: cases.seconds_of(llm, lone, GREEDY, 1 + cases.DECODED),
             "gpt2/sampled": lambda: cases.seconds_of(llm, many, SAMPLED, tokens_out),
@@ -242,33 +234,33 @@ def gpt2(bench: Bench) -> list[Row]:
             if busy is None:
                 print(f"device_busy      {case:20} the profiler shows no GPU here")
             else:
-                rows.append(row("device_busy", case, [busy / seconds], None, busy_s=busy))
-    return rows
+                yield row("device_busy", case, [busy / seconds], None, busy_s=busy)
 
 
-def start(bench: Bench) -> list[Row]:
+def start(bench: Bench) -> Iterator[Row]:
     """Process starts of an engine of default sizes; see ``step_start``."""
     rows = start_rows(measure_starts(bench.settings(bench.config), bench.work.warm_starts))
     bench.used = bench.settings(bench.config)
     for each in rows:
         each["floor"] = None
         print(f"{each['metric']:24} {each['case']:12} {each['value']:12.3f}", flush=True)
-    return rows
+    yield from rows
 
 
-def ablation(bench: Bench) -> list[Row]:
+def ablation(bench: Bench) -> Iterator[Row]:
     """TPOT and TTFT, one setting changed at a time; with ``--label``, the defaults by that name."""
     changes = ABLATIONS if bench.label is None else {bench.label: {}}
-    return [each for name, change in changes.items() for each in _ablated(bench, name, change)]
+    for name, change in changes.items():
+        yield from _ablated(bench, name, change)
 
 
-def _ablated(bench: Bench, name: str, change: Mapping[str, Any]) -> list[Row]:
+def _ablated(bench: Bench, name: str, change: Mapping[str, Any]) -> Iterator[Row]:
     work = bench.work
     most, length = max(work.ablation_batches), work.ablation_input
     # no shapes but those that are measured, so that the engine starts sooner
     sizes = {"max_num_seqs": most, "decode_bucket_start": most, "mixed_bucket_start": most}
     sizes |= {"prefill_bucket_start": length, "prefill_bucket_factor": 1 << 20}
-    fresh, rows = _fresh_prompts(bench.prompts(bench.config)), list[Row]()
+    fresh = _fresh_prompts(bench.prompts(bench.config))
     with bench.engine(bench.config, **sizes, **change) as llm:
 
         def ttft_ms() -> float:
@@ -277,10 +269,9 @@ def _ablated(bench: Bench, name: str, change: Mapping[str, Any]) -> list[Row]:
         for batch in work.ablation_batches:
             samples = _fresh_tpot(llm, fresh, batch, work)
             case = f"{name}/b{batch}"
-            rows.append(row("ablation_tpot_ms", case, samples, None, environment=environment()))
+            yield row("ablation_tpot_ms", case, samples, None, environment=environment())
         samples, case = work.repeats.of(ttft_ms), f"{name}/{length}"
-        rows.append(row("ablation_ttft_ms", case, samples, None, environment=environment()))
-    return rows
+        yield row("ablation_ttft_ms", case, samples, None, environment=environment())
 
 
 def _fresh_prompts(prompts: Prompts) -> Iterator[Prompts]:
@@ -299,7 +290,7 @@ def _fresh_tpot(llm: LLM, fresh: Iterator[Prompts], batch: int, work: Workload) 
 
 
 # `start` first: its processes need the device, and this one has not taken it yet
-GROUPS: Mapping[str, Callable[[Bench], list[Row]]] = {
+GROUPS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "start": start,
     "tpot": tpot,
     "ttft": ttft,
@@ -343,23 +334,24 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def main(argv: list[str] | None = None, work: Workload | None = None) -> None:
-    """Measure group by group; the file is whole after each."""
+    """Measure group by group; the file is whole after each row."""
     arguments = parse_arguments(argv)
     bound_gpu_allocator(DEFAULT_GPU_MEMORY_UTILIZATION)  # before `facts` starts JAX's backend
     bench = Bench(arguments, work or Workload())
     for group in arguments.only:
         if group != "start":  # which needs the device for its own processes
             begun(arguments.output, bench.facts())  # what cannot be joined is not measured either
-        begin = time.perf_counter()
-        rows = GROUPS[group](bench)
-        note = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "seconds": round(time.perf_counter() - begin, 1),
-            "engine": {k: v for k, v in bench.used.items() if k not in ("model", "cache_dir")},
-            "environment": environment(),
-        }
-        report = merged(begun(arguments.output, bench.facts()), group, note, rows)
-        write_report(arguments.output, report)
+        begin, rows = time.perf_counter(), list[Row]()
+        for each in GROUPS[group](bench):
+            rows.append(each)
+            note = {
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "seconds": round(time.perf_counter() - begin, 1),
+                "engine": {k: v for k, v in bench.used.items() if k not in ("model", "cache_dir")},
+                "environment": environment(),
+            }
+            report = merged(begun(arguments.output, bench.facts()), group, note, rows)
+            write_report(arguments.output, report)
 
 
 if __name__ == "__main__":

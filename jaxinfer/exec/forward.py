@@ -107,10 +107,15 @@ class StepFunction:
         kv_state, slots, output = self(params, kv_state, slots, flat)
         return flat_kv_state(kv_state), slots, output
 
-    def _arrivals(self) -> jax.Ref:
-        """Zeros for ``append_decode``, made once a step: int32[num_decodes * K]."""
+    def _arrivals(self) -> jax.Ref | None:
+        """Zeros for ``append_decode``, made once a step: int32[num_decodes * K]. None where a step
+        has prompts, and so does not launch it.
+        """
+        bucket = self.layout.bucket
+        if bucket.num_prefills:
+            return None
         heads = max(layer.num_kv_heads for layer in self.model.kv_spec.layers)
-        return jax.new_ref(jnp.zeros(self.layout.bucket.num_decodes * heads, jnp.int32))
+        return jax.new_ref(jnp.zeros(bucket.num_decodes * heads, jnp.int32))
 
     def _record(self, slots: SlotState, batch: DeviceBatch, token_ids: jax.Array) -> SlotState:
         """The slots with each drawn token at its position; rows that draw none write nothing."""
