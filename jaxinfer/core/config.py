@@ -188,7 +188,8 @@ def leave_out_line_info() -> None:
 def compiler_environment() -> dict[str, str]:
     """Environment settings that change what the compiler makes; part of a bundle's fingerprint."""
     names = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_DEFAULT_MATMUL_PRECISION", "NVIDIA_TF32_OVERRIDE")
-    return {name: os.environ[name] for name in names if name in os.environ}
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    return given | {NO_LINE_INFO: os.environ.get(NO_LINE_INFO, "1")}  # which an engine sets
 
 
 def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.extend.backend import clear_backends
 
 from jaxinfer.core.config import (
     COMPILED,
@@ -71,7 +72,7 @@ from pallas_kernels.pins import Pins, checked_pins
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Everything decided before weights are read or a step is compiled."""
+    """Everything decided before weights and tokenizer are read or a step is compiled."""
 
     config: EngineConfig  # no None left where a default exists
     source: ModelSource
@@ -80,6 +81,7 @@ class EnginePlan:
     pins: Pins
     memory: MemoryPlan
     tokenizer_spec: TokenizerSpec | None  # for whoever needs a tokenizer of their own
+    facts: ModelFacts  # but for the tokenizer's eos: see ``model_facts``
     cache_dir: Path
     bundle: Bundle | None  # one that fits, where the user gave one
 
@@ -88,9 +90,20 @@ class EnginePlan:
         """Read on first use, which takes up to half a second and holds the GIL meanwhile."""
         return None if self.tokenizer_spec is None else load_tokenizer(self.tokenizer_spec)
 
+    def read_tokenizer(self) -> None:
+        """Read it now, and raise ``TokenizerError`` when that cannot be done."""
+        _ = self.tokenizer
 
-def plan_engine(config: EngineConfig, progress: Progress | None = None) -> EnginePlan:
-    """Resolve the model and the sizes; raises a ``JaxinferError`` naming what does not fit."""
+
+def plan_engine(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    platform_of_backend: Callable[[], str] | None = None,
+) -> EnginePlan:
+    """Resolve the model and the sizes; raises a ``JaxinferError`` naming what does not fit.
+
+    ``platform_of_backend``: of a backend that is starting already, see ``start.backend_starting``.
+    """
     progress = progress or NoProgress()
     cache_dir = cache_root(config.cache_dir)
     bundle = None if config.bundle is None else open_bundle(Path(config.bundle))
@@ -98,7 +111,7 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
         config = with_bundle_settings(config, bundle)
     bound_gpu_allocator(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
     leave_out_line_info()
-    platform = check_device()
+    platform = check_device(platform_of_backend)
     if bundle is not None:
         bundle.refuse_machine()
     config = with_device_defaults(config, platform)
@@ -119,7 +132,8 @@ def plan_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     memory, limits = _sizes(config, model)
     if bundle is not None:
         bundle.refuse_program(Program(model, limits, pins=pins))
-    return EnginePlan(config, source, model, limits, pins, memory, spec, cache_dir, bundle)
+    facts = _facts_of_configs(config, source, model)
+    return EnginePlan(config, source, model, limits, pins, memory, spec, facts, cache_dir, bundle)
 
 
 def _pins(config: EngineConfig, platform: str) -> Pins:
@@ -169,9 +183,13 @@ def _sizes(config: EngineConfig, model: Model) -> tuple[MemoryPlan, Limits]:
     return memory, limits
 
 
-def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    platform_of_backend: Callable[[], str] | None = None,
+) -> Engine:
     """A ready engine: every bucket compiled, weights on the device, nothing left to do late."""
-    return build_planned(plan_engine(config, progress), progress)
+    return build_planned(plan_engine(config, progress, platform_of_backend), progress)
 
 
 def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
@@ -253,7 +271,7 @@ def _load(
                 progress=progress,
             )
         seconds = time.perf_counter() - start
-        model_facts(plan)  # reads the tokenizer, now that fewer wait for the GIL
+        plan.read_tokenizer()  # now that fewer wait for the GIL
         release_free_heap()  # of both, before pages take their own
         return params, seconds
 
@@ -264,8 +282,8 @@ def _load(
 
     if bundle is not None:
         return _beside(state, executables)
-    model_facts(plan)  # checked, like the memory, before compiling takes a minute
-    claim_memory(plan.memory)  # compiling takes a minute: what does not fit is said before
+    plan.read_tokenizer()  # compiling takes a minute: what does not fit is said before
+    claim_memory(plan.memory)
     if jax.default_backend() == "cpu":
         return executables(), state()
     made, (params, seconds) = _beside(weights, executables)
@@ -317,11 +335,12 @@ def with_device_defaults(config: EngineConfig, platform: str) -> EngineConfig:
     return replace(config, **missing)
 
 
-def check_device() -> str:
+def check_device(platform_of_backend: Callable[[], str] | None = None) -> str:
     """The platform of the first device; raises ``EngineError`` when there is none."""
     try:
-        return jax.default_backend()
+        return (platform_of_backend or jax.default_backend)()
     except Exception as error:  # jax has no class of its own for this
+        clear_backends()  # a CPU is there already, and would be the answer the next time
         asked = jax.config.jax_platforms  # type: ignore[attr-defined]
         wanted = f" for JAX_PLATFORMS={asked}" if asked else ""
         words = " ".join(f"{type(error).__name__} {error}".split())
@@ -332,23 +351,28 @@ def check_device() -> str:
 
 
 def model_facts(plan: EnginePlan) -> ModelFacts:
-    """What requests are checked against, from the model's own files."""
-    generation = plan.source.generation_config
+    """What requests are checked against, from the model's own files and its tokenizer."""
+    eos = None if plan.tokenizer is None else plan.tokenizer.eos_token_id
+    if eos is None:
+        return plan.facts
+    return replace(plan.facts, eos_token_ids=tuple(dict.fromkeys((*plan.facts.eos_token_ids, eos))))
+
+
+def _facts_of_configs(config: EngineConfig, source: ModelSource, model: Model) -> ModelFacts:
+    generation = source.generation_config
     eos = generation.get("eos_token_id")
     if eos is None:  # absent, or an explicit null
-        eos = plan.source.hf_config.get("eos_token_id")
+        eos = source.hf_config.get("eos_token_id")
     listed: list[Any] = cast("list[Any]", eos) if isinstance(eos, list) else [eos]
     eos_ids = [token_id for token_id in listed if token_id is not None]
     if not all(isinstance(token_id, int) for token_id in eos_ids):
         raise ConfigError(f"eos_token_id {eos!r} of the model's configs is no token id or list")
-    if plan.tokenizer is not None and plan.tokenizer.eos_token_id is not None:
-        eos_ids.append(plan.tokenizer.eos_token_id)
     return ModelFacts(
-        name=plan.source.name,
-        vocab_size=plan.model.config.vocab_size,
+        name=source.name,
+        vocab_size=model.config.vocab_size,
         eos_token_ids=tuple(dict.fromkeys(eos_ids)),
         default_sampling=_default_sampling(
-            generation if plan.config.generation_config == "auto" else {}
+            generation if config.generation_config == "auto" else {}
         ),
     )
 

@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from jaxinfer.core.collector import nothing_collected
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.heap import keep_heap_small
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.engine.news import News
 from jaxinfer.engine.progress import progress_on
-from jaxinfer.engine.start import backend_starting, nothing_collected
+from jaxinfer.engine.start import backend_starting
 from jaxinfer.engine.wire import (
     Build,
     Channel,
@@ -71,12 +72,12 @@ def load_planner(settings: Callable[[], EngineConfig]) -> Planner:
     """
     with nothing_collected():
         import_module("jax")  # the longest of all, for which no settings are needed
-    with backend_starting(settings()):
+    with backend_starting(settings()) as platform:
         from jaxinfer.engine.build import build_planned, plan_engine
     gc.freeze()  # modules stay
 
     def plan(config: EngineConfig, progress: Progress) -> Blueprint:
-        made = plan_engine(config, progress)
+        made = plan_engine(config, progress, platform)
         return Blueprint(made.limits, made.tokenizer_spec, lambda: build_planned(made, progress))
 
     return plan

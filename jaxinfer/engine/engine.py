@@ -128,7 +128,7 @@ class Engine:
     def step(self) -> News:
         """One turn of the loop: take new requests in, run the device, return what was gained."""
         events, self._pending = tuple(self._pending), []
-        with self._running(), self._late_compiles.watch():
+        with self._running():
             turn = self._loop.turn(events)
         steps, newly_started = self._timeline.turn(turn)
         started = self._parents_of(newly_started)  # before an event can end one of them
@@ -156,7 +156,8 @@ class Engine:
     def _running(self) -> Generator[None]:
         """After a lost device, or a bug, nothing can be trusted any more: the engine stops."""
         try:
-            yield
+            with self._late_compiles.watch():
+                yield
         except Exception as error:
             self._failure = EngineError(f"the engine stopped: {error}; build a new one")
             logging.getLogger(LOGGER).critical(str(self._failure), exc_info=error)

@@ -7,6 +7,8 @@ Must not know: what is said over the socket, what the process is for.
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +34,8 @@ class Spawned:
 
     def __exit__(self, *_: object) -> None:
         self.end.close()
-        self.process.kill()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)  # its compilers too
         self.process.wait()
 
 

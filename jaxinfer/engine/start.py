@@ -6,19 +6,21 @@ takes most of a second that needs no GIL. Must not know: how an engine is built.
 
 from __future__ import annotations
 
-import gc
 import json
 import threading
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxinfer.core.collector import nothing_collected
 from jaxinfer.core.config import (
     BUNDLE_MANIFEST,
     DEFAULT_GPU_MEMORY_UTILIZATION,
     EngineConfig,
     bound_gpu_allocator,
+    leave_out_line_info,
 )
 from jaxinfer.core.progress import Progress
 
@@ -28,26 +30,33 @@ if TYPE_CHECKING:
 
 def start_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
     """See ``build.build_engine``, which this imports."""
-    with backend_starting(config):
+    with backend_starting(config) as platform:
         from jaxinfer.engine.build import build_engine
-    return build_engine(config, progress)
+    return build_engine(config, progress, platform)
 
 
 @contextmanager
-def backend_starting(config: EngineConfig) -> Generator[None]:
+def backend_starting(config: EngineConfig) -> Generator[Callable[[], str]]:
     """Import within what needs JAX; its backend starts beside, and nothing is collected.
 
-    A backend that does not start is no error here: whoever asks for a device gets that.
+    Yields what waits for the backend: it returns its platform, or raises what kept it from
+    starting. Nobody else tells: JAX has a CPU by then, and answers with that the next time.
     """
     with nothing_collected():
         import jax
 
         share = _allocators_share(config)
-        if share is not None:
-            bound_gpu_allocator(share)
-            # no daemon: a process that ends meanwhile must not unload CUDA under its feet
-            threading.Thread(target=_start, args=(jax.default_backend,), name="jax-backend").start()
-        yield
+        if share is None:
+            yield jax.default_backend
+            return
+        bound_gpu_allocator(share)
+        leave_out_line_info()  # here: others must not change the environment while CUDA reads it
+        started = Future[str]()
+        # no daemon: a process that ends meanwhile must not unload CUDA under its feet
+        threading.Thread(
+            target=_start, args=(jax.default_backend, started), name="jax-backend"
+        ).start()
+        yield started.result
 
 
 def _allocators_share(config: EngineConfig) -> float | None:
@@ -63,20 +72,8 @@ def _allocators_share(config: EngineConfig) -> float | None:
     return share or DEFAULT_GPU_MEMORY_UTILIZATION
 
 
-def _start(backend: Callable[[], str]) -> None:
-    with suppress(Exception):  # it fails again, with the same words, when it is asked for
-        backend()
-
-
-@contextmanager
-def nothing_collected() -> Generator[None]:
-    """Python's collector rests. It would look again and again at the 140,000 objects that importing
-    JAX makes and that stay: a quarter of the time.
-    """
-    collects = gc.isenabled()
-    gc.disable()
+def _start(backend: Callable[[], str], started: Future[str]) -> None:
     try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
+        started.set_result(backend())
+    except BaseException as error:
+        started.set_exception(error)

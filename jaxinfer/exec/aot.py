@@ -164,7 +164,7 @@ class _Loaded(Mapping[str, jax.stages.Compiled]):
         self._under_way: dict[str, Future[jax.stages.Compiled]] = {}
 
     def __getitem__(self, name: str) -> jax.stages.Compiled:
-        if name in self._loaded:
+        if name not in self._others:
             return self._loaded[name]
         if not self._under_way:
             pool = ThreadPoolExecutor(_threads())
@@ -172,6 +172,9 @@ class _Loaded(Mapping[str, jax.stages.Compiled]):
             self._under_way = {other: pool.submit(self._load, other) for other in first}
             pool.shutdown(wait=False)
         return self._under_way[name].result()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._loaded or name in self._others
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self._loaded, *self._others))
@@ -186,7 +189,8 @@ def load_bundle(
     """The executables of a bundle that fits; raises ``CacheError`` naming an unusable file.
 
     Those ``needed`` are there when it returns. Others are loaded when one of them is asked for (one
-    holds 40 MB of the host), and one that turns out to be unusable is an error then.
+    holds 40 MB of the host); one that turns out to be unusable is an error of every step that needs
+    it.
     """
     _load_kernel_runtime()
     executables = bundle.manifest.executables
@@ -204,7 +208,7 @@ def load_bundle(
                 advance(1)
     finally:  # Ctrl-C included: nobody needs the others
         pool.shutdown(wait=False, cancel_futures=True)
-    return _Loaded(loaded, executables.keys() - needed, load)
+    return _Loaded(loaded, [name for name in executables if name not in needed], load)
 
 
 def executable_file(name: str, compiled: jax.stages.Compiled) -> tuple[StoredExecutable, bytes]:
@@ -271,13 +275,22 @@ def _check_file(folder: Path, stored: StoredExecutable) -> None:
         raise _damaged(folder, f"{path} is missing")
     if (size := path.stat().st_size) != stored.size_bytes:
         raise _damaged(folder, f"{path} has {size} of {stored.size_bytes} bytes")
-    if hashlib.sha256(path.read_bytes()).hexdigest() != stored.sha256:
-        raise _damaged(folder, f"{path} is not what its manifest says")
+    _check_content(folder, path.read_bytes(), stored)
+
+
+def _check_content(folder: Path, content: bytes, stored: StoredExecutable) -> None:
+    if hashlib.sha256(content).hexdigest() != stored.sha256:
+        raise _damaged(folder, f"{folder / stored.file} is not what its manifest says")
 
 
 def _load(folder: Path, stored: StoredExecutable) -> jax.stages.Compiled:
     path = folder / stored.file
     try:
-        return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+        content = path.read_bytes()
+    except OSError as error:
+        raise _damaged(folder, f"{path} cannot be read: {error.strerror}") from error
+    _check_content(folder, content, stored)  # again: what is loaded late may have changed since
+    try:
+        return serialize_executable.deserialize_and_load(*pickle.loads(content))
     except Exception as error:  # pickle and XLA raise anything on what they cannot read
         raise _damaged(folder, f"{path}: {type(error).__name__}: {error}") from error

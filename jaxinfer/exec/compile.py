@@ -6,18 +6,17 @@ folders of bundles) or by compiling. Must not know: requests, the scheduler, wei
 
 from __future__ import annotations
 
-import gc
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxinfer.core.collector import nothing_collected
 from jaxinfer.core.config import BUNDLE_MANIFEST
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.heap import release_free_heap
@@ -156,7 +155,7 @@ def compile_all(
             return compiled, stored
 
         try:
-            with _nothing_collected():
+            with nothing_collected():
                 under_way = {
                     name: pool.submit(made, name, lowered)
                     for name, lowered in _lowered(program, reversed(names), kernels)
@@ -170,20 +169,6 @@ def compile_all(
         {name: compiled for name, (compiled, _) in results.items()},
         {name: stored for name, (_, stored) in results.items()},
     )
-
-
-@contextmanager
-def _nothing_collected() -> Generator[None]:
-    """Python's collector rests meanwhile. For 33 steps of 36 layers it looks again and again at
-    half a million objects that stay, a seventh of the time, and would find 80 MB.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _lowered(

@@ -14,6 +14,7 @@ from jax.profiler import ProfileData
 from bench import render, step, step_busy, step_cases, step_file
 from bench.step_cases import Prompts, Repeats
 from bench.step_floor import CEILINGS, Ceiling, Costs, Floor, costs_of
+from jaxinfer.core.errors import ConfigError
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import tiny_gpt2_config, tiny_llama_config
 
@@ -105,6 +106,20 @@ def test_the_small_model_and_the_ablations(
         ("offline_tok_s", "gpt2/sampled"),
         ("device_busy", "gpt2/b1"),
         ("device_busy", "gpt2/sampled"),
+    }
+
+
+def test_what_was_measured_before_a_failure_is_kept(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_cases, "DECODED", 4)
+    monkeypatch.setattr(step, "ABLATIONS", {"default": {}, "impossible": {"page_size": -1}})
+    output = tmp_path / "step.json"
+    with pytest.raises(ConfigError, match="page_size"):
+        run(flags, "ablation", output)
+    assert cases(json.loads(output.read_text())) == {
+        ("ablation_tpot_ms", "default/b1"),
+        ("ablation_ttft_ms", "default/8"),
     }
 
 

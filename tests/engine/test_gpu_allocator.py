@@ -24,7 +24,7 @@ import json, os, jax
 from jaxinfer import EngineConfig
 from jaxinfer.engine import build
 
-def check_device():
+def check_device(_):
     jax.config.update("jax_num_cpu_devices", 1)
     print(json.dumps({{name: os.environ.get(name) for name in {NAMES!r}}}))
     raise SystemExit

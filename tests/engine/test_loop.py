@@ -9,10 +9,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import FinishReason, SamplingParams
 from jaxinfer.core.step import Abort, Arrive, StepPlan, StepResult, TokenEvent
+from jaxinfer.engine import engine as engine_module
 from jaxinfer.engine.commands import Stop
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.late_compiles import LateCompiles
 from jaxinfer.engine.loop import EngineLoop
 from jaxinfer.engine.thread import EngineThread
@@ -133,6 +137,50 @@ def test_who_comes_while_a_step_runs_is_in_the_step_after_the_next() -> None:
     assert [plan.step_id for plan in turn.collected] == [0]
     assert [admission.request.request_id for admission in turn.launched[0].admissions] == ["b"]
     assert not loop.idle
+
+
+def engine_of(executor: Scripted, limits: Limits) -> Engine:
+    facts = ModelFacts("scripted", 256, (), SamplingParams())
+    engine = Engine(executor, limits, facts, None)
+    engine.add_request("a", range(1, 8), SamplingParams(max_tokens=20))
+    return engine
+
+
+def test_what_compiles_while_it_waits_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "LateCompiles", LateCompiles)  # not one that must count 0
+    limits = make_limits()
+    executor = Scripted(limits.page_size)
+    collect = executor.collect
+
+    def compiling(step: tuple[StepPlan, StepResult]) -> StepResult:
+        jax.jit(lambda x: x + step[0].step_id)(1.0)
+        return collect(step)
+
+    executor.collect = compiling  # type: ignore[method-assign]
+    engine = engine_of(executor, limits)
+    steps = 0
+    while engine.has_work:
+        steps += len(engine.step().steps)
+        engine.wait()
+    assert engine.stats().num_late_compiles == steps
+
+
+def test_a_device_lost_while_it_waits_stops_the_engine() -> None:
+    limits = make_limits()
+    executor = Scripted(limits.page_size)
+
+    def lost(step: tuple[StepPlan, StepResult]) -> NoReturn:
+        raise EngineError("the device failed")
+
+    executor.collect = lost  # type: ignore[method-assign]
+    engine = engine_of(executor, limits)
+    for _ in range(2):
+        engine.step()
+    with pytest.raises(EngineError, match="the device failed"):
+        engine.wait()
+    assert not engine.has_work
+    with pytest.raises(EngineError, match="build a new one"):
+        engine.add_request("b", [1], SamplingParams())
 
 
 class WaitingEngine:

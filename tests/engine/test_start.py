@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import pytest
 
+from jaxinfer.core.collector import nothing_collected
 from jaxinfer.core.config import ALLOCATOR_PREALLOCATES, ALLOCATOR_SHARES, EngineConfig
-from jaxinfer.core.errors import TokenizerError
+from jaxinfer.core.errors import EngineError, TokenizerError
 from jaxinfer.engine import build
-from jaxinfer.engine.start import backend_starting, nothing_collected
+from jaxinfer.engine.start import backend_starting, start_engine
 from jaxinfer.models import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
@@ -36,6 +37,8 @@ class Backend:
         self.share = os.environ[SHARE]
         self.begun.set()
         self.let.wait(5)
+        if self.over:
+            return "cpu"
         self.over = True
         raise RuntimeError("there is no device")  # which is for those who ask for one
 
@@ -67,6 +70,13 @@ def test_imports_go_on_while_the_backend_starts(
         assert backend.begun.wait(10)
         assert not backend.over  # and lasts until somebody lets it
     assert backend.share == share
+
+
+def test_a_backend_that_does_not_start_is_told(backend: Backend) -> None:
+    """JAX itself would answer with a CPU, the next time that it is asked."""
+    backend.let.set()
+    with pytest.raises(EngineError, match="there is no device"):
+        start_engine(EngineConfig(model="never looked for"))
 
 
 @pytest.mark.parametrize(

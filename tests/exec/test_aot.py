@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,18 +58,28 @@ def test_others_are_loaded_together_when_one_is_asked_for(
     monkeypatch.setattr(aot, "LOAD_THREADS", 2)
     loaded = aot.load_bundle(bundle, NoProgress(), ("now",))  # type: ignore[arg-type]
     assert loaded["now"] == "now.bin" and set(loaded) == set(names) and len(loaded) == 3
+    assert "later" in loaded and "nobody" not in loaded
+    with pytest.raises(KeyError):
+        loaded["nobody"]
     assert began == ["now.bin"]
     assert loaded["later"] == "later.bin" and loaded["other"] == "other.bin"
     assert sorted(began) == ["later.bin", "now.bin", "other.bin"]
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"junk", "UnpicklingError"), (b"other", "not what its manifest says")],
+    ids=["junk", "changed"],
+)
 @pytest.mark.parametrize("needed", [("d1",), ()], ids=["at_once", "when_asked_for"])
-def test_an_unusable_file_is_told(needed: tuple[str, ...], tmp_path: Path) -> None:
-    stored = {"d1": aot.StoredExecutable("d1.bin", 0, "", 0)}
+def test_an_unusable_file_is_told(
+    needed: tuple[str, ...], content: bytes, words: str, tmp_path: Path
+) -> None:
+    stored = {"d1": aot.StoredExecutable("d1.bin", 0, sha256(b"junk").hexdigest(), 0)}
     bundle = SimpleNamespace(folder=tmp_path, manifest=SimpleNamespace(executables=stored))
-    (tmp_path / "d1.bin").write_bytes(b"junk")
+    (tmp_path / "d1.bin").write_bytes(content)
     asked = None
-    with pytest.raises(CacheError, match="d1.bin"):
+    with pytest.raises(CacheError, match=f"d1.bin.*{words}"):
         asked = aot.load_bundle(bundle, NoProgress(), needed)  # type: ignore[arg-type]
         asked["d1"]
     assert (asked is None) == bool(needed)
