@@ -56,7 +56,11 @@ def create_app(service: Service) -> ASGIApp:
 
     app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
     app.router.redirect_slashes = False
-    return guarded(app, service.config, service.log)
+
+    def refused(method: str, status: int) -> None:
+        service.note_response(None, method, status, 0.0)
+
+    return guarded(app, service.config, service.log, refused)
 
 
 def _document(service: Service) -> Handler:

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import time
+from collections.abc import Callable
 from uuid import uuid4
 
 from starlette.datastructures import Headers
@@ -27,15 +28,23 @@ LINGER_SECONDS = 10.0  # a refused body is read this long, so that its client se
 LONGEST_REQUEST_ID = 128  # characters
 
 
-def guarded(app: ASGIApp, config: ServerConfig, log: EventLog) -> ASGIApp:
+type Refused = Callable[[str, int], None]  # told the method and status of what a guard refused
+
+
+def guarded(
+    app: ASGIApp,
+    config: ServerConfig,
+    log: EventLog,
+    refused: Refused = lambda method, status: None,
+) -> ASGIApp:
     """The app behind all layers: label and access log, CORS, key, body, from the outside in.
 
     CORS stands before the key because browsers send preflights without one. The request's id is in
     ``scope["state"]["request_id"]`` and in the answer's ``X-Request-Id``.
     """
-    app = WholeBody(app, config.max_body_bytes)
+    app = WholeBody(app, config.max_body_bytes, refused=refused)
     if config.api_key:
-        app = KeyRequired(app, config.api_key, config.root_path)
+        app = KeyRequired(app, config.api_key, config.root_path, refused)
     if config.allowed_origins:
         app = CORSMiddleware(
             app,
@@ -108,8 +117,11 @@ class Labelled:
 class KeyRequired:
     """Lets in who knows one of the keys, on all paths but ``OPEN_PATHS``, also unknown ones."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], root_path: str) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: tuple[str, ...], root_path: str, refused: Refused
+    ) -> None:
         self._app = app
+        self._refused = refused
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
         self._open_paths = {root_path + path for path in OPEN_PATHS}
 
@@ -119,6 +131,7 @@ class KeyRequired:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
+            self._refused(scope["method"], 401)
             await answer_error(
                 send,
                 ApiError(
@@ -140,8 +153,15 @@ class KeyRequired:
 class WholeBody:
     """Reads the body before the app runs, within bounds of size and time, and hands it on whole."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float = BODY_SECONDS) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_bytes: int,
+        seconds: float = BODY_SECONDS,
+        refused: Refused = lambda method, status: None,
+    ) -> None:
         self._app = app
+        self._refused = refused
         self._max_bytes = max_bytes
         self._seconds = seconds
 
@@ -154,9 +174,11 @@ class WholeBody:
             async with asyncio.timeout(self._seconds):
                 body = await self._read(Headers(scope=scope), incoming)
         except TimeoutError:
+            self._refused(scope["method"], 408)
             await answer_error(send, self._too_slow())
             return
         except ApiError as too_large:
+            self._refused(scope["method"], too_large.status)
             await answer_error(send, too_large, more_body=True)
             await incoming.forget_rest()
             await send({"type": "http.response.body", "body": b""})

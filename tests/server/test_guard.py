@@ -289,3 +289,14 @@ def test_a_disconnect_after_the_body_is_passed_on() -> None:
 
     Body(part(b"ab"), part(b"c", more=False), {"type": "http.disconnect"}).run(WholeBody(app, 9))
     assert seen == [part(b"abc", more=False), {"type": "http.disconnect"}]
+
+
+def test_what_a_guard_refuses_is_told() -> None:
+    told: list[tuple[str, int]] = []
+    config = ServerConfig(api_key=("secret",), max_body_bytes=10)
+    app = guarded(Echo(), config, EventLog(), lambda *refusal: told.append(refusal))
+    ask(config, app=app)
+    key = {"Authorization": "Bearer secret"}
+    ask(config, "POST", app=app, headers=key, content=b"x" * 11)
+    assert ask(config, "POST", app=app, headers=key, content=b"x").status_code == 200
+    assert told == [("GET", 401), ("POST", 413)]

@@ -441,8 +441,12 @@ def test_the_key_guards(guarded: Serving, method: str, path: str) -> None:
         else:
             assert error_of(response, 401)["code"] == "invalid_api_key"
             assert response.headers["www-authenticate"] == "Bearer"
-    known = send(guarded, method, path, headers={"Authorization": f"Bearer {KEY}"})
+    authorized = {"Authorization": f"Bearer {KEY}"}
+    known = send(guarded, method, path, headers=authorized)
     assert known.status_code != 401
+    counted = send(guarded, "GET", "/metrics", headers=authorized).text
+    refused = f'http_requests_total{{handler="none",method="{method}",status="4xx"}}'
+    assert path in OPEN_PATHS or refused in counted
 
 
 def test_cors(server: Serving, guarded: Serving) -> None:
