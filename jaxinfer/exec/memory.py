@@ -13,7 +13,7 @@ really take is in a bundle's manifest, and is checked against the plan once they
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -223,13 +223,30 @@ def claim_memory(plan: MemoryPlan) -> None:
         jax.block_until_ready(jnp.zeros((wanted // MB, MB), jnp.uint8)).delete()
 
 
-def init_state(program: Program) -> tuple[KVState, SlotState]:
-    """Pages and slots, zeroed; raises ``EngineError`` when the device has no such memory free."""
+def compile_init_state(program: Program) -> Callable[[], tuple[KVState, SlotState]]:
+    """What makes pages and slots, zeroed. It takes no memory until it is called; then it raises
+    ``EngineError`` when the device has none such free.
+
+    One executable: made array by array there would be one for each shape, half a second on a GPU.
+    """
     limits = program.limits
-    with taking(_size((program.kv_state(), program.slots()))):
+
+    def zeros() -> tuple[KVState, SlotState]:
         pages = init_kv_state(program.model.kv_spec, limits.num_pages, limits.page_size)
-        slots = init_slots(limits.max_num_seqs, limits.max_model_len)
-        return jax.block_until_ready((pages, slots))
+        return pages, init_slots(limits.max_num_seqs, limits.max_model_len)
+
+    compiled = jax.jit(zeros).lower().compile()
+
+    def make() -> tuple[KVState, SlotState]:
+        with taking(_size((program.kv_state(), program.slots()))):
+            return jax.block_until_ready(compiled())
+
+    return make
+
+
+def init_state(program: Program) -> tuple[KVState, SlotState]:
+    """Pages and slots, zeroed; see ``compile_init_state``."""
+    return compile_init_state(program)()
 
 
 @contextmanager
