@@ -118,12 +118,13 @@ class Engine:
         """Requests with an unfinished completion, oldest first."""
         return tuple(self._children)
 
-    def wait(self) -> None:
+    def wait_for_room(self) -> None:
         """Return once another step may be launched. Requests that are added after it, not before
         it, are in that step too.
         """
         with self._running():
-            self._loop.wait()
+            if self._loop.wait_for_room():
+                self._timeline.step_ended()
 
     def step(self) -> News:
         """One turn of the loop: take new requests in, run the device, return what was gained."""

@@ -54,7 +54,7 @@ class EngineLoop[Handle]:
         self._depth = OVERLAP_DEPTH if overlap else 1
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
         self._collected: list[StepPlan] = []  # since the last turn
-        self._ended: StepDone | StepFailed | None = None  # what ``wait`` collected
+        self._ended: StepDone | StepFailed | None = None  # what ``wait_for_room`` collected
 
     @property
     def state(self) -> SchedulerState:
@@ -67,16 +67,19 @@ class EngineLoop[Handle]:
         waits = self._in_flight or self._ended is not None or self._state.num_unfinished
         return not waits
 
-    def wait(self) -> None:
+    def wait_for_room(self) -> bool:
         """Return once another step may be launched: when as many are in flight as may be, the
-        oldest has to end. What comes until then is still in time for the turn after it.
+        oldest has to end, and the result is True. What comes until then is still in time for the
+        turn after it.
         """
-        if self._ended is None and len(self._in_flight) >= self._depth:
-            self._ended = self._collect()
+        if self._ended is not None or len(self._in_flight) < self._depth:
+            return False
+        self._ended = self._collect()
+        return True
 
     def turn(self, events: tuple[Event, ...]) -> Turn:
-        """Apply events and what ``wait`` waited for, and launch the next step if there is one."""
-        self.wait()
+        """Apply events and what was waited for, and launch the next step if there is one."""
+        self.wait_for_room()
         if self._ended is not None:
             events, self._ended = (*events, self._ended), None
         news, launched = self._advance(events)

@@ -89,7 +89,7 @@ class EngineThread:
             while self._take_commands(listener):
                 if self._engine.has_work:
                     listener.news(self._engine.step())
-                    self._engine.wait()  # who comes meanwhile is a step earlier than behind it
+                    self._engine.wait_for_room()  # who comes meanwhile is in that step
         except EngineError as failure:  # the engine itself, not one request
             error = failure
         with self._lock:

@@ -33,11 +33,16 @@ class Timeline:
         self._sequences: dict[str, _Times] = {}
         self._launched: dict[int, float] = {}
         self._last_finish = 0.0
+        self._ended: float | None = None  # when the next turn's first finished step did
 
     def arrive(self, sequences: tuple[str, ...]) -> None:
         """Sequences enter."""
         now = self._clock()
         self._sequences |= {name: _Times(now) for name in sequences}
+
+    def step_ended(self) -> None:
+        """The oldest step has ended, and the turn that tells of it is still to come."""
+        self._ended = self._clock()
 
     def turn(self, turn: Turn) -> tuple[tuple[StepRecord, ...], tuple[str, ...]]:
         """A turn has ended: its finished steps, and the sequences that got their first slot."""
@@ -51,7 +56,11 @@ class Timeline:
                 if times.num_admissions == 1:
                     times.started = now
                     started.append(admission.request.request_id)
-        return tuple(self._record(plan, now) for plan in turn.collected), tuple(started)
+        ended, self._ended = self._ended or now, None
+        records = tuple(
+            self._record(plan, now if index else ended) for index, plan in enumerate(turn.collected)
+        )
+        return records, tuple(started)
 
     def token(self, sequence: str) -> bool:
         """A sequence has drawn a token; says whether it is its first."""

@@ -20,6 +20,7 @@ from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.late_compiles import LateCompiles
 from jaxinfer.engine.loop import EngineLoop
 from jaxinfer.engine.thread import EngineThread
+from jaxinfer.engine.timeline import Timeline
 from kit.drive import make_limits, make_request
 from kit.fake_executor import FakeExecutor, expected_tokens
 
@@ -131,8 +132,8 @@ def test_who_comes_while_a_step_runs_is_in_the_step_after_the_next() -> None:
     loop = EngineLoop(Scripted(limits.page_size), limits)
     loop.turn((Arrive(make_request("a", range(1, 8), max_tokens=50)),))
     loop.turn(())  # two are in flight
-    loop.wait()
-    loop.wait()  # nothing more to wait for
+    loop.wait_for_room()
+    loop.wait_for_room()  # nothing more to wait for
     turn = loop.turn((Arrive(make_request("b", range(2, 9), max_tokens=5, arrival=1)),))
     assert [plan.step_id for plan in turn.collected] == [0]
     assert [admission.request.request_id for admission in turn.launched[0].admissions] == ["b"]
@@ -161,7 +162,7 @@ def test_what_compiles_while_it_waits_is_counted(monkeypatch: pytest.MonkeyPatch
     steps = 0
     while engine.has_work:
         steps += len(engine.step().steps)
-        engine.wait()
+        engine.wait_for_room()
     assert engine.stats().num_late_compiles == steps
 
 
@@ -177,7 +178,7 @@ def test_a_device_lost_while_it_waits_stops_the_engine() -> None:
     for _ in range(2):
         engine.step()
     with pytest.raises(EngineError, match="the device failed"):
-        engine.wait()
+        engine.wait_for_room()
     assert not engine.has_work
     with pytest.raises(EngineError, match="build a new one"):
         engine.add_request("b", [1], SamplingParams())
@@ -202,7 +203,7 @@ class WaitingEngine:
         self.told.append("step")
         return "news"
 
-    def wait(self) -> None:
+    def wait_for_room(self) -> None:
         first = "wait" not in self.told
         self.told.append("wait")
         if first:
@@ -220,3 +221,18 @@ def test_the_thread_looks_for_commands_after_it_waited() -> None:
     engine.thread.wait()
     assert engine.told == ["first", "step", "wait", "during", "step", "wait"]
     assert news == ["news", "news"]
+
+
+def test_a_step_ends_when_it_is_collected() -> None:
+    """Commands that are carried out before the turn that tells of it are not its time."""
+    now = [0.0]
+    limits = make_limits()
+    engine = engine_of(Scripted(limits.page_size), limits)
+    engine._timeline = Timeline(lambda: now[0])  # type: ignore[attr-defined]
+    engine._timeline.arrive(("0",))  # type: ignore[attr-defined]
+    for _ in range(2):
+        engine.step()
+    now[0] = 5.0
+    engine.wait_for_room()
+    now[0] = 100.0
+    assert [step.seconds for step in engine.step().steps] == [5.0]
