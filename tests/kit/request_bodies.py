@@ -1,0 +1,42 @@
+"""Bodies of requests, read as the server reads them.
+
+Owns: the least bodies, ``read`` and ``refusal``. Must not know: HTTP, or who answers.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from jaxinfer.server.errors import ApiError
+from jaxinfer.server.parse import parse
+from jaxinfer.server.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
+
+PROMPT = {"prompt": "a"}
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+KINDS = (CompletionRequest, ChatCompletionRequest, GenerateRequest)
+
+
+def minimal(kind: type) -> dict[str, Any]:
+    """The least body of a kind of request."""
+    return CHAT if kind is ChatCompletionRequest else PROMPT
+
+
+def read(body: Any, kind: type = CompletionRequest, **options: Any) -> Any:
+    """The request that a body is."""
+    return parse(json.dumps(body).encode(), kind, **options).request
+
+
+def refusal(body: Any, kind: type = CompletionRequest, **options: Any) -> ApiError:
+    """What is told of a body that is wrong; checks that it is short and in our own words."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(ApiError) as caught:
+        parse(raw, kind, **options)
+    error = caught.value
+    assert error.status == 400
+    assert error.type == "invalid_request_error"
+    assert "$" not in error.message and "`" not in error.message  # msgspec's own words
+    assert len(error.message) < 300
+    return error
