@@ -6,8 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from kit.engines import tiny_engine
 from kit.server import Serving, serving
 from kit.watched_executor import WatchedExecutor, watched_engine
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    """As users start it."""
+    with serving(tiny_engine()) as running:
+        yield running
+        running.wait_until_idle()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -11,17 +10,10 @@ import pytest
 
 from jaxinfer.core.request import SamplingParams
 from kit.engines import run, tiny_engine
-from kit.server import Serving, serving
+from kit.server import Serving
 
 IDS = [5, 9, 12, 7]
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Serving]:
-    with serving(tiny_engine()) as running:
-        yield running
-        running.wait_until_idle()
 
 
 def events(response: httpx.Response) -> list[Any]:

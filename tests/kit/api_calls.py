@@ -1,0 +1,40 @@
+"""Calls of the API of a running server, over HTTP.
+
+Owns: ``ask`` for an answer, ``refusal`` for an error. Must not know: what is tested with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from kit.server import Serving
+from kit.tokenizers import TINY_BOS_ID, TINY_EOS_ID
+
+COMPLETIONS, CHATS, GENERATE = "/v1/completions", "/v1/chat/completions", "/v1/generate"
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+CHAT_IDS = [TINY_BOS_ID, 259, *b"hi", TINY_EOS_ID, 260]
+
+
+def ask(server: Serving, path: str, **fields: Any) -> Any:
+    """What is answered to a POST of the fields."""
+    response = server.post(path, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def error_of(response: httpx.Response, status: int) -> Any:
+    """The error that a response is; checks its form."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+def refusal(server: Serving, path: str, **fields: Any) -> Any:
+    """What is wrong with the fields."""
+    return error_of(server.post(path, **fields), 400)
