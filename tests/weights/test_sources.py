@@ -10,11 +10,9 @@ import pytest
 
 from jaxinfer.core.config import DEFAULT_MODEL
 from jaxinfer.core.errors import CheckpointError
-from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.rope import Llama3Scaling, RopeConfig, inverse_frequencies
 from jaxinfer.weights import catalog, sources
-from jaxinfer.weights.sources import ModelSource, resolve_source
 from jaxinfer.weights.wheel import parse_reference
 from kit.checkpoints import (
     random_hf_tensors,
@@ -26,6 +24,7 @@ from kit.checkpoints import (
     write_hf_folder,
     write_wheel,
 )
+from kit.model_sources import resolve
 
 CONFIGS = {
     "llama": tiny_llama_config(),
@@ -34,11 +33,6 @@ CONFIGS = {
     "qwen3": tiny_qwen3_config(),
     "gpt2": tiny_gpt2_config(),
 }
-
-
-def resolve(reference: Path | str, **options: Any) -> ModelSource:
-    options = {"cache_dir": Path("unused"), "progress": NoProgress()} | options
-    return resolve_source(str(reference), **options)
 
 
 def tiny_gguf(path: Path, config: dict[str, Any], **options: Any) -> Path:

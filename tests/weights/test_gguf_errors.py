@@ -1,0 +1,130 @@
+"""Whatever is wrong with a GGUF file is one sentence, said before weights are read."""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+
+from jaxinfer.core.errors import (
+    CheckpointError,
+    SourceError,
+    TokenizerError,
+    UnknownArchitectureError,
+)
+from kit.checkpoints import Tensors, tiny_llama_config, write_gguf
+from kit.model_sources import load, resolve
+
+CONFIG = tiny_llama_config()
+
+
+def test_not_a_gguf(tmp_path: Path) -> None:
+    for content in (b"", b"GG", b"PK\x03\x04 some archive"):
+        (tmp_path / "m.gguf").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"m\.gguf is not a GGUF file"):
+            resolve(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("kept", [4, 20, 60, 1500], ids=["magic", "counts", "key", "vocabulary"])
+def test_gguf_cut_in_its_header(gguf_file: Path, kept: int) -> None:
+    gguf_file.write_bytes(gguf_file.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match="ends inside its header"):
+        resolve(gguf_file)
+
+
+def test_gguf_cut_in_its_data(gguf_file: Path) -> None:
+    gguf_file.write_bytes(gguf_file.read_bytes()[:-5000])
+    with pytest.raises(CheckpointError, match="is truncated: tensor .* ends at byte"):
+        resolve(gguf_file)
+
+
+@pytest.mark.parametrize("version", [1, 4, 0x03000000], ids=["old", "new", "big-endian"])
+def test_gguf_version(gguf_file: Path, version: int) -> None:
+    content = bytearray(gguf_file.read_bytes())
+    content[4:8] = struct.pack("<I", version)
+    gguf_file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"GGUF version {version}"):
+        resolve(gguf_file)
+
+
+def test_gguf_with_nonsense_in_its_header(gguf_file: Path) -> None:
+    content = bytearray(gguf_file.read_bytes())
+    kind_of_first_key = 24 + 8 + len("general.architecture")
+    content[kind_of_first_key : kind_of_first_key + 4] = struct.pack("<I", 77)
+    gguf_file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="corrupt header .value type 77 is unknown"):
+        resolve(gguf_file)
+
+
+def test_gguf_of_unknown_architecture(tmp_path: Path, gguf_file: Path) -> None:
+    content = gguf_file.read_bytes().replace(b"llama", b"mamba")
+    gguf_file.write_bytes(content)
+    with pytest.raises(UnknownArchitectureError, match="'mamba'; known are llama, qwen2"):
+        resolve(gguf_file)
+
+
+def test_split_gguf(tmp_path: Path, tensors: Tensors) -> None:
+    path = write_gguf(tmp_path / "m.gguf", CONFIG, tensors, metadata={"split.count": 2})
+    with pytest.raises(SourceError, match="one part of a split GGUF; join the parts"):
+        resolve(path)
+
+
+def test_mixture_of_experts_gguf(tmp_path: Path, tensors: Tensors) -> None:
+    path = write_gguf(tmp_path / "m.gguf", CONFIG, tensors, metadata={"llama.expert_count": 8})
+    with pytest.raises(UnknownArchitectureError, match="mixture of experts"):
+        resolve(path)
+
+
+def test_gguf_lacking_a_key(tmp_path: Path, tensors: Tensors) -> None:
+    path = write_gguf(tmp_path / "m.gguf", CONFIG, tensors)
+    renamed = path.read_bytes().replace(b"llama.block_count", b"llama.block_kount")
+    path.write_bytes(renamed)
+    with pytest.raises(CheckpointError, match=r"lacks the metadata key llama\.block_count"):
+        resolve(path)
+
+
+def test_gguf_without_its_last_layer(tmp_path: Path, tensors: Tensors) -> None:
+    kept = {name: tensor for name, tensor in tensors.items() if ".layers.1." not in name}
+    path = write_gguf(tmp_path / "m.gguf", CONFIG, kept)
+    with pytest.raises(CheckpointError, match="says it has 2 blocks but holds tensors of 1"):
+        resolve(path)
+
+
+@pytest.mark.parametrize("value", ["two", 0], ids=["text", "zero"])
+def test_gguf_with_a_senseless_key(tmp_path: Path, tensors: Tensors, value: Any) -> None:
+    metadata = {"llama.attention.key_length": value}
+    path = write_gguf(tmp_path / "m.gguf", CONFIG, tensors, metadata=metadata)
+    with pytest.raises(CheckpointError, match="key_length must be a positive integer, got"):
+        resolve(path)
+
+
+def test_gguf_with_a_foreign_tensor(tmp_path: Path, tensors: Tensors) -> None:
+    extra = {"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}
+    path = write_gguf(tmp_path / "m.gguf", CONFIG, tensors, extra=extra)
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_sinks\.weight has no place"):
+        resolve(path)
+
+
+def test_gguf_without_a_tensor(
+    tmp_path: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    path = write_gguf(tmp_path / "m.gguf", CONFIG, tensors, kind=GGMLQuantizationType.Q8_0)
+    with pytest.raises(CheckpointError, match=r"no tensor model\.layers\.0\.mlp\.up_proj\.weight"):
+        load(path, monkeypatch)
+
+
+def test_gguf_with_unsupported_rope_factors(tmp_path: Path, tensors: Tensors) -> None:
+    extra = {"rope_freqs.weight": np.linspace(1, 9, 8, dtype=np.float32)}
+    path = write_gguf(tmp_path / "m.gguf", CONFIG, tensors, extra=extra)
+    with pytest.raises(CheckpointError, match="does not follow Llama 3's rope scaling"):
+        resolve(path)
+
+
+def test_gguf_without_tokenizer(tmp_path: Path, gguf_file: Path) -> None:
+    hidden = gguf_file.read_bytes().replace(b"tokenizer.ggml.tokens", b"tokenized.ggml.tokens")
+    gguf_file.write_bytes(hidden)
+    with pytest.raises(TokenizerError, match="holds no tokenizer; name a folder"):
+        resolve(gguf_file).tokenizer_spec()
