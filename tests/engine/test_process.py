@@ -1,17 +1,13 @@
-"""The engine in a process of its own: same answers, and neither process outlives the other."""
+"""The engine in a process of its own: its start, the same answers, and how it is given up."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Coroutine, Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +23,16 @@ from jaxinfer.core.errors import (
     RequestError,
     SourceError,
 )
-from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine import process
 from jaxinfer.engine.build import build_engine
 from jaxinfer.engine.client import EngineClient
-from jaxinfer.engine.news import News
-from jaxinfer.engine.outputs import Collector, RequestOutput, SequenceTimes
-from jaxinfer.engine.process import EngineFacts, EngineProcess
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.process import EngineProcess
 from jaxinfer.engine.spawn import spawn
 from jaxinfer.models import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
+from kit.engine_process import GREEDY, PROMPTS, answer, talk
 from kit.engines import run, tokens
-from kit.sim_executor import SIM_PROGRAM, SimExecutor, sim_config
+from kit.server_process import gone, wait_until
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
-
-PROMPTS = [tuple(range(3 + i, 12 + i)) for i in range(6)]
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
-SIM_STEP = 0.002  # seconds
-
-type Scenario = Callable[[EngineClient], Coroutine[Any, Any, None]]
-type Running = tuple[EngineProcess, EngineFacts]
 
 
 @pytest.fixture(scope="module")
@@ -69,63 +53,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
         num_pages=65,
         cache_dir=str(tmp_path_factory.mktemp("cache")),
     )
-
-
-@contextmanager
-def sim_process(**script: Any) -> Generator[Running]:
-    """A process with a simulated engine of 64 slots."""
-    executor = SimExecutor(SIM_STEP, **script)
-    link = EngineProcess.start(sim_config(64, executor), spawn(SIM_PROGRAM))
-    try:
-        yield link, link.ready()
-    finally:
-        link.stop()
-
-
-def talk(running: Running, scenario: Scenario) -> None:
-    """Run a scenario with a client; the engine is ended with it."""
-    link, facts = running
-
-    async def main() -> None:
-        client = EngineClient(link, facts.limits, facts.facts, facts.tokenizer, stats=facts.stats)
-        try:
-            await asyncio.wait_for(scenario(client), 60)
-        finally:
-            await client.shutdown()
-
-    asyncio.run(main())
-
-
-async def answer(
-    client: EngineClient, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY
-) -> RequestOutput:
-    stream = client.open(prompt, sampling)
-    collector = Collector("r", Prompt(None, prompt), sampling)
-    try:
-        while deltas := await stream.read():
-            for delta in deltas:
-                collector.add(delta)
-    finally:
-        stream.close()
-    assert collector.output.finished
-    return collector.output
-
-
-def gone(pid: int) -> bool:
-    """Whether no such process runs (a zombie that nobody has waited for does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def wait_until(true: Callable[[], bool], seconds: float) -> float:
-    """How long it took; fails when it took longer than ``seconds``."""
-    start = time.monotonic()
-    while not true():
-        assert time.monotonic() - start < seconds
-        time.sleep(0.01)
-    return time.monotonic() - start
 
 
 CASES = {
@@ -234,7 +161,7 @@ def test_jax_is_imported_before_anybody_says_what_to_build(
             told += capfd.readouterr().err
             return told.endswith("\n")
 
-        wait_until(has_told, 30)
+        wait_until(has_told, "it tells what it has imported", 30)
         assert told == "before the order: jax\n"
         link = EngineProcess.start(config, spawned)
         assert link.ready().facts.vocab_size == TINY_VOCAB_SIZE
@@ -253,91 +180,6 @@ def test_a_process_that_nobody_tells_what_to_build(seconds: float) -> None:
     assert given_up.process.returncode == -signal.SIGKILL
 
 
-def test_a_process_that_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
-    async def scenario(client: EngineClient) -> None:
-        streams = [client.open(prompt, LONG) for prompt in PROMPTS]
-        done = await answer(client, (1, 2, 3))
-        assert done.finished
-        await streams[0].read()
-        os.kill(link.pid, signal.SIGKILL)
-        for stream in streams:
-            with pytest.raises(EngineError, match="killed by SIGKILL.*out of memory"):
-                while await stream.read():
-                    pass
-            stream.close()
-        assert not client.alive and not await client.responds(1)
-        with pytest.raises(EngineError, match="SIGKILL"):
-            client.open((1, 2), GREEDY)
-
-    with sim_process() as (link, facts):
-        talk((link, facts), scenario)
-    assert capfd.readouterr().err.count("killed by SIGKILL") == 1  # though all may be idle
-
-
-@pytest.mark.parametrize(
-    ("script", "match", "alive"),
-    [
-        ({"fail_at": 20}, "step 20 failed: injected", True),
-        ({"lose_at": 20}, "the engine stopped: the device is lost", False),
-    ],
-    ids=["one step", "the device"],
-)
-def test_a_step_that_fails(script: dict[str, int], match: str, alive: bool) -> None:
-    async def scenario(client: EngineClient) -> None:
-        stream = client.open((1, 2, 3), LONG)
-        with pytest.raises(EngineError, match=match):
-            while await stream.read():
-                pass
-        stream.close()
-        assert await client.responds(5) is alive
-        if alive:
-            assert (await answer(client, (1, 2, 3))).finished
-        else:
-            with pytest.raises(EngineError, match=match):
-                client.open((1, 2), GREEDY)
-
-    with sim_process(**script) as running:
-        talk(running, scenario)
-
-
-def test_a_stop_refuses_what_is_open() -> None:
-    async def scenario(client: EngineClient) -> None:
-        stream = client.open((1, 2, 3), LONG)
-        await stream.read()
-        start = time.monotonic()
-        await client.shutdown()
-        assert time.monotonic() - start < 5
-        with pytest.raises(EngineError, match="was shut down"):
-            while await stream.read():
-                pass
-        with pytest.raises(EngineError, match="is shut down"):
-            client.open((1, 2), GREEDY)
-
-    with sim_process() as (link, facts):
-        talk((link, facts), scenario)
-        assert gone(link.pid) and not link.alive
-
-
-def test_a_stop_of_a_process_that_hangs(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    async def scenario(client: EngineClient) -> None:
-        stream = client.open((1, 2, 3), LONG)
-        await stream.read()
-        os.kill(link.pid, signal.SIGSTOP)
-        assert not await client.responds(0.1)
-        await client.shutdown()
-        with pytest.raises(EngineError, match="SIGKILL"):
-            while await stream.read():
-                pass
-
-    monkeypatch.setattr(process, "STOP_SECONDS", 0.3)
-    with sim_process() as (link, facts):
-        talk((link, facts), scenario)
-        assert gone(link.pid)
-    assert "did not end in 0.3 s and is killed" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("seconds", [0.0, 0.3, 0.9, 2.5], ids=["start", "import", "jax", "compile"])
 def test_a_stop_while_it_is_built(
     config: EngineConfig, seconds: float, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -347,63 +189,6 @@ def test_a_stop_while_it_is_built(
     link.stop()
     assert gone(link.pid) and not link.alive
     assert not capfd.readouterr().err
-
-
-def test_signals_are_for_the_server() -> None:
-    async def scenario(client: EngineClient) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(link.pid, number)
-        assert (await answer(client, (1, 2, 3))).finished
-
-    with sim_process() as (link, facts):
-        assert os.getpgid(link.pid) != os.getpgid(0)  # nor does the terminal's Ctrl-C reach it
-        talk((link, facts), scenario)
-
-
-def test_early_leavers_free_their_pages() -> None:
-    async def scenario(client: EngineClient) -> None:
-        streams = [client.open((1, 2, 3), LONG) for _ in range(32)]
-        await streams[-1].read()
-        assert client.stats.num_live_pages > 0
-        for stream in streams:
-            stream.close()
-        await answer(client, (1, 2, 3))
-        assert client.stats.num_live_pages == 0
-        assert not link._open  # pyright: ignore[reportPrivateUsage]
-
-    with sim_process() as (link, facts):
-        talk((link, facts), scenario)
-
-
-class SlowListener:
-    """Takes no news until it is let go."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-        self.times: list[SequenceTimes] = []
-
-    def news(self, news: News) -> None:
-        self.go.wait()
-        self.times += [delta.times for delta in news.deltas if delta.times is not None]
-
-    def refuse(self, request_id: str, error: JaxinferError) -> None:
-        raise AssertionError(error)
-
-    def pong(self) -> None: ...
-
-
-def test_a_server_that_does_not_read_delays_no_step() -> None:
-    listener = SlowListener()
-    with sim_process() as (link, _):
-        link.connect(listener)
-        sampling = replace(LONG, max_tokens=200)
-        for number in range(64):  # more news than fits a socket's buffer
-            link.submit(str(number), (1, 2, 3), sampling)
-        time.sleep(1.5)
-        woken = time.monotonic()
-        listener.go.set()
-        wait_until(lambda: len(listener.times) == 64, 5)
-    assert max(times.finished for times in listener.times) < woken
 
 
 PARENT = """
@@ -443,7 +228,7 @@ def test_a_server_that_is_killed_takes_the_engine_along(
             time.sleep(2.5)
         assert not gone(pid)
         parent.kill()
-        wait_until(lambda: gone(pid), 2)
+        wait_until(lambda: gone(pid), "the engine has ended too", 2)
 
 
 @pytest.mark.parametrize("given", [None, "glibc.malloc.check=0"], ids=["open", "given"])

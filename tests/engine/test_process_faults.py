@@ -1,0 +1,182 @@
+"""A running process of the engine, simulated: killed, failing, hanging, stopped, or not read."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from jaxinfer.core.errors import EngineError, JaxinferError
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.engine import process
+from jaxinfer.engine.client import EngineClient
+from jaxinfer.engine.news import News
+from jaxinfer.engine.outputs import SequenceTimes
+from jaxinfer.engine.process import EngineProcess
+from jaxinfer.engine.spawn import spawn
+from kit.engine_process import GREEDY, PROMPTS, Running, answer, talk
+from kit.server_process import gone, wait_until
+from kit.sim_executor import SIM_PROGRAM, SimExecutor, sim_config
+
+LONG = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+SIM_STEP = 0.002  # seconds
+
+
+@contextmanager
+def sim_process(**script: Any) -> Generator[Running]:
+    """A process with a simulated engine of 64 slots."""
+    executor = SimExecutor(SIM_STEP, **script)
+    link = EngineProcess.start(sim_config(64, executor), spawn(SIM_PROGRAM))
+    try:
+        yield link, link.ready()
+    finally:
+        link.stop()
+
+
+def test_a_process_that_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
+    async def scenario(client: EngineClient) -> None:
+        streams = [client.open(prompt, LONG) for prompt in PROMPTS]
+        done = await answer(client, (1, 2, 3))
+        assert done.finished
+        await streams[0].read()
+        os.kill(link.pid, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineError, match="killed by SIGKILL.*out of memory"):
+                while await stream.read():
+                    pass
+            stream.close()
+        assert not client.alive and not await client.responds(1)
+        with pytest.raises(EngineError, match="SIGKILL"):
+            client.open((1, 2), GREEDY)
+
+    with sim_process() as (link, facts):
+        talk((link, facts), scenario)
+    assert capfd.readouterr().err.count("killed by SIGKILL") == 1  # though all may be idle
+
+
+@pytest.mark.parametrize(
+    ("script", "match", "alive"),
+    [
+        ({"fail_at": 20}, "step 20 failed: injected", True),
+        ({"lose_at": 20}, "the engine stopped: the device is lost", False),
+    ],
+    ids=["one step", "the device"],
+)
+def test_a_step_that_fails(script: dict[str, int], match: str, alive: bool) -> None:
+    async def scenario(client: EngineClient) -> None:
+        stream = client.open((1, 2, 3), LONG)
+        with pytest.raises(EngineError, match=match):
+            while await stream.read():
+                pass
+        stream.close()
+        assert await client.responds(5) is alive
+        if alive:
+            assert (await answer(client, (1, 2, 3))).finished
+        else:
+            with pytest.raises(EngineError, match=match):
+                client.open((1, 2), GREEDY)
+
+    with sim_process(**script) as running:
+        talk(running, scenario)
+
+
+def test_a_stop_refuses_what_is_open() -> None:
+    async def scenario(client: EngineClient) -> None:
+        stream = client.open((1, 2, 3), LONG)
+        await stream.read()
+        start = time.monotonic()
+        await client.shutdown()
+        assert time.monotonic() - start < 5
+        with pytest.raises(EngineError, match="was shut down"):
+            while await stream.read():
+                pass
+        with pytest.raises(EngineError, match="is shut down"):
+            client.open((1, 2), GREEDY)
+
+    with sim_process() as (link, facts):
+        talk((link, facts), scenario)
+        assert gone(link.pid) and not link.alive
+
+
+def test_a_stop_of_a_process_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario(client: EngineClient) -> None:
+        stream = client.open((1, 2, 3), LONG)
+        await stream.read()
+        os.kill(link.pid, signal.SIGSTOP)
+        assert not await client.responds(0.1)
+        await client.shutdown()
+        with pytest.raises(EngineError, match="SIGKILL"):
+            while await stream.read():
+                pass
+
+    monkeypatch.setattr(process, "STOP_SECONDS", 0.3)
+    with sim_process() as (link, facts):
+        talk((link, facts), scenario)
+        assert gone(link.pid)
+    assert "did not end in 0.3 s and is killed" in capfd.readouterr().err
+
+
+def test_signals_are_for_the_server() -> None:
+    async def scenario(client: EngineClient) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(link.pid, number)
+        assert (await answer(client, (1, 2, 3))).finished
+
+    with sim_process() as (link, facts):
+        assert os.getpgid(link.pid) != os.getpgid(0)  # nor does the terminal's Ctrl-C reach it
+        talk((link, facts), scenario)
+
+
+def test_early_leavers_free_their_pages() -> None:
+    async def scenario(client: EngineClient) -> None:
+        streams = [client.open((1, 2, 3), LONG) for _ in range(32)]
+        await streams[-1].read()
+        assert client.stats.num_live_pages > 0
+        for stream in streams:
+            stream.close()
+        await answer(client, (1, 2, 3))
+        assert client.stats.num_live_pages == 0
+        assert not link._open  # pyright: ignore[reportPrivateUsage]
+
+    with sim_process() as (link, facts):
+        talk((link, facts), scenario)
+
+
+class SlowListener:
+    """Takes no news until it is let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.times: list[SequenceTimes] = []
+
+    def news(self, news: News) -> None:
+        self.go.wait()
+        self.times += [delta.times for delta in news.deltas if delta.times is not None]
+
+    def refuse(self, request_id: str, error: JaxinferError) -> None:
+        raise AssertionError(error)
+
+    def pong(self) -> None: ...
+
+
+def test_a_server_that_does_not_read_delays_no_step() -> None:
+    listener = SlowListener()
+    with sim_process() as (link, _):
+        link.connect(listener)
+        sampling = replace(LONG, max_tokens=200)
+        for number in range(64):  # more news than fits a socket's buffer
+            link.submit(str(number), (1, 2, 3), sampling)
+        time.sleep(1.5)
+        woken = time.monotonic()
+        listener.go.set()
+        wait_until(lambda: len(listener.times) == 64, "all news are read", 5)
+    assert max(times.finished for times in listener.times) < woken

@@ -1,0 +1,52 @@
+"""Talking to an engine in a process of its own.
+
+Owns: ``talk`` and ``answer``. Must not know: which engine runs there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.engine.client import EngineClient
+from jaxinfer.engine.outputs import Collector, RequestOutput
+from jaxinfer.engine.process import EngineFacts, EngineProcess
+from jaxinfer.engine.prompts import Prompt
+
+PROMPTS = [tuple(range(3 + i, 12 + i)) for i in range(6)]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+type Scenario = Callable[[EngineClient], Coroutine[Any, Any, None]]
+type Running = tuple[EngineProcess, EngineFacts]
+
+
+def talk(running: Running, scenario: Scenario) -> None:
+    """Run a scenario with a client; the engine is ended with it."""
+    link, facts = running
+
+    async def main() -> None:
+        client = EngineClient(link, facts.limits, facts.facts, facts.tokenizer, stats=facts.stats)
+        try:
+            await asyncio.wait_for(scenario(client), 60)
+        finally:
+            await client.shutdown()
+
+    asyncio.run(main())
+
+
+async def answer(
+    client: EngineClient, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY
+) -> RequestOutput:
+    """The whole answer to a prompt."""
+    stream = client.open(prompt, sampling)
+    collector = Collector("r", Prompt(None, prompt), sampling)
+    try:
+        while deltas := await stream.read():
+            for delta in deltas:
+                collector.add(delta)
+    finally:
+        stream.close()
+    assert collector.output.finished
+    return collector.output
