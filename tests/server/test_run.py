@@ -1,4 +1,4 @@
-"""The server's life, with a small app in a process of its own: sockets, TLS, heads, signals."""
+"""The server's life, with a small app in a process of its own: TLS, heads, signals, the end."""
 
 import json
 import os
@@ -17,7 +17,7 @@ import pytest
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.server.run import bound_sockets, uvicorn_config
+from jaxinfer.server.run import uvicorn_config
 
 CERTIFICATE = Path(__file__).parents[1] / "data" / "tls"
 
@@ -156,60 +156,7 @@ def exchange(client: socket.socket, *parts: bytes) -> bytes:
         return said
 
 
-# sockets
-
-
-def test_a_taken_port_is_one_sentence() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        config = ServerConfig(host="127.0.0.1", port=port)
-        with (
-            pytest.raises(ConfigError, match=f"^port {port} is in use; stop the program"),
-            bound_sockets(config),
-        ):
-            pass
-
-
-@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1"])
-def test_a_foreign_address_is_one_sentence(host: str) -> None:
-    with (
-        pytest.raises(ConfigError, match=f"the server cannot listen on {host}, port 0: "),
-        bound_sockets(ServerConfig(host=host, port=0)),
-    ):
-        pass
-
-
-def test_every_address_of_a_name_has_the_same_port() -> None:
-    with bound_sockets(ServerConfig(host="localhost", port=0)) as sockets:
-        assert len({one.getsockname()[1] for one in sockets}) == 1
-
-
-def test_a_socket_file_of_a_dead_server_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(path))
-    config = ServerConfig(uds=str(path))
-    with bound_sockets(config), pytest.raises(ConfigError, match="is in use"):
-        with bound_sockets(config):
-            pass
-        assert path.exists()
-    assert not path.exists()
-
-
-UNUSABLE = {
-    "no socket": ("file", "exists and is no socket"),
-    "no folder": ("none/s", "cannot listen on the socket"),
-    "too long": ("x" * 200, "cannot listen on the socket"),
-}
-
-
-@pytest.mark.parametrize(("name", "message"), UNUSABLE.values(), ids=UNUSABLE)
-def test_unusable_socket_files(tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / "file").write_text("mine")
-    config = ServerConfig(uds=str(tmp_path / name))
-    with pytest.raises(ConfigError, match=message), bound_sockets(config):
-        pass
-    assert (tmp_path / "file").read_text() == "mine"
+# sockets and TLS
 
 
 def test_a_unix_socket_is_served_and_removed(start: Callable[..., Server], tmp_path: Path) -> None:
@@ -222,9 +169,6 @@ def test_a_unix_socket_is_served_and_removed(start: Callable[..., Server], tmp_p
     server.process.send_signal(signal.SIGTERM)
     assert server.end()[0] == 0
     assert not path.exists()
-
-
-# TLS
 
 
 def test_tls(start: Callable[..., Server], local: dict[str, Any]) -> None:
