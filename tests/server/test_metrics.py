@@ -1,69 +1,30 @@
-"""Metrics: the series, their types and labels; the numbers; the Grafana board that shows them."""
+"""Metrics: the series, their types and labels; the numbers; the documentation of both."""
 
 import json
 import re
 import subprocess
 import sys
 import timeit
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import pytest
-from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as parse_openmetrics,
 )
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from jaxinfer.core.config import EngineConfig, Limits
-from jaxinfer.core.request import FinishReason
-from jaxinfer.engine.news import EngineStats, News, StepKind, StepRecord
-from jaxinfer.engine.outputs import Delta, SequenceTimes
-from jaxinfer.server.metrics import FinishedRequest, FinishedSequence, Metrics, Rejection
-
-LIMITS = Limits(
-    num_pages=101,
-    page_size=16,
-    max_num_seqs=8,
-    max_model_len=4096,
-    max_num_batched_tokens=512,
-    buckets=(),
-)
-MODEL = {"model_name": "smol", "engine": "0"}
-STATS = EngineStats(
-    num_requests=3,
-    num_prefilled_tokens=100,
-    num_cached_tokens=32,
-    num_generated_tokens=40,
-    num_preemptions=2,
-    num_late_compiles=1,
-    num_compiled=4,
-    num_executables=10,
-    load_seconds=1.5,
-    compile_seconds=0.5,
-    num_running=2,
-    num_waiting=5,
-    num_live_pages=25,
-    num_cached_pages=15,
-    num_fresh_pages=60,
-)
-STEPS = (
-    StepRecord(StepKind.PREFILL, num_tokens=48, num_bucket_tokens=64, seconds=0.02),
-    StepRecord(StepKind.DECODE, num_tokens=3, num_bucket_tokens=4, seconds=0.004),
-    StepRecord(StepKind.MIXED, num_tokens=30, num_bucket_tokens=32, seconds=0.01),
-)
-TIMES = SequenceTimes(
-    arrived=10.0, started=10.5, first_token=11.5, finished=15.5, num_preemptions=1
-)
-FINISHED = FinishedRequest(
-    num_prompt_tokens=50,
-    max_tokens=64,
-    seconds=5.75,
-    sequences=(
-        FinishedSequence(FinishReason.STOP, num_tokens=11, num_cached_tokens=32, times=TIMES),
-        FinishedSequence(FinishReason.ABORT, num_tokens=0),
-    ),
+from jaxinfer.core.config import Limits
+from jaxinfer.engine.news import EngineStats, News
+from jaxinfer.engine.outputs import Delta
+from jaxinfer.server.metrics import Metrics
+from kit.sample_metrics import (
+    MODEL,
+    STATS,
+    STEPS,
+    busy_metrics,
+    families_of,
+    make_metrics,
+    samples_of,
 )
 
 # vLLM 0.30's list; kv_block_* (sampled there, and by a flag) and lora_requests_info (exported there
@@ -107,37 +68,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def make_metrics(**options: Any) -> Metrics:
-    return Metrics("smol", LIMITS, EngineConfig(), **options)
-
-
-def busy_metrics() -> Metrics:
-    """Metrics to which everything has happened."""
-    metrics = make_metrics()
-    metrics.request_received()
-    metrics.observe(News((), (), STEPS, STATS))
-    metrics.first_tokens(1.5)
-    metrics.inter_token(0.012, 3)
-    metrics.request_finished(FINISHED)
-    metrics.request_rejected(Rejection.TOKENS)
-    metrics.http_response("/v1/completions", "POST", 200, 0.3)
-    metrics.http_response(None, "BREW", 404, 0.001)
-    return metrics
-
-
-def families_of(metrics: Metrics) -> dict[str, Metric]:
-    _, body = metrics.render()
-    return {family.name: family for family in parse_text(body.decode())}
-
-
-def samples_of(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in families_of(metrics).values()
-        for sample in family.samples
-    }
 
 
 def value_of(metrics: Metrics, series: str, **labels: str) -> float:
@@ -356,48 +286,3 @@ def test_the_documentation_names_every_series() -> None:
         if not name.startswith(("process_", "python_"))
     }
     assert documented == exported
-
-
-@pytest.fixture(scope="module")
-def board() -> dict[str, Any]:
-    return json.loads(files("jaxinfer.configs").joinpath("grafana", "jaxinfer.json").read_text())
-
-
-class TestBoard:
-    @staticmethod
-    def expressions(board: dict[str, Any]) -> list[str]:
-        targets = [target for panel in board["panels"] for target in panel.get("targets", ())]
-        return [entry["expr"] for entry in (*targets, *board["annotations"]["list"])]
-
-    def test_every_metric_is_exported(self, board: dict[str, Any]) -> None:
-        exported = {name for name, _ in samples_of(busy_metrics())}
-        named: set[str] = set()
-        for expression in self.expressions(board):
-            without_labels = re.sub(r"\{[^}]*\}|\b(by|without) \([^)]*\)", "", expression)
-            named |= set(re.findall(r"(?:\w+:\w+|(?:http|process)_\w+)", without_labels))
-        variables = [item.get("definition", "") for item in board["templating"]["list"]]
-        named |= set(re.findall(r"label_values\(([\w:]+)", " ".join(variables)))
-        assert len(named) > 25
-        assert named <= exported
-
-    def test_only_the_chosen_servers_are_shown(self, board: dict[str, Any]) -> None:
-        for expression in self.expressions(board):
-            series = len(re.findall(r"(?:vllm|jaxinfer):\w+", expression))
-            assert series == expression.count('model_name=~"$model_name"'), expression
-            others = len(re.findall(r"(?:http|process)_\w+", expression))
-            assert others == expression.count('job=~"$job"'), expression  # they name no model
-
-    def test_panels(self, board: dict[str, Any]) -> None:
-        assert [item["name"] for item in board["templating"]["list"]] == [
-            "datasource",
-            "model_name",
-            "job",
-        ]
-        assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-        taken: set[tuple[int, int]] = set()
-        for panel in board["panels"]:
-            at = panel["gridPos"]
-            cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
-            assert not cells & taken, panel["title"]
-            assert at["x"] + at["w"] <= 24
-            taken |= cells
