@@ -1,13 +1,19 @@
-"""The real SmolLM2-135M-Instruct, downloaded once into the user's cache, in float32."""
+"""The real SmolLM2-135M-Instruct, downloaded once into the user's cache, in float32.
+
+As the library has it, and as a server has it, each started once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from openai import OpenAI
 
+from bench.server_process import ServerProcess
 from jaxinfer import LLM
 from kit.golden import Golden, read_golden
+from kit.openai_server import KEY, QUEUE, SECONDS
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +27,21 @@ def llm() -> Iterator[LLM]:
     llm = LLM()
     yield llm
     assert llm.stats().num_late_compiles == 0
+
+
+@pytest.fixture(scope="session")
+def url() -> Iterator[str]:
+    """``jaxinfer serve``, with a key and a short queue."""
+    with ServerProcess(f"--api-key={KEY}", f"--max-num-queued-reqs={QUEUE}") as server:
+        yield f"{server.url}/v1"
+
+
+@pytest.fixture(scope="session")
+def client(url: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=SECONDS) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def model(client: OpenAI) -> str:
+    return client.models.list().data[0].id
