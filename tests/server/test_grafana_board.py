@@ -1,4 +1,4 @@
-"""The Grafana board: series that are exported, only those of the chosen servers, panels that fit."""
+"""The Grafana board: exported series only, only those of the chosen servers, panels that fit."""
 
 import json
 import re
