@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,11 @@ from jaxinfer.core.config import (
     cache_root,
     leave_out_line_info,
 )
-from jaxinfer.core.errors import ConfigError, EngineError, RequestError
+from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.heap import release_free_heap
 from jaxinfer.core.progress import NoProgress, Progress
-from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.facts import ModelFacts
+from jaxinfer.engine.facts import ModelFacts, facts_of_configs
 from jaxinfer.engine.news import EngineStats
 from jaxinfer.exec.aot import Bundle, Manifest, open_bundle
 from jaxinfer.exec.buckets import bucket_table
@@ -133,7 +132,13 @@ def plan_engine(
     memory, limits = _sizes(config, model)
     if bundle is not None:
         bundle.refuse_program(Program(model, limits, pins=pins))
-    facts = _facts_of_configs(config, source, model)
+    facts = facts_of_configs(
+        source.name,
+        model.config.vocab_size,
+        source.hf_config,
+        source.generation_config,
+        samples_as_told=config.generation_config == "auto",
+    )
     return EnginePlan(config, source, model, limits, pins, memory, spec, facts, cache_dir, bundle)
 
 
@@ -247,10 +252,10 @@ def _load(
         bundle = bundle_for(program, cached)
 
     def executables() -> Timed[Executables]:
-        start = time.perf_counter()
+        start, settings = time.perf_counter(), bundle_settings(plan)
         made = (
             build_executables(
-                program, bundle_root=bundle_root, progress=progress, settings=bundle_settings(plan)
+                program, bundle_root=bundle_root, progress=progress, settings=settings
             )
             if bundle is None
             else load_executables(program, bundle, progress)
@@ -359,35 +364,6 @@ def model_facts(plan: EnginePlan) -> ModelFacts:
     if eos is None:
         return plan.facts
     return replace(plan.facts, eos_token_ids=tuple(dict.fromkeys((*plan.facts.eos_token_ids, eos))))
-
-
-def _facts_of_configs(config: EngineConfig, source: ModelSource, model: Model) -> ModelFacts:
-    generation = source.generation_config
-    eos = generation.get("eos_token_id")
-    if eos is None:  # absent, or an explicit null
-        eos = source.hf_config.get("eos_token_id")
-    listed: list[Any] = cast("list[Any]", eos) if isinstance(eos, list) else [eos]
-    eos_ids = [token_id for token_id in listed if token_id is not None]
-    if not all(isinstance(token_id, int) for token_id in eos_ids):
-        raise ConfigError(f"eos_token_id {eos!r} of the model's configs is no token id or list")
-    return ModelFacts(
-        name=source.name,
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=tuple(dict.fromkeys(eos_ids)),
-        default_sampling=_default_sampling(
-            generation if config.generation_config == "auto" else {}
-        ),
-    )
-
-
-def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """vLLM's defaults with the model's own temperature, top_k, top_p and the like."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: generation_config[name] for name in names if generation_config.get(name)}
-    try:
-        return SamplingParams(**given)
-    except RequestError as error:
-        raise ConfigError(f"the model's generation_config is unusable: {error}") from error
 
 
 def _context(config: EngineConfig, model: Model) -> int:
