@@ -64,12 +64,9 @@ def run(
     ``load`` raises. A second signal, and any signal during loading, ends the process at once.
     """
     server = Server(uvicorn_config(config, app))
-    with bound_sockets(config) as sockets:
-        _allow_many_connections()
-        asyncio.run(
-            _serve(server, sockets, service, load, config, say),
-            loop_factory=server.config.get_loop_factory(),
-        )
+    asyncio.run(
+        _serve(server, service, load, config, say), loop_factory=server.config.get_loop_factory()
+    )
 
 
 class Server(uvicorn.Server):
@@ -124,15 +121,16 @@ class Signals:
 
 async def _serve(
     server: Server,
-    sockets: list[socket.socket],
     service: Service,
     load: Load,
     config: ServerConfig,
     say: Callable[[str], None],
 ) -> None:
     start = time.monotonic()
-    address = _address(config, sockets[0])
-    with Signals(asyncio.get_running_loop(), config) as signals:
+    # signals first: who can connect may also send one
+    with Signals(asyncio.get_running_loop(), config) as signals, bound_sockets(config) as sockets:
+        _allow_many_connections()
+        address = _address(config, sockets[0])
         listening = asyncio.create_task(server.serve(sockets))
         async with AsyncExitStack() as stack:  # the engine ends after the last answer
             try:
