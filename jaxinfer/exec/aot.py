@@ -164,8 +164,10 @@ class _Loaded(Mapping[str, jax.stages.Compiled]):
         self._under_way: dict[str, Future[jax.stages.Compiled]] = {}
 
     def __getitem__(self, name: str) -> jax.stages.Compiled:
-        if name not in self._others:
+        if name in self._loaded:  # asked at every step
             return self._loaded[name]
+        if name not in self._others:
+            raise KeyError(name)
         if not self._under_way:
             pool = ThreadPoolExecutor(_threads())
             first = sorted(self._others, key=lambda other: other != name)
