@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from jaxinfer.core.config import engine_environment
-
 ENGINE_PROGRAM = (sys.executable, "-m", "jaxinfer.engine.child")
 
 
@@ -47,7 +45,6 @@ def spawn(program: Sequence[str] = ENGINE_PROGRAM) -> Spawned:
     with theirs:
         process = subprocess.Popen(
             [*program, str(theirs.fileno())],
-            env=engine_environment(),
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             process_group=0,  # Ctrl-C is for the server, which then decides

@@ -21,7 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
+from jaxinfer.core.config import (
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    EngineConfig,
+    allocator_share,
+)
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
@@ -29,15 +33,16 @@ from jaxinfer.exec.forward import PROMPT_LOGPROBS_BLOCK
 from jaxinfer.exec.program import Program
 from jaxinfer.exec.slots import SlotState, init_slots
 from jaxinfer.models.base import Model, abstract_params
-from jaxinfer.nn.kv import KVState, init_kv_state
+from jaxinfer.nn.kv import KVState, abstract_kv_state, init_kv_state
 
 MB = 1_000_000
 # float32[B, V] that are alive at once when a step samples, and float32[block, V] when it computes
 # prompt logprobs; measured on a CPU: 7, and fewer than 4
 SAMPLING_COPIES = 8
 PROMPT_LOGPROBS_COPIES = 4
-# of a GPU: executables' code and constants, what steps in flight return, the allocator's rounding
+# of a GPU: executables' code and constants, what steps in flight return
 RESERVE_BYTES = 256 << 20
+MAPPED_BYTES = 2 << 20  # XLA's allocator over virtual memory gives an array whole pages of CUDA's
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,8 @@ def plan_memory(
         device=device,
     )
     pages_per_seq = cdiv(max_model_len, page_size)
-    room = _kv_budget(config, fixed) // fixed.page_bytes
+    reserve = reserve_bytes(model)
+    room = _kv_budget(config, fixed, reserve) // fixed.page_bytes
     if config.num_pages is not None:
         room = config.num_pages
     num_pages = min(1 + max_num_seqs * pages_per_seq, room)  # every slot with a full context
@@ -132,10 +138,10 @@ def plan_memory(
             "max_num_seqs"
         )
     plan = replace(fixed, num_pages=num_pages)
-    if device is not None and plan.total_bytes + RESERVE_BYTES > device.allocator_bytes:
+    if device is not None and plan.total_bytes + reserve > device.allocator_bytes:
         raise ConfigError(
             f"{num_pages} pages of KV cache ({_shown(plan.kv_bytes)}) and what else is needed "
-            f"({_shown(fixed.total_bytes)} and a reserve of {_shown(RESERVE_BYTES)}) do not fit in "
+            f"({_shown(fixed.total_bytes)} and a reserve of {_shown(reserve)}) do not fit in "
             f"the {_shown(device.allocator_bytes)} that JAX may take of the device; raise "
             "gpu_memory_utilization, or lower num_pages or kv_cache_memory_bytes"
         )
@@ -156,6 +162,12 @@ def program_memory(program: Program) -> MemoryPlan:
         ),
         device=device_memory(),
     )
+
+
+def reserve_bytes(model: Model) -> int:
+    """Of a GPU, beside what is planned: for what is not, and the end of each array's last page."""
+    arrays = jax.tree.leaves((abstract_params(model), abstract_kv_state(model.kv_spec, 1, 1)))
+    return RESERVE_BYTES + MAPPED_BYTES * len(arrays)
 
 
 def workspace_bound(model: Model, bucket: Bucket, max_model_len: int) -> int:
@@ -198,22 +210,22 @@ def check_workspace(plan: MemoryPlan, measured: int) -> None:
 def device_memory(device: Any = None) -> DeviceMemory | None:  # jax.Device
     """Of a device, else of the first; None where it reports none (a CPU)."""
     device = device or jax.devices()[0]
-    stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
+    if device.platform == "cpu":
         return None
-    limit: int = stats["bytes_limit"]  # 0 of CUDA's own allocator, which has none
+    # XLA's own allocator says its limit, the one over virtual memory nothing, CUDA's 0
+    limit: int = (device.memory_stats() or {}).get("bytes_limit", 0)
     card = _card_bytes(device.local_hardware_id) or limit
-    return DeviceMemory(card, limit or card) if card else None
+    return DeviceMemory(card, limit or int(card * allocator_share())) if card else None
 
 
 def claim_memory(plan: MemoryPlan) -> None:
     """Have JAX's allocator take what is planned as one region, before anything lies in it.
 
-    XLA's allocator takes a region for every few arrays, and what is left over at their ends is
-    lost: more than the reserve. One that has enough already is left as it is; one that has less is
-    given the most that it may still take. CUDA's own allocator has no regions, and on a CPU there
-    is no plan for a device: nothing is done. Raises ``EngineError`` when the device has no such
-    memory free.
+    Of an allocator with regions (``bfc``, where the user or another library has chosen it), which
+    takes one for every few arrays, and what is left over at their ends is lost: more than the
+    reserve. One that has enough already is left as it is; one that has less is given the most that
+    it may still take. Others have no regions, and on a CPU there is no plan for a device: nothing
+    is done. Raises ``EngineError`` when the device has no such memory free.
     """
     pool_bytes = (jax.devices()[0].memory_stats() or {}).get("pool_bytes")
     if plan.device is None or pool_bytes is None or pool_bytes >= plan.total_bytes:
@@ -261,7 +273,7 @@ def taking(wanted: int) -> Generator[None]:
         ) from error
 
 
-def _kv_budget(config: EngineConfig, fixed: MemoryPlan) -> int:
+def _kv_budget(config: EngineConfig, fixed: MemoryPlan, reserve: int) -> int:
     """Bytes for pages; ``fixed`` is the plan without them."""
     device = fixed.device
     if device is None:
@@ -270,12 +282,12 @@ def _kv_budget(config: EngineConfig, fixed: MemoryPlan) -> int:
         return config.kv_cache_memory_bytes or 0
     share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
     budget = min(int(device.total_bytes * share), device.allocator_bytes)
-    room = budget - fixed.total_bytes - RESERVE_BYTES
+    room = budget - fixed.total_bytes - reserve
     if room <= 0:
         raise ConfigError(
             f"the model does not fit: weights {_shown(fixed.weight_bytes)}, slots "
             f"{_shown(fixed.slot_bytes)}, workspace {_shown(fixed.workspace_bytes)} and a reserve "
-            f"of {_shown(RESERVE_BYTES)} leave nothing of the {_shown(budget)} that may be used "
+            f"of {_shown(reserve)} leave nothing of the {_shown(budget)} that may be used "
             f"of the device's {_shown(device.total_bytes)} for the KV cache; use a larger device "
             "or a smaller model, or lower max_num_seqs or max_num_batched_tokens"
         )

@@ -12,7 +12,10 @@ import sys
 
 import pytest
 
-SHARE, OLD_SHARE, PREALLOCATE, NO_LINE_INFO = NAMES = (
+from jaxinfer.core.config import allocator_share
+
+KIND, SHARE, OLD_SHARE, PREALLOCATE, NO_LINE_INFO = NAMES = (
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
     "XLA_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
@@ -37,13 +40,14 @@ build.plan_engine(EngineConfig(gpu_memory_utilization=0.5))
 @pytest.mark.parametrize(
     ("user", "expected"),
     [
-        ({}, ["0.5", None, "false", "1"]),
-        ({SHARE: "0.3"}, ["0.3", None, "false", "1"]),
-        ({OLD_SHARE: "0.3"}, [None, "0.3", "false", "1"]),
-        ({PREALLOCATE: "true"}, ["0.5", None, "true", "1"]),
-        ({NO_LINE_INFO: "0"}, ["0.5", None, "false", "0"]),
+        ({}, ["vmm", "0.5", None, "false", "1"]),
+        ({KIND: "bfc"}, ["bfc", "0.5", None, "false", "1"]),
+        ({SHARE: "0.3"}, ["vmm", "0.3", None, "false", "1"]),
+        ({OLD_SHARE: "0.3"}, ["vmm", None, "0.3", "false", "1"]),
+        ({PREALLOCATE: "true"}, ["vmm", "0.5", None, "true", "1"]),
+        ({NO_LINE_INFO: "0"}, ["vmm", "0.5", None, "false", "0"]),
     ],
-    ids=["open", "share", "old_share", "preallocate", "line_info"],
+    ids=["open", "kind", "share", "old_share", "preallocate", "line_info"],
 )
 def test_variables_are_set_before_the_backend_starts(
     user: dict[str, str], expected: list[str | None]
@@ -54,3 +58,18 @@ def test_variables_are_set_before_the_backend_starts(
     )
     assert done.returncode == 0, done.stderr
     assert list(json.loads(done.stdout).values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [((), 0.75), ((SHARE,), 0.3), ((OLD_SHARE,), 0.3)],
+    ids=["neither", "share", "old_share"],
+)
+def test_share_that_the_allocator_has(
+    names: tuple[str, ...], expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (SHARE, OLD_SHARE):
+        monkeypatch.delenv(name, raising=False)
+    for name in names:
+        monkeypatch.setenv(name, "0.3")
+    assert allocator_share() == expected

@@ -229,15 +229,3 @@ def test_a_server_that_is_killed_takes_the_engine_along(
         assert not gone(pid)
         parent.kill()
         wait_until(lambda: gone(pid), "the engine has ended too", 2)
-
-
-@pytest.mark.parametrize("given", [None, "glibc.malloc.check=0"], ids=["open", "given"])
-def test_the_engine_s_process_asks_for_huge_pages(
-    given: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    if given is not None:
-        monkeypatch.setenv("GLIBC_TUNABLES", given)
-    tell = "import os, sys; os.write(int(sys.argv[1]), os.environ['GLIBC_TUNABLES'].encode())"
-    with spawn((sys.executable, "-c", tell)) as spawned:
-        assert spawned.end.recv(100).decode() == (given or "glibc.malloc.hugetlb=1")

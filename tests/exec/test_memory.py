@@ -25,6 +25,7 @@ from jaxinfer.exec.memory import (
     claim_memory,
     device_memory,
     plan_memory,
+    reserve_bytes,
     workspace_bound,
     workspace_bytes,
 )
@@ -109,7 +110,7 @@ def plan(
 @pytest.mark.parametrize("share", [0.5, 0.92, 1.0])
 def test_share_of_a_device_is_honoured(share: float) -> None:
     made = plan(gpu_memory_utilization=share)
-    taken = (made.total_bytes + RESERVE_BYTES) / (DEVICE)
+    taken = (made.total_bytes + reserve_bytes(model_named("smollm2"))) / DEVICE
     assert share - 0.02 < taken <= share
     described = made.described(made.workspace_bytes)
     assert f"{made.total_bytes / (DEVICE):.1%} of the device's 4.29 GB" in described
@@ -118,7 +119,8 @@ def test_share_of_a_device_is_honoured(share: float) -> None:
 def test_an_allocator_that_may_take_less_than_the_share() -> None:
     """JAX's backend was started by somebody else, whose allocator takes 75 % of the device."""
     made = plan(allocator_share=0.75)
-    assert 0.73 < (made.total_bytes + RESERVE_BYTES) / DEVICE <= 0.75
+    taken = (made.total_bytes + reserve_bytes(model_named("smollm2"))) / DEVICE
+    assert 0.73 < taken <= 0.75
     assert "4.29 GB, of which JAX may take 3.22 GB" in made.described(made.workspace_bytes)
 
 
@@ -139,22 +141,31 @@ class FakeDevice:
 
 
 @pytest.mark.parametrize(
-    ("limit", "card", "expected"),
+    ("stats", "card", "expected"),
     [
-        (0, DEVICE, DeviceMemory(DEVICE, DEVICE)),
-        (DEVICE // 2, DEVICE, DeviceMemory(DEVICE, DEVICE // 2)),
-        (DEVICE // 2, None, DeviceMemory(DEVICE // 2, DEVICE // 2)),
-        (0, None, None),
+        (None, DEVICE, DeviceMemory(DEVICE, DEVICE // 4)),
+        ({"bytes_limit": 0}, DEVICE, DeviceMemory(DEVICE, DEVICE // 4)),
+        ({"bytes_limit": DEVICE // 2}, DEVICE, DeviceMemory(DEVICE, DEVICE // 2)),
+        ({"bytes_limit": DEVICE // 2}, None, DeviceMemory(DEVICE // 2, DEVICE // 2)),
+        (None, None, None),
     ],
-    ids=["cuda_async", "share", "no_driver", "unknown"],
+    ids=["vmm", "cuda_async", "bfc", "no_driver", "unknown"],
 )
 def test_memory_of_a_device(
-    limit: int, card: int | None, expected: DeviceMemory | None, monkeypatch: pytest.MonkeyPatch
+    stats: dict[str, int] | None,
+    card: int | None,
+    expected: DeviceMemory | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stats = {"bytes_limit": limit}
-    device = SimpleNamespace(local_hardware_id=0, memory_stats=lambda: stats)
+    device = SimpleNamespace(local_hardware_id=0, platform="gpu", memory_stats=lambda: stats)
     monkeypatch.setattr(memory, "_card_bytes", lambda ordinal: card)
+    monkeypatch.setattr(memory, "allocator_share", lambda: 0.25)
     assert device_memory(device) == expected  # type: ignore[arg-type]
+
+
+def test_a_cpu_reports_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_card_bytes", lambda ordinal: DEVICE)  # beside a card unused
+    assert device_memory() is None
 
 
 @pytest.mark.parametrize(
@@ -165,7 +176,7 @@ def test_memory_of_a_device(
         (DEVICE, {}, []),
         (None, {}, []),
     ],
-    ids=["empty", "begun", "there", "cuda_async"],
+    ids=["empty", "begun", "there", "vmm"],
 )
 def test_a_plan_is_claimed_as_one_array(
     pool_bytes: int | None,
@@ -193,7 +204,7 @@ def test_a_device_whose_memory_others_hold(monkeypatch: pytest.MonkeyPatch) -> N
     made = plan()
     monkeypatch.setattr(jax, "devices", lambda: [FakeDevice(0)])
     monkeypatch.setattr(jax.numpy, "zeros", zeros)
-    with pytest.raises(EngineError, match=r"3.68 GB are planned and the device has not so much"):
+    with pytest.raises(EngineError, match=r"3.65 GB are planned and the device has not so much"):
         claim_memory(made)
 
 
