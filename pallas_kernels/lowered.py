@@ -5,7 +5,7 @@ Owns: ``call_lowered`` and ``LoweredKernel``. Must not know: which kernels come 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache, partial
@@ -15,10 +15,11 @@ import jax
 from jax import export
 from jax.extend.mlir import deserialize_portable_artifact, serialize_portable_artifact
 from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters.mlir import ir, make_ir_context
+from jax.interpreters.mlir import make_ir_context
+
+from pallas_kernels.custom_calls import custom_calls, set_attribute
 
 MOSAIC_CALL = "mosaic_gpu_v2"  # the custom call of a kernel in Mosaic
-CONFIG = "mhlo.backend_config"  # its attributes
 
 
 def call_lowered(
@@ -68,22 +69,9 @@ def _by_hash(artifact: bytes) -> bytes:
     """The module without the sources of its kernels."""
     with make_ir_context():
         module = deserialize_portable_artifact(artifact)
-        for call in _mosaic_calls(module.operation):
-            config: dict[str, Any] = {each.name: each.attr for each in call.attributes[CONFIG]}
-            config["module"] = ir.StringAttr.get("")
-            call.attributes[CONFIG] = ir.DictAttr.get(config)
+        for call in custom_calls(module.operation, MOSAIC_CALL):
+            set_attribute(call, "module", "")
         return serialize_portable_artifact(module, stablehlo.get_current_version())
-
-
-def _mosaic_calls(operation: Any) -> Iterator[Any]:
-    for region in operation.regions:
-        for block in region.blocks:
-            for inner in block.operations:
-                if "call_target_name" in inner.attributes and (
-                    inner.attributes["call_target_name"].value == MOSAIC_CALL
-                ):
-                    yield inner
-                yield from _mosaic_calls(inner)
 
 
 @cache

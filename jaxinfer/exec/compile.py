@@ -34,6 +34,7 @@ from jaxinfer.exec.aot import (
 )
 from jaxinfer.exec.program import Program
 from pallas_kernels.ahead import kernels_in
+from pallas_kernels.triton_text import drop_triton_text
 
 KERNEL_THREADS = 8  # that compile kernels; those in Triton need Python's lock for a fifth of it
 
@@ -182,7 +183,9 @@ def _lowered(
         name, traced, wanted = waiting.popleft()
         for kernel in wanted:
             kernel.result()
-        return name, traced.lower()
+        lowered = traced.lower()
+        drop_triton_text(lowered.compiler_ir())
+        return name, lowered
 
     for name in names:
         traced = program.trace(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -31,6 +32,9 @@ ADMITTED_BY_STEP = 1  # beside the prompts it computes: whoever is admitted is a
 # faster there (o and down at 512 and 2,048 tokens: 0.97 to 1.04 of the time), and compiling dozens
 # of them for each product to find that out is most of a start from nothing.
 CUBLAS_FROM = 512
+# Weights, pages and workspace are planned to fill a GPU nearly. XLA's allocator over virtual memory
+# names no limit, and 80 % of the card is one to XLA: it would compute values twice to keep below.
+AS_PLANNED = MappingProxyType({"xla_disable_hlo_passes": "rematerialization"})
 EXTRAS_EVERY = 3  # buckets of a kind there is one with a step for extras
 
 
@@ -93,9 +97,11 @@ class Program:
     def compiler_options(self, name: str) -> dict[str, Any]:
         """XLA's options for one executable, by name."""
         bucket = Bucket(0) if name == ADMIT else self._steps()[name][0]
-        if self.platform == "cpu" or bucket.num_tokens < CUBLAS_FROM:
+        if self.platform == "cpu":
             return {}
-        return {"xla_gpu_enable_triton_gemm": False}
+        if bucket.num_tokens < CUBLAS_FROM:
+            return dict(AS_PLANNED)
+        return {**AS_PLANNED, "xla_gpu_enable_triton_gemm": False}
 
     @property
     def has_plain_steps(self) -> bool:
