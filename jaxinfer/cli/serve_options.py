@@ -60,6 +60,7 @@ GROUPS = (
             Setting("max_model_len", size_or_auto, "Longest sequence in tokens: 4096, 32k, auto."),
             Setting("max_num_seqs", size, "Sequences that run side by side."),
             Setting("max_num_batched_tokens", size, "Prompt tokens computed in one step."),
+            Setting("max_num_mixed_tokens", size, "Of these, in a step where others decode."),
             Setting("gpu_memory_utilization", number, "Share of a GPU's memory to use, up to 1."),
             Setting("kv_cache_memory_bytes", size, "Memory for the KV cache: 4G, 500M, bytes."),
             Setting("num_gpu_blocks_override", size, "Pages of the KV cache.", ("--num-pages",)),

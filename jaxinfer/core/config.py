@@ -27,6 +27,7 @@ SIZES = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "max_num_mixed_tokens",
     "page_size",
     "decode_bucket_start",
     "prefill_bucket_start",
@@ -54,12 +55,14 @@ class EngineConfig:
     """Everything an engine is built from. Names and meanings follow vLLM's ``EngineArgs``.
 
     Sizes are tokens unless said. ``None`` means "derived from the model and the device".
-    ``max_num_batched_tokens`` bounds the prompt tokens of one step (the chunk of chunked prefill);
-    decoding rows ride along in addition, so a step never stalls them for more than one chunk.
+    ``max_num_batched_tokens`` bounds the prompt tokens of one step (the chunk of chunked prefill),
+    ``max_num_mixed_tokens`` those of a step in which rows decode too; None is the same. Decoding
+    rows ride along in addition, so a step never stalls them for more than that: the more, the
+    sooner a first token for those who wait, the later the next one for those who have begun.
     ``decode_bucket_start``: decode steps are compiled for 1, start, 2 * start, ... rows.
     ``prefill_bucket_start``: chunks are compiled for start, factor * start, ... tokens, where
     ``prefill_bucket_factor`` is the factor, 2 or more.
-    ``mixed_bucket_start``: steps that decode and prefill pad their decode rows to start, 8 * start,
+    ``mixed_bucket_start``: steps that decode and prefill pad their decode rows to start, 2 * start,
     ... rows.
     ``prefill_first``: when all requests fit at once, their prompts are computed before anybody
     decodes, which suits a batch but stalls a stream. None is True for ``LLM``, False for a server.
@@ -81,6 +84,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_num_mixed_tokens: int | None = None
     page_size: int | None = None
     decode_bucket_start: int | None = None
     prefill_bucket_start: int | None = None

@@ -164,6 +164,7 @@ def _sizes(config: EngineConfig, model: Model) -> tuple[MemoryPlan, Limits]:
         prefill_start=prefill_start,
         prefill_factor=prefill_factor,
         mixed_start=mixed_start,
+        max_num_mixed_tokens=config.max_num_mixed_tokens,
     )
     memory = plan_memory(
         config,

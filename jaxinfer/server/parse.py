@@ -178,7 +178,7 @@ def _whole(value: Any, num_levels: int = 2) -> Any:
         return int(value)
     if num_levels and isinstance(value, list):
         items = cast("list[Any]", value)
-        if any(isinstance(item, (float, list)) for item in items):
+        if not {float, list}.isdisjoint(map(type, items)):  # a prompt's ids: none, in 20 us
             return [_whole(item, num_levels - 1) for item in items]
     return cast("Any", value)
 

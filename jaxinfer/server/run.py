@@ -29,6 +29,9 @@ from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.server.protocol import BoundedHeads
 
 BACKLOG = 2048  # connections that the kernel holds until they are accepted
+# Connections that a turn of the loop accepts, of all that wait. uvloop's libuv takes one of each
+# socket (libuv/libuv#3696), and a turn in which 200 streams send their tokens takes 10 ms.
+ACCEPTED_AT_ONCE = 16
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 s after which proxies drop idle connections
 FLUSH_SECONDS = 5.0  # for the last events of streams, to clients that read them
 OPEN_FILES = 65536  # one for each connection; the usual soft limit is 1024
@@ -71,6 +74,14 @@ def run(
 
 class Server(uvicorn.Server):
     """uvicorn without its signal handlers, which would cut off streams."""
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen until ``should_exit``; every socket several times over, to accept as many at once.
+
+        uvicorn closes them all, so that nobody is accepted any more once it has been told to end.
+        """
+        again = [one.dup() for one in sockets or () for _ in range(ACCEPTED_AT_ONCE - 1)]
+        await super().serve(None if sockets is None else [*sockets, *again])
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -264,6 +264,8 @@ def prompt_list(prompt: str | Sequence[Any]) -> list[str | tuple[int, ...]]:
     """The prompts in any of the four forms; raises ``ApiError`` for a mixture or an empty one."""
     if isinstance(prompt, str):
         return [prompt]
+    if set(map(type, prompt)) == {int}:  # no call of ours for each of many thousands
+        return [tuple(prompt)]
     kind = type(prompt[0])
     for index, item in enumerate(prompt):
         if type(item) is not kind:
@@ -274,8 +276,6 @@ def prompt_list(prompt: str | Sequence[Any]) -> list[str | tuple[int, ...]]:
             )
         if item == ():
             raise refused(f"prompt[{index}]", f"prompt[{index}] must hold at least 1 token id")
-    if kind is int:
-        return [tuple(prompt)]
     if len(prompt) > MAX_PROMPTS:
         raise refused(
             "prompt", f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(prompt)}"

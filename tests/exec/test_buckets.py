@@ -14,9 +14,12 @@ from jaxinfer.exec.buckets import bucket_table
 sizes = st.integers(1, 300)
 factors = st.integers(2, 8)
 starts = st.integers(1, 300)
+mixed_limits = st.none() | st.integers(1, 9000)
 
 
-def table_of(seqs: int, tokens: int, factor: int = 8, mixed_start: int = 16) -> tuple[Bucket, ...]:
+def table_of(
+    seqs: int, tokens: int, factor: int = 8, mixed_start: int = 16, most_mixed: int | None = None
+) -> tuple[Bucket, ...]:
     return bucket_table(
         seqs,
         tokens,
@@ -24,26 +27,35 @@ def table_of(seqs: int, tokens: int, factor: int = 8, mixed_start: int = 16) -> 
         prefill_start=64,
         prefill_factor=factor,
         mixed_start=mixed_start,
+        max_num_mixed_tokens=most_mixed,
     )
 
 
-@given(sizes, st.integers(1, 9000), factors, starts, st.data())
+@given(sizes, st.integers(1, 9000), factors, starts, mixed_limits, st.data())
 def test_every_step_finds_a_bucket(
-    seqs: int, tokens: int, factor: int, mixed_start: int, data: st.DataObject
+    seqs: int,
+    tokens: int,
+    factor: int,
+    mixed_start: int,
+    most_mixed: int | None,
+    data: st.DataObject,
 ) -> None:
-    table = table_of(seqs, tokens, factor, mixed_start)
+    table = table_of(seqs, tokens, factor, mixed_start, most_mixed)
     decodes = data.draw(st.integers(0, seqs))
     assert decodes == 0 or any(bucket.fits(decodes, 0, 0) for bucket in table)
     if decodes < seqs:  # a prefill row of any length joins any number of decodes
-        length = data.draw(st.integers(1, tokens))
+        longest = min(tokens, most_mixed or tokens) if decodes else tokens
+        length = data.draw(st.integers(1, longest))
         assert any(bucket.fits(decodes, length, 1) for bucket in table)
 
 
-@given(sizes, st.integers(1, 9000), factors, starts)
+@given(sizes, st.integers(1, 9000), factors, starts, mixed_limits)
 def test_shapes_are_distinct_and_within_bounds(
-    seqs: int, tokens: int, factor: int, mixed_start: int
+    seqs: int, tokens: int, factor: int, mixed_start: int, most_mixed: int | None
 ) -> None:
-    table = table_of(seqs, tokens, factor, mixed_start)
+    table = table_of(seqs, tokens, factor, mixed_start, most_mixed)
+    mixed = [bucket for bucket in table if bucket.num_decodes and bucket.num_prefills]
+    assert all(bucket.num_prefill_tokens <= (most_mixed or tokens) for bucket in mixed)
     assert len({bucket.name for bucket in table}) == len(table)
     assert all(b.num_decodes <= seqs and b.num_prefill_tokens <= tokens for b in table)
     assert all(b.num_prefills <= min(seqs, max(b.num_prefill_tokens, 1)) for b in table)
@@ -62,8 +74,8 @@ def test_names() -> None:
             "gpu",
             "d1 d8 d16 d32 d64 d128 d256 d512 "
             "p128x8 p256x16 p512x32 p1024x64 p2048x128 p4096x256 p8192x512 "
-            "d64p256x16 d64p512x32 d64p1024x64 d64p2048x128 d64p4096x256 "
-            "d512p512x32 d512p2048x128 d512p8192x512",
+            "d64p256x16 d64p512x32 d64p1024x64 d128p512x32 d128p1024x64 "
+            "d256p512x32 d256p1024x64 d512p512x32 d512p1024x64",
         ),
         ("cpu", "d1 d4 d8 d16 p64x4 p256x16 d16p64x4 d16p256x16"),
     ],
@@ -78,5 +90,6 @@ def test_the_defaults_of_a_device_are_few(platform: str, names: str) -> None:
         prefill_start=config.prefill_bucket_start or 0,
         prefill_factor=config.prefill_bucket_factor or 0,
         mixed_start=config.mixed_bucket_start or 0,
+        max_num_mixed_tokens=config.max_num_mixed_tokens,
     )
     assert " ".join(bucket.name for bucket in table) == names

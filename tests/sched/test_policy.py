@@ -40,6 +40,17 @@ def test_prefills_share_the_budget_and_decodes_ride_along() -> None:
     assert shape(drive.tick().step) == (["a", "b"], [("c", 8)])
 
 
+def test_a_chunk_beside_decodes_is_as_large_as_a_mixed_bucket() -> None:
+    buckets = (Bucket(4), Bucket(0, 16, 4), Bucket(4, 4, 4))
+    drive = Drive(make_limits(max_num_batched_tokens=16, buckets=buckets), depth=1)
+    output = drive.arrive(*(make_request(f"r{i}", [i] * 10, arrival=i) for i in range(3)))
+    assert shape(output.step) == ([], [("r0", 10), ("r1", 6)])
+    assert shape(drive.tick().step) == (["r0"], [("r1", 4)])
+    assert shape(drive.tick().step) == (["r0", "r1"], [("r2", 4)])
+    output = drive.tick(Abort("r0"), Abort("r1"))  # nobody waits for the rest of the prompt
+    assert shape(output.step) == ([], [("r2", 6)])
+
+
 def test_a_batch_that_fits_is_prefilled_before_anybody_decodes() -> None:
     drive = Drive(make_limits(max_num_batched_tokens=16, prefill_first=True), depth=1)
     output = drive.arrive(*(make_request(f"r{i}", [i] * 10, arrival=i) for i in range(3)))

@@ -1,0 +1,218 @@
+"""A level of ``bench.serve`` without a device: what the scheduler and the bucket table make of it.
+
+Run from the repository root, the last level of the sweep and one below saturation:
+
+    .venv/bin/python -m bench.levels --cached 384
+    .venv/bin/python -m bench.levels --cached 288 --num-prompts 384 --request-rate 32
+
+The loop and the scheduler are the real ones, with the sizes of ``configs/engine/gpu.toml``.
+The clock is the device's: a step takes what ``step_ms`` says, and all else takes no time but a
+request's way in. So a change of policy or of buckets shows before anything is compiled. Must not
+know: jax, models, HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from bench.serve_run import rate_of
+from bench.serve_workload import arrivals
+from jaxinfer.core.config import Limits
+from jaxinfer.core.request import Request, SamplingParams
+from jaxinfer.core.step import Arrive, Event, RowResult, StepPlan, StepResult
+from jaxinfer.engine.loop import EngineLoop
+from jaxinfer.exec.buckets import bucket_table
+
+SIZES = Path(__file__).parent.parent / "configs" / "engine" / "gpu.toml"
+NUM_PAGES, MAX_MODEL_LEN = 52_000, 16_384
+# Qwen3-4B on one H200 (docs/performance.md), ms: a decode step by rows of 1,088 keys, a prompt step
+# by tokens. Of the former a row's keys take 38 us, the rest depends on the bucket's rows. Beside a
+# chunk a bucket's row costs only its share of products that the chunk has made long already.
+KEYS_MS, KEYS = 0.038, 1088
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
+ROWS_MS = (2.75, 3.13, 3.38, 4.13, 5.21, 8.41, 14.8, 26.5)
+TOKENS = (0, 128, 256, 512, 1024, 2048, 4096, 8192)
+TOKENS_MS = (0.0, 3.6, 5.0, 8.0, 14.0, 29.0, 57.0, 118.0)
+MIXED_ROW_MS = 0.008
+
+
+def step_ms(plan: StepPlan) -> float:
+    """What the device takes for a step, by its bucket and the keys that its rows read."""
+    bucket = plan.bucket
+    keys = KEYS_MS * sum(row.num_computed_tokens for row in plan.rows) / KEYS
+    if bucket.num_prefills:
+        tokens = float(np.interp(bucket.num_prefill_tokens, TOKENS, TOKENS_MS))
+        return tokens + MIXED_ROW_MS * bucket.num_decodes + keys
+    rest = [ms - KEYS_MS * rows for rows, ms in zip(ROWS, ROWS_MS, strict=True)]
+    return float(np.interp(bucket.num_decodes, ROWS, rest)) + keys
+
+
+@dataclass
+class Device:
+    """A ``StepExecutor`` whose steps run one after the other, in no time of ours."""
+
+    now: float = 0.0  # ms
+    steps: list[tuple[float, float, StepPlan]] = field(
+        default_factory=list[tuple[float, float, StepPlan]]
+    )  # start, ms, plan
+    _free_at: float = 0.0
+
+    def launch(self, plan: StepPlan) -> tuple[StepPlan, float]:
+        """Queue a step behind the others."""
+        start, ms = max(self.now, self._free_at), step_ms(plan)
+        self._free_at = start + ms
+        self.steps.append((start, ms, plan))
+        return plan, self._free_at
+
+    def collect(self, step: tuple[StepPlan, float]) -> StepResult:
+        """Go on to the time at which the step is done."""
+        plan, done = step
+        self.now = max(self.now, done)
+        rows = (RowResult(r.request_id, r.epoch, 5 if r.samples else None) for r in plan.rows)
+        return StepResult(plan.step_id, tuple(rows))
+
+
+@dataclass(frozen=True)
+class Level:
+    """Prompts of a length, sent at their times (ms); the first ``num_cached`` were asked before."""
+
+    sent: Sequence[float]
+    num_cached: int = 0
+    input_len: int = 1024
+    output_len: int = 128
+    way_in_ms: float = 1.0  # of a request through the server, one after the other
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Times of each request's tokens after the level's begin, ms, and the steps."""
+
+    sent: Sequence[float]
+    tokens: list[list[float]]
+    steps: list[tuple[float, float, StepPlan]]
+
+    def line(self) -> str:
+        """The figures of ``bench.serve``."""
+        pairs = list(zip(self.sent, self.tokens, strict=True))
+        ttft = [times[0] - sent for sent, times in pairs]
+        tpot = [(times[-1] - times[0]) / max(1, len(times) - 1) for times in self.tokens]
+        gaps = np.concatenate([np.diff(times) for times in self.tokens])
+        e2el = [times[-1] - sent for sent, times in pairs]
+        parts = [
+            f"{name} {np.median(values):.2f} / {np.percentile(values, 99):.2f}"
+            for name, values in (("ttft", ttft), ("tpot", tpot), ("itl", gaps), ("e2el", e2el))
+        ]
+        rate = 1e3 * sum(map(len, self.tokens)) / max(times[-1] for times in self.tokens)
+        return f"{'  '.join(parts)}  {rate:.0f} tok/s"
+
+    def by_bucket(self) -> list[str]:
+        """Where the time goes: a line for each bucket, the longest in all first."""
+        lines: list[tuple[float, str]] = []
+        for name in {plan.bucket.name for _, _, plan in self.steps}:
+            some = [(ms, plan) for _, ms, plan in self.steps if plan.bucket.name == name]
+            decodes = sum(len(plan.decodes) for _, plan in some)
+            prompts = sum(row.num_scheduled_tokens for _, plan in some for row in plan.prefills)
+            real = decodes + prompts
+            share = 1 - real / sum(plan.bucket.num_tokens for _, plan in some)
+            total = sum(ms for ms, _ in some)
+            text = f"{name:14} {len(some):4} steps {total:8.0f} ms, {share:4.0%} of tokens padding"
+            lines.append((-total, text))
+        return [text for _, text in sorted(lines)]
+
+
+def run(limits: Limits, level: Level) -> Outcome:
+    """Fill the prefix cache, wait until that is over, then offer the level."""
+    device = Device()
+    loop = EngineLoop(device, limits)
+    for number in range(level.num_cached):  # one by one: nobody preempts or evicts
+        loop.turn((Arrive(_request(f"cached-{number}", number, level, output_len=1)),))
+        while not loop.idle:
+            loop.turn(())
+    begin, device.steps = device.now, []
+    way_in, todo = 0.0, list[tuple[float, int]]()
+    for number, sent in enumerate(level.sent):
+        way_in = max(way_in, sent) + level.way_in_ms
+        todo.append((begin + way_in, number))
+    tokens: list[list[float]] = [[] for _ in level.sent]
+    while todo or not loop.idle:
+        loop.wait_for_room()
+        if loop.idle:
+            device.now = max(device.now, todo[0][0])
+        events: list[Event] = []
+        while todo and todo[0][0] <= device.now:
+            number = todo.pop(0)[1]
+            events.append(Arrive(_request(str(number), number, level)))
+        for event in loop.turn(tuple(events)).events:
+            tokens[int(event.request_id)] += [device.now - begin] * len(event.token_ids)
+    return Outcome(level.sent, tokens, device.steps)
+
+
+def _request(name: str, number: int, level: Level, output_len: int | None = None) -> Request:
+    ids = np.random.default_rng([number]).integers(0, 150_000, level.input_len)
+    return Request(
+        request_id=name,
+        prompt_token_ids=tuple(ids.tolist()),
+        sampling=SamplingParams(ignore_eos=True),
+        max_tokens=output_len or level.output_len,
+        seed=0,
+        arrival=number,
+    )
+
+
+def limits_of(max_num_mixed_tokens: int | None) -> Limits:
+    """A GPU's default sizes, with another bound on mixed steps where one is given."""
+    sizes = tomllib.loads(SIZES.read_text())
+    most_seqs, chunk = sizes["max_num_seqs"], sizes["max_num_batched_tokens"]
+    buckets = bucket_table(
+        most_seqs,
+        chunk,
+        decode_start=sizes["decode_bucket_start"],
+        prefill_start=sizes["prefill_bucket_start"],
+        prefill_factor=sizes["prefill_bucket_factor"],
+        mixed_start=sizes["mixed_bucket_start"],
+        max_num_mixed_tokens=max_num_mixed_tokens or sizes["max_num_mixed_tokens"],
+    )
+    return Limits(
+        num_pages=NUM_PAGES,
+        page_size=16,
+        max_num_seqs=most_seqs,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=chunk,
+        buckets=buckets,
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Simulate one level and print it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--num-prompts", type=int, default=512)
+    parser.add_argument("--request-rate", type=rate_of, default=math.inf, help="a second; or inf")
+    parser.add_argument("--cached", type=int, default=0, help="prompts that were asked before")
+    parser.add_argument("--input-len", type=int, default=1024)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--way-in-ms", type=float, default=1.0, help="of a request, in turn")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--max-num-mixed-tokens", type=int)
+    given = parser.parse_args(argv)
+    sent = arrivals(given.num_prompts, given.request_rate, 1.0, given.seed)
+    level = Level(
+        sent=[1e3 * seconds for seconds in sent],
+        num_cached=given.cached,
+        input_len=given.input_len,
+        output_len=given.output_len,
+        way_in_ms=given.way_in_ms,
+    )
+    outcome = run(limits_of(given.max_num_mixed_tokens), level)
+    print(outcome.line())
+    print(*outcome.by_bucket(), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
