@@ -13,7 +13,7 @@ from typing import Any
 
 from pallas_kernels.custom_calls import attribute_of, custom_calls, set_attribute
 
-TRITON_CALL = "triton_kernel_call"  # the custom call of a kernel in Triton
+TRITON_CALL = "triton_kernel_call_ffi"  # the custom call of a kernel in Triton
 OPAQUE = "opaque"  # its attribute: a compressed TritonAnyKernelCall (jaxlib/gpu/triton.proto)
 KERNEL = (1, 1)  # in it: TritonAnyKernelCall.kernel_call, TritonKernelCall.kernel
 TEXT = 5  # TritonKernel.ttir

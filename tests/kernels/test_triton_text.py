@@ -72,6 +72,11 @@ def test_what_is_compiled_is_what_was_changed() -> None:
         made.compile()
 
 
+def test_the_call_is_jax_triton_s() -> None:
+    jax_triton = pytest.importorskip("jax_triton")
+    assert jax_triton.CUSTOM_CALL_TARGET_NAME == TRITON_CALL
+
+
 def test_the_field_is_jaxlib_s() -> None:
     """The path to the text is that of jaxlib's own message."""
     triton = pytest.importorskip("jax_cuda13_plugin._triton")
