@@ -1,4 +1,20 @@
-"""append_decode in Pallas Mosaic GPU, for NVIDIA Hopper (compute capability 9.x)."""
+"""append_decode in Pallas Mosaic GPU, for NVIDIA Hopper (compute capability 9.x).
+
+A program has two warpgroups. Four warps of one ask for pages by TMA, two of them for keys and two
+for values, as many blocks ahead as there is room. They read page ids before they know how long the
+row is, so that the first pages are asked for after one wait for memory, not two. Meanwhile the
+other warpgroup turns the queries of one kv head, and then attends. The product is turned around, as
+in ``skinny_gemm``: 64 keys, or 64 components of values, are what the matrix units always take at
+once, and query heads, of which they take any multiple of 8, the other side. So keys and values go
+from memory to shared memory to the units without passing through registers. Softmax runs in base 2,
+sums in float32.
+
+Programs that share a row and a kv head take its blocks in turn and are a cluster: the first of them
+reads what the others found from their shared memory, always in the same order. The last of them,
+which has the fewest blocks, also turns and appends the new key, and begins with its score and the
+new value, so that nobody waits for them to reach memory.
+Must not know: which calls come here (``mosaic_launch``).
+"""
 
 from __future__ import annotations
 
@@ -14,354 +30,512 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.append_decode.launch import queries_of
-from pallas_kernels.append_decode.mosaic_launch import GROUP, Launch, choose
+from pallas_kernels.append_decode.mosaic_launch import GROUP, KEYS, Launch, choose
 
+LOADER = 1  # the warpgroup that copies
 READERS = 2  # warps that copy keys, and as many that copy values
+LANES = 32  # of a warp
 
 type Ref = Any
-type Array = jax.Array
+type _Halves = tuple[jax.Array, jax.Array]  # of heads: [GROUP, H / 2] each
 
 
 @dataclass(frozen=True)
 class _Plan:
     """What is known when the kernel is compiled."""
 
-    num_heads: int
+    num_heads: int  # of queries
     num_kv_heads: int
     head_dim: int
     page_size: int
     table_width: int
-    dtype: str
+    dtype: jnp.dtype
     scale: float  # of scores, log2(e) included
     eps: float
-    normed: bool
     choice: Launch
 
     @property
-    def group(self) -> int:
+    def group(self) -> int:  # query heads of a kv head
         return self.num_heads // self.num_kv_heads
 
     @property
-    def pages(self) -> int:
+    def pages(self) -> int:  # of a block
         return self.choice.block // self.page_size
 
     @property
-    def half(self) -> int:
-        return self.head_dim // 2
+    def halves(self) -> tuple[Any, Any]:
+        """Slices of a head that are turned with one another."""
+        half = self.head_dim // 2
+        return pl.ds(0, half), pl.ds(half, half)
 
     @property
     def layout(self) -> Any:
-        """Of halves of a group's heads, [GROUP, H / 2]: a warp has two whole heads."""
-        vector = self.half // 32
-        tiles = plgpu.Tiling(((GROUP, self.half), (2, self.half), (vector,)))
+        """How threads hold a half of each head, [GROUP, H / 2]: a warp has two heads."""
+        half = self.head_dim // 2
+        tiles = plgpu.Tiling(((GROUP, half), (GROUP // 4, half), (half // LANES,)))
         return plgpu.Layout.TILED(tiles, warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1)
 
 
 class _Arrays(NamedTuple):
-    qkv: Ref
-    cos: Ref
-    sin: Ref
-    norms: Ref | None
-    k_pages: Ref
-    v_pages: Ref
-    page_table: Ref
-    seq_lens: Ref
-    out: Ref
+    """What lies in global memory."""
+
+    qkv: Ref  # [B, N + 2K, H]
+    k_pages: Ref  # [P, S, K, H]
+    v_pages: Ref  # [P, S, K, H]
+    page_table: Ref  # int32[B, M]
+    seq_lens: Ref  # int32[B]
+    cos: Ref | None  # float32[B, H / 2]
+    sin: Ref | None  # float32[B, H / 2]
+    qk_norms: Ref | None  # [2, H]
+    out: Ref  # [B, N, H]
 
 
 class _Shared(NamedTuple):
-    k: Ref
-    v: Ref
-    q: Ref
-    weights: Ref
-    plain: Ref
-    new_key: Ref
-    new_value: Ref
-    newest: Ref
-    k_full: Ref
-    v_full: Ref
-    k_free: Ref
-    v_free: Ref
-    heads_full: Ref
+    """Shared memory of a program, and the barriers that say what is in it."""
+
+    k: Ref  # [stages, block, H]
+    v: Ref  # [stages, block, H]
+    q: Ref  # [GROUP, H], turned
+    weights: Ref  # [GROUP, block]
+    heads: Ref  # [GROUP, H], not swizzled: queries as they come, then results
+    key: Ref  # [GROUP, H], not swizzled: the new key, turned, in every row
+    value: Ref  # [1, H]: the new one
+    score: Ref  # float32[GROUP]: of the new key
+    k_full: Ref  # [stages]: one arrival a page
+    v_full: Ref  # [stages]: one arrival a page
+    k_free: Ref  # [stages]
+    v_free: Ref  # [stages]
+    heads_full: Ref  # queries and the new value
+    mixed: Ref | None = None  # float32[H, GROUP]: a split's sums, for another to read
+    top: Ref | None = None  # float32[GROUP]: its top scores
+    total: Ref | None = None  # float32[GROUP]: its total weights
+    cluster: Ref | None = None  # one arrival of each split
 
 
 class _Span(NamedTuple):
-    row: Array
-    kv_head: Array
-    length: Array
-    last: Array
-    blocks: Array
+    """What a program attends to; int32 scalars."""
+
+    row: jax.Array
+    kv_head: jax.Array
+    split: jax.Array
+    length: jax.Array  # 0 for padding, which takes part as a row of one token and yields zeros
+    last: jax.Array  # position of the new token: so many keys are in pages
+    steps: jax.Array  # blocks that are this program's: number ``split`` and every splits-th on
 
 
-def _span(plan: _Plan, arrays: _Arrays) -> _Span:
-    row, kv_head = lax.axis_index("row"), lax.axis_index("kv_head")
-    length = arrays.seq_lens[row]
+class _Sums(NamedTuple):
+    """What a program has found so far."""
+
+    top: jax.Array  # float32[GROUP]: largest score
+    weights: jax.Array  # float32[block, GROUP]: by place in a block; the total is their sum
+    mixed: jax.Array  # float32[H, GROUP]: values times weights
+
+
+def _place(plan: _Plan) -> tuple[jax.Array, jax.Array, jax.Array]:
+    split = lax.axis_index("split") if plan.choice.splits > 1 else jnp.int32(0)
+    return lax.axis_index("row"), lax.axis_index("kv_head"), split
+
+
+def _span(plan: _Plan, length: jax.Array) -> _Span:
+    choice, (row, kv_head, split) = plan.choice, _place(plan)
     last = jnp.maximum(length - 1, 0)
-    blocks = lax.div(last + plan.choice.block - 1, jnp.int32(plan.choice.block))
-    return _Span(row, kv_head, length, last, blocks)
+    blocks = lax.div(last + (choice.block - 1), jnp.int32(choice.block))
+    steps = lax.div(blocks - split + (choice.splits - 1), jnp.int32(choice.splits))
+    return _Span(row, kv_head, split, length, last, steps)
 
 
-def _stage(plan: _Plan, block: Array) -> Array:
-    return lax.rem(block, jnp.int32(plan.choice.stages))
+def _stage(plan: _Plan, step: jax.Array | int) -> jax.Array:
+    return lax.rem(jnp.int32(step), jnp.int32(plan.choice.stages))
 
 
 def _load(plan: _Plan, arrays: _Arrays, shared: _Shared) -> None:
+    """Copy blocks as room becomes free: each warp its share of the pages of keys or of values."""
     readers = min(READERS, plan.pages)
     keys = (arrays.k_pages, shared.k, shared.k_full, shared.k_free)
     values = (arrays.v_pages, shared.v, shared.v_full, shared.v_free)
 
     @plgpu.warp_map
-    def _warp(warp: Array) -> None:
+    def _warp(warp: jax.Array) -> None:
         for i, stream in enumerate((keys, values)):
             for share in range(readers):
-                copy = partial(_copy_share, plan, arrays, *stream)
-                pl.when(warp == i * readers + share)(partial(copy, share, readers))
+                own = range(share, plan.pages, readers)
+                copy = partial(_copy_share, plan, arrays, *stream, own)
+                pl.when(warp == i * readers + share)(copy)
 
 
 def _copy_share(
-    plan: _Plan, arrays: _Arrays, pool: Ref, room: Ref, full: Ref, free: Ref, share: int, shares: int
+    plan: _Plan,
+    arrays: _Arrays,
+    pool: Ref,  # [P, S, K, H]
+    room: Ref,  # [stages, block, H]
+    full: Ref,
+    free: Ref,
+    own: range,  # pages of a block
 ) -> None:
-    own = range(share, plan.pages, shares)
-    stages, row = plan.choice.stages, lax.axis_index("row")
-    kv_head = lax.axis_index("kv_head")
+    """One warp's copies."""
+    stages, (row, kv_head, split) = plan.choice.stages, _place(plan)
 
-    def pages_of(block: Array | int, most: Array | int) -> list[Array]:
-        places = (jnp.minimum(block * plan.pages + i, most) for i in own)
-        return [arrays.page_table[row, place] for place in places]
+    def pages_of(step: jax.Array | int, last: jax.Array | int) -> list[jax.Array]:
+        first = (step * plan.choice.splits + split) * plan.pages
+        return [arrays.page_table[row, jnp.minimum(first + i, last)] for i in own]
 
-    def copy(block: Array | int, pages: list[Array]) -> None:
-        stage = _stage(plan, jnp.int32(block))
+    def copy(step: jax.Array | int, pages: list[jax.Array]) -> None:
+        stage = _stage(plan, step)
         for i, page in zip(own, pages, strict=True):
             to = room.at[stage, pl.ds(i * plan.page_size, plan.page_size)]
             source = pool.at[page, pl.ds(0, plan.page_size), kv_head]
             plgpu.copy_gmem_to_smem(source, to, full.at[stage])
 
-    first = [pages_of(block, plan.table_width - 1) for block in range(stages)]
-    span = _span(plan, arrays)
-    last_page = lax.div(jnp.maximum(span.last - 1, 0), jnp.int32(plan.page_size))
-    for block, pages in enumerate(first):
-        @pl.when(block < span.blocks)
-        def _first(block: int = block, pages: list[Array] = pages) -> None:
-            places = [block * plan.pages + i for i in own]
-            there = [jnp.where(place <= last_page, page, pages[0]) for place, page in zip(places, pages)]
-            copy(block, there)
+    early = [pages_of(step, plan.table_width - 1) for step in range(stages)]
+    # The compiler would read some of them only when the length has come.
+    length, early = lax.optimization_barrier((arrays.seq_lens[row], early))
+    span = _span(plan, length)
+    last = lax.div(jnp.maximum(span.last - 1, 0), jnp.int32(plan.page_size))
+    for step, pages in enumerate(early):
+        first = (step * plan.choice.splits + split) * plan.pages
+        # Page 0, which is no row's, stands in for what may be junk.
+        there = [jnp.where(first + i <= last, page, 0) for i, page in zip(own, pages, strict=True)]
+        pl.when(step < span.steps)(partial(copy, step, there))
 
-    @pl.loop(jnp.int32(stages), span.blocks)
-    def _next(block: Array) -> None:
-        pages = pages_of(block, last_page)
-        plgpu.barrier_wait(free.at[_stage(plan, block)])
-        copy(block, pages)
+    @pl.loop(jnp.int32(stages), span.steps)
+    def _step(step: jax.Array) -> None:
+        pages = pages_of(step, last)  # in flight during the wait; the last page stands in
+        plgpu.barrier_wait(free.at[_stage(plan, step)])
+        copy(step, pages)
 
-    @pl.loop(jnp.maximum(span.blocks - stages, 0), span.blocks)
-    def _see_through(block: Array) -> None:
-        plgpu.barrier_wait(free.at[_stage(plan, block)])
+    @pl.loop(jnp.maximum(span.steps - stages, 0), span.steps)
+    def _see_through(step: jax.Array) -> None:  # a barrier left early is an error
+        plgpu.barrier_wait(free.at[_stage(plan, step)])
 
 
-def _turn(plan: _Plan, first: Array, second: Array, weights: Any, cos: Array, sin: Array):
-    shape = (GROUP, plan.half)
-    dtype = jnp.dtype(plan.dtype)
-    if weights is not None:
-        squares = (first * first + second * second).sum(axis=1)
-        factor = lax.rsqrt(squares / plan.head_dim + plan.eps)
-        factor = lax.broadcast_in_dim(factor, shape, [0])
-        first = (first * factor * weights[0]).astype(dtype).astype(jnp.float32)
-        second = (second * factor * weights[1]).astype(dtype).astype(jnp.float32)
-    return (first * cos - second * sin).astype(dtype), (second * cos + first * sin).astype(dtype)
+def _along(plan: _Plan, line: Ref) -> jax.Array:  # [H / 2] -> float32[GROUP, H / 2]
+    """The same for each head."""
+    values = plgpu.load(line, layout=plan.layout.reduce(0), optimized=False)
+    shape = (GROUP, plan.head_dim // 2)
+    return lax.broadcast_in_dim(values.astype(jnp.float32), shape, [1])
+
+
+def _normed(plan: _Plan, heads: _Halves, weights: _Halves) -> _Halves:
+    """Heads over their root mean square, times weights, rounded to the dtype."""
+    first, second = heads
+    squares = (first * first + second * second).sum(axis=1)
+    factor = lax.rsqrt(squares / plan.head_dim + plan.eps)
+    factor = lax.broadcast_in_dim(factor, first.shape, [0])
+    first, second = (x * factor * w for x, w in zip(heads, weights, strict=True))
+    return tuple(x.astype(plan.dtype).astype(jnp.float32) for x in (first, second))  # type: ignore[return-value]
 
 
 def _prepare(plan: _Plan, arrays: _Arrays, span: _Span, shared: _Shared) -> None:
-    h, half, layout = plan.head_dim, plan.half, plan.layout
-    shape = (GROUP, half)
-    halves = (pl.ds(0, half), pl.ds(half, half))
+    """Norm and rope of the queries and of the new key, and its scores."""
     key_head = plan.num_heads + span.kv_head
-
-    def along(ref: Ref) -> Array:
-        line = plgpu.load(ref, layout=layout.reduce(0), optimized=False).astype(jnp.float32)
-        return lax.broadcast_in_dim(line, shape, [1])
-
-    cos, sin = along(arrays.cos.at[span.row]), along(arrays.sin.at[span.row])
-    key = [along(arrays.qkv.at[span.row, key_head, x]) for x in halves]
-    weights = [None, None]
-    if arrays.norms is not None:
-        weights = [[along(arrays.norms.at[i, x]) for x in halves] for i in range(2)]
+    first, second = plan.halves
+    key = tuple(_along(plan, arrays.qkv.at[span.row, key_head, x]) for x in plan.halves)
+    weights = angles = None
+    if arrays.qk_norms is not None:
+        weights = [
+            tuple(_along(plan, arrays.qk_norms.at[i, x]) for x in plan.halves) for i in range(2)
+        ]
+    if arrays.cos is not None and arrays.sin is not None:
+        angles = _along(plan, arrays.cos.at[span.row]), _along(plan, arrays.sin.at[span.row])
     plgpu.barrier_wait(shared.heads_full)
-    query = [
-        plgpu.load(shared.plain.at[:, x], layout=layout, optimized=False).astype(jnp.float32)
-        for x in halves
-    ]
-    query = _turn(plan, *query, weights[0], cos, sin)
-    key = _turn(plan, *key, weights[1], cos, sin)
+    query = tuple(
+        plgpu.load(shared.heads.at[:, x], layout=plan.layout, optimized=False).astype(jnp.float32)
+        for x in plan.halves
+    )
+    turned = []
+    for i, (x, y) in enumerate((query, key)):
+        if weights is not None:
+            x, y = _normed(plan, (x, y), weights[i])
+        if angles is not None:
+            cos, sin = angles
+            x, y = x * cos - y * sin, y * cos + x * sin
+        turned.append((x.astype(plan.dtype), y.astype(plan.dtype)))
     score = jnp.zeros((), jnp.float32)
-    for i, x in enumerate(halves):
-        shared.q[:, x] = query[i]
-        shared.new_key[:, x] = key[i]
-    score = (query[0].astype(jnp.float32) * key[0].astype(jnp.float32)).sum(axis=1)
-    score += (query[1].astype(jnp.float32) * key[1].astype(jnp.float32)).sum(axis=1)
-    shared.newest[...] = score * plan.scale
+    for at, x, y in zip(plan.halves, *turned, strict=True):
+        shared.q[:, at] = x
+        shared.key[:, at] = y
+        score = score + (x.astype(jnp.float32) * y.astype(jnp.float32)).sum(axis=1)
+    shared.score[...] = score * plan.scale
     plgpu.commit_smem()
 
 
 def _append(plan: _Plan, arrays: _Arrays, span: _Span, shared: _Shared) -> None:
-    @pl.when(span.length > 0)
+    """Begin to write the new key and value to their slot, if this program is the last of a row."""
+
+    @pl.when((span.length > 0) & (span.split == plan.choice.splits - 1))
     def _store() -> None:
-        page = arrays.page_table[span.row, lax.div(span.last, jnp.int32(plan.page_size))]
-        slot = pl.ds(lax.rem(span.last, jnp.int32(plan.page_size)), 1)
-        one = pl.ds(0, 1)
-        plgpu.copy_smem_to_gmem(shared.new_key.at[one], arrays.k_pages.at[page, slot, span.kv_head])
-        plgpu.copy_smem_to_gmem(shared.new_value.at[one], arrays.v_pages.at[page, slot, span.kv_head])
+        page_size = jnp.int32(plan.page_size)
+        page = arrays.page_table[span.row, lax.div(span.last, page_size)]
+        slot = (page, pl.ds(lax.rem(span.last, page_size), 1), span.kv_head)
+        plgpu.copy_smem_to_gmem(shared.key.at[pl.ds(0, 1)], arrays.k_pages.at[slot])
+        plgpu.copy_smem_to_gmem(shared.value, arrays.v_pages.at[slot])
 
 
-def _clear_unwritten(plan: _Plan, v: Ref, left: Array) -> None:
+def _if_last(plan: _Plan, span: _Span, x: jax.Array, otherwise: float) -> jax.Array:
+    """The value in the program that has the new token, else a constant."""
+    if plan.choice.splits == 1:
+        return x
+    is_last = lax.broadcast_in_dim(span.split == plan.choice.splits - 1, x.shape, [])
+    return jnp.where(is_last, x, otherwise)
+
+
+def _begin(plan: _Plan, span: _Span, shared: _Shared) -> _Sums:
+    """The new token's score and value, whose weight is not among the weights."""
+    wgmma = plgpu.Layout.WGMMA
+    value = plgpu.load(shared.value.at[0], layout=wgmma.reduce(1), optimized=False)
+    mixed = lax.broadcast_in_dim(value.astype(jnp.float32), (plan.head_dim, GROUP), [0])
+    weights = jnp.zeros((plan.choice.block, GROUP), jnp.float32)
+    return _Sums(
+        _new_score(plan, span, shared),
+        plgpu.layout_cast(weights, wgmma),
+        _if_last(plan, span, mixed, 0.0),
+    )
+
+
+def _new_score(plan: _Plan, span: _Span, shared: _Shared) -> jax.Array:  # float32[GROUP]
+    score = plgpu.load(shared.score, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    return _if_last(plan, span, score, -jnp.inf)
+
+
+def _rows(shape: tuple[int, int]) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+
+
+def _product(a: Ref, b: Ref) -> jax.Array:  # [M, I], [I, GROUP] -> float32[M, GROUP]
+    def multiply(total: Ref) -> jax.Array:
+        plgpu.wgmma(total, a, b)
+        return total[...]
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], GROUP), jnp.float32))
+
+
+def _clear_unwritten(plan: _Plan, v: Ref, left: jax.Array) -> None:  # [block, H]
+    """Zero all but the first ``left`` values: a weight of 0 does not silence NaN."""
+
     @pl.when(left < plan.choice.block)
     def _clear() -> None:
-        for start in range(0, plan.choice.block, 64):
-            part = v.at[pl.ds(start, 64)]
+        for start in range(0, plan.choice.block, KEYS):
+            part = v.at[pl.ds(start, KEYS)]
             values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-            at = plgpu.broadcasted_iota(jnp.int32, (64, plan.head_dim), 0, layout=plgpu.Layout.WGMMA)
-            part[...] = jnp.where(at + start < left, values, jnp.zeros((), values.dtype))
+            written = _rows((KEYS, plan.head_dim)) + start < left
+            part[...] = jnp.where(written, values, jnp.zeros((), values.dtype))
         plgpu.commit_smem()
 
 
-def _attend(plan: _Plan, span: _Span, sums, shared: _Shared):
-    block_keys, h = plan.choice.block, plan.head_dim
-    shape = (block_keys, GROUP)
-    dtype = jnp.dtype(plan.dtype)
+def _attend(plan: _Plan, span: _Span, shared: _Shared, step: jax.Array, sums: _Sums) -> _Sums:
+    """One block more."""
+    block, stage = plan.choice.block, _stage(plan, step)
+    left = span.last - (step * plan.choice.splits + span.split) * block
+    shape = (block, GROUP)
+    plgpu.barrier_wait(shared.k_full.at[stage])
+    scores = _product(shared.k.at[stage], shared.q.transpose((1, 0)))
+    plgpu.barrier_arrive(shared.k_free.at[stage])
+    scores = jnp.where(_rows(shape) < left, scores * plan.scale, -jnp.inf)
+    top = jnp.maximum(sums.top, scores.max(axis=0))  # the first key of a block is always seen
+    shrink = jnp.exp2(sums.top - top)
+    weights = jnp.exp2(scores - lax.broadcast_in_dim(top, shape, [1]))
+    # Two keys of a head side by side in a register's pair, instead of two heads.
+    narrow = plgpu.layout_cast(weights.astype(plan.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    shared.weights.transpose((1, 0))[...] = narrow
+    plgpu.commit_smem()
+    plgpu.barrier_wait(shared.v_full.at[stage])
+    _clear_unwritten(plan, shared.v.at[stage], left)
+    mixed = _product(shared.v.at[stage].transpose((1, 0)), shared.weights.transpose((1, 0)))
+    plgpu.barrier_arrive(shared.v_free.at[stage])
+    weights += sums.weights * lax.broadcast_in_dim(shrink, shape, [1])
+    mixed += sums.mixed * lax.broadcast_in_dim(shrink, mixed.shape, [1])
+    return _Sums(top, weights, mixed)
 
-    def multiply(m: int, a: Ref, b: Ref) -> Array:
-        def inner(acc: Ref) -> Array:
-            plgpu.wgmma(acc, a, b)
-            return acc[...]
-        return pl.run_scoped(inner, plgpu.WGMMAAccumulatorRef((m, GROUP), jnp.float32))
 
-    def step(block: Array, sums):
-        top, totals, acc = sums
-        stage = _stage(plan, block)
-        left = span.last - block * block_keys
-        plgpu.barrier_wait(shared.k_full.at[stage])
-        scores = multiply(block_keys, shared.k.at[stage], shared.q.transpose((1, 0)))
-        plgpu.barrier_arrive(shared.k_free.at[stage])
-        at = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-        scores = jnp.where(at < left, scores * plan.scale, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(axis=0))
-        shrink = jnp.exp2(top - new_top)
-        weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, shape, [1]))
-        totals = totals * lax.broadcast_in_dim(shrink, shape, [1]) + weights
-        narrow = plgpu.layout_cast(weights.astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-        shared.weights.transpose((1, 0))[...] = narrow
-        plgpu.commit_smem()
-        plgpu.barrier_wait(shared.v_full.at[stage])
-        _clear_unwritten(plan, shared.v.at[stage], left)
-        mix = multiply(h, shared.v.at[stage].transpose((1, 0)), shared.weights.transpose((1, 0)))
-        plgpu.barrier_arrive(shared.v_free.at[stage])
-        acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [1]) + mix
-        return new_top, totals, acc
+def _leave(shared: _Shared, top: jax.Array, total: jax.Array, mixed: jax.Array) -> None:
+    """Show what a split found to its cluster."""
+    for ref, found in ((shared.top, top), (shared.total, total), (shared.mixed, mixed)):
+        ref[...] = found  # type: ignore[index]
+    plgpu.barrier_arrive(shared.cluster)
+    plgpu.barrier_wait(shared.cluster)
 
-    return lax.fori_loop(jnp.int32(0), span.blocks, step, sums)
+
+def _found(shared: _Shared, split: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a split of the cluster left: top, total, mixed. JAX's interpreter cannot look there."""
+    wgmma = plgpu.Layout.WGMMA
+    parts = ((shared.top, wgmma.reduce(0)), (shared.total, wgmma.reduce(0)), (shared.mixed, wgmma))
+    top, total, mixed = (
+        plgpu.load(plgpu.cluster_ref(ref, {"split": split}), layout=layout, optimized=False)
+        for ref, layout in parts
+    )
+    return top, total, mixed
+
+
+def _combined(plan: _Plan, shared: _Shared) -> tuple[jax.Array, jax.Array]:
+    """Total weights and mixed values of all splits."""
+    parts = [_found(shared, split) for split in range(plan.choice.splits)]
+    highest = parts[0][0]
+    for top, _, _ in parts[1:]:
+        highest = jnp.maximum(highest, top)
+    total = mixed = jnp.zeros((), jnp.float32)
+    for top, part, values in parts:
+        weight = jnp.exp2(top - highest)
+        total = total + part * weight
+        mixed = mixed + values * lax.broadcast_in_dim(weight, values.shape, [1])
+    return total, mixed
+
+
+def _finish(
+    plan: _Plan,
+    arrays: _Arrays,
+    span: _Span,
+    shared: _Shared,
+    total: jax.Array,  # float32[GROUP]
+    mixed: jax.Array,  # float32[H, GROUP]
+) -> None:
+    """Write the results of a row and kv head."""
+    result = mixed * lax.broadcast_in_dim(1.0 / total, mixed.shape, [1])
+    is_row = lax.broadcast_in_dim(span.length > 0, mixed.shape, [])
+    result = jnp.where(is_row, result, 0.0).astype(plan.dtype)
+    result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
+    shared.heads.transpose((1, 0))[...] = result
+    plgpu.commit_smem()
+    to = arrays.out.at[span.row, pl.ds(span.kv_head * plan.group, plan.group)]
+    plgpu.copy_smem_to_gmem(shared.heads.at[pl.ds(0, plan.group)], to)
 
 
 def _work(plan: _Plan, arrays: _Arrays, shared: _Shared) -> None:
-    h, block = plan.head_dim, plan.choice.block
-    row, kv_head = lax.axis_index("row"), lax.axis_index("kv_head")
-    heads = pl.ds(kv_head * plan.group, GROUP)
-    plgpu.copy_gmem_to_smem(arrays.qkv.at[row, heads], shared.plain, shared.heads_full)
-    value_head = pl.ds(plan.num_heads + plan.num_kv_heads + kv_head, 1)
-    plgpu.copy_gmem_to_smem(arrays.qkv.at[row, value_head], shared.new_value, shared.heads_full)
-    span = _span(plan, arrays)
+    """From the heads of a row to its results."""
+    row, kv_head, _ = _place(plan)
+    # Heads beside the group's are computed and not kept; TMA puts zeros past the last.
+    queries = arrays.qkv.at[row, pl.ds(kv_head * plan.group, GROUP)]
+    value = arrays.qkv.at[row, pl.ds(plan.num_heads + plan.num_kv_heads + kv_head, 1)]
+    plgpu.copy_gmem_to_smem(queries, shared.heads, shared.heads_full)
+    plgpu.copy_gmem_to_smem(value, shared.value, shared.heads_full)
+    span = _span(plan, arrays.seq_lens[row])
     _prepare(plan, arrays, span, shared)
     _append(plan, arrays, span, shared)
-    layout = plgpu.Layout.WGMMA
-    top = plgpu.load(shared.newest, layout=layout.reduce(0), optimized=False)
-    value = plgpu.load(shared.new_value.at[0], layout=layout.reduce(1), optimized=False)
-    acc = lax.broadcast_in_dim(value.astype(jnp.float32), (h, GROUP), [0])
-    totals = plgpu.layout_cast(jnp.zeros((block, GROUP), jnp.float32), layout)
-    top, totals, acc = _attend(plan, span, (top, totals, acc), shared)
-    newest = plgpu.load(shared.newest, layout=layout.reduce(0), optimized=False)
-    total = totals.sum(axis=0) + jnp.exp2(newest - top)
-    result = acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [1])
-    is_row = lax.broadcast_in_dim(span.length > 0, result.shape, [])
-    result = jnp.where(is_row, result, 0.0)
-    result = plgpu.layout_cast(result.astype(arrays.out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-    shared.plain.transpose((1, 0))[...] = result
-    plgpu.commit_smem()
-    to = arrays.out.at[row, pl.ds(kv_head * plan.group, plan.group)]
-    plgpu.copy_smem_to_gmem(shared.plain.at[pl.ds(0, plan.group)], to)
+    attend = partial(_attend, plan, span, shared)
+    sums = lax.fori_loop(jnp.int32(0), span.steps, attend, _begin(plan, span, shared))
+    newest = jnp.exp2(_new_score(plan, span, shared) - sums.top)
+    total = sums.weights.sum(axis=0) + _if_last(plan, span, newest, 0.0)
+    finish = partial(_finish, plan, arrays, span, shared)
+    if plan.choice.splits == 1:
+        finish(total, sums.mixed)
+    else:
+        _leave(shared, sums.top, total, sums.mixed)
+
+        @pl.when(span.split == 0)
+        def _combine() -> None:
+            finish(*_combined(plan, shared))
+
+        # Nobody ends before the first has read what it left.
+        plgpu.barrier_arrive(shared.cluster)
+        plgpu.barrier_wait(shared.cluster)
     plgpu.wait_smem_to_gmem(0)
 
 
 def _kernel(plan: _Plan, arrays: _Arrays, shared: _Shared) -> None:
     warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup == 1)
-    def _loader() -> None:
-        _load(plan, arrays, shared)
-
-    @pl.when(warpgroup == 0)
-    def _worker() -> None:
-        _work(plan, arrays, shared)
+    pl.when(warpgroup == LOADER)(partial(_load, plan, arrays, shared))
+    pl.when(warpgroup != LOADER)(partial(_work, plan, arrays, shared))
 
 
-def _shared_types(plan: _Plan) -> _Shared:
-    choice, dtype, h = plan.choice, jnp.dtype(plan.dtype), plan.head_dim
+def _shared_types(plan: _Plan) -> dict[str, Any]:
+    choice, dtype, h = plan.choice, plan.dtype, plan.head_dim
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
     swizzled = (tiling((8, 64)), swizzle(128))
-    blocks = (choice.stages, choice.block, h)
+    blocks = plgpu.SMEM((choice.stages, choice.block, h), dtype, transforms=swizzled)
     pages = plgpu.Barrier(num_arrivals=plan.pages, num_barriers=choice.stages)
     free = plgpu.Barrier(num_barriers=choice.stages)
-    return _Shared(
-        k=plgpu.SMEM(blocks, dtype, transforms=swizzled),
-        v=plgpu.SMEM(blocks, dtype, transforms=swizzled),
-        q=plgpu.SMEM((GROUP, h), dtype, transforms=swizzled),
-        weights=plgpu.SMEM((GROUP, choice.block), dtype, transforms=swizzled),
-        plain=plgpu.SMEM((GROUP, h), dtype),
-        new_key=plgpu.SMEM((GROUP, h), dtype),
-        new_value=plgpu.SMEM((1, h), dtype),
-        newest=plgpu.SMEM((GROUP,), jnp.float32),
-        k_full=pages,
-        v_full=pages,
-        k_free=free,
-        v_free=free,
-        heads_full=plgpu.Barrier(num_arrivals=2),
-    )
+    types = {
+        "k": blocks,
+        "v": blocks,
+        "q": plgpu.SMEM((GROUP, h), dtype, transforms=swizzled),
+        "weights": plgpu.SMEM((GROUP, choice.block), dtype, transforms=swizzled),
+        "heads": plgpu.SMEM((GROUP, h), dtype),
+        "key": plgpu.SMEM((GROUP, h), dtype),
+        "value": plgpu.SMEM((1, h), dtype),
+        "score": plgpu.SMEM((GROUP,), jnp.float32),
+        "k_full": pages,
+        "v_full": pages,
+        "k_free": free,
+        "v_free": free,
+        "heads_full": plgpu.Barrier(num_arrivals=2),
+    }
+    if choice.splits > 1:
+        types |= {
+            "mixed": plgpu.SMEM((h, GROUP), jnp.float32),
+            "top": plgpu.SMEM((GROUP,), jnp.float32),
+            "total": plgpu.SMEM((GROUP,), jnp.float32),
+            "cluster": plgpu.ClusterBarrier(collective_axes=("split",)),
+        }
+    return types
 
 
 def append_decode(
-    qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals=None,
-    *, scale: float, eps: float, window: int | None = None,
-):
+    qkv: jax.Array,  # [B, N + 2K, H]
+    cos: jax.Array | None,  # float32[B, H / 2]
+    sin: jax.Array | None,  # float32[B, H / 2]
+    qk_norms: jax.Array | None,  # [2, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    page_table: jax.Array,  # int32[B, M]
+    seq_lens: jax.Array,  # int32[B]
+    arrivals: jax.Ref | None = None,
+    *,
+    scale: float,
+    eps: float,
+    window: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
+    static = {"scale": scale, "eps": eps, "window": window}
     choice = choose(qkv, k_pages, page_table)
-    return launched(choice, qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals,
-                    scale=scale, eps=eps, window=window)
+    turns = (cos, sin, qk_norms)
+    return launched(choice, qkv, *turns, k_pages, v_pages, page_table, seq_lens, arrivals, **static)
 
 
 def launched(
-    choice: Launch, qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals=None,
-    *, scale: float, eps: float, window: int | None = None,
-):
+    choice: Launch,
+    qkv: jax.Array,  # [B, N + 2K, H]
+    cos: jax.Array | None,  # float32[B, H / 2]
+    sin: jax.Array | None,  # float32[B, H / 2]
+    qk_norms: jax.Array | None,  # [2, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    page_table: jax.Array,  # int32[B, M]
+    seq_lens: jax.Array,  # int32[B]
+    arrivals: jax.Ref | None = None,
+    *,
+    scale: float,
+    eps: float,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """``append_decode`` cut up as ``choice`` says; for it and for the tuner."""
-    del arrivals
+    del arrivals, window  # clusters arrive by themselves; a call with a window does not come here
     (b, n, h), (page_size, num_kv_heads) = queries_of(qkv, k_pages).shape, k_pages.shape[1:3]
-    plan = _Plan(n, num_kv_heads, h, page_size, page_table.shape[1], str(qkv.dtype),
-                 scale * math.log2(math.e), eps, qk_norms is not None, choice)
-    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)
-    norms = [] if qk_norms is None else [qk_norms]
+    scale *= math.log2(math.e)
+    sizes = (n, num_kv_heads, h, page_size, page_table.shape[1])
+    plan = _Plan(*sizes, qkv.dtype, scale, eps, choice)
+    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # in place
+    turns = {"cos": cos, "sin": sin, "qk_norms": qk_norms}
+    there = {name: array for name, array in turns.items() if array is not None}
 
     def body(*refs: Ref, **scratch: Ref) -> None:
-        qkv, cos, sin, *norm, k_pages, v_pages, page_table, seq_lens, out = refs
-        arrays = _Arrays(qkv, cos, sin, norm[0] if norm else None, k_pages, v_pages, page_table,
-                         seq_lens, out)
+        qkv, k_pages, v_pages, page_table, seq_lens, *turning, out = refs
+        named = dict.fromkeys(turns) | dict(zip(there, turning, strict=True))
+        arrays = _Arrays(qkv, k_pages, v_pages, page_table, seq_lens, **named, out=out)
         _kernel(plan, arrays, _Shared(**scratch))
 
+    cluster: Any = {}
+    if choice.splits > 1:
+        cluster = {"cluster": (choice.splits,), "cluster_names": ("split",)}
     out = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((b, n, h), qkv.dtype),
-        scratch_types=_shared_types(plan)._asdict(),
+        scratch_types=_shared_types(plan),
         grid=(b, num_kv_heads),
         grid_names=("row", "kv_head"),
         num_threads=2,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="append_decode",
-    )(qkv, cos, sin, *norms, k_ref, v_ref, page_table, seq_lens)
+        **cluster,
+    )(qkv, k_ref, v_ref, page_table, seq_lens, *there.values())
     return out, jax.freeze(k_ref), jax.freeze(v_ref)
