@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from bench.kernels import bench_cases, seconds_in_a_chain
 from pallas_kernels.append_decode import api as append_decode
 from pallas_kernels.append_decode import launch as append_decode_launch
+from pallas_kernels.append_decode import mosaic_launch as append_decode_mosaic_launch
 from pallas_kernels.paged_decode import api as paged_decode
 from pallas_kernels.paged_decode import launch as paged_decode_launch
 from pallas_kernels.paged_prefill import api as paged_prefill
@@ -63,6 +64,13 @@ def _append_starts(case: Any, args: Sequence[Any]) -> Sequence[append_decode_lau
     return (append_decode_launch.by_rule(qkv, k_pages, page_table),)
 
 
+def _append_mosaic_starts(
+    case: Any, args: Sequence[Any]
+) -> Sequence[append_decode_mosaic_launch.Launch]:
+    qkv, _, _, _, k_pages, _, page_table, _, _ = args
+    return (append_decode_mosaic_launch.by_rule(qkv, k_pages, page_table),)
+
+
 def _decode_starts(case: Any, args: Sequence[Any]) -> Sequence[paged_decode_launch.Launch]:
     q, k_pages, _, page_table, _ = args
     return (paged_decode_launch.by_rule(q, k_pages, page_table),)
@@ -95,6 +103,17 @@ _DECODE_VALUES = (
 TUNABLE = {
     "append_decode": Tunable(
         append_decode.OP, _append_starts, append_decode_launch.shapes_of, _DECODE_VALUES
+    ),
+    "append_decode/mosaic": Tunable(
+        append_decode.OP,
+        _append_mosaic_starts,
+        append_decode_mosaic_launch.shapes_of,
+        (
+            ("splits", (1, 2, 4, 8)),
+            ("block", (64, 128)),
+            ("stages", (2, 3, 4, 6)),
+        ),
+        impl="mosaic",
     ),
     "paged_decode": Tunable(
         paged_decode.OP, _decode_starts, paged_decode_launch.shapes_of, _DECODE_VALUES
@@ -192,7 +211,7 @@ def joined(tunable: Tunable, before: Choices, found: Choices) -> Choices:
 def main() -> None:
     """Tune, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--op", required=True, choices=TUNABLE, help="the op")
+    parser.add_argument("--op", required=True, choices=TUNABLE, help="the op, or op/impl")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--output", type=Path, help="JSON file; by default beside the op")
     options = parser.parse_args()
@@ -201,7 +220,7 @@ def main() -> None:
         raise SystemExit(f"bench.tune times kernels and needs a GPU, not {device}")
     tunable = TUNABLE[options.op]
     op = tunable.op
-    output = options.output or Path(str(tuned_file(op.name, device.device_kind)))
+    output = options.output or Path(str(tuned_file(options.op, device.device_kind)))
     kernel = next(impl for impl in op.impls if impl.name == tunable.impl)
     groups: dict[Hashable, list[Case]] = {}
     for case in bench_cases(op, options.case):

@@ -11,29 +11,33 @@ import jax
 
 from pallas_kernels import tuned
 from pallas_kernels.append_decode.cases import CASES
-from pallas_kernels.append_decode.launch import queries_of
+from pallas_kernels.append_decode.launch import call_shapes, queries_of
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.paged_decode.launch import shapes_of
+from pallas_kernels.tiles import power_of_two
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)
 GROUP = 8  # query heads that the matrix units take at a time; fewer are padded
 KEYS = 64  # that they take at a time: the least of a block
-PAGE_SIZES = (8, 16, 32, 64)
-STAGES = 3  # blocks on their way: 96 KB of a bf16 head of 128, so that two programs fit
+PAGE_SIZES = (8, 16, 32, 64)  # TMA fills swizzled rooms by 8 rows
+MULTIPROCESSORS = 132  # of an H100 or H200
+TOGETHER = 2  # programs on a multiprocessor: one attends while another begins or ends
+LARGEST_CLUSTER = 8  # that every device of the kind launches
+SHARED_BYTES = 192 << 10  # of a multiprocessor, for keys and values on their way
 
 
 @dataclass(frozen=True)
 class Launch:
     """How a call is cut up.
 
-    ``splits`` programs share a row and a kv head, block by block in turn. ``block``: keys of a
-    step, a multiple of 64 and of the page size. ``stages`` blocks are on their way at once.
+    ``splits`` programs, a power of two, share a row and a kv head: they take its blocks in turn.
+    ``block``: keys of a step, a multiple of 64. ``stages`` blocks are on their way at once.
     """
 
-    splits: int = 1
-    block: int = KEYS
-    stages: int = STAGES
+    splits: int
+    block: int
+    stages: int
 
 
 def supports(
@@ -52,7 +56,7 @@ def supports(
     window: int | None = None,
 ) -> str | None:
     """Why the Mosaic kernel cannot run the call, or None."""
-    del v_pages, page_table, seq_lens, arrivals, scale, eps
+    del cos, sin, v_pages, page_table, seq_lens, arrivals, scale, eps
     _, n, h = queries_of(qkv, k_pages).shape
     page_size, num_kv_heads = k_pages.shape[1:3]
     if str(qkv.dtype) not in DTYPES or k_pages.dtype != qkv.dtype:
@@ -67,8 +71,6 @@ def supports(
         return f"page_size {page_size} is not 8, 16, 32 or 64"
     if window is not None:
         return "it has no windows"
-    if cos is None:
-        return "it turns heads"
     return not_hopper()
 
 
@@ -77,8 +79,15 @@ def by_rule(
     k_pages: jax.Array,  # [P, S, K, H]
     page_table: jax.Array,  # int32[B, M]
 ) -> Launch:
-    """One program for a row and kv head."""
-    return Launch()
+    """Splits as long as all programs fit at once, and all the shared memory on their way."""
+    (b, _, h), (page_size, num_kv_heads) = qkv.shape, k_pages.shape[1:3]
+    longest = page_table.shape[1] * page_size
+    fitting = TOGETHER * MULTIPROCESSORS // (b * num_kv_heads)
+    splits = max(min(fitting, -(-longest // KEYS), LARGEST_CLUSTER), 1)
+    splits = power_of_two(splits + 1) // 2
+    together = 1 if b * num_kv_heads * splits <= MULTIPROCESSORS else TOGETHER
+    block_bytes = 2 * KEYS * h * qkv.dtype.itemsize
+    return Launch(splits, KEYS, SHARED_BYTES // together // block_bytes)
 
 
 def choose(
@@ -87,4 +96,5 @@ def choose(
     page_table: jax.Array,  # int32[B, M]
 ) -> Launch:
     """The tuned choice for a call of these shapes on this device, else that of the rule."""
-    return by_rule(qkv, k_pages, page_table)
+    choice = tuned.lookup("append_decode/mosaic", CASES, shapes_of, call_shapes(qkv, k_pages))
+    return Launch(**choice) if choice else by_rule(qkv, k_pages, page_table)
