@@ -63,6 +63,14 @@ class _Plan:
         return self.choice.block // self.page_size
 
     @property
+    def box(self) -> int:  # heads of one copy, which must divide those of a row
+        return math.gcd(GROUP, self.num_heads + 2 * self.num_kv_heads)
+
+    @property
+    def copies(self) -> int:  # of queries
+        return -(-self.group // self.box)
+
+    @property
     def halves(self) -> tuple[Any, Any]:
         """Slices of a head that are turned with one another."""
         half = self.head_dim // 2
@@ -97,7 +105,7 @@ class _Shared(NamedTuple):
     v: Ref  # [stages, block, H]
     q: Ref  # [GROUP, H], turned
     weights: Ref  # [GROUP, block]
-    heads: Ref  # [GROUP, H], not swizzled: queries as they come, then results
+    heads: Ref  # [GROUP, H], not swizzled: queries as they come, turned, then results
     key: Ref  # [GROUP, H], not swizzled: the new key, turned, in every row
     value: Ref  # [1, H]: the new one
     score: Ref  # float32[GROUP]: of the new key
@@ -228,7 +236,6 @@ def _normed(plan: _Plan, heads: _Halves, weights: _Halves) -> _Halves:
 def _prepare(plan: _Plan, arrays: _Arrays, span: _Span, shared: _Shared) -> None:
     """Norm and rope of the queries and of the new key, and its scores."""
     key_head = plan.num_heads + span.kv_head
-    first, second = plan.halves
     key = tuple(_along(plan, arrays.qkv.at[span.row, key_head, x]) for x in plan.halves)
     weights = angles = None
     if arrays.qk_norms is not None:
@@ -252,10 +259,12 @@ def _prepare(plan: _Plan, arrays: _Arrays, span: _Span, shared: _Shared) -> None
         turned.append((x.astype(plan.dtype), y.astype(plan.dtype)))
     score = jnp.zeros((), jnp.float32)
     for at, x, y in zip(plan.halves, *turned, strict=True):
-        shared.q[:, at] = x
+        shared.heads[:, at] = x
         shared.key[:, at] = y
         score = score + (x.astype(jnp.float32) * y.astype(jnp.float32)).sum(axis=1)
     shared.score[...] = score * plan.scale
+    # A half may be narrower than what is swizzled together.
+    shared.q[...] = plgpu.load(shared.heads, layout=plan.layout, optimized=False)
     plgpu.commit_smem()
 
 
@@ -402,10 +411,12 @@ def _finish(
 def _work(plan: _Plan, arrays: _Arrays, shared: _Shared) -> None:
     """From the heads of a row to its results."""
     row, kv_head, _ = _place(plan)
-    # Heads beside the group's are computed and not kept; TMA puts zeros past the last.
-    queries = arrays.qkv.at[row, pl.ds(kv_head * plan.group, GROUP)]
+    # What lies beside the group's heads is computed, too, and not kept.
+    for start in range(0, plan.copies * plan.box, plan.box):
+        queries = arrays.qkv.at[row, pl.ds(kv_head * plan.group + start, plan.box)]
+        room = shared.heads.at[pl.ds(start, plan.box)]
+        plgpu.copy_gmem_to_smem(queries, room, shared.heads_full)
     value = arrays.qkv.at[row, pl.ds(plan.num_heads + plan.num_kv_heads + kv_head, 1)]
-    plgpu.copy_gmem_to_smem(queries, shared.heads, shared.heads_full)
     plgpu.copy_gmem_to_smem(value, shared.value, shared.heads_full)
     span = _span(plan, arrays.seq_lens[row])
     _prepare(plan, arrays, span, shared)
@@ -457,7 +468,7 @@ def _shared_types(plan: _Plan) -> dict[str, Any]:
         "v_full": pages,
         "k_free": free,
         "v_free": free,
-        "heads_full": plgpu.Barrier(num_arrivals=2),
+        "heads_full": plgpu.Barrier(num_arrivals=plan.copies + 1),
     }
     if choice.splits > 1:
         types |= {
