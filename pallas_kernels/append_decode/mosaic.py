@@ -114,10 +114,10 @@ class _Shared(NamedTuple):
     k_free: Ref  # [stages]
     v_free: Ref  # [stages]
     heads_full: Ref  # queries and the new value
-    mixed: Ref | None = None  # float32[H, GROUP]: a split's sums, for another to read
-    top: Ref | None = None  # float32[GROUP]: its top scores
-    total: Ref | None = None  # float32[GROUP]: its total weights
-    cluster: Ref | None = None  # one arrival of each split
+    mixed: Ref = None  # float32[H, GROUP]: a split's sums, for another to read
+    top: Ref = None  # float32[GROUP]: its top scores
+    total: Ref = None  # float32[GROUP]: its total weights
+    cluster: Ref = None  # one arrival of each split
 
 
 class _Span(NamedTuple):
@@ -223,34 +223,40 @@ def _along(plan: _Plan, line: Ref) -> jax.Array:  # [H / 2] -> float32[GROUP, H 
     return lax.broadcast_in_dim(values.astype(jnp.float32), shape, [1])
 
 
+def _halves_along(plan: _Plan, line: Ref) -> _Halves:  # [H]
+    first, second = (_along(plan, line.at[x]) for x in plan.halves)
+    return first, second
+
+
 def _normed(plan: _Plan, heads: _Halves, weights: _Halves) -> _Halves:
     """Heads over their root mean square, times weights, rounded to the dtype."""
     first, second = heads
     squares = (first * first + second * second).sum(axis=1)
     factor = lax.rsqrt(squares / plan.head_dim + plan.eps)
     factor = lax.broadcast_in_dim(factor, first.shape, [0])
-    first, second = (x * factor * w for x, w in zip(heads, weights, strict=True))
-    return tuple(x.astype(plan.dtype).astype(jnp.float32) for x in (first, second))  # type: ignore[return-value]
+    first, second = first * factor * weights[0], second * factor * weights[1]
+    first, second = first.astype(plan.dtype), second.astype(plan.dtype)
+    return first.astype(jnp.float32), second.astype(jnp.float32)
+
+
+def _read_queries(plan: _Plan, shared: _Shared) -> _Halves:
+    first, second = (
+        plgpu.load(shared.heads.at[:, x], layout=plan.layout, optimized=False) for x in plan.halves
+    )
+    return first.astype(jnp.float32), second.astype(jnp.float32)
 
 
 def _prepare(plan: _Plan, arrays: _Arrays, span: _Span, shared: _Shared) -> None:
     """Norm and rope of the queries and of the new key, and its scores."""
-    key_head = plan.num_heads + span.kv_head
-    key = tuple(_along(plan, arrays.qkv.at[span.row, key_head, x]) for x in plan.halves)
+    key = _halves_along(plan, arrays.qkv.at[span.row, plan.num_heads + span.kv_head])
     weights = angles = None
     if arrays.qk_norms is not None:
-        weights = [
-            tuple(_along(plan, arrays.qk_norms.at[i, x]) for x in plan.halves) for i in range(2)
-        ]
+        weights = [_halves_along(plan, arrays.qk_norms.at[i]) for i in range(2)]
     if arrays.cos is not None and arrays.sin is not None:
         angles = _along(plan, arrays.cos.at[span.row]), _along(plan, arrays.sin.at[span.row])
     plgpu.barrier_wait(shared.heads_full)
-    query = tuple(
-        plgpu.load(shared.heads.at[:, x], layout=plan.layout, optimized=False).astype(jnp.float32)
-        for x in plan.halves
-    )
-    turned = []
-    for i, (x, y) in enumerate((query, key)):
+    turned: list[_Halves] = []
+    for i, (x, y) in enumerate((_read_queries(plan, shared), key)):
         if weights is not None:
             x, y = _normed(plan, (x, y), weights[i])
         if angles is not None:
@@ -359,7 +365,7 @@ def _attend(plan: _Plan, span: _Span, shared: _Shared, step: jax.Array, sums: _S
 def _leave(shared: _Shared, top: jax.Array, total: jax.Array, mixed: jax.Array) -> None:
     """Show what a split found to its cluster."""
     for ref, found in ((shared.top, top), (shared.total, total), (shared.mixed, mixed)):
-        ref[...] = found  # type: ignore[index]
+        ref[...] = found
     plgpu.barrier_arrive(shared.cluster)
     plgpu.barrier_wait(shared.cluster)
 

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.append_decode import cases as append_decode
 from pallas_kernels.append_decode import mosaic, mosaic_launch
 from pallas_kernels.append_decode.api import OP
 from pallas_kernels.append_decode.cases import AppendCase
@@ -31,8 +32,12 @@ from pallas_kernels.shapes import QWEN3_4B
 from pallas_kernels.testing import mismatch
 
 MOSAIC = next(impl for impl in OP.impls if impl.name == "mosaic")
-CASES = {case.name: case for case in OP.cases}
-STEPS = [case for case in OP.cases if case.name.startswith("qwen3_4b_step") and not case.kv_dtype]
+CASES = {case.name: case for case in append_decode.CASES}
+STEPS = [
+    case
+    for case in append_decode.CASES
+    if case.name.startswith("qwen3_4b_step") and not case.kv_dtype
+]
 INTERPRETED = [
     ("qwen3_4b_bf16", Launch(1, 64, 3)),
     ("gpt2_no_rope_f16", Launch(1, 128, 2)),
@@ -54,7 +59,7 @@ class _Table:
         self.parts: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}
         self.changed = threading.Condition()
 
-    def put(self, row: Any, head: Any, split: Any, *part: Any) -> np.ndarray:
+    def put(self, row: Any, head: Any, split: Any, *part: Any) -> np.int32:
         with self.changed:
             self.parts[int(row), int(head), int(split)] = tuple(map(np.asarray, part))
             self.changed.notify_all()
