@@ -444,7 +444,8 @@ def _work(plan: _Plan, arrays: _Arrays, shared: _Shared) -> None:
         # Nobody ends before the first has read what it left.
         plgpu.barrier_arrive(shared.cluster)
         plgpu.barrier_wait(shared.cluster)
-    plgpu.wait_smem_to_gmem(0)
+    # Shared memory may go once it is read; the writes are done when the kernel is.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _kernel(plan: _Plan, arrays: _Arrays, shared: _Shared) -> None:
