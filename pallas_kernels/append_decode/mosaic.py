@@ -275,7 +275,11 @@ def _prepare(plan: _Plan, arrays: _Arrays, span: _Span, shared: _Shared) -> None
 
 
 def _append(plan: _Plan, arrays: _Arrays, span: _Span, shared: _Shared) -> None:
-    """Begin to write the new key and value to their slot, if this program is the last of a row."""
+    """Begin to write the new key and value to their slot, if this program is the last of a row.
+
+    Whether the slot's old or new bytes are in a page that is copied meanwhile depends on the time;
+    neither is looked at.
+    """
 
     @pl.when((span.length > 0) & (span.split == plan.choice.splits - 1))
     def _store() -> None:
