@@ -120,6 +120,7 @@ TUNABLE = {
             ("splits", (1, 2, 4, 8)),
             ("block", (64, 128)),
             ("stages", (2, 3, 4, 6)),
+            ("programs", (132, 264, 1 << 20)),
         ),
         impl="mosaic",
     ),

@@ -9,6 +9,9 @@ once, and query heads, of which they take any multiple of 8, the other side. So 
 from memory to shared memory to the units without passing through registers. Softmax runs in base 2,
 sums in float32.
 
+Where rows and kv heads are more than programs fit at once, a program takes several in turn. Its
+loader is then ahead of the other warpgroup across their borders, so that memory never idles.
+
 Programs that share a row and a kv head take its blocks in turn and are a cluster: the first of them
 reads what the others found from their shared memory, always in the same order. The last of them,
 which has the fewest blocks, also turns and appends the new key, and begins with its score and the
@@ -52,7 +55,12 @@ class _Plan:
     dtype: jnp.dtype
     scale: float  # of scores, log2(e) included
     eps: float
+    items: int  # rows times kv heads
     choice: Launch
+
+    @property
+    def programs(self) -> int:  # or clusters
+        return min(self.choice.programs, self.items)
 
     @property
     def group(self) -> int:  # query heads of a kv head
@@ -121,7 +129,7 @@ class _Shared(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """What a program attends to; int32 scalars."""
+    """What a program attends to at a time; int32 scalars."""
 
     row: jax.Array
     kv_head: jax.Array
@@ -129,6 +137,7 @@ class _Span(NamedTuple):
     length: jax.Array  # 0 for padding, which takes part as a row of one token and yields zeros
     last: jax.Array  # position of the new token: so many keys are in pages
     steps: jax.Array  # blocks that are this program's: number ``split`` and every splits-th on
+    before: jax.Array  # steps of the program's earlier spans: stages go round across them
 
 
 class _Sums(NamedTuple):
@@ -139,25 +148,43 @@ class _Sums(NamedTuple):
     mixed: jax.Array  # float32[H, GROUP]: values times weights
 
 
-def _place(plan: _Plan) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _items(plan: _Plan) -> jax.Array:
+    """How many rows and kv heads the program takes in turn."""
+    return lax.div(plan.items - 1 - lax.axis_index("program"), jnp.int32(plan.programs)) + 1
+
+
+def _place(plan: _Plan, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Row, kv head and split."""
+    item = lax.axis_index("program") + turn * plan.programs
     split = lax.axis_index("split") if plan.choice.splits > 1 else jnp.int32(0)
-    return lax.axis_index("row"), lax.axis_index("kv_head"), split
+    heads = jnp.int32(plan.num_kv_heads)
+    return lax.div(item, heads), lax.rem(item, heads), split
 
 
-def _span(plan: _Plan, length: jax.Array) -> _Span:
-    choice, (row, kv_head, split) = plan.choice, _place(plan)
+def _span(plan: _Plan, place: tuple[jax.Array, ...], length: jax.Array, before: jax.Array) -> _Span:
+    choice, (row, kv_head, split) = plan.choice, place
     last = jnp.maximum(length - 1, 0)
     blocks = lax.div(last + (choice.block - 1), jnp.int32(choice.block))
     steps = lax.div(blocks - split + (choice.splits - 1), jnp.int32(choice.splits))
-    return _Span(row, kv_head, split, length, last, steps)
+    return _Span(row, kv_head, split, length, last, steps, before)
 
 
 def _stage(plan: _Plan, step: jax.Array | int) -> jax.Array:
     return lax.rem(jnp.int32(step), jnp.int32(plan.choice.stages))
 
 
+class _Stream(NamedTuple):
+    """What one warp copies: its share of the pages of keys or of values."""
+
+    pool: Ref  # [P, S, K, H]
+    room: Ref  # [stages, block, H]
+    full: Ref  # [stages]
+    free: Ref  # [stages]
+    own: range  # pages of a block
+
+
 def _load(plan: _Plan, arrays: _Arrays, shared: _Shared) -> None:
-    """Copy blocks as room becomes free: each warp its share of the pages of keys or of values."""
+    """Copy blocks as room becomes free, for all that the program attends to."""
     readers = min(READERS, plan.pages)
     keys = (arrays.k_pages, shared.k, shared.k_full, shared.k_free)
     values = (arrays.v_pages, shared.v, shared.v_full, shared.v_free)
@@ -167,53 +194,62 @@ def _load(plan: _Plan, arrays: _Arrays, shared: _Shared) -> None:
         for i, stream in enumerate((keys, values)):
             for share in range(readers):
                 own = range(share, plan.pages, readers)
-                copy = partial(_copy_share, plan, arrays, *stream, own)
+                copy = partial(_copy_all, plan, arrays, _Stream(*stream, own))
                 pl.when(warp == i * readers + share)(copy)
 
 
-def _copy_share(
-    plan: _Plan,
-    arrays: _Arrays,
-    pool: Ref,  # [P, S, K, H]
-    room: Ref,  # [stages, block, H]
-    full: Ref,
-    free: Ref,
-    own: range,  # pages of a block
-) -> None:
-    """One warp's copies."""
-    stages, (row, kv_head, split) = plan.choice.stages, _place(plan)
+def _copy_all(plan: _Plan, arrays: _Arrays, stream: _Stream) -> None:
+    copy = partial(_copy_span, plan, arrays, stream)
+    steps = lax.fori_loop(jnp.int32(0), _items(plan), copy, jnp.int32(0))
 
-    def pages_of(step: jax.Array | int, last: jax.Array | int) -> list[jax.Array]:
+    @pl.loop(jnp.maximum(steps - plan.choice.stages, 0), steps)
+    def _see_through(step: jax.Array) -> None:  # a barrier left early is an error
+        plgpu.barrier_wait(stream.free.at[_stage(plan, step)])
+
+
+def _copy_span(
+    plan: _Plan, arrays: _Arrays, stream: _Stream, turn: jax.Array, before: jax.Array
+) -> jax.Array:
+    """The steps until after the span."""
+    row, _, split = place = _place(plan, turn)
+    stages = plan.choice.stages
+
+    def places_of(step: jax.Array | int) -> list[jax.Array]:
         first = (step * plan.choice.splits + split) * plan.pages
-        return [arrays.page_table[row, jnp.minimum(first + i, last)] for i in own]
+        return [first + i for i in stream.own]
 
-    def copy(step: jax.Array | int, pages: list[jax.Array]) -> None:
-        stage = _stage(plan, step)
-        for i, page in zip(own, pages, strict=True):
-            to = room.at[stage, pl.ds(i * plan.page_size, plan.page_size)]
-            source = pool.at[page, pl.ds(0, plan.page_size), kv_head]
-            plgpu.copy_gmem_to_smem(source, to, full.at[stage])
+    def pages_at(places: list[jax.Array], most: jax.Array | int) -> list[jax.Array]:
+        return [arrays.page_table[row, jnp.minimum(place, most)] for place in places]
 
-    early = [pages_of(step, plan.table_width - 1) for step in range(stages)]
+    early = [pages_at(places_of(step), plan.table_width - 1) for step in range(stages)]
     # The compiler would read some of them only when the length has come.
     length, early = lax.optimization_barrier((arrays.seq_lens[row], early))
-    span = _span(plan, length)
+    span = _span(plan, place, length, before)
     last = lax.div(jnp.maximum(span.last - 1, 0), jnp.int32(plan.page_size))
+    copy = partial(_copy_block, plan, span, stream)
     for step, pages in enumerate(early):
-        first = (step * plan.choice.splits + split) * plan.pages
         # Page 0, which is no row's, stands in for what may be junk.
-        there = [jnp.where(first + i <= last, page, 0) for i, page in zip(own, pages, strict=True)]
+        places = zip(places_of(step), pages, strict=True)
+        there = [jnp.where(place <= last, page, 0) for place, page in places]
         pl.when(step < span.steps)(partial(copy, step, there))
 
     @pl.loop(jnp.int32(stages), span.steps)
     def _step(step: jax.Array) -> None:
-        pages = pages_of(step, last)  # in flight during the wait; the last page stands in
-        plgpu.barrier_wait(free.at[_stage(plan, step)])
-        copy(step, pages)
+        copy(step, pages_at(places_of(step), last))  # the last page stands in
 
-    @pl.loop(jnp.maximum(span.steps - stages, 0), span.steps)
-    def _see_through(step: jax.Array) -> None:  # a barrier left early is an error
-        plgpu.barrier_wait(free.at[_stage(plan, step)])
+    return before + span.steps
+
+
+def _copy_block(
+    plan: _Plan, span: _Span, stream: _Stream, step: jax.Array | int, pages: list[jax.Array]
+) -> None:
+    stage = _stage(plan, span.before + step)
+    occupied = span.before + step >= plan.choice.stages
+    pl.when(occupied)(lambda: plgpu.barrier_wait(stream.free.at[stage]))
+    for i, page in zip(stream.own, pages, strict=True):
+        to = stream.room.at[stage, pl.ds(i * plan.page_size, plan.page_size)]
+        source = stream.pool.at[page, pl.ds(0, plan.page_size), span.kv_head]
+        plgpu.copy_gmem_to_smem(source, to, stream.full.at[stage])
 
 
 def _along(plan: _Plan, line: Ref) -> jax.Array:  # [H / 2] -> float32[GROUP, H / 2]
@@ -343,7 +379,7 @@ def _clear_unwritten(plan: _Plan, v: Ref, left: jax.Array) -> None:  # [block, H
 
 def _attend(plan: _Plan, span: _Span, shared: _Shared, step: jax.Array, sums: _Sums) -> _Sums:
     """One block more."""
-    block, stage = plan.choice.block, _stage(plan, step)
+    block, stage = plan.choice.block, _stage(plan, span.before + step)
     left = span.last - (step * plan.choice.splits + span.split) * block
     shape = (block, GROUP)
     plgpu.barrier_wait(shared.k_full.at[stage])
@@ -418,9 +454,11 @@ def _finish(
     plgpu.copy_smem_to_gmem(shared.heads.at[pl.ds(0, plan.group)], to)
 
 
-def _work(plan: _Plan, arrays: _Arrays, shared: _Shared) -> None:
-    """From the heads of a row to its results."""
-    row, kv_head, _ = _place(plan)
+def _work(
+    plan: _Plan, arrays: _Arrays, shared: _Shared, turn: jax.Array, before: jax.Array
+) -> jax.Array:
+    """From the heads of a row to its results; the steps until then."""
+    row, kv_head, _ = place = _place(plan, turn)
     # What lies beside the group's heads is computed, too, and not kept.
     for start in range(0, plan.copies * plan.box, plan.box):
         queries = arrays.qkv.at[row, pl.ds(kv_head * plan.group + start, plan.box)]
@@ -428,7 +466,7 @@ def _work(plan: _Plan, arrays: _Arrays, shared: _Shared) -> None:
         plgpu.copy_gmem_to_smem(queries, room, shared.heads_full)
     value = arrays.qkv.at[row, pl.ds(plan.num_heads + plan.num_kv_heads + kv_head, 1)]
     plgpu.copy_gmem_to_smem(value, shared.value, shared.heads_full)
-    span = _span(plan, arrays.seq_lens[row])
+    span = _span(plan, place, arrays.seq_lens[row], before)
     _prepare(plan, arrays, span, shared)
     _append(plan, arrays, span, shared)
     attend = partial(_attend, plan, span, shared)
@@ -450,12 +488,17 @@ def _work(plan: _Plan, arrays: _Arrays, shared: _Shared) -> None:
         plgpu.barrier_wait(shared.cluster)
     # Shared memory may go once it is read; the writes are done when the kernel is.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    return before + span.steps
 
 
 def _kernel(plan: _Plan, arrays: _Arrays, shared: _Shared) -> None:
     warpgroup = lax.axis_index("warpgroup")
     pl.when(warpgroup == LOADER)(partial(_load, plan, arrays, shared))
-    pl.when(warpgroup != LOADER)(partial(_work, plan, arrays, shared))
+
+    @pl.when(warpgroup != LOADER)
+    def _worker() -> None:
+        work = partial(_work, plan, arrays, shared)
+        lax.fori_loop(jnp.int32(0), _items(plan), work, jnp.int32(0))
 
 
 def _shared_types(plan: _Plan) -> dict[str, Any]:
@@ -534,7 +577,7 @@ def launched(
     (b, n, h), (page_size, num_kv_heads) = queries_of(qkv, k_pages).shape, k_pages.shape[1:3]
     scale *= math.log2(math.e)
     sizes = (n, num_kv_heads, h, page_size, page_table.shape[1])
-    plan = _Plan(*sizes, qkv.dtype, scale, eps, choice)
+    plan = _Plan(*sizes, qkv.dtype, scale, eps, b * num_kv_heads, choice)
     k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # in place
     turns = {"cos": cos, "sin": sin, "qk_norms": qk_norms}
     there = {name: array for name, array in turns.items() if array is not None}
@@ -552,8 +595,8 @@ def launched(
         body,
         out_type=jax.ShapeDtypeStruct((b, n, h), qkv.dtype),
         scratch_types=_shared_types(plan),
-        grid=(b, num_kv_heads),
-        grid_names=("row", "kv_head"),
+        grid=(plan.programs,),
+        grid_names=("program",),
         num_threads=2,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),

@@ -32,12 +32,14 @@ class Launch:
     """How a call is cut up.
 
     ``splits`` programs, a power of two, share a row and a kv head: they take its blocks in turn.
-    ``block``: keys of a step, a multiple of 64. ``stages`` blocks are on their way at once.
+    ``block``: keys of a step, a multiple of 64. ``stages`` blocks are on their way at once. At most
+    ``programs``, or clusters of splits, take all rows and kv heads in turn.
     """
 
     splits: int
     block: int
     stages: int
+    programs: int
 
 
 def supports(
@@ -82,12 +84,12 @@ def by_rule(
     """Splits as long as all programs fit at once, and all the shared memory on their way."""
     (b, _, h), (page_size, num_kv_heads) = qkv.shape, k_pages.shape[1:3]
     longest = page_table.shape[1] * page_size
-    fitting = TOGETHER * MULTIPROCESSORS // (b * num_kv_heads)
-    splits = max(min(fitting, -(-longest // KEYS), LARGEST_CLUSTER), 1)
+    programs = TOGETHER * MULTIPROCESSORS
+    splits = max(min(programs // (b * num_kv_heads), -(-longest // KEYS), LARGEST_CLUSTER), 1)
     splits = power_of_two(splits + 1) // 2
     together = 1 if b * num_kv_heads * splits <= MULTIPROCESSORS else TOGETHER
     block_bytes = 2 * KEYS * h * qkv.dtype.itemsize
-    return Launch(splits, KEYS, SHARED_BYTES // together // block_bytes)
+    return Launch(splits, KEYS, SHARED_BYTES // together // block_bytes, programs)
 
 
 def choose(

@@ -38,11 +38,11 @@ STEPS = [
     if case.name.startswith("qwen3_4b_step") and not case.kv_dtype
 ]
 INTERPRETED = [
-    ("qwen3_4b_bf16", Launch(1, 64, 3)),
-    ("gpt2_no_rope_f16", Launch(1, 128, 2)),
-    ("smollm2_blocks_bf16", Launch(1, 64, 2)),
-    ("llama3_70b_tp8_gqa8_bf16", Launch(2, 64, 2)),
-    ("qwen3_4b_tp8_page64_bf16", Launch(4, 64, 2)),
+    ("qwen3_4b_bf16", Launch(1, 64, 3, programs=24)),
+    ("gpt2_no_rope_f16", Launch(1, 128, 2, programs=5)),
+    ("smollm2_blocks_bf16", Launch(1, 64, 2, programs=4)),
+    ("llama3_70b_tp8_gqa8_bf16", Launch(2, 64, 2, programs=9)),
+    ("qwen3_4b_tp8_page64_bf16", Launch(4, 64, 2, programs=4)),
 ]
 
 
@@ -52,15 +52,15 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Table:
-    """What splits left, by row, kv head and split."""
+    """What splits left, by program and split."""
 
     def __init__(self) -> None:
         self.parts: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}
         self.changed = threading.Condition()
 
-    def put(self, row: Any, head: Any, split: Any, *part: Any) -> np.int32:
+    def put(self, program: Any, split: Any, *part: Any) -> np.int32:
         with self.changed:
-            self.parts[int(row), int(head), int(split)] = tuple(map(np.asarray, part))
+            self.parts[int(program), int(split)] = tuple(map(np.asarray, part))
             self.changed.notify_all()
         return np.int32(0)
 
@@ -76,13 +76,13 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Table]:
     table = _Table()
 
     def leave(shared: Any, *part: jax.Array) -> None:
-        place = (lax.axis_index(name) for name in ("row", "kv_head", "split"))
+        place = (lax.axis_index(name) for name in ("program", "split"))
         io_callback(table.put, jax.ShapeDtypeStruct((), jnp.int32), *place, *part)
         plgpu.barrier_arrive(shared.cluster)
         plgpu.barrier_wait(shared.cluster)
 
     def found(shared: Any, split: int) -> Any:
-        place = lax.axis_index("row"), lax.axis_index("kv_head"), jnp.int32(split)
+        place = lax.axis_index("program"), jnp.int32(split)
         refs = (shared.top, shared.total, shared.mixed)
         return io_callback(
             table.get, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in refs], *place
@@ -156,10 +156,10 @@ def test_refusals(case: AppendCase, reason: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "width", "choice"),
     [
-        pytest.param(1, 67, Launch(8, 64, 6), id="one_on_a_multiprocessor"),
-        pytest.param(1, 12, Launch(2, 64, 6), id="no_more_than_blocks"),
-        pytest.param(8, 67, Launch(4, 64, 3), id="two_on_a_multiprocessor"),
-        pytest.param(512, 67, Launch(1, 64, 3), id="many_waves"),
+        pytest.param(1, 67, Launch(8, 64, 6, 264), id="one_on_a_multiprocessor"),
+        pytest.param(1, 12, Launch(2, 64, 6, 264), id="no_more_than_blocks"),
+        pytest.param(8, 67, Launch(4, 64, 3, 264), id="two_on_a_multiprocessor"),
+        pytest.param(512, 67, Launch(1, 64, 3, 264), id="several_in_turn"),
     ],
 )
 def test_rule(rows: int, width: int, choice: Launch) -> None:
@@ -169,7 +169,7 @@ def test_rule(rows: int, width: int, choice: Launch) -> None:
 
 
 def test_a_tuned_choice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, choice = STEPS[0], {"splits": 4, "block": 128, "stages": 2}
+    case, choice = STEPS[0], {"splits": 4, "block": 128, "stages": 2, "programs": 132}
     files: list[str] = []
 
     def read(file: Any) -> dict[str, Any]:
