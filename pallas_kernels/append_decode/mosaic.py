@@ -38,6 +38,9 @@ from pallas_kernels.append_decode.mosaic_launch import GROUP, KEYS, Launch, choo
 LOADER = 1  # the warpgroup that copies
 READERS = 2  # warps that copy keys, and as many that copy values
 LANES = 32  # of a warp
+# What a maximum over keys takes: two heads of each thread. Twice as much, the default, would leave
+# two programs with splits 224 bytes short of room on a multiprocessor.
+REDUCTION_BYTES = 2 * 128 * 4
 
 type Ref = Any
 type _Halves = tuple[jax.Array, jax.Array]  # of heads: [GROUP, H / 2] each
@@ -599,7 +602,9 @@ def launched(
         grid_names=("program",),
         num_threads=2,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=REDUCTION_BYTES
+        ),
         kernel_name="append_decode",
         **cluster,
     )(qkv, k_ref, v_ref, page_table, seq_lens, *there.values())
