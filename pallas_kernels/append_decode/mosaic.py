@@ -22,7 +22,6 @@ Must not know: which calls come here (``mosaic_launch``).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,113 +33,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.append_decode.launch import queries_of
 from pallas_kernels.append_decode.mosaic_launch import GROUP, KEYS, Launch, choose
+from pallas_kernels.append_decode.mosaic_plan import (
+    Arrays,
+    Plan,
+    Ref,
+    Shared,
+    Span,
+    place_of,
+    shared_types,
+    span_of,
+    stage_of,
+    turns_of,
+)
 
 LOADER = 1  # the warpgroup that copies
 READERS = 2  # warps that copy keys, and as many that copy values
-LANES = 32  # of a warp
 # What a maximum over keys takes: two heads of each thread. Twice as much, the default, would leave
 # two programs with splits 224 bytes short of room on a multiprocessor.
 REDUCTION_BYTES = 2 * 128 * 4
 
-type Ref = Any
 type _Halves = tuple[jax.Array, jax.Array]  # of heads: [GROUP, H / 2] each
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What is known when the kernel is compiled."""
-
-    num_heads: int  # of queries
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
-    table_width: int
-    dtype: jnp.dtype
-    scale: float  # of scores, log2(e) included
-    eps: float
-    items: int  # rows times kv heads
-    choice: Launch
-
-    @property
-    def programs(self) -> int:  # or clusters
-        return min(self.choice.programs, self.items)
-
-    @property
-    def group(self) -> int:  # query heads of a kv head
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def pages(self) -> int:  # of a block
-        return self.choice.block // self.page_size
-
-    @property
-    def box(self) -> int:  # heads of one copy, which must divide those of a row
-        return math.gcd(GROUP, self.num_heads + 2 * self.num_kv_heads)
-
-    @property
-    def copies(self) -> int:  # of queries
-        return -(-self.group // self.box)
-
-    @property
-    def halves(self) -> tuple[Any, Any]:
-        """Slices of a head that are turned with one another."""
-        half = self.head_dim // 2
-        return pl.ds(0, half), pl.ds(half, half)
-
-    @property
-    def layout(self) -> Any:
-        """How threads hold a half of each head, [GROUP, H / 2]: a warp has two heads."""
-        half = self.head_dim // 2
-        tiles = plgpu.Tiling(((GROUP, half), (GROUP // 4, half), (half // LANES,)))
-        return plgpu.Layout.TILED(tiles, warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1)
-
-
-class _Arrays(NamedTuple):
-    """What lies in global memory."""
-
-    qkv: Ref  # [B, N + 2K, H]
-    k_pages: Ref  # [P, S, K, H]
-    v_pages: Ref  # [P, S, K, H]
-    page_table: Ref  # int32[B, M]
-    seq_lens: Ref  # int32[B]
-    cos: Ref | None  # float32[B, H / 2]
-    sin: Ref | None  # float32[B, H / 2]
-    qk_norms: Ref | None  # [2, H]
-    out: Ref  # [B, N, H]
-
-
-class _Shared(NamedTuple):
-    """Shared memory of a program, and the barriers that say what is in it."""
-
-    k: Ref  # [stages, block, H]
-    v: Ref  # [stages, block, H]
-    q: Ref  # [GROUP, H], turned
-    weights: Ref  # [GROUP, block]
-    heads: Ref  # [GROUP, H], not swizzled: queries as they come, turned, then results
-    key: Ref  # [GROUP, H], not swizzled: the new key, turned, in every row
-    value: Ref  # [1, H]: the new one
-    score: Ref  # float32[GROUP]: of the new key
-    k_full: Ref  # [stages]: one arrival a page
-    v_full: Ref  # [stages]: one arrival a page
-    k_free: Ref  # [stages]
-    v_free: Ref  # [stages]
-    heads_full: Ref  # queries and the new value
-    mixed: Ref = None  # float32[H, GROUP]: a split's sums, for another to read
-    top: Ref = None  # float32[GROUP]: its top scores
-    total: Ref = None  # float32[GROUP]: its total weights
-    cluster: Ref = None  # one arrival of each split
-
-
-class _Span(NamedTuple):
-    """What a program attends to at a time; int32 scalars."""
-
-    row: jax.Array
-    kv_head: jax.Array
-    split: jax.Array
-    length: jax.Array  # 0 for padding, which takes part as a row of one token and yields zeros
-    last: jax.Array  # position of the new token: so many keys are in pages
-    steps: jax.Array  # blocks that are this program's: number ``split`` and every splits-th on
-    before: jax.Array  # steps of the program's earlier spans: stages go round across them
 
 
 class _Sums(NamedTuple):
@@ -149,31 +61,6 @@ class _Sums(NamedTuple):
     top: jax.Array  # float32[GROUP]: largest score
     weights: jax.Array  # float32[block, GROUP]: by place in a block; the total is their sum
     mixed: jax.Array  # float32[H, GROUP]: values times weights
-
-
-def _items(plan: _Plan) -> jax.Array:
-    """How many rows and kv heads the program takes in turn."""
-    return lax.div(plan.items - 1 - lax.axis_index("program"), jnp.int32(plan.programs)) + 1
-
-
-def _place(plan: _Plan, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Row, kv head and split."""
-    item = lax.axis_index("program") + turn * plan.programs
-    split = lax.axis_index("split") if plan.choice.splits > 1 else jnp.int32(0)
-    heads = jnp.int32(plan.num_kv_heads)
-    return lax.div(item, heads), lax.rem(item, heads), split
-
-
-def _span(plan: _Plan, place: tuple[jax.Array, ...], length: jax.Array, before: jax.Array) -> _Span:
-    choice, (row, kv_head, split) = plan.choice, place
-    last = jnp.maximum(length - 1, 0)
-    blocks = lax.div(last + (choice.block - 1), jnp.int32(choice.block))
-    steps = lax.div(blocks - split + (choice.splits - 1), jnp.int32(choice.splits))
-    return _Span(row, kv_head, split, length, last, steps, before)
-
-
-def _stage(plan: _Plan, step: jax.Array | int) -> jax.Array:
-    return lax.rem(jnp.int32(step), jnp.int32(plan.choice.stages))
 
 
 class _Stream(NamedTuple):
@@ -186,7 +73,7 @@ class _Stream(NamedTuple):
     own: range  # pages of a block
 
 
-def _load(plan: _Plan, arrays: _Arrays, shared: _Shared) -> None:
+def _load(plan: Plan, arrays: Arrays, shared: Shared) -> None:
     """Copy blocks as room becomes free, for all that the program attends to."""
     readers = min(READERS, plan.pages)
     keys = (arrays.k_pages, shared.k, shared.k_full, shared.k_free)
@@ -201,20 +88,20 @@ def _load(plan: _Plan, arrays: _Arrays, shared: _Shared) -> None:
                 pl.when(warp == i * readers + share)(copy)
 
 
-def _copy_all(plan: _Plan, arrays: _Arrays, stream: _Stream) -> None:
+def _copy_all(plan: Plan, arrays: Arrays, stream: _Stream) -> None:
     copy = partial(_copy_span, plan, arrays, stream)
-    steps = lax.fori_loop(jnp.int32(0), _items(plan), copy, jnp.int32(0))
+    steps = lax.fori_loop(jnp.int32(0), turns_of(plan), copy, jnp.int32(0))
 
     @pl.loop(jnp.maximum(steps - plan.choice.stages, 0), steps)
     def _see_through(step: jax.Array) -> None:  # a barrier left early is an error
-        plgpu.barrier_wait(stream.free.at[_stage(plan, step)])
+        plgpu.barrier_wait(stream.free.at[stage_of(plan, step)])
 
 
 def _copy_span(
-    plan: _Plan, arrays: _Arrays, stream: _Stream, turn: jax.Array, before: jax.Array
+    plan: Plan, arrays: Arrays, stream: _Stream, turn: jax.Array, before: jax.Array
 ) -> jax.Array:
     """The steps until after the span."""
-    row, _, split = place = _place(plan, turn)
+    row, _, split = place = place_of(plan, turn)
     stages = plan.choice.stages
 
     def places_of(step: jax.Array | int) -> list[jax.Array]:
@@ -227,7 +114,7 @@ def _copy_span(
     early = [pages_at(places_of(step), plan.table_width - 1) for step in range(stages)]
     # The compiler would read some of them only when the length has come.
     length, early = lax.optimization_barrier((arrays.seq_lens[row], early))
-    span = _span(plan, place, length, before)
+    span = span_of(plan, place, length, before)
     last = lax.div(jnp.maximum(span.last - 1, 0), jnp.int32(plan.page_size))
     copy = partial(_copy_block, plan, span, stream)
     for step, pages in enumerate(early):
@@ -244,9 +131,9 @@ def _copy_span(
 
 
 def _copy_block(
-    plan: _Plan, span: _Span, stream: _Stream, step: jax.Array | int, pages: list[jax.Array]
+    plan: Plan, span: Span, stream: _Stream, step: jax.Array | int, pages: list[jax.Array]
 ) -> None:
-    stage = _stage(plan, span.before + step)
+    stage = stage_of(plan, span.before + step)
     occupied = span.before + step >= plan.choice.stages
     pl.when(occupied)(lambda: plgpu.barrier_wait(stream.free.at[stage]))
     for i, page in zip(stream.own, pages, strict=True):
@@ -255,19 +142,19 @@ def _copy_block(
         plgpu.copy_gmem_to_smem(source, to, stream.full.at[stage])
 
 
-def _along(plan: _Plan, line: Ref) -> jax.Array:  # [H / 2] -> float32[GROUP, H / 2]
+def _along(plan: Plan, line: Ref) -> jax.Array:  # [H / 2] -> float32[GROUP, H / 2]
     """The same for each head."""
     values = plgpu.load(line, layout=plan.layout.reduce(0), optimized=False)
     shape = (GROUP, plan.head_dim // 2)
     return lax.broadcast_in_dim(values.astype(jnp.float32), shape, [1])
 
 
-def _halves_along(plan: _Plan, line: Ref) -> _Halves:  # [H]
+def _halves_along(plan: Plan, line: Ref) -> _Halves:  # [H]
     first, second = (_along(plan, line.at[x]) for x in plan.halves)
     return first, second
 
 
-def _normed(plan: _Plan, heads: _Halves, weights: _Halves) -> _Halves:
+def _normed(plan: Plan, heads: _Halves, weights: _Halves) -> _Halves:
     """Heads over their root mean square, times weights, rounded to the dtype."""
     first, second = heads
     squares = (first * first + second * second).sum(axis=1)
@@ -278,14 +165,14 @@ def _normed(plan: _Plan, heads: _Halves, weights: _Halves) -> _Halves:
     return first.astype(jnp.float32), second.astype(jnp.float32)
 
 
-def _read_queries(plan: _Plan, shared: _Shared) -> _Halves:
+def _read_queries(plan: Plan, shared: Shared) -> _Halves:
     first, second = (
         plgpu.load(shared.heads.at[:, x], layout=plan.layout, optimized=False) for x in plan.halves
     )
     return first.astype(jnp.float32), second.astype(jnp.float32)
 
 
-def _prepare(plan: _Plan, arrays: _Arrays, span: _Span, shared: _Shared) -> None:
+def _prepare(plan: Plan, arrays: Arrays, span: Span, shared: Shared) -> None:
     """Norm and rope of the queries and of the new key, and its scores."""
     key = _halves_along(plan, arrays.qkv.at[span.row, plan.num_heads + span.kv_head])
     weights = angles = None
@@ -313,7 +200,7 @@ def _prepare(plan: _Plan, arrays: _Arrays, span: _Span, shared: _Shared) -> None
     plgpu.commit_smem()
 
 
-def _append(plan: _Plan, arrays: _Arrays, span: _Span, shared: _Shared) -> None:
+def _append(plan: Plan, arrays: Arrays, span: Span, shared: Shared) -> None:
     """Begin to write the new key and value to their slot, if this program is the last of a row.
 
     Whether the slot's old or new bytes are in a page that is copied meanwhile depends on the time;
@@ -329,7 +216,7 @@ def _append(plan: _Plan, arrays: _Arrays, span: _Span, shared: _Shared) -> None:
         plgpu.copy_smem_to_gmem(shared.value, arrays.v_pages.at[slot])
 
 
-def _if_last(plan: _Plan, span: _Span, x: jax.Array, otherwise: float) -> jax.Array:
+def _if_last(plan: Plan, span: Span, x: jax.Array, otherwise: float) -> jax.Array:
     """The value in the program that has the new token, else a constant."""
     if plan.choice.splits == 1:
         return x
@@ -337,7 +224,7 @@ def _if_last(plan: _Plan, span: _Span, x: jax.Array, otherwise: float) -> jax.Ar
     return jnp.where(is_last, x, otherwise)
 
 
-def _begin(plan: _Plan, span: _Span, shared: _Shared) -> _Sums:
+def _begin(plan: Plan, span: Span, shared: Shared) -> _Sums:
     """The new token's score and value, whose weight is not among the weights."""
     wgmma = plgpu.Layout.WGMMA
     value = plgpu.load(shared.value.at[0], layout=wgmma.reduce(1), optimized=False)
@@ -350,7 +237,7 @@ def _begin(plan: _Plan, span: _Span, shared: _Shared) -> _Sums:
     )
 
 
-def _new_score(plan: _Plan, span: _Span, shared: _Shared) -> jax.Array:  # float32[GROUP]
+def _new_score(plan: Plan, span: Span, shared: Shared) -> jax.Array:  # float32[GROUP]
     score = plgpu.load(shared.score, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
     return _if_last(plan, span, score, -jnp.inf)
 
@@ -367,7 +254,7 @@ def _product(a: Ref, b: Ref) -> jax.Array:  # [M, I], [I, GROUP] -> float32[M, G
     return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], GROUP), jnp.float32))
 
 
-def _clear_unwritten(plan: _Plan, v: Ref, left: jax.Array) -> None:  # [block, H]
+def _clear_unwritten(plan: Plan, v: Ref, left: jax.Array) -> None:  # [block, H]
     """Zero all but the first ``left`` values: a weight of 0 does not silence NaN."""
 
     @pl.when(left < plan.choice.block)
@@ -380,9 +267,9 @@ def _clear_unwritten(plan: _Plan, v: Ref, left: jax.Array) -> None:  # [block, H
         plgpu.commit_smem()
 
 
-def _attend(plan: _Plan, span: _Span, shared: _Shared, step: jax.Array, sums: _Sums) -> _Sums:
+def _attend(plan: Plan, span: Span, shared: Shared, step: jax.Array, sums: _Sums) -> _Sums:
     """One block more."""
-    block, stage = plan.choice.block, _stage(plan, span.before + step)
+    block, stage = plan.choice.block, stage_of(plan, span.before + step)
     left = span.last - (step * plan.choice.splits + span.split) * block
     shape = (block, GROUP)
     plgpu.barrier_wait(shared.k_full.at[stage])
@@ -405,7 +292,7 @@ def _attend(plan: _Plan, span: _Span, shared: _Shared, step: jax.Array, sums: _S
     return _Sums(top, weights, mixed)
 
 
-def _leave(shared: _Shared, top: jax.Array, total: jax.Array, mixed: jax.Array) -> None:
+def _leave(shared: Shared, top: jax.Array, total: jax.Array, mixed: jax.Array) -> None:
     """Show what a split found to its cluster."""
     for ref, found in ((shared.top, top), (shared.total, total), (shared.mixed, mixed)):
         ref[...] = found
@@ -413,7 +300,7 @@ def _leave(shared: _Shared, top: jax.Array, total: jax.Array, mixed: jax.Array) 
     plgpu.barrier_wait(shared.cluster)
 
 
-def _found(shared: _Shared, split: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _found(shared: Shared, split: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What a split of the cluster left: top, total, mixed. JAX's interpreter cannot look there."""
     wgmma = plgpu.Layout.WGMMA
     parts = ((shared.top, wgmma.reduce(0)), (shared.total, wgmma.reduce(0)), (shared.mixed, wgmma))
@@ -424,7 +311,7 @@ def _found(shared: _Shared, split: int) -> tuple[jax.Array, jax.Array, jax.Array
     return top, total, mixed
 
 
-def _combined(plan: _Plan, shared: _Shared) -> tuple[jax.Array, jax.Array]:
+def _combined(plan: Plan, shared: Shared) -> tuple[jax.Array, jax.Array]:
     """Total weights and mixed values of all splits."""
     parts = [_found(shared, split) for split in range(plan.choice.splits)]
     highest = parts[0][0]
@@ -439,10 +326,10 @@ def _combined(plan: _Plan, shared: _Shared) -> tuple[jax.Array, jax.Array]:
 
 
 def _finish(
-    plan: _Plan,
-    arrays: _Arrays,
-    span: _Span,
-    shared: _Shared,
+    plan: Plan,
+    arrays: Arrays,
+    span: Span,
+    shared: Shared,
     total: jax.Array,  # float32[GROUP]
     mixed: jax.Array,  # float32[H, GROUP]
 ) -> None:
@@ -458,10 +345,10 @@ def _finish(
 
 
 def _work(
-    plan: _Plan, arrays: _Arrays, shared: _Shared, turn: jax.Array, before: jax.Array
+    plan: Plan, arrays: Arrays, shared: Shared, turn: jax.Array, before: jax.Array
 ) -> jax.Array:
     """From the heads of a row to its results; the steps until then."""
-    row, kv_head, _ = place = _place(plan, turn)
+    row, kv_head, _ = place = place_of(plan, turn)
     # What lies beside the group's heads is computed, too, and not kept.
     for start in range(0, plan.copies * plan.box, plan.box):
         queries = arrays.qkv.at[row, pl.ds(kv_head * plan.group + start, plan.box)]
@@ -469,7 +356,7 @@ def _work(
         plgpu.copy_gmem_to_smem(queries, room, shared.heads_full)
     value = arrays.qkv.at[row, pl.ds(plan.num_heads + plan.num_kv_heads + kv_head, 1)]
     plgpu.copy_gmem_to_smem(value, shared.value, shared.heads_full)
-    span = _span(plan, place, arrays.seq_lens[row], before)
+    span = span_of(plan, place, arrays.seq_lens[row], before)
     _prepare(plan, arrays, span, shared)
     _append(plan, arrays, span, shared)
     attend = partial(_attend, plan, span, shared)
@@ -494,47 +381,14 @@ def _work(
     return before + span.steps
 
 
-def _kernel(plan: _Plan, arrays: _Arrays, shared: _Shared) -> None:
+def _kernel(plan: Plan, arrays: Arrays, shared: Shared) -> None:
     warpgroup = lax.axis_index("warpgroup")
     pl.when(warpgroup == LOADER)(partial(_load, plan, arrays, shared))
 
     @pl.when(warpgroup != LOADER)
     def _worker() -> None:
         work = partial(_work, plan, arrays, shared)
-        lax.fori_loop(jnp.int32(0), _items(plan), work, jnp.int32(0))
-
-
-def _shared_types(plan: _Plan) -> dict[str, Any]:
-    choice, dtype, h = plan.choice, plan.dtype, plan.head_dim
-    tiling: Any = plgpu.TilingTransform
-    swizzle: Any = plgpu.SwizzleTransform
-    swizzled = (tiling((8, 64)), swizzle(128))
-    blocks = plgpu.SMEM((choice.stages, choice.block, h), dtype, transforms=swizzled)
-    pages = plgpu.Barrier(num_arrivals=plan.pages, num_barriers=choice.stages)
-    free = plgpu.Barrier(num_barriers=choice.stages)
-    types = {
-        "k": blocks,
-        "v": blocks,
-        "q": plgpu.SMEM((GROUP, h), dtype, transforms=swizzled),
-        "weights": plgpu.SMEM((GROUP, choice.block), dtype, transforms=swizzled),
-        "heads": plgpu.SMEM((GROUP, h), dtype),
-        "key": plgpu.SMEM((GROUP, h), dtype),
-        "value": plgpu.SMEM((1, h), dtype),
-        "score": plgpu.SMEM((GROUP,), jnp.float32),
-        "k_full": pages,
-        "v_full": pages,
-        "k_free": free,
-        "v_free": free,
-        "heads_full": plgpu.Barrier(num_arrivals=plan.copies + 1),
-    }
-    if choice.splits > 1:
-        types |= {
-            "mixed": plgpu.SMEM((h, GROUP), jnp.float32),
-            "top": plgpu.SMEM((GROUP,), jnp.float32),
-            "total": plgpu.SMEM((GROUP,), jnp.float32),
-            "cluster": plgpu.ClusterBarrier(collective_axes=("split",)),
-        }
-    return types
+        lax.fori_loop(jnp.int32(0), turns_of(plan), work, jnp.int32(0))
 
 
 def append_decode(
@@ -580,7 +434,7 @@ def launched(
     (b, n, h), (page_size, num_kv_heads) = queries_of(qkv, k_pages).shape, k_pages.shape[1:3]
     scale *= math.log2(math.e)
     sizes = (n, num_kv_heads, h, page_size, page_table.shape[1])
-    plan = _Plan(*sizes, qkv.dtype, scale, eps, b * num_kv_heads, choice)
+    plan = Plan(*sizes, qkv.dtype, scale, eps, b * num_kv_heads, choice)
     k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # in place
     turns = {"cos": cos, "sin": sin, "qk_norms": qk_norms}
     there = {name: array for name, array in turns.items() if array is not None}
@@ -588,8 +442,8 @@ def launched(
     def body(*refs: Ref, **scratch: Ref) -> None:
         qkv, k_pages, v_pages, page_table, seq_lens, *turning, out = refs
         named = dict.fromkeys(turns) | dict(zip(there, turning, strict=True))
-        arrays = _Arrays(qkv, k_pages, v_pages, page_table, seq_lens, **named, out=out)
-        _kernel(plan, arrays, _Shared(**scratch))
+        arrays = Arrays(qkv, k_pages, v_pages, page_table, seq_lens, **named, out=out)
+        _kernel(plan, arrays, Shared(**scratch))
 
     cluster: Any = {}
     if choice.splits > 1:
@@ -597,7 +451,7 @@ def launched(
     out = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((b, n, h), qkv.dtype),
-        scratch_types=_shared_types(plan),
+        scratch_types=shared_types(plan),
         grid=(plan.programs,),
         grid_names=("program",),
         num_threads=2,
