@@ -9,6 +9,8 @@ choices beside the op, where calls of the same shapes find them.
 from __future__ import annotations
 
 import argparse
+import importlib
+import inspect
 import json
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -23,6 +25,7 @@ import jax.numpy as jnp
 from bench.kernels import bench_cases, seconds_in_a_chain
 from pallas_kernels.append_decode import api as append_decode
 from pallas_kernels.append_decode import launch as append_decode_launch
+from pallas_kernels.append_decode import mosaic_launch as append_decode_mosaic_launch
 from pallas_kernels.paged_decode import api as paged_decode
 from pallas_kernels.paged_decode import launch as paged_decode_launch
 from pallas_kernels.paged_prefill import api as paged_prefill
@@ -55,12 +58,25 @@ class Tunable:
     @property
     def launched(self) -> Callable[..., Any]:
         """The op's implementation, with the choice before its arguments."""
-        return imported_when_called(f"pallas_kernels.{self.op.name}.{self.impl}", "launched")
+        module = f"pallas_kernels.{self.op.name}.{self.impl}"
+        if self.impl != "mosaic":
+            return imported_when_called(module, "launched")
+        # Lowered once for a chain of calls: 6 of append_decode took 15 s of Python, now 3.
+        function = importlib.import_module(module).launched
+        static = inspect.getfullargspec(function).kwonlyargs
+        return jax.jit(function, static_argnums=0, static_argnames=static)
 
 
 def _append_starts(case: Any, args: Sequence[Any]) -> Sequence[append_decode_launch.Launch]:
     qkv, _, _, _, k_pages, _, page_table, _, _ = args
     return (append_decode_launch.by_rule(qkv, k_pages, page_table),)
+
+
+def _append_mosaic_starts(
+    case: Any, args: Sequence[Any]
+) -> Sequence[append_decode_mosaic_launch.Launch]:
+    qkv, _, _, _, k_pages, _, page_table, _, _ = args
+    return (append_decode_mosaic_launch.by_rule(qkv, k_pages, page_table),)
 
 
 def _decode_starts(case: Any, args: Sequence[Any]) -> Sequence[paged_decode_launch.Launch]:
@@ -95,6 +111,18 @@ _DECODE_VALUES = (
 TUNABLE = {
     "append_decode": Tunable(
         append_decode.OP, _append_starts, append_decode_launch.shapes_of, _DECODE_VALUES
+    ),
+    "append_decode/mosaic": Tunable(
+        append_decode.OP,
+        _append_mosaic_starts,
+        append_decode_mosaic_launch.shapes_of,
+        (
+            ("splits", (1, 2, 4, 8)),
+            ("block", (64, 128)),
+            ("stages", (2, 3, 4, 6)),
+            ("programs", (132, 264, 1 << 20)),
+        ),
+        impl="mosaic",
     ),
     "paged_decode": Tunable(
         paged_decode.OP, _decode_starts, paged_decode_launch.shapes_of, _DECODE_VALUES
@@ -192,7 +220,7 @@ def joined(tunable: Tunable, before: Choices, found: Choices) -> Choices:
 def main() -> None:
     """Tune, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--op", required=True, choices=TUNABLE, help="the op")
+    parser.add_argument("--op", required=True, choices=TUNABLE, help="the op, or op/impl")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--output", type=Path, help="JSON file; by default beside the op")
     options = parser.parse_args()
@@ -201,7 +229,7 @@ def main() -> None:
         raise SystemExit(f"bench.tune times kernels and needs a GPU, not {device}")
     tunable = TUNABLE[options.op]
     op = tunable.op
-    output = options.output or Path(str(tuned_file(op.name, device.device_kind)))
+    output = options.output or Path(str(tuned_file(options.op, device.device_kind)))
     kernel = next(impl for impl in op.impls if impl.name == tunable.impl)
     groups: dict[Hashable, list[Case]] = {}
     for case in bench_cases(op, options.case):

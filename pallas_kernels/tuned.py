@@ -1,7 +1,8 @@
 """Tuned choices: which launch was fastest for a case on a device, as data beside the op.
 
 Owns: the files ``<op>/tuned/<device>.json``, {case name: {choice: value}}, which
-``bench/tune.py`` writes. Must not know: what a choice means, how it was found.
+``bench/tune.py`` writes; where two implementations of an op are tuned, the second's lie in
+``<op>/tuned/<impl>``. Must not know: what a choice means, how it was found.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.registry import Case
+from pallas_kernels.registry import OP_NAMES, Case
+
+NAMES = (*OP_NAMES, "append_decode/mosaic")  # of all that may be tuned: an op, or op/implementation
 
 type Choices = dict[str, dict[str, Any]]
 
 
-def tuned_file(op: str, device_kind: str) -> Traversable:
-    """Where the choices of an op for a kind of device lie, whether or not there are any."""
+def tuned_file(name: str, device_kind: str) -> Traversable:
+    """Where the choices for a kind of device lie, whether or not there are any."""
+    op, _, impl = name.partition("/")
     slug = device_kind.lower().replace(" ", "_")
-    return files("pallas_kernels") / op / "tuned" / f"{slug}.json"
+    folder = files("pallas_kernels") / op / "tuned"
+    return (folder / impl if impl else folder) / f"{slug}.json"
 
 
 @cache
@@ -52,8 +57,8 @@ def by_shapes[C: Case](
 
 
 def lookup[C: Case](
-    op: str, cases: Sequence[C], shapes_of: Callable[[C], Hashable], shapes: Hashable
+    name: str, cases: Sequence[C], shapes_of: Callable[[C], Hashable], shapes: Hashable
 ) -> dict[str, Any] | None:
     """What was tuned for a call of these shapes on the default device, or None."""
-    file = tuned_file(op, jax.devices()[0].device_kind)
+    file = tuned_file(name, jax.devices()[0].device_kind)
     return by_shapes(read_choices(file), cases, shapes_of).get(shapes)

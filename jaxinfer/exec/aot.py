@@ -39,8 +39,7 @@ from jaxinfer.exec.fingerprint import (
 from jaxinfer.exec.memory import MemoryPlan, program_memory, workspace_bytes
 from jaxinfer.exec.program import Program
 from jaxinfer.models.base import Model
-from pallas_kernels.registry import OP_NAMES
-from pallas_kernels.tuned import read_choices, tuned_file
+from pallas_kernels.tuned import NAMES, read_choices, tuned_file
 
 FORMAT = 2  # of the folder; raise it when the manifest's meaning changes
 LOAD_THREADS = 8  # H200: 8 buckets load in 0.50 s on 8 threads, 1.96 s in turn
@@ -117,9 +116,9 @@ def program_fingerprint(program: Program) -> Fingerprint:
 
 
 def tuned_choices() -> dict[str, Any]:
-    """The kernels' tuned launches for this kind of device: by op, then by case."""
+    """The kernels' tuned launches for this kind of device: by name in ``NAMES``, then by case."""
     kind = jax.devices()[0].device_kind
-    choices = {name: read_choices(tuned_file(name, kind)) for name in OP_NAMES}
+    choices = {name: read_choices(tuned_file(name, kind)) for name in NAMES}
     return {name: found for name, found in choices.items() if found}
 
 

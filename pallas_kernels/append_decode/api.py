@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
-from pallas_kernels.append_decode import cases, launch, ref, xla
+from pallas_kernels.append_decode import cases, launch, mosaic_launch, ref, xla
 from pallas_kernels.checks import check_paged
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _triton = imported_when_called("pallas_kernels.append_decode.triton", "append_decode")
+_mosaic = imported_when_called("pallas_kernels.append_decode.mosaic", "append_decode")
+
+
+def _mosaic_alone(*args: Any, **static: Any) -> Any:
+    """The Mosaic kernel without ``arrivals``, which it does not need: handed a reference it would
+    be lowered anew for every layer.
+    """
+    return _mosaic(*args[:8], **static)
+
 
 OP = KernelOp(
     name="append_decode",
     ref=ref.append_decode,
     impls=(
+        Impl("mosaic", _mosaic_alone, platforms=("gpu",), supports=mosaic_launch.supports),
         Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
         Impl("xla", xla.append_decode),
     ),

@@ -68,9 +68,28 @@ CASES = (
     AppendCase(
         "qwen3_4b_fp8", shapes.QWEN3_4B, (17, 70), norms=True, dtype="bfloat16", kv_dtype=_FP8
     ),
+    AppendCase("smollm2_blocks_bf16", _SMOL, (64, 65, 66, 513, 0, 1), dtype="bfloat16"),
+    AppendCase("llama3_70b_tp8_gqa8_bf16", shapes.LLAMA3_70B_TP8, (31, 130), dtype="bfloat16"),
+    AppendCase(
+        "qwen3_4b_tp8_page64_bf16",
+        shapes.QWEN3_4B_TP8,
+        (63, 64, 65, 321),
+        norms=True,
+        page_size=64,
+        dtype="bfloat16",
+    ),
     AppendCase("phi3_head96_bf16", shapes.PHI3_MINI, (40, 3), dtype="bfloat16"),
     AppendCase("gemma3_head256", shapes.GEMMA3_4B, (40, 90), norms=True, window=32),
     AppendCase("qwen3_4b_long", shapes.QWEN3_4B, (8192, 1, 4097, 0), norms=True, tags=("full",)),
+    AppendCase(
+        "qwen3_4b_many_rows_bf16",
+        shapes.QWEN3_4B,
+        tuple(range(1, 600, 13)),
+        padding=2,
+        norms=True,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
     *_decode_steps(),
 )
 

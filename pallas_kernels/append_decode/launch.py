@@ -5,6 +5,7 @@ Needs no Triton, so that a machine without it can ask. Must not know: the kernel
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 
 import jax
@@ -19,6 +20,12 @@ def queries_of(qkv: jax.Array, k_pages: jax.Array) -> jax.ShapeDtypeStruct:  # [
     """Shape and dtype of the queries in ``qkv``."""
     rows, heads, head_dim = qkv.shape
     return jax.ShapeDtypeStruct((rows, heads - 2 * k_pages.shape[2], head_dim), qkv.dtype)
+
+
+def call_shapes(qkv: jax.Array, k_pages: jax.Array) -> Hashable:  # [B, N + 2K, H], [P, S, K, H]
+    """What ``shapes_of`` says of a case, of a call."""
+    (b, n, h), (page_size, num_kv_heads) = queries_of(qkv, k_pages).shape, k_pages.shape[1:3]
+    return (b, n, num_kv_heads, h, page_size, str(qkv.dtype), str(k_pages.dtype))
 
 
 def supports(
@@ -62,7 +69,5 @@ def choose(
     page_table: jax.Array,  # int32[B, M]
 ) -> Launch:
     """The tuned choice for a call of these shapes on this device, else that of the rule."""
-    (b, n, h), (page_size, num_kv_heads) = queries_of(qkv, k_pages).shape, k_pages.shape[1:3]
-    shapes = (b, n, num_kv_heads, h, page_size, str(qkv.dtype), str(k_pages.dtype))
-    choice = tuned.lookup("append_decode", CASES, shapes_of, shapes)
+    choice = tuned.lookup("append_decode", CASES, shapes_of, call_shapes(qkv, k_pages))
     return Launch(**choice) if choice else by_rule(qkv, k_pages, page_table)

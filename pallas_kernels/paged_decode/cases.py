@@ -31,7 +31,7 @@ def _bench(model: str, heads: Heads, dtype: str) -> tuple[PagedCase, ...]:
 def _decode_steps(model: str, heads: Heads) -> tuple[PagedCase, ...]:
     """The attention of a decode step on a GPU, over the contexts of docs/performance.md."""
     shapes_of_steps = (
-        *((rows, 1056, 16, "") for rows in (1, 8, 16, 32, 64, 128, 256)),
+        *((rows, 1056, 16, "") for rows in (1, 8, 16, 32, 64, 128, 256, 512)),
         (64, 1056, 64, ""),
         (64, 1056, 16, _FP8),
         (1, 16416, 16, ""),

@@ -8,6 +8,7 @@ from dataclasses import astuple, fields, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from bench import tune
@@ -15,6 +16,7 @@ from pallas_kernels.paged_decode.cases import CASES
 from pallas_kernels.paged_decode.launch import Launch
 from pallas_kernels.paged_prefill.cases import CASES as PREFILL_CASES
 from pallas_kernels.paged_prefill.launch import Launch as PrefillLaunch
+from pallas_kernels.skinny_gemm.launch import Launch as GemmLaunch
 
 if sys.platform != "linux":
     pytest.skip("Triton has no packages for this system", allow_module_level=True)
@@ -59,6 +61,19 @@ def test_every_tunable_op_starts_from_its_rule() -> None:
         start, *_ = tunable.starts(case, tunable.op.build(case, 0).args)
         names = {field.name for field in fields(start)}
         assert names >= {value for value, _ in tunable.values}, name
+
+
+def test_a_kernel_in_mosaic_is_lowered_once_for_a_chain() -> None:
+    tunable = tune.TUNABLE["skinny_gemm"]
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 256), (256, 256)))
+
+    def twice(x: jax.Array, w: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = tunable.launched(GemmLaunch(64, 64, 2), x, w, swiglu=False, split=False)
+        return x
+
+    text = jax.jit(twice).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic") == 1
 
 
 def test_a_choice_replaces_that_of_another_case_of_the_same_shapes() -> None:

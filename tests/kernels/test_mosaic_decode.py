@@ -1,0 +1,182 @@
+"""append_decode in Mosaic without a GPU: right in JAX's interpreter, and lowered for Hopper.
+
+The interpreter does not see the shared memory of other programs: ``_leave`` and ``_found`` are
+replaced by a table on the host. Machine code is made on a GPU alone, so that nothing here says
+whether a kernel spills.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.append_decode import cases as append_decode
+from pallas_kernels.append_decode import mosaic, mosaic_launch
+from pallas_kernels.append_decode.api import OP
+from pallas_kernels.append_decode.cases import AppendCase
+from pallas_kernels.append_decode.mosaic_launch import Launch
+from pallas_kernels.registry import Impl, select
+from pallas_kernels.testing import mismatch
+
+MOSAIC = next(impl for impl in OP.impls if impl.name == "mosaic")
+CASES = {case.name: case for case in append_decode.CASES}
+STEPS = [
+    case
+    for case in append_decode.CASES
+    if case.name.startswith("qwen3_4b_step") and not case.kv_dtype
+]
+INTERPRETED = [
+    ("qwen3_4b_bf16", Launch(1, 64, 3, programs=24)),
+    ("gpt2_no_rope_f16", Launch(1, 128, 2, programs=5)),
+    ("smollm2_blocks_bf16", Launch(1, 64, 2, programs=4)),
+    ("llama3_70b_tp8_gqa8_bf16", Launch(2, 64, 2, programs=9)),
+    ("qwen3_4b_tp8_page64_bf16", Launch(4, 64, 2, programs=4)),
+]
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mosaic_launch, "not_hopper", lambda: None)
+
+
+class _Table:
+    """What splits left, by program and split."""
+
+    def __init__(self) -> None:
+        self.parts: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}
+        self.changed = threading.Condition()
+
+    def put(self, program: Any, split: Any, *part: Any) -> np.int32:
+        with self.changed:
+            self.parts[int(program), int(split)] = tuple(map(np.asarray, part))
+            self.changed.notify_all()
+        return np.int32(0)
+
+    def get(self, *place: Any) -> tuple[np.ndarray, ...]:
+        key = tuple(map(int, place))
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.parts, 60)
+            return self.parts[key]
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Table]:
+    table = _Table()
+
+    def leave(shared: Any, *part: jax.Array) -> None:
+        place = (lax.axis_index(name) for name in ("program", "split"))
+        io_callback(table.put, jax.ShapeDtypeStruct((), jnp.int32), *place, *part)
+        plgpu.barrier_arrive(shared.cluster)
+        plgpu.barrier_wait(shared.cluster)
+
+    def found(shared: Any, split: int) -> Any:
+        place = lax.axis_index("program"), jnp.int32(split)
+        refs = (shared.top, shared.total, shared.mixed)
+        return io_callback(
+            table.get, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in refs], *place
+        )
+
+    monkeypatch.setattr(mosaic, "_leave", leave)
+    monkeypatch.setattr(mosaic, "_found", found)
+    yield table
+
+
+@pytest.mark.parametrize(("name", "choice"), INTERPRETED, ids=[name for name, _ in INTERPRETED])
+@pytest.mark.usefixtures("on_hopper")
+def test_the_interpreter_agrees_with_the_definition(
+    name: str, choice: Launch, table: _Table
+) -> None:
+    case = CASES[name]
+    inputs = OP.build(case, 0)
+    assert MOSAIC.refuses("gpu", inputs.args, inputs.static) is None
+    launched = partial(mosaic.launched, choice)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        problem = mismatch(OP, Impl("mosaic", launched), case, inputs)
+    assert problem is None, problem
+    rows = len(case.seq_lens) + case.padding
+    splits = choice.splits if choice.splits > 1 else 0
+    assert len(table.parts) == rows * case.heads.num_kv_heads * splits
+
+
+def _call(case: AppendCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A case's arguments as shapes: its pools take long to make."""
+    rows, (n, k, h) = len(case.seq_lens), vars(case.heads).values()
+    array = jax.ShapeDtypeStruct
+    dtype, width = jnp.dtype(case.dtype), -(-max(case.seq_lens) // case.page_size)
+    angles = array((rows, h // 2), jnp.float32)
+    pool = array((rows * width + 1, case.page_size, k, h), dtype)
+    tables = array((rows, width), jnp.int32), array((rows,), jnp.int32)
+    args = (array((rows, n + 2 * k, h), dtype), angles, angles, array((2, h), dtype), pool, pool)
+    return (*args, *tables), {"scale": h**-0.5, "eps": 1e-6, "window": None}
+
+
+@pytest.mark.parametrize("case", STEPS, ids=lambda case: case.name)
+@pytest.mark.usefixtures("on_hopper")
+def test_chosen_and_lowered_for_hopper_in_place(case: AppendCase) -> None:
+    args, static = _call(case)
+    assert select(OP, "gpu", args, static).name == "mosaic"
+    step = jax.jit(partial(MOSAIC.fn, **static), donate_argnums=OP.donate)
+    text = step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@mosaic_gpu" in text
+    aliases = r"output_operand_alias<output_tuple_indices = \[(\d)\], operand_index = (\d)"
+    assert sorted(re.findall(aliases, text)) == [("1", "1"), ("2", "2")]
+
+
+WANTED = replace(CASES["qwen3_4b_bf16"], name="wanted")
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        pytest.param(replace(WANTED, dtype="float32"), "heads are float32", id="float32"),
+        pytest.param(CASES["qwen3_4b_fp8"], "pages float8_e4m3fn", id="fp8"),
+        pytest.param(CASES["phi3_head96_bf16"], "head_dim 96 is neither", id="head_dim"),
+        pytest.param(replace(WANTED, page_size=24), "page_size 24 is not", id="page_size"),
+        pytest.param(replace(WANTED, window=8), "it has no windows", id="window"),
+        pytest.param(WANTED, "compute capability none, not 9.x", id="device"),
+    ],
+)
+def test_refusals(case: AppendCase, reason: str) -> None:
+    inputs = OP.build(case, 0)
+    assert reason in (MOSAIC.refuses("gpu", inputs.args, inputs.static) or "")
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "choice"),
+    [
+        pytest.param(1, 67, Launch(8, 64, 6, 264), id="one_on_a_multiprocessor"),
+        pytest.param(1, 12, Launch(2, 64, 6, 264), id="no_more_than_blocks"),
+        pytest.param(8, 67, Launch(4, 64, 3, 264), id="two_on_a_multiprocessor"),
+        pytest.param(512, 67, Launch(1, 64, 3, 264), id="several_in_turn"),
+    ],
+)
+def test_rule(rows: int, width: int, choice: Launch) -> None:
+    (qkv, _, _, _, pool, *_), _ = _call(replace(STEPS[0], seq_lens=(1057,) * rows))
+    page_table = jax.ShapeDtypeStruct((rows, width), jnp.int32)
+    assert mosaic_launch.by_rule(qkv, pool, page_table) == choice  # type: ignore[arg-type]
+
+
+def test_a_tuned_choice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, choice = STEPS[0], {"splits": 4, "block": 128, "stages": 2, "programs": 132}
+    files: list[str] = []
+
+    def read(file: Any) -> dict[str, Any]:
+        files.append(str(file))
+        return {case.name: choice}
+
+    monkeypatch.setattr(mosaic_launch.tuned, "read_choices", read)
+    (qkv, _, _, _, pool, _, page_table, _), _ = _call(case)
+    assert mosaic_launch.choose(qkv, pool, page_table) == Launch(**choice)
+    assert files[0].endswith("append_decode/tuned/mosaic/cpu.json")
