@@ -192,7 +192,7 @@ def _prepare(plan: Plan, arrays: Arrays, span: Span, shared: Shared) -> None:
     score = jnp.zeros((), jnp.float32)
     for at, x, y in zip(plan.halves, *turned, strict=True):
         shared.heads[:, at] = x
-        shared.key[:, at] = y
+        shared.key.at[0, at][...] = y.astype(jnp.float32).max(axis=0).astype(plan.dtype)
         score = score + (x.astype(jnp.float32) * y.astype(jnp.float32)).sum(axis=1)
     shared.score[...] = score * plan.scale
     # A half may be narrower than what is swizzled together.
@@ -212,7 +212,7 @@ def _append(plan: Plan, arrays: Arrays, span: Span, shared: Shared) -> None:
         page_size = jnp.int32(plan.page_size)
         page = arrays.page_table[span.row, lax.div(span.last, page_size)]
         slot = (page, pl.ds(lax.rem(span.last, page_size), 1), span.kv_head)
-        plgpu.copy_smem_to_gmem(shared.key.at[pl.ds(0, 1)], arrays.k_pages.at[slot])
+        plgpu.copy_smem_to_gmem(shared.key, arrays.k_pages.at[slot])
         plgpu.copy_smem_to_gmem(shared.value, arrays.v_pages.at[slot])
 
 

@@ -98,7 +98,9 @@ class Shared(NamedTuple):
     q: Ref  # [GROUP, H], turned
     weights: Ref  # [GROUP, block]
     heads: Ref  # [GROUP, H], not swizzled: queries as they come, turned, then results
-    key: Ref  # [GROUP, H], not swizzled: the new key, turned, in every row
+    # [1, H]: the new key, turned. Not a row of several: of one, Mosaic would have TMA swizzle each 64
+    # components by themselves, and registers are stored otherwise (jax 0.11.2, H200).
+    key: Ref
     value: Ref  # [1, H]: the new one
     score: Ref  # float32[GROUP]: of the new key
     k_full: Ref  # [stages]: one arrival a page
@@ -166,7 +168,7 @@ def shared_types(plan: Plan) -> dict[str, Any]:
         "q": plgpu.SMEM((GROUP, h), dtype, transforms=swizzled),
         "weights": plgpu.SMEM((GROUP, choice.block), dtype, transforms=swizzled),
         "heads": plgpu.SMEM((GROUP, h), dtype),
-        "key": plgpu.SMEM((GROUP, h), dtype),
+        "key": plgpu.SMEM((1, h), dtype),
         "value": plgpu.SMEM((1, h), dtype),
         "score": plgpu.SMEM((GROUP,), jnp.float32),
         "k_full": pages,
