@@ -48,6 +48,8 @@ ALLOCATOR_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 DEFAULT_ALLOCATOR_SHARE = 0.75
 ALLOCATOR_PREALLOCATES = "XLA_PYTHON_CLIENT_PREALLOCATE"
 NO_LINE_INFO = "TRITON_DISABLE_LINE_INFO"  # Triton's own variable
+# XLA's own: the least grave kind of message that it shows, and what JAX sets it to on import
+XLA_LOG, JAXS_XLA_LOG = "TF_CPP_MIN_LOG_LEVEL", "1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +200,16 @@ def leave_out_line_info() -> None:
     user has set stays.
     """
     os.environ.setdefault(NO_LINE_INFO, "1")
+
+
+def keep_xla_quiet() -> None:
+    """Let XLA show fatal messages alone: what fails is raised as well.
+
+    The others are for its developers. Of a plan that nearly fills a GPU it says for each executable
+    that memory is over a limit, which is not the allocator's. Another level than JAX's stays.
+    """
+    if os.environ.get(XLA_LOG, JAXS_XLA_LOG) == JAXS_XLA_LOG:
+        os.environ[XLA_LOG] = "3"
 
 
 def compiler_environment() -> dict[str, str]:

@@ -29,6 +29,7 @@ from jaxinfer.core.config import (
     Limits,
     bound_gpu_allocator,
     cache_root,
+    keep_xla_quiet,
     leave_out_line_info,
 )
 from jaxinfer.core.errors import ConfigError, EngineError
@@ -111,6 +112,7 @@ def plan_engine(
         config = with_bundle_settings(config, bundle)
     bound_gpu_allocator(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
     leave_out_line_info()
+    keep_xla_quiet()
     platform = check_device(platform_of_backend)
     if bundle is not None:
         bundle.refuse_machine()

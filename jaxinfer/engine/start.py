@@ -20,6 +20,7 @@ from jaxinfer.core.config import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     EngineConfig,
     bound_gpu_allocator,
+    keep_xla_quiet,
     leave_out_line_info,
 )
 from jaxinfer.core.progress import Progress
@@ -50,6 +51,7 @@ def backend_starting(config: EngineConfig) -> Generator[Callable[[], str]]:
             yield jax.default_backend
             return
         bound_gpu_allocator(share)
+        keep_xla_quiet()
         leave_out_line_info()  # here: others must not change the environment while CUDA reads it
         started = Future[str]()
         # no daemon: a process that ends meanwhile must not unload CUDA under its feet

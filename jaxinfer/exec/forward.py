@@ -108,11 +108,11 @@ class StepFunction:
         return flat_kv_state(kv_state), slots, output
 
     def _arrivals(self) -> jax.Ref | None:
-        """Zeros for ``append_decode``, made once a step: int32[num_decodes * K]. None where a step
-        has prompts, and so does not launch it.
+        """Zeros for ``append_decode``, made once a step: int32[num_decodes * K]. None where nobody
+        decodes.
         """
         bucket = self.layout.bucket
-        if bucket.num_prefills:
+        if not bucket.num_decodes:
             return None
         heads = max(layer.num_kv_heads for layer in self.model.kv_spec.layers)
         return jax.new_ref(jnp.zeros(bucket.num_decodes * heads, jnp.int32))

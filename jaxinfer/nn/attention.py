@@ -18,7 +18,6 @@ from jaxinfer.nn.kv import LayerKV
 from pallas_kernels.append_decode.api import append_decode
 from pallas_kernels.kv_append.api import kv_append
 from pallas_kernels.numerics import split_and_rotate, split_heads
-from pallas_kernels.paged_decode.api import paged_decode
 from pallas_kernels.paged_prefill.api import paged_prefill
 from pallas_kernels.pins import Pins
 from pallas_kernels.qk_rope_append.api import qk_rope_append
@@ -93,41 +92,55 @@ class PagedAttend:
         """See ``Attend``."""
         assert kv is not None, "paged attention needs a KV state"
         batch, d, pinned = self.batch, self.num_decodes, self.pins.of
-        where = (batch.page_table[:d], batch.seq_lens[:d])
         if qkv.shape[0] == d:
-            cos, sin, norms, eps = rotary or (None, None, None, 0.0)
-            out, *pools = append_decode(
-                qkv,
-                cos,
-                sin,
-                norms,
-                *kv,
-                *where,
-                self.arrivals,
-                scale=scale,
-                eps=eps,
-                window=window,
-                impl=pinned("append_decode"),
-            )
-            return out, LayerKV(*pools)
+            return self._decode(qkv, kv, rotary, scale=scale, window=window)
+        # Both parts are appended before the prompts' is read: a write after a read makes XLA copy
+        # pools. (``append_decode`` reads what it has written itself.)
+        prompts, slots = qkv[d:], batch.slot_mapping[d:]
         if rotary is None:
-            q, k, v = split_heads(qkv, num_kv_heads)
-            pages = LayerKV(*kv_append(k, v, *kv, batch.slot_mapping, impl=pinned("kv_append")))
+            q, k, v = split_heads(prompts, num_kv_heads)
+            kv = LayerKV(*kv_append(k, v, *kv, slots, impl=pinned("kv_append")))
         else:
             impl = pinned("qk_rope_append")
-            q, *pools = qk_rope_append(
-                qkv, *rotary[:3], *kv, batch.slot_mapping, eps=rotary.eps, impl=impl
-            )
-            pages = LayerKV(*pools)
-        # Both parts are appended before either is read: a write after a read makes XLA copy pools.
+            turns = (rotary.cos[d:], rotary.sin[d:], rotary.qk_norms)
+            q, *pools = qk_rope_append(prompts, *turns, *kv, slots, eps=rotary.eps, impl=impl)
+            kv = LayerKV(*pools)
         parts: list[jax.Array] = []
         if d:
-            impl = pinned("paged_decode")
-            parts.append(paged_decode(q[:d], *pages, *where, scale=scale, window=window, impl=impl))
+            out, kv = self._decode(qkv[:d], kv, rotary, scale=scale, window=window)
+            parts.append(out)
         impl = pinned("paged_prefill")
         where = (batch.page_table[d:], batch.seq_lens[d:], batch.query_start_loc)
-        parts.append(paged_prefill(q[d:], *pages, *where, scale=scale, window=window, impl=impl))
-        return jnp.concatenate(parts) if d else parts[0], pages
+        parts.append(paged_prefill(q, *kv, *where, scale=scale, window=window, impl=impl))
+        return jnp.concatenate(parts) if d else parts[0], kv
+
+    def _decode(
+        self,
+        qkv: jax.Array,  # [num_decodes, N + 2K, H]
+        kv: LayerKV,
+        rotary: Rotary | None,  # of all tokens
+        *,
+        scale: float,
+        window: int | None,
+    ) -> tuple[jax.Array, LayerKV]:  # [num_decodes, N, H]
+        """Append and attend, for the rows of one token."""
+        d = self.num_decodes
+        cos, sin, norms, eps = rotary or (None, None, None, 0.0)
+        out, *pools = append_decode(
+            qkv,
+            None if cos is None else cos[:d],
+            None if sin is None else sin[:d],
+            norms,
+            *kv,
+            self.batch.page_table[:d],
+            self.batch.seq_lens[:d],
+            self.arrivals,
+            scale=scale,
+            eps=eps,
+            window=window,
+            impl=self.pins.of("append_decode"),
+        )
+        return out, LayerKV(*pools)
 
 
 @jax.tree_util.register_dataclass

@@ -14,12 +14,13 @@ import pytest
 
 from jaxinfer.core.config import allocator_share
 
-KIND, SHARE, OLD_SHARE, PREALLOCATE, NO_LINE_INFO = NAMES = (
+KIND, SHARE, OLD_SHARE, PREALLOCATE, NO_LINE_INFO, XLA_LOG = NAMES = (
     "XLA_PYTHON_CLIENT_ALLOCATOR",
     "XLA_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "TRITON_DISABLE_LINE_INFO",
+    "TF_CPP_MIN_LOG_LEVEL",
 )
 # Changing the number of CPU devices raises once a backend has started.
 PROGRAM = f"""
@@ -40,14 +41,16 @@ build.plan_engine(EngineConfig(gpu_memory_utilization=0.5))
 @pytest.mark.parametrize(
     ("user", "expected"),
     [
-        ({}, ["vmm", "0.5", None, "false", "1"]),
-        ({KIND: "bfc"}, ["bfc", "0.5", None, "false", "1"]),
-        ({SHARE: "0.3"}, ["vmm", "0.3", None, "false", "1"]),
-        ({OLD_SHARE: "0.3"}, ["vmm", None, "0.3", "false", "1"]),
-        ({PREALLOCATE: "true"}, ["vmm", "0.5", None, "true", "1"]),
-        ({NO_LINE_INFO: "0"}, ["vmm", "0.5", None, "false", "0"]),
+        ({}, ["vmm", "0.5", None, "false", "1", "3"]),
+        ({KIND: "bfc"}, ["bfc", "0.5", None, "false", "1", "3"]),
+        ({SHARE: "0.3"}, ["vmm", "0.3", None, "false", "1", "3"]),
+        ({OLD_SHARE: "0.3"}, ["vmm", None, "0.3", "false", "1", "3"]),
+        ({PREALLOCATE: "true"}, ["vmm", "0.5", None, "true", "1", "3"]),
+        ({NO_LINE_INFO: "0"}, ["vmm", "0.5", None, "false", "0", "3"]),
+        ({XLA_LOG: "1"}, ["vmm", "0.5", None, "false", "1", "3"]),
+        ({XLA_LOG: "2"}, ["vmm", "0.5", None, "false", "1", "2"]),
     ],
-    ids=["open", "kind", "share", "old_share", "preallocate", "line_info"],
+    ids=["open", "kind", "share", "old_share", "preallocate", "line_info", "jaxs_log", "log"],
 )
 def test_variables_are_set_before_the_backend_starts(
     user: dict[str, str], expected: list[str | None]

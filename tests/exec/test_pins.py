@@ -21,7 +21,7 @@ LIMITS = tiny_limits(max_num_seqs=2)
         ("append_decode", "llama", "d2"),
         ("kv_append", "gpt2", "p32x2"),
         ("qk_rope_append", "llama", "p32x2"),
-        ("paged_decode", "llama", "d2p32x2"),
+        ("append_decode", "llama", "d2p32x2"),
         ("paged_prefill", "llama", "p32x2"),
         ("residual_norm", "llama", "d2"),
         ("sample", "llama", "d2"),
