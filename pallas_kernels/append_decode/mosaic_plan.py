@@ -98,8 +98,8 @@ class Shared(NamedTuple):
     q: Ref  # [GROUP, H], turned
     weights: Ref  # [GROUP, block]
     heads: Ref  # [GROUP, H], not swizzled: queries as they come, turned, then results
-    # [1, H]: the new key, turned. Were it a row of several, Mosaic would have TMA swizzle each 64 of
-    # its components by themselves, and registers are stored otherwise (jax 0.11.2, H200).
+    # [1, H]: the new key, turned. Were it a row of several, Mosaic would have TMA swizzle each 64
+    # components by themselves, and registers are stored otherwise (jax 0.11.2, H200).
     key: Ref
     value: Ref  # [1, H]: the new one
     score: Ref  # float32[GROUP]: of the new key
