@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 from starlette.types import ASGIApp
 
@@ -93,7 +93,7 @@ async def _answer[R: GenerationFields](
         timeout=request.timeout,
     )
     if request.stream:
-        return call.stream(answer, _frames(answer, writer))
+        return call.stream(answer, _Frames(answer, writer).read)
     return await _whole(writer, await call.gains(answer), answer)
 
 
@@ -109,10 +109,20 @@ async def _whole[R: GenerationFields](
     return write() if is_short else await asyncio.to_thread(write)
 
 
-async def _frames[R: GenerationFields](answer: Answer, writer: Writer[R]) -> AsyncGenerator[bytes]:
-    """What is sent for each read of the answer; several events may share a frame's bytes."""
-    while gains := await answer.read():
-        if data := writer.frames(gains, answer):
-            yield data
-    if answer.finished and (data := writer.last_frames(answer)):
-        yield data
+class _Frames[R: GenerationFields]:
+    """What is sent for each read of an answer; several events may share a frame's bytes."""
+
+    def __init__(self, answer: Answer, writer: Writer[R]) -> None:
+        self._answer = answer
+        self._writer = writer
+        self._ended = False
+
+    async def read(self) -> bytes:
+        """The next events; nothing at the end."""
+        while gains := await self._answer.read():
+            if data := self._writer.frames(gains, self._answer):
+                return data
+        if self._ended or not self._answer.finished:
+            return b""
+        self._ended = True
+        return self._writer.last_frames(self._answer)
