@@ -54,7 +54,9 @@ class EventStream:
         del scope
         try:
             async with leaving_noticed(receive, self._close):
-                await self._send_all(send)
+                # a task of its own: an event returns through all calls beneath its task's first,
+                # and here lie a handler's, the guards' and the server's, cold since the last one
+                await asyncio.ensure_future(self._send_all(send))
         except OSError:  # from ASGI 2.4 on, the word for a client that has gone
             pass
         finally:
