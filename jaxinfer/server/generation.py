@@ -29,8 +29,7 @@ INLINE_TOKENS = 256  # of an answer that is written in the loop: with 20 logprob
 async def completions(call: Call) -> ASGIApp:
     """Continue prompts."""
     request = await call.parse(CompletionRequest)
-    given = await call.off_loop(lambda: request.prompts)
-    prompts = await _prompts(call, given, request.add_special_tokens)
+    prompts = await _prompts(call, request.prompts, request.add_special_tokens)
     return await _answer(call, request, prompts, CompletionWriter)
 
 
