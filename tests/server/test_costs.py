@@ -25,7 +25,10 @@ from jaxinfer.server import schema
 from jaxinfer.server.app import KnownPaths, create_app
 from jaxinfer.server.log import EventLog
 from jaxinfer.server.metrics import Metrics
+from jaxinfer.server.responses import CompletionChunk, CompletionChunkChoice, encode
 from jaxinfer.server.service import Service
+from jaxinfer.server.sse import frame
+from jaxinfer.server.writer import Envelope
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.sim_executor import sim_facts, sim_limits
 from kit.tokenizers import real_spec
@@ -188,3 +191,12 @@ def test_the_collector_leaves_alone_what_was_there_before_the_first_request() ->
         assert asyncio.run(main()) > before + 10_000
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("name", ["m", 'a "choices":[] b', "\\", 'é\n"'])
+def test_an_envelope_changes_no_byte(name: str) -> None:
+    choice = CompletionChunkChoice(index=3, text='say "choices":[]')
+    parts: dict[str, Any] = {"id": "x", "created": 1, "model": name, "system_fingerprint": "f"}
+    whole = frame(encode(CompletionChunk(**parts, choices=[choice], usage=None)))
+    envelope = Envelope(CompletionChunk(**parts, choices=[], usage=None))
+    assert envelope.around(choice) == whole
