@@ -72,8 +72,8 @@ def create_app(service: Service) -> ASGIApp:
 class KnownPaths:
     """Endpoints by method and whole path; all else is the router's: parameters, HEAD, 404, 405.
 
-    The router's layers are seven calls deep, and every event of a stream returns through all calls
-    that lie between its connection and its answer: without them it takes 7 of 32 us less.
+    The router tries every route for each request, and two of its seven layers handle every event
+    of a stream on its way out.
     """
 
     def __init__(self, endpoints: Mapping[tuple[str, str], ASGIApp], router: ASGIApp) -> None:
