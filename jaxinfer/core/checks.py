@@ -23,6 +23,8 @@ def as_int(value: Any) -> int | None:
 
 def as_float(value: Any) -> float | None:
     """The real number that ``value`` is (infinities and NaN included), or None."""
+    if type(value) is float:  # nearly always, and asking for a Real takes ten times as long
+        return value
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:

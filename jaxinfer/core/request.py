@@ -293,5 +293,7 @@ def _flag(name: str, value: object) -> None:
 
 
 def _neutral(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value is allowed[0]:  # the default, in all requests that come over HTTP
+        return
     if not any(type(value) is type(one) and value == one for one in allowed):
         raise RequestError(f"{name}={value!r} is not supported; leave {name} out")

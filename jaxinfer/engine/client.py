@@ -231,9 +231,14 @@ class EngineClient:
         priority: int = 0,
         cache_salt: str | None = None,
         wake: asyncio.Event | None = None,
+        checked: bool = False,
     ) -> Stream:
-        """Submit a request; raises ``RequestError`` or ``EngineError`` when that is hopeless."""
-        self.check(prompt_token_ids, sampling)
+        """Submit a request; raises ``RequestError`` or ``EngineError`` when that is hopeless.
+
+        ``checked``: it has passed ``check``, which looks at every token id of the prompt.
+        """
+        if not checked:
+            self.check(prompt_token_ids, sampling)
         self._opened += 1
         key = f"stream-{self._opened}"  # never used again, whatever ids users choose
         self._link.submit(key, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt)

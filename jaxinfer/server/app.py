@@ -5,6 +5,7 @@ Owns: the table of routes. Must not know: how any of them answers.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxinfer.server import generation, info, tokens
 from jaxinfer.server.call import Call, Endpoint, Handler, json_response
@@ -44,9 +45,12 @@ ROUTES = MappingProxyType(
 def create_app(service: Service) -> ASGIApp:
     """The whole server as an ASGI app, guards included."""
     handlers = {**ROUTES, ("GET", "/openapi.json"): _document(service)}
-    routes = [
-        Route(path, Endpoint(service, path, handler), methods=[method])
+    endpoints = {
+        (method, path): Endpoint(service, path, handler)
         for (method, path), handler in handlers.items()
+    }
+    routes = [
+        Route(path, endpoint, methods=[method]) for (method, path), endpoint in endpoints.items()
     ]
 
     async def no_route(request: Request, error: Exception) -> Response:
@@ -60,7 +64,26 @@ def create_app(service: Service) -> ASGIApp:
     def refused(method: str, status: int) -> None:
         service.note_response(None, method, status, 0.0)
 
-    return guarded(app, service.config, service.log, refused)
+    root = service.config.root_path
+    known = {(method, root + path): endpoint for (method, path), endpoint in endpoints.items()}
+    return guarded(KnownPaths(known, app), service.config, service.log, refused)
+
+
+class KnownPaths:
+    """Endpoints by method and whole path; all else is the router's: parameters, HEAD, 404, 405.
+
+    The router tries every route for each request, and two of its seven layers handle every event
+    of a stream on its way out.
+    """
+
+    def __init__(self, endpoints: Mapping[tuple[str, str], ASGIApp], router: ASGIApp) -> None:
+        self._endpoints = endpoints
+        self._router = router
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        is_http = scope["type"] == "http"
+        key = (scope["method"], scope["path"]) if is_http else ("", "")
+        return self._endpoints.get(key, self._router)(scope, receive, send)
 
 
 def _document(service: Service) -> Handler:

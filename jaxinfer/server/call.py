@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 import msgspec
@@ -41,7 +41,7 @@ class Call:
         self.service = service
         self.headers = Headers(scope=scope)
         self.route = scope["path"].removeprefix(scope.get("root_path", ""))
-        self.path_parameters: Mapping[str, str] = scope["path_params"]
+        self.path_parameters: Mapping[str, str] = scope.get("path_params", {})
         self.request_id: str = scope["state"]["request_id"]
         self.prompt_field = "prompt"  # what a client is told about a prompt that will not do
         self._receive = receive
@@ -99,9 +99,9 @@ class Call:
                 headers={"Accept-Encoding": "identity"},  # RFC 9110, 12.5.3
             )
 
-    def stream(self, answer: Answer, frames: AsyncGenerator[bytes]) -> ASGIApp:
-        """The frames of an answer as server-sent events."""
-        return EventStream(frames, partial(self.service.close, answer), self.explain)
+    def stream(self, answer: Answer, read: Callable[[], Awaitable[bytes]]) -> ASGIApp:
+        """What ``read`` gives of an answer as server-sent events."""
+        return EventStream(read, partial(self.service.close, answer), self.explain)
 
     def explain(self, error: Exception) -> ApiError:
         """What the client is told; the server's own faults are logged, surprises with traceback."""

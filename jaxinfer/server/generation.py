@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 from starlette.types import ASGIApp
 
@@ -29,8 +29,7 @@ INLINE_TOKENS = 256  # of an answer that is written in the loop: with 20 logprob
 async def completions(call: Call) -> ASGIApp:
     """Continue prompts."""
     request = await call.parse(CompletionRequest)
-    given = await call.off_loop(lambda: request.prompts)
-    prompts = await _prompts(call, given, request.add_special_tokens)
+    prompts = await _prompts(call, request.prompts, request.add_special_tokens)
     return await _answer(call, request, prompts, CompletionWriter)
 
 
@@ -93,7 +92,7 @@ async def _answer[R: GenerationFields](
         timeout=request.timeout,
     )
     if request.stream:
-        return call.stream(answer, _frames(answer, writer))
+        return call.stream(answer, _Frames(answer, writer).read)
     return await _whole(writer, await call.gains(answer), answer)
 
 
@@ -109,10 +108,20 @@ async def _whole[R: GenerationFields](
     return write() if is_short else await asyncio.to_thread(write)
 
 
-async def _frames[R: GenerationFields](answer: Answer, writer: Writer[R]) -> AsyncGenerator[bytes]:
-    """What is sent for each read of the answer; several events may share a frame's bytes."""
-    while gains := await answer.read():
-        if data := writer.frames(gains, answer):
-            yield data
-    if answer.finished and (data := writer.last_frames(answer)):
-        yield data
+class _Frames[R: GenerationFields]:
+    """What is sent for each read of an answer; several events may share a frame's bytes."""
+
+    def __init__(self, answer: Answer, writer: Writer[R]) -> None:
+        self._answer = answer
+        self._writer = writer
+        self._ended = False
+
+    async def read(self) -> bytes:
+        """The next events; nothing at the end."""
+        while gains := await self._answer.read():
+            if data := self._writer.frames(gains, self._answer):
+                return data
+        if self._ended or not self._answer.finished:
+            return b""
+        self._ended = True
+        return self._writer.last_frames(self._answer)

@@ -7,6 +7,7 @@ Must not know: JSON and its errors (``parse`` does), HTTP, the engine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, cast
 
@@ -80,7 +81,7 @@ TemplateNames = Annotated[dict[str, Any], about("Further names for the chat temp
 Name = Annotated[str, about("A name that /v1/models lists; absent: the served model.")]
 
 
-class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
+class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
     """``POST /v1/completions``."""
 
     unsupported: ClassVar[Neutral] = MappingProxyType(
@@ -116,7 +117,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
         """Whether nothing is generated for the reader: one token is, and is left out."""
         return self.max_tokens == 0
 
-    @property
+    @cached_property  # it looks at every token id
     def prompts(self) -> list[str | tuple[int, ...]]:
         """Each prompt, text or token ids; one of a single form is a list of one."""
         return prompt_list(self.prompt)

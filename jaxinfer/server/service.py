@@ -206,6 +206,7 @@ class Service:
                         priority=priority,
                         cache_salt=cache_salt,
                         wake=wake,
+                        checked=True,
                     )
                 )
         except JaxinferError:

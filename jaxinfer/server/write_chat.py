@@ -25,7 +25,7 @@ from jaxinfer.server.responses import (
 )
 from jaxinfer.server.schema import ChatCompletionRequest
 from jaxinfer.server.sse import frame
-from jaxinfer.server.writer import Reply, chat_logprobs, merged, usage_of
+from jaxinfer.server.writer import Envelope, Reply, chat_logprobs, merged, usage_of
 
 
 class ChatWriter:
@@ -39,6 +39,7 @@ class ChatWriter:
         self._prompt = prompts[0]
         self._id = f"chatcmpl-{reply.request_id}"
         self._begun: set[int] = set()
+        self._envelope = Envelope(self._chunk(None if reply.sends_usage else UNSET))
 
     def whole(self, gains: Sequence[Gain], answer: Answer) -> ChatCompletion:
         """See ``Writer``."""
@@ -60,78 +61,64 @@ class ChatWriter:
     def frames(self, gains: Sequence[Gain], answer: Answer) -> bytes:
         """See ``Writer``."""
         usage = self._running_usage(answer)
+        envelope = Envelope(self._chunk(usage)) if isinstance(usage, Usage) else self._envelope
         events: list[bytes] = []
         for gain in merged(gains):
             delta = gain.delta
             if gain.choice not in self._begun:
                 events.append(self._opening(gain.choice, usage))
             if delta.token_ids:
-                events.append(self._gained(gain.choice, delta, usage))
+                events.append(envelope.around(self._gained(gain.choice, delta)))
             if delta.finish_reason is not None:
-                events.append(self._ending(gain.choice, delta, usage))
+                events.append(envelope.around(self._ending(gain.choice, delta)))
         return b"".join(events)
 
     def last_frames(self, answer: Answer) -> bytes:
         """See ``Writer``."""
-        return self._event([], usage_of(answer)) if self._reply.sends_usage else b""
+        return frame(encode(self._chunk(usage_of(answer)))) if self._reply.sends_usage else b""
 
     def _opening(self, choice: int, usage: Usage | None | UnsetType) -> bytes:
         """The role, and with ``echo`` the message that is continued."""
         first = not self._begun
         self._begun.add(choice)
         says = ChatDelta(role=self._reply.role, content=self._echo())
-        return self._event(
-            [ChatChunkChoice(index=choice, delta=says)],
-            usage,
-            prompt_token_ids=self._prompt_token_ids() if first else UNSET,
+        prompt_token_ids = self._prompt_token_ids() if first else UNSET
+        envelope = Envelope(self._chunk(usage, prompt_token_ids=prompt_token_ids))
+        return envelope.around(ChatChunkChoice(index=choice, delta=says))
+
+    def _gained(self, choice: int, delta: Delta) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index=choice,
+            delta=ChatDelta(content=delta.text),
+            logprobs=self._logprobs(delta),
+            token_ids=list(delta.token_ids) if self._request.return_token_ids else UNSET,
         )
 
-    def _gained(self, choice: int, delta: Delta, usage: Usage | None | UnsetType) -> bytes:
-        listed = self._request.return_token_ids
-        return self._event(
-            [
-                ChatChunkChoice(
-                    index=choice,
-                    delta=ChatDelta(content=delta.text),
-                    logprobs=self._logprobs(delta),
-                    token_ids=list(delta.token_ids) if listed else UNSET,
-                )
-            ],
-            usage,
-        )
-
-    def _ending(self, choice: int, delta: Delta, usage: Usage | None | UnsetType) -> bytes:
+    def _ending(self, choice: int, delta: Delta) -> ChatChunkChoice:
         # without a token its text (held back by the detokenizer) has not been sent
         left = ChatDelta() if delta.token_ids or not delta.text else ChatDelta(content=delta.text)
-        return self._event(
-            [
-                ChatChunkChoice(
-                    index=choice,
-                    delta=left,
-                    finish_reason=delta.finish_reason,
-                    stop_reason=delta.stop_reason,
-                )
-            ],
-            usage,
+        return ChatChunkChoice(
+            index=choice,
+            delta=left,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
         )
 
-    def _event(
+    def _chunk(
         self,
-        choices: list[ChatChunkChoice],
         usage: Usage | None | UnsetType,
         *,
         prompt_token_ids: list[int] | UnsetType = UNSET,
-    ) -> bytes:
-        chunk = ChatChunk(
+    ) -> ChatChunk:
+        return ChatChunk(
             id=self._id,
             created=self._reply.created,
             model=self._reply.model,
-            choices=choices,
+            choices=[],
             system_fingerprint=self._reply.fingerprint,
             usage=usage,
             prompt_token_ids=prompt_token_ids,
         )
-        return frame(encode(chunk))
 
     def _choice(self, gain: Gain) -> ChatChoice:
         delta = gain.delta

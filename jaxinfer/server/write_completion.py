@@ -25,7 +25,7 @@ from jaxinfer.server.responses import (
 )
 from jaxinfer.server.schema import CompletionRequest
 from jaxinfer.server.sse import frame
-from jaxinfer.server.writer import Reply, completion_logprobs, merged, usage_of
+from jaxinfer.server.writer import Envelope, Reply, completion_logprobs, merged, usage_of
 
 
 class CompletionWriter:
@@ -40,6 +40,7 @@ class CompletionWriter:
         # of each prompt, as far as they came; nothing precedes a prompt's first token
         self._prompt_logprobs: list[list[PositionLogprobs | None]] = [[None] for _ in prompts]
         self._held: list[Gain] = []  # by choices whose echo waits for the prompt's logprobs
+        self._envelope = Envelope(self._chunk(None if reply.sends_usage else UNSET))
 
     def whole(self, gains: Sequence[Gain], answer: Answer) -> Completion:
         """See ``Writer``."""
@@ -58,34 +59,31 @@ class CompletionWriter:
         """See ``Writer``."""
         self._take_prompt_logprobs(gains)
         events: list[bytes] = []
-        usage = self._running_usage(answer)
+        envelope = self._running_envelope(answer)
         gains, self._held = [*self._held, *gains], []
         for gain in merged(gains):
             if not self._can_begin(gain):
                 self._held.append(gain)
                 continue
             if gain.delta.token_ids or gain.delta.finish_reason is not None:
-                events.append(self._event(self._chunk_choice(gain), usage))
+                events.append(envelope.around(self._chunk_choice(gain)))
         return b"".join(events)
 
     def last_frames(self, answer: Answer) -> bytes:
         """See ``Writer``."""
         if not self._reply.sends_usage:
             return b""
-        return self._event(None, self._usage(answer))
+        return frame(encode(self._chunk(self._usage(answer))))
 
-    def _event(
-        self, choice: CompletionChunkChoice | None, usage: Usage | None | UnsetType
-    ) -> bytes:
-        chunk = CompletionChunk(
+    def _chunk(self, usage: Usage | None | UnsetType) -> CompletionChunk:
+        return CompletionChunk(
             id=self._id,
             created=self._reply.created,
             model=self._reply.model,
-            choices=[] if choice is None else [choice],
+            choices=[],
             system_fingerprint=self._reply.fingerprint,
             usage=usage,
         )
-        return frame(encode(chunk))
 
     def _choice(self, gain: Gain) -> CompletionChoice:
         prompt, delta = self._prompts[gain.prompt], gain.delta
@@ -176,7 +174,7 @@ class CompletionWriter:
     def _usage(self, answer: Answer) -> Usage:
         return usage_of(answer, counts_output=not self._request.scores_only)
 
-    def _running_usage(self, answer: Answer) -> Usage | None | UnsetType:
-        if not self._reply.sends_usage:
-            return UNSET
-        return self._usage(answer) if self._request.sends_continuous_usage else None
+    def _running_envelope(self, answer: Answer) -> Envelope:
+        if self._reply.sends_usage and self._request.sends_continuous_usage:
+            return Envelope(self._chunk(self._usage(answer)))
+        return self._envelope

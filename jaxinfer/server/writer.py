@@ -1,6 +1,7 @@
 """What the three ways of writing an answer have in common.
 
-Owns: the ``Writer`` protocol, what every reply carries, and logprobs in OpenAI's two forms.
+Owns: the ``Writer`` protocol, what every reply and every event of it carries, and logprobs in
+OpenAI's two forms.
 Must not know: routes, queues, sockets.
 """
 
@@ -14,13 +15,19 @@ from jaxinfer.engine.outputs import Logprob, PositionLogprobs, joined
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.answer import Answer, Gain
 from jaxinfer.server.responses import (
+    ChatChunk,
+    ChatChunkChoice,
     ChatLogprobs,
+    CompletionChunk,
+    CompletionChunkChoice,
     CompletionLogprobs,
     TokenLogprob,
     TopLogprob,
     Usage,
+    encode,
     usage,
 )
+from jaxinfer.server.sse import frame
 from jaxinfer.text.tokenizer import Tokenizer
 
 
@@ -64,6 +71,19 @@ class Writer[R](Protocol):
     def whole(self, gains: Sequence[Gain], answer: Answer) -> Any:
         """The body of an answer that is not streamed."""
         ...
+
+
+class Envelope:
+    """An event without its choice, which alone changes from token to token: encoded once."""
+
+    def __init__(self, chunk: CompletionChunk | ChatChunk) -> None:
+        # a quote within a string is escaped, so that no text can look like the empty list
+        head, tail = frame(encode(chunk)).split(b'"choices":[]')
+        self._head, self._tail = head + b'"choices":[', b"]" + tail
+
+    def around(self, choice: CompletionChunkChoice | ChatChunkChoice) -> bytes:
+        """The event of this choice."""
+        return b"".join((self._head, encode(choice), self._tail))
 
 
 def merged(gains: Sequence[Gain]) -> list[Gain]:

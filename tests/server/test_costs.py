@@ -1,0 +1,202 @@
+"""What a request and a token must not cost again: calls to return through, ids looked at twice."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+
+import pytest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxinfer.cli import serve
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.request import FinishReason
+from jaxinfer.core.server_config import ServerConfig
+from jaxinfer.engine import client as client_module
+from jaxinfer.engine.client import EngineClient
+from jaxinfer.engine.facts import check_request
+from jaxinfer.engine.news import EngineStats, News
+from jaxinfer.engine.outputs import Delta
+from jaxinfer.engine.process import EngineFacts
+from jaxinfer.server import schema
+from jaxinfer.server.app import KnownPaths, create_app
+from jaxinfer.server.log import EventLog
+from jaxinfer.server.metrics import Metrics
+from jaxinfer.server.responses import CompletionChunk, CompletionChunkChoice, encode
+from jaxinfer.server.service import Service
+from jaxinfer.server.sse import frame
+from jaxinfer.server.writer import Envelope
+from jaxinfer.text.tokenizer import load_tokenizer
+from kit.sim_executor import sim_facts, sim_limits
+from kit.tokenizers import real_spec
+
+MOST_CALLS = 5  # between a task and the future that a token wakes
+STREAMED = {"prompt": [[5, 6], [7, 8]], "stream": True, "max_tokens": 3}
+
+
+class Paper:
+    """A ``Link`` to an engine that only notes who came; the test writes its news."""
+
+    alive = True
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+
+    def connect(self, listener: object) -> None:
+        pass
+
+    def submit(self, request_id: str, *_: object, **__: object) -> None:
+        self.keys.append(request_id)
+
+    def abort(self, request_id: str) -> None:
+        pass
+
+    def ping(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+class Asked:
+    """One request of an app on paper: what was sent, and how to let the engine say something."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        tokenizer = load_tokenizer(real_spec("smollm2"))
+        limits, facts = sim_limits(4), sim_facts(tokenizer)
+        self.service = Service(ServerConfig(), EventLog())
+        self.link = Paper()
+        self.client = EngineClient(self.link, limits, facts, tokenizer)
+        self.service.attach(self.client, Metrics(facts.name, limits))
+        self.sent: list[Message] = []
+        self._body = [json.dumps(fields).encode()]
+
+    async def run(self) -> None:
+        """Ask; returns with the end of the answer."""
+        scope = {
+            **{"type": "http", "method": "POST", "path": "/v1/completions", "root_path": ""},
+            "headers": [(b"content-type", b"application/json")],
+        }
+        await create_app(self.service)(scope, self._receive, self._send)
+
+    async def gain(self, **fields: Any) -> None:
+        """A turn of the engine brings this to every request."""
+        deltas = tuple(Delta(key, 0, **fields) for key in self.link.keys)
+        self.client.news(News(deltas, (), (), EngineStats()))
+        await turns()
+
+    async def _receive(self) -> Message:
+        if not self._body:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": self._body.pop()}
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+async def turns() -> None:
+    """Let the loop do all that can be done."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def calls_of(task: asyncio.Task[Any]) -> list[str]:
+    """The coroutines that a waiting task returns through, from the outside in."""
+    names: list[str] = []
+    waiting: Any = task.get_coro()
+    while isinstance(waiting, Coroutine):
+        names.append(cast("Any", waiting).cr_code.co_qualname)
+        waiting = cast("Any", waiting).cr_await
+    return names
+
+
+def test_a_token_returns_through_few_calls() -> None:
+    async def main() -> tuple[list[list[str]], list[Message]]:
+        asked = Asked(STREAMED)
+        running = asyncio.create_task(asked.run())
+        await turns()
+        await asked.gain(text="a", token_ids=(1,))
+        chains = [calls_of(task) for task in asyncio.all_tasks()]
+        await asked.gain(finish_reason=FinishReason.LENGTH)
+        await running
+        return [chain for chain in chains if "Answer.read" in chain], asked.sent
+
+    readers, sent = asyncio.run(main())
+    assert len(readers) == 1 and len(readers[0]) <= MOST_CALLS, readers
+    assert sent[0]["status"] == 200 and sent[-1]["body"] == b"data: [DONE]\n\n"
+
+
+def test_ids_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def noted(work: Callable[..., Any]) -> Callable[..., Any]:
+        def note(ids: Any, *arguments: Any, **named: Any) -> Any:
+            seen.append(ids)
+            return work(ids, *arguments, **named)
+
+        return note
+
+    async def main() -> None:
+        asked = Asked(STREAMED)
+        running = asyncio.create_task(asked.run())
+        await turns()
+        assert len(asked.link.keys) == 2
+        await asked.gain(finish_reason=FinishReason.LENGTH)
+        await running
+
+    monkeypatch.setattr(client_module, "check_request", noted(check_request))
+    monkeypatch.setattr(schema, "prompt_list", noted(schema.prompt_list))
+    asyncio.run(main())
+    assert sorted(map(str, seen)) == ["((5, 6), (7, 8))", "(5, 6)", "(7, 8)"]
+
+
+@pytest.mark.parametrize(
+    ("scope", "answers"),
+    [
+        ({"type": "http", "method": "POST", "path": "/llm/v1/x"}, "endpoint"),
+        ({"type": "http", "method": "GET", "path": "/llm/v1/x"}, "router"),
+        ({"type": "http", "method": "POST", "path": "/v1/x"}, "router"),
+        ({"type": "websocket", "path": "/llm/v1/x"}, "router"),
+    ],
+)
+def test_known_paths_do_without_the_router(scope: Scope, answers: str) -> None:
+    asked: list[str] = []
+
+    def app(name: str) -> ASGIApp:
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            asked.append(name)
+
+        return answer
+
+    known = KnownPaths({("POST", "/llm/v1/x"): app("endpoint")}, app("router"))
+    asyncio.run(cast("Any", known(scope, cast("Any", None), cast("Any", None))))
+    assert asked == [answers]
+
+
+def test_the_collector_leaves_alone_what_was_there_before_the_first_request() -> None:
+    tokenizer = load_tokenizer(real_spec("smollm2"))
+    found = EngineFacts(sim_facts(tokenizer), sim_limits(4), tokenizer, EngineStats())
+
+    async def main() -> int:
+        service = Service(ServerConfig(served_model_name=("m",)), EventLog())
+        start = lambda config: (Paper(), found)  # noqa: E731
+        async with serve._loaded(EngineConfig(model="m"), start, service):
+            return gc.get_freeze_count()
+
+    before = gc.get_freeze_count()
+    try:
+        assert asyncio.run(main()) > before + 10_000
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("name", ["m", 'a "choices":[] b', "\\", 'é\n"'])
+def test_an_envelope_changes_no_byte(name: str) -> None:
+    choice = CompletionChunkChoice(index=3, text='say "choices":[]')
+    parts: dict[str, Any] = {"id": "x", "created": 1, "model": name, "system_fingerprint": "f"}
+    whole = frame(encode(CompletionChunk(**parts, choices=[choice], usage=None)))
+    envelope = Envelope(CompletionChunk(**parts, choices=[], usage=None))
+    assert envelope.around(choice) == whole
