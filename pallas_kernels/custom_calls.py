@@ -1,6 +1,6 @@
 """The custom calls of a lowered module, and their attributes, which may be replaced.
 
-Owns: ``custom_calls``, ``attributes_of`` and ``set_attribute``. Must not know: what is called.
+Owns: ``custom_calls``, ``attribute_of`` and ``set_attribute``. Must not know: what is called.
 """
 
 from __future__ import annotations

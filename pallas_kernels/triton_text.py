@@ -13,7 +13,7 @@ from typing import Any
 
 from pallas_kernels.custom_calls import attribute_of, custom_calls, set_attribute
 
-TRITON_CALL = "triton_kernel_call_ffi"  # the custom call of a kernel in Triton
+TRITON_TARGET = "triton_kernel_call_ffi"  # the custom call of a kernel in Triton
 OPAQUE = "opaque"  # its attribute: a compressed TritonAnyKernelCall (jaxlib/gpu/triton.proto)
 KERNEL = (1, 1)  # in it: TritonAnyKernelCall.kernel_call, TritonKernelCall.kernel
 TEXT = 5  # TritonKernel.ttir
@@ -23,7 +23,7 @@ VARINT, BYTES = 0, 2  # protobuf's wire types
 def drop_triton_text(module: Any) -> None:  # ir.Module
     """Take the text out of every call in a lowered module, before it is compiled."""
     with module.context:
-        for call in custom_calls(module.operation, TRITON_CALL):
+        for call in custom_calls(module.operation, TRITON_TARGET):
             set_attribute(call, OPAQUE, _shortened(attribute_of(call, OPAQUE)))
 
 
