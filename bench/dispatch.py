@@ -10,7 +10,8 @@ memory has moved since the last call. How many those are, and how long it took, 
 
     TF_CPP_MIN_LOG_LEVEL=0 TF_CPP_VMODULE=command_buffer_thunk=3,command_executor=1
 
-Whether it moves is up to the allocator: XLA_PYTHON_CLIENT_ALLOCATOR=vmm (an engine's default) or bfc.
+Whether it moves is up to the allocator: XLA_PYTHON_CLIENT_ALLOCATOR=vmm, an engine's default, or
+bfc.
 
 Where the host is meanwhile, by the spans of JAX's and XLA's own host tracer, summed by name (a span
 holds those that it calls): ``--spans 30``. XLA runs no CUDA graphs while it is traced, unless
