@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import jax
 
 from pallas_kernels.checks import NOT_INSTALLED
+from pallas_kernels.device import current_device
 from pallas_kernels.lowered import call_lowered
 
 OP_NAMES = (
@@ -52,7 +53,7 @@ def imported_when_called(module: str, name: str) -> Callable[..., Any]:
         function = getattr(importlib.import_module(module), name)
         refs = any(isinstance(arg, jax.Ref) for arg in args)
         if in_mosaic and current_platform() == "gpu" and not refs:
-            return call_lowered(name, function, args, static)
+            return call_lowered(module, name, args, static)
         return function(*args, **static)
 
     return call
@@ -141,11 +142,8 @@ def all_ops() -> tuple[KernelOp, ...]:
 
 
 def current_platform() -> str:
-    """The platform that jax places new computations on: "cpu", "gpu" or "tpu"."""
-    device = jax.config.jax_default_device
-    if device is None:
-        return jax.default_backend()
-    return device if isinstance(device, str) else device.platform
+    """The platform of the current device: "cpu", "gpu" or "tpu"."""
+    return current_device().platform
 
 
 def select(
