@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ CALLS = {
         lambda *args: paged_prefill(*args, scale=0.1),
         (array(256, 32, 128), POOL, POOL, TABLE, LENS, array(9, dtype=jnp.int32)),
     ),
-    "skinny_gemm": (skinny_gemm, (array(16, 256), array(256, 512))),
+    "skinny_gemm": (skinny_gemm, (array(128, 2560), array(2560, 6144))),
     "swiglu_gemm": (swiglu_gemm, (array(1024, 256), array(256, 2048))),
 }
 
@@ -89,6 +90,14 @@ def test_a_module_is_what_this_process_makes_of_it(name: str, pool: LoweringPool
     kernel = kernel_of(name)
     assert kernel.name == name
     assert taken_apart(pool.lower(kernel)) == taken_apart(kernel.lower())
+
+
+def test_it_is_launched_as_suits_the_device_that_is_described(pool: LoweringPool) -> None:
+    """On an H200 this product has a tuned choice; on an H100 it goes by the rule."""
+    tuned = kernel_of("skinny_gemm")
+    by_rule = replace(tuned, device=replace(H200, kind="NVIDIA H100"))
+    one, other = (taken_apart(pool.lower(kernel)) for kernel in (tuned, by_rule))
+    assert one != other
 
 
 def test_jaxs_settings_reach_the_process(pool: LoweringPool) -> None:
