@@ -32,7 +32,10 @@ def current_device() -> Device:
 
 @contextmanager
 def described(device: Device) -> Generator[None]:
-    """Within it, and in this thread alone, ``device`` is the current one; it need not be there."""
+    """Within it, and in this thread alone, ``device`` is the current one; it need not be there.
+
+    What ``jax.jit`` has traced for one device it takes for another: describe one in a process.
+    """
     token = _DESCRIBED.set(device)
     try:
         yield
