@@ -10,11 +10,14 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import sys
 import threading
 import traceback
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from types import ModuleType
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ def serve(descriptor: int) -> None:
     """Answer what comes over the pipe, until this process is ended or the other one has gone."""
     connection, kernels = Connection(descriptor), SimpleQueue[bytes]()
     threading.Thread(target=_receive, args=(connection, kernels), daemon=True).start()
+    _hide_plugins()
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # a GPU's memory belongs to the other process
@@ -48,6 +52,20 @@ def _receive(connection: Connection, kernels: SimpleQueue[bytes]) -> None:
             kernels.put(connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)
+
+
+def _hide_plugins() -> None:
+    """JAX would load all plugins, a GPU's with its driver's libraries, to lower for a CPU alone.
+
+    It looks for them in a package of this name and among entry points.
+    """
+    package = ModuleType("jax_plugins")
+    package.__path__ = []
+    sys.modules[package.__name__] = package
+    for point in entry_points(group=package.__name__):
+        plugin = ModuleType(point.value)
+        plugin.initialize = lambda: None  # type: ignore[attr-defined]
+        sys.modules[point.value] = plugin
 
 
 def _lowered(pickled: bytes) -> bytes | Failure:

@@ -119,6 +119,20 @@ def test_what_fails_there_is_told_here(pool: LoweringPool) -> None:
     assert pool.lower(Kernel("jax.numpy", "sin", (array(4),), (), H200, ()))  # lives on
 
 
+def test_no_plugin_of_jax_is_loaded_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever way it is announced: a GPU's would load its driver."""
+    announced = {"jax_plugins/loud.py": "", "quiet.py": "", "quiet-1.dist-info/METADATA": "Name: q"}
+    announced["quiet-1.dist-info/entry_points.txt"] = "[jax_plugins]\nquiet = quiet"
+    source = "from pathlib import Path\ndef initialize(): Path(__file__ + '.loaded').touch()"
+    for name, text in announced.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text or source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with LoweringPool(1) as pool:
+        pool.lower(Kernel("jax.numpy", "sin", (array(4),), (), H200, ()))
+    assert not list(tmp_path.glob("**/*.loaded"))
+
+
 FOREVER = """
 import time
 from pathlib import Path
