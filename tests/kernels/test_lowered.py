@@ -197,6 +197,25 @@ def test_a_trace_needs_the_types_alone(module: Module) -> None:
     assert str(wanted) == f"{op}.product(float32[2, 3], float32[3, 4])"
 
 
+@pytest.mark.parametrize("said", [("float32", 2, 3), ("int32", 3), ("float32", 3)])
+def test_what_it_returns_may_be_said_but_must_be_true(
+    said: tuple[Any, ...], module: Module
+) -> None:
+    """JAX itself would convert integers."""
+    dtype, *shape = said
+    kernel = Kernel()
+    op = module(product=lambda x: kernel(x, x, scale=1.0)[0].sum(0))
+
+    def step(x: jax.Array) -> jax.Array:
+        results = lambda x: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+        return call_lowered(op, "product", (x,), {}, results)
+
+    traced = jax.jit(step).trace(X[:, :2])
+    assert not kernel.traces
+    with pytest.raises(ValueError, match=r"returns float32\[2\], not "):
+        traced.lower()
+
+
 def test_no_kernel_differentiates(module: Module) -> None:
     op = module(double=lambda x: x + x)
     with pytest.raises(ValueError, match="double.* has no derivative"):

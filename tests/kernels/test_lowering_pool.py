@@ -92,6 +92,13 @@ def test_a_module_is_what_this_process_makes_of_it(name: str, pool: LoweringPool
     assert taken_apart(pool.lower(kernel)) == taken_apart(kernel.lower())
 
 
+@pytest.mark.parametrize("name", ["append_decode", "paged_prefill"])
+def test_what_it_returns_is_known_without_a_trace(name: str) -> None:
+    kernel = kernel_of(name)
+    assert kernel.returned is not None
+    assert kernel.returned == replace(kernel, returned=None).results()
+
+
 def test_it_is_launched_as_suits_the_device_that_is_described(pool: LoweringPool) -> None:
     """On an H200 this product has a tuned choice; on an H100 it goes by the rule."""
     tuned = kernel_of("skinny_gemm")
