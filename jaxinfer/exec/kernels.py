@@ -19,8 +19,8 @@ KERNEL_THREADS = 8  # that compile kernels; those in Triton need Python's lock f
 # Processes that lower kernels in Mosaic. An engine on an H200 has 46 of them, 0.1 to 1.5 s each; a
 # process takes a second to start and 0.1 GB of its own, and more would be done no sooner.
 MOST_PROCESSES = 12
-# With two cores and two processes the kernels and steps of that engine are lowered after 21 s, with
-# one process after 25 and by this process alone after 37.
+# With two cores and two processes the kernels and steps of such an engine are lowered after 19 s,
+# with one process after 25 and by this process alone after 31.
 FEWEST_PROCESSES = 2
 SPARE_CORES = 2  # for this process, which traces and compiles meanwhile
 
