@@ -9,6 +9,8 @@ from importlib.util import find_spec
 
 import jax
 
+from pallas_kernels.device import current_device
+
 NOT_INSTALLED = "jax-triton is not installed; install jaxinfer[cuda13] or jaxinfer[cuda12]"
 VALUE_DTYPES = ("bfloat16", "float16", "float32")
 NARROW_DTYPES = ("float8_e4m3fn", "float8_e5m2")  # pages of any values
@@ -53,9 +55,8 @@ def unfit_for_triton(values: jax.Array, pages: jax.Array) -> str | None:
 
 
 def not_hopper() -> str | None:
-    """Why kernels for NVIDIA Hopper cannot run on the default device, or None."""
-    device = jax.devices()[0]
-    capability = str(getattr(device, "compute_capability", "none"))
-    if capability.startswith("9."):
+    """Why kernels for NVIDIA Hopper cannot run on the current device, or None."""
+    device = current_device()
+    if device.compute_capability.startswith("9."):
         return None
-    return f"{device.device_kind} has compute capability {capability}, not 9.x"
+    return f"{device.kind} has compute capability {device.compute_capability}, not 9.x"

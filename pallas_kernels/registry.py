@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import jax
 
 from pallas_kernels.checks import NOT_INSTALLED
+from pallas_kernels.device import current_device
 from pallas_kernels.lowered import call_lowered
 
 OP_NAMES = (
@@ -39,12 +40,15 @@ def _runs_always(*args: Any, **static: Any) -> None:
     """The ``supports`` of an implementation without limits."""
 
 
-def imported_when_called(module: str, name: str) -> Callable[..., Any]:
+def imported_when_called(
+    module: str, name: str, results: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """A function of a module that is imported no earlier than the function is called.
 
     The languages of GPU kernels are optional and slow to import. Mosaic is slow to lower as well,
     so on a GPU all executables share one lowering of each shape, where no reference is handed in.
-    (XLA's code has little to lower, and jax-triton remembers what it compiled.)
+    (XLA's code has little to lower, and jax-triton remembers what it compiled.) ``results`` says
+    what such a kernel returns, as shapes; without it the kernel is traced to know.
     """
     in_mosaic = module.endswith(".mosaic")
 
@@ -52,7 +56,7 @@ def imported_when_called(module: str, name: str) -> Callable[..., Any]:
         function = getattr(importlib.import_module(module), name)
         refs = any(isinstance(arg, jax.Ref) for arg in args)
         if in_mosaic and current_platform() == "gpu" and not refs:
-            return call_lowered(name, function, args, static)
+            return call_lowered(module, name, args, static, results)
         return function(*args, **static)
 
     return call
@@ -141,11 +145,8 @@ def all_ops() -> tuple[KernelOp, ...]:
 
 
 def current_platform() -> str:
-    """The platform that jax places new computations on: "cpu", "gpu" or "tpu"."""
-    device = jax.config.jax_default_device
-    if device is None:
-        return jax.default_backend()
-    return device if isinstance(device, str) else device.platform
+    """The platform of the current device: "cpu", "gpu" or "tpu"."""
+    return current_device().platform
 
 
 def select(

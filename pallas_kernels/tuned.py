@@ -14,8 +14,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
 
-import jax
-
+from pallas_kernels.device import current_device
 from pallas_kernels.registry import OP_NAMES, Case
 
 NAMES = (*OP_NAMES, "append_decode/mosaic")  # of all that may be tuned: an op, or op/implementation
@@ -59,6 +58,6 @@ def by_shapes[C: Case](
 def lookup[C: Case](
     name: str, cases: Sequence[C], shapes_of: Callable[[C], Hashable], shapes: Hashable
 ) -> dict[str, Any] | None:
-    """What was tuned for a call of these shapes on the default device, or None."""
-    file = tuned_file(name, jax.devices()[0].device_kind)
+    """What was tuned for a call of these shapes on the current device, or None."""
+    file = tuned_file(name, current_device().kind)
     return by_shapes(read_choices(file), cases, shapes_of).get(shapes)

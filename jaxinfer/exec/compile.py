@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,9 @@ from jaxinfer.exec.aot import (
     program_fingerprint,
     write_manifest,
 )
+from jaxinfer.exec.kernels import KernelsAhead
 from jaxinfer.exec.program import Program
-from pallas_kernels.ahead import kernels_in
 from pallas_kernels.triton_text import drop_triton_text
-
-KERNEL_THREADS = 8  # that compile kernels; those in Triton need Python's lock for a fifth of it
 
 type Compiled = Callable[..., Any]  # jax.stages.Compiled: refuses any other shape, never compiles
 
@@ -140,12 +138,13 @@ def compile_all(
     """Compile every executable and write it into the folder; both by name.
 
     This thread traces and lowers, others compile. Lowering is Python, and several threads that take
-    turns at it are slower than one by far; XLA needs no interpreter. What takes XLA longest is
-    named last and comes first. One thread writes, and has ended when this returns or raises.
+    turns at it are slower than one by far; XLA needs no interpreter. Kernels in Mosaic, which are
+    the most of it, are lowered by other processes meanwhile. What takes XLA longest is named last
+    and comes first. One thread writes, and has ended when this returns or raises.
     """
     names = program.names()
-    pool, kernels = ThreadPoolExecutor(os.cpu_count() or 1), ThreadPoolExecutor(KERNEL_THREADS)
-    files = ThreadPoolExecutor(1)
+    cores = os.cpu_count() or 1
+    pool, files = ThreadPoolExecutor(cores), ThreadPoolExecutor(1)
     with progress.task("compile", len(names)) as advance:
 
         def made(name: str, lowered: jax.stages.Lowered) -> tuple[Any, StoredExecutable]:
@@ -156,15 +155,14 @@ def compile_all(
             return compiled, stored
 
         try:
-            with nothing_collected():
+            with nothing_collected(), KernelsAhead(cores) as kernels:
                 under_way = {
                     name: pool.submit(made, name, lowered)
                     for name, lowered in _lowered(program, reversed(names), kernels)
                 }
             results = {name: under_way[name].result() for name in names}
         finally:  # after a failure or Ctrl-C, nobody needs what is still compiling
-            for each in (pool, kernels):
-                each.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
             files.shutdown(cancel_futures=True)  # the folder may be somebody else's afterwards
     return (
         {name: compiled for name, (compiled, _) in results.items()},
@@ -173,11 +171,10 @@ def compile_all(
 
 
 def _lowered(
-    program: Program, names: Iterable[str], pool: Executor
+    program: Program, names: Iterable[str], kernels: KernelsAhead
 ) -> Iterator[tuple[str, jax.stages.Lowered]]:
-    """The executables, lowered in order; meanwhile the pool compiles the kernels of the next."""
-    kernels: dict[Hashable, Future[None]] = {}
-    waiting: deque[tuple[str, jax.stages.Traced, list[Future[None]]]] = deque()
+    """The executables, lowered in order; meanwhile the kernels of the next are compiled."""
+    waiting: deque[tuple[str, jax.stages.Traced, list[Future[Any]]]] = deque()
 
     def lower_first() -> tuple[str, jax.stages.Lowered]:
         name, traced, wanted = waiting.popleft()
@@ -189,9 +186,7 @@ def _lowered(
 
     for name in names:
         traced = program.trace(name)
-        found = kernels_in(traced.jaxpr)
-        kernels |= {key: pool.submit(found[key]) for key in found if key not in kernels}
-        waiting.append((name, traced, [kernels[key] for key in found]))
+        waiting.append((name, traced, kernels.begin(traced.jaxpr)))
         while waiting and all(kernel.done() for kernel in waiting[0][2]):
             yield lower_first()
     while waiting:

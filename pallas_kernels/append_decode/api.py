@@ -11,7 +11,9 @@ from pallas_kernels.checks import check_paged
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _triton = imported_when_called("pallas_kernels.append_decode.triton", "append_decode")
-_mosaic = imported_when_called("pallas_kernels.append_decode.mosaic", "append_decode")
+_mosaic = imported_when_called(
+    "pallas_kernels.append_decode.mosaic", "append_decode", mosaic_launch.results
+)
 
 
 def _mosaic_alone(*args: Any, **static: Any) -> Any:

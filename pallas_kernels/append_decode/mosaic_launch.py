@@ -1,11 +1,13 @@
 """Which calls the Mosaic kernel of append_decode takes, and how it cuts them up.
 
-Owns: ``supports``, ``Launch``, ``choose`` (a tuned choice, else a rule). Must not know: the kernel.
+Owns: ``supports``, ``results``, ``Launch``, ``choose`` (a tuned choice, else a rule). Must not
+know: the kernel.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -78,6 +80,21 @@ def supports(
         # further; but 3.96 at 16,416, 3.50 by Triton (H200).
         return f"{programs} programs leave most of the device idle, and more cannot share a row"
     return not_hopper()
+
+
+def results(
+    qkv: jax.Array,  # [B, N + 2K, H]
+    cos: jax.Array | None,  # float32[B, H / 2]
+    sin: jax.Array | None,  # float32[B, H / 2]
+    qk_norms: jax.Array | None,  # [2, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    *_: Any,
+    **static: Any,
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """What a call returns, as shapes."""
+    k_pool, v_pool = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_pages, v_pages))
+    return queries_of(qkv, k_pages), k_pool, v_pool
 
 
 def by_rule(

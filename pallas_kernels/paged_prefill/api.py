@@ -8,7 +8,9 @@ from pallas_kernels.checks import check_paged
 from pallas_kernels.paged_prefill import cases, launch, ref, xla
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
-_mosaic = imported_when_called("pallas_kernels.paged_prefill.mosaic", "paged_prefill")
+_mosaic = imported_when_called(
+    "pallas_kernels.paged_prefill.mosaic", "paged_prefill", launch.results
+)
 _triton = imported_when_called("pallas_kernels.paged_prefill.triton", "paged_prefill")
 
 OP = KernelOp(

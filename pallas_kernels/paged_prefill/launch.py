@@ -1,13 +1,15 @@
 """Which calls the GPU kernels of paged_prefill take, and how they cut them up.
 
-Owns: ``mosaic_supports``, ``triton_supports``, ``Launch``, ``choose`` (a tuned choice, else a
-rule). Needs neither language, so that a machine without it can ask. Must not know: the kernels.
+Owns: ``mosaic_supports``, ``triton_supports``, ``results``, ``Launch``, ``choose`` (a tuned choice,
+else a rule). Needs neither language, so that a machine without it can ask. Must not know: the
+kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -75,6 +77,15 @@ def mosaic_supports(
     if scale <= 0.0:
         return f"scale {scale} is not positive"
     return not_hopper()
+
+
+def results(
+    q: jax.Array,  # [T, N, H]
+    *_: Any,
+    **static: Any,
+) -> jax.ShapeDtypeStruct:
+    """What a call returns, as shapes."""
+    return jax.ShapeDtypeStruct(q.shape, q.dtype)
 
 
 def triton_supports(

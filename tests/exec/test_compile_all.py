@@ -13,6 +13,7 @@ import pytest
 
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.exec import compile as exec_compile
+from jaxinfer.exec import kernels as exec_kernels
 from jaxinfer.exec.program import Program
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_model
@@ -24,7 +25,7 @@ PROGRAM = Program(
 
 def steps_with(kernels: dict[str, Callable[[], Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step has these kernels in it."""
-    monkeypatch.setattr(exec_compile, "kernels_in", lambda _: kernels)
+    monkeypatch.setattr(exec_kernels, "kernels_in", lambda _: kernels)
 
 
 def test_kernels_are_compiled_once_elsewhere_and_before_what_needs_them(

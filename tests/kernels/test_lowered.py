@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import registry
+from pallas_kernels import lowered
 from pallas_kernels.ahead import kernels_in
-from pallas_kernels.lowered import call_lowered
+from pallas_kernels.device import Device, described
+from pallas_kernels.lowered import TO_LOWER, call_lowered
 from pallas_kernels.registry import imported_when_called
 
 
@@ -29,17 +32,35 @@ class Kernel:
 
 
 X, Y = np.ones((2, 3), np.float32), np.arange(12, dtype=np.float32).reshape(3, 4)
+GPU = Device("gpu", "NVIDIA H200", "9.0")
+MODULES = count()
+TRACES = 2  # of a kernel that is lowered: for what it returns, and for its code
+
+type Module = Callable[..., str]
 
 
-def test_executables_share_a_lowering() -> None:
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Module:
+    """Makes a module of functions in Mosaic; no two tests have one of the same name."""
+
+    def of(language: str = "mosaic", **functions: Callable[..., Any]) -> str:
+        name = f"op{next(MODULES)}.{language}"
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**functions))  # type: ignore[misc]
+        return name
+
+    return of
+
+
+def test_executables_share_a_lowering(module: Module) -> None:
     kernel = Kernel()
+    op = module(product=kernel)
 
     def layer(x: jax.Array, y: jax.Array) -> jax.Array:
-        return call_lowered("product", kernel, (x, y), {"scale": 2.0})[0]
+        return call_lowered(op, "product", (x, y), {"scale": 2.0})[0]
 
     first = jax.jit(lambda x, y: layer(x, y) + layer(x, y)).lower(X, Y)
     second = jax.jit(lambda x, y: layer(x, y) - 1.0).lower(X, Y)
-    assert kernel.traces == 1
+    assert kernel.traces == TRACES
     assert "product" in first.as_text()
     np.testing.assert_allclose(first.compile()(X, Y), 4.0 * X @ Y)
     np.testing.assert_allclose(second.compile()(X, Y), 2.0 * X @ Y - 1.0)
@@ -50,39 +71,42 @@ def test_executables_share_a_lowering() -> None:
     [(X[:1], 2.0), (X.astype(jnp.bfloat16), 2.0), (X, 3.0)],
     ids=["shape", "dtype", "static"],
 )
-def test_of_other_shapes_types_and_sizes_there_is_another(x: Any, scale: float) -> None:
+def test_of_other_shapes_types_and_sizes_there_is_another(
+    x: Any, scale: float, module: Module
+) -> None:
     kernel = Kernel()
+    op = module(product=kernel)
 
     @jax.jit
     def both(x: jax.Array, other: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        one = call_lowered("product", kernel, (x, y), {"scale": 2.0})[0]
-        return one, call_lowered("product", kernel, (other, y), {"scale": scale})[0]
+        one = call_lowered(op, "product", (x, y), {"scale": 2.0})[0]
+        return one, call_lowered(op, "product", (other, y), {"scale": scale})[0]
 
     one, other = both(X, x, Y)
-    assert kernel.traces == 2
+    assert kernel.traces == 2 * TRACES
     np.testing.assert_allclose(one, 2.0 * X @ Y)
     np.testing.assert_allclose(other, scale * x.astype(np.float32) @ Y)
 
 
 @pytest.mark.parametrize(
-    ("module", "platform", "traces"),
-    [("op.mosaic", "gpu", 1), ("op.mosaic", "cpu", 2), ("op.triton", "gpu", 2)],
+    ("language", "device", "traces"),
+    [("mosaic", GPU, TRACES), ("mosaic", Device("cpu", "cpu"), 3), ("triton", GPU, 3)],
 )
 def test_kernels_in_mosaic_are_lowered_once_on_a_gpu(
-    module: str, platform: str, traces: int, monkeypatch: pytest.MonkeyPatch
+    language: str, device: Device, traces: int, module: Module
 ) -> None:
     kernel = Kernel()
-    monkeypatch.setitem(sys.modules, module, SimpleNamespace(product=kernel))  # type: ignore[misc]
-    monkeypatch.setattr(registry, "current_platform", lambda: platform)
-    product = imported_when_called(module, "product")
-    for shift in range(2):
-        jax.jit(lambda x, y, n=shift: product(x, y, scale=1.0)[0] + n).lower(X, Y)
+    product = imported_when_called(module(language, product=kernel), "product")
+    platform = "cuda" if device == GPU else "cpu"
+    for shift in range(3):
+        step = jax.jit(lambda x, y, n=shift: product(x, y, scale=1.0)[0] + n)
+        with described(device):
+            traced = step.trace(X, Y)
+        traced.lower(lowering_platforms=(platform,))  # where nobody describes the device
     assert kernel.traces == traces
 
 
-def test_a_kernel_that_is_handed_a_reference_is_called_as_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_kernel_that_is_handed_a_reference_is_called_as_it_is(module: Module) -> None:
     def increment(x: jax.Array, ref: jax.Ref, absent: None) -> jax.Array:
         ref[...] += 1.0
         return x + ref[...]
@@ -91,18 +115,18 @@ def test_a_kernel_that_is_handed_a_reference_is_called_as_it_is(
         ref = jax.new_ref(x)
         return kernel(x, ref, None) + jax.freeze(ref)
 
-    monkeypatch.setitem(sys.modules, "op.mosaic", SimpleNamespace(increment=increment))  # type: ignore[misc]
-    monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
-    kernel = imported_when_called("op.mosaic", "increment")
-    np.testing.assert_allclose(jax.jit(step)(X), 3.0 * X + 2.0)
+    kernel = imported_when_called(module(increment=increment), "increment")
+    with described(GPU):
+        np.testing.assert_allclose(jax.jit(step)(X), 3.0 * X + 2.0)
 
 
-def test_an_array_may_be_absent() -> None:
+def test_an_array_may_be_absent(module: Module) -> None:
     def double(x: jax.Array, absent: None) -> jax.Array:
         assert absent is None
         return x + x
 
-    result = jax.jit(lambda x: call_lowered("double", double, (x, None), {}))(X)
+    op = module(double=double)
+    result = jax.jit(lambda x: call_lowered(op, "double", (x, None), {}))(X)
     np.testing.assert_allclose(result, 2.0 * X)
 
 
@@ -112,9 +136,13 @@ def in_mosaic(x: jax.Array) -> jax.Array:
     return call(x, module="source of the kernel", kernel_hash="its hash")
 
 
-def test_a_compiled_kernel_is_named_by_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_kernel_is_named_by_its_hash(
+    module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = module(in_mosaic=in_mosaic)
+
     def step(x: jax.Array) -> jax.Array:
-        return call_lowered("in_mosaic", in_mosaic, (x,), {}) + 1.0
+        return call_lowered(op, "in_mosaic", (x,), {}) + 1.0
 
     compiled: list[str] = []
     monkeypatch.setattr(
@@ -131,7 +159,64 @@ def test_a_compiled_kernel_is_named_by_its_hash(monkeypatch: pytest.MonkeyPatch)
     assert all("its hash" in text for text in (before, *compiled, after))
 
 
-def test_no_setting_stays_changed() -> None:
-    before = jax.config.jax_export_ignore_forward_compatibility
-    call_lowered("product", Kernel(), (jnp.asarray(X), jnp.asarray(Y)), {"scale": 5.0})
-    assert jax.config.jax_export_ignore_forward_compatibility == before
+def test_no_setting_stays_changed(module: Module) -> None:
+    during: list[dict[str, Any]] = []
+
+    def settings() -> dict[str, Any]:
+        return {name: getattr(jax.config, name) for name, _ in TO_LOWER}
+
+    def double(x: jax.Array) -> jax.Array:
+        during.append(settings())
+        return x + x
+
+    before = settings()
+    call_lowered(module(double=double), "double", (jnp.asarray(X),), {})
+    assert during == [before, dict(TO_LOWER)]
+    assert settings() == before
+
+
+def test_a_trace_needs_the_types_alone(module: Module) -> None:
+    """What is lowered may still be under way elsewhere; it is asked for once."""
+    kernel = Kernel()
+    op, asked = module(product=kernel), []
+
+    def lower(wanted: lowered.Kernel) -> bytes:
+        asked.append(wanted)
+        return wanted.lower()
+
+    step = jax.jit(lambda x, y: call_lowered(op, "product", (x, y), {"scale": 3.0}))
+    traced = step.trace(X, Y)
+    assert kernel.traces == 1
+    (made,) = kernels_in(traced.jaxpr)
+    assert isinstance(made, lowered.LoweredKernel)
+    made.compile(lower)
+    made.compile(lower)
+    np.testing.assert_allclose(traced.lower().compile()(X, Y)[0], 3.0 * X @ Y)
+    assert kernel.traces == TRACES
+    (wanted,) = asked
+    assert str(wanted) == f"{op}.product(float32[2, 3], float32[3, 4])"
+
+
+@pytest.mark.parametrize("said", [("float32", 2, 3), ("int32", 3), ("float32", 3)])
+def test_what_it_returns_may_be_said_but_must_be_true(
+    said: tuple[Any, ...], module: Module
+) -> None:
+    """JAX itself would convert integers."""
+    dtype, *shape = said
+    kernel = Kernel()
+    op = module(product=lambda x: kernel(x, x, scale=1.0)[0].sum(0))
+
+    def step(x: jax.Array) -> jax.Array:
+        results = lambda x: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+        return call_lowered(op, "product", (x,), {}, results)
+
+    traced = jax.jit(step).trace(X[:, :2])
+    assert not kernel.traces
+    with pytest.raises(ValueError, match=r"returns float32\[2\], not "):
+        traced.lower()
+
+
+def test_no_kernel_differentiates(module: Module) -> None:
+    op = module(double=lambda x: x + x)
+    with pytest.raises(ValueError, match="double.* has no derivative"):
+        jax.grad(lambda x: call_lowered(op, "double", (x,), {}).sum())(X)

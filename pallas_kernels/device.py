@@ -1,0 +1,51 @@
+"""The device that kernels are chosen and made for: jax's default one, or one that is described.
+
+Owns: ``Device``, ``current_device`` and ``described``. Must not know: kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import jax
+
+_DESCRIBED: ContextVar[Device | None] = ContextVar("described_device", default=None)
+
+
+@dataclass(frozen=True)
+class Device:
+    """All that decides which kernels are taken, how they are launched and what they are made of."""
+
+    platform: str  # "cpu", "gpu" or "tpu"
+    kind: str  # as its driver calls it
+    compute_capability: str = "none"  # of an NVIDIA GPU: "9.0"
+
+
+def current_device() -> Device:
+    """The described device within ``described``, else the one jax places new computations on."""
+    device = _DESCRIBED.get()
+    return _default_device() if device is None else device
+
+
+@contextmanager
+def described(device: Device) -> Generator[None]:
+    """Within it, and in this thread alone, ``device`` is the current one; it need not be there.
+
+    What ``jax.jit`` has traced for one device it takes for another: describe one in a process.
+    """
+    token = _DESCRIBED.set(device)
+    try:
+        yield
+    finally:
+        _DESCRIBED.reset(token)
+
+
+def _default_device() -> Device:
+    device = jax.config.jax_default_device
+    if device is None or isinstance(device, str):
+        device = jax.devices(device)[0]
+    capability = getattr(device, "compute_capability", Device.compute_capability)
+    return Device(device.platform, device.device_kind, str(capability))

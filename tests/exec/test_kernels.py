@@ -1,0 +1,88 @@
+"""Kernels begun while steps are traced: each once, in Mosaic by processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.exec import kernels
+from jaxinfer.exec.kernels import FEWEST_PROCESSES, MOST_PROCESSES, KernelsAhead
+from pallas_kernels.lowered import Kernel, LoweredKernel, call_lowered
+
+X = np.ones((2, 3), np.float32)
+
+
+def traced(*names: str) -> jax.stages.Traced:
+    """A step with functions of ``jax.numpy`` in the place of kernels."""
+
+    @jax.jit
+    def step(x: jax.Array) -> jax.Array:
+        for name in names:
+            x = call_lowered("jax.numpy", name, (x,), {})
+        return x
+
+    return step.trace(X)
+
+
+class Pool:
+    """Counts pools, and lowers in this process."""
+
+    sizes: list[int]
+
+    def __init__(self, size: int) -> None:
+        self.sizes.append(size)
+
+    def lower(self, kernel: Kernel) -> bytes:
+        return kernel.lower()
+
+    def close(self) -> None:
+        self.sizes.append(0)
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    monkeypatch.setattr(kernels, "LoweringPool", Pool)
+    monkeypatch.setattr(Pool, "sizes", [], raising=False)
+    return Pool.sizes
+
+
+def test_processes_lower_what_a_step_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = traced("sin", "cos")
+    monkeypatch.setattr(Kernel, "lower", None)  # which this process has no need of
+    with KernelsAhead(cores=2) as ahead:
+        for kernel in ahead.begin(step.jaxpr):
+            kernel.result()
+    np.testing.assert_allclose(step.lower().compile()(X), np.cos(np.sin(X)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("cores", "made"),
+    [(2, FEWEST_PROCESSES), (8, 6), (128, MOST_PROCESSES)],
+)
+def test_as_many_processes_as_cores_to_spare(
+    cores: int, made: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+
+    def compile_kernel(self: LoweredKernel, lower: Any) -> None:
+        compiled.append(self.kernel.name)
+
+    monkeypatch.setattr(LoweredKernel, "compile", compile_kernel)
+    with KernelsAhead(cores) as ahead:
+        first = ahead.begin(traced("sin", "cos").jaxpr)
+        second = ahead.begin(traced("tan", "cos").jaxpr)
+        for kernel in (*first, *second):
+            kernel.result()
+    assert sorted(compiled) == ["cos", "sin", "tan"]
+    assert first[1] is second[1]
+    assert sizes == [made, 0]
+
+
+def test_without_a_kernel_in_mosaic_there_is_no_process(sizes: list[int]) -> None:
+    with KernelsAhead(cores=16) as ahead:
+        assert ahead.begin(jax.jit(jnp.sin).trace(X).jaxpr) == []
+    assert not sizes

@@ -1,0 +1,46 @@
+"""Which device kernels are made for."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import pytest
+
+from pallas_kernels.checks import not_hopper
+from pallas_kernels.device import Device, current_device, described
+from pallas_kernels.registry import current_platform
+from pallas_kernels.tuned import lookup
+
+H200 = Device("gpu", "NVIDIA H200", "9.0")
+
+
+def test_it_is_jaxs_own_unless_another_is_described() -> None:
+    assert current_device() == Device("cpu", jax.devices()[0].device_kind, "none")
+    with described(H200):
+        assert current_device() == H200
+        there: list[Device] = []
+        other = threading.Thread(target=lambda: there.append(current_device()))
+        other.start()
+        other.join()
+        assert there[0].platform == "cpu"
+    assert current_device().platform == "cpu"
+
+
+@pytest.mark.parametrize("chosen", ["cpu", jax.devices("cpu")[0]], ids=["name", "device"])
+def test_it_follows_jaxs_setting(chosen: str | jax.Device) -> None:
+    with jax.default_device(chosen):
+        assert current_device().platform == "cpu"
+
+
+def test_all_that_depends_on_a_device_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    files: list[str] = []
+    monkeypatch.setattr(
+        "pallas_kernels.tuned.read_choices", lambda file: files.append(str(file)) or {}
+    )
+    assert not_hopper() == "cpu has compute capability none, not 9.x"
+    with described(H200):
+        assert current_platform() == "gpu"
+        assert not_hopper() is None
+        lookup("append_decode", (), lambda case: case, ())
+    assert files[0].endswith("append_decode/tuned/nvidia_h200.json")

@@ -1,0 +1,205 @@
+"""Kernels lowered by processes of their own: the same bytes, and no process left behind."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.mlir import deserialize_portable_artifact, serialize_portable_artifact
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters.mlir import make_ir_context
+
+from pallas_kernels.ahead import kernels_in
+from pallas_kernels.append_decode.api import append_decode
+from pallas_kernels.custom_calls import attribute_of, custom_calls, set_attribute
+from pallas_kernels.device import Device, described
+from pallas_kernels.lowered import MOSAIC_CALL, Kernel, LoweredKernel
+from pallas_kernels.lowering_pool import LoweringError, LoweringPool
+from pallas_kernels.paged_prefill.api import paged_prefill
+from pallas_kernels.skinny_gemm.api import skinny_gemm
+from pallas_kernels.swiglu_gemm.api import swiglu_gemm
+
+H200 = Device("gpu", "NVIDIA H200", "9.0")
+
+
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+POOL, TABLE, LENS = array(65, 16, 8, 128), array(8, 8, dtype=jnp.int32), array(8, dtype=jnp.int32)
+ANGLES = array(8, 64, dtype=jnp.float32)
+CALLS = {
+    "append_decode": (
+        lambda *args: append_decode(*args, scale=0.1, eps=1e-6),
+        (array(8, 48, 128), ANGLES, ANGLES, array(2, 128), POOL, POOL, TABLE, LENS),
+    ),
+    "paged_prefill": (
+        lambda *args: paged_prefill(*args, scale=0.1),
+        (array(256, 32, 128), POOL, POOL, TABLE, LENS, array(9, dtype=jnp.int32)),
+    ),
+    "skinny_gemm": (skinny_gemm, (array(128, 2560), array(2560, 6144))),
+    "swiglu_gemm": (swiglu_gemm, (array(1024, 256), array(256, 2048))),
+}
+
+
+def kernel_of(name: str) -> Kernel:
+    """The one that a step on an H200 would have in it."""
+    call, args = CALLS[name]
+    with described(H200):
+        (found,) = kernels_in(jax.jit(call).trace(*args).jaxpr)
+    assert isinstance(found, LoweredKernel)
+    return found.kernel
+
+
+def taken_apart(artifact: bytes) -> tuple[bytes, bytes]:
+    """A module's one kernel, without the number that Mosaic's dumps would have, and the rest."""
+    with make_ir_context():
+        module = deserialize_portable_artifact(artifact)
+        (call,) = custom_calls(module.operation, MOSAIC_CALL)
+        source = attribute_of(call, "module")
+        assert attribute_of(call, "kernel_hash") == hashlib.sha256(source).digest()
+        for name in ("module", "kernel_hash"):
+            set_attribute(call, name, "")
+        rest = serialize_portable_artifact(module, stablehlo.get_current_version())
+    without_number, numbers = re.subn(rb"(dump_basename\0[a-z_]+_)\d+\0", rb"\1\0", source)
+    assert numbers == 1
+    return without_number, rest
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LoweringPool]:
+    with LoweringPool(1) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_module_is_what_this_process_makes_of_it(name: str, pool: LoweringPool) -> None:
+    kernel = kernel_of(name)
+    assert kernel.name == name
+    assert taken_apart(pool.lower(kernel)) == taken_apart(kernel.lower())
+
+
+@pytest.mark.parametrize("name", ["append_decode", "paged_prefill"])
+def test_what_it_returns_is_known_without_a_trace(name: str) -> None:
+    kernel = kernel_of(name)
+    assert kernel.returned is not None
+    assert kernel.returned == replace(kernel, returned=None).results()
+
+
+def test_it_is_launched_as_suits_the_device_that_is_described(pool: LoweringPool) -> None:
+    """On an H200 this product has a tuned choice; on an H100 it goes by the rule."""
+    tuned = kernel_of("skinny_gemm")
+    by_rule = replace(tuned, device=replace(H200, kind="NVIDIA H100"))
+    with LoweringPool(1) as another:  # traces are remembered by a process
+        assert taken_apart(another.lower(by_rule)) != taken_apart(pool.lower(tuned))
+
+
+def test_jaxs_settings_reach_the_process(pool: LoweringPool) -> None:
+    kernel = Kernel("jax.numpy", "arange", (), (("start", 4),), H200, (("jax_enable_x64", True),))
+    with make_ir_context():
+        module = deserialize_portable_artifact(pool.lower(kernel))
+        assert "tensor<4xi64>" in str(module)
+
+
+def test_what_fails_there_is_told_here(pool: LoweringPool) -> None:
+    whole, uneven = array(16, 64), array(65, 512)
+    kernel = Kernel("jax.numpy", "matmul", (whole, uneven), (), H200, ())
+    with pytest.raises(LoweringError, match="matmul.*could not be lowered: TypeError: dot_general"):
+        pool.lower(kernel)
+    absent = Kernel("pallas_kernels.absent", "f", (), (), H200, ())
+    with pytest.raises(LoweringError, match="ModuleNotFoundError: No module named") as error:
+        pool.lower(absent)
+    assert "Traceback" in error.value.__notes__[0]
+    assert pool.lower(Kernel("jax.numpy", "sin", (array(4),), (), H200, ()))  # lives on
+
+
+def test_no_plugin_of_jax_is_loaded_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever way it is announced: a GPU's would load its driver."""
+    announced = {"jax_plugins/loud.py": "", "quiet.py": "", "quiet-1.dist-info/METADATA": "Name: q"}
+    announced["quiet-1.dist-info/entry_points.txt"] = "[jax_plugins]\nquiet = quiet"
+    source = "from pathlib import Path\ndef initialize(): Path(__file__ + '.loaded').touch()"
+    for name, text in announced.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text or source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with LoweringPool(1) as pool:
+        pool.lower(Kernel("jax.numpy", "sin", (array(4),), (), H200, ()))
+    assert not list(tmp_path.glob("**/*.loaded"))
+
+
+FOREVER = """
+import time
+from pathlib import Path
+def forever(x):
+    Path(__file__).with_name("begun").touch()
+    time.sleep(600)
+"""
+CALLER = """
+import os, signal, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+folder, end = sys.argv[1:]
+sys.path.append(folder)  # which the process must have, too
+from pallas_kernels.device import Device
+from pallas_kernels.lowered import Kernel
+from pallas_kernels.lowering_pool import LoweringPool
+with suppress(KeyboardInterrupt), LoweringPool(2) as pool:
+    kernel = Kernel("forever", "forever", (1.0,), (), Device("cpu", "cpu"), ())
+    ThreadPoolExecutor(1).submit(pool.lower, kernel)
+    while not Path(folder, "begun").exists():
+        time.sleep(0.01)
+    if end == "gone":
+        os._exit(0)
+    os.killpg(0, signal.SIGINT)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", ["gone", "interrupted"])
+def test_nothing_outlives_the_caller_or_says_a_word(end: str, tmp_path: Path) -> None:
+    """Not even in the middle of a kernel. Pipes end when nobody is left who could write to them."""
+    (tmp_path / "forever.py").write_text(FOREVER)
+    ended = subprocess.run(
+        [sys.executable, "-c", CALLER, str(tmp_path), end],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        start_new_session=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
+
+
+def test_a_process_that_dies_is_an_error_that_names_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "forever.py").write_text(FOREVER)
+    monkeypatch.syspath_prepend(tmp_path)
+    kernel = Kernel("forever", "forever", (array(3),), (), H200, ())
+
+    def kill_when_begun() -> None:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        os.kill(worker._process.pid, signal.SIGKILL)
+
+    with LoweringPool(1) as pool:
+        (worker,) = pool._workers
+        threading.Thread(target=kill_when_begun).start()
+        named = r"forever.forever\(bfloat16\[3\]\): the process that lowers it has ended.* -9"
+        for _ in range(2):  # nor does whoever comes next wait for ever
+            with pytest.raises(LoweringError, match=named):
+                pool.lower(kernel)
+    assert worker._process.returncode == -signal.SIGKILL
