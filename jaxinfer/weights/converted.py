@@ -68,14 +68,15 @@ def convert(
         total = sum(planned.nbytes for planned in plan)
         with progress.task("Converting weights", total) as advance, _orbax() as orbax:
             for index, members in enumerate(_groups(plan, dtype)):
-                group: dict[str, jax.Array] = {}
+                group: dict[str, np.ndarray] = {}
                 for planned in members:
-                    array = planned.build(checkpoint, dtype)
-                    group[planned.rule.param] = jax.device_put(array)
+                    group[planned.rule.param] = planned.build(checkpoint, dtype)
                     advance(planned.nbytes)
+                # From the host: given a GPU's arrays, Orbax would copy them back, and the process
+                # died of it on an H200 (a segmentation fault, under XLA's vmm allocator).
                 _save(orbax, folder / _group_name(index), group)
                 groups.append({path: leaf.shape for path, leaf in group.items()})
-                params.update(group)
+                params.update({path: jax.device_put(array) for path, array in group.items()})
         manifest = _Manifest(
             architecture=model.architecture,
             config=repr(model.config),
@@ -129,7 +130,7 @@ def _orbax() -> ocp.Checkpointer:
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
 
 
-def _save(orbax: ocp.Checkpointer, folder: Path, group: dict[str, jax.Array]) -> None:
+def _save(orbax: ocp.Checkpointer, folder: Path, group: dict[str, np.ndarray]) -> None:
     try:
         orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(nested(group)))
     except ValueError as error:  # what tensorstore raises when a write fails
