@@ -160,7 +160,8 @@ class LoweredKernel(export.Exported):
         may have another process lower the kernel.
         """
         whole = self._whole(lower)
-        jax.jit(self.call).lower(*self.in_avals).compile()
+        args, _ = jax.tree.unflatten(self.in_tree, self.in_avals)  # with those that are absent
+        jax.jit(self.call).lower(*args).compile()
         self._module = _by_hash(whole)
 
     def _whole(self, lower: Callable[[Kernel], bytes]) -> bytes:
