@@ -38,7 +38,7 @@ from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.facts import ModelFacts, facts_of_configs
 from jaxinfer.engine.news import EngineStats
-from jaxinfer.exec.aot import Bundle, Manifest, open_bundle
+from jaxinfer.exec.aot import Bundle, Manifest, load_kernel_runtime, open_bundle
 from jaxinfer.exec.buckets import bucket_table
 from jaxinfer.exec.compile import (
     Executables,
@@ -248,6 +248,7 @@ def _load(
     the peak (2.3 instead of 1.3 GB for SmolLM2-135M). A GPU holds its weights itself, but pages
     come last there: XLA tries products in the memory that they take.
     """
+    load_kernel_runtime()
     bundle_root = plan.cache_dir / "executables"
     cached = cached_bundle(program, bundle_root)
     bundle = plan.bundle

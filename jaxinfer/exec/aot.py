@@ -193,7 +193,7 @@ def load_bundle(
     holds 40 MB of the host); one that turns out to be unusable is an error of every step that needs
     it.
     """
-    _load_kernel_runtime()
+    load_kernel_runtime()
     executables = bundle.manifest.executables
 
     def load(name: str) -> jax.stages.Compiled:
@@ -248,9 +248,12 @@ def _threads() -> int:
     return min(LOAD_THREADS, os.cpu_count() or 1)
 
 
-def _load_kernel_runtime() -> None:
+def load_kernel_runtime() -> None:
     """Mosaic kernels call a library that only their Python module loads: without it an executable
     that holds some does not load in a process that has compiled none ("Failed to materialize").
+
+    It also adds to the environment, so it comes before any thread compiles: XLA starts ptxas with
+    that environment. (Suspected of 2 starts in 16 that ended with "Failed to launch ptxas".)
     """
     if jax.default_backend() == "gpu":
         with suppress(ImportError):  # of a jax without it, which has compiled no such kernel either
