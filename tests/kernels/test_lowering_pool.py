@@ -153,6 +153,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 folder, end = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 sys.path.append(folder)  # which the process must have, too
 from pallas_kernels.device import Device
 from pallas_kernels.lowered import Kernel
