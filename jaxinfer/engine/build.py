@@ -141,6 +141,7 @@ def plan_engine(
         source.generation_config,
         samples_as_told=config.generation_config == "auto",
     )
+    load_kernel_runtime()  # it changes the environment too, and from here on threads compile
     return EnginePlan(config, source, model, limits, pins, memory, spec, facts, cache_dir, bundle)
 
 
@@ -248,7 +249,6 @@ def _load(
     the peak (2.3 instead of 1.3 GB for SmolLM2-135M). A GPU holds its weights itself, but pages
     come last there: XLA tries products in the memory that they take.
     """
-    load_kernel_runtime()
     bundle_root = plan.cache_dir / "executables"
     cached = cached_bundle(program, bundle_root)
     bundle = plan.bundle

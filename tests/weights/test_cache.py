@@ -70,6 +70,22 @@ def test_second_load_does_not_read_the_checkpoint(
     assert_equal(load(source, tmp_path), direct)
 
 
+def test_what_is_saved_is_the_hosts(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orbax would copy a device's arrays back; on a GPU the process died of that."""
+    saved: list[type] = []
+    save = converted._save
+
+    def looked_at(orbax: object, folder: Path, group: dict[str, np.ndarray]) -> None:
+        saved.extend(map(type, group.values()))
+        save(orbax, folder, group)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(converted, "_save", looked_at)
+    load(source, tmp_path)
+    assert set(saved) == {np.ndarray}
+
+
 def test_entries_differ_by_dtype_file_and_config(source: ModelSource, tmp_path: Path) -> None:
     load(source, tmp_path)
     load(source, tmp_path, "bfloat16")
