@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxinfer.core.request import Request
 from jaxinfer.core.shapes import cdiv
@@ -27,6 +28,7 @@ from jaxinfer.nn.attention import AttentionBatch
 # for arguments that begin at a multiple of 16 bytes (Triton) or 256 (Mosaic): INVALID_ARGUMENT.
 # The rows of the page table are padded to it as well, since a kernel may be handed some of them.
 ALIGN = 64
+ROOM = 2**23 // 4  # int32 values, 8 MiB: see ``copied_in``
 
 
 class DeviceBatch(NamedTuple):
@@ -130,6 +132,21 @@ def pack(plan: StepPlan, layout: BatchLayout, extras: Extras[bool]) -> np.ndarra
         wire.query_start_loc[index + 1 :] = end
         start = end
     return flat
+
+
+def copied_in(flat: jax.Array) -> jax.Array:  # int32[...]
+    """The flat array in memory of the step's own, and ``ROOM`` behind it; inside a GPU's step.
+
+    XLA records those kernels of the step's CUDA graph anew whose memory has moved since the last
+    call, which takes the host up to 1 ms of a step that takes the device 2.6. A batch always comes
+    in new memory, and each layer's attention reads it: now only this copy does. Temporaries stay
+    where they are as long as nothing else has their size in blocks of 2 MiB, since XLA's allocator
+    gives out first of a size what was freed first. Those of a small step would have the one block
+    that batches and drawn tokens have; with the room, which nobody writes, they are larger.
+    """
+    own = lax.empty((flat.size + ROOM,), flat.dtype)
+    # without the barrier XLA has kernels read the sections where they came
+    return lax.optimization_barrier(lax.dynamic_update_slice(own, flat, (0,)))
 
 
 def unpack(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.exec.batch import BatchLayout, DeviceBatch, unpack
+from jaxinfer.exec.batch import BatchLayout, DeviceBatch, copied_in, unpack
 from jaxinfer.exec.sampling import Logprobs, no_logprobs, sample, token_logprobs
 from jaxinfer.exec.slots import SlotState, admit
 from jaxinfer.models.base import Model, Params, abstract_params, hidden_states, unembed
@@ -58,6 +58,7 @@ class StepFunction:
     page_size: int
     extras: bool
     pins: Pins = Pins()
+    copies_in: bool = False  # the batch, to memory of the step's own: see ``batch.copied_in``
 
     def __call__(
         self,
@@ -67,6 +68,7 @@ class StepFunction:
         flat: jax.Array,  # int32[...]: see ``BatchLayout``
     ) -> tuple[KVState, SlotState, StepOutput]:
         """Compute, draw, record."""
+        flat = copied_in(flat) if self.copies_in else flat
         batch = unpack(flat, self.layout, slots.token_ids, self.page_size)
         num_decodes = self.layout.bucket.num_decodes
         attend = PagedAttend(batch.attention, num_decodes, self._arrivals(), self.pins)

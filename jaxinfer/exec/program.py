@@ -87,7 +87,9 @@ class Program:
             return jax.jit(admit, donate_argnums=0).trace(self.slots(), rows)
         bucket, extras = self._steps()[name]
         layout = self.layout(bucket)
-        step = StepFunction(self.model, layout, self.limits.page_size, extras, self.pins)
+        step = StepFunction(
+            self.model, layout, self.limits.page_size, extras, self.pins, self.platform != "cpu"
+        )
         weights, pages = flat_params(self.model, self.params()), flat_kv_state(self.kv_state())
         arguments = (weights, pages, self.slots(), layout.abstract())
         if bucket.num_prefills:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.step import Bucket, ScheduledSeq, StepPlan
-from jaxinfer.exec.batch import ALIGN, BatchLayout, pack, unpack
+from jaxinfer.exec.batch import ALIGN, BatchLayout, copied_in, pack, unpack
 from jaxinfer.exec.sampling import Extras
 
 SLOTS, PAGE_SIZE, MAX_PAGES, NUM_PAGES = 64, 16, 70, 4000
@@ -82,3 +83,12 @@ def test_no_index_of_a_batch_leaves_what_it_is_for(
     assert last.tolist() == [span[-1] for span in spans]
     padding = np.delete(np.asarray(batch.seq_slots), taken)
     assert np.all(padding == SLOTS) and not np.delete(np.asarray(attention.seq_lens), taken).any()
+
+
+def test_copied_in_has_the_same_sections() -> None:
+    layout = BatchLayout(Bucket(2, 64, 2), MAX_PAGES, sink_slot=SLOTS)
+    flat = np.arange(layout.abstract().size, dtype=np.int32)
+    for came, copied in zip(
+        layout.split(flat), layout.split(jax.jit(copied_in)(jnp.asarray(flat))), strict=True
+    ):
+        np.testing.assert_array_equal(came, copied)

@@ -22,6 +22,7 @@ from pallas_kernels import registry
 LIMITS = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16)
 BUCKETS = [bucket.name for bucket in LIMITS.buckets]
 WAITS = ("stablehlo.while", "stablehlo.case", "stablehlo.if")
+SMALLEST_ROOM = 2**21  # bytes: what XLA's allocator over virtual memory gives to any small array
 SORTS = ("stablehlo.sort", "chlo.top_k")
 
 PLAIN = SamplingParams(max_tokens=6, seed=1, top_k=9, top_p=0.9, ignore_eos=True)
@@ -48,6 +49,29 @@ def test_no_branch_loop_or_sort(bucket: str, monkeypatch: pytest.MonkeyPatch) ->
         assert not [word for word in (*WAITS, *SORTS) if word in plain]
         if (extras := f"{bucket}_extras") in program.names():
             assert any(word in program.trace(extras).lower().as_text() for word in WAITS)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_a_batch_is_read_once_to_memory_that_stays(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA records anew what reads memory that has moved, and a batch always has."""
+    from kit.triton_shims import Recorder, in_place_of_triton_call
+
+    program = Program(tiny_model("qwen3")[0], LIMITS, platform="gpu")
+    monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
+    for name in (bucket, f"{bucket}_extras"):
+        if name not in program.names():
+            continue
+        with in_place_of_triton_call(Recorder()):
+            step = program.trace(name).jaxpr.jaxpr
+        layout = program.layout(next(b for b in LIMITS.buckets if b.name == bucket))
+        (flat,) = (var for var in step.invars if var.aval.shape == layout.abstract().shape)
+        (reader,) = (equation for equation in step.eqns if flat in equation.invars)
+        own = reader.invars[0].aval
+        assert reader.primitive.name == "dynamic_update_slice"
+        assert own.size * own.dtype.itemsize > SMALLEST_ROOM
 
 
 def test_extras_run_only_where_asked_for_and_tokens_are_the_same(tmp_path: Path) -> None:
