@@ -216,7 +216,7 @@ def test_nothing_half_written_is_left(
         raise error
 
     monkeypatch.setattr(exec_compile, "write_manifest", fail)
-    monkeypatch.setattr(exec_compile, "compile_all", lambda *_: ({}, {}))
+    monkeypatch.setattr(exec_compile, "compile_all", lambda *_: {})
     result = run("compile", model_folder, *SIZES, "-o", tmp_path / "bundle")
     assert result.exit_code == code
     assert list(tmp_path.iterdir()) == []
