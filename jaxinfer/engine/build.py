@@ -10,7 +10,7 @@ import os
 import time
 import tomllib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
@@ -268,9 +268,16 @@ def _load(
         progress.note(plan.memory.described(made.workspace_bytes))
         return made, time.perf_counter() - start
 
+    claimed = Future[None]()
+
     def weights() -> Timed[Params]:
         start = time.perf_counter()
-        claim_memory(plan.memory)
+        try:
+            claim_memory(plan.memory)
+            claimed.set_result(None)
+        except BaseException as error:
+            claimed.set_exception(error)  # somebody waits
+            raise
         with taking(plan.memory.weight_bytes):
             params = load_params(
                 plan.model,
@@ -279,18 +286,24 @@ def _load(
                 seed=plan.config.seed,
                 progress=progress,
             )
-        release_free_heap()  # before pages take their own
+        release_free_heap()
         return params, time.perf_counter() - start
 
-    def before_state() -> Callable[[], tuple[KVState, SlotState]]:
+    def state_maker() -> Callable[[], tuple[KVState, SlotState]]:
         plan.read_tokenizer()
         return compile_init_state(program)
 
+    def pages_and_slots() -> tuple[KVState, SlotState]:
+        make = state_maker()
+        claimed.result()  # XLA's own allocator takes 2 s for 130 GB, and needs no GIL meanwhile
+        return make()
+
     def state() -> Timed[_State]:
-        # an allocator takes 2 s to claim 130 GB, and needs no GIL meanwhile
-        (params, seconds), make_state = _beside(before_state, weights)
-        start = time.perf_counter()
-        return (params, *make_state()), seconds + time.perf_counter() - start
+        if plan.memory.device is None:  # pages take what weights have left of the host's memory
+            (params, seconds), make = _beside(state_maker, weights)
+            return (params, *make()), seconds
+        (params, seconds), both = _beside(pages_and_slots, weights)
+        return (params, *both), seconds
 
     if bundle is not None:
         return _beside(state, executables)
