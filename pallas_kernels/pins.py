@@ -23,12 +23,14 @@ class Pins:
         return dict(self.pairs).get(op)
 
 
+WITHIN = {"paged_decode": "append_decode"}  # ops that steps run as a part of another alone
 # Plain jnp on every platform: what research needs, since kernels neither differentiate nor vmap.
-ALL_XLA = Pins(tuple((name, "xla") for name in OP_NAMES))
+ALL_XLA = Pins(tuple((name, "xla") for name in OP_NAMES if name not in WITHIN))
 
 
 def checked_pins(by_op: Mapping[str, str], platform: str) -> Pins:
-    """The pins; raises ValueError for what is unknown or never runs on the platform.
+    """The pins; raises ValueError for what is unknown, would change nothing, or never runs on the
+    platform.
 
     Whether an implementation takes a model's shapes shows when it is traced.
     """
@@ -36,6 +38,8 @@ def checked_pins(by_op: Mapping[str, str], platform: str) -> Pins:
     for name, pinned in by_op.items():
         if name not in ops:
             raise ValueError(f"there is no kernel {name!r}; the kernels are {', '.join(ops)}")
+        if name in WITHIN:
+            raise ValueError(f"steps run {name} within {WITHIN[name]}; pin {WITHIN[name]}")
         impls = {impl.name: impl for impl in ops[name].impls}
         if pinned not in impls:
             raise ValueError(f"{name} has no implementation {pinned!r}; it has {', '.join(impls)}")

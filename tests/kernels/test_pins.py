@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pallas_kernels.pins import Pins, checked_pins
+from pallas_kernels.pins import ALL_XLA, Pins, checked_pins
 
 
 def test_only_what_is_named_is_pinned() -> None:
@@ -17,14 +17,19 @@ def test_only_what_is_named_is_pinned() -> None:
     )
 
 
+def test_all_may_be_pinned_at_once() -> None:
+    assert checked_pins(dict(ALL_XLA.pairs), "gpu") == ALL_XLA
+
+
 @pytest.mark.parametrize(
     ("by_op", "message"),
     [
         ({"flash": "xla"}, "there is no kernel 'flash'; the kernels are append_decode, kv_append"),
         ({"kv_append": "cuda"}, "kv_append has no implementation 'cuda'; it has triton, xla"),
+        ({"paged_decode": "xla"}, "steps run paged_decode within append_decode; pin append_decode"),
         ({"kv_append": "triton"}, "kv_append=triton runs on gpu, not on cpu"),
     ],
-    ids=["op", "implementation", "platform"],
+    ids=["op", "implementation", "within", "platform"],
 )
 def test_refused(by_op: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
