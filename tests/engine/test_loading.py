@@ -1,0 +1,127 @@
+"""What is loaded beside what, and what waits for what, on the way to an engine."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.errors import EngineError
+from jaxinfer.engine import build
+from jaxinfer.exec.memory import DeviceMemory
+from kit.checkpoints import tiny_llama_config
+
+SECONDS = 10  # until a test gives up
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> build.EnginePlan:
+    """Of an engine whose executables are saved."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(tiny_llama_config()))
+    config = EngineConfig(
+        model=str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_num_seqs=1,
+        max_model_len=64,
+        max_num_batched_tokens=64,
+        prefill_bucket_start=64,
+        cache_dir=str(tmp_path_factory.mktemp("cache")),
+    )
+    made = build.plan_engine(config)
+    assert build.build_planned(made).stats().num_compiled
+    return made
+
+
+@pytest.fixture
+def gpu_plan(plan: build.EnginePlan) -> build.EnginePlan:
+    """The same for a device with memory of its own."""
+    return replace(plan, memory=replace(plan.memory, device=DeviceMemory(10**12, 10**12)))
+
+
+def wrapped(
+    monkeypatch: pytest.MonkeyPatch, before_weights: Callable[[], None], events: list[str]
+) -> None:
+    """Note when weights are loaded and when pages are made."""
+    load_params, compile_init_state = build.load_params, build.compile_init_state
+
+    def weights(*arguments: Any, **settings: Any) -> Any:
+        before_weights()
+        params = load_params(*arguments, **settings)
+        events.append("weights")
+        return params
+
+    def pages(*arguments: Any) -> Any:
+        make = compile_init_state(*arguments)
+
+        def made() -> Any:
+            state = make()
+            events.append("pages")
+            return state
+
+        return made
+
+    monkeypatch.setattr(build, "load_params", weights)
+    monkeypatch.setattr(build, "compile_init_state", pages)
+
+
+def test_pages_are_made_while_weights_load_where_a_device_has_its_own_memory(
+    gpu_plan: build.EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def until_pages_are_there() -> None:
+        end = time.monotonic() + SECONDS
+        while "pages" not in events:
+            assert time.monotonic() < end, "pages wait for weights"
+            time.sleep(0.01)
+
+    wrapped(monkeypatch, until_pages_are_there, events)
+    assert not build.build_planned(gpu_plan).stats().num_compiled
+    assert events == ["pages", "weights"]
+
+
+def test_pages_take_what_weights_have_left_of_the_hosts_memory(
+    plan: build.EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    wrapped(monkeypatch, lambda: time.sleep(0.5), events)
+    assert not build.build_planned(plan).stats().num_compiled
+    assert events == ["weights", "pages"]
+
+
+def test_nobody_waits_for_a_region_that_could_not_be_claimed(
+    gpu_plan: build.EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = {*threading.enumerate()}
+
+    def claim_memory(*_: Any) -> None:
+        raise EngineError("9 GB are planned")
+
+    monkeypatch.setattr(build, "claim_memory", claim_memory)
+    with pytest.raises(EngineError, match="9 GB are planned"):
+        build.build_planned(gpu_plan)
+    for thread in {*threading.enumerate()} - threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive(), thread.name
+
+
+def test_the_kernels_runtime_is_loaded_with_the_plan(
+    plan: build.EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any thread may compile: it changes the environment that XLA starts ptxas with."""
+    threads: list[int] = []
+    before = threading.active_count()
+    monkeypatch.setattr(
+        build, "load_kernel_runtime", lambda: threads.append(threading.active_count())
+    )
+    build.plan_engine(plan.config)
+    assert threads and max(threads) <= before
