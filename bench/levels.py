@@ -34,13 +34,14 @@ SIZES = Path(__file__).parent.parent / "configs" / "engine" / "gpu.toml"
 NUM_PAGES, MAX_MODEL_LEN = 52_000, 16_384
 # Qwen3-4B on one H200 (docs/performance.md), ms: a decode step by rows of 1,088 keys, a prompt step
 # by tokens. Of the former a row's keys take 38 us, the rest depends on the bucket's rows. Beside a
-# chunk a bucket's row costs only its share of products that the chunk has made long already.
+# chunk a bucket's row costs only its share of products that the chunk has made long already, and
+# tokens are drawn from more rows (128 rows beside 1,024 tokens take 20 ms, 512 rows with 384 34).
 KEYS_MS, KEYS = 0.038, 1088
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
-ROWS_MS = (2.75, 3.13, 3.38, 4.13, 5.21, 8.41, 14.8, 26.5)
+ROWS_MS = (2.72, 2.82, 3.15, 3.80, 5.10, 7.85, 13.6, 26.0)
 TOKENS = (0, 128, 256, 512, 1024, 2048, 4096, 8192)
-TOKENS_MS = (0.0, 3.6, 5.0, 8.0, 14.0, 29.0, 57.0, 118.0)
-MIXED_ROW_MS = 0.008
+TOKENS_MS = (0.0, 3.5, 5.0, 7.5, 12.7, 26.0, 54.0, 101.0)
+MIXED_MS, MIXED_ROW_MS = 1.0, 0.011
 
 
 def step_ms(plan: StepPlan) -> float:
@@ -49,7 +50,8 @@ def step_ms(plan: StepPlan) -> float:
     keys = KEYS_MS * sum(row.num_computed_tokens for row in plan.rows) / KEYS
     if bucket.num_prefills:
         tokens = float(np.interp(bucket.num_prefill_tokens, TOKENS, TOKENS_MS))
-        return tokens + MIXED_ROW_MS * bucket.num_decodes + keys
+        mixed = MIXED_MS + MIXED_ROW_MS * bucket.num_decodes if bucket.num_decodes else 0.0
+        return tokens + mixed + keys
     rest = [ms - KEYS_MS * rows for rows, ms in zip(ROWS, ROWS_MS, strict=True)]
     return float(np.interp(bucket.num_decodes, ROWS, rest)) + keys
 
