@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from pallas_kernels.registry import OP_NAMES, all_ops
 
@@ -23,7 +24,7 @@ class Pins:
         return dict(self.pairs).get(op)
 
 
-WITHIN = {"paged_decode": "append_decode"}  # ops that steps run as a part of another alone
+WITHIN = MappingProxyType({"paged_decode": "append_decode"})  # that steps run in another alone
 # Plain jnp on every platform: what research needs, since kernels neither differentiate nor vmap.
 ALL_XLA = Pins(tuple((name, "xla") for name in OP_NAMES if name not in WITHIN))
 

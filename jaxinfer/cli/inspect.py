@@ -19,7 +19,7 @@ from jaxinfer.cli.units import format_bytes, format_count
 from jaxinfer.engine.progress import progress_on
 
 if TYPE_CHECKING:
-    from jaxinfer.engine.build import EnginePlan
+    from jaxinfer.engine.plan import EnginePlan
 
 
 @click.command(params=[*SIZE_OPTIONS], help=f"Describe MODEL, or a bundle. MODEL: {MODEL_FORMS}.")

@@ -1,18 +1,14 @@
-"""From settings to a running engine: find the model, plan memory, compile, load.
+"""From settings to a running engine: find the model, plan memory, load, run.
 
-Owns: the order of start-up (everything is checked before anything slow begins), what runs at the
-same time then, and the defaults that depend on the device. Must not know: requests, users.
+Owns: the order of start-up (everything is checked before anything slow begins) and the defaults
+that depend on the device. Must not know: what is loaded beside what, requests, users.
 """
 
 from __future__ import annotations
 
-import os
-import time
 import tomllib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -33,67 +29,23 @@ from jaxinfer.core.config import (
     leave_out_line_info,
 )
 from jaxinfer.core.errors import ConfigError, EngineError
-from jaxinfer.core.heap import release_free_heap
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.facts import ModelFacts, facts_of_configs
+from jaxinfer.engine.loading import load
 from jaxinfer.engine.news import EngineStats
+from jaxinfer.engine.plan import EnginePlan
 from jaxinfer.exec.aot import Bundle, Manifest, load_kernel_runtime, open_bundle
 from jaxinfer.exec.buckets import bucket_table
-from jaxinfer.exec.compile import (
-    Executables,
-    build_executables,
-    bundle_for,
-    cached_bundle,
-    compile_bundle,
-    load_executables,
-)
+from jaxinfer.exec.compile import compile_bundle
 from jaxinfer.exec.executor import Executor
-from jaxinfer.exec.memory import (
-    MemoryPlan,
-    check_workspace,
-    claim_memory,
-    compile_init_state,
-    device_memory,
-    init_state,
-    plan_memory,
-    taking,
-)
+from jaxinfer.exec.memory import MemoryPlan, device_memory, plan_memory
 from jaxinfer.exec.program import Program
-from jaxinfer.exec.slots import SlotState
-from jaxinfer.models.base import Model, Params
+from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
-from jaxinfer.nn.kv import KVState
-from jaxinfer.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
-from jaxinfer.weights.load import load_params
 from jaxinfer.weights.plan import plan_params
-from jaxinfer.weights.sources import ModelSource, resolve_source
+from jaxinfer.weights.sources import resolve_source
 from pallas_kernels.pins import Pins, checked_pins
-
-
-@dataclass(frozen=True)
-class EnginePlan:
-    """Everything decided before weights and tokenizer are read or a step is compiled."""
-
-    config: EngineConfig  # no None left where a default exists
-    source: ModelSource
-    model: Model
-    limits: Limits
-    pins: Pins
-    memory: MemoryPlan
-    tokenizer_spec: TokenizerSpec | None  # for whoever needs a tokenizer of their own
-    facts: ModelFacts  # but for the tokenizer's eos: see ``model_facts``
-    cache_dir: Path
-    bundle: Bundle | None  # one that fits, where the user gave one
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer | None:
-        """Read on first use, which takes up to half a second and holds the GIL meanwhile."""
-        return None if self.tokenizer_spec is None else load_tokenizer(self.tokenizer_spec)
-
-    def read_tokenizer(self) -> None:
-        """Read it now, and raise ``TokenizerError`` when that cannot be done."""
-        _ = self.tokenizer
 
 
 def plan_engine(
@@ -206,7 +158,9 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
     """``build_engine``, when the plan is already made."""
     progress = progress or NoProgress()
     program = Program(plan.model, plan.limits, pins=plan.pins)
-    (executables, compile_seconds), (state, load_seconds) = _load(plan, program, progress)
+    (executables, compile_seconds), (state, load_seconds) = load(
+        plan, program, bundle_settings(plan), progress
+    )
     executor = Executor(program, executables, *state)
     executor.warm_up()
     start_stats = EngineStats(
@@ -234,95 +188,6 @@ def write_planned(
     return compile_bundle(
         program, folder, settings=bundle_settings(plan), progress=progress or NoProgress()
     )
-
-
-type Timed[T] = tuple[T, float]  # and the seconds that it took
-type _State = tuple[Params, KVState, SlotState]
-
-
-def _load(
-    plan: EnginePlan, program: Program, progress: Progress
-) -> tuple[Timed[Executables], Timed[_State]]:
-    """Executables beside weights, tokenizer and pages, where all are only to be loaded.
-
-    On a CPU, compiling comes first: the compiler's memory and the weights would add up to twice
-    the peak (2.3 instead of 1.3 GB for SmolLM2-135M). A GPU holds its weights itself, but pages
-    come last there: XLA tries products in the memory that they take.
-    """
-    bundle_root = plan.cache_dir / "executables"
-    cached = cached_bundle(program, bundle_root)
-    bundle = plan.bundle
-    if bundle is None and os.path.isdir(cached):  # no for an impossible name, which staging tells
-        bundle = bundle_for(program, cached)
-
-    def executables() -> Timed[Executables]:
-        start, settings = time.perf_counter(), bundle_settings(plan)
-        made = (
-            build_executables(
-                program, bundle_root=bundle_root, progress=progress, settings=settings
-            )
-            if bundle is None
-            else load_executables(program, bundle, progress)
-        )
-        check_workspace(plan.memory, made.workspace_bytes)
-        progress.note(plan.memory.described(made.workspace_bytes))
-        return made, time.perf_counter() - start
-
-    claimed = Future[None]()
-
-    def weights() -> Timed[Params]:
-        start = time.perf_counter()
-        try:
-            claim_memory(plan.memory)
-            claimed.set_result(None)
-        except BaseException as error:
-            claimed.set_exception(error)  # somebody waits
-            raise
-        with taking(plan.memory.weight_bytes):
-            params = load_params(
-                plan.model,
-                plan.source,
-                cache_dir=plan.cache_dir,
-                seed=plan.config.seed,
-                progress=progress,
-            )
-        release_free_heap()
-        return params, time.perf_counter() - start
-
-    def state_maker() -> Callable[[], tuple[KVState, SlotState]]:
-        plan.read_tokenizer()
-        return compile_init_state(program)
-
-    def pages_and_slots() -> tuple[KVState, SlotState]:
-        make = state_maker()
-        claimed.result()  # XLA's own allocator takes 2 s for 130 GB, and needs no GIL meanwhile
-        return make()
-
-    def state() -> Timed[_State]:
-        if plan.memory.device is None:  # pages take what weights have left of the host's memory
-            (params, seconds), make = _beside(state_maker, weights)
-            return (params, *make()), seconds
-        (params, seconds), both = _beside(pages_and_slots, weights)
-        return (params, *both), seconds
-
-    if bundle is not None:
-        return _beside(state, executables)
-    plan.read_tokenizer()  # compiling takes a minute: what does not fit is said before
-    claim_memory(plan.memory)
-    if jax.default_backend() == "cpu":
-        return executables(), state()
-    made, (params, seconds) = _beside(weights, executables)
-    return made, ((params, *init_state(program)), seconds)
-
-
-def _beside[A, B](other: Callable[[], A], main: Callable[[], B]) -> tuple[B, A]:
-    """Both results: ``main`` of this thread, while another runs ``other``."""
-    pool = ThreadPoolExecutor(1)
-    try:
-        under_way = pool.submit(other)
-        return main(), under_way.result()
-    finally:  # after a failure or Ctrl-C, nobody waits for the other
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def bundle_settings(plan: EnginePlan) -> dict[str, Any]:

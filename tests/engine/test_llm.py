@@ -19,7 +19,7 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import CacheError, ConfigError, EngineError, JaxinferError, RequestError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.step import StepPlan
-from jaxinfer.engine import build
+from jaxinfer.engine import loading
 from jaxinfer.engine.build import model_facts, plan_engine
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.prompts import Prompt, parse_prompts
@@ -305,7 +305,7 @@ def test_weights_that_find_no_room(
     def load_params(*_: Any, **settings: Any) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr(build, "load_params", load_params)
+    monkeypatch.setattr(loading, "load_params", load_params)
     with pytest.raises(EngineError, match=r"MB are planned and the device has not so much free"):
         LLM(str(folder), cache_dir=str(tiny_cache), **TINY)
 
@@ -316,8 +316,8 @@ def test_a_plan_that_finds_no_room_is_said_before_anything_is_compiled(
     def claim_memory(*_: Any) -> None:
         raise EngineError("9 GB are planned")
 
-    monkeypatch.setattr(build, "claim_memory", claim_memory)
-    monkeypatch.setattr(build, "build_executables", lambda *_, **__: pytest.fail("compiled"))
+    monkeypatch.setattr(loading, "claim_memory", claim_memory)
+    monkeypatch.setattr(loading, "build_executables", lambda *_, **__: pytest.fail("compiled"))
     with pytest.raises(EngineError, match="9 GB are planned"):
         LLM(str(folder), cache_dir=str(tmp_path), **TINY)
 

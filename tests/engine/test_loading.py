@@ -13,7 +13,8 @@ import pytest
 
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import EngineError
-from jaxinfer.engine import build
+from jaxinfer.engine import build, loading
+from jaxinfer.engine.plan import EnginePlan
 from jaxinfer.exec.memory import DeviceMemory
 from kit.checkpoints import tiny_llama_config
 
@@ -21,7 +22,7 @@ SECONDS = 10  # until a test gives up
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> build.EnginePlan:
+def plan(tmp_path_factory: pytest.TempPathFactory) -> EnginePlan:
     """Of an engine whose executables are saved."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(tiny_llama_config()))
@@ -42,7 +43,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> build.EnginePlan:
 
 
 @pytest.fixture
-def gpu_plan(plan: build.EnginePlan) -> build.EnginePlan:
+def gpu_plan(plan: EnginePlan) -> EnginePlan:
     """The same for a device with memory of its own."""
     return replace(plan, memory=replace(plan.memory, device=DeviceMemory(10**12, 10**12)))
 
@@ -51,7 +52,7 @@ def wrapped(
     monkeypatch: pytest.MonkeyPatch, before_weights: Callable[[], None], events: list[str]
 ) -> None:
     """Note when weights are loaded and when pages are made."""
-    load_params, compile_init_state = build.load_params, build.compile_init_state
+    load_params, compile_init_state = loading.load_params, loading.compile_init_state
 
     def weights(*arguments: Any, **settings: Any) -> Any:
         before_weights()
@@ -69,12 +70,12 @@ def wrapped(
 
         return made
 
-    monkeypatch.setattr(build, "load_params", weights)
-    monkeypatch.setattr(build, "compile_init_state", pages)
+    monkeypatch.setattr(loading, "load_params", weights)
+    monkeypatch.setattr(loading, "compile_init_state", pages)
 
 
 def test_pages_are_made_while_weights_load_where_a_device_has_its_own_memory(
-    gpu_plan: build.EnginePlan, monkeypatch: pytest.MonkeyPatch
+    gpu_plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
 
@@ -90,7 +91,7 @@ def test_pages_are_made_while_weights_load_where_a_device_has_its_own_memory(
 
 
 def test_pages_take_what_weights_have_left_of_the_hosts_memory(
-    plan: build.EnginePlan, monkeypatch: pytest.MonkeyPatch
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
     wrapped(monkeypatch, lambda: time.sleep(0.5), events)
@@ -99,14 +100,14 @@ def test_pages_take_what_weights_have_left_of_the_hosts_memory(
 
 
 def test_nobody_waits_for_a_region_that_could_not_be_claimed(
-    gpu_plan: build.EnginePlan, monkeypatch: pytest.MonkeyPatch
+    gpu_plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = {*threading.enumerate()}
 
     def claim_memory(*_: Any) -> None:
         raise EngineError("9 GB are planned")
 
-    monkeypatch.setattr(build, "claim_memory", claim_memory)
+    monkeypatch.setattr(loading, "claim_memory", claim_memory)
     with pytest.raises(EngineError, match="9 GB are planned"):
         build.build_planned(gpu_plan)
     for thread in {*threading.enumerate()} - threads:
@@ -115,7 +116,7 @@ def test_nobody_waits_for_a_region_that_could_not_be_claimed(
 
 
 def test_the_kernels_runtime_is_loaded_with_the_plan(
-    plan: build.EnginePlan, monkeypatch: pytest.MonkeyPatch
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before any thread may compile: it changes the environment that XLA starts ptxas with."""
     threads: list[int] = []

@@ -18,6 +18,8 @@ from jaxinfer.core.collector import nothing_collected
 from jaxinfer.core.config import ALLOCATOR_PREALLOCATES, ALLOCATOR_SHARES, EngineConfig
 from jaxinfer.core.errors import EngineError, TokenizerError
 from jaxinfer.engine import build
+from jaxinfer.engine import loading as engine_loading
+from jaxinfer.engine import plan as engine_plan
 from jaxinfer.engine.start import backend_starting, start_engine
 from jaxinfer.models import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
@@ -153,7 +155,7 @@ def test_the_tokenizer_is_checked_before_a_minute_of_compiling_and_read_beside_l
     build.build_engine(config)
 
     loading, reading = threading.Event(), threading.Event()
-    load_executables, load_tokenizer = build.load_executables, build.load_tokenizer
+    load_executables, load_tokenizer = engine_loading.load_executables, engine_plan.load_tokenizer
 
     def loads(*arguments: Any) -> Any:
         loading.set()
@@ -165,6 +167,6 @@ def test_the_tokenizer_is_checked_before_a_minute_of_compiling_and_read_beside_l
         assert loading.wait(10), "the tokenizer is read before the executables"
         return load_tokenizer(*arguments)
 
-    monkeypatch.setattr(build, "load_executables", loads)
-    monkeypatch.setattr(build, "load_tokenizer", reads)
+    monkeypatch.setattr(engine_loading, "load_executables", loads)
+    monkeypatch.setattr(engine_plan, "load_tokenizer", reads)
     assert build.build_engine(config).tokenizer is not None

@@ -1,0 +1,150 @@
+"""What an engine needs in memory: executables, weights, pages and slots, and what of it is made
+beside what.
+
+Owns: ``load``. Must not know: how a plan was made, what runs in the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxinfer.core.heap import release_free_heap
+from jaxinfer.core.progress import Progress
+from jaxinfer.engine.plan import EnginePlan
+from jaxinfer.exec.aot import Bundle
+from jaxinfer.exec.compile import (
+    Executables,
+    build_executables,
+    bundle_for,
+    cached_bundle,
+    load_executables,
+)
+from jaxinfer.exec.memory import (
+    check_workspace,
+    claim_memory,
+    compile_init_state,
+    init_state,
+    taking,
+)
+from jaxinfer.exec.program import Program
+from jaxinfer.exec.slots import SlotState
+from jaxinfer.models.base import Params
+from jaxinfer.nn.kv import KVState
+from jaxinfer.weights.load import load_params
+
+type Timed[T] = tuple[T, float]  # and the seconds that it took
+type State = tuple[Params, KVState, SlotState]
+
+
+def load(
+    plan: EnginePlan, program: Program, settings: Mapping[str, Any], progress: Progress
+) -> tuple[Timed[Executables], Timed[State]]:
+    """Executables beside weights, tokenizer and pages, where all are only to be loaded.
+
+    On a CPU, compiling comes first: the compiler's memory and the weights would add up to twice
+    the peak (2.3 instead of 1.3 GB for SmolLM2-135M). A GPU holds its weights itself, but pages
+    come last there: XLA tries products in the memory that they take. ``settings`` are those that
+    the manifest of what is compiled is to keep. Seconds are those of the weights.
+    """
+    loader = _Loader(plan, program, settings, progress)
+    if loader.bundle is not None:
+        return _beside(loader.state, loader.executables)
+    plan.read_tokenizer()  # compiling takes a minute: what does not fit is said before
+    claim_memory(plan.memory)
+    if jax.default_backend() == "cpu":
+        return loader.executables(), loader.state()
+    made, (params, seconds) = _beside(loader.weights, loader.executables)
+    return made, ((params, *init_state(program)), seconds)
+
+
+@dataclass(frozen=True)
+class _Loader:
+    """The parts, each for a thread of its own."""
+
+    plan: EnginePlan
+    program: Program
+    settings: Mapping[str, Any]
+    progress: Progress
+    _claimed: Future[None] = field(default_factory=Future[None])
+
+    @cached_property
+    def bundle(self) -> Bundle | None:
+        """What the user gave, or what an engine of this plan has saved."""
+        cached = cached_bundle(self.program, self._bundle_root)
+        # no directory under an impossible name, which staging tells
+        if self.plan.bundle is None and os.path.isdir(cached):
+            return bundle_for(self.program, cached)
+        return self.plan.bundle
+
+    def executables(self) -> Timed[Executables]:
+        """Loaded, and compiled and saved before where there is no bundle."""
+        start, program, progress = time.perf_counter(), self.program, self.progress
+        if self.bundle is not None:
+            made = load_executables(program, self.bundle, progress)
+        else:
+            made = build_executables(
+                program, bundle_root=self._bundle_root, progress=progress, settings=self.settings
+            )
+        check_workspace(self.plan.memory, made.workspace_bytes)
+        progress.note(self.plan.memory.described(made.workspace_bytes))
+        return made, time.perf_counter() - start
+
+    def weights(self) -> Timed[Params]:
+        """Claims the memory of all first."""
+        start, plan = time.perf_counter(), self.plan
+        try:
+            claim_memory(plan.memory)
+            self._claimed.set_result(None)
+        except BaseException as error:
+            self._claimed.set_exception(error)  # somebody waits
+            raise
+        with taking(plan.memory.weight_bytes):
+            params = load_params(
+                plan.model,
+                plan.source,
+                cache_dir=plan.cache_dir,
+                seed=plan.config.seed,
+                progress=self.progress,
+            )
+        release_free_heap()
+        return params, time.perf_counter() - start
+
+    def state(self) -> Timed[State]:
+        """Weights, pages and slots, with the tokenizer read beside."""
+        if self.plan.memory.device is None:  # pages take what weights have left of the host's
+            (params, seconds), make = _beside(self._state_maker, self.weights)
+            return (params, *make()), seconds
+        (params, seconds), pages_and_slots = _beside(self._pages_and_slots, self.weights)
+        return (params, *pages_and_slots), seconds
+
+    def _pages_and_slots(self) -> tuple[KVState, SlotState]:
+        make = self._state_maker()
+        self._claimed.result()  # XLA's own allocator takes 2 s for 130 GB, without Python's lock
+        return make()
+
+    def _state_maker(self) -> Callable[[], tuple[KVState, SlotState]]:
+        self.plan.read_tokenizer()
+        return compile_init_state(self.program)
+
+    @property
+    def _bundle_root(self) -> Path:
+        return self.plan.cache_dir / "executables"
+
+
+def _beside[A, B](other: Callable[[], A], main: Callable[[], B]) -> tuple[B, A]:
+    """Both results: ``main`` of this thread, while another runs ``other``."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        under_way = pool.submit(other)
+        return main(), under_way.result()
+    finally:  # after a failure or Ctrl-C, nobody waits for the other
+        pool.shutdown(wait=False, cancel_futures=True)

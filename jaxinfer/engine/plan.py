@@ -1,0 +1,44 @@
+"""What is decided before anything is loaded.
+
+Owns: ``EnginePlan``. Must not know: how it is made, what is done with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.engine.facts import ModelFacts
+from jaxinfer.exec.aot import Bundle
+from jaxinfer.exec.memory import MemoryPlan
+from jaxinfer.models.base import Model
+from jaxinfer.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
+from jaxinfer.weights.sources import ModelSource
+from pallas_kernels.pins import Pins
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Everything decided before weights and tokenizer are read or a step is compiled."""
+
+    config: EngineConfig  # no None left where a default exists
+    source: ModelSource
+    model: Model
+    limits: Limits
+    pins: Pins
+    memory: MemoryPlan
+    tokenizer_spec: TokenizerSpec | None  # for whoever needs a tokenizer of their own
+    facts: ModelFacts  # but for the tokenizer's eos: see ``model_facts``
+    cache_dir: Path
+    bundle: Bundle | None  # one that fits, where the user gave one
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """Read on first use, which takes up to half a second and holds the GIL meanwhile."""
+        return None if self.tokenizer_spec is None else load_tokenizer(self.tokenizer_spec)
+
+    def read_tokenizer(self) -> None:
+        """Read it now, and raise ``TokenizerError`` when that cannot be done."""
+        _ = self.tokenizer
