@@ -53,7 +53,8 @@ def load(
     On a CPU, compiling comes first: the compiler's memory and the weights would add up to twice
     the peak (2.3 instead of 1.3 GB for SmolLM2-135M). A GPU holds its weights itself, but pages
     come last there: XLA tries products in the memory that they take. ``settings`` are those that
-    the manifest of what is compiled is to keep. Seconds are those of the weights.
+    the manifest of what is compiled is to keep. Each comes with the seconds that it took, the state
+    with those of its weights.
     """
     loader = _Loader(plan, program, settings, progress)
     if loader.bundle is not None:
