@@ -190,7 +190,7 @@ def load_bundle(
     """The executables of a bundle that fits; raises ``CacheError`` naming an unusable file.
 
     Those ``needed`` are there when it returns. Others are loaded when one of them is asked for (one
-    holds 40 MB of the host); one that turns out to be unusable is an error of every step that needs
+    holds 30 MB of the host); one that turns out to be unusable is an error of every step that needs
     it.
     """
     load_kernel_runtime()

@@ -66,7 +66,6 @@ def build_executables(
     """
     folder = cached_bundle(program, bundle_root)
     made = _compile_into(folder, program, settings or {}, progress, OTHER_CACHE)
-    release_free_heap()  # the compiler's
     executables = load_executables(program, bundle_for(program, folder), progress)
     return executables if made is None else replace(executables, compiled=len(made.executables))
 
@@ -88,7 +87,7 @@ def bundle_for(program: Program, folder: Path) -> Bundle:
 def load_executables(program: Program, bundle: Bundle, progress: Progress) -> Executables:
     """Load the executables of a bundle that fits; those for extras when one is asked for."""
     loaded = load_bundle(bundle, progress, program.names_without_extras())
-    release_free_heap()
+    release_free_heap()  # the compiler's too, where there was one
     return Executables(loaded, 0, bundle.manifest.workspace_bytes)
 
 

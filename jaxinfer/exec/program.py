@@ -88,7 +88,12 @@ class Program:
         bucket, extras = self._steps()[name]
         layout = self.layout(bucket)
         step = StepFunction(
-            self.model, layout, self.limits.page_size, extras, self.pins, self.platform != "cpu"
+            self.model,
+            layout,
+            self.limits.page_size,
+            extras,
+            self.pins,
+            copies_in=self.platform != "cpu",
         )
         weights, pages = flat_params(self.model, self.params()), flat_kv_state(self.kv_state())
         arguments = (weights, pages, self.slots(), layout.abstract())

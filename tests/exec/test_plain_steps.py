@@ -22,8 +22,8 @@ from pallas_kernels import registry
 LIMITS = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16)
 BUCKETS = [bucket.name for bucket in LIMITS.buckets]
 WAITS = ("stablehlo.while", "stablehlo.case", "stablehlo.if")
-SMALLEST_ROOM = 2**21  # bytes: what XLA's allocator over virtual memory gives to any small array
 SORTS = ("stablehlo.sort", "chlo.top_k")
+SMALLEST_ROOM = 2**21  # bytes: what XLA's allocator over virtual memory gives to any small array
 
 PLAIN = SamplingParams(max_tokens=6, seed=1, top_k=9, top_p=0.9, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
