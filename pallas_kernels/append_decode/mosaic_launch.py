@@ -25,7 +25,10 @@ KEYS = 64  # that they take at a time: the least of a block
 PAGE_SIZES = (8, 16, 32, 64)  # TMA fills swizzled rooms by 8 rows
 MULTIPROCESSORS = 132  # of an H100 or H200
 TOGETHER = 2  # programs on a multiprocessor: one attends while another begins or ends
-LARGEST_CLUSTER = 8  # that every device of the kind launches
+LARGEST_CLUSTER = 8  # that every device of the kind launches; 16 were slower at 16,416 keys
+# With so many, one row of Qwen3-4B, attention took 15.6 us at 1,057 keys and 29.6 at 16,416 (H200);
+# by Triton, which splits further, 17.5 and 33.0. Fewer were not timed.
+LEAST_PROGRAMS = 64
 SHARED_BYTES = 192 << 10  # of a multiprocessor, for keys and values on their way
 
 
@@ -75,9 +78,7 @@ def supports(
         return f"page_size {page_size} is not 8, 16, 32 or 64"
     if window is not None:
         return "it has no windows"
-    if 2 * (programs := rows * num_kv_heads * LARGEST_CLUSTER) < MULTIPROCESSORS:
-        # A step of one row of Qwen3-4B took 2.65 ms at 1,057 keys, 2.75 by Triton, which splits
-        # further; but 3.96 at 16,416, 3.50 by Triton (H200).
+    if (programs := rows * num_kv_heads * LARGEST_CLUSTER) < LEAST_PROGRAMS:
         return f"{programs} programs leave most of the device idle, and more cannot share a row"
     return not_hopper()
 

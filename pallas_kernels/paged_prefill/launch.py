@@ -32,6 +32,11 @@ MOSAIC_HEAD_DIMS = (64, 128)  # 256 would need more shared memory than there is
 #   6 steps of 64 keys                         1146  1120
 #   the kernel before it had loader warps      1089   985
 #   the Triton kernel                          1497  1541
+# These had a program for each tile. One for each multiprocessor, which takes tiles in turn, is
+# better where they are short. Rows as many as a step has room for, pages of 16, in one run:
+#   32 prompts of 256 tokens  116 for 186    4096 tokens  297 for 321
+#   8 of 1024                 208 for 290    8192        1087 for 1127
+#   1024 tokens              30.0 for 35.7    512        17.0 for 18.9
 BLOCK = 128  # keys of a step
 STEPS = 2  # blocks of keys, and of values, in flight
 QUERIES = 64  # of one of its workers: the smallest and the fastest tile of a warpgroup's products

@@ -1,13 +1,14 @@
 """paged_prefill in Pallas Mosaic GPU, for NVIDIA Hopper (compute capability 9.x).
 
-A program has three warpgroups. Four warps of one copy pages into shared memory by TMA, two of them
-keys and two values, blocks ahead of the other warpgroups. Each of those attends for 64 queries of
-one head, its products on the matrix units straight from shared memory: it multiplies a block of
-keys, then the values of the block before by their weights, and weighs the new scores while the
-latter runs. The two take turns at the matrix units. They share the keys: two heads of one kv head
-over the same tokens, or, where a kv head has an odd number of query heads, one head over 128
-tokens. The method is that of FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608). Softmax runs
-in base 2, sums in float32.
+There is one program for each multiprocessor, which takes tiles in turn, the longest first
+(``mosaic_plan``). It has three warpgroups. Four warps of one copy queries and pages into shared
+memory by TMA, two of them keys and two values, blocks ahead of the other warpgroups and across the
+borders of tiles. Each of those attends for 64 queries of one head, its products on the matrix units
+straight from shared memory: it multiplies a block of keys, then the values of the block before by
+their weights, and weighs the new scores while the latter runs. The two take turns at the matrix
+units. They share the keys: two heads of one kv head over the same tokens, or, where a kv head has
+an odd number of query heads, one head over 128 tokens. The method is that of FlashAttention-3 (Shah
+et al., 2024, arXiv:2407.08608). Softmax runs in base 2, sums in float32.
 Must not know: which calls come here (``launch``).
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,175 +27,108 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_prefill.launch import BLOCK, QUERIES, STEPS, WORKERS
+from pallas_kernels.paged_prefill.mosaic_plan import (
+    Arrays,
+    Ref,
+    Shared,
+    Sizes,
+    Tile,
+    over_tiles,
+    share_of,
+    shared_types,
+    step_of,
+    tile_table,
+)
 
-ROW, FIRST, COUNT, POSITION = range(4)  # columns of the table of tiles
 WORKER_REGISTERS, LOADER_REGISTERS = 232, 40  # of a thread: 504 of the 512 there are for three
 READERS = 2  # warps that copy keys, and as many that copy values
-
-type Ref = Any
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """What is known when the kernel is compiled."""
-
-    head_dim: int
-    page_size: int
-    group: int  # query heads of a kv head
-    scale: float  # of scores, log2(e) included; positive
-    window: int | None
-
-    @property
-    def pages(self) -> int:  # of a block
-        return BLOCK // self.page_size
-
-    @property
-    def tile_heads(self) -> int:
-        return WORKERS if self.group % WORKERS == 0 else 1
-
-    @property
-    def tile_tokens(self) -> int:
-        return QUERIES * WORKERS // self.tile_heads
-
-
-class _Shared(NamedTuple):
-    """Shared memory of a program, and the barriers that say what is in it."""
-
-    q: Ref  # [WORKERS, QUERIES, H]
-    plain: Ref  # [WORKERS, QUERIES, H]: queries, then results, not swizzled; where q is
-    k: Ref  # [STEPS, BLOCK, H]
-    v: Ref  # [STEPS, BLOCK, H]
-    q_full: Ref  # [WORKERS]
-    k_full: Ref  # [STEPS]: one arrival a page
-    v_full: Ref  # [STEPS]: one arrival a page
-    k_free: Ref  # [STEPS]: one arrival a worker
-    v_free: Ref  # [STEPS]: one arrival a worker
-    turn: Ref  # [WORKERS]: the matrix units are this worker's
-
 
 type _Weighed = tuple[jax.Array, jax.Array, jax.Array]  # top, total [QUERIES]; [QUERIES, BLOCK]
 type _Sums = tuple[jax.Array, _Weighed]  # float32[QUERIES, H], short of the values of the weights
 
 
-class _Tile(NamedTuple):
-    """What a program attends to; int32 scalars. Blocks count from the start of the context."""
+class _Stream(NamedTuple):
+    """What one warp copies: its share of the pages of keys or of values."""
 
-    row: jax.Array
-    token: jax.Array  # the first query, in q
-    count: jax.Array  # queries that belong to the row; the rest of the tile overhangs
-    position: jax.Array  # of the first query in its context
-    end: jax.Array  # keys from here on are not seen, perhaps not written
-    first: jax.Array | int  # block
-    common: jax.Array | int  # from this block on every query sees everything ...
-    diagonal: jax.Array  # ... before this one
-    last: jax.Array  # one past the last block
+    pool: Ref  # [P, S, K, H]
+    room: Ref  # [STEPS, BLOCK, H]
+    full: Ref  # [STEPS]
+    free: Ref  # [STEPS]
+    own: range  # pages of a block
 
 
-def _tile_table(
-    query_start_loc: jax.Array,  # int32[R + 1]
-    seq_lens: jax.Array,  # int32[R]
-    num_tokens: int,
-    tile_tokens: int,
-) -> jax.Array:  # int32[tiles, 4]
-    """Tiles of all rows, those that end a row first: late long ones would keep the chip waiting.
-
-    Row r owns the tiles from ``query_start_loc[r] // tile_tokens + r`` on, at least as many as it
-    fills; the padding behind the last row is one more row, of no context. Spare tiles count 0.
-    """
-    num_rows = seq_lens.shape[0] + 1
-    starts = jnp.append(query_start_loc, jnp.int32(num_tokens))
-    lens = jnp.append(seq_lens, jnp.int32(0))
-    owned_from = starts[:-1] // tile_tokens + jnp.arange(num_rows, dtype=jnp.int32)
-    tile = jnp.arange(num_tokens // tile_tokens + num_rows, dtype=jnp.int32)[::-1]
-    row = jnp.sum(owned_from <= tile[:, None], axis=1, dtype=jnp.int32) - 1
-    token = starts[row] + (tile - owned_from[row]) * tile_tokens
-    left = starts[row + 1] - token
-    count = jnp.clip(left, 0, tile_tokens)
-    return jnp.stack([jnp.minimum(row, num_rows - 2), token, count, lens[row] - left], axis=1)
-
-
-def _read_tile(sizes: _Sizes, tiles: Ref, index: jax.Array) -> _Tile:
-    row, token, count, position = (tiles[index, i] for i in (ROW, FIRST, COUNT, POSITION))
-    end = position + count
-    last = _blocks(end + BLOCK - 1)
-    first = common = 0
-    if sizes.window is not None:
-        first = _blocks(position - sizes.window + 1)
-        common = jnp.minimum(_blocks(end - sizes.window + BLOCK - 1), last)
-    diagonal = jnp.maximum(_blocks(position + 1), common)
-    return _Tile(row, token, count, position, end, first, common, diagonal, last)
-
-
-def _blocks(keys: jax.Array) -> jax.Array:
-    """Whole blocks in so many keys; none in a negative number."""
-    return lax.div(jnp.maximum(keys, 0), jnp.int32(BLOCK))
-
-
-def _step(tile: _Tile, block: jax.Array | int) -> jax.Array:
-    return lax.rem(jnp.int32(block - tile.first), jnp.int32(STEPS))
-
-
-def _load(
-    sizes: _Sizes,
-    tile: _Tile,
-    kv_head: jax.Array,
-    k_pages: Ref,  # [P, S, K, H]
-    v_pages: Ref,  # [P, S, K, H]
-    page_table: Ref,  # int32[R, M]
-    shared: _Shared,
-) -> None:
-    """Copy blocks as room becomes free: each warp its share of the pages of keys or of values.
+def _load(sizes: Sizes, arrays: Arrays, shared: Shared) -> None:
+    """Copy queries and blocks as room becomes free, each warp its share.
 
     A warp issues a copy without a barrier of its warpgroup, and neither waits for the other's room.
     """
     readers = min(READERS, sizes.pages)
-    keys = (k_pages, shared.k, shared.k_full, shared.k_free)
-    values = (v_pages, shared.v, shared.v_full, shared.v_free)
+    keys = (arrays.k_pages, shared.k, shared.k_full, shared.k_free)
+    values = (arrays.v_pages, shared.v, shared.v_full, shared.v_free)
 
     @plgpu.warp_map
     def _warp(warp: jax.Array) -> None:
         for i, stream in enumerate((keys, values)):
             for share in range(readers):
-                copy = partial(_copy_share, sizes, tile, kv_head, page_table, *stream)
-                pl.when(warp == i * readers + share)(partial(copy, share, readers))
+                own = range(share, sizes.pages, readers)
+                copy = partial(_copy_all, sizes, arrays, shared, _Stream(*stream, own))
+                first = i == share == 0  # keys wait for queries, values do not
+                pl.when(warp == i * readers + share)(partial(copy, with_queries=first))
 
 
-def _copy_share(
-    sizes: _Sizes,
-    tile: _Tile,
-    kv_head: jax.Array,
-    page_table: Ref,  # int32[R, M]
-    pool: Ref,  # [P, S, K, H]
-    room: Ref,  # [STEPS, BLOCK, H]
-    full: Ref,
-    free: Ref,
-    share: int,
-    shares: int,
+def _copy_all(
+    sizes: Sizes, arrays: Arrays, shared: Shared, stream: _Stream, *, with_queries: bool
 ) -> None:
-    """One warp's copies: every ``shares``-th page from ``share`` on."""
-    own = range(share, sizes.pages, shares)
+    """One warp's copies for all tiles of the program."""
+
+    def copy(tile: Tile) -> None:
+        if with_queries:
+            pl.when(tile.first < tile.last)(partial(_copy_queries, sizes, arrays, shared, tile))
+        _copy_blocks(sizes, arrays, stream, tile)
+
+    blocks = over_tiles(sizes, arrays, copy)
+
+    # A barrier left early is an error.
+    @pl.loop(jnp.maximum(blocks - STEPS, 0), blocks)
+    def _see_through(block: jax.Array) -> None:
+        plgpu.barrier_wait(stream.free.at[lax.rem(block, jnp.int32(STEPS))])
+
+    if with_queries:
+        for worker in range(WORKERS):
+            pl.when(blocks > 0)(partial(plgpu.barrier_wait, shared.q_free.at[worker]))
+
+
+def _copy_queries(sizes: Sizes, arrays: Arrays, shared: Shared, tile: Tile) -> None:
+    """Of both workers, each once it has taken those of the tile before."""
+    for worker in range(WORKERS):
+        head, offset = share_of(sizes, worker)
+        source = arrays.q.at[pl.ds(tile.token + offset, QUERIES), tile.head + head]
+        to, full = shared.queries.at[worker], shared.q_full.at[worker]
+        pl.when(tile.before > 0)(partial(plgpu.barrier_wait, shared.q_free.at[worker]))
+        plgpu.copy_gmem_to_smem(source, to, full)
+
+
+def _copy_blocks(sizes: Sizes, arrays: Arrays, stream: _Stream, tile: Tile) -> None:
+    """A warp's share of a tile's blocks."""
     last_page = lax.div(jnp.maximum(tile.end - 1, 0), jnp.int32(sizes.page_size))
+    kv_head = lax.div(tile.head, jnp.int32(sizes.group))
 
     def pages_of(block: jax.Array | int) -> tuple[jax.Array, ...]:
         # Entries past the row's pages may be junk: a page that is there stands in for them.
-        places = (jnp.minimum(block * sizes.pages + i, last_page) for i in own)
-        return tuple(page_table[tile.row, place] for place in places)
+        places = (jnp.minimum(block * sizes.pages + i, last_page) for i in stream.own)
+        return tuple(arrays.page_table[tile.row, place] for place in places)
 
     def copy(block: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        step = _step(tile, block)
+        step, occupied = step_of(tile, block), tile.before + block - tile.first >= STEPS
         following = pages_of(block + 1)  # in flight while this block waits for room
-        pl.when(block - tile.first >= STEPS)(lambda: plgpu.barrier_wait(free.at[step]))
-        for i, page in zip(own, pages, strict=True):
-            to = room.at[step, pl.ds(i * sizes.page_size, sizes.page_size)]
-            source = pool.at[page, pl.ds(0, sizes.page_size), kv_head]
-            plgpu.copy_gmem_to_smem(source, to, full.at[step])
+        pl.when(occupied)(lambda: plgpu.barrier_wait(stream.free.at[step]))
+        for i, page in zip(stream.own, pages, strict=True):
+            to = stream.room.at[step, pl.ds(i * sizes.page_size, sizes.page_size)]
+            source = stream.pool.at[page, pl.ds(0, sizes.page_size), kv_head]
+            plgpu.copy_gmem_to_smem(source, to, stream.full.at[step])
         return following
 
     lax.fori_loop(tile.first, tile.last, copy, pages_of(tile.first))
-
-    @pl.loop(jnp.maximum(tile.last - STEPS, tile.first), tile.last)
-    def _see_through(block: jax.Array) -> None:  # a barrier left early is an error
-        plgpu.barrier_wait(free.at[_step(tile, block)])
 
 
 def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
@@ -205,7 +139,7 @@ def _zeros(shape: tuple[int, ...], layout: Any = plgpu.Layout.WGMMA) -> jax.Arra
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
-def _clear_unwritten(sizes: _Sizes, v: Ref, left: jax.Array) -> None:  # [BLOCK, H]
+def _clear_unwritten(sizes: Sizes, v: Ref, left: jax.Array) -> None:  # [BLOCK, H]
     """Zero all but the first ``left`` values: a weight of 0 does not silence NaN.
 
     Both workers do so and neither waits for the other, as both write the same.
@@ -246,11 +180,11 @@ def _accumulate(
 class _Worker:
     """One worker's part of a tile."""
 
-    sizes: _Sizes
-    tile: _Tile
+    sizes: Sizes
+    tile: Tile
     index: jax.Array
     position: jax.Array  # of its first query
-    shared: _Shared
+    shared: Shared
 
     def take_turn(self) -> None:
         plgpu.barrier_wait(self.shared.turn.at[self.index])
@@ -263,7 +197,7 @@ class _Worker:
 
         @pl.when(block < self.tile.last)
         def _wait() -> None:
-            plgpu.barrier_wait(self.shared.k_full.at[_step(self.tile, block)])
+            plgpu.barrier_wait(self.shared.k_full.at[step_of(self.tile, block)])
 
     def score(self, scores: Ref, step: jax.Array) -> None:
         """Begin to multiply queries and keys."""
@@ -299,7 +233,7 @@ class _Worker:
 
     def first_block(self, top: jax.Array, total: jax.Array) -> _Weighed:
         """Weights of the first block of keys."""
-        block, step = self.tile.first, jnp.int32(0)
+        block, step = self.tile.first, step_of(self.tile, self.tile.first)
         self.await_keys(block)
         self.take_turn()
 
@@ -318,7 +252,7 @@ class _Worker:
     def next_block(self, masked: bool, block: jax.Array, sums: _Sums) -> _Sums:
         """Weigh a block of keys while the values of the one before it are summed."""
         shared, (acc, (top, total, narrow)) = self.shared, sums
-        step, before = (_step(self.tile, b) for b in (block, block - 1))
+        step, before = (step_of(self.tile, b) for b in (block, block - 1))
         self.take_turn()
 
         def multiply(scores: Ref) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -349,23 +283,21 @@ class _Worker:
         return acc, (top, total, weights.astype(shared.v.dtype))
 
     def last_values(self, sums: _Sums) -> jax.Array:  # float32[QUERIES, H]
-        """The sums with the last block in them, over the total weight."""
+        """The sums with the last block in them, over the total weight. The turn is passed on."""
         acc, (_, total, weights) = sums
         block, shared = self.tile.last - 1, self.shared
-        step = _step(self.tile, block)
+        step = step_of(self.tile, block)
         plgpu.barrier_wait(shared.v_full.at[step])
         _clear_unwritten(self.sizes, shared.v.at[step], self.tile.end - block * BLOCK)
         self.take_turn()
         acc, _ = _accumulate(acc, weights, shared.v.at[step])
-        pl.when(self.index == 0)(self.pass_turn)
+        self.pass_turn()
         plgpu.barrier_arrive(shared.v_free.at[step])
         return acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [0])
 
     def attend(self) -> jax.Array:  # float32[QUERIES, H]
         """Attention over all the tile's keys, of which there is one at least."""
         tile, shape = self.tile, (QUERIES, self.sizes.head_dim)
-        pl.when(self.index == 1)(self.pass_turn)  # the first worker begins
-
         nothing = _zeros((QUERIES,), plgpu.Layout.WGMMA.reduce(1))
         sums = _zeros(shape), self.first_block(nothing - jnp.inf, nothing)
         with_masks, without = (partial(self.next_block, masked) for masked in (True, False))
@@ -377,101 +309,72 @@ class _Worker:
         return self.last_values(sums)
 
 
-def _work(
-    worker: _Worker,
-    head: jax.Array,  # the worker's query head
-    offset: jax.Array,  # of the worker's first query in the tile
-    q: Ref,  # [T, N, H]
-    out: Ref,  # [T, N, H]
-) -> None:
-    """Attention of one worker's queries, from global memory to global memory."""
-    tile, shared, index = worker.tile, worker.shared, worker.index
-    queries = (pl.ds(tile.token + offset, QUERIES), head)
-    # TMA moves swizzled tiles at multiples of 8 tokens alone, and rows begin anywhere.
-    plain = shared.plain.at[index]
+def _work(sizes: Sizes, arrays: Arrays, shared: Shared, index: jax.Array) -> None:
+    """Attention of one worker's queries of all tiles, from global memory to global memory."""
+    head, offset = share_of(sizes, index)
+    results = shared.results.at[index]
 
-    @pl.when(tile.first < tile.last)
-    def _attend() -> None:
-        plgpu.copy_gmem_to_smem(q.at[queries], plain, shared.q_full.at[index])
-        plgpu.barrier_wait(shared.q_full.at[index])
-        shared.q[index] = plgpu.load(plain, layout=plgpu.Layout.WGMMA, optimized=False)
+    def attend(tile: Tile) -> None:
+        @pl.when(tile.first < tile.last)
+        def _attend() -> None:
+            # TMA moves swizzled tiles at multiples of 8 tokens alone, and rows begin anywhere.
+            plgpu.barrier_wait(shared.q_full.at[index])
+            plain = shared.queries.at[index]
+            shared.q[index] = plgpu.load(plain, layout=plgpu.Layout.WGMMA, optimized=False)
+            plgpu.barrier_arrive(shared.q_free.at[index])
+            plgpu.commit_smem()
+            attended = _Worker(sizes, tile, index, tile.position + offset, shared).attend()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # those of the tile before have left
+            results[...] = attended.astype(results.dtype)
+
+        @pl.when(tile.first == tile.last)
+        def _padding() -> None:
+            zeros = jnp.zeros((QUERIES, sizes.head_dim), results.dtype)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            results[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+
         plgpu.commit_smem()
-        plain[...] = worker.attend().astype(out.dtype)
+        _store(results, arrays.out, tile.token + offset, tile.head + head, tile.count - offset)
 
-    @pl.when(tile.first == tile.last)
-    def _padding() -> None:
-        zeros = jnp.zeros((QUERIES, worker.sizes.head_dim), out.dtype)
-        plain[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    pl.when(index == 1)(partial(plgpu.barrier_arrive, shared.turn.at[0]))  # the first begins
+    over_tiles(sizes, arrays, attend)
+    pl.when(index == 0)(partial(plgpu.barrier_wait, shared.turn.at[0]))  # the turn nobody takes
+    plgpu.wait_smem_to_gmem(0)
 
-    plgpu.commit_smem()
-    count = tile.count - offset
+
+def _store(
+    results: Ref,  # [QUERIES, H]
+    out: Ref,  # [T, N, H]
+    token: jax.Array,
+    head: jax.Array,
+    count: jax.Array,  # of the results; the rest overhang
+) -> None:
+    """Begin to write a worker's results."""
 
     @pl.when(count >= QUERIES)
     def _store_tile() -> None:
-        plgpu.copy_smem_to_gmem(plain, out.at[queries])
+        plgpu.copy_smem_to_gmem(results, out.at[pl.ds(token, QUERIES), head])
 
     @pl.when(count < QUERIES)
     def _store_queries() -> None:
         @pl.loop(0, jnp.maximum(count, 0))
         def _query(i: jax.Array) -> None:
-            to = out.at[pl.ds(tile.token + offset + i, 1), head]
-            plgpu.copy_smem_to_gmem(plain.at[pl.ds(i, 1)], to)
-
-    plgpu.wait_smem_to_gmem(0)
+            to = out.at[pl.ds(token + i, 1), head]
+            plgpu.copy_smem_to_gmem(results.at[pl.ds(i, 1)], to)
 
 
-def _kernel(
-    q: Ref,  # [T, N, H]
-    k_pages: Ref,  # [P, S, K, H]
-    v_pages: Ref,  # [P, S, K, H]
-    page_table: Ref,  # int32[R, M]
-    tiles: Ref,  # int32[tiles, 4]
-    out: Ref,  # [T, N, H]
-    *,
-    sizes: _Sizes,
-    shared: _Shared,
-) -> None:
-    tile = _read_tile(sizes, tiles, lax.axis_index("tile"))
-    first_head = lax.axis_index("heads") * sizes.tile_heads
+def _kernel(sizes: Sizes, arrays: Arrays, shared: Shared) -> None:
     warpgroup = lax.axis_index("warpgroup")
 
-    @pl.when(tile.count > 0)
-    def _tile() -> None:
-        @pl.when(warpgroup < WORKERS)
-        def _attend() -> None:
-            plgpu.set_max_registers(WORKER_REGISTERS, action="increase")
-            pairs = sizes.tile_heads == WORKERS
-            head = first_head + (warpgroup if pairs else 0)
-            offset = jnp.int32(0) if pairs else warpgroup * QUERIES
-            worker = _Worker(sizes, tile, warpgroup, tile.position + offset, shared)
-            _work(worker, head, offset, q, out)
+    @pl.when(warpgroup < WORKERS)
+    def _attend() -> None:
+        plgpu.set_max_registers(WORKER_REGISTERS, action="increase")
+        _work(sizes, arrays, shared, warpgroup)
 
-        @pl.when(warpgroup == WORKERS)
-        def _fetch() -> None:
-            plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-            kv_head = lax.div(first_head, jnp.int32(sizes.group))
-            _load(sizes, tile, kv_head, k_pages, v_pages, page_table, shared)
-
-
-def _shared_types(sizes: _Sizes, dtype: Any) -> dict[str, Any]:
-    tiling: Any = plgpu.TilingTransform
-    swizzle: Any = plgpu.SwizzleTransform
-    swizzled = (tiling((8, 64)), swizzle(128))
-    queries, block = (WORKERS, QUERIES, sizes.head_dim), (STEPS, BLOCK, sizes.head_dim)
-    pages = plgpu.Barrier(num_arrivals=sizes.pages, num_barriers=STEPS)
-    workers = plgpu.Barrier(num_arrivals=WORKERS, num_barriers=STEPS)
-    q, plain = plgpu.SMEM(queries, dtype, transforms=swizzled), plgpu.SMEM(queries, dtype)
-    return {
-        "queries": plgpu.RefUnion(q, plain),
-        "k": plgpu.SMEM(block, dtype, transforms=swizzled),
-        "v": plgpu.SMEM(block, dtype, transforms=swizzled),
-        "q_full": plgpu.Barrier(num_barriers=WORKERS),
-        "k_full": pages,
-        "v_full": pages,
-        "k_free": workers,
-        "v_free": workers,
-        "turn": plgpu.Barrier(num_barriers=WORKERS),
-    }
+    @pl.when(warpgroup == WORKERS)
+    def _fetch() -> None:
+        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+        _load(sizes, arrays, shared)
 
 
 @partial(jax.jit, static_argnames=("scale", "window"))  # one trace, one kernel for all layers
@@ -489,21 +392,21 @@ def paged_prefill(
     """See ``paged_prefill.api``."""
     (t, n, h), (page_size, num_kv_heads) = q.shape, k_pages.shape[1:3]
     group, scale = n // num_kv_heads, scale * math.log2(math.e)
-    sizes = _Sizes(h, page_size, group, scale, window)
-    tiles = _tile_table(query_start_loc, seq_lens, t, sizes.tile_tokens)
+    sizes = Sizes(h, page_size, n, group, scale, window)
+    tiles, num_tiles = tile_table(query_start_loc, seq_lens, t, sizes.tile_tokens)
+    sizes = replace(sizes, num_tiles=tiles.shape[0])
 
-    def body(*refs: Ref, queries: Ref, **scratch: Ref) -> None:
-        swizzled, plain = queries
-        _kernel(*refs, sizes=sizes, shared=_Shared(q=swizzled, plain=plain, **scratch))
+    def body(*refs: Ref, **scratch: Ref) -> None:
+        _kernel(sizes, Arrays(*refs), Shared(**scratch))
 
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        scratch_types=_shared_types(sizes, q.dtype),
-        grid=(tiles.shape[0], n // sizes.tile_heads),  # the last varies fastest
-        grid_names=("tile", "heads"),
+        scratch_types=shared_types(sizes, q.dtype),
+        grid=(sizes.programs,),
+        grid_names=("program",),
         num_threads=WORKERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_prefill",
-    )(q, k_pages, v_pages, page_table, tiles)
+    )(q, k_pages, v_pages, page_table, tiles, num_tiles)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_prefill import launch, mosaic
+from pallas_kernels.paged_prefill import launch, mosaic, mosaic_plan
 from pallas_kernels.paged_prefill.api import OP
 from pallas_kernels.registry import Impl, select
 from pallas_kernels.shapes import PagedCase
@@ -56,6 +56,19 @@ def test_the_interpreter_agrees_with_the_definition(
     assert MOSAIC.refuses("gpu", inputs.args, inputs.static) is None
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         problem = mismatch(OP, Impl("mosaic", mosaic.paged_prefill), CASES[name], inputs)
+    assert problem is None, problem
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.usefixtures("on_hopper")
+def test_programs_take_several_tiles(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["qwen3_4b_tp8_ragged_bf16"]
+    monkeypatch.setattr(mosaic, "_accumulate", _accumulate)
+    monkeypatch.setattr(mosaic_plan, "MULTIPROCESSORS", programs)
+    inputs = OP.build(case, 0)
+    kernel = mosaic.paged_prefill.__wrapped__  # not the trace of other tests
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        problem = mismatch(OP, Impl("mosaic", kernel), case, inputs)
     assert problem is None, problem
 
 
@@ -108,10 +121,13 @@ def test_tiles_hold_every_token_once_and_leave_no_context(
     seq_lens, query_lens = np.array(lens, np.int32)
     starts = np.append(0, np.cumsum(query_lens, dtype=np.int32))
     table = jnp.asarray(starts), jnp.asarray(seq_lens)
-    tiles = np.asarray(mosaic._tile_table(*table, num_tokens, tile_tokens))
-    row, first, count, position = tiles[tiles[:, mosaic.COUNT] > 0].T
+    tiles, num_tiles = map(np.asarray, mosaic_plan.tile_table(*table, num_tokens, tile_tokens))
+    row, first, count, position = tiles[tiles[:, mosaic_plan.COUNT] > 0].T
     tokens = [np.arange(*span) for span in zip(first, first + count, strict=True)]
     assert sorted(np.concatenate(tokens)) == list(range(num_tokens))
+    assert num_tiles == count.size and np.all(tiles[: num_tiles[0], mosaic_plan.COUNT] > 0)
+    blocks = np.maximum(position + count, 0) + launch.BLOCK - 1
+    assert np.all(np.diff(blocks // launch.BLOCK) <= 0)  # the longest first
     padding = first >= starts[-1]
     assert np.all((row >= 0) & (row < len(seq_lens)))  # that of padding, too: all read a page's id
     assert np.all(padding | (starts[row] <= first) & (first + count <= starts[row + 1]))

@@ -28,6 +28,7 @@ from pallas_kernels.append_decode.api import OP
 from pallas_kernels.append_decode.cases import AppendCase
 from pallas_kernels.append_decode.mosaic_launch import Launch
 from pallas_kernels.registry import Impl, select
+from pallas_kernels.shapes import QWEN3_4B_TP8
 from pallas_kernels.testing import mismatch
 
 MOSAIC = next(impl for impl in OP.impls if impl.name == "mosaic")
@@ -99,7 +100,7 @@ def test_the_interpreter_agrees_with_the_definition(
     name: str, choice: Launch, table: _Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
-    monkeypatch.setattr(mosaic_launch, "MULTIPROCESSORS", 1)  # which few programs fill
+    monkeypatch.setattr(mosaic_launch, "LEAST_PROGRAMS", 1)
     inputs = OP.build(case, 0)
     assert MOSAIC.refuses("gpu", inputs.args, inputs.static) is None
     launched = partial(mosaic.launched, choice)
@@ -147,7 +148,9 @@ WANTED = replace(CASES["qwen3_4b_bf16"], name="wanted")
         pytest.param(replace(WANTED, page_size=24), "page_size 24 is not", id="page_size"),
         pytest.param(replace(WANTED, window=8), "it has no windows", id="window"),
         pytest.param(
-            replace(WANTED, seq_lens=(90,), padding=0), "64 programs leave most", id="one_row"
+            replace(WANTED, heads=QWEN3_4B_TP8, seq_lens=(90,), padding=0),
+            "8 programs leave most",
+            id="one_row",
         ),
         pytest.param(WANTED, "compute capability none, not 9.x", id="device"),
     ],
