@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.core.errors import RequestError
+from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.outputs import PositionLogprobs
@@ -214,6 +215,15 @@ REFUSED = {
     "stop id out of range": (PROMPT, greedy(stop_token_ids=[999]), "stop_token_ids"),
     "bias id out of range": (PROMPT, greedy(logit_bias={320: 1.0}), "logit_bias"),
 }
+
+
+def test_a_checked_prompt_is_checked_no_less(engine: Engine) -> None:
+    checked = engine.check(PROMPT, GREEDY)
+    assert list(checked) == PROMPT and engine.check(checked, GREEDY) == checked
+    with pytest.raises(RequestError, match="holds token id 320; the vocabulary ends at 319"):
+        engine.add_request("x", IntLog([1, 320]), GREEDY)
+    with pytest.raises(RequestError, match="holds token id -1; the vocabulary ends at 319"):
+        engine.add_request("x", IntLog([1, -1, 320]), GREEDY)
 
 
 @pytest.mark.parametrize("name", REFUSED)
