@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import batched
 from typing import Any, cast
 
 from jaxinfer.core.errors import EngineError, RequestError
@@ -23,6 +24,8 @@ from jaxinfer.engine.prompts import Prompt, encode, parse_prompts
 from jaxinfer.engine.start import start_engine
 from jaxinfer.engine.vllm_args import engine_config
 from jaxinfer.text.tokenizer import Tokenizer
+
+ADDED_AT_ONCE = 64  # requests between looks for Ctrl-C, one of which takes as long as adding one
 
 
 class LLM:
@@ -142,13 +145,14 @@ class LLM:
         self._answering = True
         numbers: dict[str, int] = {}
         try:
-            requests = zip(prompts, sampling_params, priorities, strict=True)
-            for number, (token_ids, params, priority) in enumerate(requests):
-                request_id = f"llm-{self._requests}"
-                self._requests += 1
+            requests = enumerate(zip(prompts, sampling_params, priorities, strict=True))
+            for some in batched(requests, ADDED_AT_ONCE):
                 with interrupts_deferred():
-                    self._engine.add_request(request_id, token_ids, params, priority=priority)
-                    numbers[request_id] = number
+                    for number, (token_ids, params, priority) in some:
+                        request_id = f"llm-{self._requests}"
+                        self._requests += 1
+                        self._engine.add_request(request_id, token_ids, params, priority=priority)
+                        numbers[request_id] = number
             while self._engine.has_work:
                 for delta in self._turn():
                     yield numbers[delta.request_id], delta
