@@ -7,19 +7,25 @@ Every view therefore behaves as a frozen tuple. Must not know: tokens, pages or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import final, overload
 
 import numpy as np
 
 
 @final
-class IntLog:
-    """An immutable sequence of int32 with cheap ``extend`` and zero-copy numpy views."""
+class IntLog(Sequence[int]):
+    """An immutable sequence of int32 with cheap ``extend`` and zero-copy numpy views.
+
+    A log of a log is the same value, and costs nothing.
+    """
 
     __slots__ = ("_buffer", "_length")
 
     def __init__(self, values: Iterable[int] = ()) -> None:
+        if isinstance(values, IntLog):
+            self._buffer, self._length = values._buffer, values._length
+            return
         array = _int32(values)
         self._buffer = _Buffer(array, len(array))
         self._length = len(array)
@@ -58,7 +64,13 @@ class IntLog:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> int:
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return self.array()[index].tolist()
         if not -self._length <= index < self._length:
             raise IndexError(index)
         return int(self._buffer.data[index % self._length])

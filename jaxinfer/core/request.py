@@ -7,7 +7,7 @@ Must not know: tokenizers, pages, devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, cast
@@ -178,7 +178,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]  # the scheduler takes an ``IntLog`` as it is
     sampling: SamplingParams
     max_tokens: int
     seed: int

@@ -17,6 +17,7 @@ import msgspec
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError, RequestError
+from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason, Request, SamplingParams, check_identity
 from jaxinfer.core.step import Abort, Arrive, Event, TokenEvent
 from jaxinfer.engine.facts import ModelFacts, check_request, resolved_max_tokens
@@ -65,9 +66,11 @@ class Engine:
         """Whether ``step`` would do anything."""
         return self._failure is None and (bool(self._pending) or not self._loop.idle)
 
-    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Raise ``RequestError`` for a request that this engine can never answer."""
-        check_request(
+    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> IntLog:
+        """The prompt's ids as ``add_request`` takes them soonest; raises ``RequestError`` for a
+        request that this engine can never answer.
+        """
+        return check_request(
             prompt_token_ids,
             sampling,
             limits=self.limits,
@@ -90,8 +93,7 @@ class Engine:
         if request_id in self._children:
             raise RequestError(f"request id {request_id!r} is in use; choose another")
         priority, salt = check_identity(priority, cache_salt)
-        prompt = tuple(prompt_token_ids)
-        self.check(prompt, sampling)
+        prompt = self.check(prompt_token_ids, sampling)
         requests = [
             self._request(prompt, sampling, index, priority=priority, cache_salt=salt)
             for index in range(sampling.n)
@@ -196,7 +198,7 @@ class Engine:
 
     def _request(
         self,
-        prompt: tuple[int, ...],
+        prompt: IntLog,
         sampling: SamplingParams,
         index: int,
         *,

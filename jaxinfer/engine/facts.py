@@ -7,6 +7,7 @@ Must not know: jax, the engine's state.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import ConfigError, ContextLengthError, RequestError
+from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.sched.admit import refusal
 
@@ -77,34 +79,31 @@ def check_request(
     limits: Limits,
     facts: ModelFacts,
     has_tokenizer: bool,
-) -> None:
-    """Raise ``RequestError`` for a request that an engine of these facts can never answer."""
+) -> IntLog:
+    """The prompt's ids, looked at; raises ``RequestError`` for a request that an engine of these
+    facts can never answer.
+    """
     num_tokens = len(prompt_token_ids)
     max_tokens = resolved_max_tokens(num_tokens, sampling, limits)
     if reason := refusal(num_tokens, max_tokens, limits):
         too_long = num_tokens >= limits.max_model_len
         raise ContextLengthError(reason) if too_long else RequestError(reason)
-    named = {
-        "the prompt": prompt_token_ids,
-        "stop_token_ids": sampling.stop_token_ids,
-        "logit_bias": tuple(sampling.logit_bias or ()),
-    }
-    for name, token_ids in named.items():
-        if not _all_below(facts.vocab_size, token_ids):
-            for token_id in (min(token_ids), max(token_ids)):
-                if not 0 <= token_id < facts.vocab_size:
-                    raise RequestError(
-                        f"{name} holds token id {token_id}; the vocabulary ends at "
-                        f"{facts.vocab_size - 1}"
-                    )
+    prompt = _tokens("the prompt", prompt_token_ids, facts.vocab_size)
+    if sampling.stop_token_ids:
+        _tokens("stop_token_ids", sampling.stop_token_ids, facts.vocab_size)
+    if sampling.logit_bias:
+        _tokens("logit_bias", tuple(sampling.logit_bias), facts.vocab_size)
     if sampling.stop and not has_tokenizer:
         raise RequestError("stop strings need a tokenizer; use stop_token_ids instead")
+    return prompt
 
 
-def _all_below(vocab_size: int, token_ids: Sequence[int]) -> bool:
-    """Whether all are tokens; numpy takes half the time of ``min`` and ``max``."""
-    try:
-        values = np.fromiter(token_ids, np.int32, len(token_ids))
-    except OverflowError:
-        return False
-    return bool(values.min(initial=0) >= 0 and values.max(initial=0) < vocab_size)
+def _tokens(name: str, token_ids: Sequence[int], vocab_size: int) -> IntLog:
+    """Ids of which none is beyond the vocabulary; ``name`` is what an error calls them."""
+    with suppress(OverflowError):  # an id that is no int32, and no token
+        log = IntLog(token_ids)
+        if log.array().view(np.uint32).max() < vocab_size:  # there negative ids are the largest
+            return log
+    ends = min(token_ids), max(token_ids)
+    unknown = next(token_id for token_id in ends if not 0 <= token_id < vocab_size)
+    raise RequestError(f"{name} holds token id {unknown}; the vocabulary ends at {vocab_size - 1}")

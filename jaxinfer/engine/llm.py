@@ -9,9 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import batched
 from typing import Any, cast
 
 from jaxinfer.core.errors import EngineError, RequestError
+from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.core.request import SamplingParams, check_identity
 from jaxinfer.engine.interrupts import interrupts_deferred
@@ -22,6 +24,8 @@ from jaxinfer.engine.prompts import Prompt, encode, parse_prompts
 from jaxinfer.engine.start import start_engine
 from jaxinfer.engine.vllm_args import engine_config
 from jaxinfer.text.tokenizer import Tokenizer
+
+ADDED_AT_ONCE = 64  # requests between looks for Ctrl-C, one of which takes as long as adding one
 
 
 class LLM:
@@ -118,32 +122,42 @@ class LLM:
         priorities: Sequence[int] | None = None,
     ) -> Generator[tuple[int, Delta]]:
         """Yield (number of the prompt, what it gained) as it comes. Closing it aborts the rest."""
+        if priorities is None:
+            priorities = [0] * len(prompts)
+        return self._stream([prompt.token_ids for prompt in prompts], sampling_params, priorities)
+
+    def check(self, prompt: Prompt, sampling_params: SamplingParams, priority: int = 0) -> None:
+        """Raise ``RequestError`` when this request could never be answered."""
+        self._checked(prompt, sampling_params, priority)
+
+    def _checked(self, prompt: Prompt, sampling_params: SamplingParams, priority: int) -> IntLog:
+        check_identity(priority, None)
+        return self._engine.check(prompt.token_ids, sampling_params)
+
+    def _stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+    ) -> Generator[tuple[int, Delta]]:
         if self._answering:
             raise EngineError("this LLM is already answering; use AsyncLLM for concurrent calls")
         self._answering = True
         numbers: dict[str, int] = {}
         try:
-            if priorities is None:
-                priorities = [0] * len(prompts)
-            requests = zip(prompts, sampling_params, priorities, strict=True)
-            for number, (prompt, params, priority) in enumerate(requests):
-                request_id = f"llm-{self._requests}"
-                self._requests += 1
+            requests = enumerate(zip(prompts, sampling_params, priorities, strict=True))
+            for some in batched(requests, ADDED_AT_ONCE):
                 with interrupts_deferred():
-                    self._engine.add_request(
-                        request_id, prompt.token_ids, params, priority=priority
-                    )
-                    numbers[request_id] = number
+                    for number, (token_ids, params, priority) in some:
+                        request_id = f"llm-{self._requests}"
+                        self._requests += 1
+                        self._engine.add_request(request_id, token_ids, params, priority=priority)
+                        numbers[request_id] = number
             while self._engine.has_work:
                 for delta in self._turn():
                     yield numbers[delta.request_id], delta
         finally:
             self._abort(numbers)
-
-    def check(self, prompt: Prompt, sampling_params: SamplingParams, priority: int = 0) -> None:
-        """Raise ``RequestError`` when this request could never be answered."""
-        check_identity(priority, None)
-        self._engine.check(prompt.token_ids, sampling_params)
 
     def _run(
         self,
@@ -156,9 +170,10 @@ class LLM:
         levels = [0] * len(prompts)
         if priorities is not None:
             levels = _one_each("priorities", priorities, len(prompts))
+        checked: list[IntLog] = []
         for number, (prompt, one, level) in enumerate(zip(prompts, params, levels, strict=True)):
             try:
-                self.check(prompt, one, level)
+                checked.append(self._checked(prompt, one, level))
             except RequestError as error:
                 raise RequestError(f"prompt {number}: {error}") from None
         collectors = [
@@ -167,7 +182,7 @@ class LLM:
         ]
         progress = self._progress if use_tqdm else NoProgress()
         with progress.task("generate", len(prompts)) as advance:
-            for number, delta in self.stream(prompts, params, levels):
+            for number, delta in self._stream(checked, params, levels):
                 collectors[number].add(delta)
                 if delta.error:
                     raise EngineError(f"prompt {number}: {delta.error}")

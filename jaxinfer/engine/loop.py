@@ -78,15 +78,16 @@ class EngineLoop[Handle]:
         return True
 
     def turn(self, events: tuple[Event, ...]) -> Turn:
-        """Apply events and what was waited for, and launch the next step if there is one."""
+        """Apply events and what was waited for, and launch the next step if there is one; without
+        it wait for steps in flight until there is news, which then waits for no further one.
+        """
         self.wait_for_room()
         if self._ended is not None:
             events, self._ended = (*events, self._ended), None
         news, launched = self._advance(events)
-        while not launched and self._in_flight:
+        while not launched and not news and self._in_flight:
             # nothing can be planned before the device answers
-            more, launched = self._advance((self._collect(),))
-            news += more
+            news, launched = self._advance((self._collect(),))
         collected, self._collected = tuple(self._collected), []
         return Turn(news, launched, collected)
 

@@ -136,4 +136,4 @@ class Collector:
         if delta.finish_reason is not None:
             completion.finish_reason = delta.finish_reason.value
             completion.stop_reason = delta.stop_reason
-        output.finished = all(completion.finished() for completion in output.outputs)
+            output.finished = all(completion.finished() for completion in output.outputs)

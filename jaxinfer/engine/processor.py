@@ -5,10 +5,12 @@ Owns: ``SequenceProcessor``. Must not know: the scheduler's state, who reads the
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.step import TokenEvent, TokenLogprobs
 from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs
-from jaxinfer.text.detokenize import StopStrings
+from jaxinfer.text.detokenize import IncrementalDetokenizer, StopStrings
 from jaxinfer.text.tokenizer import Tokenizer
 
 
@@ -25,11 +27,6 @@ class SequenceProcessor:
         self.matched_stop: str | None = None
         self._request = request
         self._tokenizer = tokenizer
-        self._detokenizer = None
-        if tokenizer is not None and sampling.detokenize:
-            self._detokenizer = tokenizer.detokenizer(
-                request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
-            )
         self._stop = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         self._num_tokens = 0
 
@@ -53,12 +50,22 @@ class SequenceProcessor:
             index=self.index,
             text=text,
             token_ids=event.token_ids[:kept],
-            logprobs=tuple(map(self._named, event.logprobs[:kept])),
-            prompt_logprobs=tuple(map(self._named, event.prompt_logprobs)),
+            logprobs=tuple([self._named(position) for position in event.logprobs[:kept]]),
+            prompt_logprobs=tuple([self._named(position) for position in event.prompt_logprobs]),
             num_cached_tokens=event.num_cached_tokens,
             finish_reason=reason,
             stop_reason=stop_reason,
             error=event.error,
+        )
+
+    @cached_property
+    def _detokenizer(self) -> IncrementalDetokenizer | None:
+        """Made with the first token: until a batch's first step is launched, its device waits."""
+        sampling = self._request.sampling
+        if self._tokenizer is None or not sampling.detokenize:
+            return None
+        return self._tokenizer.detokenizer(
+            self._request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
         )
 
     def _push(self, token_id: int, event: TokenEvent) -> str:

@@ -7,8 +7,11 @@ Must not know: the engine, sampling.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 from typing import Any, NamedTuple, cast
+
+import msgspec
 
 from jaxinfer.core.checks import as_int
 from jaxinfer.core.errors import RequestError
@@ -82,8 +85,8 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Iterable):
         raise RequestError(f"a prompt must be text or a list of token ids, got {value!r}")
     items = tuple(cast("Iterable[Any]", value))
-    if set(map(type, items)) <= {int}:  # no call of ours for each of what may be many thousands
-        return items
+    with suppress(msgspec.ValidationError):  # no call of ours for each of what may be thousands
+        return msgspec.convert(items, tuple[int, ...])
     token_ids: list[int] = []
     for item in items:
         token_id = as_int(item)

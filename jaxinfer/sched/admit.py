@@ -15,7 +15,7 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import TokenEvent
-from jaxinfer.sched.prefix import extend_page_hashes
+from jaxinfer.sched.prefix import following_page_hashes
 from jaxinfer.sched.state import Draft, Sequence
 
 WATERMARK = 100  # one page in so many stays free at admission, for the running ones to grow into
@@ -62,19 +62,27 @@ def refusal(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> str:
     return ""
 
 
-def with_page_hashes(seq: Sequence, limits: Limits) -> Sequence:
+def with_page_hashes(draft: Draft, seq: Sequence) -> Sequence:
     """``seq`` with the hashes of the pages it might reuse; computed once, also while it waits.
+
+    They end with the first that no page has. What follows cannot be reused, and is hashed when it
+    has been computed: by then the device has the next step, now it may be waiting for this one.
 
     At least one token stays to be computed, or there would be no logits to draw from. Prompt
     logprobs need the logits of every prompt token, so nothing is reused (as in vLLM).
     """
+    limits, known = draft.limits, seq.page_hashes
     num_pages = _num_reusable_pages(seq, limits)
-    if num_pages <= len(seq.page_hashes):
+    if num_pages <= len(known) or (known and not draft.pages.knows(known[-1])):
         return seq
-    page_hashes = extend_page_hashes(
-        seq.page_hashes, seq.request.cache_salt, seq.token_ids, num_pages, limits.page_size
-    )
-    return msgspec.structs.replace(seq, page_hashes=page_hashes)
+    page_hashes = list(known)
+    for page_hash in following_page_hashes(
+        known, seq.request.cache_salt, seq.token_ids, num_pages, limits.page_size
+    ):
+        page_hashes.append(page_hash)
+        if not draft.pages.knows(page_hash):
+            break
+    return msgspec.structs.replace(seq, page_hashes=tuple(page_hashes))
 
 
 def admit(draft: Draft, seq: Sequence) -> Sequence | None:

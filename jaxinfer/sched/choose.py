@@ -150,7 +150,7 @@ def _new_prefills(
     for head in draft.waiting:
         if (room := budget.room()) <= 0:
             break
-        hashed = with_page_hashes(head, draft.limits)
+        hashed = with_page_hashes(draft, head)
         if (seq := admit(draft, hashed)) is None:
             blocked = hashed
             break

@@ -85,6 +85,10 @@ class PageWriter:
         """Pages that ``take`` can hand out."""
         return len(self._fresh) - self._fresh_head + self._num_cached
 
+    def knows(self, page_hash: bytes) -> bool:
+        """Whether a page holds what this digest names."""
+        return page_hash in self._page_by_hash
+
     def lookup(self, page_hashes: Items[bytes]) -> list[int]:
         """The pages of the longest known chain that ``page_hashes`` begins with."""
         pages: list[int] = []

@@ -7,6 +7,7 @@ Must not know: which page holds what (``pages``), when pages are looked up (``ad
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from hashlib import blake2b
 
 from jaxinfer.core.intlog import IntLog
@@ -18,17 +19,23 @@ def extend_page_hashes(
     page_hashes: tuple[bytes, ...], salt: str, token_ids: IntLog, num_pages: int, page_size: int
 ) -> tuple[bytes, ...]:
     """The digests of the first ``num_pages`` full pages, of which ``page_hashes`` are known."""
-    known = len(page_hashes)
-    if num_pages <= known:
+    if num_pages <= len(page_hashes):
         return page_hashes
+    added = following_page_hashes(page_hashes, salt, token_ids, num_pages, page_size)
+    return (*page_hashes, *added)
+
+
+def following_page_hashes(
+    page_hashes: tuple[bytes, ...], salt: str, token_ids: IntLog, num_pages: int, page_size: int
+) -> Generator[bytes]:
+    """What ``extend_page_hashes`` adds, each digest made when it is asked for."""
+    known = len(page_hashes)
     parent = page_hashes[-1] if page_hashes else _digest(salt.encode())
     tokens = token_ids.array()[known * page_size : num_pages * page_size].tobytes()
     stride = page_size * 4  # int32
-    added: list[bytes] = []
     for start in range(0, len(tokens), stride):
         parent = _digest(parent + tokens[start : start + stride])
-        added.append(parent)
-    return (*page_hashes, *added)
+        yield parent
 
 
 def _digest(data: bytes) -> bytes:

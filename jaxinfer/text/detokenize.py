@@ -50,9 +50,9 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Add tokens; return the text that became final."""
-        pieces = (self._pieces[token_id] for token_id in token_ids)
+        pieces = [self._pieces[token_id] for token_id in token_ids]
         keep_special = not self._skip_special_tokens
-        data = b"".join(data for data, is_special in pieces if keep_special or not is_special)
+        data = b"".join([data for data, is_special in pieces if keep_special or not is_special])
         return self._finish(self._utf8.decode(data))
 
     def flush(self) -> str:

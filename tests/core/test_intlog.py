@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,5 +37,14 @@ def test_arrays_cannot_be_written(added: int) -> None:
 def test_index() -> None:
     log = IntLog([4, 5])
     assert (log[0], log[-1]) == (4, 5)
+    assert (log[:1], log[1:], log[-5:]) == ([4], [5], [4, 5])
     with pytest.raises(IndexError):
         log[2]
+
+
+def test_a_log_of_a_log_is_the_same_value_without_a_copy() -> None:
+    log = IntLog([4, 5])
+    again = IntLog(log)
+    assert again == log and np.shares_memory(again.array(), log.array())
+    assert list(again.append(6)) == [4, 5, 6] and list(log.append(7)) == [4, 5, 7]
+    assert list(again) == list(log) == [4, 5]

@@ -3,10 +3,16 @@
 import os
 import signal
 import threading
+from typing import Any
 
 import pytest
 
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.engine import llm as llm_module
+from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.interrupts import interrupts_deferred
+from jaxinfer.engine.llm import ADDED_AT_ONCE, LLM
+from kit.watched_executor import watched_engine
 
 
 def press_ctrl_c() -> None:
@@ -53,3 +59,23 @@ def test_other_threads_leave_signals_alone() -> None:
     thread.start()
     thread.join()
     assert within == [before]
+
+
+def test_ctrl_c_does_not_wait_until_all_prompts_are_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, _ = watched_engine()
+    monkeypatch.setattr(llm_module, "start_engine", lambda *_: engine)
+    add_request = Engine.add_request
+
+    def interrupted(self: Engine, *arguments: Any, **named: Any) -> None:
+        if not self.stats().num_requests:
+            press_ctrl_c()
+        add_request(self, *arguments, **named)
+
+    monkeypatch.setattr(Engine, "add_request", interrupted)
+    llm, params = LLM("m"), SamplingParams(max_tokens=2)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2]] * (2 * ADDED_AT_ONCE), params, use_tqdm=False)
+    assert llm.stats().num_requests == ADDED_AT_ONCE
+    assert len(llm.generate([1, 2], params, use_tqdm=False)[0].outputs[0].token_ids) == 2

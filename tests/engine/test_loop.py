@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxinfer.engine.loop import EngineLoop
 from jaxinfer.engine.thread import EngineThread
 from jaxinfer.engine.timeline import Timeline
 from kit.drive import make_limits, make_request
-from kit.fake_executor import FakeExecutor, expected_tokens
+from kit.fake_executor import VOCAB, FakeExecutor, expected_tokens
 
 
 class Scripted:
@@ -69,16 +69,34 @@ def test_two_steps_are_in_flight_with_overlap_and_one_without() -> None:
         assert executor.deepest == depth
 
 
+@pytest.mark.parametrize(
+    ("changes", "finish"),
+    [({"max_tokens": 2}, None), ({"eos_token_ids": range(VOCAB)}, FinishReason.STOP)],
+    ids=["its last step is in flight", "it ended, and a step too many is in flight"],
+)
+def test_news_waits_for_no_step_behind_it(
+    changes: dict[str, Any], finish: FinishReason | None
+) -> None:
+    limits = make_limits()
+    executor = Scripted(limits.page_size)
+    loop = EngineLoop(executor, limits)
+    loop.turn((Arrive(make_request("a", [1, 2], **changes)),))
+    loop.turn(())
+    assert executor.in_flight == 2
+    (event,) = loop.turn(()).events
+    assert len(event.token_ids) == 1 and event.finish_reason is finish
+    assert executor.in_flight == 1
+    assert len(drain(loop)) == (finish is None)
+
+
 def test_failures_end_the_step_s_requests_only() -> None:
     for where in ("fail_launch", "fail_collect"):
         limits = make_limits()
         executor = Scripted(limits.page_size, **{where: 3})
         loop = EngineLoop(executor, limits)
-        loop.turn((Arrive(make_request("a", range(1, 8), max_tokens=50)),))
-        while not loop.idle:
-            last = loop.turn(()).events
-        assert last[-1].finish_reason is FinishReason.ERROR
-        assert "step 3 failed" in last[-1].error
+        news = drain(loop, Arrive(make_request("a", range(1, 8), max_tokens=50)))
+        assert news[-1].finish_reason is FinishReason.ERROR
+        assert "step 3 failed" in news[-1].error
         assert loop.state.num_free_pages == limits.num_usable_pages
         executor.fail_launch = executor.fail_collect = -1
         other = make_request("b", range(2, 9), max_tokens=5)

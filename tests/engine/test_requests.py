@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from jaxinfer.core.errors import RequestError
+from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.outputs import PositionLogprobs
+from jaxinfer.exec.executor import Executor
 from jaxinfer.models.base import forward
 from kit.engines import run, tiny_engine, tiny_limits, tokens
 from kit.tiny_models import tiny_model
@@ -39,6 +41,23 @@ def test_greedy_is_the_argmax_of_the_research_forward(plain: list[int]) -> None:
     model, params = tiny_model("llama")
     logits = forward(model, params, jnp.asarray(PROMPT + plain, jnp.int32))
     np.testing.assert_array_equal(np.argmax(logits[len(PROMPT) - 1 : -1], -1), plain)
+
+
+def test_nothing_is_detokenized_before_the_first_step_is_launched(
+    monkeypatch: pytest.MonkeyPatch, plain: list[int]
+) -> None:
+    engine, order = tiny_engine(), list[str]()
+    tokenizer, launch = engine.tokenizer, Executor.launch
+    assert tokenizer is not None
+    make = tokenizer.detokenizer
+    monkeypatch.setattr(
+        tokenizer, "detokenizer", lambda *a, **k: order.append("text") or make(*a, **k)
+    )
+    monkeypatch.setattr(
+        Executor, "launch", lambda self, plan: order.append("launch") or launch(self, plan)
+    )
+    assert tokens(run(engine, [PROMPT], GREEDY)) == [[plain]]
+    assert order[0] == "launch" and order.count("text") == 1
 
 
 def test_length(engine: Engine, plain: list[int]) -> None:
@@ -214,6 +233,15 @@ REFUSED = {
     "stop id out of range": (PROMPT, greedy(stop_token_ids=[999]), "stop_token_ids"),
     "bias id out of range": (PROMPT, greedy(logit_bias={320: 1.0}), "logit_bias"),
 }
+
+
+def test_a_checked_prompt_is_checked_no_less(engine: Engine) -> None:
+    checked = engine.check(PROMPT, GREEDY)
+    assert list(checked) == PROMPT and engine.check(checked, GREEDY) == checked
+    with pytest.raises(RequestError, match="holds token id 320; the vocabulary ends at 319"):
+        engine.add_request("x", IntLog([1, 320]), GREEDY)
+    with pytest.raises(RequestError, match="holds token id -1; the vocabulary ends at 319"):
+        engine.add_request("x", IntLog([1, -1, 320]), GREEDY)
 
 
 @pytest.mark.parametrize("name", REFUSED)

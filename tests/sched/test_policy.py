@@ -262,6 +262,21 @@ def test_pages_are_shared_while_their_first_owner_runs_but_not_before_they_are_w
     drive.finish()
 
 
+def test_prompts_are_hashed_as_far_as_pages_may_be_known_and_wholly_once_computed() -> None:
+    drive = Drive(make_limits(max_num_batched_tokens=64), depth=1)
+    drive.arrive(make_request("a", [1] * 20, max_tokens=30))
+    (a,) = drive.state.running
+    assert len(a.page_hashes) == 1, "no page is known: the first says so"
+    drive.arrive(make_request("b", [1] * 8 + [2] * 12, max_tokens=30, arrival=1))
+    a, b = drive.state.running
+    assert (len(a.page_hashes), len(b.page_hashes)) == (5, 3)
+    assert b.num_cached_tokens == 8
+    drive.tick()
+    a, b = drive.state.running
+    assert len(b.page_hashes) == 5 and b.page_hashes[:2] == a.page_hashes[:2]
+    drive.finish()
+
+
 def test_generated_tokens_are_reused_too() -> None:
     drive = Drive(make_limits())
     first = make_request("a", [1] * 6, max_tokens=10)
