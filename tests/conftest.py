@@ -1,9 +1,10 @@
-"""What holds for every test: JAX's settings and the hypothesis profiles.
+"""What holds for every test: JAX's settings, Ctrl-C and the hypothesis profiles.
 
 Set in the environment before JAX is imported, so that commands started by a test inherit them.
 """
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import settings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+# A shell has what it starts in the background ignore Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("ci", max_examples=60, deadline=None, derandomize=True, database=None)
 settings.register_profile("nightly", max_examples=2000, deadline=None)
