@@ -59,16 +59,24 @@ def test_the_interpreter_agrees_with_the_definition(
     assert problem is None, problem
 
 
-@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "programs"),
+    [
+        ("qwen3_4b_tp8_ragged_bf16", 3),
+        ("smollm2_tp3_window_bf16", 1),
+        ("smollm2_tp3_tile_edges_bf16", 2),
+    ],
+)
 @pytest.mark.usefixtures("on_hopper")
-def test_programs_take_several_tiles(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CASES["qwen3_4b_tp8_ragged_bf16"]
+def test_programs_take_several_tiles(
+    name: str, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mosaic, "_accumulate", _accumulate)
     monkeypatch.setattr(mosaic_plan, "MULTIPROCESSORS", programs)
-    inputs = OP.build(case, 0)
+    inputs = OP.build(CASES[name], 0)
     kernel = mosaic.paged_prefill.__wrapped__  # not the trace of other tests
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        problem = mismatch(OP, Impl("mosaic", kernel), case, inputs)
+        problem = mismatch(OP, Impl("mosaic", kernel), CASES[name], inputs)
     assert problem is None, problem
 
 
