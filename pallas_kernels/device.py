@@ -22,6 +22,7 @@ class Device:
     platform: str  # "cpu", "gpu" or "tpu"
     kind: str  # as its driver calls it
     compute_capability: str = "none"  # of an NVIDIA GPU: "9.0"
+    multiprocessors: int = 132  # of a GPU; those of an H100 or H200 where a device does not say
 
 
 def current_device() -> Device:
@@ -48,4 +49,5 @@ def _default_device() -> Device:
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
     capability = getattr(device, "compute_capability", Device.compute_capability)
-    return Device(device.platform, device.device_kind, str(capability))
+    cores = getattr(device, "core_count", Device.multiprocessors)
+    return Device(device.platform, device.device_kind, str(capability), cores)

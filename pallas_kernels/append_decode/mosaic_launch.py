@@ -15,6 +15,7 @@ from pallas_kernels import tuned
 from pallas_kernels.append_decode.cases import CASES
 from pallas_kernels.append_decode.launch import call_shapes, queries_of
 from pallas_kernels.checks import not_hopper
+from pallas_kernels.device import current_device
 from pallas_kernels.paged_decode.launch import shapes_of
 from pallas_kernels.tiles import power_of_two
 
@@ -23,7 +24,6 @@ HEAD_DIMS = (64, 128)
 GROUP = 8  # query heads that the matrix units take at a time; fewer are padded
 KEYS = 64  # that they take at a time: the least of a block
 PAGE_SIZES = (8, 16, 32, 64)  # TMA fills swizzled rooms by 8 rows
-MULTIPROCESSORS = 132  # of an H100 or H200
 TOGETHER = 2  # programs on a multiprocessor: one attends while another begins or ends
 LARGEST_CLUSTER = 8  # that every device of the kind launches; 16 were slower at 16,416 keys
 # With so many, one row of Qwen3-4B, attention took 15.6 us at 1,057 keys and 29.6 at 16,416 (H200);
@@ -109,13 +109,14 @@ def by_rule(
     """
     (b, _, h), (page_size, num_kv_heads) = qkv.shape, k_pages.shape[1:3]
     longest = page_table.shape[1] * page_size
-    fitting = MULTIPROCESSORS // (b * num_kv_heads)
+    multiprocessors = current_device().multiprocessors
+    fitting = multiprocessors // (b * num_kv_heads)
     splits = max(min(fitting, -(-longest // KEYS), LARGEST_CLUSTER), 1)
     splits = power_of_two(splits + 1) // 2
-    together = 1 if b * num_kv_heads * splits <= MULTIPROCESSORS else TOGETHER
+    together = 1 if b * num_kv_heads * splits <= multiprocessors else TOGETHER
     block_bytes = 2 * KEYS * h * qkv.dtype.itemsize
     stages = SHARED_BYTES // together // block_bytes
-    return Launch(splits, KEYS, stages, TOGETHER * MULTIPROCESSORS)
+    return Launch(splits, KEYS, stages, TOGETHER * multiprocessors)
 
 
 def choose(

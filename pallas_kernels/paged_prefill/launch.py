@@ -15,6 +15,7 @@ import jax
 
 from pallas_kernels import tuned
 from pallas_kernels.checks import not_hopper, unfit_for_triton
+from pallas_kernels.device import current_device
 from pallas_kernels.paged_prefill.cases import CASES
 from pallas_kernels.shapes import PagedCase
 
@@ -41,7 +42,6 @@ BLOCK = 128  # keys of a step
 STEPS = 2  # blocks of keys, and of values, in flight
 QUERIES = 64  # of one of its workers: the smallest and the fastest tile of a warpgroup's products
 WORKERS = 2
-MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def by_rule(q: jax.Array) -> Launch:  # [T, N, H]
         return Launch(rows=128, block=64, num_warps=8, num_stages=3)
     block = 128 if h <= 64 else 64
     # Five stages keep two blocks in flight, since a block's page ids are a load of their own.
-    if t * n >= 128 * MULTIPROCESSORS:
+    if t * n >= 128 * current_device().multiprocessors:
         return Launch(rows=128, block=block, num_warps=8, num_stages=5)
     return Launch(rows=64, block=64, num_warps=4, num_stages=5)
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_prefill.launch import BLOCK, MULTIPROCESSORS, QUERIES, STEPS, WORKERS
+from pallas_kernels.device import current_device
+from pallas_kernels.paged_prefill.launch import BLOCK, QUERIES, STEPS, WORKERS
 
 ROW, FIRST, COUNT, POSITION = range(4)  # columns of the table of tiles
 
@@ -53,7 +54,7 @@ class Sizes:
 
     @property
     def programs(self) -> int:
-        return min(MULTIPROCESSORS, self.num_tiles * self.columns)
+        return min(current_device().multiprocessors, self.num_tiles * self.columns)
 
 
 class Shared(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.checks import unfit_for_triton
+from pallas_kernels.device import current_device
 
 # Logits of a block, whose largest tells whether a later launch reads it: as few as a warp reads at
 # once (16 bytes a thread), because a launch reads about as many blocks as it looks for logits.
@@ -15,8 +16,7 @@ BLOCK = 128
 WARPS = 8  # of a program, but of the first launch's, and
 WEIGHING_WARPS = 4  # of the third's: its sums go over threads, so fewer of them cost less
 TILE = 16 * BLOCK  # logits that a program holds at once: 8 registers a thread
-MULTIPROCESSORS = 132  # of an H100 or H200
-PROGRAMS = 8 * MULTIPROCESSORS  # of a launch: twice what runs at once, to end together
+PROGRAMS = 8  # of a launch, a multiprocessor: twice what runs at once, to end together
 MOST_BLOCKS = 64  # of a program of the first launch: 32 registers a thread
 PIVOTS = 8  # levels that are compared with 2048 logits at once
 FEW_BLOCKS = 256  # where no more reach a row's level, one program reads them,
@@ -47,9 +47,13 @@ def supports(
     return unfit_for_triton(logits, logits)
 
 
+def _programs() -> int:
+    return PROGRAMS * current_device().multiprocessors
+
+
 def programs_per_row(rows: int, tiles: int) -> int:
     """As many as fill the chip; each takes the tiles whose number it is, modulo this, in turn."""
-    return max(1, min(tiles, PROGRAMS // rows))
+    return max(1, min(tiles, _programs() // rows))
 
 
 def room(tiles: int, programs: int) -> int:
@@ -62,6 +66,6 @@ def room(tiles: int, programs: int) -> int:
 def blocks_per_program(rows: int, blocks: int) -> int:
     """As many as leave enough programs to fill the chip; a power of two. Not yet timed."""
     count = MOST_BLOCKS
-    while count > 4 and 2 * rows * blocks < PROGRAMS * count:
+    while count > 4 and 2 * rows * blocks < _programs() * count:
         count //= 2
     return count

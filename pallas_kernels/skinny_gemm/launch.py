@@ -11,6 +11,7 @@ import jax
 
 from pallas_kernels import tuned
 from pallas_kernels.checks import not_hopper
+from pallas_kernels.device import current_device
 from pallas_kernels.skinny_gemm.cases import CASES, GemmCase
 from pallas_kernels.skinny_gemm.sizes import Sizes, sizes_of
 
@@ -26,7 +27,6 @@ STEP_BYTES = 32768  # of weights and tokens
 FEW_TOKENS = 16
 FEW_TOKENS_BYTES = 96 << 10  # of weights on their way; more were no faster on an H200
 BYTES = 112 << 10  # the same for more tokens
-MULTIPROCESSORS = 132  # of an H100 or H200
 MOST_PARTS = 4  # each is written once and read once
 
 
@@ -87,7 +87,7 @@ def parts_for(sizes: Sizes) -> int:
     if not sizes.split:
         return 1
     most = min(MOST_PARTS, sizes.inner // COLUMNS)
-    return max(1, min(MULTIPROCESSORS // (sizes.outer // COLUMNS), most))
+    return max(1, min(current_device().multiprocessors // (sizes.outer // COLUMNS), most))
 
 
 def by_rule(sizes: Sizes) -> Launch:
@@ -97,7 +97,7 @@ def by_rule(sizes: Sizes) -> Launch:
     one have twice the bytes on their way there, hence twice the bandwidth, and all end together.
     """
     parts = parts_for(sizes)
-    together = 2 if sizes.outer // COLUMNS * parts > MULTIPROCESSORS else 1
+    together = 2 if sizes.outer // COLUMNS * parts > current_device().multiprocessors else 1
     weights = (1 + sizes.swiglu) * COLUMNS * ITEM_BYTES  # of an inner component
     both = weights + max(sizes.tokens, TOKENS) * ITEM_BYTES
     few = sizes.tokens <= FEW_TOKENS

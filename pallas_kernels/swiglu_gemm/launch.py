@@ -13,6 +13,7 @@ import jax
 
 from pallas_kernels import tuned
 from pallas_kernels.checks import not_hopper
+from pallas_kernels.device import current_device
 from pallas_kernels.swiglu_gemm.cases import CASES, SwigluCase
 
 DTYPES = ("bfloat16", "float16")
@@ -25,7 +26,6 @@ WIDEST = 256  # columns of weights that they take at once
 WORKERS = 2  # warpgroups that multiply: each half of a tile's tokens
 MOST_SUMS = 128 * 256  # float32 of a tile: half the registers there are
 SHARED_BYTES = 225 << 10  # of a multiprocessor, less what barriers take
-MULTIPROCESSORS = 132  # of an H100 or H200
 LARGE_LEAD, SMALL_LEAD = 1, 2  # steps; without a lead 2 % slower on an H200
 SMALL_COST = 1.04  # a column of a small tile, which loads more for the same products
 
@@ -122,12 +122,12 @@ def _cost(launch: Launch) -> float:
 def _turns(launch: Launch, sizes: Sizes) -> int:
     along = -(-sizes.tokens // (launch.block_t * launch.cluster))
     tiles = along * (sizes.outer // launch.block_n)
-    return -(-tiles // (MULTIPROCESSORS // launch.cluster))
+    return -(-tiles // (current_device().multiprocessors // launch.cluster))
 
 
 def _group(launch: Launch) -> int:
     """So many that all tiles of a turn read about as many tokens as columns of weights."""
-    tiles = MULTIPROCESSORS // launch.cluster
+    tiles = current_device().multiprocessors // launch.cluster
     square = tiles * 2 * launch.block_n / (launch.block_t * launch.cluster)
     return 2 ** round(math.log2(square) / 2)
 

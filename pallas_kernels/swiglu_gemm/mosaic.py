@@ -20,9 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import current_device
 from pallas_kernels.swiglu_gemm.launch import (
     LANES,
-    MULTIPROCESSORS,
     WORKERS,
     Launch,
     Sizes,
@@ -68,7 +68,7 @@ class _Plan:
     @property
     def clusters(self) -> int:
         """That work side by side."""
-        return min(MULTIPROCESSORS // self.choice.cluster, self.tiles)
+        return min(current_device().multiprocessors // self.choice.cluster, self.tiles)
 
 
 class _Shared(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.device import Device, current_device, described
 from pallas_kernels.registry import current_platform
+from pallas_kernels.swiglu_gemm import launch as swiglu_gemm
 from pallas_kernels.tuned import lookup
 
 H200 = Device("gpu", "NVIDIA H200", "9.0")
@@ -25,6 +27,15 @@ def test_it_is_jaxs_own_unless_another_is_described() -> None:
         other.join()
         assert there[0].platform == "cpu"
     assert current_device().platform == "cpu"
+
+
+def test_multiprocessors_are_the_devices_own_where_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = swiglu_gemm.Sizes(8192, 2560, 9728)
+    assert swiglu_gemm.by_rule(sizes).group == 16
+    device = SimpleNamespace(platform="gpu", device_kind="small", core_count=24)
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
+    assert current_device() == Device("gpu", "small", "none", 24)
+    assert swiglu_gemm.by_rule(sizes).group == 8  # tiles side by side, of fewer at a time
 
 
 @pytest.mark.parametrize("chosen", ["cpu", jax.devices("cpu")[0]], ids=["name", "device"])

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import Device, described
 from pallas_kernels.paged_prefill import launch, mosaic, mosaic_plan
 from pallas_kernels.paged_prefill.api import OP
 from pallas_kernels.registry import Impl, select
@@ -72,10 +73,10 @@ def test_programs_take_several_tiles(
     name: str, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mosaic, "_accumulate", _accumulate)
-    monkeypatch.setattr(mosaic_plan, "MULTIPROCESSORS", programs)
+    small = Device("gpu", "of few multiprocessors", "9.0", multiprocessors=programs)
     inputs = OP.build(CASES[name], 0)
     kernel = mosaic.paged_prefill.__wrapped__  # not the trace of other tests
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+    with described(small), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         problem = mismatch(OP, Impl("mosaic", kernel), CASES[name], inputs)
     assert problem is None, problem
 

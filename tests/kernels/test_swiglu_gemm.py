@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import Device, described
 from pallas_kernels.registry import Impl, select
 from pallas_kernels.skinny_gemm import launch as few_launch
 from pallas_kernels.swiglu_gemm import launch, mosaic
@@ -56,9 +57,9 @@ def test_the_interpreter_agrees_with_the_definition(
     case: SwigluCase, choice: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mosaic, "_multiply", _multiply)
-    monkeypatch.setattr(mosaic, "MULTIPROCESSORS", 4)
+    small = Device("gpu", "of few multiprocessors", "9.0", multiprocessors=4)
     launched = partial(mosaic.launched, choice)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+    with described(small), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         problem = mismatch(OP, Impl("mosaic", launched), case, OP.build(case, 0))
     assert problem is None, problem
 
