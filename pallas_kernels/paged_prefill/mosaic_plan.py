@@ -36,15 +36,18 @@ class Sizes:
     num_tiles: int = 0  # of the table, those that hold no tokens included
 
     @property
-    def pages(self) -> int:  # of a block
+    def pages(self) -> int:
+        """Pages of a block."""
         return BLOCK // self.page_size
 
     @property
     def tile_heads(self) -> int:
+        """Query heads of a tile: one for each worker, where a kv head has so many."""
         return WORKERS if self.group % WORKERS == 0 else 1
 
     @property
     def tile_tokens(self) -> int:
+        """Tokens of a tile."""
         return QUERIES * WORKERS // self.tile_heads
 
     @property
@@ -54,6 +57,7 @@ class Sizes:
 
     @property
     def programs(self) -> int:
+        """One for each multiprocessor, where there are as many items."""
         return min(current_device().multiprocessors, self.num_tiles * self.columns)
 
 
@@ -201,6 +205,7 @@ def _blocks(keys: jax.Array) -> jax.Array:
 
 
 def step_of(tile: Tile, block: jax.Array | int) -> jax.Array:
+    """Where a block lies in shared memory."""
     return lax.rem(tile.before + block - tile.first, jnp.int32(STEPS))
 
 
@@ -210,6 +215,7 @@ def share_of(sizes: Sizes, worker: Any) -> tuple[Any, Any]:
 
 
 def shared_types(sizes: Sizes, dtype: Any) -> dict[str, Any]:
+    """``Shared``, as a kernel asks for it."""
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
     swizzled = (tiling((8, 64)), swizzle(128))
