@@ -45,9 +45,9 @@ from pallas_kernels.append_decode.mosaic_plan import (
     stage_of,
     turns_of,
 )
+from pallas_kernels.page_streams import Pages, Stream, copied_by_warps
 
 LOADER = 1  # the warpgroup that copies
-READERS = 2  # warps that copy keys, and as many that copy values
 # What a maximum over keys takes: two heads of each thread. Twice as much, the default, would leave
 # two programs with splits 224 bytes short of room on a multiprocessor.
 REDUCTION_BYTES = 2 * 128 * 4
@@ -63,42 +63,24 @@ class _Sums(NamedTuple):
     mixed: jax.Array  # float32[H, GROUP]: values times weights
 
 
-class _Stream(NamedTuple):
-    """What one warp copies: its share of the pages of keys or of values."""
-
-    pool: Ref  # [P, S, K, H]
-    room: Ref  # [stages, block, H]
-    full: Ref  # [stages]
-    free: Ref  # [stages]
-    own: range  # pages of a block
-
-
 def _load(plan: Plan, arrays: Arrays, shared: Shared) -> None:
     """Copy blocks as room becomes free, for all that the program attends to."""
-    readers = min(READERS, plan.pages)
-    keys = (arrays.k_pages, shared.k, shared.k_full, shared.k_free)
-    values = (arrays.v_pages, shared.v, shared.v_full, shared.v_free)
-
-    @plgpu.warp_map
-    def _warp(warp: jax.Array) -> None:
-        for i, stream in enumerate((keys, values)):
-            for share in range(readers):
-                own = range(share, plan.pages, readers)
-                copy = partial(_copy_all, plan, arrays, _Stream(*stream, own))
-                pl.when(warp == i * readers + share)(copy)
+    keys = Pages(arrays.k_pages, shared.k, shared.k_full, shared.k_free)
+    values = Pages(arrays.v_pages, shared.v, shared.v_full, shared.v_free)
+    copied_by_warps(keys, values, plan.pages, partial(_copy_all, plan, arrays))
 
 
-def _copy_all(plan: Plan, arrays: Arrays, stream: _Stream) -> None:
+def _copy_all(plan: Plan, arrays: Arrays, stream: Stream) -> None:
     copy = partial(_copy_span, plan, arrays, stream)
     steps = lax.fori_loop(jnp.int32(0), turns_of(plan), copy, jnp.int32(0))
 
     @pl.loop(jnp.maximum(steps - plan.choice.stages, 0), steps)
     def _see_through(step: jax.Array) -> None:  # a barrier left early is an error
-        plgpu.barrier_wait(stream.free.at[stage_of(plan, step)])
+        plgpu.barrier_wait(stream.pages.free.at[stage_of(plan, step)])
 
 
 def _copy_span(
-    plan: Plan, arrays: Arrays, stream: _Stream, turn: jax.Array, before: jax.Array
+    plan: Plan, arrays: Arrays, stream: Stream, turn: jax.Array, before: jax.Array
 ) -> jax.Array:
     """The steps until after the span."""
     row, _, split = place = place_of(plan, turn)
@@ -131,15 +113,15 @@ def _copy_span(
 
 
 def _copy_block(
-    plan: Plan, span: Span, stream: _Stream, step: jax.Array | int, pages: list[jax.Array]
+    plan: Plan, span: Span, stream: Stream, step: jax.Array | int, pages: list[jax.Array]
 ) -> None:
     stage = stage_of(plan, span.before + step)
     occupied = span.before + step >= plan.choice.stages
-    pl.when(occupied)(lambda: plgpu.barrier_wait(stream.free.at[stage]))
+    pl.when(occupied)(lambda: plgpu.barrier_wait(stream.pages.free.at[stage]))
     for i, page in zip(stream.own, pages, strict=True):
-        to = stream.room.at[stage, pl.ds(i * plan.page_size, plan.page_size)]
-        source = stream.pool.at[page, pl.ds(0, plan.page_size), span.kv_head]
-        plgpu.copy_gmem_to_smem(source, to, stream.full.at[stage])
+        to = stream.pages.room.at[stage, pl.ds(i * plan.page_size, plan.page_size)]
+        source = stream.pages.pool.at[page, pl.ds(0, plan.page_size), span.kv_head]
+        plgpu.copy_gmem_to_smem(source, to, stream.pages.full.at[stage])
 
 
 def _along(plan: Plan, line: Ref) -> jax.Array:  # [H / 2] -> float32[GROUP, H / 2]

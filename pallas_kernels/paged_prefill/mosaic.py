@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.page_streams import Pages, Stream, copied_by_warps
 from pallas_kernels.paged_prefill.launch import BLOCK, QUERIES, STEPS, WORKERS
 from pallas_kernels.paged_prefill.mosaic_plan import (
     Arrays,
@@ -41,48 +42,25 @@ from pallas_kernels.paged_prefill.mosaic_plan import (
 )
 
 WORKER_REGISTERS, LOADER_REGISTERS = 232, 40  # of a thread: 504 of the 512 there are for three
-READERS = 2  # warps that copy keys, and as many that copy values
 
 type _Weighed = tuple[jax.Array, jax.Array, jax.Array]  # top, total [QUERIES]; [QUERIES, BLOCK]
 type _Sums = tuple[jax.Array, _Weighed]  # float32[QUERIES, H], short of the values of the weights
 
 
-class _Stream(NamedTuple):
-    """What one warp copies: its share of the pages of keys or of values."""
-
-    pool: Ref  # [P, S, K, H]
-    room: Ref  # [STEPS, BLOCK, H]
-    full: Ref  # [STEPS]
-    free: Ref  # [STEPS]
-    own: range  # pages of a block
-
-
 def _load(sizes: Sizes, arrays: Arrays, shared: Shared) -> None:
-    """Copy queries and blocks as room becomes free, each warp its share.
+    """Copy queries and blocks as room becomes free, each warp its share."""
+    keys = Pages(arrays.k_pages, shared.k, shared.k_full, shared.k_free)
+    values = Pages(arrays.v_pages, shared.v, shared.v_full, shared.v_free)
+    copied_by_warps(keys, values, sizes.pages, partial(_copy_all, sizes, arrays, shared))
 
-    A warp issues a copy without a barrier of its warpgroup, and neither waits for the other's room.
+
+def _copy_all(sizes: Sizes, arrays: Arrays, shared: Shared, stream: Stream) -> None:
+    """One warp's copies for all tiles of the program; queries are the first warp's as well, whose
+    keys wait for them, and values do not.
     """
-    readers = min(READERS, sizes.pages)
-    keys = (arrays.k_pages, shared.k, shared.k_full, shared.k_free)
-    values = (arrays.v_pages, shared.v, shared.v_full, shared.v_free)
-
-    @plgpu.warp_map
-    def _warp(warp: jax.Array) -> None:
-        for i, stream in enumerate((keys, values)):
-            for share in range(readers):
-                own = range(share, sizes.pages, readers)
-                copy = partial(_copy_all, sizes, arrays, shared, _Stream(*stream, own))
-                first = i == share == 0  # keys wait for queries, values do not
-                pl.when(warp == i * readers + share)(partial(copy, with_queries=first))
-
-
-def _copy_all(
-    sizes: Sizes, arrays: Arrays, shared: Shared, stream: _Stream, *, with_queries: bool
-) -> None:
-    """One warp's copies for all tiles of the program."""
 
     def copy(tile: Tile) -> None:
-        if with_queries:
+        if stream.is_first:
             pl.when(tile.first < tile.last)(partial(_copy_queries, sizes, arrays, shared, tile))
         _copy_blocks(sizes, arrays, stream, tile)
 
@@ -91,9 +69,9 @@ def _copy_all(
     # A barrier left early is an error.
     @pl.loop(jnp.maximum(blocks - STEPS, 0), blocks)
     def _see_through(block: jax.Array) -> None:
-        plgpu.barrier_wait(stream.free.at[lax.rem(block, jnp.int32(STEPS))])
+        plgpu.barrier_wait(stream.pages.free.at[lax.rem(block, jnp.int32(STEPS))])
 
-    if with_queries:
+    if stream.is_first:
         for worker in range(WORKERS):
             pl.when(blocks > 0)(partial(plgpu.barrier_wait, shared.q_free.at[worker]))
 
@@ -108,7 +86,7 @@ def _copy_queries(sizes: Sizes, arrays: Arrays, shared: Shared, tile: Tile) -> N
         plgpu.copy_gmem_to_smem(source, to, full)
 
 
-def _copy_blocks(sizes: Sizes, arrays: Arrays, stream: _Stream, tile: Tile) -> None:
+def _copy_blocks(sizes: Sizes, arrays: Arrays, stream: Stream, tile: Tile) -> None:
     """A warp's share of a tile's blocks."""
     last_page = lax.div(jnp.maximum(tile.end - 1, 0), jnp.int32(sizes.page_size))
     kv_head = lax.div(tile.head, jnp.int32(sizes.group))
@@ -121,11 +99,11 @@ def _copy_blocks(sizes: Sizes, arrays: Arrays, stream: _Stream, tile: Tile) -> N
     def copy(block: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         step, occupied = step_of(tile, block), tile.before + block - tile.first >= STEPS
         following = pages_of(block + 1)  # in flight while this block waits for room
-        pl.when(occupied)(lambda: plgpu.barrier_wait(stream.free.at[step]))
+        pl.when(occupied)(lambda: plgpu.barrier_wait(stream.pages.free.at[step]))
         for i, page in zip(stream.own, pages, strict=True):
-            to = stream.room.at[step, pl.ds(i * sizes.page_size, sizes.page_size)]
-            source = stream.pool.at[page, pl.ds(0, sizes.page_size), kv_head]
-            plgpu.copy_gmem_to_smem(source, to, stream.full.at[step])
+            to = stream.pages.room.at[step, pl.ds(i * sizes.page_size, sizes.page_size)]
+            source = stream.pages.pool.at[page, pl.ds(0, sizes.page_size), kv_head]
+            plgpu.copy_gmem_to_smem(source, to, stream.pages.full.at[step])
         return following
 
     lax.fori_loop(tile.first, tile.last, copy, pages_of(tile.first))
