@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from jaxinfer.core.collector import nothing_collected
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
+from jaxinfer.core.library_pages import release_library_pages
 from jaxinfer.core.heap import keep_heap_small
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.engine.news import News
@@ -132,6 +133,7 @@ class EngineChild:
         thread.connect(self)
         self._engine = thread
         self._channel.send(Ready(engine.facts, engine.stats()))
+        release_library_pages()  # what only the start touched; requests may come meanwhile
         return thread.wait()
 
     def _follow(self) -> None:
