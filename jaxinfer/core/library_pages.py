@@ -30,7 +30,8 @@ class _Mapping:
     @property
     def is_library_alone(self) -> bool:
         """Whether every page is a library's, and nobody may change one."""
-        return ".so" in self.path and self.access[1] == "-" and self.access[3] == "p" and not self.own
+        private_reading = self.access[1] == "-" and self.access[3] == "p"
+        return ".so" in self.path and private_reading and not self.own
 
 
 def release_library_pages() -> int:

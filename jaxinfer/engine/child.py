@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 from jaxinfer.core.collector import nothing_collected
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
-from jaxinfer.core.library_pages import release_library_pages
 from jaxinfer.core.heap import keep_heap_small
+from jaxinfer.core.library_pages import release_library_pages
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.engine.news import News
 from jaxinfer.engine.progress import progress_on

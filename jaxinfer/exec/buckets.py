@@ -5,11 +5,11 @@ Owns: the ladder of shapes. Must not know: jax, models, pages, devices.
 
 from __future__ import annotations
 
-from jaxinfer.core.shapes import ladder
+from jaxinfer.core.shapes import cdiv, ladder
 from jaxinfer.core.step import Bucket
 
 TOKENS_PER_PREFILL = 16  # of a chunk for each of its rows
-MIXED_TOKENS_PER_ROW = 4  # of a chunk beside decode rows, but for the two largest chunks
+MIXED_TOKENS_PER_ROW = 4  # of a chunk beside decode rows, but for the largest chunk
 
 
 def bucket_table(
@@ -29,13 +29,13 @@ def bucket_table(
     row for every 16 tokens of the chunk: shorter prompts share a step less densely, which costs
     them nothing but a further step. A mixed step pads its decode rows to ``mixed_start`` or one of
     its doubles, and has at most ``max_num_mixed_tokens`` of prompts (None: as many as any step),
-    since all its decode rows wait for them. The two largest chunks stand beside any number of rows,
-    smaller ones beside a quarter of their own number at most: more rows than that take so long
-    that a smaller chunk would hardly shorten the step.
+    since all its decode rows wait for them. Chunks stand beside a quarter of their own number of
+    rows at most: more rows than that take so long that a smaller chunk would hardly shorten the
+    step. The largest stands beside any number. Where rows are more than a quarter of its tokens, it
+    has a token less for every two more, down to half of them, as all those rows wait for it.
     """
     most_mixed = min(max_num_mixed_tokens or max_num_batched_tokens, max_num_batched_tokens)
     chunks = ladder(prefill_start, max_num_batched_tokens, prefill_factor)
-    mixed_chunks = ladder(prefill_start, most_mixed, prefill_factor)
     mixed_rows = ladder(mixed_start, max_num_seqs, 2) if max_num_seqs > 1 else ()
     shapes = [
         *((rows, 0) for rows in dict.fromkeys((1, *ladder(decode_start, max_num_seqs, 2)))),
@@ -43,11 +43,18 @@ def bucket_table(
         *(
             (rows, chunk)
             for rows in mixed_rows
-            for chunk in mixed_chunks
-            if chunk >= min(MIXED_TOKENS_PER_ROW * rows, *mixed_chunks[-2:])
+            for largest in (_largest_beside(rows, most_mixed),)
+            for chunk in ladder(min(prefill_start, largest), largest, prefill_factor)
+            if chunk >= min(MIXED_TOKENS_PER_ROW * rows, largest)
         ),
     ]
     return tuple(Bucket(rows, chunk, _prefill_rows(chunk, max_num_seqs)) for rows, chunk in shapes)
+
+
+def _largest_beside(rows: int, most: int) -> int:
+    """Tokens of the largest chunk beside decode rows; ``most`` where they are few."""
+    beyond = max(0, rows - most // MIXED_TOKENS_PER_ROW)
+    return max(cdiv(most, 2), most - beyond // 2)
 
 
 def _prefill_rows(chunk: int, max_num_seqs: int) -> int:

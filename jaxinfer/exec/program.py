@@ -35,6 +35,9 @@ CUBLAS_FROM = 512
 # Weights, pages and workspace are planned to fill a GPU nearly. XLA's allocator over virtual memory
 # names no limit, and 80 % of the card is one to XLA: it would compute values twice to keep below.
 AS_PLANNED = MappingProxyType({"xla_disable_hlo_passes": "rematerialization"})
+# Tokens from which a step's kernels are launched one by one, as the host is done with that long
+# before the device. A CUDA graph of them starts no sooner and holds some 10 MB of the host.
+NO_GRAPH_FROM = 1024
 EXTRAS_EVERY = 3  # buckets of a kind there is one with a step for extras
 
 
@@ -106,9 +109,12 @@ class Program:
         bucket = Bucket(0) if name == ADMIT else self._steps()[name][0]
         if self.platform == "cpu":
             return {}
-        if bucket.num_tokens < CUBLAS_FROM:
-            return dict(AS_PLANNED)
-        return {**AS_PLANNED, "xla_gpu_enable_triton_gemm": False}
+        options: dict[str, Any] = dict(AS_PLANNED)
+        if bucket.num_tokens >= CUBLAS_FROM:
+            options["xla_gpu_enable_triton_gemm"] = False
+        if bucket.num_tokens >= NO_GRAPH_FROM:
+            options["xla_gpu_enable_command_buffer"] = ""  # none of the kinds of kernels
+        return options
 
     @property
     def has_plain_steps(self) -> bool:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
 from jaxinfer.engine.build import with_device_defaults
 from jaxinfer.exec.buckets import bucket_table
@@ -43,9 +44,9 @@ def test_every_step_finds_a_bucket(
     table = table_of(seqs, tokens, factor, mixed_start, most_mixed)
     decodes = data.draw(st.integers(0, seqs))
     assert decodes == 0 or any(bucket.fits(decodes, 0, 0) for bucket in table)
-    if decodes < seqs:  # a prefill row of any length joins any number of decodes
-        longest = min(tokens, most_mixed or tokens) if decodes else tokens
-        length = data.draw(st.integers(1, longest))
+    if decodes < seqs:  # a prefill row of half of what may be joins any number of decodes
+        most = min(tokens, most_mixed or tokens) if decodes else tokens
+        length = data.draw(st.integers(1, cdiv(most, 2) if decodes else most))
         assert any(bucket.fits(decodes, length, 1) for bucket in table)
 
 
@@ -61,6 +62,26 @@ def test_shapes_are_distinct_and_within_bounds(
     assert all(b.num_prefills <= min(seqs, max(b.num_prefill_tokens, 1)) for b in table)
 
 
+@given(sizes, st.integers(1, 9000), factors, starts, mixed_limits, st.data())
+def test_chunks_give_way_to_many_rows(
+    seqs: int,
+    tokens: int,
+    factor: int,
+    mixed_start: int,
+    most_mixed: int | None,
+    data: st.DataObject,
+) -> None:
+    table = table_of(seqs, tokens, factor, mixed_start, most_mixed)
+    if mixed := [bucket for bucket in table if bucket.num_decodes and bucket.num_prefills]:
+        most = min(tokens, most_mixed or tokens)
+        rows = data.draw(st.sampled_from([bucket.num_decodes for bucket in mixed]))
+        chunks = [bucket.num_prefill_tokens for bucket in mixed if bucket.num_decodes == rows]
+        if 4 * rows <= most:
+            assert max(chunks) == most
+        assert rows + 2 * max(chunks) <= 2 * most + most // 4 + 1 or max(chunks) == cdiv(most, 2)
+        assert all(chunk >= min(4 * rows, max(chunks)) for chunk in chunks)
+
+
 def test_names() -> None:
     assert [b.name for b in table_of(2, 64)] == ["d1", "d2", "p64x2", "d2p64x2"]
     assert Bucket(2, 64, 2).num_tokens == 66
@@ -74,8 +95,7 @@ def test_names() -> None:
             "gpu",
             "d1 d8 d16 d32 d64 d128 d256 d512 "
             "p128x8 p256x16 p512x32 p1024x64 p2048x128 p4096x256 p8192x512 "
-            "d64p256x16 d64p512x32 d64p1024x64 d128p512x32 d128p1024x64 "
-            "d256p512x32 d256p1024x64 d512p512x32 d512p1024x64",
+            "d64p256x16 d64p512x32 d64p1024x64 d128p512x32 d128p1024x64 d256p1024x64 d512p896x56",
         ),
         ("cpu", "d1 d4 d8 d16 p64x4 p256x16 d16p64x4 d16p256x16"),
     ],

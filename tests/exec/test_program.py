@@ -78,11 +78,20 @@ def test_a_gpu_has_plain_steps_and_fewer_with_extras_a_cpu_one_a_bucket() -> Non
         ("gpu", Bucket(511), PLANNED),
         ("gpu", Bucket(512), {**PLANNED, "xla_gpu_enable_triton_gemm": False}),
         ("gpu", Bucket(64, 448, 8), {**PLANNED, "xla_gpu_enable_triton_gemm": False}),
+        (
+            "gpu",
+            Bucket(256, 768, 48),
+            {
+                **PLANNED,
+                "xla_gpu_enable_triton_gemm": False,
+                "xla_gpu_enable_command_buffer": "",
+            },
+        ),
         ("cpu", Bucket(512), {}),
     ],
-    ids=["few", "decodes", "mixed", "cpu"],
+    ids=["few", "decodes", "mixed", "long", "cpu"],
 )
-def test_triton_products_are_tried_for_few_tokens_and_memory_is_as_planned(
+def test_xla_s_options_follow_from_the_tokens_of_a_step(
     platform: str, bucket: Bucket, options: dict[str, Any]
 ) -> None:
     limits = Limits(2000, 16, 512, 64, 512, (bucket,))
