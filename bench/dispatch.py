@@ -61,7 +61,7 @@ class Device:
         self._program = program
         self._weights = flat_params(program.model, params)
         pages = init_kv_state(program.model.kv_spec, limits.num_pages, limits.page_size)
-        self._state = (flat_kv_state(pages), init_slots(program.slot_sizes))
+        self._state = (flat_kv_state(pages), init_slots(limits.max_num_seqs, limits.max_model_len))
         self.num_leaves = len(jax.tree.leaves((self._weights, self._state)))
 
     def calls(self, name: str) -> Mapping[str, Callable[[], float]]:

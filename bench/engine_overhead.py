@@ -16,7 +16,6 @@ from typing import Any
 from unittest.mock import patch
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from bench.throughput import in_turn
@@ -34,7 +33,7 @@ from jaxinfer.exec.compile import Executables, build_executables
 from jaxinfer.exec.executor import Executor, InFlight
 from jaxinfer.exec.forward import flat_kv_state, flat_params
 from jaxinfer.exec.program import Program
-from jaxinfer.exec.slots import SlotState, init_slots
+from jaxinfer.exec.slots import init_slots
 from jaxinfer.models.base import Params
 from jaxinfer.nn.kv import init_kv_state
 from jaxinfer.sched.choose import smallest_bucket
@@ -51,7 +50,7 @@ class BareSteps:
         self._pages = flat_kv_state(
             init_kv_state(program.model.kv_spec, limits.num_pages, limits.page_size)
         )
-        self._slots = init_slots(program.slot_sizes)
+        self._slots = init_slots(limits.max_num_seqs, limits.max_model_len)
 
     def ms_per_step(self, batch: int, contexts: range) -> float:
         """Mean over one step per context length; batches are packed before the clock starts."""
@@ -59,9 +58,8 @@ class BareSteps:
         bucket = smallest_bucket(limits.buckets, batch, 0, 0)
         layout = self._program.layout(bucket)
         step = self._executables.by_name[self._program.step_name(bucket, extras=False)]
-        plans = [decode_plan(limits, batch, n) for n in contexts]
-        batches = [pack(plan, layout, extras_of(())) for plan in plans]
-        pages, slots = self._pages, _with_pages(self._slots, plans[-1])
+        batches = [pack(decode_plan(limits, batch, n), layout, extras_of(())) for n in contexts]
+        pages, slots = self._pages, self._slots
         started = time.perf_counter()
         for flat in batches:
             pages, slots, output = step(self._weights, pages, slots, flat)
@@ -69,14 +67,6 @@ class BareSteps:
         seconds = time.perf_counter() - started
         self._pages, self._slots = pages, slots
         return 1e3 * seconds / len(batches)
-
-
-def _with_pages(slots: SlotState, plan: StepPlan) -> SlotState:
-    """The slots with the page tables that the rows' admissions would have given them."""
-    table = np.array(slots.page_table)
-    for row in plan.rows:
-        table[row.slot, : len(row.page_ids)] = row.page_ids.array()
-    return slots._replace(page_table=jnp.asarray(table))
 
 
 def decode_plan(limits: Limits, batch: int, context: int) -> StepPlan:

@@ -15,6 +15,7 @@ import msgspec
 
 from jaxinfer.core.checks import as_float, as_int
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -144,6 +145,11 @@ class Limits(msgspec.Struct, frozen=True):
     buckets: tuple[Bucket, ...]
     enable_prefix_caching: bool = True
     prefill_first: bool = False
+
+    @property
+    def max_pages_per_seq(self) -> int:
+        """M: pages of a sequence that fills the context."""
+        return cdiv(self.max_model_len, self.page_size)
 
     @property
     def num_usable_pages(self) -> int:

@@ -75,17 +75,15 @@ class ScheduledSeq(msgspec.Struct, frozen=True, gc=False):
 
 
 class SlotAdmission(msgspec.Struct, frozen=True, gc=False):
-    """A slot was given to a request: its state must be written before the step runs.
+    """A slot was given to a request: its sampling state must be written before the step runs.
 
     ``token_ids`` are all tokens known at admission (the prompt, and after a preemption the tokens
-    generated so far); the first ``num_prompt_tokens`` are the prompt. ``page_ids`` are the pages
-    for all of them.
+    generated so far); the first ``num_prompt_tokens`` are the prompt.
     """
 
     slot: int
     request: Request
     token_ids: IntLog
-    page_ids: IntLog
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """A step's plan as one flat int32 array, and that array as a batch on the device.
 
-Owns: the wire layout between host and device. The host sends what only it knows (lengths, new
-pages, prompt tokens) in a single transfer; positions and page slots are derived on the device.
+Owns: the wire layout between host and device. The host sends what only it knows (page tables,
+lengths, prompt tokens) in a single transfer; positions and page slots are derived on the device.
 Must not know: the model, sampling parameters (they live in ``SlotState``).
 """
 
@@ -22,17 +22,17 @@ from jaxinfer.core.request import Request
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket, StepPlan
 from jaxinfer.exec.sampling import Extras
-from jaxinfer.exec.slots import ALIGN, SlotState
 from jaxinfer.nn.attention import AttentionBatch
 
+# int32 values, 256 bytes: XLA hands a section to a kernel where it lies, and kernels are compiled
+# for arguments that begin at a multiple of 16 bytes (Triton) or 256 (Mosaic): INVALID_ARGUMENT.
+# The rows of the page table are padded to it as well, since a kernel may be handed some of them.
+ALIGN = 64
 ROOM = 2**23 // 4  # int32 values, 8 MiB: see ``copied_in``
 
 
 class DeviceBatch(NamedTuple):
-    """What one step computes on; padding rows read and write the last slot and page 0.
-
-    ``page_tables`` are those of all slots, with the pages in it that decoding rows have now.
-    """
+    """What one step computes on; padding rows read and write the last slot and page 0."""
 
     token_ids: jax.Array  # int32[T]
     positions: jax.Array  # int32[T]
@@ -42,7 +42,6 @@ class DeviceBatch(NamedTuple):
     samples: jax.Array  # bool[B]: whether the row's last token draws the next one
     target_ids: jax.Array  # int32[Tp]: the prompt token whose logprob is asked for, else -1
     extras: Extras[jax.Array]
-    page_tables: jax.Array  # int32[S + 1, M]: see ``SlotState.page_table``
 
 
 class Fields[A](NamedTuple):
@@ -55,10 +54,7 @@ class Fields[A](NamedTuple):
     query_start_loc: A  # [R + 1]
     token_ids: A  # [Tp]
     target_ids: A  # [Tp]
-    # [num_decodes]: the page of a decoding row's token, the last it has. All others came with its
-    # admission, or as this did: a table for each row would be 1.3 MB of a step of 128 rows, which
-    # the device waits for between two steps, as it may not overwrite what the first still reads.
-    newest_pages: A
+    page_table: A  # [B * M]
 
 
 @dataclass(frozen=True)
@@ -66,8 +62,13 @@ class BatchLayout:
     """The wire layout of one bucket."""
 
     bucket: Bucket
-    page_size: int
+    max_pages_per_seq: int
     sink_slot: int
+
+    @property
+    def pages_per_seq(self) -> int:
+        """Width of the page table, padding included."""
+        return cdiv(self.max_pages_per_seq, ALIGN) * ALIGN
 
     def sizes(self) -> Fields[int]:
         """Length of each section."""
@@ -80,7 +81,7 @@ class BatchLayout:
             query_start_loc=self.bucket.num_prefills + 1,
             token_ids=tp,
             target_ids=tp,
-            newest_pages=self.bucket.num_decodes,
+            page_table=b * self.pages_per_seq,
         )
 
     def abstract(self) -> jax.ShapeDtypeStruct:
@@ -107,19 +108,20 @@ class BatchLayout:
 
 
 def pack(plan: StepPlan, layout: BatchLayout, extras: Extras[bool]) -> np.ndarray:  # int32[...]
-    """The flat array of a plan. Work is per row, never per token."""
+    """The flat array of a plan. Work is per row and per page, never per token."""
     flat = layout.empty()
     wire = layout.split(flat)
     wire.extras[:] = extras
     wire.seq_slots[:] = layout.sink_slot
+    table = wire.page_table.reshape(layout.bucket.num_seqs, layout.pages_per_seq)
     for first, rows in ((0, plan.decodes), (layout.bucket.num_decodes, plan.prefills)):
         span = slice(first, first + len(rows))
         wire.seq_slots[span] = [row.slot for row in rows]
         wire.seq_lens[span] = [row.num_computed_tokens + row.num_scheduled_tokens for row in rows]
         wire.samples[span] = [row.samples for row in rows]
-    wire.newest_pages[: len(plan.decodes)] = [
-        row.page_ids[row.num_computed_tokens // layout.page_size] for row in plan.decodes
-    ]
+        for index, row in enumerate(rows, first):
+            pages = row.page_ids.array()
+            table[index, : len(pages)] = pages
     wire.target_ids[:] = -1
     start = 0
     for index, row in enumerate(plan.prefills):
@@ -150,7 +152,8 @@ def copied_in(flat: jax.Array) -> jax.Array:  # int32[...]
 def unpack(
     flat: jax.Array,  # int32[...]
     layout: BatchLayout,
-    slots: SlotState,
+    history: jax.Array,  # int32[S + 1, max_model_len + 1]: SlotState.token_ids
+    page_size: int,
 ) -> DeviceBatch:
     """The batch of a flat array; traced inside the step."""
     wire, bucket = layout.split(flat), layout.bucket
@@ -158,13 +161,7 @@ def unpack(
     seq_lens, starts = wire.seq_lens, wire.query_start_loc
     rows = jnp.arange(d, dtype=jnp.int32)
     positions = jnp.maximum(seq_lens[:d] - 1, 0)
-    token_ids = slots.token_ids[wire.seq_slots[:d], positions]
-    page_size = layout.page_size
-    tables = slots.page_table
-    if d:  # padding writes page 0 to the sink slot
-        newest = (wire.seq_slots[:d], positions // page_size)
-        # the barrier has rows read where pages were written: XLA would copy the tables for both
-        tables = lax.optimization_barrier(tables.at[newest].set(wire.newest_pages))
+    token_ids = history[wire.seq_slots[:d], positions]
     real = seq_lens[:d] > 0
     last = rows
     if bucket.num_prefill_tokens:
@@ -179,7 +176,7 @@ def unpack(
                 (last, d + jnp.maximum(starts[1:] - 1, 0)),
             )
         )
-    table = tables[wire.seq_slots]
+    table = wire.page_table.reshape(bucket.num_seqs, layout.pages_per_seq)
     slot_mapping = table[rows, positions // page_size] * page_size + positions % page_size
     return DeviceBatch(
         token_ids=token_ids,
@@ -195,7 +192,6 @@ def unpack(
         samples=wire.samples > 0,
         target_ids=wire.target_ids,
         extras=Extras(*(wire.extras > 0)),
-        page_tables=tables,
     )
 
 

@@ -146,9 +146,13 @@ class Executor:
 
     def _slot_rows(self, admissions: Sequence[SlotAdmission], count: int) -> np.ndarray:
         """What admits these, as ``count`` rows."""
-        program = self._program
-        vocab_size = program.model.config.vocab_size
-        return slot_rows(program.slot_sizes, admissions, count, vocab_size=vocab_size)
+        return slot_rows(
+            admissions,
+            count,
+            sink_slot=self._program.limits.max_num_seqs,
+            vocab_size=self._program.model.config.vocab_size,
+            max_model_len=self._program.limits.max_model_len,
+        )
 
     def _request(self, row: ScheduledSeq) -> Request:
         request = self._requests[row.slot]

@@ -55,6 +55,7 @@ class StepFunction:
 
     model: Model
     layout: BatchLayout
+    page_size: int
     extras: bool
     pins: Pins = Pins()
     copies_in: bool = False  # the batch, to memory of the step's own: see ``batch.copied_in``
@@ -68,7 +69,7 @@ class StepFunction:
     ) -> tuple[KVState, SlotState, StepOutput]:
         """Compute, draw, record."""
         flat = copied_in(flat) if self.copies_in else flat
-        batch = unpack(flat, self.layout, slots)
+        batch = unpack(flat, self.layout, slots.token_ids, self.page_size)
         num_decodes = self.layout.bucket.num_decodes
         attend = PagedAttend(batch.attention, num_decodes, self._arrivals(), self.pins)
         hidden, new_kv = hidden_states(
@@ -102,8 +103,7 @@ class StepFunction:
         lone prompt then takes one call, not two.
         """
         if rows is not None:
-            # what follows reads slots where they were written; XLA would copy them to have both
-            slots = lax.optimization_barrier(admit(slots, rows))
+            slots = admit(slots, rows)
         params = jax.tree.unflatten(jax.tree.structure(abstract_params(self.model)), weights)
         kv_state = tuple(LayerKV(*both) for both in batched(pages, 2))
         kv_state, slots, output = self(params, kv_state, slots, flat)
@@ -120,12 +120,10 @@ class StepFunction:
         return jax.new_ref(jnp.zeros(bucket.num_decodes * heads, jnp.int32))
 
     def _record(self, slots: SlotState, batch: DeviceBatch, token_ids: jax.Array) -> SlotState:
-        """The slots with each drawn token at its position, and with this step's page tables; rows
-        that draw none write no token.
-        """
+        """The slots with each drawn token at its position; rows that draw none write nothing."""
         position = jnp.where(batch.samples, batch.attention.seq_lens, slots.token_ids.shape[1])
         history = slots.token_ids.at[batch.seq_slots, position].set(token_ids, mode="drop")
-        return slots._replace(token_ids=history, page_table=batch.page_tables)
+        return slots._replace(token_ids=history)
 
     def _prompt_logprobs(
         self,

@@ -31,7 +31,7 @@ from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.forward import PROMPT_LOGPROBS_BLOCK
 from jaxinfer.exec.program import Program
-from jaxinfer.exec.slots import SlotSizes, SlotState, init_slots
+from jaxinfer.exec.slots import SlotState, init_slots
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.nn.kv import KVState, abstract_kv_state, init_kv_state
 
@@ -112,12 +112,11 @@ def plan_memory(
     each sequence, or a context of ``config.max_model_len`` do not fit; a derived context may
     shrink to the pages instead.
     """
-    slots = SlotSizes(max_num_seqs, max_model_len, page_size)
     fixed = MemoryPlan(
         weight_bytes=_size(abstract_params(model)),
         page_bytes=page_size * model.kv_spec.bytes_per_token(),
         num_pages=0,
-        slot_bytes=_size(jax.eval_shape(lambda: init_slots(slots))),
+        slot_bytes=_size(jax.eval_shape(lambda: init_slots(max_num_seqs, max_model_len))),
         workspace_bytes=max(workspace_bound(model, bucket, max_model_len) for bucket in buckets),
         device=device,
     )
@@ -246,7 +245,7 @@ def compile_init_state(program: Program) -> Callable[[], tuple[KVState, SlotStat
 
     def zeros() -> tuple[KVState, SlotState]:
         pages = init_kv_state(program.model.kv_spec, limits.num_pages, limits.page_size)
-        return pages, init_slots(program.slot_sizes)
+        return pages, init_slots(limits.max_num_seqs, limits.max_model_len)
 
     compiled = jax.jit(zeros).lower().compile()
 

@@ -19,7 +19,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.batch import BatchLayout
 from jaxinfer.exec.forward import StepFunction, flat_kv_state, flat_params
-from jaxinfer.exec.slots import SlotSizes, SlotState, admit, empty_rows, init_slots
+from jaxinfer.exec.slots import SlotState, admit, empty_rows, init_slots
 from jaxinfer.models.base import Model, Params, abstract_params
 from jaxinfer.nn.kv import KVState, abstract_kv_state
 from pallas_kernels.pins import Pins
@@ -61,7 +61,7 @@ class Program:
 
     def layout(self, bucket: Bucket) -> BatchLayout:
         """Wire layout of a bucket's batch."""
-        return BatchLayout(bucket, self.limits.page_size, self.slot_sizes.sink_slot)
+        return BatchLayout(bucket, self.limits.max_pages_per_seq, self.limits.max_num_seqs)
 
     def params(self) -> Params:
         """Weights."""
@@ -74,13 +74,8 @@ class Program:
 
     def slots(self) -> SlotState:
         """The slot state."""
-        return jax.eval_shape(lambda: init_slots(self.slot_sizes))
-
-    @property
-    def slot_sizes(self) -> SlotSizes:
-        """Of the slot state."""
         limits = self.limits
-        return SlotSizes(limits.max_num_seqs, limits.max_model_len, limits.page_size)
+        return jax.eval_shape(lambda: init_slots(limits.max_num_seqs, limits.max_model_len))
 
     def trace(self, name: str) -> jax.stages.Traced:
         """Trace one executable, by name; raises ``ConfigError`` for a kernel that cannot run."""
@@ -98,6 +93,7 @@ class Program:
         step = StepFunction(
             self.model,
             layout,
+            self.limits.page_size,
             extras,
             self.pins,
             copies_in=self.platform != "cpu",
@@ -161,7 +157,7 @@ class Program:
 
     def no_admissions(self, count: int) -> np.ndarray:  # int32[A, ...]: see ``slots.RowSections``
         """Rows that admit nobody."""
-        return empty_rows(self.slot_sizes, count)
+        return empty_rows(count, self.limits.max_num_seqs, self.limits.max_model_len)
 
     def _steps(self) -> dict[str, tuple[Bucket, bool]]:
         """Bucket of each step, and whether extras are in it."""

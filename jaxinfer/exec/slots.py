@@ -1,15 +1,14 @@
-"""Device-side state of each slot: its sampling parameters, its pages and the tokens it has seen.
+"""Device-side state of each slot: its sampling parameters and the tokens it has seen.
 
 Owns: ``SlotState`` and ``admit``, which fills slots as the scheduler gives them to requests.
-Because parameters and pages live on the device, a step's batch names slots and little else; because
-the tokens do, step n + 1 can start from step n's token before the host has read it.
-Must not know: the model, what is in pages, which request owns a slot.
+Because the parameters live on the device, a step's batch names slots and nothing else; because the
+tokens do, step n + 1 can start from step n's token before the host has read it.
+Must not know: the model, pages, which request owns a slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,37 +18,9 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.core.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from jaxinfer.core.shapes import cdiv, round_up
 from jaxinfer.core.step import SlotAdmission
 
-# int32 values, 256 bytes: kernels are compiled for arguments that begin at a multiple of 16 bytes
-# (Triton) or 256 (Mosaic), and a kernel may be handed some rows of the page table.
-ALIGN = 64
 MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 16  # the user's, and room for the model's own eos ids
-
-
-@dataclass(frozen=True)
-class SlotSizes:
-    """What decides the shapes of a slot state."""
-
-    max_num_seqs: int  # S
-    max_model_len: int
-    page_size: int
-
-    @property
-    def sink_slot(self) -> int:
-        """The last row, which padding writes to and reads from."""
-        return self.max_num_seqs
-
-    @property
-    def pages_per_seq(self) -> int:
-        """M: width of a page table, padding included."""
-        return round_up(cdiv(self.max_model_len, self.page_size), ALIGN)
-
-    @property
-    def tokens_per_seq(self) -> int:
-        """Those of a full context, and the one drawn after it."""
-        return self.max_model_len + 1
 
 
 class SlotFloats(NamedTuple):
@@ -81,7 +52,6 @@ class SlotState(NamedTuple):
     bias_ids: jax.Array  # int32[S + 1, MAX_LOGIT_BIAS]; V and above are dropped
     bias_values: jax.Array  # float32[S + 1, MAX_LOGIT_BIAS]
     stop_ids: jax.Array  # int32[S + 1, MAX_STOP_IDS]; V and above are dropped
-    page_table: jax.Array  # int32[S + 1, M]: 0 where a sequence has no page yet
     token_ids: jax.Array  # int32[S + 1, max_model_len + 1]: prompt, then what was drawn
 
 
@@ -98,11 +68,10 @@ class RowSections[A](NamedTuple):
     bias_ids: A  # [A, MAX_LOGIT_BIAS]
     bias_values: A  # [A, MAX_LOGIT_BIAS]
     stop_ids: A  # [A, MAX_STOP_IDS]
-    page_ids: A  # [A, M]
     token_ids: A  # [A, max_model_len + 1]
 
 
-SECTION_SIZES = (  # of all but the last two
+SECTION_SIZES = (  # of all but the last
     1,
     len(SlotInts._fields),
     len(SlotFloats._fields),
@@ -110,49 +79,53 @@ SECTION_SIZES = (  # of all but the last two
     MAX_LOGIT_BIAS,
     MAX_STOP_IDS,
 )
+SECTION_STARTS = tuple(accumulate(SECTION_SIZES, initial=0))
 
 
-def init_slots(sizes: SlotSizes) -> SlotState:
+def init_slots(max_num_seqs: int, max_model_len: int) -> SlotState:
     """A zeroed slot state."""
-    rows = sizes.max_num_seqs + 1
+    rows = max_num_seqs + 1
     return SlotState(
         floats=jnp.zeros((rows, len(SlotFloats._fields)), jnp.float32),
         ints=jnp.zeros((rows, len(SlotInts._fields)), jnp.int32),
         bias_ids=jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.int32),
         bias_values=jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.float32),
         stop_ids=jnp.zeros((rows, MAX_STOP_IDS), jnp.int32),
-        page_table=jnp.zeros((rows, sizes.pages_per_seq), jnp.int32),
-        token_ids=jnp.zeros((rows, sizes.tokens_per_seq), jnp.int32),
+        token_ids=jnp.zeros((rows, max_model_len + 1), jnp.int32),
     )
 
 
-def empty_rows(sizes: SlotSizes, count: int) -> np.ndarray:  # int32[A, ...]
+def empty_rows(count: int, sink_slot: int, max_model_len: int) -> np.ndarray:  # int32[A, ...]
     """``count`` rows that nobody reads: they are the sink slot's. See ``RowSections``."""
-    width = sum(SECTION_SIZES) + sizes.pages_per_seq + sizes.tokens_per_seq
-    rows = np.zeros((count, width), np.int32)
-    _sections(rows, sizes.pages_per_seq).slot[:] = sizes.sink_slot
+    rows = np.zeros((count, SECTION_STARTS[-1] + max_model_len + 1), np.int32)
+    _sections(rows).slot[:] = sink_slot
     return rows
 
 
 def slot_rows(
-    sizes: SlotSizes, admissions: Sequence[SlotAdmission], count: int, *, vocab_size: int
+    admissions: Sequence[SlotAdmission],
+    count: int,
+    *,
+    sink_slot: int,
+    vocab_size: int,
+    max_model_len: int,
 ) -> np.ndarray:  # int32[A, ...]
     """``count`` rows as a host array: those of the admissions, then empty ones."""
-    rows = empty_rows(sizes, count)
-    sections = _sections(rows[: len(admissions)], sizes.pages_per_seq)
+    rows = empty_rows(count, sink_slot, max_model_len)
+    sections = _sections(rows[: len(admissions)])
     sections.bias_ids[:] = vocab_size
     sections.stop_ids[:] = vocab_size
     for index, admission in enumerate(admissions):
-        _fill(RowSections(*(section[index] for section in sections)), admission, sizes)
+        _fill(RowSections(*(section[index] for section in sections)), admission, max_model_len)
     return rows
 
 
-def _fill(row: RowSections[np.ndarray], admission: SlotAdmission, sizes: SlotSizes) -> None:
+def _fill(row: RowSections[np.ndarray], admission: SlotAdmission, max_model_len: int) -> None:
     request, sampling = admission.request, admission.request.sampling
     seed = request.seed & 0xFFFF_FFFF_FFFF_FFFF
     words = np.array([seed & 0xFFFF_FFFF, seed >> 32], np.uint32).view(np.int32)
     prompt = admission.num_prompt_tokens
-    min_length = min(prompt + sampling.min_tokens, sizes.tokens_per_seq)
+    min_length = min(prompt + sampling.min_tokens, max_model_len + 1)
     row.slot[0] = admission.slot
     row.ints[:] = (*words, sampling.top_k, prompt, min_length)
     row.floats.view(np.float32)[:] = (
@@ -167,24 +140,20 @@ def _fill(row: RowSections[np.ndarray], admission: SlotAdmission, sizes: SlotSiz
         row.bias_ids[: len(bias)] = list(bias)
         row.bias_values.view(np.float32)[: len(bias)] = list(bias.values())
     row.stop_ids[: len(request.stop_ids)] = request.stop_ids
-    row.page_ids[: len(admission.page_ids)] = admission.page_ids.array()
     row.token_ids[: len(admission.token_ids)] = admission.token_ids.array()
 
 
 def admit(slots: SlotState, rows: jax.Array) -> SlotState:  # int32[A, ...]: see ``RowSections``
     """The slot state with these rows in it. Compiled for few counts; ``slots`` is donated."""
-    new = _sections(rows, slots.page_table.shape[1])
+    new = _sections(rows)
     floats, bias_values = (
         lax.bitcast_convert_type(bits, jnp.float32) for bits in (new.floats, new.bias_values)
     )
-    values = SlotState(
-        floats, new.ints, new.bias_ids, bias_values, new.stop_ids, new.page_ids, new.token_ids
-    )
+    values = SlotState(floats, new.ints, new.bias_ids, bias_values, new.stop_ids, new.token_ids)
     return jax.tree.map(lambda state, value: state.at[new.slot[:, 0]].set(value), slots, values)
 
 
-def _sections[A: (np.ndarray, jax.Array)](rows: A, pages_per_seq: int) -> RowSections[A]:
+def _sections[A: (np.ndarray, jax.Array)](rows: A) -> RowSections[A]:
     """The sections of rows; views where they are a numpy array."""
-    starts = tuple(accumulate((*SECTION_SIZES, pages_per_seq), initial=0))
-    ends = (*starts[1:], rows.shape[1])
-    return RowSections(*(rows[:, i:j] for i, j in zip(starts, ends, strict=True)))
+    ends = (*SECTION_STARTS[1:], rows.shape[1])
+    return RowSections(*(rows[:, i:j] for i, j in zip(SECTION_STARTS, ends, strict=True)))

@@ -154,7 +154,7 @@ def _new_prefills(
         if (seq := admit(draft, hashed)) is None:
             blocked = hashed
             break
-        admissions.append(SlotAdmission(seq.slot, seq.request, seq.token_ids, seq.page_ids))
+        admissions.append(SlotAdmission(seq.slot, seq.request, seq.token_ids))
         row, seq = _prefill_row(seq, room)
         budget.add(row.num_scheduled_tokens)
         rows.append(row)

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from jaxinfer.core.intlog import IntLog
-from jaxinfer.core.request import Request, SamplingParams
-from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan
-from jaxinfer.exec.batch import BatchLayout, copied_in, pack, unpack
+from jaxinfer.core.step import Bucket, ScheduledSeq, StepPlan
+from jaxinfer.exec.batch import ALIGN, BatchLayout, copied_in, pack, unpack
 from jaxinfer.exec.sampling import Extras
-from jaxinfer.exec.slots import ALIGN, SlotSizes, SlotState, admit, init_slots, slot_rows
 
 SLOTS, PAGE_SIZE, MAX_PAGES, NUM_PAGES = 64, 16, 70, 4000
 BUCKETS = (Bucket(1), Bucket(0, 64, 4), Bucket(3, 65, 5))
@@ -23,35 +21,21 @@ BUCKETS = (Bucket(1), Bucket(0, 64, 4), Bucket(3, 65, 5))
 @pytest.mark.parametrize("bucket", BUCKETS, ids=lambda bucket: bucket.name)
 def test_sections_are_aligned_and_apart(bucket: Bucket) -> None:
     """A GPU's kernels read a section where it lies and refuse an odd beginning."""
-    layout = BatchLayout(bucket, page_size=PAGE_SIZE, sink_slot=4)
+    layout = BatchLayout(bucket, max_pages_per_seq=7, sink_slot=4)
     numbered = np.arange(*layout.abstract().shape, dtype=np.int32)
     sections = layout.split(numbered)
     assert [section.size for section in sections] == list(layout.sizes())
     filled = [section for section in sections if section.size]
     assert all(section[0] % ALIGN == 0 for section in filled)
     assert all(first[-1] < second[0] for first, second in pairwise(filled))
-    assert SlotSizes(4, 100, 16).pages_per_seq % ALIGN == 0  # so is any row of the page table
+    assert layout.pages_per_seq % ALIGN == 0  # so is any row of the page table
 
 
 def _row(slot: int, computed: int, scheduled: int, decode: bool = False) -> ScheduledSeq:
-    """A row whose pages, the pool's last among them, are its own."""
+    """A row with the pool's last pages among its own."""
     pages = range(NUM_PAGES - -(-(computed + scheduled) // PAGE_SIZE), NUM_PAGES)
     tokens = None if decode else np.arange(1, scheduled + 1, dtype=np.int32)
     return ScheduledSeq("r", 0, slot, computed, scheduled, IntLog(pages), tokens)
-
-
-def _admitted(sizes: SlotSizes, plan: StepPlan) -> SlotState:
-    """Slots as admissions leave them: a decoding row's newest page may have come since."""
-    slots = init_slots(sizes)
-    for row in plan.rows:
-        pages = row.page_ids if row.token_ids is not None else row.page_ids[:-1]
-        sampling = SamplingParams()
-        request = Request(
-            request_id="r", prompt_token_ids=(1,), sampling=sampling, max_tokens=1, seed=0
-        )
-        admission = SlotAdmission(row.slot, request, IntLog((1,)), IntLog(pages))
-        slots = admit(slots, jnp.asarray(slot_rows(sizes, [admission], 1, vocab_size=9)))
-    return slots
 
 
 @pytest.mark.parametrize(
@@ -69,12 +53,12 @@ def test_no_index_of_a_batch_leaves_what_it_is_for(
     decodes: tuple[tuple[int, int, int], ...],
     prefills: tuple[tuple[int, int, int], ...],
 ) -> None:
-    sizes = SlotSizes(SLOTS, MAX_PAGES * PAGE_SIZE, PAGE_SIZE)
-    layout = BatchLayout(bucket, PAGE_SIZE, sizes.sink_slot)
+    layout = BatchLayout(bucket, MAX_PAGES, sink_slot=SLOTS)
     rows = [_row(*row, decode=True) for row in decodes], [_row(*row) for row in prefills]
     plan = StepPlan(0, bucket, (), *map(tuple, rows))
     flat = pack(plan, layout, Extras(*(False,) * len(Extras._fields)))
-    batch = unpack(jnp.asarray(flat), layout, _admitted(sizes, plan))
+    history = jnp.zeros((SLOTS + 1, MAX_PAGES * PAGE_SIZE + 1), jnp.int32)
+    batch = unpack(jnp.asarray(flat), layout, history, PAGE_SIZE)
     attention = batch.attention
     spans = [range(at, at + 1) for at in range(len(decodes))]
     ends = np.cumsum([bucket.num_decodes, *(count for *_, count in prefills)])
@@ -86,13 +70,6 @@ def test_no_index_of_a_batch_leaves_what_it_is_for(
         slots[span] += positions[span] % PAGE_SIZE
     np.testing.assert_array_equal(attention.slot_mapping, slots)
     np.testing.assert_array_equal(batch.positions, positions)
-    taken = [*range(len(decodes)), *range(bucket.num_decodes, bucket.num_decodes + len(prefills))]
-    for index, row in zip(taken, plan.rows, strict=True):
-        pages = row.page_ids.array()
-        for table in (attention.page_table[index], batch.page_tables[row.slot]):
-            np.testing.assert_array_equal(table[: len(pages)], pages)
-            assert not np.any(table[len(pages) :])
-    assert not np.any(np.delete(np.asarray(attention.page_table), taken, axis=0))
     for indices, end in (
         (attention.page_table, NUM_PAGES),
         (batch.seq_slots, SLOTS + 1),
@@ -101,6 +78,7 @@ def test_no_index_of_a_batch_leaves_what_it_is_for(
         (attention.seq_lens, MAX_PAGES * PAGE_SIZE + 1),
     ):
         assert np.all((np.asarray(indices) >= 0) & (np.asarray(indices) < end))
+    taken = [*range(len(decodes)), *range(bucket.num_decodes, bucket.num_decodes + len(prefills))]
     last = np.asarray(batch.logits_indices)[taken]
     assert last.tolist() == [span[-1] for span in spans]
     padding = np.delete(np.asarray(batch.seq_slots), taken)
@@ -108,7 +86,7 @@ def test_no_index_of_a_batch_leaves_what_it_is_for(
 
 
 def test_copied_in_has_the_same_sections() -> None:
-    layout = BatchLayout(Bucket(2, 64, 2), PAGE_SIZE, sink_slot=SLOTS)
+    layout = BatchLayout(Bucket(2, 64, 2), MAX_PAGES, sink_slot=SLOTS)
     flat = np.arange(layout.abstract().size, dtype=np.int32)
     for came, copied in zip(
         layout.split(flat), layout.split(jax.jit(copied_in)(jnp.asarray(flat))), strict=True

@@ -12,7 +12,7 @@ from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.step import SlotAdmission
 from jaxinfer.exec.batch import extras_of
 from jaxinfer.exec.sampling import Extras, sample, token_logprobs
-from jaxinfer.exec.slots import SlotSizes, SlotState, admit, init_slots, slot_rows
+from jaxinfer.exec.slots import SlotState, admit, init_slots, slot_rows
 
 VOCAB = 50
 MAX_LEN = 32
@@ -22,8 +22,7 @@ OUTPUT = (4, 9, 9, 11)
 
 def draw(logits: np.ndarray, rows: list[SamplingParams], eos: tuple[int, ...] = ()) -> np.ndarray:
     """One token for each row of float32[B, V] logits, after PROMPT + OUTPUT."""
-    sizes = SlotSizes(len(rows), MAX_LEN, page_size=16)
-    slots: SlotState = init_slots(sizes)
+    slots: SlotState = init_slots(len(rows), MAX_LEN)
     requests: list[Request] = []
     admissions: list[SlotAdmission] = []
     for slot, params in enumerate(rows):
@@ -36,8 +35,9 @@ def draw(logits: np.ndarray, rows: list[SamplingParams], eos: tuple[int, ...] = 
             eos_token_ids=eos,
         )
         requests.append(request)
-        admissions.append(SlotAdmission(slot, request, IntLog(PROMPT + OUTPUT), IntLog((1,))))
-    new = slot_rows(sizes, admissions, len(rows) + 1, vocab_size=VOCAB)  # and one for nobody
+        admissions.append(SlotAdmission(slot, request, IntLog(PROMPT + OUTPUT)))
+    sizes = {"sink_slot": len(rows), "vocab_size": VOCAB, "max_model_len": MAX_LEN}
+    new = slot_rows(admissions, len(rows) + 1, **sizes)  # and one that admits nobody
     slots = jax.jit(admit)(slots, new)
     asked = extras_of(requests)
     extras = Extras(*map(jnp.bool_, asked)) if any(asked) else None
