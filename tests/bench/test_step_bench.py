@@ -80,7 +80,8 @@ def test_groups_fill_one_file(
     assert "model" not in engine and "cache_dir" not in engine
     long = next(row for row in report["rows"] if row["case"] == "b2/40")
     short = next(row for row in report["rows"] if row["case"] == "b2")
-    assert long["predicted"] > short["value"]
+    # by its bytes; what was measured on a busy machine may even be below 0, as it is a difference
+    assert long["predicted"] / short["value"] > 1
     tables = "\n".join(render.step_tables(report, {"peer": "none", "rows": []}))
     assert all(f"| {case} |" in tables for case in ("1", "40", "b2/40", "greedy"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import signal
 import subprocess
 import sys
@@ -165,6 +166,20 @@ def test_jax_is_imported_before_anybody_says_what_to_build(
         assert told == "before the order: jax\n"
         link = EngineProcess.start(config, spawned)
         assert link.ready().facts.vocab_size == TINY_VOCAB_SIZE
+        link.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_library_pages_that_only_the_start_touched_go_back(config: EngineConfig) -> None:
+    link = EngineProcess.start(config, spawn())
+    link.ready()
+
+    def of_files() -> int:
+        return int(Path(f"/proc/{link.pid}/statm").read_text().split()[2]) * os.sysconf("SC_PAGESIZE")
+
+    try:
+        wait_until(lambda: of_files() < 40 << 20, "what 150 MiB of libraries are for is over", 10)
+    finally:
         link.stop()
 
 
