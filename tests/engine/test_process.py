@@ -175,7 +175,8 @@ def test_library_pages_that_only_the_start_touched_go_back(config: EngineConfig)
     link.ready()
 
     def of_files() -> int:
-        return int(Path(f"/proc/{link.pid}/statm").read_text().split()[2]) * os.sysconf("SC_PAGESIZE")
+        pages = int(Path(f"/proc/{link.pid}/statm").read_text().split()[2])
+        return pages * os.sysconf("SC_PAGESIZE")
 
     try:
         wait_until(lambda: of_files() < 40 << 20, "what 150 MiB of libraries are for is over", 10)
