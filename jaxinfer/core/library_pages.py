@@ -40,17 +40,19 @@ def release_library_pages() -> int:
     A start touches far more of its libraries than what runs then: of an engine's 2.0 GB on an H200
     0.4 are such pages, of which its steps ask for 0.03 again. They are the file's own content and
     come back from the system's cache when they are touched, some microseconds each. It takes 70 ms
-    there. Does nothing where the system is not Linux.
+    there. Does nothing where the system does not tell what is mapped: elsewhere than on Linux.
 
     Libraries alone: those stay where they are while the process lives. Where another file was
     mapped, another thread may have memory of its own by the time it is given back.
     """
-    if not MAPPINGS.exists():
+    try:
+        smaps = MAPPINGS.read_text()
+    except OSError:
         return 0
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     released = 0
-    for mapping in list(_mappings(MAPPINGS.read_text())):
+    for mapping in _mappings(smaps):
         if mapping.is_library_alone and mapping.resident:
             size = mapping.end - mapping.start
             if madvise(mapping.start, size, MADV_DONTNEED) == 0:  # else it is locked in memory
