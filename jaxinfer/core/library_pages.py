@@ -13,6 +13,7 @@ from pathlib import Path
 
 MAPPINGS = Path("/proc/self/smaps")  # Linux's
 MADV_DONTNEED = 4  # of its mman.h
+_LIBRARY = re.compile(r"\.so(\.\d+)*$")  # a path's end
 _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \d+ *(.*)")  # addresses, access, path
 
 
@@ -31,7 +32,7 @@ class _Mapping:
     def is_library_alone(self) -> bool:
         """Whether every page is a library's, and nobody may change one."""
         private_reading = self.access[1] == "-" and self.access[3] == "p"
-        return ".so" in self.path and private_reading and not self.own
+        return private_reading and not self.own and _LIBRARY.search(self.path) is not None
 
 
 def release_library_pages() -> int:

@@ -43,18 +43,18 @@ def bucket_table(
         *(
             (rows, chunk)
             for rows in mixed_rows
-            for largest in (_largest_beside(rows, most_mixed),)
-            for chunk in ladder(min(prefill_start, largest), largest, prefill_factor)
-            if chunk >= min(MIXED_TOKENS_PER_ROW * rows, largest)
+            for chunk in _chunks_beside(rows, most_mixed, prefill_start, prefill_factor)
         ),
     ]
     return tuple(Bucket(rows, chunk, _prefill_rows(chunk, max_num_seqs)) for rows, chunk in shapes)
 
 
-def _largest_beside(rows: int, most: int) -> int:
-    """Tokens of the largest chunk beside decode rows; ``most`` where they are few."""
+def _chunks_beside(rows: int, most: int, start: int, factor: int) -> list[int]:
+    """Tokens of the chunks beside decode rows, ``most`` at most: see ``bucket_table``."""
     beyond = max(0, rows - most // MIXED_TOKENS_PER_ROW)
-    return max(cdiv(most, 2), most - beyond // 2)
+    largest = max(cdiv(most, 2), most - beyond // 2)
+    fewest = min(MIXED_TOKENS_PER_ROW * rows, largest)
+    return [chunk for chunk in ladder(start, largest, factor) if chunk >= fewest]
 
 
 def _prefill_rows(chunk: int, max_num_seqs: int) -> int:

@@ -36,7 +36,7 @@ CUBLAS_FROM = 512
 # names no limit, and 80 % of the card is one to XLA: it would compute values twice to keep below.
 AS_PLANNED = MappingProxyType({"xla_disable_hlo_passes": "rematerialization"})
 # Tokens from which a step's kernels are launched one by one, as the host is done with that long
-# before the device. A CUDA graph of them starts no sooner and holds some 10 MB of the host.
+# before the device. A CUDA graph of them starts no sooner, and is memory of the host.
 NO_GRAPH_FROM = 1024
 EXTRAS_EVERY = 3  # buckets of a kind there is one with a step for extras
 

@@ -303,8 +303,14 @@ def test_what_reading_the_tokenizer_took_is_given_back(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("jaxinfer.engine.process.EngineProcess", Process)
     monkeypatch.setattr("jaxinfer.core.heap.release_free_heap", lambda: done.append("given back"))
+    pages = "jaxinfer.core.library_pages.release_library_pages"
+    monkeypatch.setattr(pages, lambda: done.append("and libraries' pages"))
     _, facts = module._engine_process(None, EngineConfig())  # type: ignore[arg-type] # pyright: ignore
-    assert facts == "facts" and done == ["the tokenizer is read", "given back"]
+    assert facts == "facts" and done == [
+        "the tokenizer is read",
+        "given back",
+        "and libraries' pages",
+    ]
 
 
 @pytest.fixture

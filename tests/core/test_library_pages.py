@@ -46,6 +46,7 @@ def test_pages_of_libraries_go_back_and_come_again() -> None:
         ("rw-p", "/usr/lib/libone.so.2", 0, False),
         ("r--s", "/usr/lib/libone.so.2", 0, False),
         ("r--p", "/data/model.safetensors", 0, False),  # may have gone from there by now
+        ("r--p", "/data/of.solar/model.safetensors", 0, False),
         ("rw-p", "[heap]", 4, False),
         ("r-xp", "", 4, False),  # machine code that was made here
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,11 +13,6 @@ from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
 from jaxinfer.engine.build import with_device_defaults
 from jaxinfer.exec.buckets import bucket_table
-
-sizes = st.integers(1, 300)
-factors = st.integers(2, 8)
-starts = st.integers(1, 300)
-mixed_limits = st.none() | st.integers(1, 9000)
 
 
 def table_of(
@@ -32,48 +29,61 @@ def table_of(
     )
 
 
-@given(sizes, st.integers(1, 9000), factors, starts, mixed_limits, st.data())
-def test_every_step_finds_a_bucket(
-    seqs: int,
-    tokens: int,
-    factor: int,
-    mixed_start: int,
-    most_mixed: int | None,
-    data: st.DataObject,
-) -> None:
-    table = table_of(seqs, tokens, factor, mixed_start, most_mixed)
-    decodes = data.draw(st.integers(0, seqs))
+@dataclass(frozen=True)
+class Sizes:
+    """What a table is made of."""
+
+    seqs: int
+    tokens: int
+    factor: int
+    mixed_start: int
+    most_mixed: int | None
+
+    @property
+    def most(self) -> int:
+        """Prompt tokens of a mixed step."""
+        return min(self.tokens, self.most_mixed or self.tokens)
+
+    @property
+    def table(self) -> tuple[Bucket, ...]:
+        return table_of(self.seqs, self.tokens, self.factor, self.mixed_start, self.most_mixed)
+
+
+any_sizes = st.builds(
+    Sizes,
+    seqs=st.integers(1, 300),
+    tokens=st.integers(1, 9000),
+    factor=st.integers(2, 8),
+    mixed_start=st.integers(1, 300),
+    most_mixed=st.none() | st.integers(1, 9000),
+)
+
+
+@given(any_sizes, st.data())
+def test_every_step_finds_a_bucket(sizes: Sizes, data: st.DataObject) -> None:
+    table = sizes.table
+    decodes = data.draw(st.integers(0, sizes.seqs))
     assert decodes == 0 or any(bucket.fits(decodes, 0, 0) for bucket in table)
-    if decodes < seqs:  # a prefill row of half of what may be joins any number of decodes
-        most = min(tokens, most_mixed or tokens) if decodes else tokens
-        length = data.draw(st.integers(1, cdiv(most, 2) if decodes else most))
+    if decodes < sizes.seqs:  # a prefill row of half of what may be joins any number of decodes
+        longest = cdiv(sizes.most, 2) if decodes else sizes.tokens
+        length = data.draw(st.integers(1, longest))
         assert any(bucket.fits(decodes, length, 1) for bucket in table)
 
 
-@given(sizes, st.integers(1, 9000), factors, starts, mixed_limits)
-def test_shapes_are_distinct_and_within_bounds(
-    seqs: int, tokens: int, factor: int, mixed_start: int, most_mixed: int | None
-) -> None:
-    table = table_of(seqs, tokens, factor, mixed_start, most_mixed)
+@given(any_sizes)
+def test_shapes_are_distinct_and_within_bounds(sizes: Sizes) -> None:
+    table, seqs = sizes.table, sizes.seqs
     mixed = [bucket for bucket in table if bucket.num_decodes and bucket.num_prefills]
-    assert all(bucket.num_prefill_tokens <= (most_mixed or tokens) for bucket in mixed)
+    assert all(bucket.num_prefill_tokens <= sizes.most for bucket in mixed)
     assert len({bucket.name for bucket in table}) == len(table)
-    assert all(b.num_decodes <= seqs and b.num_prefill_tokens <= tokens for b in table)
+    assert all(b.num_decodes <= seqs and b.num_prefill_tokens <= sizes.tokens for b in table)
     assert all(b.num_prefills <= min(seqs, max(b.num_prefill_tokens, 1)) for b in table)
 
 
-@given(sizes, st.integers(1, 9000), factors, starts, mixed_limits, st.data())
-def test_chunks_give_way_to_many_rows(
-    seqs: int,
-    tokens: int,
-    factor: int,
-    mixed_start: int,
-    most_mixed: int | None,
-    data: st.DataObject,
-) -> None:
-    table = table_of(seqs, tokens, factor, mixed_start, most_mixed)
-    if mixed := [bucket for bucket in table if bucket.num_decodes and bucket.num_prefills]:
-        most = min(tokens, most_mixed or tokens)
+@given(any_sizes, st.data())
+def test_chunks_give_way_to_many_rows(sizes: Sizes, data: st.DataObject) -> None:
+    most = sizes.most
+    if mixed := [b for b in sizes.table if b.num_decodes and b.num_prefills]:
         rows = data.draw(st.sampled_from([bucket.num_decodes for bucket in mixed]))
         chunks = [bucket.num_prefill_tokens for bucket in mixed if bucket.num_decodes == rows]
         if 4 * rows <= most:
