@@ -44,6 +44,7 @@ SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 KERNELS = (
     "append_decode",
     "paged_prefill",
+    "publish",
     "qk_rope_append",
     "residual_norm",
     "sample",

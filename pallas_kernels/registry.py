@@ -24,6 +24,7 @@ OP_NAMES = (
     "kv_append",
     "paged_decode",
     "paged_prefill",
+    "publish",
     "qk_rope_append",
     "residual_norm",
     "sample",

@@ -28,6 +28,7 @@ from jaxinfer.nn.attention import AttentionBatch
 # for arguments that begin at a multiple of 16 bytes (Triton) or 256 (Mosaic): INVALID_ARGUMENT.
 # The rows of the page table are padded to it as well, since a kernel may be handed some of them.
 ALIGN = 64
+NOWHERE = (0, 0, 0)  # no place: see ``pallas_kernels.publish``
 ROOM = 2**23 // 4  # int32 values, 8 MiB: see ``copied_in``
 
 
@@ -42,12 +43,14 @@ class DeviceBatch(NamedTuple):
     samples: jax.Array  # bool[B]: whether the row's last token draws the next one
     target_ids: jax.Array  # int32[Tp]: the prompt token whose logprob is asked for, else -1
     extras: Extras[jax.Array]
+    place: jax.Array  # int32[3]: where tokens are published
 
 
 class Fields[A](NamedTuple):
     """The sections of the flat array, in order: as sizes, numpy views or device arrays."""
 
     extras: A  # [len(Extras)]
+    place: A  # [3]: where tokens are published
     seq_slots: A  # [B]
     seq_lens: A  # [B]
     samples: A  # [B]
@@ -75,6 +78,7 @@ class BatchLayout:
         b, tp = self.bucket.num_seqs, self.bucket.num_prefill_tokens
         return Fields(
             extras=len(Extras._fields),
+            place=len(NOWHERE),
             seq_slots=b,
             seq_lens=b,
             samples=b,
@@ -107,11 +111,17 @@ class BatchLayout:
         return tuple(accumulate((cdiv(size, ALIGN) * ALIGN for size in self.sizes()), initial=0))
 
 
-def pack(plan: StepPlan, layout: BatchLayout, extras: Extras[bool]) -> np.ndarray:  # int32[...]
+def pack(
+    plan: StepPlan,
+    layout: BatchLayout,
+    extras: Extras[bool],
+    place: Sequence[int] = NOWHERE,
+) -> np.ndarray:  # int32[...]
     """The flat array of a plan. Work is per row and per page, never per token."""
     flat = layout.empty()
     wire = layout.split(flat)
     wire.extras[:] = extras
+    wire.place[:] = place
     wire.seq_slots[:] = layout.sink_slot
     table = wire.page_table.reshape(layout.bucket.num_seqs, layout.pages_per_seq)
     for first, rows in ((0, plan.decodes), (layout.bucket.num_decodes, plan.prefills)):
@@ -192,6 +202,7 @@ def unpack(
         samples=wire.samples > 0,
         target_ids=wire.target_ids,
         extras=Extras(*(wire.extras > 0)),
+        place=wire.place,
     )
 
 

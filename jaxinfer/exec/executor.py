@@ -26,12 +26,13 @@ from jaxinfer.core.step import (
     StepResult,
     TokenLogprobs,
 )
-from jaxinfer.exec.batch import extras_of, pack
+from jaxinfer.exec.batch import NOWHERE, extras_of, pack
 from jaxinfer.exec.compile import Executables
 from jaxinfer.exec.forward import StepOutput, flat_kv_state, flat_params
 from jaxinfer.exec.program import ADMIT, ADMITTED_BY_STEP, Program
 from jaxinfer.exec.sampling import Logprobs
 from jaxinfer.exec.slots import SlotState, slot_rows
+from jaxinfer.exec.token_board import TokenBoard
 from jaxinfer.models.base import Params
 from jaxinfer.nn.kv import KVState
 
@@ -45,6 +46,7 @@ class InFlight:
     plan: StepPlan
     requests: tuple[Request, ...]  # of each row, decodes first
     output: StepOutput
+    number: int  # on the board, where there is one
 
 
 class Executor:
@@ -66,9 +68,11 @@ class Executor:
         self._slots = slots
         # the host's mirror of which request a slot's parameters belong to
         self._requests: list[Request | None] = [None] * limits.max_num_seqs
+        rows = max(bucket.num_seqs for bucket in limits.buckets)
+        self._board = TokenBoard.of_device(jax.devices()[0], rows)
         # A CPU's arrays are host memory already. Asking for a copy would only leave a callback that
         # needs the interpreter, and aborts the process when it comes while Python shuts down.
-        self._copies_to_host = jax.default_backend() != "cpu"
+        self._copies_to_host = self._board is None and jax.default_backend() != "cpu"
         self._layouts = {bucket: program.layout(bucket) for bucket in limits.buckets}
         self._nobody = program.no_admissions(ADMITTED_BY_STEP)
 
@@ -108,7 +112,8 @@ class Executor:
         extras = extras_of(requests)
         bucket = self._program.bucket_of(plan.bucket, extras=any(extras))
         plan = msgspec.structs.replace(plan, bucket=bucket)
-        inputs = [pack(plan, self._layouts[bucket], extras)]
+        place = NOWHERE if self._board is None else self._board.next_place()
+        inputs = [pack(plan, self._layouts[bucket], extras, place)]
         if bucket.num_prefills:  # where there are admissions, there are prompts
             inputs.append(self._slot_rows(first, ADMITTED_BY_STEP) if first else self._nobody)
         step = self._executables.by_name[self._program.step_name(bucket, extras=any(extras))]
@@ -120,12 +125,12 @@ class Executor:
             )
             if self._copies_to_host:
                 output.token_ids.copy_to_host_async()
-        return InFlight(plan, requests, output)
+        return InFlight(plan, requests, output, place[-1])
 
     def collect(self, step: InFlight) -> StepResult:
         """Wait for a launched step and read what its rows produced."""
         with _device_errors(step.plan):
-            token_ids = np.asarray(step.output.token_ids).tolist()
+            token_ids = self._drawn(step).tolist()
         rows = step.plan.rows
         num_decodes = len(step.plan.decodes)
         num_padding = step.plan.bucket.num_decodes - num_decodes  # rows before the prefills
@@ -143,6 +148,10 @@ class Executor:
                 )
             )
         return StepResult(step.plan.step_id, tuple(results))
+
+    def _drawn(self, step: InFlight) -> np.ndarray:  # int32[B]
+        tokens = step.output.token_ids
+        return np.asarray(tokens) if self._board is None else self._board.read(step.number, tokens)
 
     def _slot_rows(self, admissions: Sequence[SlotAdmission], count: int) -> np.ndarray:
         """What admits these, as ``count`` rows."""

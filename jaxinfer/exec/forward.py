@@ -22,6 +22,7 @@ from jaxinfer.models.base import Model, Params, abstract_params, hidden_states, 
 from jaxinfer.nn.attention import PagedAttend
 from jaxinfer.nn.kv import KVState, LayerKV
 from pallas_kernels.pins import Pins
+from pallas_kernels.publish.api import publish
 
 PROMPT_LOGPROBS_BLOCK = 64  # positions whose logits are alive at once: 64 * V floats
 
@@ -80,6 +81,7 @@ class StepFunction:
         seq_lens = batch.attention.seq_lens
         impl = self.pins.of("sample")
         token_ids = sample(logits, slots, batch.seq_slots, seq_lens, extras, impl)
+        token_ids = publish(token_ids, batch.place, impl=self.pins.of("publish"))
         new_slots = self._record(slots, batch, token_ids)
         output = StepOutput(token_ids)
         if self.extras:

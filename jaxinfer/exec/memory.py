@@ -12,7 +12,6 @@ really take is in a bundle's manifest, and is checked against the plan once they
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from jaxinfer.core.config import (
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
+from jaxinfer.exec.cuda_driver import card_bytes
 from jaxinfer.exec.forward import PROMPT_LOGPROBS_BLOCK
 from jaxinfer.exec.program import Program
 from jaxinfer.exec.slots import SlotState, init_slots
@@ -214,7 +214,7 @@ def device_memory(device: Any = None) -> DeviceMemory | None:  # jax.Device
         return None
     # XLA's own allocator says its limit, the one over virtual memory nothing, CUDA's 0
     limit: int = (device.memory_stats() or {}).get("bytes_limit", 0)
-    card = _card_bytes(device.local_hardware_id) or limit
+    card = card_bytes(device.local_hardware_id) or limit
     return DeviceMemory(card, limit or int(card * allocator_share())) if card else None
 
 
@@ -292,21 +292,6 @@ def _kv_budget(config: EngineConfig, fixed: MemoryPlan, reserve: int) -> int:
             "or a smaller model, or lower max_num_seqs or max_num_batched_tokens"
         )
     return room if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
-
-
-def _card_bytes(ordinal: int) -> int | None:
-    """All memory of a CUDA device, which only the driver tells; None where there is no driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    card, size = ctypes.c_int(), ctypes.c_size_t()
-    failed = (
-        driver.cuInit(0)
-        or driver.cuDeviceGet(ctypes.byref(card), ordinal)
-        or driver.cuDeviceTotalMem_v2(ctypes.byref(size), card)
-    )
-    return None if failed else size.value
 
 
 def _layer_width(model: Model) -> int:

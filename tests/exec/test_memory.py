@@ -158,13 +158,13 @@ def test_memory_of_a_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = SimpleNamespace(local_hardware_id=0, platform="gpu", memory_stats=lambda: stats)
-    monkeypatch.setattr(memory, "_card_bytes", lambda ordinal: card)
+    monkeypatch.setattr(memory, "card_bytes", lambda ordinal: card)
     monkeypatch.setattr(memory, "allocator_share", lambda: 0.25)
     assert device_memory(device) == expected  # type: ignore[arg-type]
 
 
 def test_a_cpu_reports_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_card_bytes", lambda ordinal: DEVICE)  # beside a card unused
+    monkeypatch.setattr(memory, "card_bytes", lambda ordinal: DEVICE)  # beside a card unused
     assert device_memory() is None
 
 

@@ -1,0 +1,39 @@
+"""Named calls of publish. What it writes into memory is no result of a call and has a test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pallas_kernels.registry import Cost, Inputs
+
+
+@dataclass(frozen=True)
+class PublishCase:
+    """Tokens of a step's rows, written nowhere."""
+
+    name: str
+    rows: int
+    tags: tuple[str, ...] = ("ci",)
+
+
+CASES = (
+    PublishCase("one_row", 1),
+    PublishCase("odd", 13),
+    PublishCase("prompts_beside_rows", 568),
+    *(PublishCase(f"b{rows}", rows, ("bench", "gpu")) for rows in (1, 64, 512)),
+)
+
+
+def build(case: PublishCase, seed: int) -> Inputs:
+    """Random tokens, the largest among them; the address is 0."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(2**31, size=case.rows).astype(np.int32)
+    tokens[0] = 2**31 - 1
+    return Inputs((tokens, np.array([0, 0, 7], np.int32)), {})
+
+
+def cost(case: PublishCase) -> Cost:
+    """Tokens read and written."""
+    return Cost(8 * case.rows, 0)

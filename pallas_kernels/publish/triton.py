@@ -1,0 +1,50 @@
+"""publish in Triton: one launch, one program. Must not know: whose memory it writes to."""
+
+from __future__ import annotations
+
+import jax
+import jax_triton as jt
+import triton
+import triton.language as tl
+
+from pallas_kernels.tiles import power_of_two
+
+
+@triton.jit
+def _publish(
+    tokens,  # int32[B]
+    place,  # int32[3]
+    same,  # int32[B]: the tokens
+    ROWS: tl.constexpr,  # B
+    TILE: tl.constexpr,
+):
+    row = tl.arange(0, TILE)
+    inside = row < ROWS
+    token = tl.load(tokens + row, mask=inside, other=0)
+    low = tl.load(place).to(tl.uint32).to(tl.uint64)
+    high = tl.load(place + 1).to(tl.uint32).to(tl.uint64)
+    number = tl.load(place + 2).to(tl.int64)
+    address = ((high << 32) | low).to(tl.int64)
+    entries = address.to(tl.pointer_type(tl.int64))
+    entry = (number << 32) | token.to(tl.uint32).to(tl.int64)
+    tl.store(entries + row, entry, mask=inside & (address != 0))
+    tl.store(same + row, token, mask=inside)
+
+
+def publish(
+    tokens: jax.Array,  # int32[B]
+    place: jax.Array,  # int32[3]
+) -> jax.Array:  # int32[B]
+    """See ``publish.api``."""
+    (rows,) = tokens.shape
+    return jt.triton_call(
+        tokens,
+        place,
+        kernel=_publish,
+        out_type=jax.ShapeDtypeStruct(tokens.shape, tokens.dtype),
+        grid=(1,),
+        num_warps=4,
+        num_stages=1,
+        ROWS=rows,
+        TILE=power_of_two(rows),
+    )

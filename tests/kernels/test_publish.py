@@ -1,0 +1,57 @@
+"""publish: what it writes into memory, and arguments that are checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.publish import launch
+from pallas_kernels.publish.api import publish
+
+ROOT = Path(__file__).parents[2]
+TOKENS, PLACE = jnp.zeros(3, jnp.int32), jnp.zeros(3, jnp.int32)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
+def test_each_entry_is_the_steps_number_and_a_token() -> None:
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    ended = subprocess.run(
+        [sys.executable, "-m", "kit.publish_board"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        timeout=120,
+        check=True,
+    )
+    same, read, memory, after = json.loads(ended.stdout)
+    tokens = [0, 7, 2**31 - 1, 151_935, 4]
+    assert same == read == tokens
+    nothing = [0] * 7
+    assert memory == [nothing, nothing, [(2 << 32) + token for token in tokens] + [0, 0], nothing]
+    assert after == memory  # nothing at address 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"tokens": jnp.zeros((3, 1), jnp.int32)}, "not int32.B", id="tokens"),
+        pytest.param({"tokens": jnp.zeros(3)}, "float32.* not int32.B", id="tokens_dtype"),
+        pytest.param({"place": jnp.zeros(2, jnp.int32)}, "not int32.3", id="place"),
+        pytest.param({"place": jnp.zeros(3)}, "float32.* not int32.3", id="place_dtype"),
+    ],
+)
+def test_arguments_that_do_not_fit(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        publish(**({"tokens": TOKENS, "place": PLACE} | change))
+
+
+def test_rows_that_one_program_cannot_have() -> None:
+    many = jnp.zeros(launch.MOST_ROWS + 1, jnp.int32)
+    assert "are not 1 to 4096" in (launch.supports(many, PLACE) or "")
+    assert "0 rows" in (launch.supports(many[:0], PLACE) or "")

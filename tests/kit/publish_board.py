@@ -1,0 +1,41 @@
+"""What publish's Triton kernel writes into memory: ``python -m kit.publish_board``.
+
+A process of its own, with TRITON_INTERPRET=1, as ``kit.triton_sweep``. The memory is none of the
+launch's arrays, so the watch over these is off. Prints one JSON object: the result, the entries
+of two rows more than there are, and the same of a call with address 0.
+"""
+
+import json
+from contextlib import nullcontext
+from unittest.mock import patch
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.exec.token_board import TokenBoard
+from kit.triton_memory import LaunchMemory
+from kit.triton_shims import in_place_of_triton_call, interpreted
+from pallas_kernels.publish.triton import publish
+
+TOKENS = [0, 7, 2**31 - 1, 151_935, 4]
+
+
+def main() -> None:
+    """Publish five tokens as the second step of a board."""
+    memory = np.zeros((4, len(TOKENS) + 2), np.int64)
+    board = TokenBoard(memory)
+    board.next_place()
+    place = board.next_place()
+    with (
+        patch.object(LaunchMemory, "enforced", lambda self: nullcontext()),
+        in_place_of_triton_call(interpreted),
+    ):
+        same = publish(jnp.array(TOKENS, jnp.int32), jnp.array(place, jnp.int32))
+        read = board.read(place[-1], same)
+        first = memory.tolist()
+        publish(jnp.array(TOKENS, jnp.int32), jnp.array((0, 0, 3), jnp.int32)).block_until_ready()
+    print(json.dumps([same.tolist(), read.tolist(), first, memory.tolist()]))
+
+
+if __name__ == "__main__":
+    main()
