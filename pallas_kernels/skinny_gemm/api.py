@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.skinny_gemm import cases, launch, ref, xla
 
-_mosaic = imported_when_called("pallas_kernels.skinny_gemm.mosaic", "skinny_gemm")
+_mosaic = imported_when_called("pallas_kernels.skinny_gemm.mosaic", "skinny_gemm", launch.results)
 
 
 def _whole(out: jax.Array) -> jax.Array:  # [T, O], or float32[S, T, O] -> [T, O]

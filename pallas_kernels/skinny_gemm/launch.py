@@ -1,6 +1,7 @@
 """Which calls the Mosaic kernel of skinny_gemm takes, and how it cuts them up.
 
-Owns: ``supports``, ``Launch``, ``choose`` (a tuned choice, else a rule). Must not know: the kernel.
+Owns: ``supports``, ``results``, ``Launch``, ``choose`` (a tuned choice, else a rule). Must not
+know: the kernel.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import tuned
 from pallas_kernels.checks import not_hopper
@@ -74,6 +76,26 @@ def supports(
     if sizes.inner % COLUMNS or sizes.outer % COLUMNS:
         return f"{sizes.inner} or {sizes.outer} components are not a multiple of {COLUMNS}"
     return not_hopper()
+
+
+def results(
+    x: jax.Array,  # [T, I]
+    w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
+    *,
+    swiglu: bool,
+    split: bool,
+) -> jax.ShapeDtypeStruct:
+    """What a call returns, as a shape."""
+    sizes = sizes_of(x, w, swiglu=swiglu, split=split)
+    return result_of(choose(sizes), sizes)
+
+
+def result_of(choice: Launch, sizes: Sizes) -> jax.ShapeDtypeStruct:
+    """What a call cut up like this returns: [T, O], or float32[S, T, O]."""
+    shape = (sizes.tokens, sizes.outer)
+    if choice.parts == 1:
+        return jax.ShapeDtypeStruct(shape, sizes.dtype)
+    return jax.ShapeDtypeStruct((choice.parts, *shape), jnp.float32)
 
 
 def _most_tokens(sizes: Sizes) -> int:

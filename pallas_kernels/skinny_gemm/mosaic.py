@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.skinny_gemm.launch import COLUMNS, TOKENS, Launch, choose
+from pallas_kernels.skinny_gemm.launch import COLUMNS, TOKENS, Launch, choose, result_of
 from pallas_kernels.skinny_gemm.sizes import Sizes, sizes_of
 
 type Ref = Any
@@ -213,16 +213,13 @@ def launched(
     if not choice.cuts_up(sizes):
         raise ValueError(f"{choice} does not cut up {sizes}")
     plan = _Plan(sizes, choice)
-    shape, dtype = (sizes.tokens, sizes.outer), x.dtype
-    if choice.parts > 1:
-        shape, dtype = (choice.parts, *shape), jnp.dtype("float32")
 
     def body(*refs: Ref, **scratch: Ref) -> None:
         _kernel(plan, *refs, shared=_Shared(**scratch))
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(shape, dtype),
+        out_type=result_of(choice, sizes),
         scratch_types=_shared_types(plan)._asdict(),
         grid=(choice.parts, sizes.outer // choice.block_n),  # columns side by side
         grid_names=("part", "tile"),

@@ -10,9 +10,9 @@ from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_call
 from pallas_kernels.skinny_gemm import launch as few
 from pallas_kernels.swiglu_gemm import cases, launch, ref, xla
 
-_many = imported_when_called("pallas_kernels.swiglu_gemm.mosaic", "swiglu_gemm")
+_many = imported_when_called("pallas_kernels.swiglu_gemm.mosaic", "swiglu_gemm", launch.results)
 _few = partial(
-    imported_when_called("pallas_kernels.skinny_gemm.mosaic", "skinny_gemm"),
+    imported_when_called("pallas_kernels.skinny_gemm.mosaic", "skinny_gemm", few.results),
     swiglu=True,
     split=False,
 )

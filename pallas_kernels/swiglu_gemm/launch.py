@@ -1,6 +1,7 @@
 """Which calls the Mosaic kernel of swiglu_gemm takes, and how it cuts them up.
 
-Owns: ``supports``, ``Launch``, ``choose`` (a tuned choice, else a rule). Must not know: the kernel.
+Owns: ``supports``, ``results``, ``Launch``, ``choose`` (a tuned choice, else a rule). Must not
+know: the kernel.
 """
 
 from __future__ import annotations
@@ -99,6 +100,15 @@ def supports(
     if sizes.inner % LANES or sizes.outer % LANES:
         return f"{sizes.inner} or {sizes.outer} components are not a multiple of {LANES}"
     return not_hopper()
+
+
+def results(
+    x: jax.Array,  # [T, I]
+    w: jax.Array,  # [I, 2 * O]: gate, up
+) -> jax.ShapeDtypeStruct:
+    """What a call returns, as a shape."""
+    sizes = sizes_of(x, w)
+    return jax.ShapeDtypeStruct((sizes.tokens, sizes.outer), x.dtype)
 
 
 def by_rule(sizes: Sizes) -> Launch:

@@ -27,6 +27,7 @@ from pallas_kernels.swiglu_gemm.launch import (
     Launch,
     Sizes,
     choose,
+    results,
     sizes_of,
 )
 
@@ -276,7 +277,7 @@ def launched(
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((sizes.tokens, sizes.outer), x.dtype),
+        out_type=results(x, w),
         scratch_types=_shared_types(plan, x.dtype)._asdict(),
         grid=(plan.clusters,),
         grid_names=("program",),
