@@ -1,4 +1,6 @@
-"""publish in Triton: one launch, one program. Must not know: whose memory it writes to."""
+"""publish in Triton: one launch, the same machine code for any number of rows. Must not know: whose
+memory it writes to.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
-from pallas_kernels.tiles import power_of_two
+TILE = 128  # rows of a program
 
 
 @triton.jit
@@ -15,11 +17,11 @@ def _publish(
     tokens,  # int32[B]
     place,  # int32[3]
     same,  # int32[B]: the tokens
-    ROWS: tl.constexpr,  # B
+    rows,  # B
     TILE: tl.constexpr,
 ):
-    row = tl.arange(0, TILE)
-    inside = row < ROWS
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = row < rows
     token = tl.load(tokens + row, mask=inside, other=0)
     low = tl.load(place).to(tl.uint32).to(tl.uint64)
     high = tl.load(place + 1).to(tl.uint32).to(tl.uint64)
@@ -42,9 +44,9 @@ def publish(
         place,
         kernel=_publish,
         out_type=jax.ShapeDtypeStruct(tokens.shape, tokens.dtype),
-        grid=(1,),
+        grid=(-(-rows // TILE),),
         num_warps=4,
         num_stages=1,
-        ROWS=rows,
-        TILE=power_of_two(rows),
+        rows=rows,
+        TILE=TILE,
     )
