@@ -181,6 +181,5 @@ def _lowered(
         waiting.append((name, traced, kernels.begin(traced.jaxpr)))
         while waiting and all(kernel.done() for kernel in waiting[0][2]):
             yield lower_first()
-    kernels.all_traced()
     while waiting:
         yield lower_first()

@@ -82,28 +82,6 @@ def test_as_many_processes_as_cores_to_spare(
     assert sizes == [made, 0]
 
 
-def test_kernels_in_triton_wait_until_all_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would take turns at Python's lock with whoever traces."""
-    compiled: list[str] = []
-
-    def fail() -> None:
-        raise ValueError("TTGIR->LLIR pass failed!")
-
-    found: dict[str, Any] = {"norm": lambda: compiled.append("norm"), "draw": fail}
-    monkeypatch.setattr(kernels, "kernels_in", lambda traced: found)
-    with KernelsAhead(cores=2) as ahead:
-        norm, draw = ahead.begin(traced().jaxpr)
-        assert ahead.begin(traced().jaxpr) == [norm, draw]
-        with pytest.raises(TimeoutError):
-            norm.result(0.05)
-        assert not compiled
-        ahead.all_traced()
-        norm.result(10)
-        with pytest.raises(ValueError, match="LLIR pass failed"):
-            draw.result(10)
-    assert compiled == ["norm"]
-
-
 def test_without_a_kernel_in_mosaic_there_is_no_process(sizes: list[int]) -> None:
     with KernelsAhead(cores=16) as ahead:
         assert ahead.begin(jax.jit(jnp.sin).trace(X).jaxpr) == []
