@@ -1,6 +1,7 @@
 """Checks that several ops share.
 
-Owns: ``check_paged``, ``unfit_for_triton``, ``not_hopper``. Must not know: implementations.
+Owns: ``check_paged``, ``unfit_for_triton``, ``without_triton``, ``not_hopper``. Must not know:
+implementations.
 """
 
 from __future__ import annotations
@@ -49,9 +50,12 @@ def unfit_for_triton(values: jax.Array, pages: jax.Array) -> str | None:
         return f"the arguments are {value_dtype}, not one of {', '.join(VALUE_DTYPES)}"
     if page_dtype not in (value_dtype, *NARROW_DTYPES):
         return f"the pages are {page_dtype}, neither {value_dtype} nor an 8-bit float"
-    if find_spec("jax_triton") and find_spec("triton"):
-        return None
-    return NOT_INSTALLED
+    return without_triton()
+
+
+def without_triton() -> str | None:
+    """Why no Triton kernel can be made here, or None. Imports no Triton."""
+    return None if find_spec("jax_triton") and find_spec("triton") else NOT_INSTALLED
 
 
 def not_hopper() -> str | None:

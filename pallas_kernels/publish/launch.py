@@ -5,11 +5,9 @@ Needs no Triton, so that a machine without it can ask. Must not know: the kernel
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import jax
 
-from pallas_kernels.checks import NOT_INSTALLED
+from pallas_kernels.checks import without_triton
 
 
 def supports(
@@ -18,6 +16,4 @@ def supports(
 ) -> str | None:
     """Why the Triton kernel cannot run the call, or None."""
     del place
-    if not tokens.size:
-        return "there are no rows"
-    return None if find_spec("jax_triton") and find_spec("triton") else NOT_INSTALLED
+    return without_triton() if tokens.size else "there are no rows"
