@@ -40,23 +40,25 @@ from jaxinfer.models.registry import build_model
 
 SHAPES = Path(__file__).with_name("shapes")
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
-# of the kernels that a decode step of these models or a lone prompt runs
-KERNELS = (
-    "append_decode",
-    "paged_prefill",
-    "publish",
-    "qk_rope_append",
-    "residual_norm",
-    "sample",
-    "skinny_gemm",
-    "swiglu_gemm",
-)
+# What takes the place of the kernels that a decode step of these models or a lone prompt runs. A
+# pin of what norm_gemm stands for switches that off as well.
+KERNELS = {
+    "append_decode": "xla",
+    "norm_gemm": "apart",
+    "paged_prefill": "xla",
+    "publish": "xla",
+    "qk_rope_append": "xla",
+    "residual_norm": "xla",
+    "sample": "xla",
+    "skinny_gemm": "xla",
+    "swiglu_gemm": "xla",
+}
 ABLATIONS: Mapping[str, dict[str, Any]] = {
     "default": {},
     "no-overlap": {"overlap": False},
     "prefix-caching": {"enable_prefix_caching": True},
     "page-64": {"page_size": 64},
-    **{f"{kernel}-by-xla": {"kernels": f"{kernel}=xla"} for kernel in KERNELS},
+    **{f"{name}-by-{impl}": {"kernels": f"{name}={impl}"} for name, impl in KERNELS.items()},
 }
 
 

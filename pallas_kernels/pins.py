@@ -1,7 +1,7 @@
 """Kernels pinned for a measurement or a test: by op, the implementation to use whatever is faster.
 
-Owns: ``Pins``, ``ALL_XLA``, ``checked_pins``. Must not know: how an implementation is chosen where
-none is pinned.
+Owns: ``Pins``, ``NO_PINS``, ``ALL_XLA``, ``checked_pins``. Must not know: how an implementation is
+chosen where none is pinned.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Pins:
         return dict(self.pairs).get(op)
 
 
+NO_PINS = Pins()
 WITHIN = MappingProxyType({"paged_decode": "append_decode"})  # that steps run in another alone
 # Plain jnp on every platform: what research needs, since kernels neither differentiate nor vmap.
 ALL_XLA = Pins(tuple((name, "xla") for name in OP_NAMES if name not in WITHIN))

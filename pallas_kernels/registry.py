@@ -22,6 +22,7 @@ from pallas_kernels.lowered import call_lowered
 OP_NAMES = (
     "append_decode",
     "kv_append",
+    "norm_gemm",
     "paged_decode",
     "paged_prefill",
     "publish",

@@ -5,7 +5,7 @@ their parameters. Must not know: families, checkpoint names, pages, sampling.
 
 Layers are unrolled, with one array per layer and weight: fewer leaves cost less per dispatch, and
 fused products read each activation once. A block's result joins the residual stream at the next
-norm (``residual_norm``), and until then it is handed on as ``delta``. Weights lie [in, out];
+norm (``norm_gemm``), and until then it is handed on as ``delta``. Weights lie [in, out];
 products are ``x @ w``. Parameters:
 
     embed [V, D]              layers_i/qkv      [D, (N + 2K) * H]   queries, keys, values
@@ -31,11 +31,11 @@ from jaxinfer.nn.attention import Attend, Rotary
 from jaxinfer.nn.kv import KVSpec, KVState, LayerKV, LayerKVSpec
 from jaxinfer.nn.layers import head_logits, take_rows, tied_logits
 from jaxinfer.nn.rope import RopeConfig, rope_tables
+from pallas_kernels.norm_gemm.api import norm_gemm
 from pallas_kernels.numerics import add_parts
 from pallas_kernels.pins import ALL_XLA, Pins
 from pallas_kernels.residual_norm.api import residual_norm
 from pallas_kernels.skinny_gemm.api import skinny_gemm
-from pallas_kernels.swiglu_gemm.api import swiglu_gemm
 
 _INIT = nn.initializers.normal(0.02)
 
@@ -96,10 +96,10 @@ class DecoderLayer(nn.Module):
         """One layer; its ``x + delta`` is sown as ``taps/residual`` for those who ask."""
         c = self.config
         norms = self.param("norms", nn.initializers.ones, (2, c.hidden_size), c.dtype)
-        norm = partial(residual_norm, eps=c.rms_norm_eps, impl=pins.of("residual_norm"))
-        x, hidden = norm(x, delta, norms, row=0)
+        product = partial(norm_gemm, norms=norms, eps=c.rms_norm_eps, pins=pins)
+        x, heads = product(x, delta, w=self._qkv_weights(), row=0)
         heads, kv = attend(
-            self._heads(hidden, pins),
+            self._heads(heads),
             kv,
             num_kv_heads=c.num_key_value_heads,
             rotary=Rotary(cos, sin, self._qk_norms(), c.rms_norm_eps),
@@ -107,33 +107,32 @@ class DecoderLayer(nn.Module):
             window=self.window,
         )
         delta = self._to_stream("o", heads.reshape(x.shape[0], -1), pins, bias=c.o_bias)
-        x, hidden = norm(x, delta, norms, row=1)
-        delta = self._feed_forward(hidden, pins)
+        x, hidden = product(x, delta, w=self._gate_up_weights(), row=1, swiglu=True)
+        delta = self._to_stream("down", hidden, pins)
         self.sow("taps", "residual", add_parts(x, delta))
         return x, delta, kv
 
-    def _heads(self, x: jax.Array, pins: Pins) -> jax.Array:  # [T, D] -> [T, N + 2K, H]
-        """Queries, keys and values from one product."""
+    def _qkv_weights(self) -> jax.Array:  # [D, (N + 2K) * H]
         c = self.config
-        n, k, h = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        weights = self.param("qkv", _INIT, (c.hidden_size, (n + 2 * k) * h), c.dtype)
-        heads = skinny_gemm(x, weights, impl=pins.of("skinny_gemm"))
-        if c.qkv_bias:
+        columns = (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
+        return self.param("qkv", _INIT, (c.hidden_size, columns), c.dtype)
+
+    def _gate_up_weights(self) -> jax.Array:  # [D, 2F]
+        c = self.config
+        return self.param("gate_up", _INIT, (c.hidden_size, 2 * c.intermediate_size), c.dtype)
+
+    def _heads(self, x: jax.Array) -> jax.Array:  # [T, (N + 2K) * H] -> [T, N + 2K, H]
+        """Queries, keys and values of one product, with their bias."""
+        if self.config.qkv_bias:
             zeros = nn.initializers.zeros
-            heads = heads + self.param("qkv_bias", zeros, ((n + 2 * k) * h,), c.dtype)
-        return heads.reshape(-1, n + 2 * k, h)
+            x = x + self.param("qkv_bias", zeros, x.shape[1:], self.config.dtype)
+        return x.reshape(x.shape[0], -1, self.config.head_dim)
 
     def _qk_norms(self) -> jax.Array | None:  # [2, H]
         c = self.config
         if not c.qk_norm:
             return None
         return self.param("qk_norms", nn.initializers.ones, (2, c.head_dim), c.dtype)
-
-    def _feed_forward(self, x: jax.Array, pins: Pins) -> jax.Array:  # [T, D] -> see ``_to_stream``
-        c = self.config
-        gate_up = self.param("gate_up", _INIT, (c.hidden_size, 2 * c.intermediate_size), c.dtype)
-        hidden = swiglu_gemm(x, gate_up, impl=pins.of("swiglu_gemm"))
-        return self._to_stream("down", hidden, pins)
 
     def _to_stream(
         self,
@@ -143,7 +142,7 @@ class DecoderLayer(nn.Module):
         *,
         bias: bool = False,
     ) -> jax.Array:  # [T, D], or float32[S, T, D] without ``bias``
-        """What a block adds to the residual stream, in a form that ``residual_norm`` takes."""
+        """What a block adds to the residual stream, in a form that ``norm_gemm`` takes."""
         d, dtype = self.config.hidden_size, self.config.dtype
         weights = self.param(name, _INIT, (x.shape[-1], d), dtype)
         out = skinny_gemm(x, weights, split=not bias, impl=pins.of("skinny_gemm"))

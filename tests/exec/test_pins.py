@@ -23,6 +23,7 @@ LIMITS = tiny_limits(max_num_seqs=2)
         ("qk_rope_append", "llama", "p32x2"),
         ("append_decode", "llama", "d2p32x2"),
         ("paged_prefill", "llama", "p32x2"),
+        ("norm_gemm", "llama", "d2"),
         ("residual_norm", "llama", "d2"),
         ("sample", "llama", "d2"),
         ("skinny_gemm", "llama", "d2"),

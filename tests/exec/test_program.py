@@ -87,9 +87,10 @@ def test_a_gpu_has_plain_steps_and_fewer_with_extras_a_cpu_one_a_bucket() -> Non
                 "xla_gpu_enable_command_buffer": "",
             },
         ),
+        ("gpu", Bucket(0, 1024, 1), {**PLANNED, "xla_gpu_enable_command_buffer": ""}),
         ("cpu", Bucket(512), {}),
     ],
-    ids=["few", "decodes", "mixed", "long", "cpu"],
+    ids=["few", "decodes", "mixed", "long", "one_row", "cpu"],
 )
 def test_xla_s_options_follow_from_the_tokens_of_a_step(
     platform: str, bucket: Bucket, options: dict[str, Any]

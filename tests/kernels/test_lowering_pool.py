@@ -29,6 +29,7 @@ from pallas_kernels.custom_calls import attribute_of, custom_calls, set_attribut
 from pallas_kernels.device import Device, described
 from pallas_kernels.lowered import MOSAIC_CALL, Kernel, LoweredKernel
 from pallas_kernels.lowering_pool import LoweringError, LoweringPool
+from pallas_kernels.norm_gemm.api import norm_gemm
 from pallas_kernels.paged_prefill.api import paged_prefill
 from pallas_kernels.skinny_gemm.api import skinny_gemm
 from pallas_kernels.swiglu_gemm.api import swiglu_gemm
@@ -50,6 +51,10 @@ CALLS = {
     "paged_prefill": (
         lambda *args: paged_prefill(*args, scale=0.1),
         (array(256, 32, 128), POOL, POOL, TABLE, LENS, array(9, dtype=jnp.int32)),
+    ),
+    "norm_gemm": (
+        partial(norm_gemm, row=0, eps=1e-6),
+        (array(1, 2560), array(1, 2560), array(2, 2560), array(2560, 6144)),
     ),
     "skinny_gemm": (skinny_gemm, (array(128, 2560), array(2560, 6144))),
     "swiglu_gemm": (swiglu_gemm, (array(1024, 256), array(256, 2048))),

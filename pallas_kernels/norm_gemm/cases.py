@@ -1,0 +1,64 @@
+"""Named calls of norm_gemm on the matrices of real models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.pins import Pins
+from pallas_kernels.registry import Cost, Inputs
+from pallas_kernels.shapes import normal
+
+
+@dataclass(frozen=True)
+class NormGemmCase:
+    """``parts``: 0 for none, 1 for a product in the dtype, more for as many in float32."""
+
+    name: str
+    tokens: int
+    inner: int
+    outer: int
+    parts: int
+    swiglu: bool = False
+    dtype: str = "bfloat16"
+    tags: tuple[str, ...] = ("ci",)
+
+
+_GPU = ("bench", "gpu")
+CASES = (
+    NormGemmCase("smollm2_first_qkv_t3_f32", 3, 576, 960, 0, dtype="float32"),
+    NormGemmCase("smollm2_gate_up_t5_f32", 5, 576, 1536, 1, swiglu=True, dtype="float32"),
+    NormGemmCase("narrow_qkv_parts3", 1, 512, 192, 3),
+    NormGemmCase("narrow_qkv_f16", 1, 1024, 128, 1, dtype="float16"),
+    NormGemmCase("narrow_gate_up_parts2", 1, 1024, 128, 2, swiglu=True),
+    NormGemmCase("narrow_gate_up_t4_parts2", 4, 512, 128, 2, swiglu=True),
+    NormGemmCase("qwen3_4b_qkv", 1, 2560, 6144, 3, tags=_GPU),
+    NormGemmCase("qwen3_4b_gate_up", 1, 2560, 9728, 3, swiglu=True, tags=_GPU),
+    NormGemmCase("qwen3_8b_gate_up", 1, 4096, 12288, 2, swiglu=True, tags=_GPU),
+)
+
+
+def build(case: NormGemmCase, seed: int) -> Inputs:
+    """Random tokens, parts and weights; of three norms those of the others are NaN."""
+    rng = np.random.default_rng(seed)
+    dtype, row = jnp.dtype(case.dtype), 1
+    size = (case.tokens, case.inner)
+    parts = normal(rng, size, dtype) if case.parts else None
+    if case.parts > 1:
+        parts = normal(rng, (case.parts, *size), np.dtype(np.float32))
+    norms = np.full((3, case.inner), np.nan, dtype)
+    norms[row] = rng.uniform(0.5, 1.5, case.inner)
+    w = normal(rng, (case.inner, case.outer * (1 + case.swiglu)), dtype, case.inner**-0.5)
+    static = {"row": row, "eps": 1e-6, "swiglu": case.swiglu, "pins": Pins()}
+    return Inputs((normal(rng, size, dtype), parts, norms, w), static)
+
+
+def cost(case: NormGemmCase) -> Cost:
+    """Tokens, parts and weights read once, the sum and the result written once."""
+    columns, item = case.outer * (1 + case.swiglu), jnp.dtype(case.dtype).itemsize
+    size = case.tokens * case.inner
+    values = case.inner * (columns + 1) + 2 * size + case.tokens * case.outer
+    parts = size * case.parts * (4 if case.parts > 1 else item)
+    return Cost(values * item + parts, size * (2 * columns + case.parts + 4))
