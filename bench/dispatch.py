@@ -70,7 +70,7 @@ class Device:
         bucket = next(one for one in program.limits.buckets if one.name == name)
         plan = StepPlan(-1, bucket, (), (), ())
         inputs = [pack(plan, program.layout(bucket), extras_of(()))]
-        if bucket.num_prefills:
+        if program.admits(bucket, extras=False):
             inputs.append(program.no_admissions(ADMITTED_BY_STEP))
         resident = [jnp.array(one) for one in inputs]
         step = program.trace(name).lower().compile()

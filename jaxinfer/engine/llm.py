@@ -176,19 +176,19 @@ class LLM:
                 checked.append(self._checked(prompt, one, level))
             except RequestError as error:
                 raise RequestError(f"prompt {number}: {error}") from None
-        collectors = [
-            Collector(str(number), prompt, one)
-            for number, (prompt, one) in enumerate(zip(prompts, params, strict=True))
-        ]
+        # made with the first news: until a batch's first step is launched, its device waits
+        collectors: dict[int, Collector] = {}
         progress = self._progress if use_tqdm else NoProgress()
         with progress.task("generate", len(prompts)) as advance:
             for number, delta in self._stream(checked, params, levels):
+                if number not in collectors:
+                    collectors[number] = Collector(str(number), prompts[number], params[number])
                 collectors[number].add(delta)
                 if delta.error:
                     raise EngineError(f"prompt {number}: {delta.error}")
                 if collectors[number].output.finished:
                     advance(1)
-        return [collector.output for collector in collectors]
+        return [collectors[number].output for number in range(len(prompts))]
 
     def _params_for(
         self, prompts: list[Prompt], given: SamplingParams | Sequence[SamplingParams] | None

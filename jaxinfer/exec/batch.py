@@ -1,8 +1,8 @@
 """A step's plan as one flat int32 array, and that array as a batch on the device.
 
 Owns: the wire layout between host and device. The host sends what only it knows (page tables,
-lengths, prompt tokens) in a single transfer; positions and page slots are derived on the device.
-Must not know: the model, sampling parameters (they live in ``SlotState``).
+lengths, prompt tokens and their requests' settings) in a single transfer; positions and page slots
+are derived on the device. Must not know: the model, what settings say (``slots`` does).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jaxinfer.core.request import Request
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket, StepPlan
 from jaxinfer.exec.sampling import Extras
+from jaxinfer.exec.slots import NUM_SETTINGS
 from jaxinfer.nn.attention import AttentionBatch
 
 # int32 values, 256 bytes: XLA hands a section to a kernel where it lies, and kernels are compiled
@@ -29,6 +30,7 @@ from jaxinfer.nn.attention import AttentionBatch
 # The rows of the page table are padded to it as well, since a kernel may be handed some of them.
 ALIGN = 64
 NOWHERE = (0, 0, 0)  # no place: see ``pallas_kernels.publish``
+NO_SETTINGS = np.zeros((0, NUM_SETTINGS), np.int32)
 ROOM = 2**23 // 4  # int32 values, 8 MiB: see ``copied_in``
 
 
@@ -40,6 +42,7 @@ class DeviceBatch(NamedTuple):
     attention: AttentionBatch
     logits_indices: jax.Array  # int32[B]: the last token of each row
     seq_slots: jax.Array  # int32[B]
+    settings: jax.Array  # int32[R, NUM_SETTINGS]: of the prefill rows
     samples: jax.Array  # bool[B]: whether the row's last token draws the next one
     target_ids: jax.Array  # int32[Tp]: the prompt token whose logprob is asked for, else -1
     extras: Extras[jax.Array]
@@ -54,6 +57,7 @@ class Fields[A](NamedTuple):
     seq_slots: A  # [B]
     seq_lens: A  # [B]
     samples: A  # [B]
+    settings: A  # [R * NUM_SETTINGS]
     query_start_loc: A  # [R + 1]
     token_ids: A  # [Tp]
     target_ids: A  # [Tp]
@@ -82,6 +86,7 @@ class BatchLayout:
             seq_slots=b,
             seq_lens=b,
             samples=b,
+            settings=self.bucket.num_prefills * NUM_SETTINGS,
             query_start_loc=self.bucket.num_prefills + 1,
             token_ids=tp,
             target_ids=tp,
@@ -115,6 +120,7 @@ def pack(
     plan: StepPlan,
     layout: BatchLayout,
     extras: Extras[bool],
+    settings: np.ndarray = NO_SETTINGS,  # int32[len(plan.prefills), NUM_SETTINGS]
     place: Sequence[int] = NOWHERE,
 ) -> np.ndarray:  # int32[...]
     """The flat array of a plan. Work is per row and per page, never per token."""
@@ -122,6 +128,7 @@ def pack(
     wire = layout.split(flat)
     wire.extras[:] = extras
     wire.place[:] = place
+    wire.settings[: settings.size] = settings.ravel()
     wire.seq_slots[:] = layout.sink_slot
     table = wire.page_table.reshape(layout.bucket.num_seqs, layout.pages_per_seq)
     for first, rows in ((0, plan.decodes), (layout.bucket.num_decodes, plan.prefills)):
@@ -199,6 +206,7 @@ def unpack(
         ),
         logits_indices=last,
         seq_slots=wire.seq_slots,
+        settings=wire.settings.reshape(-1, NUM_SETTINGS),
         samples=wire.samples > 0,
         target_ids=wire.target_ids,
         extras=Extras(*(wire.extras > 0)),

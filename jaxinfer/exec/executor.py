@@ -26,12 +26,12 @@ from jaxinfer.core.step import (
     StepResult,
     TokenLogprobs,
 )
-from jaxinfer.exec.batch import NOWHERE, extras_of, pack
+from jaxinfer.exec.batch import NO_SETTINGS, NOWHERE, extras_of, pack
 from jaxinfer.exec.compile import Executables
 from jaxinfer.exec.forward import StepOutput, flat_kv_state, flat_params
 from jaxinfer.exec.program import ADMIT, ADMITTED_BY_STEP, Program
 from jaxinfer.exec.sampling import Logprobs
-from jaxinfer.exec.slots import SlotState, slot_rows
+from jaxinfer.exec.slots import SlotState, needs_admission, settings_of, slot_rows
 from jaxinfer.exec.token_board import TokenBoard
 from jaxinfer.models.base import Params
 from jaxinfer.nn.kv import KVState
@@ -90,10 +90,6 @@ class Executor:
             for bucket in (buckets if each else buckets[-1:])
             for _ in range(WARM_UP_RUNS if each and not bucket.num_prefills else 1)
         ]
-        for name in self._program.admissions if each else ():
-            with _device_errors(runs[-1].plan):
-                nobody = self._program.no_admissions(self._program.admitted_at_once)
-                self._slots = self._executables.by_name[name](self._slots, nobody)
         for run in runs:
             self.collect(run)
 
@@ -103,9 +99,6 @@ class Executor:
         What the host prepares comes first, so that an error there concerns this step alone. Once
         the device has taken the state, an error loses it: ``EngineError``.
         """
-        first, others = plan.admissions[:ADMITTED_BY_STEP], plan.admissions[ADMITTED_BY_STEP:]
-        size = self._program.admitted_at_once
-        admissions = [self._slot_rows(some, size) for some in batched(others, size)]
         for admission in plan.admissions:
             self._requests[admission.slot] = admission.request
         requests = tuple(self._request(row) for row in plan.rows)
@@ -113,9 +106,12 @@ class Executor:
         bucket = self._program.bucket_of(plan.bucket, extras=any(extras))
         plan = msgspec.structs.replace(plan, bucket=bucket)
         place = NOWHERE if self._board is None else self._board.next_place()
-        inputs = [pack(plan, self._layouts[bucket], extras, place)]
-        if bucket.num_prefills:  # where there are admissions, there are prompts
-            inputs.append(self._slot_rows(first, ADMITTED_BY_STEP) if first else self._nobody)
+        settings = settings_of(requests[len(plan.decodes) :]) if plan.prefills else NO_SETTINGS
+        inputs = [pack(plan, self._layouts[bucket], extras, settings, place)]
+        admissions: list[np.ndarray] = []
+        if self._program.admits(bucket, extras=any(extras)):
+            by_step, admissions = self._admission_rows(plan)
+            inputs.append(by_step)
         step = self._executables.by_name[self._program.step_name(bucket, extras=any(extras))]
         with _device_errors(plan):
             for rows in admissions:
@@ -152,6 +148,16 @@ class Executor:
     def _drawn(self, step: InFlight) -> np.ndarray:  # int32[B]
         tokens = step.output.token_ids
         return np.asarray(tokens) if self._board is None else self._board.read(step.number, tokens)
+
+    def _admission_rows(self, plan: StepPlan) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Of a plan's admissions that extras need: what its step takes, and what calls of ``ADMIT``
+        take before it.
+        """
+        needed = [one for one in plan.admissions if needs_admission(one.request)]
+        first, others = needed[:ADMITTED_BY_STEP], needed[ADMITTED_BY_STEP:]
+        size = self._program.admitted_at_once
+        by_step = self._slot_rows(first, ADMITTED_BY_STEP) if first else self._nobody
+        return by_step, [self._slot_rows(some, size) for some in batched(others, size)]
 
     def _slot_rows(self, admissions: Sequence[SlotAdmission], count: int) -> np.ndarray:
         """What admits these, as ``count`` rows."""

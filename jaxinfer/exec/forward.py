@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxinfer.exec.batch import BatchLayout, DeviceBatch, copied_in, unpack
 from jaxinfer.exec.sampling import Logprobs, no_logprobs, sample, token_logprobs
-from jaxinfer.exec.slots import SlotState, admit
+from jaxinfer.exec.slots import SlotState, admit, with_settings
 from jaxinfer.models.base import Model, Params, abstract_params, hidden_states, unembed
 from jaxinfer.nn.attention import PagedAttend
 from jaxinfer.nn.kv import KVState, LayerKV
@@ -72,6 +72,8 @@ class StepFunction:
         flat = copied_in(flat) if self.copies_in else flat
         batch = unpack(flat, self.layout, slots.token_ids, self.page_size)
         num_decodes = self.layout.bucket.num_decodes
+        if self.layout.bucket.num_prefills:
+            slots = with_settings(slots, batch.seq_slots[num_decodes:], batch.settings)
         attend = PagedAttend(batch.attention, num_decodes, self._arrivals(), self.pins)
         hidden, new_kv = hidden_states(
             self.model, params, batch.token_ids, batch.positions, kv_state, attend, self.pins
@@ -101,8 +103,8 @@ class StepFunction:
         rows: jax.Array | None = None,  # int32[A, ...]: see ``slots.RowSections``
     ) -> tuple[Arrays, SlotState, StepOutput]:
         """The same with flat arguments, which is what is compiled: each call walks all of them,
-        and takes a tenth longer where they lie in nested dicts. ``rows`` are admitted first: a
-        lone prompt then takes one call, not two.
+        and takes a tenth longer where they lie in nested dicts. ``rows``, of a step with extras,
+        are admitted first: a lone prompt then takes one call, not two.
         """
         if rows is not None:
             slots = admit(slots, rows)

@@ -27,7 +27,7 @@ from pallas_kernels.registry import UnfitKernel, current_platform
 
 ADMIT = "admit"
 ADMITTED_AT_ONCE = 8  # by ``ADMIT`` on a GPU
-ADMITTED_BY_STEP = 1  # beside the prompts it computes: whoever is admitted is among these
+ADMITTED_BY_STEP = 1  # with extras, beside the prompts it computes: who is admitted is among these
 # Tokens from which XLA's own Triton products are not tried beside cuBLAS's. On an H200 they are not
 # faster there (o and down at 512 and 2,048 tokens: 0.97 to 1.04 of the time), and compiling dozens
 # of them for each product to find that out is most of a start from nothing.
@@ -100,7 +100,7 @@ class Program:
         )
         weights, pages = flat_params(self.model, self.params()), flat_kv_state(self.kv_state())
         arguments = (weights, pages, self.slots(), layout.abstract())
-        if bucket.num_prefills:
+        if self.admits(bucket, extras=extras):
             arguments += (self.no_admissions(ADMITTED_BY_STEP),)
         return jax.jit(step.flat_step, donate_argnums=(1, 2)).trace(*arguments)
 
@@ -141,9 +141,14 @@ class Program:
         return (*self.admissions, *self._steps())
 
     def names_without_extras(self) -> tuple[str, ...]:
-        """What requests that ask for no extras need."""
-        plain = (self.step_name(bucket, extras=False) for bucket in self.limits.buckets)
-        return (*self.admissions, *plain)
+        """What requests that ask for no extras need: nobody is admitted for them."""
+        return tuple(self.step_name(bucket, extras=False) for bucket in self.limits.buckets)
+
+    def admits(self, bucket: Bucket, *, extras: bool) -> bool:
+        """Whether a step of a bucket takes rows to admit, as those with extras do. Where there are
+        admissions, there are prompts.
+        """
+        return bucket.num_prefills > 0 and (extras or not self.has_plain_steps)
 
     @property
     def admissions(self) -> tuple[str, ...]:

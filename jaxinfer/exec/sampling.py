@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.core.request import MAX_LOGPROBS
-from jaxinfer.exec.slots import SlotFloats, SlotInts, SlotState
+from jaxinfer.exec.slots import SlotFloats, SlotState, read_settings
 from pallas_kernels.sample.api import sample as draw
 
 
@@ -46,11 +46,11 @@ def sample(
     impl: str | None = None,
 ) -> jax.Array:  # int32[B]
     """Draw one token per row; without ``extras``, from the logits as they are. ``impl`` pins."""
-    floats = SlotFloats(*slots.floats[seq_slots].T)
-    ints = SlotInts(*slots.ints[seq_slots].T)
+    ints, floats = read_settings(slots, seq_slots)
 
     def bias(logits: jax.Array) -> jax.Array:
-        return _add_bias(logits, slots, seq_slots, seq_lens < ints.min_length)
+        too_short = seq_lens < ints.min_length
+        return _add_bias(logits, slots, seq_slots, ints.num_biases, too_short)
 
     def penalties(logits: jax.Array) -> jax.Array:
         history = slots.token_ids[seq_slots]
@@ -104,12 +104,14 @@ def _add_bias(
     logits: jax.Array,  # float32[B, V]
     slots: SlotState,
     seq_slots: jax.Array,  # int32[B]
+    num_biases: jax.Array,  # int32[B]
     too_short: jax.Array,  # bool[B]: min_tokens is not reached
 ) -> jax.Array:
-    rows = jnp.arange(logits.shape[0])[:, None]
-    ids, values = slots.bias_ids[seq_slots], slots.bias_values[seq_slots]
-    logits = logits.at[rows, ids].add(values, mode="drop")
-    stops = jnp.where(too_short[:, None], slots.stop_ids[seq_slots], logits.shape[1])
+    rows, vocab = jnp.arange(logits.shape[0])[:, None], logits.shape[1]
+    own = jnp.arange(slots.bias_ids.shape[1])[None, :] < num_biases[:, None]
+    ids = jnp.where(own, slots.bias_ids[seq_slots], vocab)
+    logits = logits.at[rows, ids].add(slots.bias_values[seq_slots], mode="drop")
+    stops = jnp.where(too_short[:, None], slots.stop_ids[seq_slots], vocab)
     return logits.at[rows, stops].set(-jnp.inf, mode="drop")
 
 
@@ -118,7 +120,7 @@ def _penalise(
     history: jax.Array,  # int32[B, max_model_len + 1]
     num_prompt_tokens: jax.Array,  # int32[B]
     seq_lens: jax.Array,  # int32[B]
-    floats: SlotFloats,
+    floats: SlotFloats[jax.Array],
 ) -> jax.Array:
     """Repetition over prompt and output, presence and frequency over the output (as vLLM)."""
     vocab = logits.shape[1]

@@ -1,8 +1,12 @@
-"""Device-side state of each slot: its sampling parameters and the tokens it has seen.
+"""Device-side state of each slot: the settings that its tokens are drawn by, and what extras read.
 
-Owns: ``SlotState`` and ``admit``, which fills slots as the scheduler gives them to requests.
-Because the parameters live on the device, a step's batch names slots and nothing else; because the
-tokens do, step n + 1 can start from step n's token before the host has read it.
+Owns: ``SlotState`` and the two ways into it. Settings, which every draw reads, are few: a step has
+them in its batch for each prompt that it computes, and writes them itself (``with_settings``). What
+only extras read is long, and seldom asked for: logit_bias, stop ids and all known tokens. It comes
+by ``admit``, for requests that ask for it, when the scheduler gives them a slot; in other slots it
+is what somebody has left, and the settings say not to look. Because all this lives on the device, a
+decoding row names its slot and nothing else; because the drawn tokens do, step n + 1 can start from
+step n's token before the host has read it.
 Must not know: the model, pages, which request owns a slot.
 """
 
@@ -17,42 +21,56 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.core.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from jaxinfer.core.request import (
+    INT32_MAX,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    Request,
+    SamplingParams,
+)
 from jaxinfer.core.step import SlotAdmission
 
 MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 16  # the user's, and room for the model's own eos ids
 
 
-class SlotFloats(NamedTuple):
-    """Columns of ``SlotState.floats``."""
+class SlotInts[A](NamedTuple):
+    """The first columns of ``SlotState.settings``; below ``min_length`` tokens no stop id is drawn.
 
-    temperature: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    presence_penalty: jax.Array
-    frequency_penalty: jax.Array
-    repetition_penalty: jax.Array
+    ``num_biases`` says how much of a slot's logit_bias is its request's own. With penalties that
+    change nothing, and a ``min_length`` that the prompt has, nothing else of it is looked at.
+    """
+
+    seed_low: A
+    seed_high: A
+    top_k: A
+    num_prompt_tokens: A
+    min_length: A
+    num_biases: A
 
 
-class SlotInts(NamedTuple):
-    """Columns of ``SlotState.ints``; below ``min_length`` tokens no stop id is drawn."""
+class SlotFloats[A](NamedTuple):
+    """The other columns, by their bits."""
 
-    seed_low: jax.Array
-    seed_high: jax.Array
-    top_k: jax.Array
-    num_prompt_tokens: jax.Array
-    min_length: jax.Array
+    temperature: A
+    top_p: A
+    min_p: A
+    presence_penalty: A
+    frequency_penalty: A
+    repetition_penalty: A
+
+
+NUM_INTS = len(SlotInts._fields)
+NUM_SETTINGS = NUM_INTS + len(SlotFloats._fields)
 
 
 class SlotState(NamedTuple):
     """One row per slot, and a last row that padding writes to and reads from."""
 
-    floats: jax.Array  # float32[S + 1, len(SlotFloats)]
-    ints: jax.Array  # int32[S + 1, len(SlotInts)]
-    bias_ids: jax.Array  # int32[S + 1, MAX_LOGIT_BIAS]; V and above are dropped
+    settings: jax.Array  # int32[S + 1, NUM_SETTINGS]: ``SlotInts``, then ``SlotFloats``
+    bias_ids: jax.Array  # int32[S + 1, MAX_LOGIT_BIAS]
     bias_values: jax.Array  # float32[S + 1, MAX_LOGIT_BIAS]
     stop_ids: jax.Array  # int32[S + 1, MAX_STOP_IDS]; V and above are dropped
-    token_ids: jax.Array  # int32[S + 1, max_model_len + 1]: prompt, then what was drawn
+    token_ids: jax.Array  # int32[S + 1, max_model_len + 1]: known at admission, then drawn
 
 
 class RowSections[A](NamedTuple):
@@ -63,22 +81,13 @@ class RowSections[A](NamedTuple):
     """
 
     slot: A  # [A, 1]: its number
-    ints: A  # [A, len(SlotInts)]
-    floats: A  # [A, len(SlotFloats)]
     bias_ids: A  # [A, MAX_LOGIT_BIAS]
     bias_values: A  # [A, MAX_LOGIT_BIAS]
     stop_ids: A  # [A, MAX_STOP_IDS]
     token_ids: A  # [A, max_model_len + 1]
 
 
-SECTION_SIZES = (  # of all but the last
-    1,
-    len(SlotInts._fields),
-    len(SlotFloats._fields),
-    MAX_LOGIT_BIAS,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_IDS,
-)
+SECTION_SIZES = (1, MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, MAX_STOP_IDS)  # of all but the last
 SECTION_STARTS = tuple(accumulate(SECTION_SIZES, initial=0))
 
 
@@ -86,13 +95,67 @@ def init_slots(max_num_seqs: int, max_model_len: int) -> SlotState:
     """A zeroed slot state."""
     rows = max_num_seqs + 1
     return SlotState(
-        floats=jnp.zeros((rows, len(SlotFloats._fields)), jnp.float32),
-        ints=jnp.zeros((rows, len(SlotInts._fields)), jnp.int32),
+        settings=jnp.zeros((rows, NUM_SETTINGS), jnp.int32),
         bias_ids=jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.int32),
         bias_values=jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.float32),
         stop_ids=jnp.zeros((rows, MAX_STOP_IDS), jnp.int32),
         token_ids=jnp.zeros((rows, max_model_len + 1), jnp.int32),
     )
+
+
+def settings_of(requests: Sequence[Request]) -> np.ndarray:  # int32[N, NUM_SETTINGS]
+    """The settings of requests, of one at least, a row each."""
+    ints = np.array([_ints(request) for request in requests], np.int64).astype(np.int32)
+    floats = np.array([_floats(request.sampling) for request in requests], np.float32)
+    return np.concatenate((ints, floats.view(np.int32)), axis=1)
+
+
+def _ints(request: Request) -> SlotInts[int]:
+    sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
+    return SlotInts(
+        seed_low=request.seed & 0xFFFF_FFFF,
+        seed_high=request.seed >> 32 & 0xFFFF_FFFF,
+        top_k=sampling.top_k,
+        num_prompt_tokens=num_prompt_tokens,
+        min_length=min(num_prompt_tokens + sampling.min_tokens, INT32_MAX),
+        num_biases=len(sampling.logit_bias or ()),
+    )
+
+
+def _floats(sampling: SamplingParams) -> SlotFloats[float]:
+    return SlotFloats(
+        temperature=0.0 if sampling.greedy else sampling.temperature,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+    )
+
+
+def with_settings(
+    slots: SlotState,
+    seq_slots: jax.Array,  # int32[R]
+    settings: jax.Array,  # int32[R, NUM_SETTINGS]
+) -> SlotState:
+    """The slot state with these settings in it."""
+    return slots._replace(settings=slots.settings.at[seq_slots].set(settings))
+
+
+def read_settings(
+    slots: SlotState,
+    seq_slots: jax.Array,  # int32[B]
+) -> tuple[SlotInts[jax.Array], SlotFloats[jax.Array]]:
+    """The settings of slots, each as [B]."""
+    columns = slots.settings[seq_slots].T
+    floats = lax.bitcast_convert_type(columns[NUM_INTS:], jnp.float32)
+    return SlotInts(*columns[:NUM_INTS]), SlotFloats(*floats)
+
+
+def needs_admission(request: Request) -> bool:
+    """Whether extras read anything of this request's slot but settings and drawn tokens."""
+    sampling = request.sampling
+    return bool(sampling.logit_bias or sampling.min_tokens or sampling.has_penalties)
 
 
 def empty_rows(count: int, sink_slot: int, max_model_len: int) -> np.ndarray:  # int32[A, ...]
@@ -113,30 +176,16 @@ def slot_rows(
     """``count`` rows as a host array: those of the admissions, then empty ones."""
     rows = empty_rows(count, sink_slot, max_model_len)
     sections = _sections(rows[: len(admissions)])
-    sections.bias_ids[:] = vocab_size
     sections.stop_ids[:] = vocab_size
     for index, admission in enumerate(admissions):
-        _fill(RowSections(*(section[index] for section in sections)), admission, max_model_len)
+        _fill(RowSections(*(section[index] for section in sections)), admission)
     return rows
 
 
-def _fill(row: RowSections[np.ndarray], admission: SlotAdmission, max_model_len: int) -> None:
-    request, sampling = admission.request, admission.request.sampling
-    seed = request.seed & 0xFFFF_FFFF_FFFF_FFFF
-    words = np.array([seed & 0xFFFF_FFFF, seed >> 32], np.uint32).view(np.int32)
-    prompt = admission.num_prompt_tokens
-    min_length = min(prompt + sampling.min_tokens, max_model_len + 1)
+def _fill(row: RowSections[np.ndarray], admission: SlotAdmission) -> None:
+    request = admission.request
     row.slot[0] = admission.slot
-    row.ints[:] = (*words, sampling.top_k, prompt, min_length)
-    row.floats.view(np.float32)[:] = (
-        0.0 if sampling.greedy else sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        sampling.repetition_penalty,
-    )
-    if bias := sampling.logit_bias:
+    if bias := request.sampling.logit_bias:
         row.bias_ids[: len(bias)] = list(bias)
         row.bias_values.view(np.float32)[: len(bias)] = list(bias.values())
     row.stop_ids[: len(request.stop_ids)] = request.stop_ids
@@ -146,11 +195,14 @@ def _fill(row: RowSections[np.ndarray], admission: SlotAdmission, max_model_len:
 def admit(slots: SlotState, rows: jax.Array) -> SlotState:  # int32[A, ...]: see ``RowSections``
     """The slot state with these rows in it. Compiled for few counts; ``slots`` is donated."""
     new = _sections(rows)
-    floats, bias_values = (
-        lax.bitcast_convert_type(bits, jnp.float32) for bits in (new.floats, new.bias_values)
+    at = new.slot[:, 0]
+    bias_values = lax.bitcast_convert_type(new.bias_values, jnp.float32)
+    return slots._replace(
+        bias_ids=slots.bias_ids.at[at].set(new.bias_ids),
+        bias_values=slots.bias_values.at[at].set(bias_values),
+        stop_ids=slots.stop_ids.at[at].set(new.stop_ids),
+        token_ids=slots.token_ids.at[at].set(new.token_ids),
     )
-    values = SlotState(floats, new.ints, new.bias_ids, bias_values, new.stop_ids, new.token_ids)
-    return jax.tree.map(lambda state, value: state.at[new.slot[:, 0]].set(value), slots, values)
 
 
 def _sections[A: (np.ndarray, jax.Array)](rows: A) -> RowSections[A]:

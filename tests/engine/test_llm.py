@@ -19,9 +19,11 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import CacheError, ConfigError, EngineError, JaxinferError, RequestError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.step import StepPlan
+from jaxinfer.engine import llm as llm_module
 from jaxinfer.engine import loading
 from jaxinfer.engine.build import model_facts, plan_engine
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.outputs import Collector
 from jaxinfer.engine.prompts import Prompt, parse_prompts
 from jaxinfer.exec.executor import Executor
 from jaxinfer.models.registry import build_model
@@ -194,6 +196,24 @@ def test_a_batch_is_prefilled_first_unless_told_otherwise(
     assert any(plan.decodes and plan.prefills for plan in plans)
     assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in mixed]
     assert mixing.stats().num_compiled == 0, "the executables are the same"
+
+
+def test_outputs_are_made_after_the_first_launch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then the device waits."""
+    order: list[str] = []
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            order.append(name)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(Executor, "launch", noted("launch", Executor.launch))
+    monkeypatch.setattr(llm_module, "Collector", noted("output", Collector))
+    outputs = llm.generate(["b", "a", "b"], GREEDY, use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["b", "a", "b"]
+    assert order[0] == "launch" and order.count("output") == len(outputs)
 
 
 def test_vllm_arguments_that_change_nothing_are_accepted(folder: Path, cache: str) -> None:

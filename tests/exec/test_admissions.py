@@ -1,4 +1,6 @@
-"""Many are admitted by few calls, the first by the step itself; no token depends on it."""
+"""Who asks for extras is admitted by few calls, the first by the step itself, who does not by none;
+no token depends on it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import pytest
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
+from jaxinfer.engine.engine import Engine
 from jaxinfer.exec.compile import build_executables
 from jaxinfer.exec.executor import Executor
 from jaxinfer.exec.memory import init_state
@@ -27,6 +30,10 @@ REQUESTS = [
     SamplingParams(max_tokens=4, seed=i, top_k=2 + i, repetition_penalty=1.5, ignore_eos=True)
     for i in range(MOST)
 ]
+PLAIN = [
+    SamplingParams(max_tokens=4, seed=2**63 - 1 - i, temperature=1 + i, top_k=2 + i, top_p=0.9)
+    for i in range(MOST)
+]
 PROMPTS = [tuple(range(5 + i, 8 + 2 * i)) for i in range(MOST)]
 
 
@@ -36,12 +43,36 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Counted:
     return Counted(build_executables(PROGRAM, bundle_root=folder, progress=NoProgress()))
 
 
+def engine_on(device: Counted) -> Engine:
+    return engine_of(Executor(PROGRAM, device.executables, PARAMS, *init_state(PROGRAM)), LIMITS)
+
+
 @pytest.mark.parametrize("count, calls", [(1, 0), (2, 1), (MOST - 1, 1), (MOST, 2)])
 def test_few_calls_admit_many(device: Counted, count: int, calls: int) -> None:
-    engine = engine_of(Executor(PROGRAM, device.executables, PARAMS, *init_state(PROGRAM)), LIMITS)
+    engine = engine_on(device)
     device.calls.clear()
     together = run(engine, PROMPTS[:count], REQUESTS[:count])
     assert device.calls[ADMIT] == calls
     alone = run(engine, PROMPTS[:count], REQUESTS[:count], together=False)
     assert device.calls[ADMIT] == calls
     assert tokens(together) == tokens(alone)
+
+
+def test_settings_need_no_call(device: Counted) -> None:
+    engine = engine_on(device)
+    device.calls.clear()
+    alone = run(engine, PROMPTS, PLAIN, together=False)
+    together = run(engine, PROMPTS, PLAIN)
+    assert tokens(together) == tokens(alone)
+    assert not device.calls[ADMIT]
+    assert tokens(together) != tokens(run(engine, PROMPTS, PLAIN[::-1])), "settings count"
+
+
+def test_a_request_finds_no_extras_of_the_slot_s_last_one(device: Counted) -> None:
+    """Beside one that asks for some, so that steps with extras draw for it."""
+    asking = SamplingParams(max_tokens=4, logit_bias={7: 100.0}, presence_penalty=2.0)
+    params = [SamplingParams(max_tokens=4, temperature=0), asking]
+    alone = run(engine_on(device), PROMPTS[:2], params, together=False)
+    engine = engine_on(device)
+    run(engine, PROMPTS[:2], [asking, asking])
+    assert tokens(run(engine, PROMPTS[:2], params)) == tokens(alone)

@@ -78,18 +78,20 @@ def test_extras_run_only_where_asked_for_and_tokens_are_the_same(tmp_path: Path)
     model, params = tiny_model("llama")
     limits = tiny_limits(max_num_seqs=1, max_num_batched_tokens=16)
     program = Program(model, limits, platform="gpu")
-    made = build_executables(program, bundle_root=tmp_path, progress=NoProgress())
-    assert set(made.by_name) == set(program.names())
-    chosen = Counted(made)
-    always = Counted(made, {b.name: f"{b.name}_extras" for b in limits.buckets})
+    always = Program(model, limits, platform="cpu")  # each of its steps has extras
+    chosen, others = (
+        Counted(build_executables(one, bundle_root=tmp_path / one.platform, progress=NoProgress()))
+        for one in (program, always)
+    )
+    assert set(chosen.executables.by_name) == set(program.names())
     engine, other = (
-        engine_of(Executor(program, counted.executables, params, *init_state(program)), limits)
-        for counted in (chosen, always)
+        engine_of(Executor(one, counted.executables, params, *init_state(one)), limits)
+        for one, counted in ((program, chosen), (always, others))
     )
 
     Executor(program, chosen.executables, params, *init_state(program)).warm_up()
     steps = {b.name: 1 if b.num_prefills else WARM_UP_RUNS for b in limits.buckets}
-    assert chosen.calls == steps  # which admit the one sequence there may be
+    assert chosen.calls == steps
 
     def ran_extras(requests: Sequence[SamplingParams]) -> set[bool]:
         """Whether extras ran, of all steps; the tokens are those of steps with extras."""

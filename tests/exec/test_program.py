@@ -52,14 +52,14 @@ def test_a_gpu_has_plain_steps_and_fewer_with_extras_a_cpu_one_a_bucket() -> Non
     buckets = [bucket.name for bucket in LIMITS.buckets]
     assert PROGRAM.names() == (ADMIT, *buckets)
     lone = Program(PROGRAM.model, msgspec.structs.replace(LIMITS, max_num_seqs=1), platform="cpu")
-    assert lone.names() == tuple(buckets)  # its steps admit whom they prefill
+    assert lone.names() == tuple(buckets)  # its steps admit the one sequence there may be
     table = tuple(map(Bucket, (1, 2, 4, 8, 16))) + (Bucket(0, 32, 2), Bucket(16, 32, 2))
     gpu = Program(PROGRAM.model, msgspec.structs.replace(LIMITS, buckets=table), platform="gpu")
     extras = {"d2_extras", "d16_extras", "p32x2_extras", "d16p32x2_extras"}
-    without_extras = {ADMIT, *(bucket.name for bucket in table)}
-    assert set(gpu.names()) == without_extras | extras
-    assert set(gpu.names_without_extras()) == without_extras
-    assert set(PROGRAM.names_without_extras()) == set(PROGRAM.names())
+    without_extras = tuple(bucket.name for bucket in table)
+    assert set(gpu.names()) == {ADMIT, *without_extras, *extras}
+    assert gpu.names_without_extras() == without_extras
+    assert PROGRAM.names_without_extras() == tuple(buckets)
     for bucket in table:
         assert gpu.bucket_of(bucket, extras=False) == bucket
         larger = gpu.bucket_of(bucket, extras=True)

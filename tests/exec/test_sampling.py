@@ -12,7 +12,15 @@ from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.step import SlotAdmission
 from jaxinfer.exec.batch import extras_of
 from jaxinfer.exec.sampling import Extras, sample, token_logprobs
-from jaxinfer.exec.slots import SlotState, admit, init_slots, slot_rows
+from jaxinfer.exec.slots import (
+    SlotState,
+    admit,
+    init_slots,
+    needs_admission,
+    settings_of,
+    slot_rows,
+    with_settings,
+)
 
 VOCAB = 50
 MAX_LEN = 32
@@ -20,9 +28,26 @@ PROMPT = (3, 4, 4, 7)
 OUTPUT = (4, 9, 9, 11)
 
 
-def draw(logits: np.ndarray, rows: list[SamplingParams], eos: tuple[int, ...] = ()) -> np.ndarray:
-    """One token for each row of float32[B, V] logits, after PROMPT + OUTPUT."""
-    slots: SlotState = init_slots(len(rows), MAX_LEN)
+def draw(
+    logits: np.ndarray,
+    rows: list[SamplingParams],
+    eos: tuple[int, ...] = (),
+    left: SlotState | None = None,
+) -> np.ndarray:
+    """One token for each row of float32[B, V] logits, after PROMPT + OUTPUT, in slots that hold
+    what somebody has ``left``.
+    """
+    return draw_in(logits, rows, eos, left)[0]
+
+
+def draw_in(
+    logits: np.ndarray,
+    rows: list[SamplingParams],
+    eos: tuple[int, ...] = (),
+    left: SlotState | None = None,
+) -> tuple[np.ndarray, SlotState]:
+    """The same, and the slots."""
+    slots = left or init_slots(len(rows), MAX_LEN)
     requests: list[Request] = []
     admissions: list[SlotAdmission] = []
     for slot, params in enumerate(rows):
@@ -35,15 +60,18 @@ def draw(logits: np.ndarray, rows: list[SamplingParams], eos: tuple[int, ...] = 
             eos_token_ids=eos,
         )
         requests.append(request)
-        admissions.append(SlotAdmission(slot, request, IntLog(PROMPT + OUTPUT)))
+        if needs_admission(request):
+            admissions.append(SlotAdmission(slot, request, IntLog(PROMPT + OUTPUT)))
     sizes = {"sink_slot": len(rows), "vocab_size": VOCAB, "max_model_len": MAX_LEN}
-    new = slot_rows(admissions, len(rows) + 1, **sizes)  # and one that admits nobody
+    new = slot_rows(admissions, len(rows) + 1, **sizes)  # and at least one that admits nobody
     slots = jax.jit(admit)(slots, new)
+    slots = jax.jit(with_settings)(slots, np.arange(len(rows)), settings_of(requests))
     asked = extras_of(requests)
     extras = Extras(*map(jnp.bool_, asked)) if any(asked) else None
     lens = jnp.full(len(rows), len(PROMPT + OUTPUT), jnp.int32)
     index = jnp.arange(len(rows), dtype=jnp.int32)
-    return np.asarray(jax.jit(sample)(jnp.asarray(logits), slots, index, lens, extras))
+    drawn = jax.jit(sample)(jnp.asarray(logits), slots, index, lens, extras)
+    return np.asarray(drawn), slots
 
 
 def random_logits(rows: int, seed: int = 0) -> np.ndarray:
@@ -155,6 +183,24 @@ def test_what_a_row_did_not_ask_for_leaves_its_token_alone() -> None:
     for seed in range(50):
         plain = SamplingParams(seed=seed, top_p=0.9)
         assert draw(logits, [plain, asking])[0] == draw(logits[:1], [plain])[0]
+
+
+def test_what_a_slot_s_last_request_asked_for_is_not_asked_for_any_more() -> None:
+    """Only a request that asks for extras is admitted; another's slot keeps what was there."""
+    logits = random_logits(2, seed=6)
+    best = int(logits[0].argmax())
+    asking = SamplingParams(
+        temperature=0,
+        repetition_penalty=3.0,
+        presence_penalty=2.0,
+        logit_bias={best: -100.0},
+        min_tokens=16,
+        stop_token_ids=(best,),
+    )
+    drawn, left = draw_in(logits, [asking, asking])
+    assert drawn[0] != best
+    plain = SamplingParams(temperature=0)
+    assert draw(logits, [plain, asking], left=left).tolist() == [best, drawn[1]]
 
 
 def test_logprobs_and_ranks() -> None:

@@ -6,7 +6,6 @@ Owns: ``Counted``. Must not know: engines.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +15,10 @@ from jaxinfer.exec.compile import Executables
 class Counted:
     """The same executables, with their calls by name."""
 
-    def __init__(
-        self, executables: Executables, stand_ins: Mapping[str, str] | None = None
-    ) -> None:
-        """``stand_ins``: by name, the one to run instead."""
+    def __init__(self, executables: Executables) -> None:
         self.calls: Counter[str] = Counter()
-        instead = stand_ins or {}
         by_name = {
-            name: self._counted(name, executables.by_name[instead.get(name, name)])
-            for name in executables.by_name
+            name: self._counted(name, executables.by_name[name]) for name in executables.by_name
         }
         self.executables = replace(executables, by_name=by_name)
 
