@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -42,8 +42,10 @@ from pallas_kernels.paged_prefill.mosaic_plan import (
 )
 
 WORKER_REGISTERS, LOADER_REGISTERS = 232, 40  # of a thread: 504 of the 512 there are for three
+FOLD = 8  # columns of which each thread has two, and two in another row
 
-type _Weighed = tuple[jax.Array, jax.Array, jax.Array]  # top, total [QUERIES]; [QUERIES, BLOCK]
+# top [QUERIES], total [QUERIES, FOLD], weights [QUERIES, BLOCK]
+type _Weighed = tuple[jax.Array, jax.Array, jax.Array]
 type _Sums = tuple[jax.Array, _Weighed]  # float32[QUERIES, H], short of the values of the weights
 
 
@@ -133,6 +135,16 @@ def _clear_unwritten(sizes: Sizes, v: Ref, left: jax.Array) -> None:  # [BLOCK, 
         plgpu.commit_smem()
 
 
+def _folded(
+    combine: Callable[[jax.Array, jax.Array], jax.Array],
+    x: jax.Array,  # [QUERIES, BLOCK]
+) -> jax.Array:  # [QUERIES, FOLD]
+    """Columns combined within each thread, four of its values side by side: a row of 32 would have
+    each operation wait for the last, 160 cycles of them (a third of a block's softmax, twice).
+    """
+    return reduce(combine, (x[:, start : start + FOLD] for start in range(0, BLOCK, FOLD)))
+
+
 def _accumulate(
     acc: jax.Array,  # float32[QUERIES, H]
     weights: jax.Array,  # [QUERIES, BLOCK]
@@ -186,10 +198,10 @@ class _Worker:
         scores: jax.Array,  # float32[QUERIES, BLOCK]
         block: jax.Array | int,
         top: jax.Array,  # float32[QUERIES]
-        total: jax.Array,  # float32[QUERIES]
+        total: jax.Array,  # float32[QUERIES, FOLD]
         masked: bool,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Top score and total weight so far, what earlier sums shrink by, and the weights."""
+        """Top score and total weights so far, what earlier sums shrink by, and the weights."""
         sizes = self.sizes
         if masked:
             shape = (QUERIES, BLOCK)
@@ -199,14 +211,15 @@ class _Worker:
             if sizes.window is not None:
                 visible &= key > newest - sizes.window
             scores = jnp.where(visible, scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(axis=1) * sizes.scale)
+        new_top = jnp.maximum(top, _folded(jnp.maximum, scores).max(axis=1) * sizes.scale)
         base = new_top
         if masked and sizes.window is not None:
             # A query whose window begins later has seen nothing yet: -inf - -inf would be NaN.
             base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
         shrink = jnp.exp2(top - base)
         weights = jnp.exp2(scores * sizes.scale - lax.broadcast_in_dim(base, scores.shape, [0]))
-        total = total * shrink + weights.sum(axis=1)
+        total = total * lax.broadcast_in_dim(shrink, total.shape, [0])
+        total += _folded(jnp.add, weights)
         return new_top, total, shrink, weights
 
     def first_block(self, top: jax.Array, total: jax.Array) -> _Weighed:
@@ -249,7 +262,7 @@ class _Worker:
                 self.await_keys(block + 1)
                 return results
 
-            init = (top, total, total, weights)
+            init = (top, total, top, weights)
             return _accumulate(acc, narrow, shared.v.at[before], init, weigh)
 
         scores = plgpu.WGMMAAccumulatorRef((QUERIES, BLOCK), jnp.float32)
@@ -271,13 +284,13 @@ class _Worker:
         acc, _ = _accumulate(acc, weights, shared.v.at[step])
         self.pass_turn()
         plgpu.barrier_arrive(shared.v_free.at[step])
-        return acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [0])
+        return acc * lax.broadcast_in_dim(1.0 / total.sum(axis=1), acc.shape, [0])
 
     def attend(self) -> jax.Array:  # float32[QUERIES, H]
         """Attention over all the tile's keys, of which there is one at least."""
         tile, shape = self.tile, (QUERIES, self.sizes.head_dim)
         nothing = _zeros((QUERIES,), plgpu.Layout.WGMMA.reduce(1))
-        sums = _zeros(shape), self.first_block(nothing - jnp.inf, nothing)
+        sums = _zeros(shape), self.first_block(nothing - jnp.inf, _zeros((QUERIES, FOLD)))
         with_masks, without = (partial(self.next_block, masked) for masked in (True, False))
         second = tile.first + 1
         if self.sizes.window is not None:
