@@ -38,6 +38,14 @@ MOSAIC_HEAD_DIMS = (64, 128)  # 256 would need more shared memory than there is
 #   32 prompts of 256 tokens  116 for 186    4096 tokens  297 for 321
 #   8 of 1024                 208 for 290    8192        1087 for 1127
 #   1024 tokens              30.0 for 35.7    512        17.0 for 18.9
+# Since then maxima and sums are folded, and no worker waits for its turn. 8192 tokens, in a row and
+# after a rest, us, in one run, the last line in another (in a row the device is at its limit of
+# power):
+#   context of         8192, in a row   rested   16384, in a row   rested
+#   before                        950     1020              3008     2838
+#   folded                        927      965              2795     2701
+#   folded, without turns         880      976              2803     2605
+#   folded, queries in registers  903      975              2820     2616
 BLOCK = 128  # keys of a step
 STEPS = 2  # blocks of keys, and of values, in flight
 QUERIES = 64  # of one of its workers: the smallest and the fastest tile of a warpgroup's products

@@ -5,10 +5,10 @@ There is one program for each multiprocessor, which takes tiles in turn, the lon
 memory by TMA, two of them keys and two values, blocks ahead of the other warpgroups and across the
 borders of tiles. Each of those attends for 64 queries of one head, its products on the matrix units
 straight from shared memory: it multiplies a block of keys, then the values of the block before by
-their weights, and weighs the new scores while the latter runs. The two take turns at the matrix
-units. They share the keys: two heads of one kv head over the same tokens, or, where a kv head has
-an odd number of query heads, one head over 128 tokens. The method is that of FlashAttention-3 (Shah
-et al., 2024, arXiv:2407.08608). Softmax runs in base 2, sums in float32.
+their weights, and weighs the new scores while the latter runs. The two share the keys: two heads of
+one kv head over the same tokens, or, where a kv head has an odd number of query heads, one head
+over 128 tokens. The method is that of FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608), but
+for its turns at the matrix units. Softmax runs in base 2, sums in float32.
 Must not know: which calls come here (``launch``).
 """
 
@@ -176,12 +176,6 @@ class _Worker:
     position: jax.Array  # of its first query
     shared: Shared
 
-    def take_turn(self) -> None:
-        plgpu.barrier_wait(self.shared.turn.at[self.index])
-
-    def pass_turn(self) -> None:
-        plgpu.barrier_arrive(self.shared.turn.at[WORKERS - 1 - self.index])
-
     def await_keys(self, block: jax.Array | int) -> None:
         """Wait for a block of keys, if the tile has it."""
 
@@ -226,11 +220,9 @@ class _Worker:
         """Weights of the first block of keys."""
         block, step = self.tile.first, step_of(self.tile, self.tile.first)
         self.await_keys(block)
-        self.take_turn()
 
         def multiply(scores: Ref) -> jax.Array:
             self.score(scores, step)
-            self.pass_turn()
             return scores[...]
 
         shape = (QUERIES, BLOCK)
@@ -244,7 +236,6 @@ class _Worker:
         """Weigh a block of keys while the values of the one before it are summed."""
         shared, (acc, (top, total, narrow)) = self.shared, sums
         step, before = (step_of(self.tile, b) for b in (block, block - 1))
-        self.take_turn()
 
         def multiply(scores: Ref) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             self.score(scores, step)
@@ -253,7 +244,6 @@ class _Worker:
             weights = _zeros((QUERIES, BLOCK))
 
             def weigh() -> tuple[jax.Array, ...]:
-                self.pass_turn()
                 # Scores alone: the product begun after theirs is still under way.
                 values = plgpu.wgmma_accumulator_load(scores, wait_n=1)
                 plgpu.barrier_arrive(shared.k_free.at[step])
@@ -274,15 +264,13 @@ class _Worker:
         return acc, (top, total, weights.astype(shared.v.dtype))
 
     def last_values(self, sums: _Sums) -> jax.Array:  # float32[QUERIES, H]
-        """The sums with the last block in them, over the total weight. The turn is passed on."""
+        """The sums with the last block in them, over the total weight."""
         acc, (_, total, weights) = sums
         block, shared = self.tile.last - 1, self.shared
         step = step_of(self.tile, block)
         plgpu.barrier_wait(shared.v_full.at[step])
         _clear_unwritten(self.sizes, shared.v.at[step], self.tile.end - block * BLOCK)
-        self.take_turn()
         acc, _ = _accumulate(acc, weights, shared.v.at[step])
-        self.pass_turn()
         plgpu.barrier_arrive(shared.v_free.at[step])
         return acc * lax.broadcast_in_dim(1.0 / total.sum(axis=1), acc.shape, [0])
 
@@ -327,9 +315,7 @@ def _work(sizes: Sizes, arrays: Arrays, shared: Shared, index: jax.Array) -> Non
         plgpu.commit_smem()
         _store(results, arrays.out, tile.token + offset, tile.head + head, tile.count - offset)
 
-    pl.when(index == 1)(partial(plgpu.barrier_arrive, shared.turn.at[0]))  # the first begins
     over_tiles(sizes, arrays, attend)
-    pl.when(index == 0)(partial(plgpu.barrier_wait, shared.turn.at[0]))  # the turn nobody takes
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -75,7 +75,6 @@ class Shared(NamedTuple):
     v_full: Ref  # [STEPS]: one arrival a page
     k_free: Ref  # [STEPS]: one arrival a worker
     v_free: Ref  # [STEPS]: one arrival a worker
-    turn: Ref  # [WORKERS]: the matrix units are this worker's
 
 
 class Tile(NamedTuple):
@@ -234,5 +233,4 @@ def shared_types(sizes: Sizes, dtype: Any) -> dict[str, Any]:
         "v_full": pages,
         "k_free": workers,
         "v_free": workers,
-        "turn": plgpu.Barrier(num_barriers=WORKERS),
     }
