@@ -7,6 +7,7 @@ Every view therefore behaves as a frozen tuple. Must not know: tokens, pages or 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import final, overload
 
@@ -23,21 +24,22 @@ class IntLog(Sequence[int]):
     __slots__ = ("_buffer", "_length")
 
     def __init__(self, values: Iterable[int] = ()) -> None:
-        if isinstance(values, IntLog):
+        if type(values) is IntLog:  # final; and an ABC takes five times as long to ask
             self._buffer, self._length = values._buffer, values._length
             return
-        array = _int32(values)
-        self._buffer = _Buffer(array, len(array))
-        self._length = len(array)
+        self._buffer = _Buffer(_int32(values))
+        self._length = self._buffer.used
 
     def extend(self, values: Iterable[int]) -> IntLog:
         """This log followed by ``values``; this log itself is unchanged."""
         added = _int32(values)
         if not len(added):
             return self
+        if not self._length:  # nothing to share: whoever holds an empty log leaves it small
+            return self._view(_Buffer(added), len(added))
         buffer = self._buffer
         if buffer.used != self._length:  # another history already grew from here: branch
-            buffer = _Buffer(self.array().copy(), self._length)
+            buffer = _Buffer(self.array().copy())
         buffer.append(added)
         return self._view(buffer, self._length + len(added))
 
@@ -45,7 +47,7 @@ class IntLog(Sequence[int]):
         """This log followed by one value."""
         buffer, length = self._buffer, self._length
         if buffer.used != length or length == len(buffer.data):
-            return self.extend((value,))
+            return self.extend([value])
         buffer.data[length] = value  # the common case, once per generated token
         buffer.used = length + 1
         return self._view(buffer, length + 1)
@@ -89,36 +91,35 @@ class IntLog(Sequence[int]):
 
 
 class _Buffer:
-    """Growing storage; ``used`` marks how far the longest view reaches, ``readable`` is ``data``
-    for those who must not write.
+    """Growing storage, full at first; ``used`` marks how far the longest view reaches,
+    ``readable`` is ``data`` for those who must not write.
     """
 
     __slots__ = ("data", "readable", "used")
 
-    def __init__(self, data: np.ndarray, used: int) -> None:
-        self.data = data
-        self.used = used
-        self.readable = _read_only(data)
+    def __init__(self, data: np.ndarray) -> None:
+        data.setflags(write=False)  # nobody writes before it grows
+        self.data = self.readable = data
+        self.used = len(data)
 
     def append(self, added: np.ndarray) -> None:
         end = self.used + len(added)
         if end > len(self.data):
             grown = np.empty(max(end, 2 * len(self.data), 16), np.int32)
             grown[: self.used] = self.data[: self.used]
-            self.data = grown
-            self.readable = _read_only(grown)
+            self.data, self.readable = grown, grown.view()
+            self.readable.setflags(write=False)
         self.data[self.used : end] = added
         self.used = end
 
 
-def _read_only(data: np.ndarray) -> np.ndarray:
-    view = data.view()
-    view.flags.writeable = False
-    return view
-
-
 def _int32(values: Iterable[int]) -> np.ndarray:
-    """A private int32 copy."""
+    """A private int32 copy; raises ``OverflowError`` for an integer beyond int32."""
     if isinstance(values, np.ndarray):
         return np.array(values, np.int32)
+    if isinstance(values, tuple):  # a prompt, which struct reads in two thirds of numpy's time
+        try:
+            return np.frombuffer(struct.pack(f"{len(values)}i", *values), np.int32)
+        except struct.error:
+            return np.fromiter(values, np.int32)  # converts, or says what cannot be
     return np.fromiter(values, np.int32)

@@ -17,10 +17,14 @@ import msgspec
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError, RequestError
-from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason, Request, SamplingParams, check_identity
 from jaxinfer.core.step import Abort, Arrive, Event, TokenEvent
-from jaxinfer.engine.facts import ModelFacts, check_request, resolved_max_tokens
+from jaxinfer.engine.facts import (
+    CheckedRequest,
+    ModelFacts,
+    check_request,
+    resolved_max_tokens,
+)
 from jaxinfer.engine.late_compiles import LateCompiles
 from jaxinfer.engine.loop import LOGGER, EngineLoop, StepExecutor
 from jaxinfer.engine.news import EngineStats, News
@@ -66,17 +70,26 @@ class Engine:
         """Whether ``step`` would do anything."""
         return self._failure is None and (bool(self._pending) or not self._loop.idle)
 
-    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> IntLog:
-        """The prompt's ids as ``add_request`` takes them soonest; raises ``RequestError`` for a
-        request that this engine can never answer.
+    def check(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> CheckedRequest:
+        """The request as ``add_checked`` takes it; raises ``RequestError`` for one that this engine
+        can never answer.
         """
-        return check_request(
+        priority, salt = check_identity(priority, cache_salt)
+        prompt = check_request(
             prompt_token_ids,
             sampling,
             limits=self.limits,
             facts=self.facts,
             has_tokenizer=self.tokenizer is not None,
         )
+        return CheckedRequest(prompt, sampling, priority, salt)
 
     def add_request(
         self,
@@ -88,27 +101,25 @@ class Engine:
         cache_salt: str | None = None,
     ) -> None:
         """Accept a request; raises ``RequestError`` before anything of it has begun."""
-        if self._failure is not None:
-            raise self._failure
-        if request_id in self._children:
-            raise RequestError(f"request id {request_id!r} is in use; choose another")
-        priority, salt = check_identity(priority, cache_salt)
-        prompt = self.check(prompt_token_ids, sampling)
-        requests = [
-            self._request(prompt, sampling, index, priority=priority, cache_salt=salt)
-            for index in range(sampling.n)
-        ]
-        processors = {
-            request.request_id: SequenceProcessor(request, request_id, index, self.tokenizer)
-            for index, request in enumerate(requests)
-        }
-        self._arrivals += sampling.n
-        self._sequences |= processors
-        self._children[request_id] = tuple(processors)
-        self._timeline.arrive(tuple(processors))
-        self._pending += [Arrive(request) for request in requests]
+        self._refuse_now(request_id)
+        checked = self.check(prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt)
+        self.add_checked(request_id, checked)
+
+    def add_checked(self, request_id: str, checked: CheckedRequest) -> None:
+        """Accept what ``check`` let pass."""
+        self._refuse_now(request_id)
+        requests = [self._request(checked, index) for index in range(checked.sampling.n)]
+        for index, request in enumerate(requests):
+            self._sequences[request.request_id] = SequenceProcessor(
+                request, request_id, index, self.tokenizer
+            )
+            self._pending.append(Arrive(request))
+        children = tuple([request.request_id for request in requests])
+        self._arrivals += len(children)
+        self._children[request_id] = children
+        self._timeline.arrive(children)
         self._counters["num_requests"] += 1
-        self._counters["num_prompt_tokens"] += len(prompt) * sampling.n
+        self._counters["num_prompt_tokens"] += len(checked.prompt_token_ids) * len(children)
 
     def abort(self, request_id: str) -> None:
         """End a request; its pages are free after the next step. Unknown ids are ignored."""
@@ -188,6 +199,13 @@ class Engine:
             return msgspec.structs.replace(delta, times=self._timeline.finish(event.request_id))
         return delta
 
+    def _refuse_now(self, request_id: str) -> None:
+        """Raise where, at present, nothing or nothing of this name can be accepted."""
+        if self._failure is not None:
+            raise self._failure
+        if request_id in self._children:
+            raise RequestError(f"request id {request_id!r} is in use; choose another")
+
     def _forget(self, child: str, parent: str) -> None:
         del self._sequences[child]
         left = tuple(other for other in self._children[parent] if other != child)
@@ -196,18 +214,11 @@ class Engine:
         else:
             del self._children[parent]
 
-    def _request(
-        self,
-        prompt: IntLog,
-        sampling: SamplingParams,
-        index: int,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> Request:
+    def _request(self, checked: CheckedRequest, index: int) -> Request:
         """Sequence ``index`` of the next request."""
         arrival = self._arrivals + index
-        if index:  # the prompt is scored once
+        prompt, sampling = checked.prompt_token_ids, checked.sampling
+        if index and sampling.prompt_logprobs is not None:  # the prompt is scored once
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return Request(
             request_id=str(arrival),
@@ -217,8 +228,8 @@ class Engine:
             seed=self._seed_of(sampling, index, arrival),
             eos_token_ids=() if sampling.ignore_eos else self.facts.eos_token_ids,
             arrival=arrival,
-            priority=priority,
-            cache_salt=cache_salt,
+            priority=checked.priority,
+            cache_salt=checked.cache_salt,
         )
 
     def _seed_of(self, sampling: SamplingParams, index: int, arrival: int) -> int:

@@ -6,11 +6,11 @@ Must not know: jax, the engine's state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from jaxinfer.core.config import Limits
@@ -28,6 +28,15 @@ class ModelFacts:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     default_sampling: SamplingParams  # the model's generation_config over vLLM's defaults
+
+
+class CheckedRequest(msgspec.Struct, frozen=True, gc=False):
+    """What ``Engine.check`` let pass, so that nobody has to look at it again."""
+
+    prompt_token_ids: IntLog
+    sampling: SamplingParams
+    priority: int
+    cache_salt: str
 
 
 def facts_of_configs(
@@ -88,22 +97,30 @@ def check_request(
     if reason := refusal(num_tokens, max_tokens, limits):
         too_long = num_tokens >= limits.max_model_len
         raise ContextLengthError(reason) if too_long else RequestError(reason)
-    prompt = _tokens("the prompt", prompt_token_ids, facts.vocab_size)
-    if sampling.stop_token_ids:
-        _tokens("stop_token_ids", sampling.stop_token_ids, facts.vocab_size)
-    if sampling.logit_bias:
-        _tokens("logit_bias", tuple(sampling.logit_bias), facts.vocab_size)
+    prompt = _prompt(prompt_token_ids, facts.vocab_size)
+    # these hold no negative ids
+    if sampling.stop_token_ids and max(sampling.stop_token_ids) >= facts.vocab_size:
+        raise _unknown("stop_token_ids", sampling.stop_token_ids, facts.vocab_size)
+    if sampling.logit_bias and max(sampling.logit_bias) >= facts.vocab_size:
+        raise _unknown("logit_bias", sampling.logit_bias, facts.vocab_size)
     if sampling.stop and not has_tokenizer:
         raise RequestError("stop strings need a tokenizer; use stop_token_ids instead")
     return prompt
 
 
-def _tokens(name: str, token_ids: Sequence[int], vocab_size: int) -> IntLog:
-    """Ids of which none is beyond the vocabulary; ``name`` is what an error calls them."""
-    with suppress(OverflowError):  # an id that is no int32, and no token
+def _prompt(token_ids: Sequence[int], vocab_size: int) -> IntLog:
+    """Ids of which none is beyond the vocabulary."""
+    try:
         log = IntLog(token_ids)
-        if log.array().view(np.uint32).max() < vocab_size:  # there negative ids are the largest
-            return log
+    except OverflowError:  # an id that is no int32, and no token
+        raise _unknown("the prompt", token_ids, vocab_size) from None
+    if log.array().view(np.uint32).max() >= vocab_size:  # there negative ids are the largest
+        raise _unknown("the prompt", token_ids, vocab_size)
+    return log
+
+
+def _unknown(name: str, token_ids: Collection[int], vocab_size: int) -> RequestError:
+    """Says which of these ids, ``name`` to the user, is none of the vocabulary's."""
     ends = min(token_ids), max(token_ids)
     unknown = next(token_id for token_id in ends if not 0 <= token_id < vocab_size)
-    raise RequestError(f"{name} holds token id {unknown}; the vocabulary ends at {vocab_size - 1}")
+    return RequestError(f"{name} holds token id {unknown}; the vocabulary ends at {vocab_size - 1}")

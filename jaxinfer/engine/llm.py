@@ -12,10 +12,11 @@ from dataclasses import replace
 from itertools import batched
 from typing import Any, cast
 
+from jaxinfer.core.collector import nothing_collected
 from jaxinfer.core.errors import EngineError, RequestError
-from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.progress import NoProgress, Progress
-from jaxinfer.core.request import SamplingParams, check_identity
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.engine.facts import CheckedRequest
 from jaxinfer.engine.interrupts import interrupts_deferred
 from jaxinfer.engine.news import EngineStats
 from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
@@ -124,40 +125,50 @@ class LLM:
         """Yield (number of the prompt, what it gained) as it comes. Closing it aborts the rest."""
         if priorities is None:
             priorities = [0] * len(prompts)
-        return self._stream([prompt.token_ids for prompt in prompts], sampling_params, priorities)
-
-    def check(self, prompt: Prompt, sampling_params: SamplingParams, priority: int = 0) -> None:
-        """Raise ``RequestError`` when this request could never be answered."""
-        self._checked(prompt, sampling_params, priority)
-
-    def _checked(self, prompt: Prompt, sampling_params: SamplingParams, priority: int) -> IntLog:
-        check_identity(priority, None)
-        return self._engine.check(prompt.token_ids, sampling_params)
-
-    def _stream(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling_params: Sequence[SamplingParams],
-        priorities: Sequence[int],
-    ) -> Generator[tuple[int, Delta]]:
         if self._answering:
             raise EngineError("this LLM is already answering; use AsyncLLM for concurrent calls")
         self._answering = True
         numbers: dict[str, int] = {}
         try:
-            requests = enumerate(zip(prompts, sampling_params, priorities, strict=True))
-            for some in batched(requests, ADDED_AT_ONCE):
-                with interrupts_deferred():
-                    for number, (token_ids, params, priority) in some:
-                        request_id = f"llm-{self._requests}"
-                        self._requests += 1
-                        self._engine.add_request(request_id, token_ids, params, priority=priority)
-                        numbers[request_id] = number
-            while self._engine.has_work:
-                for delta in self._turn():
+            with nothing_collected():  # until the first step is launched, its device waits
+                self._add(self._checked(prompts, sampling_params, priorities), numbers)
+                deltas = self._turn()
+            while deltas or self._engine.has_work:
+                for delta in deltas:
                     yield numbers[delta.request_id], delta
+                deltas = self._turn()
         finally:
             self._abort(numbers)
+
+    def check(self, prompt: Prompt, sampling_params: SamplingParams, priority: int = 0) -> None:
+        """Raise ``RequestError`` when this request could never be answered."""
+        self._engine.check(prompt.token_ids, sampling_params, priority=priority)
+
+    def _checked(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+    ) -> list[CheckedRequest]:
+        """The requests as the engine takes them; none has begun when one of them is refused."""
+        check, requests = self._engine.check, list[CheckedRequest]()
+        given = zip(prompts, sampling_params, priorities, strict=True)
+        for number, (prompt, params, priority) in enumerate(given):
+            try:
+                requests.append(check(prompt.token_ids, params, priority=priority))
+            except RequestError as error:
+                raise RequestError(f"prompt {number}: {error}") from None
+        return requests
+
+    def _add(self, requests: Sequence[CheckedRequest], numbers: dict[str, int]) -> None:
+        """Give the requests to the engine, and note the number of each under its id."""
+        for some in batched(enumerate(requests), ADDED_AT_ONCE):
+            with interrupts_deferred():
+                for number, request in some:
+                    request_id = f"llm-{self._requests}"
+                    self._requests += 1
+                    self._engine.add_checked(request_id, request)
+                    numbers[request_id] = number
 
     def _run(
         self,
@@ -170,17 +181,11 @@ class LLM:
         levels = [0] * len(prompts)
         if priorities is not None:
             levels = _one_each("priorities", priorities, len(prompts))
-        checked: list[IntLog] = []
-        for number, (prompt, one, level) in enumerate(zip(prompts, params, levels, strict=True)):
-            try:
-                checked.append(self._checked(prompt, one, level))
-            except RequestError as error:
-                raise RequestError(f"prompt {number}: {error}") from None
         # made with the first news: until a batch's first step is launched, its device waits
         collectors: dict[int, Collector] = {}
         progress = self._progress if use_tqdm else NoProgress()
         with progress.task("generate", len(prompts)) as advance:
-            for number, delta in self._stream(checked, params, levels):
+            for number, delta in self.stream(prompts, params, levels):
                 if number not in collectors:
                     collectors[number] = Collector(str(number), prompts[number], params[number])
                 collectors[number].add(delta)
@@ -213,6 +218,8 @@ class LLM:
                 self._engine.step()
 
     def _turn(self) -> tuple[Delta, ...]:
+        if not self._engine.has_work:
+            return ()
         with interrupts_deferred():
             return self._engine.step().deltas
 

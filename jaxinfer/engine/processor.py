@@ -20,14 +20,12 @@ class SequenceProcessor:
     def __init__(
         self, request: Request, parent_id: str, index: int, tokenizer: Tokenizer | None
     ) -> None:
-        sampling = request.sampling
         self.parent_id = parent_id
         self.index = index
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.matched_stop: str | None = None
         self._request = request
         self._tokenizer = tokenizer
-        self._stop = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         self._num_tokens = 0
 
     def process(self, event: TokenEvent) -> Delta:
@@ -58,9 +56,15 @@ class SequenceProcessor:
             error=event.error,
         )
 
+    # Made with the first token: until a batch's first step is launched, its device waits.
+
+    @cached_property
+    def _stop(self) -> StopStrings:
+        sampling = self._request.sampling
+        return StopStrings(sampling.stop, sampling.include_stop_str_in_output)
+
     @cached_property
     def _detokenizer(self) -> IncrementalDetokenizer | None:
-        """Made with the first token: until a batch's first step is launched, its device waits."""
         sampling = self._request.sampling
         if self._tokenizer is None or not sampling.detokenize:
             return None

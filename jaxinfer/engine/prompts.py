@@ -7,7 +7,6 @@ Must not know: the engine, sampling.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from numbers import Real
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +15,8 @@ import msgspec
 from jaxinfer.core.checks import as_int
 from jaxinfer.core.errors import RequestError
 from jaxinfer.text.tokenizer import Tokenizer
+
+TOKEN_IDS = tuple[int, ...]  # what msgspec makes of them; a type made anew takes as long as ten ids
 
 
 class Prompt(NamedTuple):
@@ -82,15 +83,23 @@ def _parts(prompt: Any) -> tuple[Any, Any]:
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
+    items = _items(value)
+    try:  # no call of ours for each of what may be thousands
+        return msgspec.convert(items, TOKEN_IDS)
+    except msgspec.ValidationError:
+        return tuple([_token_id(item) for item in items])
+
+
+def _items(value: Any) -> Sequence[Any]:
+    if isinstance(value, list):
+        return cast("list[Any]", value)
     if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Iterable):
         raise RequestError(f"a prompt must be text or a list of token ids, got {value!r}")
-    items = tuple(cast("Iterable[Any]", value))
-    with suppress(msgspec.ValidationError):  # no call of ours for each of what may be thousands
-        return msgspec.convert(items, tuple[int, ...])
-    token_ids: list[int] = []
-    for item in items:
-        token_id = as_int(item)
-        if token_id is None:
-            raise RequestError(f"prompt_token_ids holds {item!r}; token ids are integers")
-        token_ids.append(token_id)
-    return tuple(token_ids)
+    return tuple(cast("Iterable[Any]", value))
+
+
+def _token_id(item: Any) -> int:
+    token_id = as_int(item)
+    if token_id is None:
+        raise RequestError(f"prompt_token_ids holds {item!r}; token ids are integers")
+    return token_id

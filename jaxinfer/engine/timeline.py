@@ -38,7 +38,8 @@ class Timeline:
     def arrive(self, sequences: tuple[str, ...]) -> None:
         """Sequences enter."""
         now = self._clock()
-        self._sequences |= {name: _Times(now) for name in sequences}
+        for name in sequences:
+            self._sequences[name] = _Times(now)
 
     def step_ended(self) -> None:
         """The oldest step has ended, and the turn that tells of it is still to come."""

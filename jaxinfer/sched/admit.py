@@ -26,18 +26,19 @@ def arrive(draft: Draft, request: Request) -> None:
     if request.request_id in draft.orders:
         draft.duplicates.append(request.request_id)
         return
-    if error := refusal(len(request.prompt_token_ids), request.max_tokens, draft.limits):
+    token_ids = IntLog(request.prompt_token_ids)
+    num_prompt_tokens = len(token_ids)
+    if error := refusal(num_prompt_tokens, request.max_tokens, draft.limits):
         event = TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, error=error)
         draft.events.append(event)
         return
-    num_prompt_tokens = len(request.prompt_token_ids)
     seq = Sequence(
         request=request,
         order=(request.priority, request.arrival, request.request_id),
-        token_ids=IntLog(request.prompt_token_ids),
+        token_ids=token_ids,
         max_num_tokens=min(num_prompt_tokens + request.max_tokens, draft.limits.max_model_len),
     )
-    draft.orders = draft.orders.set(request.request_id, seq.order)
+    draft.orders[request.request_id] = seq.order
     draft.enqueue(seq)
 
 
@@ -128,10 +129,9 @@ def fits_whole(draft: Draft) -> bool:
     limits, waiting = draft.limits, draft.waiting
     if len(waiting) > len(draft.free_slots):
         return False
-    num_wanted = sum(
-        cdiv(seq.max_num_tokens, limits.page_size) - len(seq.page_ids)
-        for seq in (*draft.running.values(), *waiting)
-    )
+    num_wanted = sum([cdiv(seq.max_num_tokens, limits.page_size) for seq in waiting])
+    for seq in draft.running.values():
+        num_wanted += cdiv(seq.max_num_tokens, limits.page_size) - len(seq.page_ids)
     if waiting:
         num_head_pages = cdiv(len(waiting[0].token_ids), limits.page_size)
         num_wanted = max(num_wanted, num_head_pages + _watermark(limits))

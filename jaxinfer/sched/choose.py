@@ -9,12 +9,16 @@ are never dropped for one. With ``prefill_first`` there are also steps without t
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import msgspec
 import numpy as np
 
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan
 from jaxinfer.sched.admit import admit, fits_whole, with_page_hashes
 from jaxinfer.sched.state import Draft, Sequence
+
+NO_BUCKET = Bucket(0)
 
 
 def choose_step(draft: Draft) -> StepPlan | None:
@@ -53,6 +57,7 @@ class _Budget:
 
     def __init__(self, draft: Draft, num_decodes: int) -> None:
         self._buckets = draft.buckets
+        self._widest = NO_BUCKET  # of those that have one more prefill row
         self._limit = draft.limits.max_num_batched_tokens
         self._num_decodes = num_decodes
         self._num_prefills = 0
@@ -60,20 +65,22 @@ class _Budget:
 
     def room(self) -> int:
         """Tokens that one more prefill row could have; 0 or less if there is no such row."""
-        widest = 0
-        for bucket in self._buckets:
-            if (
-                bucket.num_prefill_tokens > widest
-                and bucket.num_decodes >= self._num_decodes
-                and bucket.num_prefills > self._num_prefills
-            ):
-                widest = bucket.num_prefill_tokens
-        return min(widest, self._limit) - self.used
+        if self._widest.num_prefills <= self._num_prefills:
+            self._widest = self._widest_left()
+        return min(self._widest.num_prefill_tokens, self._limit) - self.used
 
     def add(self, num_tokens: int) -> None:
         """Count one more prefill row."""
         self._num_prefills += 1
         self.used += num_tokens
+
+    def _widest_left(self) -> Bucket:
+        fitting = (
+            bucket
+            for bucket in self._buckets
+            if bucket.num_decodes >= self._num_decodes and bucket.num_prefills > self._num_prefills
+        )
+        return max(fitting, key=attrgetter("num_prefill_tokens"), default=NO_BUCKET)
 
 
 def _prefills_alone(draft: Draft) -> bool:

@@ -45,14 +45,14 @@ def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerStat
     draft = Draft(state)
     for event in events:
         match event:
+            case Arrive():  # the one that comes in hundreds
+                arrive(draft, event.request)
             case StepDone():
                 commit_step(draft, event.result)
             case StepFailed():
                 fail_step(draft, event.step_id, event.error)
             case Abort():
                 abort(draft, event.request_id, event.reason)
-            case Arrive():
-                arrive(draft, event.request)
     step = choose_step(draft)
     output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates))
     return draft.finish(), output

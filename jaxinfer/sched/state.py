@@ -22,6 +22,7 @@ from jaxinfer.sched.pages import PagePool, PageWriter, new_pool
 type Order = tuple[int, int, str]  # (priority, arrival, request_id): lower is served first
 
 NO_SLOT = -1
+NO_PAGES = IntLog()
 _order_of = attrgetter("order")
 
 
@@ -41,7 +42,7 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
     max_num_tokens: int  # prompt and output together
     epoch: int = 0  # number of the admission: never given twice, whatever ids requests reuse
     slot: int = NO_SLOT
-    page_ids: IntLog = msgspec.field(default_factory=IntLog)
+    page_ids: IntLog = NO_PAGES
     num_prefill_tokens: int = 0
     num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0
@@ -143,7 +144,7 @@ class Draft:
         self.running = {seq.request.request_id: seq for seq in state.running}  # in order
         self._waiting = state.waiting
         self._enqueued: list[Sequence] = []  # not yet put in order
-        self.orders = state.orders
+        self.orders = state.orders.mutate()
         self.free_slots = list(state.free_slots)
         self.pages = PageWriter(state.pages)
         self.in_flight = state.in_flight
@@ -160,7 +161,7 @@ class Draft:
             self.buckets,
             tuple(self.running.values()),
             self.waiting,
-            self.orders,
+            self.orders.finish(),
             tuple(self.free_slots),
             self.pages.finish(),
             self.in_flight,
@@ -205,7 +206,7 @@ class Draft:
             msgspec.structs.replace(
                 seq,
                 slot=NO_SLOT,
-                page_ids=IntLog(),
+                page_ids=NO_PAGES,
                 num_prefill_tokens=0,
                 num_computed_tokens=0,
                 num_in_flight_tokens=0,
@@ -236,7 +237,7 @@ class Draft:
         """
         if seq.slot != NO_SLOT:
             self._vacate(seq)
-        self.orders = self.orders.delete(seq.request_id)
+        del self.orders[seq.request_id]
 
     def pop_in_flight(self, step_id: int) -> StepPlan:
         """The oldest step in flight, which must be ``step_id``."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -32,6 +35,30 @@ def test_every_view_stays_what_it_was(data: st.DataObject) -> None:
 def test_arrays_cannot_be_written(added: int) -> None:
     with pytest.raises(ValueError, match="read-only"):
         IntLog([1, 2]).extend(range(added)).array()[0] = 5
+
+
+def test_an_empty_log_keeps_nothing_of_what_grew_from_it() -> None:
+    empty = IntLog()
+    grown = [empty.extend(range(1000)), empty.append(7)]
+    assert [len(log) for log in grown] == [1000, 1] and len(empty) == 0
+    assert empty._buffer.data.nbytes == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter, np.array], ids=lambda kind: kind.__name__)
+@given(values)
+def test_any_form_of_the_values_is_the_same_log(
+    kind: Callable[[list[int]], Any], given: list[int]
+) -> None:
+    log = IntLog(kind(given))
+    assert log == IntLog(range(0)).extend(given) and list(log) == given
+    assert log.array().dtype == np.int32
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("beyond", [2**31, -(2**31) - 1, 2**70])
+def test_what_is_no_int32_is_an_error(kind: Callable[[list[int]], Any], beyond: int) -> None:
+    with pytest.raises(OverflowError):
+        IntLog(kind([1, beyond]))
 
 
 def test_index() -> None:

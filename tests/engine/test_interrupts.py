@@ -66,14 +66,14 @@ def test_ctrl_c_does_not_wait_until_all_prompts_are_added(
 ) -> None:
     engine, _ = watched_engine()
     monkeypatch.setattr(llm_module, "start_engine", lambda *_: engine)
-    add_request = Engine.add_request
+    add_checked = Engine.add_checked
 
     def interrupted(self: Engine, *arguments: Any, **named: Any) -> None:
         if not self.stats().num_requests:
             press_ctrl_c()
-        add_request(self, *arguments, **named)
+        add_checked(self, *arguments, **named)
 
-    monkeypatch.setattr(Engine, "add_request", interrupted)
+    monkeypatch.setattr(Engine, "add_checked", interrupted)
     llm, params = LLM("m"), SamplingParams(max_tokens=2)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2]] * (2 * ADDED_AT_ONCE), params, use_tqdm=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -216,6 +217,30 @@ def test_outputs_are_made_after_the_first_launch(llm: LLM, monkeypatch: pytest.M
     assert order[0] == "launch" and order.count("output") == len(outputs)
 
 
+def test_nothing_is_collected_until_the_first_launch(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collects: list[bool] = []
+    launch, check = Executor.launch, Engine.check
+
+    def noted(function: Any) -> Any:
+        return lambda *args, **named: collects.append(gc.isenabled()) or function(*args, **named)
+
+    monkeypatch.setattr(Executor, "launch", noted(launch))
+    monkeypatch.setattr(Engine, "check", noted(check))
+    llm.generate("a", GREEDY, use_tqdm=False)
+    assert collects[:2] == [False, False] and all(collects[2:]) and len(collects) > 2
+    with pytest.raises(RequestError):
+        llm.generate("", GREEDY, use_tqdm=False)
+    assert gc.isenabled()
+
+
+def test_no_prompts_take_no_turn(llm: LLM) -> None:
+    turns = llm.stats().num_turns
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+    assert llm.stats().num_turns == turns
+
+
 def test_vllm_arguments_that_change_nothing_are_accepted(folder: Path, cache: str) -> None:
     LLM(
         model=str(folder),
@@ -374,14 +399,14 @@ def test_vllm_s_own_sampling_defaults(folder: Path, cache: str) -> None:
 
 
 def test_ctrl_c_while_adding_leaves_a_usable_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Engine.add_request
+    original = Engine.add_checked
 
     def interrupted(engine: Engine, *arguments: Any, **named: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         original(engine, *arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "add_request", interrupted)
+        patch.setattr(Engine, "add_checked", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["a", "b"], SamplingParams(n=3, seed=1), use_tqdm=False)
     assert llm.generate("a", GREEDY)[0].finished

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +11,14 @@ import pytest
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.intlog import IntLog
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import Request, SamplingParams
+from jaxinfer.engine import engine as engine_module
+from jaxinfer.engine import processor as processor_module
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.outputs import PositionLogprobs
 from jaxinfer.exec.executor import Executor
 from jaxinfer.models.base import forward
+from jaxinfer.text.detokenize import StopStrings
 from kit.engines import run, tiny_engine, tiny_limits, tokens
 from kit.tiny_models import tiny_model
 
@@ -54,10 +59,30 @@ def test_nothing_is_detokenized_before_the_first_step_is_launched(
         tokenizer, "detokenizer", lambda *a, **k: order.append("text") or make(*a, **k)
     )
     monkeypatch.setattr(
+        processor_module, "StopStrings", lambda *a: order.append("stop") or StopStrings(*a)
+    )
+    monkeypatch.setattr(
         Executor, "launch", lambda self, plan: order.append("launch") or launch(self, plan)
     )
-    assert tokens(run(engine, [PROMPT], GREEDY)) == [[plain]]
-    assert order[0] == "launch" and order.count("text") == 1
+    assert tokens(run(engine, [PROMPT], greedy(stop="never"))) == [[plain]]
+    assert order[0] == "launch" and order.count("text") == order.count("stop") == 1
+
+
+def test_sampling_parameters_are_made_anew_only_to_score_the_prompt_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived: list[SamplingParams] = []
+    processor = processor_module.SequenceProcessor
+
+    def noted(request: Request, *arguments: Any) -> Any:
+        arrived.append(request.sampling)
+        return processor(request, *arguments)
+
+    monkeypatch.setattr(engine_module, "SequenceProcessor", noted)
+    several, scored = greedy(n=3, max_tokens=1), greedy(n=2, max_tokens=1, prompt_logprobs=1)
+    run(engine, [PROMPT, PROMPT], [several, scored])
+    assert all(sampling is several for sampling in arrived[:3])
+    assert [sampling.prompt_logprobs for sampling in arrived[3:]] == [1, None]
 
 
 def test_length(engine: Engine, plain: list[int]) -> None:
@@ -235,9 +260,21 @@ REFUSED = {
 }
 
 
-def test_a_checked_prompt_is_checked_no_less(engine: Engine) -> None:
+def test_what_is_checked_is_not_checked_again(
+    engine: Engine, plain: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     checked = engine.check(PROMPT, GREEDY)
-    assert list(checked) == PROMPT and engine.check(checked, GREEDY) == checked
+    assert list(checked.prompt_token_ids) == PROMPT
+    assert engine.check(checked.prompt_token_ids, GREEDY) == checked
+    monkeypatch.setattr(engine, "check", None)
+    engine.add_checked("x", checked)
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step().deltas
+    assert [token for delta in deltas for token in delta.token_ids] == plain
+
+
+def test_a_log_is_checked_no_less(engine: Engine) -> None:
     with pytest.raises(RequestError, match="holds token id 320; the vocabulary ends at 319"):
         engine.add_request("x", IntLog([1, 320]), GREEDY)
     with pytest.raises(RequestError, match="holds token id -1; the vocabulary ends at 319"):
@@ -267,6 +304,8 @@ def test_request_id_in_use(engine: Engine) -> None:
     engine.add_request("same", PROMPT, GREEDY)
     with pytest.raises(RequestError, match="in use"):
         engine.add_request("same", PROMPT, GREEDY)
+    with pytest.raises(RequestError, match="in use"):
+        engine.add_checked("same", engine.check(PROMPT, GREEDY))
     engine.abort("same")
     while engine.has_work:
         engine.step()
