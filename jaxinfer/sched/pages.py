@@ -142,10 +142,12 @@ class PageWriter:
 
     def register(self, pages: Items[int], page_hashes: Items[bytes]) -> None:
         """Name live private pages by their content; a name that is taken stays where it is."""
+        page_by_hash, hash_by_page = self._page_by_hash.mutate(), self._hash_by_page.mutate()
         for page, page_hash in zip(pages, page_hashes, strict=True):
-            if page_hash not in self._page_by_hash:
-                self._page_by_hash = self._page_by_hash.set(page_hash, page)
-                self._hash_by_page = self._hash_by_page.set(page, page_hash)
+            if page_hash not in page_by_hash:
+                page_by_hash[page_hash] = page
+                hash_by_page[page] = page_hash
+        self._page_by_hash, self._hash_by_page = page_by_hash.finish(), hash_by_page.finish()
 
     def finish(self) -> PagePool:
         """The next value; the writer must not be used afterwards."""
