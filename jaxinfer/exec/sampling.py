@@ -18,6 +18,8 @@ from jaxinfer.core.request import MAX_LOGPROBS
 from jaxinfer.exec.slots import SlotFloats, SlotState, read_settings
 from pallas_kernels.sample.api import sample as draw
 
+CHUNK = 128  # logits of which ``_most_likely`` first looks at the largest alone
+
 
 class Extras[A](NamedTuple):
     """What at least one row of the step asks for: bools on the host, bool[] on the device."""
@@ -83,10 +85,31 @@ def token_logprobs(
         log_z = jax.nn.logsumexp(logits, axis=-1)
         picked = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
         rank = 1 + jnp.sum(logits > picked, axis=-1, dtype=jnp.int32)
-        top, top_ids = lax.top_k(logits, MAX_LOGPROBS)
+        top, top_ids = _most_likely(logits, MAX_LOGPROBS)
         return Logprobs(picked[:, 0] - log_z, rank, top_ids, top - log_z[:, None])
 
     return lax.cond(wanted, compute, lambda _: no_logprobs(logits.shape[0]), logits)
+
+
+def _most_likely(
+    logits: jax.Array,  # float32[B, V]
+    count: int,
+) -> tuple[jax.Array, jax.Array]:  # float32[B, count], int32[B, count]
+    """As ``lax.top_k``, which sorts all there is. The largest lie in the chunks whose maxima are
+    largest: where a chunk is left out, as many others have one at least as large, and before it.
+    """
+    vocab = logits.shape[1]
+    num_chunks = -(-vocab // CHUNK)
+    padding = ((0, 0), (0, num_chunks * CHUNK - vocab))
+    chunks = jnp.pad(logits, padding, constant_values=-jnp.inf)
+    maxima = chunks.reshape(-1, num_chunks, CHUNK).max(axis=2)
+    _, best = lax.top_k(maxima, min(count, num_chunks))
+    # in order, since of equals the first counts
+    ids = jnp.sort(best, axis=1)[:, :, None] * CHUNK + jnp.arange(CHUNK)
+    ids = ids.reshape(logits.shape[0], -1)
+    values = jnp.take_along_axis(logits, jnp.minimum(ids, vocab - 1), axis=1)
+    top, places = lax.top_k(jnp.where(ids < vocab, values, -jnp.inf), count)
+    return top, jnp.take_along_axis(ids, places, axis=1)
 
 
 def no_logprobs(rows: int) -> Logprobs:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxinfer.core.intlog import IntLog
-from jaxinfer.core.request import Request, SamplingParams
+from jaxinfer.core.request import MAX_LOGPROBS, Request, SamplingParams
 from jaxinfer.core.step import SlotAdmission
 from jaxinfer.exec.batch import extras_of
-from jaxinfer.exec.sampling import Extras, sample, token_logprobs
+from jaxinfer.exec.sampling import CHUNK, Extras, sample, token_logprobs
 from jaxinfer.exec.slots import (
     SlotState,
     admit,
@@ -215,3 +215,16 @@ def test_logprobs_and_ranks() -> None:
     np.testing.assert_allclose(
         result.top_logprobs, np.take_along_axis(np.asarray(expected), order, 1), rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("vocab", [MAX_LOGPROBS, CHUNK + 1, 3 * CHUNK, 50 * CHUNK - 7])
+@pytest.mark.parametrize("distinct", [3, 40, 100_000], ids=lambda count: f"{count}_values")
+def test_the_most_likely_are_those_of_a_sort(vocab: int, distinct: int) -> None:
+    """With few values most are equal, and the first of equals counts."""
+    values = np.random.default_rng(vocab).integers(0, distinct, (5, vocab))
+    logits = jnp.asarray(values * (8.0 / distinct), jnp.float32).at[0, vocab // 2 :].set(-jnp.inf)
+    entry = token_logprobs(logits, jnp.zeros(5, jnp.int32), jnp.bool_(True))
+    order = np.argsort(-np.asarray(logits), axis=1, kind="stable")[:, :MAX_LOGPROBS]
+    np.testing.assert_array_equal(entry.top_ids, order)
+    expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), order, axis=1)
+    np.testing.assert_allclose(entry.top_logprobs, expected, rtol=1e-5, atol=1e-5)
