@@ -1,7 +1,7 @@
 """Checks that several ops share.
 
-Owns: ``check_paged``, ``unfit_for_triton``, ``without_triton``, ``not_hopper``. Must not know:
-implementations.
+Owns: ``check_paged``, ``check_parts``, ``unfit_for_triton``, ``without_triton``, ``not_hopper``.
+Must not know: implementations.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.device import current_device
 
@@ -41,6 +42,21 @@ def check_paged(
         )
     if window is not None and window < 1:
         raise ValueError(f"{op}: window must be at least 1, got {window}")
+
+
+def check_parts(
+    op: str,
+    x: jax.Array,  # [T, D]
+    parts: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
+) -> None:
+    """Raise ValueError unless there are no parts, or they add up to something like ``x``."""
+    if parts is None:
+        return
+    dtype = x.dtype if parts.ndim == 2 else jnp.dtype("float32")
+    if parts.ndim not in (2, 3) or parts.shape[-2:] != x.shape or not parts.size:
+        raise ValueError(f"{op}: parts {parts.shape} do not fit tokens {x.shape}")
+    if parts.dtype != dtype:
+        raise ValueError(f"{op}: parts {parts.shape} are {parts.dtype}, not {dtype}")
 
 
 def unfit_for_triton(values: jax.Array, pages: jax.Array) -> str | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.checks import check_parts
 from pallas_kernels.norm_gemm import apart, cases, launch, ref, xla
 from pallas_kernels.pins import NO_PINS, Pins
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
@@ -56,8 +57,7 @@ def norm_gemm(
         raise ValueError(f"norm_gemm: tokens {x.shape} do not fit weights {w.shape}")
     if norms.ndim != 2 or norms.shape[1] != x.shape[1] or not 0 <= row < norms.shape[0]:
         raise ValueError(f"norm_gemm: tokens {x.shape} do not fit row {row} of norms {norms.shape}")
-    if parts is not None and parts.shape[-2:] != x.shape:
-        raise ValueError(f"norm_gemm: parts {parts.shape} do not fit tokens {x.shape}")
+    check_parts("norm_gemm", x, parts)
     if swiglu and w.shape[1] % 2:
         raise ValueError(f"norm_gemm: {w.shape[1]} columns are not a gate and an up of one width")
     static = {"row": row, "eps": eps, "swiglu": swiglu, "pins": pins}

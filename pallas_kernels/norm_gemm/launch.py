@@ -107,4 +107,4 @@ def choose(sizes: Sizes) -> Launch:
     room = min(SHARED_BYTES // together - tokens, BYTES)
     block_k = COLUMNS if together == 2 else 2 * COLUMNS
     step = block_k * COLUMNS * ITEM_BYTES * (1 + sizes.swiglu)
-    return Launch(block_k, max(room // step, 2))
+    return Launch(block_k, room // step)

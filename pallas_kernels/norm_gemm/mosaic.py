@@ -236,7 +236,7 @@ def launched(
     eps: float,
     swiglu: bool,
 ) -> tuple[jax.Array, jax.Array]:  # [1, D], [1, O]
-    """``norm_gemm`` cut up as ``choice`` says; for it and for a probe."""
+    """``norm_gemm`` cut up as ``choice`` says; for it and for tests."""
     sizes = sizes_of(x, w, swiglu=swiglu)
     plan = _Plan(sizes, choice, row, eps, x.dtype)
     token = (plan.tiles, COLUMNS)
@@ -255,7 +255,7 @@ def launched(
         grid_names=("tile",),
         num_threads=2,
         thread_name="warpgroup",
-        # A wait of all for each store, of which the next reads nothing, would double the norm.
+        # Else all wait before and after each store; none is read before ``commit_smem``.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="norm_gemm",
     )(x.reshape(token), parts.reshape(-1, *token), norms.reshape(-1, *token), w)

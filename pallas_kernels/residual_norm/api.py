@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
+from pallas_kernels.checks import check_parts
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.residual_norm import cases, launch, ref, xla
 
@@ -49,10 +49,5 @@ def residual_norm(
         raise ValueError(f"residual_norm: tokens {x.shape} do not fit weights {weights.shape}")
     if not 0 <= row < weights.shape[0]:
         raise ValueError(f"residual_norm: there is no row {row} in weights {weights.shape}")
-    if parts is not None:
-        dtype = x.dtype if parts.ndim == 2 else jnp.dtype("float32")
-        if parts.ndim not in (2, 3) or parts.shape[-2:] != x.shape or not parts.size:
-            raise ValueError(f"residual_norm: parts {parts.shape} do not fit tokens {x.shape}")
-        if parts.dtype != dtype:
-            raise ValueError(f"residual_norm: parts {parts.shape} are {parts.dtype}, not {dtype}")
+    check_parts("residual_norm", x, parts)
     return dispatch(OP, (x, parts, weights), {"row": row, "eps": eps}, impl)

@@ -147,6 +147,7 @@ def test_a_pin_reaches_the_steps(name: str) -> None:
         ({"norms": jnp.zeros((2, 4))}, r"row 1 of norms \(2, 4\)"),
         ({"row": 2}, r"row 2 of norms \(2, 8\)"),
         ({"parts": jnp.zeros((2, 8))}, r"parts \(2, 8\) do not fit tokens \(3, 8\)"),
+        ({"parts": jnp.zeros((3, 8), jnp.bfloat16)}, "are bfloat16, not float32"),
         ({"w": jnp.zeros((8, 5))}, "5 columns are not a gate and an up"),
     ],
 )
