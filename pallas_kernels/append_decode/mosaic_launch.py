@@ -26,8 +26,8 @@ KEYS = 64  # that they take at a time: the least of a block
 PAGE_SIZES = (8, 16, 32, 64)  # TMA fills swizzled rooms by 8 rows
 TOGETHER = 2  # programs on a multiprocessor: one attends while another begins or ends
 LARGEST_CLUSTER = 8  # that every device of the kind launches; 16 were slower at 16,416 keys
-# With so many, one row of Qwen3-4B, attention took 15.6 us at 1,057 keys and 29.6 at 16,416 (H200);
-# by Triton, which splits further, 17.5 and 33.0. Fewer were not timed.
+# With so many, one row of Qwen3-4B, attention took 29.6 us at 16,416 keys (H200), before its blocks
+# were 128 keys; by Triton, which splits further, 33.0. With half as many it takes 36.2 for 24.7.
 LEAST_PROGRAMS = 64
 SHARED_BYTES = 192 << 10  # of a multiprocessor, for keys and values on their way
 
@@ -105,7 +105,10 @@ def by_rule(
 ) -> Launch:
     """Splits as long as each program has a multiprocessor, and all the shared memory on its way.
 
-    With splits for two on each, 8 rows of Qwen3-4B took 17.7 us for 12.2 on an H200.
+    With splits for two on each, 8 rows of Qwen3-4B took 17.7 us for 12.2 on an H200. A program that
+    has one for itself takes blocks twice as large, which are fewer waits: one row of 16,416 keys
+    took 24.7 us for 29.8, of 1,057 keys 10.0 for 10.2, 8 rows of 1,057 keys 16.3 for 17.0 (with the
+    launch beside it). For 32 rows, two programs on each, they took 44.9 for 40.9.
     """
     (b, _, h), (page_size, num_kv_heads) = qkv.shape, k_pages.shape[1:3]
     longest = page_table.shape[1] * page_size
@@ -113,10 +116,11 @@ def by_rule(
     fitting = multiprocessors // (b * num_kv_heads)
     splits = max(min(fitting, -(-longest // KEYS), LARGEST_CLUSTER), 1)
     splits = power_of_two(splits + 1) // 2
-    together = 1 if b * num_kv_heads * splits <= multiprocessors else TOGETHER
-    block_bytes = 2 * KEYS * h * qkv.dtype.itemsize
-    stages = SHARED_BYTES // together // block_bytes
-    return Launch(splits, KEYS, stages, TOGETHER * multiprocessors)
+    alone = b * num_kv_heads * splits <= multiprocessors
+    block = 2 * KEYS if alone else KEYS
+    block_bytes = 2 * block * h * qkv.dtype.itemsize
+    stages = SHARED_BYTES // (1 if alone else TOGETHER) // block_bytes
+    return Launch(splits, block, stages, TOGETHER * multiprocessors)
 
 
 def choose(
