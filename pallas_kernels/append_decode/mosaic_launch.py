@@ -117,7 +117,7 @@ def by_rule(
     splits = max(min(fitting, -(-longest // KEYS), LARGEST_CLUSTER), 1)
     splits = power_of_two(splits + 1) // 2
     alone = b * num_kv_heads * splits <= multiprocessors
-    block = 2 * KEYS if alone else KEYS
+    block = 2 * KEYS if alone and longest >= 2 * KEYS * splits else KEYS
     block_bytes = 2 * block * h * qkv.dtype.itemsize
     stages = SHARED_BYTES // (1 if alone else TOGETHER) // block_bytes
     return Launch(splits, block, stages, TOGETHER * multiprocessors)

@@ -44,6 +44,7 @@ INTERPRETED = [
     ("smollm2_blocks_bf16", Launch(1, 64, 2, programs=4)),
     ("llama3_70b_tp8_gqa8_bf16", Launch(2, 64, 2, programs=9)),
     ("qwen3_4b_tp8_page64_bf16", Launch(4, 64, 2, programs=4)),
+    ("qwen3_4b_tp8_page64_bf16", Launch(2, 128, 2, programs=4)),
 ]
 
 
@@ -163,9 +164,9 @@ def test_refusals(case: AppendCase, reason: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "width", "choice"),
     [
-        pytest.param(2, 67, Launch(8, 64, 6, 264), id="largest_cluster"),
+        pytest.param(2, 67, Launch(8, 128, 3, 264), id="largest_cluster"),
         pytest.param(2, 12, Launch(2, 64, 6, 264), id="no_more_than_blocks"),
-        pytest.param(8, 67, Launch(2, 64, 6, 264), id="one_on_a_multiprocessor"),
+        pytest.param(8, 67, Launch(2, 128, 3, 264), id="one_on_a_multiprocessor"),
         pytest.param(512, 67, Launch(1, 64, 3, 264), id="several_in_turn"),
     ],
 )
