@@ -145,11 +145,12 @@ def compile_all(program: Program, folder: Path, progress: Progress) -> dict[str,
     stored: dict[str, StoredExecutable] = {}
     try:
         with progress.task("compile", len(names)) as advance:
+            under_way = {}
             with nothing_collected(), KernelsAhead(cores) as kernels:
-                under_way = {
-                    pool.submit(lowered.compile, program.compiler_options(name)): name
-                    for name, lowered in _lowered(program, reversed(names), kernels)
-                }
+                steps = _lowered(program, reversed(names), kernels)
+                for name, lowered in _held_back(steps, kernels):
+                    options = program.compiler_options(name)
+                    under_way[pool.submit(lowered.compile, options)] = name
             for done in as_completed(under_way):
                 name = under_way.pop(done)  # what is saved is not kept
                 stored[name], content = executable_file(name, done.result())
@@ -158,6 +159,23 @@ def compile_all(program: Program, folder: Path, progress: Progress) -> dict[str,
     finally:  # after a failure or Ctrl-C, nobody needs what is still compiling
         pool.shutdown(wait=False, cancel_futures=True)
     return {name: stored[name] for name in names}
+
+
+def _held_back(
+    steps: Iterator[tuple[str, jax.stages.Lowered]], kernels: KernelsAhead
+) -> Iterator[tuple[str, jax.stages.Lowered]]:
+    """The same, but none while a kernel is compiled.
+
+    Mosaic and XLA give LLVM different options, which are the process's: one waits until the other
+    has nothing to compile. Beside 16 threads with steps a kernel waited for 13 s.
+    """
+    held: list[tuple[str, jax.stages.Lowered]] = []
+    for step in steps:
+        held.append(step)
+        if kernels.done:
+            yield from held
+            held.clear()
+    yield from held
 
 
 def _lowered(

@@ -23,6 +23,9 @@ MOST_PROCESSES = 12
 # with one process after 25 and by this process alone after 31.
 FEWEST_PROCESSES = 2
 SPARE_CORES = 2  # for this process, which traces and compiles meanwhile
+# That wait for a process and then for XLA: enough for all kernels of an engine. With 24 all waited
+# for XLA, and processes for them: the last kernel of 46 was begun after 14 s of a start, not 8.
+MOSAIC_THREADS = 64
 
 
 class KernelsAhead:
@@ -31,8 +34,7 @@ class KernelsAhead:
     def __init__(self, cores: int) -> None:
         self._processes = max(FEWEST_PROCESSES, min(cores - SPARE_CORES, MOST_PROCESSES))
         self._threads = ThreadPoolExecutor(KERNEL_THREADS)
-        # Each waits for a process and then for XLA; no process is to wait for a thread.
-        self._mosaic_threads = ThreadPoolExecutor(2 * self._processes)
+        self._mosaic_threads = ThreadPoolExecutor(MOSAIC_THREADS)
         self._pool: LoweringPool | None = None  # not before there is a kernel for it
         self._begun: dict[Hashable, Future[Any]] = {}
 
@@ -56,6 +58,11 @@ class KernelsAhead:
             else:
                 self._begun[key] = self._threads.submit(compile_kernel)
         return [self._begun[key] for key in found]
+
+    @property
+    def done(self) -> bool:
+        """Whether all that was begun has ended."""
+        return all(kernel.done() for kernel in self._begun.values())
 
     def _begin_mosaic(self, kernel: LoweredKernel) -> Future[None]:
         if self._pool is None:

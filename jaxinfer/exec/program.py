@@ -28,10 +28,12 @@ from pallas_kernels.registry import UnfitKernel, current_platform
 ADMIT = "admit"
 ADMITTED_AT_ONCE = 8  # by ``ADMIT`` on a GPU
 ADMITTED_BY_STEP = 1  # with extras, beside the prompts it computes: who is admitted is among these
-# Tokens from which XLA's own Triton products are not tried beside cuBLAS's. On an H200 they are not
-# faster there (o and down at 512 and 2,048 tokens: 0.97 to 1.04 of the time), and compiling dozens
-# of them for each product to find that out is most of a start from nothing.
-CUBLAS_FROM = 512
+# Rows of a step of decoding up to which XLA times products, its own in Triton beside cuBLAS's. The
+# last of them is a matrix and few vectors, as fast as memory by Triton (8 rows of Qwen3-4B on an
+# H200: 176 us). Elsewhere cuBLAS's first choice is as fast as what is found (4,096 tokens in 57.5 ms
+# for 58.0, 16,384 in 331 for 332), and finding it was half of XLA's time in a start from nothing.
+TIMED_ROWS = 32
+BY_CUBLAS = MappingProxyType({"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0})
 # Weights, pages and workspace are planned to fill a GPU nearly. XLA's allocator over virtual memory
 # names no limit, and 80 % of the card is one to XLA: it would compute values twice to keep below.
 AS_PLANNED = MappingProxyType({"xla_disable_hlo_passes": "rematerialization"})
@@ -106,14 +108,15 @@ class Program:
 
     def compiler_options(self, name: str) -> dict[str, Any]:
         """XLA's options for one executable, by name."""
-        bucket = Bucket(0) if name == ADMIT else self._steps()[name][0]
         if self.platform == "cpu":
             return {}
+        bucket, extras = self._steps().get(name, (Bucket(0), False))  # admissions have no product
         options: dict[str, Any] = dict(AS_PLANNED)
+        decodes_few = bucket.num_seqs <= TIMED_ROWS and not (bucket.num_prefills or extras)
         # cuBLAS is not asked for a matrix and one vector: without Triton XLA multiplies in float32,
         # with a copy of the head (Qwen3-4B on an H200: 1.6 GB of workspace).
-        if bucket.num_tokens >= CUBLAS_FROM and bucket.num_seqs > 1:
-            options["xla_gpu_enable_triton_gemm"] = False
+        if not decodes_few and bucket.num_seqs > 1:
+            options |= BY_CUBLAS
         if bucket.num_tokens >= NO_GRAPH_FROM:
             options["xla_gpu_enable_command_buffer"] = ""  # none of the kinds of kernels
         return options

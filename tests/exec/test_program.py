@@ -72,31 +72,28 @@ def test_a_gpu_has_plain_steps_and_fewer_with_extras_a_cpu_one_a_bucket() -> Non
     assert gpu.step_name(first, extras=False) == first.name
 
 
+BY_CUBLAS = {**PLANNED, "xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+NO_GRAPH = {"xla_gpu_enable_command_buffer": ""}
+
+
 @pytest.mark.parametrize(
-    ("platform", "bucket", "options"),
+    ("platform", "bucket", "plain", "with_extras"),
     [
-        ("gpu", Bucket(511), PLANNED),
-        ("gpu", Bucket(512), {**PLANNED, "xla_gpu_enable_triton_gemm": False}),
-        ("gpu", Bucket(64, 448, 8), {**PLANNED, "xla_gpu_enable_triton_gemm": False}),
-        (
-            "gpu",
-            Bucket(256, 768, 48),
-            {
-                **PLANNED,
-                "xla_gpu_enable_triton_gemm": False,
-                "xla_gpu_enable_command_buffer": "",
-            },
-        ),
-        ("gpu", Bucket(0, 1024, 1), {**PLANNED, "xla_gpu_enable_command_buffer": ""}),
-        ("cpu", Bucket(512), {}),
+        ("gpu", Bucket(1), PLANNED, PLANNED),
+        ("gpu", Bucket(32), PLANNED, BY_CUBLAS),
+        ("gpu", Bucket(33), BY_CUBLAS, BY_CUBLAS),
+        ("gpu", Bucket(0, 64, 4), BY_CUBLAS, BY_CUBLAS),
+        ("gpu", Bucket(256, 768, 48), {**BY_CUBLAS, **NO_GRAPH}, {**BY_CUBLAS, **NO_GRAPH}),
+        ("gpu", Bucket(0, 1024, 1), {**PLANNED, **NO_GRAPH}, {**PLANNED, **NO_GRAPH}),
+        ("cpu", Bucket(512), {}, {}),
     ],
-    ids=["few", "decodes", "mixed", "long", "one_row", "cpu"],
+    ids=["one", "few", "decodes", "prompts", "mixed", "one_row", "cpu"],
 )
-def test_xla_s_options_follow_from_the_tokens_of_a_step(
-    platform: str, bucket: Bucket, options: dict[str, Any]
+def test_xla_s_options_follow_from_the_rows_and_tokens_of_a_step(
+    platform: str, bucket: Bucket, plain: dict[str, Any], with_extras: dict[str, Any]
 ) -> None:
     limits = Limits(2000, 16, 512, 64, 512, (bucket,))
     program = Program(tiny_model("llama")[0], limits, platform=platform)
-    for extras in (False, True):
+    for extras, options in ((False, plain), (True, with_extras)):
         assert program.compiler_options(program.step_name(bucket, extras=extras)) == options
     assert program.compiler_options(ADMIT) == ({} if platform == "cpu" else PLANNED)
