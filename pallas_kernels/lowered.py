@@ -131,6 +131,7 @@ class LoweredKernel(export.Exported):
         self.kernel = kernel
         self._module: bytes | None = None
         self._changing = threading.Lock()
+        self.compiled = False  # for this process
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -163,6 +164,7 @@ class LoweredKernel(export.Exported):
         args, _ = jax.tree.unflatten(self.in_tree, self.in_avals)  # with those that are absent
         jax.jit(self.call).lower(*args).compile()
         self._module = _by_hash(whole)
+        self.compiled = True
 
     def _whole(self, lower: Callable[[Kernel], bytes]) -> bytes:
         with self._changing:

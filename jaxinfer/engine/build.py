@@ -85,7 +85,8 @@ def plan_engine(
     spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
     memory, limits = _sizes(config, model)
     if bundle is not None:
-        bundle.refuse_program(Program(model, limits, pins=pins))
+        program = Program(model, limits, pins=pins)
+        bundle.refuse_program(program, program.names())
     facts = facts_of_configs(
         source.name,
         model.config.vocab_size,
@@ -169,6 +170,8 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
         compile_seconds=compile_seconds,
         load_seconds=load_seconds,
     )
+    if executables.later is not None:
+        executables.later.begin()
     return Engine(
         executor,
         plan.limits,
@@ -177,6 +180,7 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
         seed=plan.config.seed,
         overlap=plan.config.overlap,
         start=start_stats,
+        extras=executables.later,
     )
 
 

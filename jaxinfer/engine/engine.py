@@ -17,6 +17,7 @@ import msgspec
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError, RequestError
+from jaxinfer.core.later import Later
 from jaxinfer.core.request import FinishReason, Request, SamplingParams, check_identity
 from jaxinfer.core.step import Abort, Arrive, Event, TokenEvent
 from jaxinfer.engine.facts import (
@@ -31,7 +32,10 @@ from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta
 from jaxinfer.engine.processor import SequenceProcessor
 from jaxinfer.engine.timeline import Timeline
+from jaxinfer.exec.batch import extras_of
 from jaxinfer.text.tokenizer import Tokenizer
+
+HELD_SECONDS = 0.02  # that a turn waits for extras when there is nothing else to do
 
 
 class Engine:
@@ -47,7 +51,9 @@ class Engine:
         seed: int = 0,
         overlap: bool = True,
         start: EngineStats | None = None,
+        extras: Later[Any] | None = None,
     ) -> None:
+        """``extras``: what requests that ask for extras have to wait for, if for anything."""
         self.limits = limits
         self.facts = facts
         self.tokenizer = tokenizer
@@ -57,6 +63,8 @@ class Engine:
         self._counters = Counter[str]()
         self._arrivals = 0
         self._pending: list[Event] = []
+        self._extras = extras
+        self._held: list[Event] = []  # of requests that wait for ``extras``
         # the scheduler knows a sequence by a number that is never used again, so that news of an
         # ended one can never be taken for news of a later request of the same name
         self._sequences: dict[str, SequenceProcessor] = {}
@@ -68,7 +76,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` would do anything."""
-        return self._failure is None and (bool(self._pending) or not self._loop.idle)
+        waiting = self._pending or self._held or not self._loop.idle
+        return self._failure is None and bool(waiting)
 
     def check(
         self,
@@ -113,7 +122,8 @@ class Engine:
             self._sequences[request.request_id] = SequenceProcessor(
                 request, request_id, index, self.tokenizer
             )
-            self._pending.append(Arrive(request))
+            events = self._held if self._must_wait(request) else self._pending
+            events.append(Arrive(request))
         children = tuple([request.request_id for request in requests])
         self._arrivals += len(children)
         self._children[request_id] = children
@@ -123,8 +133,10 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request; its pages are free after the next step. Unknown ids are ignored."""
+        held = {event.request.request_id for event in self._held if isinstance(event, Arrive)}
         for child in self._children.get(request_id, ()):
-            self._pending.append(Abort(child))
+            events = self._held if child in held else self._pending
+            events.append(Abort(child))
 
     @property
     def open_request_ids(self) -> tuple[str, ...]:
@@ -141,6 +153,7 @@ class Engine:
 
     def step(self) -> News:
         """One turn of the loop: take new requests in, run the device, return what was gained."""
+        self._release_held()
         events, self._pending = tuple(self._pending), []
         with self._running():
             turn = self._loop.turn(events)
@@ -165,6 +178,19 @@ class Engine:
             num_fresh_pages=num_free - state.pages.num_cached,
             **self._counters,
         )
+
+    def _must_wait(self, request: Request) -> bool:
+        return self._extras is not None and not self._extras.done and any(extras_of((request,)))
+
+    def _release_held(self) -> None:
+        """Let those in that have waited for extras. Without other work, wait a moment for them."""
+        if not self._held or self._extras is None:
+            return
+        if not self._pending and self._loop.idle:
+            self._extras.wait(HELD_SECONDS)
+        if self._extras.done:
+            self._pending += self._held
+            self._held = []
 
     @contextmanager
     def _running(self) -> Generator[None]:

@@ -6,12 +6,11 @@ Owns: ``load``. Must not know: how a plan was made, what runs in the engine.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from jaxinfer.exec.aot import Bundle
 from jaxinfer.exec.compile import (
     Executables,
     build_executables,
-    bundle_for,
-    cached_bundle,
     load_executables,
+    open_cached,
 )
 from jaxinfer.exec.memory import (
     check_workspace,
@@ -80,22 +78,24 @@ class _Loader:
     @cached_property
     def bundle(self) -> Bundle | None:
         """What the user gave, or what an engine of this plan has saved."""
-        cached = cached_bundle(self.program, self._bundle_root)
-        # no directory under an impossible name, which staging tells
-        if self.plan.bundle is None and os.path.isdir(cached):
-            return bundle_for(self.program, cached)
-        return self.plan.bundle
+        return self.plan.bundle or open_cached(self.program, self._bundle_root)
 
     def executables(self) -> Timed[Executables]:
         """Loaded, and compiled and saved before where there is no bundle."""
         start, program, progress = time.perf_counter(), self.program, self.progress
-        if self.bundle is not None:
-            made = load_executables(program, self.bundle, progress)
+        check = partial(check_workspace, self.plan.memory)
+        if self.plan.bundle is not None:
+            made = load_executables(program, self.plan.bundle, progress)
+            check(made.workspace_bytes)
         else:
             made = build_executables(
-                program, bundle_root=self._bundle_root, progress=progress, settings=self.settings
+                program,
+                bundle_root=self._bundle_root,
+                progress=progress,
+                settings=self.settings,
+                check_workspace=check,
+                cached=self.bundle,
             )
-        check_workspace(self.plan.memory, made.workspace_bytes)
         progress.note(self.plan.memory.described(made.workspace_bytes))
         return made, time.perf_counter() - start
 

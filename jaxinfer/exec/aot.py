@@ -12,8 +12,8 @@ import importlib
 import os
 import pickle
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -92,12 +92,18 @@ class Bundle:
         """Raise ``CacheError`` unless it was made for this model."""
         self._refuse(self.manifest.fingerprint.model, of_model(model))
 
-    def refuse_program(self, program: Program) -> None:
-        """Raise ``CacheError`` unless it was made for these sizes and kernels, and is complete."""
+    def refuse_program(self, program: Program, names: Collection[str]) -> None:
+        """Raise ``CacheError`` unless it was made for these sizes and kernels, and has all of these
+        executables.
+        """
         self._refuse(self.manifest.fingerprint.limits, of_limits(program.limits))
         self._refuse(self.manifest.fingerprint.kernels, of_pins(program.pins))
-        if missing := set(program.names()) - self.manifest.executables.keys():
+        if missing := set(names) - self.manifest.executables.keys():
             raise _damaged(self.folder, f"its manifest has no {', '.join(sorted(missing))}")
+
+    def load(self, name: str) -> jax.stages.Compiled:
+        """One executable; raises ``CacheError`` naming a file that cannot be used."""
+        return _load(self.folder, self.manifest.executables[name])
 
     def _refuse(self, made_for: Mapping[str, str], here: Mapping[str, str]) -> None:
         if different := differences(made_for, here):
@@ -143,73 +149,29 @@ def open_bundle(folder: Path) -> Bundle:
         raise _damaged(folder, f"{path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         raise _damaged(folder, f"{path} is no manifest: {error}") from error
-    with ThreadPoolExecutor(_threads()) as pool:  # hashing holds no lock: 0.4 s in turn, an H200
+    with ThreadPoolExecutor(
+        load_threads()
+    ) as pool:  # hashing holds no lock: 0.4 s in turn, an H200
         list(pool.map(partial(_check_file, folder), manifest.executables.values()))
     return Bundle(folder, manifest)
 
 
-class _Loaded(Mapping[str, jax.stages.Compiled]):
-    """Executables by name. Some are there; who first asks for another has all others loaded, and
-    waits for that one alone. Not thread-safe: one thread asks.
-    """
-
-    def __init__(
-        self,
-        loaded: Mapping[str, jax.stages.Compiled],
-        others: Collection[str],
-        load: Callable[[str], jax.stages.Compiled],
-    ) -> None:
-        self._loaded, self._others, self._load = loaded, others, load
-        self._under_way: dict[str, Future[jax.stages.Compiled]] = {}
-
-    def __getitem__(self, name: str) -> jax.stages.Compiled:
-        if name in self._loaded:  # asked at every step
-            return self._loaded[name]
-        if name not in self._others:
-            raise KeyError(name)
-        if not self._under_way:
-            pool = ThreadPoolExecutor(_threads())
-            first = sorted(self._others, key=lambda other: other != name)
-            self._under_way = {other: pool.submit(self._load, other) for other in first}
-            pool.shutdown(wait=False)
-        return self._under_way[name].result()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._loaded or name in self._others
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*self._loaded, *self._others))
-
-    def __len__(self) -> int:
-        return len(self._loaded) + len(self._others)
-
-
 def load_bundle(
-    bundle: Bundle, progress: Progress, needed: Collection[str]
-) -> Mapping[str, jax.stages.Compiled]:
-    """The executables of a bundle that fits; raises ``CacheError`` naming an unusable file.
-
-    Those ``needed`` are there when it returns. Others are loaded when one of them is asked for (one
-    holds 30 MB of the host); one that turns out to be unusable is an error of every step that needs
-    it.
-    """
+    bundle: Bundle, progress: Progress, names: Collection[str]
+) -> dict[str, jax.stages.Compiled]:
+    """These executables of a bundle that fits; raises ``CacheError`` naming an unusable file."""
     load_kernel_runtime()
-    executables = bundle.manifest.executables
-
-    def load(name: str) -> jax.stages.Compiled:
-        return _load(bundle.folder, executables[name])
-
-    pool = ThreadPoolExecutor(_threads())
-    under_way = {pool.submit(load, name): name for name in needed}
+    pool = ThreadPoolExecutor(load_threads())
+    under_way = {pool.submit(bundle.load, name): name for name in names}
     loaded: dict[str, jax.stages.Compiled] = {}
     try:
-        with progress.task("load executables", len(needed)) as advance:
+        with progress.task("load executables", len(names)) as advance:
             for future in as_completed(under_way):
                 loaded[under_way[future]] = future.result()
                 advance(1)
     finally:  # Ctrl-C included: nobody needs the others
         pool.shutdown(wait=False, cancel_futures=True)
-    return _Loaded(loaded, [name for name in executables if name not in needed], load)
+    return loaded
 
 
 def executable_file(name: str, compiled: jax.stages.Compiled) -> tuple[StoredExecutable, bytes]:
@@ -244,7 +206,8 @@ def write_manifest(
     return manifest
 
 
-def _threads() -> int:
+def load_threads() -> int:
+    """Threads that load executables, or read their files, side by side."""
     return min(LOAD_THREADS, os.cpu_count() or 1)
 
 

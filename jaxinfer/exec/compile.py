@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from os.path import isdir
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from jaxinfer.core.collector import nothing_collected
 from jaxinfer.core.config import BUNDLE_MANIFEST
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.heap import release_free_heap
-from jaxinfer.core.progress import Progress
+from jaxinfer.core.later import Later
+from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.core.staging import OTHER_CACHE, build_once
 from jaxinfer.exec.aot import (
     Bundle,
@@ -28,11 +30,13 @@ from jaxinfer.exec.aot import (
     StoredExecutable,
     executable_file,
     load_bundle,
+    load_threads,
     open_bundle,
     program_fingerprint,
     write_manifest,
 )
 from jaxinfer.exec.kernels import KernelsAhead
+from jaxinfer.exec.loaded import LoadedExecutables
 from jaxinfer.exec.program import Program
 from pallas_kernels.triton_text import drop_triton_text
 
@@ -46,6 +50,9 @@ class Executables:
     by_name: Mapping[str, Compiled]  # see ``Program.names``
     compiled: int
     workspace_bytes: int  # what the hungriest takes beside its arguments
+    # Holds those of ``Program.names_later``, where they are not in the bundle of the others. Begin
+    # it when nothing else is to be waited for; until it is done, who asks for one of them waits.
+    later: Later[Bundle] | None = None
 
 
 def build_executables(
@@ -54,20 +61,36 @@ def build_executables(
     bundle_root: Path,
     progress: Progress,
     settings: Mapping[str, Any] | None = None,
+    check_workspace: Callable[[int], None] = lambda _: None,
+    cached: Bundle | None = None,
 ) -> Executables:
-    """Load every executable from the bundle under ``bundle_root``; where there is none, compile
-    and save them all first.
+    """Load the executables from the bundles under ``bundle_root``; where there are none, compile
+    and save those of ``Program.names_at_start`` first. The others are ``Executables.later``.
 
     So what runs is always what was saved. One that was compiled here would lie among what the
     compiler leaves behind: an engine on an H200 held 3.4 GB with such and 3.0 with loaded ones, and
     launching a step of prompts took the host 1 ms less. The bundle's folder is made before anything
     is compiled, so an unwritable cache is known at once; a second process that wants the same
-    bundle waits for the first. ``settings`` are those that the bundle's manifest is to keep.
+    bundle waits for the first. ``settings`` are those that the bundle's manifest is to keep;
+    ``check_workspace`` raises for a workspace, in bytes, that does not fit; ``cached`` is what
+    ``open_cached`` found.
     """
-    folder = cached_bundle(program, bundle_root)
-    made = _compile_into(folder, program, settings or {}, progress, OTHER_CACHE)
-    executables = load_executables(program, bundle_for(program, folder), progress)
+    folder, names = cached_bundle(program, bundle_root), program.names_at_start()
+    made: Manifest | None = None
+    if cached is None:
+        made = _compile_into(folder, program, names, settings or {}, progress)
+        cached = bundle_for(program, folder, names)
+    check_workspace(cached.manifest.workspace_bytes)
+    later = _later(program, folder, settings or {}, check_workspace)
+    executables = load_executables(program, cached, progress, later)
     return executables if made is None else replace(executables, compiled=len(made.executables))
+
+
+def open_cached(program: Program, bundle_root: Path) -> Bundle | None:
+    """What an engine of this program has saved under ``bundle_root``."""
+    folder = cached_bundle(program, bundle_root)
+    # no directory under an impossible name, which staging tells
+    return bundle_for(program, folder, program.names_at_start()) if isdir(folder) else None
 
 
 def cached_bundle(program: Program, bundle_root: Path) -> Path:
@@ -75,20 +98,57 @@ def cached_bundle(program: Program, bundle_root: Path) -> Path:
     return bundle_root / program_fingerprint(program).digest()
 
 
-def bundle_for(program: Program, folder: Path) -> Bundle:
-    """Open a bundle; raises ``CacheError`` unless it is whole and fits the program."""
+def bundle_for(program: Program, folder: Path, names: Collection[str]) -> Bundle:
+    """Open a bundle; raises ``CacheError`` unless it is whole, fits the program and has these
+    executables.
+    """
     bundle = open_bundle(folder)
     bundle.refuse_machine()
     bundle.refuse_model(program.model)
-    bundle.refuse_program(program)
+    bundle.refuse_program(program, names)
     return bundle
 
 
-def load_executables(program: Program, bundle: Bundle, progress: Progress) -> Executables:
-    """Load the executables of a bundle that fits; those for extras when one is asked for."""
+def load_executables(
+    program: Program, bundle: Bundle, progress: Progress, later: Later[Bundle] | None = None
+) -> Executables:
+    """Load the executables of a bundle that fits; those for extras when one is asked for (one holds
+    30 MB of the host). One that turns out to be unusable is an error of every step that needs it.
+    """
     loaded = load_bundle(bundle, progress, program.names_without_extras())
     release_free_heap()  # the compiler's too, where there was one
-    return Executables(loaded, 0, bundle.manifest.workspace_bytes)
+
+    def load(name: str) -> jax.stages.Compiled:
+        if later is None or name in bundle.manifest.executables:
+            return bundle.load(name)
+        return later.result().load(name)
+
+    others = [name for name in program.names() if name not in loaded]
+    by_name = LoadedExecutables(loaded, others, load, load_threads())
+    return Executables(by_name, 0, bundle.manifest.workspace_bytes, later)
+
+
+def _later(
+    program: Program,
+    beside: Path,
+    settings: Mapping[str, Any],
+    check_workspace: Callable[[int], None],
+) -> Later[Bundle] | None:
+    """The bundle with the executables of ``Program.names_later``: opened, or made and opened.
+
+    It is made while an engine runs, which three quarters of the cores are left to.
+    """
+    names, folder = program.names_later(), beside.with_name(f"{beside.name}-extras")
+    threads = max(1, (os.cpu_count() or 1) // 4)
+
+    def make() -> Bundle:
+        if _compile_into(folder, program, names, settings, NoProgress(), threads=threads):
+            release_free_heap()
+        bundle = bundle_for(program, folder, names)
+        check_workspace(bundle.manifest.workspace_bytes)
+        return bundle
+
+    return Later(make) if names else None
 
 
 def compile_bundle(
@@ -101,52 +161,64 @@ def compile_bundle(
     """
     if folder.exists() and not (folder / BUNDLE_MANIFEST).is_file():
         raise CacheError(f"{folder} exists already and is no bundle; choose another folder")
-    made = _compile_into(folder, program, settings, progress, "choose another folder")
+    names = program.names()
+    made = _compile_into(
+        folder, program, names, settings, progress, elsewhere="choose another folder"
+    )
     if made is not None:
         return made, True
     try:
-        bundle = bundle_for(program, folder)
+        bundle = bundle_for(program, folder, names)
     except CacheError as error:
         raise CacheError(f"{folder} exists already and is no such bundle: {error}") from None
-    load_bundle(bundle, progress, program.names())
+    load_bundle(bundle, progress, names)
     return bundle.manifest, False
 
 
 def _compile_into(
     folder: Path,
     program: Program,
+    names: Sequence[str],
     settings: Mapping[str, Any],
     progress: Progress,
-    elsewhere: str,
+    *,
+    elsewhere: str = OTHER_CACHE,
+    threads: int | None = None,
 ) -> Manifest | None:
     """Compile and save, unless the folder is there already."""
     made: list[Manifest] = []
 
     def fill(partial: Path) -> None:
-        stored = compile_all(program, partial, progress)
+        stored = compile_all(program, names, partial, progress, threads)
         made.append(write_manifest(partial, program, stored, settings))
 
     build_once(folder, fill, elsewhere=elsewhere)
     return made[0] if made else None
 
 
-def compile_all(program: Program, folder: Path, progress: Progress) -> dict[str, StoredExecutable]:
-    """Compile every executable and write it into the folder; what was written, by name.
+def compile_all(
+    program: Program,
+    names: Sequence[str],
+    folder: Path,
+    progress: Progress,
+    threads: int | None = None,
+) -> dict[str, StoredExecutable]:
+    """Compile executables and write them into the folder; what was written, by name.
 
-    This thread traces and lowers, others compile. Lowering is Python, and several threads that take
-    turns at it are slower than one by far; XLA needs no interpreter. Kernels in Mosaic, which are
-    the most of it, are lowered by other processes meanwhile. What takes XLA longest is named last
-    and comes first. When all are lowered this thread saves them, as they are done: that keeps
-    Python's lock, 0.1 to 0.4 s for each, and before it kept the last from being lowered.
+    This thread traces and lowers, others compile: as many as there are cores, or ``threads``.
+    Lowering is Python, and several threads that take turns at it are slower than one by far; XLA
+    needs no interpreter. Kernels in Mosaic, which are the most of it, are lowered by other
+    processes meanwhile. What takes XLA longest is named last and comes first. When all are lowered
+    this thread saves them, as they are done: that keeps Python's lock, 0.1 to 0.4 s for each, and
+    before it kept the last from being lowered.
     """
-    names = program.names()
-    cores = os.cpu_count() or 1
-    pool = ThreadPoolExecutor(cores)
+    threads = threads or os.cpu_count() or 1
+    pool = ThreadPoolExecutor(threads)
     stored: dict[str, StoredExecutable] = {}
     try:
         with progress.task("compile", len(names)) as advance:
-            under_way = {}
-            with nothing_collected(), KernelsAhead(cores) as kernels:
+            under_way: dict[Future[jax.stages.Compiled], str] = {}
+            with nothing_collected(), KernelsAhead(threads) as kernels:
                 steps = _lowered(program, reversed(names), kernels)
                 for name, lowered in _held_back(steps, kernels):
                     options = program.compiler_options(name)

@@ -48,8 +48,15 @@ class KernelsAhead:
             self._pool.close()
 
     def begin(self, traced: ClosedJaxpr) -> list[Future[Any]]:
-        """Compile what nobody compiles yet; returns what to wait for before the step is lowered."""
-        found = kernels_in(traced)
+        """Compile what nobody compiles yet; returns what to wait for before the step is lowered.
+
+        What an earlier one of these has compiled is there.
+        """
+        found = {
+            key: compile_kernel
+            for key, compile_kernel in kernels_in(traced).items()
+            if not (isinstance(key, LoweredKernel) and key.compiled)
+        }
         for key, compile_kernel in found.items():
             if key in self._begun:
                 continue

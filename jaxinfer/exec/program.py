@@ -30,8 +30,8 @@ ADMITTED_AT_ONCE = 8  # by ``ADMIT`` on a GPU
 ADMITTED_BY_STEP = 1  # with extras, beside the prompts it computes: who is admitted is among these
 # Rows of a step of decoding up to which XLA times products, its own in Triton beside cuBLAS's. The
 # last of them is a matrix and few vectors, as fast as memory by Triton (8 rows of Qwen3-4B on an
-# H200: 176 us). Elsewhere cuBLAS's first choice is as fast as what is found (4,096 tokens in 57.5 ms
-# for 58.0, 16,384 in 331 for 332), and finding it was half of XLA's time in a start from nothing.
+# H200: 176 us). Elsewhere cuBLAS's first choice is as fast as what is found (4,096 tokens take 57.5
+# ms for 58.0, 16,384 331 for 332), and finding it was half of XLA's time in a start from nothing.
 TIMED_ROWS = 32
 BY_CUBLAS = MappingProxyType({"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0})
 # Weights, pages and workspace are planned to fill a GPU nearly. XLA's allocator over virtual memory
@@ -146,6 +146,15 @@ class Program:
     def names_without_extras(self) -> tuple[str, ...]:
         """What requests that ask for no extras need: nobody is admitted for them."""
         return tuple(self.step_name(bucket, extras=False) for bucket in self.limits.buckets)
+
+    def names_at_start(self) -> tuple[str, ...]:
+        """What an engine needs before it is ready: all, or what is left without extras."""
+        return self.names_without_extras() if self.has_plain_steps else self.names()
+
+    def names_later(self) -> tuple[str, ...]:
+        """What is left: no request needs it but those that ask for extras."""
+        first = set(self.names_at_start())
+        return tuple(name for name in self.names() if name not in first)
 
     def admits(self, bucket: Bucket, *, extras: bool) -> bool:
         """Whether a step of a bucket takes rows to admit, as those with extras do. Where there are

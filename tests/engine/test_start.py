@@ -155,18 +155,21 @@ def test_the_tokenizer_is_checked_before_a_minute_of_compiling_and_read_beside_l
     build.build_engine(config)
 
     loading, reading = threading.Event(), threading.Event()
-    load_executables, load_tokenizer = engine_loading.load_executables, engine_plan.load_tokenizer
+    build_executables, load_tokenizer = (
+        engine_loading.build_executables,
+        engine_plan.load_tokenizer,
+    )
 
-    def loads(*arguments: Any) -> Any:
+    def loads(*arguments: Any, **named: Any) -> Any:
         loading.set()
         assert reading.wait(10), "the tokenizer is read after the executables"
-        return load_executables(*arguments)
+        return build_executables(*arguments, **named)
 
     def reads(*arguments: Any) -> Any:
         reading.set()
         assert loading.wait(10), "the tokenizer is read before the executables"
         return load_tokenizer(*arguments)
 
-    monkeypatch.setattr(engine_loading, "load_executables", loads)
+    monkeypatch.setattr(engine_loading, "build_executables", loads)
     monkeypatch.setattr(engine_plan, "load_tokenizer", reads)
     assert build.build_engine(config).tokenizer is not None

@@ -45,7 +45,7 @@ def test_kernels_are_compiled_once_elsewhere_and_before_what_needs_them(
     lowered = jax.stages.Traced.lower
     monkeypatch.setattr(jax.stages.Traced, "lower", lower)
     steps_with({name: lambda n=name: event(n) for name in ("norm", "draw")}, monkeypatch)
-    stored = exec_compile.compile_all(PROGRAM, tmp_path, NoProgress())
+    stored = exec_compile.compile_all(PROGRAM, PROGRAM.names(), tmp_path, NoProgress())
     assert sorted(events[:2]) == [("draw", False), ("norm", False)]
     assert events[2:] == [("step", True)] * len(PROGRAM.names())
     assert gc.isenabled()
@@ -61,7 +61,7 @@ def test_a_kernel_that_cannot_be_compiled_is_told(
 
     steps_with({"draw": fail}, monkeypatch)
     with pytest.raises(ValueError, match="LLIR pass failed"):
-        exec_compile.compile_all(PROGRAM, tmp_path, NoProgress())
+        exec_compile.compile_all(PROGRAM, PROGRAM.names(), tmp_path, NoProgress())
     assert gc.isenabled()
 
 
@@ -84,7 +84,7 @@ def test_what_was_compiled_is_saved_here_when_all_is_lowered(
 
     monkeypatch.setattr(exec_compile, "executable_file", saved)
     monkeypatch.setattr(Program, "trace", traced)
-    exec_compile.compile_all(PROGRAM, tmp_path, NoProgress())
+    exec_compile.compile_all(PROGRAM, PROGRAM.names(), tmp_path, NoProgress())
     assert events == sorted(events, reverse=True)
 
 
@@ -99,5 +99,5 @@ def test_a_step_that_cannot_be_lowered_leaves_nothing(
     traced = Program.trace
     monkeypatch.setattr(Program, "trace", trace)
     with pytest.raises(ValueError, match="no such kernel"):
-        exec_compile.compile_all(PROGRAM, tmp_path, NoProgress())
+        exec_compile.compile_all(PROGRAM, PROGRAM.names(), tmp_path, NoProgress())
     assert not list(tmp_path.iterdir())

@@ -73,11 +73,11 @@ def test_as_many_processes_as_cores_to_spare(
 
     monkeypatch.setattr(LoweredKernel, "compile", compile_kernel)
     with KernelsAhead(cores) as ahead:
-        first = ahead.begin(traced("sin", "cos").jaxpr)
-        second = ahead.begin(traced("tan", "cos").jaxpr)
+        first = ahead.begin(traced("sinh", "cosh").jaxpr)
+        second = ahead.begin(traced("tanh", "cosh").jaxpr)
         for kernel in (*first, *second):
             kernel.result()
-    assert sorted(compiled) == ["cos", "sin", "tan"]
+    assert sorted(compiled) == ["cosh", "sinh", "tanh"]
     assert first[1] is second[1]
     assert sizes == [made, 0]
 
@@ -85,4 +85,15 @@ def test_as_many_processes_as_cores_to_spare(
 def test_without_a_kernel_in_mosaic_there_is_no_process(sizes: list[int]) -> None:
     with KernelsAhead(cores=16) as ahead:
         assert ahead.begin(jax.jit(jnp.sin).trace(X).jaxpr) == []
+    assert not sizes
+
+
+def test_what_another_has_compiled_is_not_begun(sizes: list[int]) -> None:
+    step = traced("arcsinh").jaxpr
+    with KernelsAhead(cores=2) as ahead:
+        (kernel,) = ahead.begin(step)
+        kernel.result()
+    assert sizes.pop() == 0 and sizes.pop()
+    with KernelsAhead(cores=2) as other:
+        assert other.begin(step) == [] and other.done
     assert not sizes

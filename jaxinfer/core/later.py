@@ -1,0 +1,50 @@
+"""What a thread makes beside everything else, for who may want it.
+
+Owns: ``Later``. Must not know: what is made.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+
+class Later[T]:
+    """A value that ``make`` returns, in a thread that runs from ``begin`` on.
+
+    The thread is no daemon: a process that ends meanwhile waits for it. What ``make`` raises is
+    raised to who asks for the value.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._value = Future[T]()
+        self._thread = threading.Thread(target=self._run, name="later")
+        self._starting = threading.Lock()
+
+    def begin(self) -> None:
+        """Begin to make it, if nobody has."""
+        with self._starting:
+            if self._thread.ident is None:
+                self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is made, or cannot be."""
+        return self._value.done()
+
+    def wait(self, seconds: float) -> None:
+        """Return when it is done, or after so many seconds."""
+        wait((self._value,), seconds)
+
+    def result(self) -> T:
+        """The value; waits for it."""
+        self.begin()
+        return self._value.result()
+
+    def _run(self) -> None:
+        try:
+            self._value.set_result(self._make())
+        except BaseException as error:
+            self._value.set_exception(error)

@@ -1,0 +1,43 @@
+"""What a thread makes for who may want it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from jaxinfer.core.later import Later
+
+
+def test_made_once_by_another_thread_from_begin_on() -> None:
+    threads: list[threading.Thread] = []
+    go = threading.Event()
+
+    def make() -> int:
+        threads.append(threading.current_thread())
+        assert go.wait(10)
+        return 3
+
+    later = Later(make)
+    later.wait(0.01)
+    assert not later.done and not threads
+    later.begin()
+    later.begin()
+    later.wait(0.01)
+    assert not later.done
+    go.set()
+    later.wait(10)
+    assert later.done and later.result() == later.result() == 3
+    (maker,) = threads
+    assert maker is not threading.current_thread() and not maker.daemon
+
+
+def test_who_asks_begins_it_and_is_told_why_not() -> None:
+    def make() -> int:
+        raise ValueError("no room")
+
+    later = Later(make)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no room"):
+            later.result()
+    assert later.done
