@@ -1,8 +1,8 @@
 """How long a process takes until an engine can give its first token: without a bundle, and with.
 
 Owns: the child process (this file as a module) and its parent. Every start is a process of its own
-with an empty compile cache, or with the bundle that the first one left. The parent must not have a
-device yet: on a GPU it would hold the memory. Must not know: what else is measured.
+with an empty compile cache, or with the bundles that the first one left there. The parent must not
+have a device yet: on a GPU it would hold the memory. Must not know: what else is measured.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ def measure_starts(settings: Mapping[str, Any], runs: int) -> dict[str, list[Sta
     """Starts by case: ``no_bundle`` once, ``bundle`` as often as asked."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {**settings, "cache_dir": folder}
-        cold = start_once(settings, Path(folder))
-        # the cache's folders are bundles; a start from one by name reads nothing else of it
-        (bundle,) = (Path(folder) / "executables").glob("*/manifest.json")
-        settings = {**settings, "bundle": os.fspath(bundle.parent)}
+        cold = start_once(settings, Path(folder))  # it ends when all executables are saved
         warm = [start_once(settings, Path(folder)) for _ in range(runs)]
     return {"no_bundle": [cold], "bundle": warm}
 
