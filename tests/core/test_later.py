@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
 
-from jaxinfer.core.later import Later
+from jaxinfer.core.later import TURN_SECONDS, Later
 
 
 def test_made_once_by_another_thread_from_begin_on() -> None:
@@ -21,12 +22,15 @@ def test_made_once_by_another_thread_from_begin_on() -> None:
     later = Later(make)
     later.wait(0.01)
     assert not later.done and not threads
+    turn = sys.getswitchinterval()
     later.begin()
     later.begin()
     later.wait(0.01)
     assert not later.done
+    assert sys.getswitchinterval() == pytest.approx(TURN_SECONDS)
     go.set()
     later.wait(10)
+    assert threads[0].join(10) is None and sys.getswitchinterval() == turn
     assert later.done and later.result() == later.result() == 3
     (maker,) = threads
     assert maker is not threading.current_thread() and not maker.daemon
