@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
+from os.path import isdir
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,11 @@ import jax
 from jaxinfer.core.heap import release_free_heap
 from jaxinfer.core.progress import Progress
 from jaxinfer.engine.plan import EnginePlan
-from jaxinfer.exec.aot import Bundle
 from jaxinfer.exec.compile import (
     Executables,
     build_executables,
+    cached_bundle,
     load_executables,
-    open_cached,
 )
 from jaxinfer.exec.memory import (
     check_workspace,
@@ -55,7 +55,7 @@ def load(
     with those of its weights.
     """
     loader = _Loader(plan, program, settings, progress)
-    if loader.bundle is not None:
+    if loader.finds_executables:
         return _beside(loader.state, loader.executables)
     plan.read_tokenizer()  # compiling takes a minute: what does not fit is said before
     claim_memory(plan.memory)
@@ -75,10 +75,14 @@ class _Loader:
     progress: Progress
     _claimed: Future[None] = field(default_factory=Future[None])
 
-    @cached_property
-    def bundle(self) -> Bundle | None:
-        """What the user gave, or what an engine of this plan has saved."""
-        return self.plan.bundle or open_cached(self.program, self._bundle_root)
+    @property
+    def finds_executables(self) -> bool:
+        """Whether the user gave a bundle, or an engine of this plan has saved one. It is opened by
+        who loads it, beside the weights.
+        """
+        # no directory under an impossible name, which staging tells
+        cached = cached_bundle(self.program, self._bundle_root)
+        return self.plan.bundle is not None or isdir(cached)
 
     def executables(self) -> Timed[Executables]:
         """Loaded, and compiled and saved before where there is no bundle."""
@@ -94,7 +98,6 @@ class _Loader:
                 progress=progress,
                 settings=self.settings,
                 check_workspace=check,
-                cached=self.bundle,
             )
         progress.note(self.plan.memory.described(made.workspace_bytes))
         return made, time.perf_counter() - start

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from os.path import isdir
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,6 @@ def build_executables(
     progress: Progress,
     settings: Mapping[str, Any] | None = None,
     check_workspace: Callable[[int], None] = lambda _: None,
-    cached: Bundle | None = None,
 ) -> Executables:
     """Load the executables from the bundles under ``bundle_root``; where there are none, compile
     and save those of ``Program.names_at_start`` first. The others are ``Executables.later``.
@@ -72,25 +70,15 @@ def build_executables(
     launching a step of prompts took the host 1 ms less. The bundle's folder is made before anything
     is compiled, so an unwritable cache is known at once; a second process that wants the same
     bundle waits for the first. ``settings`` are those that the bundle's manifest is to keep;
-    ``check_workspace`` raises for a workspace, in bytes, that does not fit; ``cached`` is what
-    ``open_cached`` found.
+    ``check_workspace`` raises for a workspace, in bytes, that does not fit.
     """
     folder, names = cached_bundle(program, bundle_root), program.names_at_start()
-    made: Manifest | None = None
-    if cached is None:
-        made = _compile_into(folder, program, names, settings or {}, progress)
-        cached = bundle_for(program, folder, names)
-    check_workspace(cached.manifest.workspace_bytes)
+    made = _compile_into(folder, program, names, settings or {}, progress)
+    bundle = bundle_for(program, folder, names)
+    check_workspace(bundle.manifest.workspace_bytes)
     later = _later(program, folder, settings or {}, check_workspace)
-    executables = load_executables(program, cached, progress, later)
+    executables = load_executables(program, bundle, progress, later)
     return executables if made is None else replace(executables, compiled=len(made.executables))
-
-
-def open_cached(program: Program, bundle_root: Path) -> Bundle | None:
-    """What an engine of this program has saved under ``bundle_root``."""
-    folder = cached_bundle(program, bundle_root)
-    # no directory under an impossible name, which staging tells
-    return bundle_for(program, folder, program.names_at_start()) if isdir(folder) else None
 
 
 def cached_bundle(program: Program, bundle_root: Path) -> Path:

@@ -11,7 +11,7 @@ import pytest
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.exec import compile as exec_compile
-from jaxinfer.exec.compile import Executables, build_executables, open_cached
+from jaxinfer.exec.compile import Executables, build_executables
 from jaxinfer.exec.program import Program
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_model
@@ -54,7 +54,7 @@ def test_compiled_when_all_else_is_there_and_found_by_the_next(
     assert compiled == [*at_start, *later]
     assert {path.name for path in tmp_path.iterdir()} == {folder.name, f"{folder.name}-extras"}
 
-    again = built(tmp_path, cached=open_cached(PROGRAM, tmp_path))
+    again = built(tmp_path)
     assert [again.by_name[name] is not None for name in PROGRAM.names()]
     assert compiled == [*at_start, *later] and again.compiled == 0
 
