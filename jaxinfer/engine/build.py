@@ -151,7 +151,9 @@ def build_engine(
     progress: Progress | None = None,
     platform_of_backend: Callable[[], str] | None = None,
 ) -> Engine:
-    """A ready engine: every bucket compiled, weights on the device, nothing left to do late."""
+    """A ready engine: weights on the device, every bucket compiled and run; nothing is left to do
+    but, after a first start on a GPU, the steps for extras: see ``Executables.later``.
+    """
     return build_planned(plan_engine(config, progress, platform_of_backend), progress)
 
 
@@ -164,8 +166,9 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
     )
     executor = Executor(program, executables, *state)
     executor.warm_up()
+    names = program.names() if executables.later is None else program.names_at_start()
     start_stats = EngineStats(
-        num_executables=len(program.names()),
+        num_executables=len(names),
         num_compiled=executables.compiled,
         compile_seconds=compile_seconds,
         load_seconds=load_seconds,

@@ -53,6 +53,41 @@ def test_kernels_are_compiled_once_elsewhere_and_before_what_needs_them(
     assert {file.name for file in tmp_path.iterdir()} == {one.file for one in stored.values()}
 
 
+def test_no_step_is_compiled_beside_a_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would wait for the other's turns at LLVM."""
+    events: list[str] = []
+    all_begun, first_lowered = threading.Event(), threading.Event()
+    compile_step, lower = jax.stages.Lowered.compile, jax.stages.Traced.lower
+
+    def slow() -> None:
+        assert first_lowered.wait(10)
+        events.append("kernel")
+
+    def kernels_in(_: Any) -> dict[str, Callable[[], Any]]:
+        events.append("trace")
+        if events == ["trace"]:
+            return {"quick": lambda: all_begun.wait(10)}
+        all_begun.set()
+        return {"slow": slow}
+
+    def lowered(self: jax.stages.Traced) -> jax.stages.Lowered:
+        first_lowered.set()
+        return lower(self)
+
+    def compiled(self: jax.stages.Lowered, *args: Any, **kwargs: Any) -> Any:
+        events.append("step")
+        return compile_step(self, *args, **kwargs)
+
+    monkeypatch.setattr(exec_kernels, "kernels_in", kernels_in)
+    monkeypatch.setattr(jax.stages.Traced, "lower", lowered)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
+    exec_compile.compile_all(PROGRAM, PROGRAM.names(), tmp_path, NoProgress())
+    assert events.index("kernel") < events.index("step")
+    assert events.count("step") == len(PROGRAM.names()) > 1
+
+
 def test_a_kernel_that_cannot_be_compiled_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
