@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ def test_no_step_is_compiled_beside_a_kernel(
 
     def slow() -> None:
         assert first_lowered.wait(10)
+        time.sleep(0.3)  # long enough for a step that does not wait
         events.append("kernel")
 
     def kernels_in(_: Any) -> dict[str, Callable[[], Any]]:
@@ -73,8 +75,9 @@ def test_no_step_is_compiled_beside_a_kernel(
         return {"slow": slow}
 
     def lowered(self: jax.stages.Traced) -> jax.stages.Lowered:
+        result = lower(self)
         first_lowered.set()
-        return lower(self)
+        return result
 
     def compiled(self: jax.stages.Lowered, *args: Any, **kwargs: Any) -> Any:
         events.append("step")
