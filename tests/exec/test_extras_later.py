@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,3 +89,21 @@ def test_what_cannot_be_compiled_later_is_an_error_of_who_asks(
     with pytest.raises(CacheError, match="no room on the disk"):
         executables.by_name[PROGRAM.names_later()[0]]
     assert len([*tmp_path.iterdir()]) == 1
+
+
+ENDING = """
+import sys
+from pathlib import Path
+from exec.test_extras_later import built
+executables = built(Path(sys.argv[1]))
+executables.later.begin()
+"""
+
+
+def test_a_process_that_ends_meanwhile_leaves_nothing_half_written(tmp_path: Path) -> None:
+    tests = Path(__file__).parents[1]
+    code = f"import sys; sys.path.insert(0, {str(tests)!r}){ENDING}"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    whole = [path.name.removesuffix("-extras") for path in tmp_path.iterdir()]
+    assert set(whole) == {exec_compile.program_fingerprint(PROGRAM).digest()}
