@@ -133,7 +133,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request; its pages are free after the next step. Unknown ids are ignored."""
-        held = {event.request.request_id for event in self._held if isinstance(event, Arrive)}
+        held = self._held_ids()
         for child in self._children.get(request_id, ()):
             events = self._held if child in held else self._pending
             events.append(Abort(child))
@@ -172,7 +172,7 @@ class Engine:
             num_preemptions=state.num_preemptions,
             num_late_compiles=self._late_compiles.count,
             num_running=state.num_running,
-            num_waiting=state.num_waiting,
+            num_waiting=state.num_waiting + len(self._held_ids()),
             num_live_pages=self.limits.num_usable_pages - num_free,
             num_cached_pages=state.pages.num_cached,
             num_fresh_pages=num_free - state.pages.num_cached,
@@ -181,6 +181,9 @@ class Engine:
 
     def _must_wait(self, request: Request) -> bool:
         return self._extras is not None and not self._extras.done and any(extras_of((request,)))
+
+    def _held_ids(self) -> set[str]:
+        return {event.request.request_id for event in self._held if isinstance(event, Arrive)}
 
     def _release_held(self) -> None:
         """Let those in that have waited for extras. Without other work, wait a moment for them."""

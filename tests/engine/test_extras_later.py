@@ -52,6 +52,7 @@ def ended(engine: Engine, collectors: dict[str, Collector]) -> set[str]:
 def test_only_who_asks_for_extras_waits(engine: Engine, made: threading.Event) -> None:
     collectors = added(engine, first=ASKING, second=PLAIN)
     assert ended(engine, collectors) == {"second"} and engine.has_work
+    assert engine.stats().num_waiting == ASKING.n
     collectors |= added(engine, third=PLAIN, fourth=ASKING)
     assert ended(engine, collectors) == {"third"} and engine.has_work
     made.set()
