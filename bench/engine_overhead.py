@@ -29,7 +29,7 @@ from jaxinfer.engine.build import model_facts, plan_engine
 from jaxinfer.engine.engine import Engine
 from jaxinfer.exec import executor as executor_module
 from jaxinfer.exec.batch import extras_of, pack
-from jaxinfer.exec.compile import Executables, build_executables
+from jaxinfer.exec.compile import Executables, build_executables, cached_bundle
 from jaxinfer.exec.executor import Executor, InFlight
 from jaxinfer.exec.forward import flat_kv_state, flat_params
 from jaxinfer.exec.program import Program
@@ -180,8 +180,8 @@ def build_parts(gguf: Path) -> tuple[Engine, Executor, BareSteps]:
     config = EngineConfig(model=os.fspath(gguf), enable_prefix_caching=False)
     plan, progress = plan_engine(config), NoProgress()
     program = Program(plan.model, plan.limits, pins=plan.pins)
-    bundles = plan.cache_dir / "executables"
-    executables = build_executables(program, bundle_root=bundles, progress=progress)
+    folder = cached_bundle(program, plan.cache_dir / "executables")
+    executables = build_executables(program, folder=folder, progress=progress)
     params = load_params(
         plan.model, plan.source, cache_dir=plan.cache_dir, seed=plan.config.seed, progress=progress
     )

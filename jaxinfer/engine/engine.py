@@ -64,7 +64,7 @@ class Engine:
         self._arrivals = 0
         self._pending: list[Event] = []
         self._extras = extras
-        self._held: list[Event] = []  # of requests that wait for ``extras``
+        self._held: dict[str, list[Event]] = {}  # of each sequence that waits for ``extras``
         # the scheduler knows a sequence by a number that is never used again, so that news of an
         # ended one can never be taken for news of a later request of the same name
         self._sequences: dict[str, SequenceProcessor] = {}
@@ -122,8 +122,10 @@ class Engine:
             self._sequences[request.request_id] = SequenceProcessor(
                 request, request_id, index, self.tokenizer
             )
-            events = self._held if self._must_wait(request) else self._pending
-            events.append(Arrive(request))
+            if self._must_wait(request):
+                self._held[request.request_id] = [Arrive(request)]
+            else:
+                self._pending.append(Arrive(request))
         children = tuple([request.request_id for request in requests])
         self._arrivals += len(children)
         self._children[request_id] = children
@@ -133,10 +135,8 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request; its pages are free after the next step. Unknown ids are ignored."""
-        held = self._held_ids()
         for child in self._children.get(request_id, ()):
-            events = self._held if child in held else self._pending
-            events.append(Abort(child))
+            self._held.get(child, self._pending).append(Abort(child))
 
     @property
     def open_request_ids(self) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ class Engine:
             num_preemptions=state.num_preemptions,
             num_late_compiles=self._late_compiles.count,
             num_running=state.num_running,
-            num_waiting=state.num_waiting + len(self._held_ids()),
+            num_waiting=state.num_waiting + len(self._held),
             num_live_pages=self.limits.num_usable_pages - num_free,
             num_cached_pages=state.pages.num_cached,
             num_fresh_pages=num_free - state.pages.num_cached,
@@ -182,18 +182,18 @@ class Engine:
     def _must_wait(self, request: Request) -> bool:
         return self._extras is not None and not self._extras.done and any(extras_of((request,)))
 
-    def _held_ids(self) -> set[str]:
-        return {event.request.request_id for event in self._held if isinstance(event, Arrive)}
-
     def _release_held(self) -> None:
-        """Let those in that have waited for extras. Without other work, wait a moment for them."""
+        """Let those in that have waited for extras, before what is newer. Without other work, wait
+        a moment for them.
+        """
         if not self._held or self._extras is None:
             return
         if not self._pending and self._loop.idle:
             self._extras.wait(HELD_SECONDS)
         if self._extras.done:
-            self._pending += self._held
-            self._held = []
+            held = [event for events in self._held.values() for event in events]
+            self._pending = [*held, *self._pending]
+            self._held = {}
 
     @contextmanager
     def _running(self) -> Generator[None]:

@@ -54,7 +54,8 @@ def load(
     the manifest of what is compiled is to keep. Each comes with the seconds that it took, the state
     with those of its weights.
     """
-    loader = _Loader(plan, program, settings, progress)
+    folder = cached_bundle(program, plan.cache_dir / "executables")
+    loader = _Loader(plan, program, folder, settings, progress)
     if loader.finds_executables:
         return _beside(loader.state, loader.executables)
     plan.read_tokenizer()  # compiling takes a minute: what does not fit is said before
@@ -71,6 +72,7 @@ class _Loader:
 
     plan: EnginePlan
     program: Program
+    folder: Path  # where executables are saved that the user gave no bundle of
     settings: Mapping[str, Any]
     progress: Progress
     _claimed: Future[None] = field(default_factory=Future[None])
@@ -81,8 +83,7 @@ class _Loader:
         who loads it, beside the weights.
         """
         # no directory under an impossible name, which staging tells
-        cached = cached_bundle(self.program, self._bundle_root)
-        return self.plan.bundle is not None or isdir(cached)
+        return self.plan.bundle is not None or isdir(self.folder)
 
     def executables(self) -> Timed[Executables]:
         """Loaded, and compiled and saved before where there is no bundle."""
@@ -94,7 +95,7 @@ class _Loader:
         else:
             made = build_executables(
                 program,
-                bundle_root=self._bundle_root,
+                folder=self.folder,
                 progress=progress,
                 settings=self.settings,
                 check_workspace=check,
@@ -138,10 +139,6 @@ class _Loader:
     def _state_maker(self) -> Callable[[], tuple[KVState, SlotState]]:
         self.plan.read_tokenizer()
         return compile_init_state(self.program)
-
-    @property
-    def _bundle_root(self) -> Path:
-        return self.plan.cache_dir / "executables"
 
 
 def _beside[A, B](other: Callable[[], A], main: Callable[[], B]) -> tuple[B, A]:

@@ -103,7 +103,18 @@ class Bundle:
 
     def load(self, name: str) -> jax.stages.Compiled:
         """One executable; raises ``CacheError`` naming a file that cannot be used."""
-        return _load(self.folder, self.manifest.executables[name])
+        stored = self.manifest.executables[name]
+        path = self.folder / stored.file
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise _damaged(self.folder, f"{path} cannot be read: {error.strerror}") from error
+        # again: what is loaded late may have changed since
+        _check_content(self.folder, content, stored)
+        try:
+            return serialize_executable.deserialize_and_load(*pickle.loads(content))
+        except Exception as error:  # pickle and XLA raise anything on what they cannot read
+            raise _damaged(self.folder, f"{path}: {type(error).__name__}: {error}") from error
 
     def _refuse(self, made_for: Mapping[str, str], here: Mapping[str, str]) -> None:
         if different := differences(made_for, here):
@@ -149,9 +160,8 @@ def open_bundle(folder: Path) -> Bundle:
         raise _damaged(folder, f"{path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         raise _damaged(folder, f"{path} is no manifest: {error}") from error
-    with ThreadPoolExecutor(
-        load_threads()
-    ) as pool:  # hashing holds no lock: 0.4 s in turn, an H200
+    # hashing holds no lock; in turn it takes 0.4 s on an H200
+    with ThreadPoolExecutor(load_threads()) as pool:
         list(pool.map(partial(_check_file, folder), manifest.executables.values()))
     return Bundle(folder, manifest)
 
@@ -248,16 +258,3 @@ def _check_file(folder: Path, stored: StoredExecutable) -> None:
 def _check_content(folder: Path, content: bytes, stored: StoredExecutable) -> None:
     if hashlib.sha256(content).hexdigest() != stored.sha256:
         raise _damaged(folder, f"{folder / stored.file} is not what its manifest says")
-
-
-def _load(folder: Path, stored: StoredExecutable) -> jax.stages.Compiled:
-    path = folder / stored.file
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise _damaged(folder, f"{path} cannot be read: {error.strerror}") from error
-    _check_content(folder, content, stored)  # again: what is loaded late may have changed since
-    try:
-        return serialize_executable.deserialize_and_load(*pickle.loads(content))
-    except Exception as error:  # pickle and XLA raise anything on what they cannot read
-        raise _damaged(folder, f"{path}: {type(error).__name__}: {error}") from error

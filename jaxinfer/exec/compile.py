@@ -1,4 +1,4 @@
-"""Every executable an engine needs, ready before the first request.
+"""The executables of an engine: loaded from a bundle, which is compiled first if need be.
 
 Owns: ``Executables`` and the ways to get them: from a bundle, from the user's cache (which is
 folders of bundles) or by compiling. Must not know: requests, the scheduler, weights.
@@ -57,13 +57,14 @@ class Executables:
 def build_executables(
     program: Program,
     *,
-    bundle_root: Path,
+    folder: Path,
     progress: Progress,
     settings: Mapping[str, Any] | None = None,
     check_workspace: Callable[[int], None] = lambda _: None,
 ) -> Executables:
-    """Load the executables from the bundles under ``bundle_root``; where there are none, compile
-    and save those of ``Program.names_at_start`` first. The others are ``Executables.later``.
+    """Load the executables from the bundle ``folder`` (see ``cached_bundle``); where there is none,
+    compile and save those of ``Program.names_at_start`` first. The others, in a bundle beside it,
+    are ``Executables.later``.
 
     So what runs is always what was saved. One that was compiled here would lie among what the
     compiler leaves behind: an engine on an H200 held 3.4 GB with such and 3.0 with loaded ones, and
@@ -72,7 +73,7 @@ def build_executables(
     bundle waits for the first. ``settings`` are those that the bundle's manifest is to keep;
     ``check_workspace`` raises for a workspace, in bytes, that does not fit.
     """
-    folder, names = cached_bundle(program, bundle_root), program.names_at_start()
+    names = program.names_at_start()
     made = _compile_into(folder, program, names, settings or {}, progress)
     bundle = bundle_for(program, folder, names)
     check_workspace(bundle.manifest.workspace_bytes)
@@ -82,7 +83,9 @@ def build_executables(
 
 
 def cached_bundle(program: Program, bundle_root: Path) -> Path:
-    """The folder under ``bundle_root`` for a program; it may not exist yet."""
+    """The folder under ``bundle_root`` for a program; it may not exist yet. Every source file is
+    read for its name.
+    """
     return bundle_root / program_fingerprint(program).digest()
 
 
@@ -124,7 +127,7 @@ def _later(
 ) -> Later[Bundle] | None:
     """The bundle with the executables of ``Program.names_later``: opened, or made and opened.
 
-    It is made while an engine runs, which three quarters of the cores are left to.
+    A quarter of the cores compile; the rest is left to the engine, which runs meanwhile.
     """
     names, folder = program.names_later(), beside.with_name(f"{beside.name}-extras")
     threads = max(1, (os.cpu_count() or 1) // 4)

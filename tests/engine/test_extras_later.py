@@ -74,6 +74,16 @@ def test_who_is_aborted_meanwhile_never_begins(engine: Engine, made: threading.E
     assert len(collectors["stays"].output.outputs[1].token_ids) == 3
 
 
+def test_who_has_waited_comes_before_what_is_newer() -> None:
+    extras = Later(lambda: None)
+    engine = engine_of(tiny_executor(LIMITS), LIMITS, extras=extras)
+    for name, sampling in (("waited", ASKING), ("newer", PLAIN)):
+        engine.add_request(name, PROMPT, sampling)
+        engine.abort(name)
+    extras.result()
+    assert [delta.request_id for delta in engine.step().deltas] == ["waited", "waited", "newer"]
+
+
 def test_a_turn_without_other_work_waits_a_moment(
     engine: Engine, made: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:

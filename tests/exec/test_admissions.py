@@ -39,8 +39,8 @@ PROMPTS = [tuple(range(5 + i, 8 + 2 * i)) for i in range(MOST)]
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Counted:
-    folder = tmp_path_factory.mktemp("bundles")
-    return Counted(build_executables(PROGRAM, bundle_root=folder, progress=NoProgress()))
+    folder = tmp_path_factory.mktemp("bundles") / "bundle"
+    return Counted(build_executables(PROGRAM, folder=folder, progress=NoProgress()))
 
 
 def engine_on(device: Counted) -> Engine:

@@ -13,7 +13,7 @@ import pytest
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.exec import compile as exec_compile
-from jaxinfer.exec.compile import Executables, build_executables
+from jaxinfer.exec.compile import Executables, build_executables, cached_bundle
 from jaxinfer.exec.program import Program
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_model
@@ -36,8 +36,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def built(folder: Path, **arguments: Any) -> Executables:
-    return build_executables(PROGRAM, bundle_root=folder, progress=NoProgress(), **arguments)
+def built(root: Path, **arguments: Any) -> Executables:
+    folder = cached_bundle(PROGRAM, root)
+    return build_executables(PROGRAM, folder=folder, progress=NoProgress(), **arguments)
 
 
 def test_compiled_when_all_else_is_there_and_found_by_the_next(
@@ -92,7 +93,6 @@ def test_what_cannot_be_compiled_later_is_an_error_of_who_asks(
 
 
 ENDING = """
-import sys
 from pathlib import Path
 from exec.test_extras_later import built
 executables = built(Path(sys.argv[1]))

@@ -80,7 +80,7 @@ def test_extras_run_only_where_asked_for_and_tokens_are_the_same(tmp_path: Path)
     program = Program(model, limits, platform="gpu")
     always = Program(model, limits, platform="cpu")  # each of its steps has extras
     chosen, others = (
-        Counted(build_executables(one, bundle_root=tmp_path / one.platform, progress=NoProgress()))
+        Counted(build_executables(one, folder=tmp_path / one.platform, progress=NoProgress()))
         for one in (program, always)
     )
     assert set(chosen.executables.by_name) == set(program.names())
