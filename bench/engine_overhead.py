@@ -32,6 +32,7 @@ from jaxinfer.exec.batch import extras_of, pack
 from jaxinfer.exec.compile import Executables, build_executables, cached_bundle
 from jaxinfer.exec.executor import Executor, InFlight
 from jaxinfer.exec.forward import flat_kv_state, flat_params
+from jaxinfer.exec.memory import init_state
 from jaxinfer.exec.program import Program
 from jaxinfer.exec.slots import init_slots
 from jaxinfer.models.base import Params
@@ -185,7 +186,7 @@ def build_parts(gguf: Path) -> tuple[Engine, Executor, BareSteps]:
     params = load_params(
         plan.model, plan.source, cache_dir=plan.cache_dir, seed=plan.config.seed, progress=progress
     )
-    executor = Executor(program, executables, params)
+    executor = Executor(program, executables, params, *init_state(program))
     executor.warm_up()
     engine = Engine(executor, plan.limits, model_facts(plan), plan.tokenizer)
     return engine, executor, BareSteps(program, executables, params)

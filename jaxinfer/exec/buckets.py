@@ -1,4 +1,4 @@
-"""The bucket table: which shapes are compiled before the first request.
+"""The bucket table: which shapes are compiled; no step has another.
 
 Owns: the ladder of shapes. Must not know: jax, models, pages, devices.
 """

@@ -1,0 +1,28 @@
+"""The bench of the engine's overhead runs on what engines are built of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.engine_overhead import measure_overhead
+from jaxinfer.models.registry import build_model
+from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf
+
+
+def test_engine_and_bare_steps_of_a_small_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAXINFER_CACHE_DIR", str(tmp_path / "cache"))
+    config = tiny_llama_config(num_hidden_layers=1, max_position_embeddings=32)
+    model = build_model(config, dtype="float32")
+    tensors, merged = random_hf_tensors(model), {95: "!!"}
+    path = write_gguf(tmp_path / "m.gguf", config, tensors, special=merged)
+    samples, splits = measure_overhead(path, [[1, 2, 3]], batches=(1,), num_tokens=4, repeats=2)
+    assert {case: len(found) for case, found in samples.items()} == {
+        ("engine", 1): 2,
+        ("bare", 1): 2,
+    }
+    assert all(seconds > 0 for found in samples.values() for seconds in found)
+    assert {"schedule", "pack", "dispatch", "collect"} <= splits[1].keys()
