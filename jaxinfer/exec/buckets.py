@@ -9,6 +9,8 @@ from jaxinfer.core.shapes import cdiv, ladder
 from jaxinfer.core.step import Bucket
 
 TOKENS_PER_PREFILL = 16  # of a chunk for each of its rows
+# Beyond so many rows, with which the last product takes as long as with one, twice as many tokens.
+FREE_ROWS = 64
 MIXED_TOKENS_PER_ROW = 4  # of a chunk beside decode rows, but for the largest chunk
 
 
@@ -26,8 +28,8 @@ def bucket_table(
 
     Decode rows come as 1, then ``decode_start`` and its doubles. Prefill parts come in chunks of
     ``prefill_start``, ``prefill_factor`` times that, ... up to ``max_num_batched_tokens``, with a
-    row for every 16 tokens of the chunk: shorter prompts share a step less densely, which costs
-    them nothing but a further step. A mixed step pads its decode rows to ``mixed_start`` or one of
+    row for every 16 tokens of the chunk, or, where these are more than 64, every 32: each is a row
+    of logits, used or not. Shorter prompts share a step less densely. A mixed step pads its decode rows to ``mixed_start`` or one of
     its doubles, and has at most ``max_num_mixed_tokens`` of prompts (None: as many as any step),
     since all its decode rows wait for them. Chunks stand beside a quarter of their own number of
     rows at most: more rows than that take so long that a smaller chunk would hardly shorten the
@@ -58,4 +60,5 @@ def _chunks_beside(rows: int, most: int, start: int, factor: int) -> list[int]:
 
 
 def _prefill_rows(chunk: int, max_num_seqs: int) -> int:
-    return max(1, min(max_num_seqs, chunk // TOKENS_PER_PREFILL)) if chunk else 0
+    rows = min(chunk // TOKENS_PER_PREFILL, max(FREE_ROWS, chunk // (2 * TOKENS_PER_PREFILL)))
+    return max(1, min(max_num_seqs, rows)) if chunk else 0

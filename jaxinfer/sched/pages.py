@@ -131,13 +131,18 @@ class PageWriter:
         shared = self._num_sharers[pages] > 0
         if shared.any():
             self._writable_num_sharers()[pages[shared]] -= 1
-        free: list[int] = pages[~shared][::-1].tolist()
-        self._fresh = self._fresh.extend(p for p in free if p not in self._hash_by_page)
-        if cached := [page for page in free if page in self._hash_by_page]:
-            start = len(self._cached)
-            self._cached = self._cached.extend(cached)
-            self._writable_stamps()[cached] = np.arange(start, start + len(cached))
-            self._num_cached += len(cached)
+            pages = pages[~shared]
+        free = pages[::-1]
+        if self._hash_by_page:  # none has a hash without prefix caching
+            known = (page in self._hash_by_page for page in free.tolist())
+            hashed = np.fromiter(known, np.bool_, len(free))
+            free, cached = free[~hashed], free[hashed]
+            if len(cached):
+                start = len(self._cached)
+                self._cached = self._cached.extend(cached)
+                self._writable_stamps()[cached] = np.arange(start, start + len(cached))
+                self._num_cached += len(cached)
+        self._fresh = self._fresh.extend(free)
         self._compact()
 
     def register(self, pages: Items[int], page_hashes: Items[bytes]) -> None:
