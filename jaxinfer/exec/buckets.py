@@ -29,12 +29,13 @@ def bucket_table(
     Decode rows come as 1, then ``decode_start`` and its doubles. Prefill parts come in chunks of
     ``prefill_start``, ``prefill_factor`` times that, ... up to ``max_num_batched_tokens``, with a
     row for every 16 tokens of the chunk, or, where these are more than 64, every 32: each is a row
-    of logits, used or not. Shorter prompts share a step less densely. A mixed step pads its decode rows to ``mixed_start`` or one of
-    its doubles, and has at most ``max_num_mixed_tokens`` of prompts (None: as many as any step),
-    since all its decode rows wait for them. Chunks stand beside a quarter of their own number of
-    rows at most: more rows than that take so long that a smaller chunk would hardly shorten the
-    step. The largest stands beside any number. Where rows are more than a quarter of its tokens, it
-    has a token less for every two more, down to half of them, as all those rows wait for it.
+    of logits, used or not. Shorter prompts share a step less densely. A mixed step pads its decode
+    rows to ``mixed_start`` or one of its doubles, and has at most ``max_num_mixed_tokens`` of
+    prompts (None: as many as any step), since all its decode rows wait for them. Chunks stand
+    beside a quarter of their own number of rows at most: more rows than that take so long that a
+    smaller chunk would hardly shorten the step. The largest stands beside any number. Where rows
+    are more than a quarter of its tokens, it has a token less for every two more, down to half of
+    them, as all those rows wait for it.
     """
     most_mixed = min(max_num_mixed_tokens or max_num_batched_tokens, max_num_batched_tokens)
     chunks = ladder(prefill_start, max_num_batched_tokens, prefill_factor)
