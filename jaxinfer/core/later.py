@@ -24,14 +24,16 @@ class Later[T]:
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
+        self._on_failure: Callable[[BaseException], None] | None = None
         self._value = Future[T]()
         self._thread = threading.Thread(target=self._run, name="later")
         self._starting = threading.Lock()
 
-    def begin(self) -> None:
-        """Begin to make it, if nobody has."""
+    def begin(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
+        """Begin to make it, if nobody has. What ``make`` raises is told to ``on_failure`` first."""
         with self._starting:
             if self._thread.ident is None:
+                self._on_failure = on_failure
                 self._thread.start()
 
     @property
@@ -54,6 +56,8 @@ class Later[T]:
         try:
             self._value.set_result(self._make())
         except BaseException as error:
+            if self._on_failure is not None:
+                self._on_failure(error)
             self._value.set_exception(error)
         finally:
             sys.setswitchinterval(turn)

@@ -173,8 +173,6 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
         compile_seconds=compile_seconds,
         load_seconds=load_seconds,
     )
-    if executables.later is not None:
-        executables.later.begin()
     return Engine(
         executor,
         plan.limits,

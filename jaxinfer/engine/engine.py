@@ -53,7 +53,9 @@ class Engine:
         start: EngineStats | None = None,
         extras: Later[Any] | None = None,
     ) -> None:
-        """``extras``: what requests that ask for extras have to wait for, if for anything."""
+        """``extras``: what requests that ask for extras have to wait for, if for anything. It is
+        begun here.
+        """
         self.limits = limits
         self.facts = facts
         self.tokenizer = tokenizer
@@ -72,6 +74,8 @@ class Engine:
         self._timeline = Timeline()
         self._late_compiles = LateCompiles()
         self._failure: EngineError | None = None
+        if extras is not None:
+            extras.begin(_extras_failed)
 
     @property
     def has_work(self) -> bool:
@@ -266,6 +270,12 @@ class Engine:
         if sampling.seed is None:
             return _mix(self._seed, arrival)
         return sampling.seed if index == 0 else _mix(sampling.seed, index)
+
+
+def _extras_failed(error: BaseException) -> None:
+    logging.getLogger(LOGGER).error(
+        "requests for logprobs, penalties, logit_bias and min_tokens will fail: %s", error
+    )
 
 
 def _mix(seed: int, index: int) -> int:

@@ -45,3 +45,15 @@ def test_who_asks_begins_it_and_is_told_why_not() -> None:
         with pytest.raises(ValueError, match="no room"):
             later.result()
     assert later.done
+
+
+def test_who_begins_it_is_told_of_a_failure_first() -> None:
+    def make() -> int:
+        raise ValueError("no room")
+
+    told: list[str] = []
+    later = Later(make)
+    later.begin(lambda error: told.append(f"{error}, {later.done}"))
+    with pytest.raises(ValueError, match="no room"):
+        later.result()
+    assert told == ["no room, False"]

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from jaxinfer.core.errors import CacheError
 from jaxinfer.core.later import Later
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine import engine as engine_module
@@ -29,9 +30,7 @@ def made() -> threading.Event:
 
 @pytest.fixture
 def engine(made: threading.Event) -> Engine:
-    extras = Later(lambda: made.wait(30))
-    extras.begin()
-    return engine_of(tiny_executor(LIMITS), LIMITS, extras=extras)
+    return engine_of(tiny_executor(LIMITS), LIMITS, extras=Later(lambda: made.wait(30)))
 
 
 def added(engine: Engine, **requests: SamplingParams) -> dict[str, Collector]:
@@ -74,14 +73,26 @@ def test_who_is_aborted_meanwhile_never_begins(engine: Engine, made: threading.E
     assert len(collectors["stays"].output.outputs[1].token_ids) == 3
 
 
-def test_who_has_waited_comes_before_what_is_newer() -> None:
-    extras = Later(lambda: None)
+def test_who_has_waited_comes_before_what_is_newer(made: threading.Event) -> None:
+    extras = Later(lambda: made.wait(30))
     engine = engine_of(tiny_executor(LIMITS), LIMITS, extras=extras)
     for name, sampling in (("waited", ASKING), ("newer", PLAIN)):
         engine.add_request(name, PROMPT, sampling)
         engine.abort(name)
+    made.set()
     extras.result()
     assert [delta.request_id for delta in engine.step().deltas] == ["waited", "waited", "newer"]
+
+
+def test_what_keeps_them_from_being_made_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> None:
+        raise CacheError("no room on the disk")
+
+    extras = Later(make)
+    engine_of(tiny_executor(LIMITS), LIMITS, extras=extras)
+    with pytest.raises(CacheError):
+        extras.result()
+    assert "logprobs, penalties, logit_bias and min_tokens will fail: no room" in caplog.text
 
 
 def test_a_turn_without_other_work_waits_a_moment(
