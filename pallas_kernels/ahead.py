@@ -16,6 +16,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, subjaxprs
 
 from pallas_kernels.lowered import LoweredKernel
+from pallas_kernels.torch_hidden import torch_hidden
 
 TRITON_CALL = "triton_kernel_call"  # jax-triton's primitive
 
@@ -64,4 +65,6 @@ def _compile(call: JaxprEqn) -> None:
         handed = [jax.new_ref(array) if ref else array for array, ref in pairs]
         return call.primitive.bind(*handed, **call.params)
 
-    jax.jit(alone).trace(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)).lower()
+    traced = jax.jit(alone).trace(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+    with torch_hidden():
+        traced.lower()

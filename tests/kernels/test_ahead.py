@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -83,6 +85,30 @@ def test_what_decides_the_machine_code_is_told_apart() -> None:
 
 def test_a_step_without_any_has_none() -> None:
     assert not kernels_in(jax.jit(jnp.sin).trace(1.0).jaxpr)
+
+
+def test_pytorch_is_not_imported_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would, where there is one. Other threads may."""
+    (tmp_path / "torch.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    finders, found = [*sys.meta_path], list[bool]()
+
+    def look() -> None:
+        found.append(find_spec("torch") is not None)
+
+    def lower(self: jax.stages.Traced) -> None:
+        with pytest.raises(ModuleNotFoundError, match="No module named 'torch'"):
+            look()
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+
+    monkeypatch.setattr(jax.stages.Traced, "lower", lower)
+    for compile_ahead in kernels_in(traced(8).jaxpr).values():
+        compile_ahead()
+    assert found == [True] * len(KERNELS) and sys.meta_path == finders
+    look()
+    assert found[-1]
 
 
 @pytest.mark.skipif(not HAS_CUDA_PLUGIN, reason="jax-triton lowers with JAX's CUDA plugin alone")
