@@ -34,9 +34,7 @@ from jaxinfer.exec.executor import Executor, InFlight
 from jaxinfer.exec.forward import flat_kv_state, flat_params
 from jaxinfer.exec.memory import init_state
 from jaxinfer.exec.program import Program
-from jaxinfer.exec.slots import init_slots
 from jaxinfer.models.base import Params
-from jaxinfer.nn.kv import init_kv_state
 from jaxinfer.sched.choose import smallest_bucket
 from jaxinfer.weights.load import load_params
 
@@ -47,11 +45,8 @@ class BareSteps:
     def __init__(self, program: Program, executables: Executables, params: Params) -> None:
         self._program, self._executables = program, executables
         self._weights = flat_params(program.model, params)
-        limits = program.limits
-        self._pages = flat_kv_state(
-            init_kv_state(program.model.kv_spec, limits.num_pages, limits.page_size)
-        )
-        self._slots = init_slots(limits.max_num_seqs, limits.max_model_len)
+        pages, self._slots = init_state(program)
+        self._pages = flat_kv_state(pages)
 
     def ms_per_step(self, batch: int, contexts: range) -> float:
         """Mean over one step per context length; batches are packed before the clock starts."""

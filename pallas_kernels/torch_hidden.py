@@ -1,8 +1,7 @@
 """Triton as it is where PyTorch is not installed.
 
 Triton knows PyTorch's tensors: the first time that it looks at a kernel's arguments it imports
-PyTorch, if there is one. That takes seconds of Python, in which no other kernel is looked at, for
-tensors that nobody hands it here.
+PyTorch, if there is one. That takes seconds, for tensors that nobody hands it here.
 Owns: ``torch_hidden``. Must not know: kernels.
 """
 

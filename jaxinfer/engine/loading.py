@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from os.path import isdir
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,7 @@ def load(
     the manifest of what is compiled is to keep. Each comes with the seconds that it took, the state
     with those of its weights.
     """
-    folder = cached_bundle(program, plan.cache_dir / "executables")
-    loader = _Loader(plan, program, folder, settings, progress)
+    loader = _Loader(plan, program, settings, progress)
     if loader.finds_executables:
         return _beside(loader.state, loader.executables)
     plan.read_tokenizer()  # compiling takes a minute: what does not fit is said before
@@ -72,7 +71,6 @@ class _Loader:
 
     plan: EnginePlan
     program: Program
-    folder: Path  # where executables are saved that the user gave no bundle of
     settings: Mapping[str, Any]
     progress: Progress
     _claimed: Future[None] = field(default_factory=Future[None])
@@ -83,7 +81,7 @@ class _Loader:
         who loads it, beside the weights.
         """
         # no directory under an impossible name, which staging tells
-        return self.plan.bundle is not None or isdir(self.folder)
+        return self.plan.bundle is not None or isdir(self._folder)
 
     def executables(self) -> Timed[Executables]:
         """Loaded, and compiled and saved before where there is no bundle."""
@@ -95,7 +93,7 @@ class _Loader:
         else:
             made = build_executables(
                 program,
-                folder=self.folder,
+                folder=self._folder,
                 progress=progress,
                 settings=self.settings,
                 check_workspace=check,
@@ -139,6 +137,11 @@ class _Loader:
     def _state_maker(self) -> Callable[[], tuple[KVState, SlotState]]:
         self.plan.read_tokenizer()
         return compile_init_state(self.program)
+
+    @cached_property
+    def _folder(self) -> Path:
+        """Where executables are saved, and found, that the user gave no bundle of."""
+        return cached_bundle(self.program, self.plan.cache_dir / "executables")
 
 
 def _beside[A, B](other: Callable[[], A], main: Callable[[], B]) -> tuple[B, A]:
