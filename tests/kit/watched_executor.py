@@ -26,7 +26,9 @@ SECONDS = 30.0  # that a step is held back at most
 
 
 class WatchedExecutor:
-    """A ``StepExecutor``. Set ``failure`` and the next collected step raises it."""
+    """A ``StepExecutor``. Set ``failure`` and the next launched step raises it when collected; one
+    that is in flight already, behind a step that failed, ends as it would have.
+    """
 
     def __init__(self, inner: StepExecutor[Any]) -> None:
         self.plans: list[StepPlan] = []
@@ -38,14 +40,15 @@ class WatchedExecutor:
     def launch(self, plan: StepPlan) -> Any:
         """Note the plan and launch it."""
         self.plans.append(plan)
-        return self._inner.launch(plan)
+        failure, self.failure = self.failure, None
+        return self._inner.launch(plan), failure
 
-    def collect(self, step: Any) -> StepResult:
+    def collect(self, step: tuple[Any, Exception | None]) -> StepResult:
         """Wait for the step, and then for ``held`` to end."""
-        result = self._inner.collect(step)
+        launched, failure = step
+        result = self._inner.collect(launched)
         self._open.wait(SECONDS)
-        if self.failure is not None:
-            failure, self.failure = self.failure, None
+        if failure is not None:
             raise failure
         return result
 
