@@ -50,6 +50,7 @@ BLOCK = 128  # keys of a step
 STEPS = 2  # blocks of keys, and of values, in flight
 QUERIES = 64  # of one of its workers: the smallest and the fastest tile of a warpgroup's products
 WORKERS = 2
+ALIGNED = 8  # tokens: TMA moves swizzled tiles from and to multiples of it
 
 
 @dataclass(frozen=True)

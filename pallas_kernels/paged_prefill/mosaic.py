@@ -27,14 +27,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.page_streams import Pages, Stream, copied_by_warps
-from pallas_kernels.paged_prefill.launch import BLOCK, QUERIES, STEPS, WORKERS
+from pallas_kernels.paged_prefill.launch import ALIGNED, BLOCK, QUERIES, STEPS, WORKERS
 from pallas_kernels.paged_prefill.mosaic_plan import (
+    TURNS,
     Arrays,
     Ref,
     Shared,
     Sizes,
     Tile,
     over_tiles,
+    room_of,
     share_of,
     shared_types,
     step_of,
@@ -42,6 +44,7 @@ from pallas_kernels.paged_prefill.mosaic_plan import (
 )
 
 WORKER_REGISTERS, LOADER_REGISTERS = 232, 40  # of a thread: 504 of the 512 there are for three
+OVERHANGS = (32, 16, 8, 4, 2, 1)  # queries of a copy where a tile has fewer than its own
 FOLD = 8  # columns of which each thread has two, and two in another row
 
 # top [QUERIES], total [QUERIES, FOLD], weights [QUERIES, BLOCK]
@@ -66,7 +69,7 @@ def _copy_all(sizes: Sizes, arrays: Arrays, shared: Shared, stream: Stream) -> N
             pl.when(tile.first < tile.last)(partial(_copy_queries, sizes, arrays, shared, tile))
         _copy_blocks(sizes, arrays, stream, tile)
 
-    blocks = over_tiles(sizes, arrays, copy)
+    attended, blocks = over_tiles(sizes, arrays, copy)
 
     # A barrier left early is an error.
     @pl.loop(jnp.maximum(blocks - STEPS, 0), blocks)
@@ -74,18 +77,21 @@ def _copy_all(sizes: Sizes, arrays: Arrays, shared: Shared, stream: Stream) -> N
         plgpu.barrier_wait(stream.pages.free.at[lax.rem(block, jnp.int32(STEPS))])
 
     if stream.is_first:
-        for worker in range(WORKERS):
-            pl.when(blocks > 0)(partial(plgpu.barrier_wait, shared.q_free.at[worker]))
+
+        @pl.loop(jnp.maximum(attended - TURNS, 0), attended)
+        def _see_queries_through(turn: jax.Array) -> None:
+            for worker in range(WORKERS):
+                plgpu.barrier_wait(shared.q_free.at[room_of(turn, worker)[1]])
 
 
 def _copy_queries(sizes: Sizes, arrays: Arrays, shared: Shared, tile: Tile) -> None:
-    """Of both workers, each once it has taken those of the tile before."""
+    """Of both workers, each once it is done with those whose room they take."""
     for worker in range(WORKERS):
         head, offset = share_of(sizes, worker)
         source = arrays.q.at[pl.ds(tile.token + offset, QUERIES), tile.head + head]
-        to, full = shared.queries.at[worker], shared.q_full.at[worker]
-        pl.when(tile.before > 0)(partial(plgpu.barrier_wait, shared.q_free.at[worker]))
-        plgpu.copy_gmem_to_smem(source, to, full)
+        place, barrier = room_of(tile.turn, worker)
+        pl.when(tile.turn >= TURNS)(partial(plgpu.barrier_wait, shared.q_free.at[barrier]))
+        plgpu.copy_gmem_to_smem(source, shared.q.at[place, worker], shared.q_full.at[barrier])
 
 
 def _copy_blocks(sizes: Sizes, arrays: Arrays, stream: Stream, tile: Tile) -> None:
@@ -185,7 +191,9 @@ class _Worker:
 
     def score(self, scores: Ref, step: jax.Array) -> None:
         """Begin to multiply queries and keys."""
-        plgpu.wgmma(scores, self.shared.q.at[self.index], self.shared.k.at[step].transpose((1, 0)))
+        place, _ = room_of(self.tile.turn, self.index)
+        keys = self.shared.k.at[step].transpose((1, 0))
+        plgpu.wgmma(scores, self.shared.q.at[place, self.index], keys)
 
     def weigh(
         self,
@@ -290,54 +298,59 @@ class _Worker:
 
 def _work(sizes: Sizes, arrays: Arrays, shared: Shared, index: jax.Array) -> None:
     """Attention of one worker's queries of all tiles, from global memory to global memory."""
-    head, offset = share_of(sizes, index)
-    results = shared.results.at[index]
+    _, offset = share_of(sizes, index)
 
     def attend(tile: Tile) -> None:
         @pl.when(tile.first < tile.last)
         def _attend() -> None:
-            # TMA moves swizzled tiles at multiples of 8 tokens alone, and rows begin anywhere.
-            plgpu.barrier_wait(shared.q_full.at[index])
-            plain = shared.queries.at[index]
-            shared.q[index] = plgpu.load(plain, layout=plgpu.Layout.WGMMA, optimized=False)
-            plgpu.barrier_arrive(shared.q_free.at[index])
-            plgpu.commit_smem()
+            _, barrier = room_of(tile.turn, index)
+            plgpu.barrier_wait(shared.q_full.at[barrier])
             attended = _Worker(sizes, tile, index, tile.position + offset, shared).attend()
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # those of the tile before have left
-            results[...] = attended.astype(results.dtype)
+            plgpu.barrier_arrive(shared.q_free.at[barrier])
+            _store(sizes, arrays, shared, tile, index, attended)
 
         @pl.when(tile.first == tile.last)
         def _padding() -> None:
-            zeros = jnp.zeros((QUERIES, sizes.head_dim), results.dtype)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            results[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-
-        plgpu.commit_smem()
-        _store(results, arrays.out, tile.token + offset, tile.head + head, tile.count - offset)
+            _store(sizes, arrays, shared, tile, index, _zeros((QUERIES, sizes.head_dim)))
 
     over_tiles(sizes, arrays, attend)
     plgpu.wait_smem_to_gmem(0)
 
 
 def _store(
-    results: Ref,  # [QUERIES, H]
-    out: Ref,  # [T, N, H]
-    token: jax.Array,
-    head: jax.Array,
-    count: jax.Array,  # of the results; the rest overhang
+    sizes: Sizes,
+    arrays: Arrays,
+    shared: Shared,
+    tile: Tile,
+    worker: jax.Array,
+    results: jax.Array,  # float32[QUERIES, H]
 ) -> None:
-    """Begin to write a worker's results."""
+    """Begin to write a worker's results: whole, or those of the tile's row alone."""
+    head, offset = share_of(sizes, worker)
+    plain, swizzled = (view.at[worker] for view in shared.results)
+    token, head = tile.token + offset, tile.head + head
+    lead = jnp.maximum(tile.lead - offset, 0)
+    count = jnp.clip(tile.count - offset, lead, QUERIES) - lead
+    results = results.astype(arrays.out.dtype)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # those of the tile before have left
 
-    @pl.when(count >= QUERIES)
+    @pl.when(count == QUERIES)
     def _store_tile() -> None:
-        plgpu.copy_smem_to_gmem(results, out.at[pl.ds(token, QUERIES), head])
+        swizzled[...] = results
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(swizzled, arrays.out.at[pl.ds(token, QUERIES), head])
 
     @pl.when(count < QUERIES)
     def _store_queries() -> None:
-        @pl.loop(0, jnp.maximum(count, 0))
-        def _query(i: jax.Array) -> None:
-            to = out.at[pl.ds(token + i, 1), head]
-            plgpu.copy_smem_to_gmem(results.at[pl.ds(i, 1)], to)
+        plain[...] = results
+        plgpu.commit_smem()
+        for size in OVERHANGS:
+
+            @pl.when(count & size != 0)
+            def _some(size: int = size) -> None:
+                first = lead + (count & -2 * size)  # larger ones come before
+                to = arrays.out.at[pl.ds(token + first, size), head]
+                plgpu.copy_smem_to_gmem(plain.at[pl.ds(first, size)], to)
 
 
 def _kernel(sizes: Sizes, arrays: Arrays, shared: Shared) -> None:
@@ -367,6 +380,8 @@ def paged_prefill(
     window: int | None = None,
 ) -> jax.Array:  # [T, N, H]
     """See ``paged_prefill.api``."""
+    num_tokens = q.shape[0]
+    q = jnp.pad(q, ((0, -num_tokens % ALIGNED), (0, 0), (0, 0)))
     (t, n, h), (page_size, num_kv_heads) = q.shape, k_pages.shape[1:3]
     group, scale = n // num_kv_heads, scale * math.log2(math.e)
     sizes = Sizes(h, page_size, n, group, scale, window)
@@ -376,7 +391,7 @@ def paged_prefill(
     def body(*refs: Ref, **scratch: Ref) -> None:
         _kernel(sizes, Arrays(*refs), Shared(**scratch))
 
-    return plgpu.kernel(
+    out = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=shared_types(sizes, q.dtype),
@@ -387,3 +402,4 @@ def paged_prefill(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_prefill",
     )(q, k_pages, v_pages, page_table, tiles, num_tiles)
+    return out[:num_tokens]

@@ -16,9 +16,10 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import current_device
-from pallas_kernels.paged_prefill.launch import BLOCK, QUERIES, STEPS, WORKERS
+from pallas_kernels.paged_prefill.launch import ALIGNED, BLOCK, QUERIES, STEPS, WORKERS
 
-ROW, FIRST, COUNT, POSITION = range(4)  # columns of the table of tiles
+ROW, EIGHTH, LEAD, COUNT, POSITION = range(5)  # columns of the table of tiles
+TURNS = 2  # of a program's tiles have their queries in shared memory
 
 type Ref = Any
 
@@ -64,13 +65,12 @@ class Sizes:
 class Shared(NamedTuple):
     """Shared memory of a program, and the barriers that say what is in it."""
 
-    q: Ref  # [WORKERS, QUERIES, H]
-    queries: Ref  # [WORKERS, QUERIES, H]: as they come, not swizzled
-    results: Ref  # [WORKERS, QUERIES, H]: not swizzled
+    q: Ref  # [TURNS, WORKERS, QUERIES, H]
+    results: tuple[Ref, Ref]  # [WORKERS, QUERIES, H]: one room, plain and swizzled
     k: Ref  # [STEPS, BLOCK, H]
     v: Ref  # [STEPS, BLOCK, H]
-    q_full: Ref  # [WORKERS]
-    q_free: Ref  # [WORKERS]
+    q_full: Ref  # [TURNS * WORKERS]
+    q_free: Ref  # [TURNS * WORKERS]
     k_full: Ref  # [STEPS]: one arrival a page
     v_full: Ref  # [STEPS]: one arrival a page
     k_free: Ref  # [STEPS]: one arrival a worker
@@ -83,14 +83,16 @@ class Tile(NamedTuple):
     head: jax.Array  # the first
     row: jax.Array
     token: jax.Array  # the first query, in q
-    count: jax.Array  # queries that belong to the row; the rest of the tile overhangs
-    position: jax.Array  # of the first query in its context
+    lead: jax.Array  # queries that belong to the row before
+    count: jax.Array  # queries up to the row's end, those included; the rest of the tile overhangs
+    position: jax.Array  # of the first query in the row's context, negative if it lies before that
     end: jax.Array  # keys from here on are not seen, perhaps not written
     first: jax.Array | int  # block
     common: jax.Array | int  # from this block on every query sees everything ...
     diagonal: jax.Array  # ... before this one
     last: jax.Array  # one past the last block
     before: jax.Array  # blocks of the program's earlier tiles: steps go round across them
+    turn: jax.Array  # of the program; those without keys come last
 
 
 class Arrays(NamedTuple):
@@ -100,7 +102,7 @@ class Arrays(NamedTuple):
     k_pages: Ref  # [P, S, K, H]
     v_pages: Ref  # [P, S, K, H]
     page_table: Ref  # int32[R, M]
-    tiles: Ref  # int32[tiles, 4]
+    tiles: Ref  # int32[tiles, 5]
     num_tiles: Ref  # int32[1]: the first so many hold tokens
     out: Ref  # [T, N, H]
 
@@ -110,7 +112,8 @@ class _Entry(NamedTuple):
 
     head: jax.Array
     row: jax.Array
-    token: jax.Array
+    eighth: jax.Array  # the first token, in units of ``ALIGNED``
+    lead: jax.Array
     count: jax.Array
     position: jax.Array
 
@@ -120,11 +123,13 @@ def tile_table(
     seq_lens: jax.Array,  # int32[R]
     num_tokens: int,
     tile_tokens: int,
-) -> tuple[jax.Array, jax.Array]:  # int32[tiles, 4], int32[1]
+) -> tuple[jax.Array, jax.Array]:  # int32[tiles, 5], int32[1]
     """Tiles of all rows, those with the longest contexts first, and how many hold tokens.
 
-    Row r owns the tiles from ``query_start_loc[r] // tile_tokens + r`` on, at least as many as it
-    fills; the padding behind the last row is one more row, of no context. Spare tiles count 0.
+    A row's tiles begin at a multiple of ``ALIGNED`` tokens: the first may begin with the last
+    tokens of the row before. Row r owns the tiles from ``query_start_loc[r] // tile_tokens + r``
+    on, at least as many as it fills; the padding behind the last row is one more row, of no
+    context. Spare tiles count 0.
     """
     num_rows = seq_lens.shape[0] + 1
     starts = jnp.append(query_start_loc, jnp.int32(num_tokens))
@@ -132,12 +137,15 @@ def tile_table(
     owned_from = starts[:-1] // tile_tokens + jnp.arange(num_rows, dtype=jnp.int32)
     tile = jnp.arange(num_tokens // tile_tokens + num_rows, dtype=jnp.int32)
     row = jnp.sum(owned_from <= tile[:, None], axis=1, dtype=jnp.int32) - 1
-    token = starts[row] + (tile - owned_from[row]) * tile_tokens
-    left = starts[row + 1] - token
-    count = jnp.clip(left, 0, tile_tokens)
-    position = lens[row] - left
+    start, end = starts[row], starts[row + 1]
+    token = start // ALIGNED * ALIGNED + (tile - owned_from[row]) * tile_tokens
+    lead = jnp.maximum(start - token, 0)
+    count = jnp.minimum(end - token, tile_tokens)
+    count = jnp.where(count > lead, count, 0)
+    position = lens[row] - (end - token)
     blocks = jnp.where(count > 0, (jnp.maximum(position + count, 0) + BLOCK - 1) // BLOCK, -1)
-    table = jnp.stack([jnp.minimum(row, num_rows - 2), token, count, position], axis=1)
+    own = jnp.minimum(row, num_rows - 2)
+    table = jnp.stack([own, token // ALIGNED, lead, count, position], axis=1)
     num_tiles = jnp.sum(count > 0, dtype=jnp.int32, keepdims=True)
     return table[_descending(blocks)], num_tiles
 
@@ -168,12 +176,12 @@ def _read_entry(sizes: Sizes, arrays: Arrays, turn: jax.Array) -> _Entry:
     item = turn * sizes.programs + _slot(sizes, turn)
     columns = jnp.int32(sizes.columns)
     index = jnp.minimum(lax.div(item, columns), arrays.tiles.shape[0] - 1)
-    entry = (arrays.tiles[index, i] for i in (ROW, FIRST, COUNT, POSITION))
+    entry = (arrays.tiles[index, i] for i in (ROW, EIGHTH, LEAD, COUNT, POSITION))
     return _Entry(lax.rem(item, columns) * sizes.tile_heads, *entry)
 
 
-def _tile_of(sizes: Sizes, entry: _Entry, before: jax.Array) -> Tile:
-    head, row, token, count, position = entry
+def _tile_of(sizes: Sizes, entry: _Entry, before: jax.Array, turn: jax.Array) -> Tile:
+    head, row, eighth, lead, count, position = entry
     end = position + count
     last = _blocks(end + BLOCK - 1)
     first = common = 0
@@ -181,21 +189,26 @@ def _tile_of(sizes: Sizes, entry: _Entry, before: jax.Array) -> Tile:
         first = _blocks(position - sizes.window + 1)
         common = jnp.minimum(_blocks(end - sizes.window + BLOCK - 1), last)
     diagonal = jnp.maximum(_blocks(position + 1), common)
-    return Tile(head, row, token, count, position, end, first, common, diagonal, last, before)
+    blocks = (first, common, diagonal, last)
+    token = eighth * ALIGNED  # by which Mosaic sees that it is a multiple
+    return Tile(head, row, token, lead, count, position, end, *blocks, before, turn)
 
 
-def over_tiles(sizes: Sizes, arrays: Arrays, attend: Callable[[Tile], None]) -> jax.Array:
-    """Call with each of the program's tiles in turn; the blocks of all of them."""
+def over_tiles(
+    sizes: Sizes, arrays: Arrays, attend: Callable[[Tile], None]
+) -> tuple[jax.Array, jax.Array]:
+    """Call with each of the program's tiles in turn; how many have keys, and blocks of all."""
 
-    def one(turn: jax.Array, carry: tuple[_Entry, jax.Array]) -> tuple[_Entry, jax.Array]:
-        entry, before = carry
+    def one(turn: jax.Array, carry: tuple[_Entry, Any, Any]) -> tuple[_Entry, Any, Any]:
+        entry, attended, before = carry
         following = _read_entry(sizes, arrays, turn + 1)  # on its way during this turn
-        tile = _tile_of(sizes, entry, before)
+        tile = _tile_of(sizes, entry, before, turn)
         attend(tile)
-        return following, before + tile.last - tile.first
+        attended += (tile.first < tile.last).astype(jnp.int32)
+        return following, attended, before + tile.last - tile.first
 
-    start = _read_entry(sizes, arrays, jnp.int32(0)), jnp.int32(0)
-    return lax.fori_loop(jnp.int32(0), _turns(sizes, arrays), one, start)[1]
+    start = _read_entry(sizes, arrays, jnp.int32(0)), jnp.int32(0), jnp.int32(0)
+    return lax.fori_loop(jnp.int32(0), _turns(sizes, arrays), one, start)[1:]
 
 
 def _blocks(keys: jax.Array) -> jax.Array:
@@ -206,6 +219,12 @@ def _blocks(keys: jax.Array) -> jax.Array:
 def step_of(tile: Tile, block: jax.Array | int) -> jax.Array:
     """Where a block lies in shared memory."""
     return lax.rem(tile.before + block - tile.first, jnp.int32(STEPS))
+
+
+def room_of(turn: jax.Array, worker: Any) -> tuple[jax.Array, Any]:
+    """Where a worker's queries of a turn lie in shared memory, and the number of their barrier."""
+    place = lax.rem(turn, jnp.int32(TURNS))
+    return place, place * WORKERS + worker
 
 
 def share_of(sizes: Sizes, worker: Any) -> tuple[Any, Any]:
@@ -219,16 +238,16 @@ def shared_types(sizes: Sizes, dtype: Any) -> dict[str, Any]:
     swizzle: Any = plgpu.SwizzleTransform
     swizzled = (tiling((8, 64)), swizzle(128))
     queries, block = (WORKERS, QUERIES, sizes.head_dim), (STEPS, BLOCK, sizes.head_dim)
+    plain = plgpu.SMEM(queries, dtype)  # single rows leave it, where a tile overhangs
     pages = plgpu.Barrier(num_arrivals=sizes.pages, num_barriers=STEPS)
     workers = plgpu.Barrier(num_arrivals=WORKERS, num_barriers=STEPS)
     return {
-        "q": plgpu.SMEM(queries, dtype, transforms=swizzled),
-        "queries": plgpu.SMEM(queries, dtype),
-        "results": plgpu.SMEM(queries, dtype),
+        "q": plgpu.SMEM((TURNS, *queries), dtype, transforms=swizzled),
+        "results": plgpu.RefUnion(plain, plgpu.SMEM(queries, dtype, transforms=swizzled)),
         "k": plgpu.SMEM(block, dtype, transforms=swizzled),
         "v": plgpu.SMEM(block, dtype, transforms=swizzled),
-        "q_full": plgpu.Barrier(num_barriers=WORKERS),
-        "q_free": plgpu.Barrier(num_barriers=WORKERS),
+        "q_full": plgpu.Barrier(num_barriers=TURNS * WORKERS),
+        "q_free": plgpu.Barrier(num_barriers=TURNS * WORKERS),
         "k_full": pages,
         "v_full": pages,
         "k_free": workers,

@@ -122,6 +122,7 @@ def _of_one_prompt(rows: int, length: int) -> tuple[tuple[int, ...], tuple[int, 
         pytest.param(((0, 0), (0, 0)), 200, 128, id="only_padding"),
         pytest.param(((64, 500, 64), (64, 72, 64)), 200, 64, id="no_padding"),
         pytest.param(((63, 0, 70, 129), (63, 0, 1, 129)), 256, 128, id="uneven"),
+        pytest.param(((7, 57, 1, 0, 60), (7, 57, 1, 0, 60)), 128, 64, id="many_begin_in_between"),
     ],
 )
 def test_tiles_hold_every_token_once_and_leave_no_context(
@@ -131,7 +132,9 @@ def test_tiles_hold_every_token_once_and_leave_no_context(
     starts = np.append(0, np.cumsum(query_lens, dtype=np.int32))
     table = jnp.asarray(starts), jnp.asarray(seq_lens)
     tiles, num_tiles = map(np.asarray, mosaic_plan.tile_table(*table, num_tokens, tile_tokens))
-    row, first, count, position = tiles[tiles[:, mosaic_plan.COUNT] > 0].T
+    row, eighth, lead, count, position = tiles[tiles[:, mosaic_plan.COUNT] > 0].T
+    first = launch.ALIGNED * eighth + lead
+    position, count = position + lead, count - lead  # of the row's own
     tokens = [np.arange(*span) for span in zip(first, first + count, strict=True)]
     assert sorted(np.concatenate(tokens)) == list(range(num_tokens))
     assert num_tiles == count.size and np.all(tiles[: num_tiles[0], mosaic_plan.COUNT] > 0)
