@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 # After which a thread that computes gives Python's lock to another that wants it, meanwhile. With
 # the default, 5 ms, whoever waits for a device and wakes often is slowed down tenfold.
@@ -30,7 +30,9 @@ class Later[T]:
         self._starting = threading.Lock()
 
     def begin(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
-        """Begin to make it, if nobody has. What ``make`` raises is told to ``on_failure`` first."""
+        """Begin to make it, if nobody has. What ``make`` raises is told to ``on_failure`` first,
+        unless the process is ending: that cuts the making off, and nobody wants the value any more.
+        """
         with self._starting:
             if self._thread.ident is None:
                 self._on_failure = on_failure
@@ -56,8 +58,24 @@ class Later[T]:
         try:
             self._value.set_result(self._make())
         except BaseException as error:
-            if self._on_failure is not None:
+            if self._on_failure is not None and not _process_is_ending():
                 self._on_failure(error)
             self._value.set_exception(error)
         finally:
             sys.setswitchinterval(turn)
+
+
+def _process_is_ending() -> bool:
+    """Whether the main thread has returned, and Python waits for the other threads.
+
+    From then on no pool takes work, which is what cuts off who makes something, and the first thing
+    that can be seen of the end: until all pools are idle the main thread still counts as alive.
+    """
+    pool = ThreadPoolExecutor(1)
+    try:
+        pool.submit(int)
+    except RuntimeError as error:  # also of a machine that has no thread left
+        return "interpreter shutdown" in str(error)
+    finally:
+        pool.shutdown(wait=False)
+    return False

@@ -39,6 +39,11 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
         return self.num_decodes + self.num_prefills
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether rows decode beside prompts."""
+        return bool(self.num_decodes and self.num_prefills)
+
+    @property
     def name(self) -> str:
         """Short and unique: ``d8``, ``p512x8``, ``d8p512x8``."""
         decodes = f"d{self.num_decodes}" if self.num_decodes else ""

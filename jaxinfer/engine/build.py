@@ -166,6 +166,8 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
     )
     executor = Executor(program, executables, *state)
     executor.warm_up()
+    if not plan.limits.prefill_first:  # else nobody watches single tokens, and few batches need it
+        executables.load_rest()
     names = program.names() if executables.later is None else program.names_at_start()
     start_stats = EngineStats(
         num_executables=len(names),

@@ -44,7 +44,7 @@ from jaxinfer.engine.wire import (
     failed,
     refused,
 )
-from jaxinfer.text.tokenizer import TokenizerSpec
+from jaxinfer.text.spec import TokenizerSpec
 
 if TYPE_CHECKING:
     from jaxinfer.engine.engine import Engine

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,7 +33,9 @@ from jaxinfer.engine.outputs import Delta
 from jaxinfer.engine.processor import SequenceProcessor
 from jaxinfer.engine.timeline import Timeline
 from jaxinfer.exec.batch import extras_of
-from jaxinfer.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxinfer.text.tokenizer import Tokenizer
 
 HELD_SECONDS = 0.02  # that a turn waits for extras when there is nothing else to do
 

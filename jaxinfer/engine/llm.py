@@ -10,7 +10,7 @@ import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import batched
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from jaxinfer.core.collector import nothing_collected
 from jaxinfer.core.errors import EngineError, RequestError
@@ -24,7 +24,9 @@ from jaxinfer.engine.progress import progress_on
 from jaxinfer.engine.prompts import Prompt, encode, parse_prompts
 from jaxinfer.engine.start import start_engine
 from jaxinfer.engine.vllm_args import engine_config
-from jaxinfer.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxinfer.text.tokenizer import Tokenizer
 
 ADDED_AT_ONCE = 64  # requests between looks for Ctrl-C, one of which takes as long as adding one
 

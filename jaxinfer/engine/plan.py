@@ -8,15 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.exec.aot import Bundle
 from jaxinfer.exec.memory import MemoryPlan
 from jaxinfer.models.base import Model
-from jaxinfer.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
+from jaxinfer.text.spec import TokenizerSpec
 from jaxinfer.weights.sources import ModelSource
 from pallas_kernels.pins import Pins
+
+if TYPE_CHECKING:
+    from jaxinfer.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,12 @@ class EnginePlan:
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """Read on first use, which takes up to half a second and holds the GIL meanwhile."""
-        return None if self.tokenizer_spec is None else load_tokenizer(self.tokenizer_spec)
+        if self.tokenizer_spec is None:
+            return None
+        # here, as it imports Jinja and others: a quarter of what was imported before JAX
+        from jaxinfer.text.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.tokenizer_spec)
 
     def read_tokenizer(self) -> None:
         """Read it now, and raise ``TokenizerError`` when that cannot be done."""

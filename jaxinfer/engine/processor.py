@@ -6,12 +6,15 @@ Owns: ``SequenceProcessor``. Must not know: the scheduler's state, who reads the
 from __future__ import annotations
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.step import TokenEvent, TokenLogprobs
 from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs
 from jaxinfer.text.detokenize import IncrementalDetokenizer, StopStrings
-from jaxinfer.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxinfer.text.tokenizer import Tokenizer
 
 
 class SequenceProcessor:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
 from jaxinfer.core.checks import as_int
 from jaxinfer.core.errors import RequestError
-from jaxinfer.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxinfer.text.tokenizer import Tokenizer
 
 TOKEN_IDS = tuple[int, ...]  # what msgspec makes of them; a type made anew takes as long as ten ids
 

@@ -22,7 +22,7 @@ from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.engine.commands import Leave, Ping, Stop, Submission
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.news import EngineStats, News
-from jaxinfer.text.tokenizer import TokenizerSpec
+from jaxinfer.text.spec import TokenizerSpec
 
 _LENGTH_BYTES = 4  # before each frame, little endian
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ class Executables:
     # Holds those of ``Program.names_later``, where they are not in the bundle of the others. Begin
     # it when nothing else is to be waited for; until it is done, who asks for one of them waits.
     later: Later[Bundle] | None = None
+    # Loads, in threads, what no first token needs. Call it when the engine has its first ones.
+    load_rest: Callable[[], None] = lambda: None
 
 
 def build_executables(
@@ -103,10 +106,11 @@ def bundle_for(program: Program, folder: Path, names: Collection[str]) -> Bundle
 def load_executables(
     program: Program, bundle: Bundle, progress: Progress, later: Later[Bundle] | None = None
 ) -> Executables:
-    """Load the executables of a bundle that fits; those for extras when one is asked for (one holds
-    30 MB of the host). One that turns out to be unusable is an error of every step that needs it.
+    """Load the executables of a bundle that fits: those that a first token may need. Steps in which
+    rows decode beside prompts follow with ``load_rest``, those for extras when one is asked for
+    (one holds 30 MB of the host). One that is unusable is an error of every step that needs it.
     """
-    loaded = load_bundle(bundle, progress, program.names_without_extras())
+    loaded = load_bundle(bundle, progress, program.names_of_first_steps())
     release_free_heap()  # the compiler's too, where there was one
 
     def load(name: str) -> jax.stages.Compiled:
@@ -114,9 +118,13 @@ def load_executables(
             return bundle.load(name)
         return later.result().load(name)
 
-    others = [name for name in program.names() if name not in loaded]
-    by_name = LoadedExecutables(loaded, others, load, load_threads())
-    return Executables(by_name, 0, bundle.manifest.workspace_bytes, later)
+    mixed = [name for name in program.names_without_extras() if name not in loaded]
+    extras = [name for name in program.names() if name not in (*loaded, *mixed)]
+    by_name = LoadedExecutables(loaded, (mixed, extras), load, load_threads())
+    executables = Executables(by_name, 0, bundle.manifest.workspace_bytes, later)
+    if not mixed:
+        return executables
+    return replace(executables, load_rest=partial(by_name.begin, mixed[0]))
 
 
 def _later(

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 import numpy as np
 
 from jaxinfer.core.errors import EngineError
 
 PORTABLE, MAPPED = 1, 2  # cuda.h: CU_MEMHOSTALLOC_PORTABLE and CU_MEMHOSTALLOC_DEVICEMAP
+NON_BLOCKING = 1  # cuda.h: CU_STREAM_NON_BLOCKING
 
 
 def card_bytes(ordinal: int) -> int | None:
@@ -36,17 +39,14 @@ def shared_zeros(ordinal: int, shape: tuple[int, ...]) -> np.ndarray | None:  # 
     """
     if (driver := _driver()) is None:
         return None
-    card, context, address = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
-    size = ctypes.c_size_t(8 * math.prod(shape))
-    failed = (
-        driver.cuInit(0)
-        or driver.cuDeviceGet(ctypes.byref(card), ordinal)
-        or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), card)  # the one that JAX uses
-        or driver.cuCtxPushCurrent_v2(context)
-    )
-    if not failed:
-        failed = driver.cuMemHostAlloc(ctypes.byref(address), size, PORTABLE | MAPPED)
-        driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+    address, size = ctypes.c_void_p(), ctypes.c_size_t(8 * math.prod(shape))
+    context, unknown = _retained(driver, ordinal)
+    with _current(driver, context) as failed:
+        failed = (
+            unknown
+            or failed
+            or driver.cuMemHostAlloc(ctypes.byref(address), size, PORTABLE | MAPPED)
+        )
     if failed or address.value is None:
         raise EngineError(
             f"CUDA's driver gives no memory that the host and device {ordinal} share (its error "
@@ -56,6 +56,57 @@ def shared_zeros(ordinal: int, shape: tuple[int, ...]) -> np.ndarray | None:  # 
     zeros = np.ctypeslib.as_array(memory).reshape(shape)
     zeros[...] = 0
     return zeros
+
+
+def copies_to(ordinal: int) -> Callable[[int, np.ndarray], None] | None:
+    """What copies an array of the host to an address of a device, beside all that runs there, and
+    returns when it is there; None where there is no driver. Raises ``EngineError`` where the driver
+    does not.
+    """
+    if (driver := _driver()) is None:
+        return None
+    stream = ctypes.c_void_p()
+    context, unknown = _retained(driver, ordinal)
+    with _current(driver, context) as failed:
+        failed = unknown or failed or driver.cuStreamCreate(ctypes.byref(stream), NON_BLOCKING)
+    if failed:
+        raise EngineError(f"CUDA's driver makes no stream on device {ordinal} (its error {failed})")
+
+    def copy(address: int, array: np.ndarray) -> None:
+        to, size = ctypes.c_uint64(address), ctypes.c_size_t(array.nbytes)
+        source = ctypes.c_void_p(array.ctypes.data)
+        with _current(driver, context) as failed:
+            failed = (
+                failed
+                or driver.cuMemcpyHtoDAsync_v2(to, source, size, stream)
+                or driver.cuStreamSynchronize(stream)
+            )
+        if failed:
+            raise EngineError(f"CUDA's driver copies nothing to device {ordinal} (error {failed})")
+
+    return copy
+
+
+def _retained(driver: ctypes.CDLL, ordinal: int) -> tuple[ctypes.c_void_p, int]:
+    """The context of a device that JAX uses, kept for good, and the driver's error."""
+    card, context = ctypes.c_int(), ctypes.c_void_p()
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(card), ordinal)
+        or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), card)
+    )
+    return context, failed
+
+
+@contextmanager
+def _current(driver: ctypes.CDLL, context: ctypes.c_void_p) -> Generator[int]:
+    """The context is this thread's; yields the driver's error."""
+    failed = driver.cuCtxPushCurrent_v2(context)
+    try:
+        yield failed
+    finally:
+        if not failed:
+            driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
 def _driver() -> ctypes.CDLL | None:

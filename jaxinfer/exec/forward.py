@@ -75,10 +75,12 @@ class StepFunction:
         if self.layout.bucket.num_prefills:
             slots = with_settings(slots, batch.seq_slots[num_decodes:], batch.settings)
         attend = PagedAttend(batch.attention, num_decodes, self._arrivals(), self.pins)
-        hidden, new_kv = hidden_states(
-            self.model, params, batch.token_ids, batch.positions, kv_state, attend, self.pins
-        )
-        logits = unembed(self.model, params, hidden[batch.logits_indices])  # [B, V]
+        last = batch.logits_indices if self._ends_with_last_tokens else None
+        inputs = (batch.token_ids, batch.positions, kv_state, attend, self.pins, last)
+        hidden, new_kv = hidden_states(self.model, params, *inputs)
+        one_a_row = last is not None or not self.layout.bucket.num_prefills
+        drawn_from = hidden if one_a_row else hidden[batch.logits_indices]  # [B, D]
+        logits = unembed(self.model, params, drawn_from)  # [B, V]
         extras = batch.extras if self.extras else None
         seq_lens = batch.attention.seq_lens
         impl = self.pins.of("sample")
@@ -112,6 +114,15 @@ class StepFunction:
         kv_state = tuple(LayerKV(*both) for both in batched(pages, 2))
         kv_state, slots, output = self(params, kv_state, slots, flat)
         return flat_kv_state(kv_state), slots, output
+
+    @property
+    def _ends_with_last_tokens(self) -> bool:
+        """Whether the last layer computes the last token of each row alone: all that a prompt
+        without extras is asked for. Beside decode rows, rows would be as many as no other step has,
+        and kernels for them are seconds of a start.
+        """
+        bucket = self.layout.bucket
+        return bool(bucket.num_prefills) and not (bucket.num_decodes or self.extras)
 
     def _arrivals(self) -> jax.Ref | None:
         """Zeros for ``append_decode``, made once a step: int32[num_decodes * K]. None where nobody

@@ -148,6 +148,11 @@ class Program:
         """What requests that ask for no extras need: nobody is admitted for them."""
         return tuple(self.step_name(bucket, extras=False) for bucket in self.limits.buckets)
 
+    def names_of_first_steps(self) -> tuple[str, ...]:
+        """What the first requests need of these: in a step with prompts nobody decodes yet."""
+        first = (bucket for bucket in self.limits.buckets if not bucket.is_mixed)
+        return tuple(self.step_name(bucket, extras=False) for bucket in first)
+
     def names_at_start(self) -> tuple[str, ...]:
         """What an engine needs before it is ready: all, or what is left without extras."""
         return self.names_without_extras() if self.has_plain_steps else self.names()

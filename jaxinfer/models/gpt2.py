@@ -71,14 +71,20 @@ class GPT2Layer(nn.Module):
         x: jax.Array,  # [T, D]
         kv: LayerKV | None,
         attend: Attend,
-    ) -> tuple[jax.Array, LayerKV | None]:  # [T, D]
+        last: jax.Array | None = None,  # int32[B]
+    ) -> tuple[jax.Array, LayerKV | None]:  # [T, D], or with last [B, D]
         """One layer; its output is sown as ``taps/residual`` for those who ask."""
         c = self.config
         d, n, h, eps = c.hidden_size, c.num_attention_heads, c.head_dim, c.layer_norm_epsilon
         norms = self.param("norms", _init_norms, (4, d), c.dtype)
         qkv = self._linear("qkv", layer_norm(x, norms[0], norms[1], eps), 3 * d)
         qkv = qkv.reshape(-1, 3 * n, h)
-        heads, kv = attend(qkv, kv, num_kv_heads=n, rotary=None, scale=h**-0.5, window=None)
+        scale = h**-0.5
+        heads, kv = attend(
+            qkv, kv, num_kv_heads=n, rotary=None, scale=scale, window=None, last=last
+        )
+        if last is not None:
+            x = take_rows(x, last)
         x = x + self._linear("o", heads.reshape(-1, d), d)
         up = self._linear("up", layer_norm(x, norms[2], norms[3], eps), c.intermediate_size)
         x = x + self._linear("down", jax.nn.gelu(up, approximate=True), d)
@@ -114,13 +120,15 @@ class GPT2(nn.Module):
         kv: KVState | None,
         attend: Attend,
         pins: Pins = ALL_XLA,
-    ) -> tuple[jax.Array, KVState | None]:  # [T, D]
+        last: jax.Array | None = None,  # int32[B]
+    ) -> tuple[jax.Array, KVState | None]:  # [T, D], or with last [B, D]
         """Hidden states after the final norm, and the KV state with this step's tokens in it."""
         del pins  # no kernels outside of attention
         x = take_rows(self.embed, token_ids) + take_rows(self.positions, positions)
         new_kv: list[LayerKV | None] = []
         for i, layer in enumerate(self.layers):
-            x, layer_kv = layer(x, None if kv is None else kv[i], attend)
+            wanted = last if layer is self.layers[-1] else None
+            x, layer_kv = layer(x, None if kv is None else kv[i], attend, wanted)
             new_kv.append(layer_kv)
         weight, bias = self.final_norm
         hidden = layer_norm(x, weight, bias, self.config.layer_norm_epsilon)
@@ -162,12 +170,13 @@ def tensor_rules(config: GPT2Config) -> tuple[TensorRule, ...]:
     """Where each parameter comes from, by the names of the released checkpoints."""
     v, d, length = config.vocab_size, config.hidden_size, config.max_position_embeddings
     rules = [
-        TensorRule("embed", ("wte.weight",), ((v, d),), as_is),
-        TensorRule("positions", ("wpe.weight",), ((length, d),), as_is),
-        TensorRule("final_norm", ("ln_f.weight", "ln_f.bias"), ((d,), (d,)), stack),
+        TensorRule("embed", (v, d), ("wte.weight",), ((v, d),), as_is),
+        TensorRule("positions", (length, d), ("wpe.weight",), ((length, d),), as_is),
+        TensorRule("final_norm", (2, d), ("ln_f.weight", "ln_f.bias"), ((d,), (d,)), stack),
     ]
     if not config.tie_word_embeddings:
-        rules.append(TensorRule("lm_head", ("lm_head.weight",), ((v, d),), join_outputs))
+        head = TensorRule("lm_head", (d, v), ("lm_head.weight",), ((v, d),), join_outputs)
+        rules.append(head)
     linears = (
         ("qkv", "attn.c_attn", d, 3 * d),
         ("o", "attn.c_proj", d, d),
@@ -179,10 +188,11 @@ def tensor_rules(config: GPT2Config) -> tuple[TensorRule, ...]:
         param, source = f"layers_{i}/", f"h.{i}."
         for name, tensor, width_in, width_out in linears:
             weight, bias = source + tensor + ".weight", source + tensor + ".bias"
-            rules.append(TensorRule(param + name, (weight,), ((width_in, width_out),), as_is))
-            rules.append(TensorRule(param + name + "_bias", (bias,), ((width_out,),), as_is))
+            shape, width = (width_in, width_out), (width_out,)
+            rules.append(TensorRule(param + name, shape, (weight,), (shape,), as_is))
+            rules.append(TensorRule(param + name + "_bias", width, (bias,), (width,), as_is))
         norm_sources = tuple(source + name for name in norms)
-        rules.append(TensorRule(param + "norms", norm_sources, ((d,),) * 4, stack))
+        rules.append(TensorRule(param + "norms", (4, d), norm_sources, ((d,),) * 4, stack))
     return tuple(rules)
 
 

@@ -1,13 +1,13 @@
 """What the families on ``nn.decoder`` share: their config keys and their checkpoint tensors.
 
-Owns: ``gqa_config`` and ``gqa_tensor_rules``. Must not know: which family asks; a family states its
-oddities as arguments.
+Owns: ``gqa_config``, ``decoder`` and ``gqa_tensor_rules``. Must not know: which family asks; a
+family states its oddities as arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -15,7 +15,10 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import TensorRule
 from jaxinfer.models.rules import as_is, join, join_outputs, stack
-from jaxinfer.nn.decoder import DecoderConfig
+from jaxinfer.nn.decoder_config import DecoderConfig
+
+if TYPE_CHECKING:
+    from jaxinfer.nn.decoder import Decoder
 
 # Buffers that old checkpoints carry, and the head that some tied checkpoints repeat. An untied
 # model's head is consumed by its rule.
@@ -71,6 +74,15 @@ def gqa_config(
     )
 
 
+def decoder(config: DecoderConfig) -> Decoder:
+    """The module. It is imported here: Flax takes half as long as JAX to import, and an engine
+    whose steps are compiled already does not need it.
+    """
+    from jaxinfer.nn.decoder import Decoder
+
+    return Decoder(config)
+
+
 def upper_layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Qwen's sliding windows: in the layers from ``max_window_layers`` up, when switched on.
 
@@ -97,11 +109,12 @@ def gqa_tensor_rules(config: DecoderConfig) -> tuple[TensorRule, ...]:
     """Where each parameter of ``Decoder`` comes from, by Hugging Face's names."""
     v, d = config.vocab_size, config.hidden_size
     rules = [
-        TensorRule("embed", ("model.embed_tokens.weight",), ((v, d),), as_is),
-        TensorRule("final_norm", ("model.norm.weight",), ((d,),), as_is),
+        TensorRule("embed", (v, d), ("model.embed_tokens.weight",), ((v, d),), as_is),
+        TensorRule("final_norm", (d,), ("model.norm.weight",), ((d,),), as_is),
     ]
     if not config.tie_word_embeddings:
-        rules.append(TensorRule("lm_head", ("lm_head.weight",), ((v, d),), join_outputs))
+        head = TensorRule("lm_head", (d, v), ("lm_head.weight",), ((v, d),), join_outputs)
+        rules.append(head)
     for i in range(config.num_hidden_layers):
         rules.extend(_layer_rules(config, f"layers_{i}/", f"model.layers.{i}."))
     return tuple(rules)
@@ -112,8 +125,10 @@ def _layer_rules(c: DecoderConfig, param: str, source: str) -> list[TensorRule]:
     q, kv = c.num_attention_heads * h, c.num_key_value_heads * h
     attn, mlp = source + "self_attn.", source + "mlp."
 
-    def rule(name: str, sources: tuple[str, ...], shapes: Any, build: Any) -> TensorRule:
-        return TensorRule(param + name, sources, shapes, build)
+    def rule(
+        name: str, shape: tuple[int, ...], sources: tuple[str, ...], shapes: Any, build: Any
+    ) -> TensorRule:
+        return TensorRule(param + name, shape, sources, shapes, build)
 
     qkv = (attn + "q_proj", attn + "k_proj", attn + "v_proj")
     qkv_weights = tuple(name + ".weight" for name in qkv)
@@ -122,16 +137,16 @@ def _layer_rules(c: DecoderConfig, param: str, source: str) -> list[TensorRule]:
     norms = (source + "input_layernorm.weight", source + "post_attention_layernorm.weight")
     qk_norms = (attn + "q_norm.weight", attn + "k_norm.weight")
     rules = [
-        rule("qkv", qkv_weights, ((q, d), (kv, d), (kv, d)), join_outputs),
-        rule("o", (attn + "o_proj.weight",), ((d, q),), join_outputs),
-        rule("gate_up", gate_up, ((f, d), (f, d)), join_outputs),
-        rule("down", (mlp + "down_proj.weight",), ((d, f),), join_outputs),
-        rule("norms", norms, ((d,), (d,)), stack),
+        rule("qkv", (d, q + 2 * kv), qkv_weights, ((q, d), (kv, d), (kv, d)), join_outputs),
+        rule("o", (q, d), (attn + "o_proj.weight",), ((d, q),), join_outputs),
+        rule("gate_up", (d, 2 * f), gate_up, ((f, d), (f, d)), join_outputs),
+        rule("down", (f, d), (mlp + "down_proj.weight",), ((d, f),), join_outputs),
+        rule("norms", (2, d), norms, ((d,), (d,)), stack),
     ]
     if c.qkv_bias:
-        rules.append(rule("qkv_bias", qkv_biases, ((q,), (kv,), (kv,)), join))
+        rules.append(rule("qkv_bias", (q + 2 * kv,), qkv_biases, ((q,), (kv,), (kv,)), join))
     if c.o_bias:
-        rules.append(rule("o_bias", (attn + "o_proj.bias",), ((d,),), as_is))
+        rules.append(rule("o_bias", (d,), (attn + "o_proj.bias",), ((d,),), as_is))
     if c.qk_norm:
-        rules.append(rule("qk_norms", qk_norms, ((h,), (h,)), stack))
+        rules.append(rule("qk_norms", (2, h), qk_norms, ((h,), (h,)), stack))
     return rules

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_tensor_rules
-from jaxinfer.nn.decoder import Decoder, DecoderConfig
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, decoder, gqa_config, gqa_tensor_rules
+from jaxinfer.nn.decoder_config import DecoderConfig
 
 _MISTRAL_WINDOW = 4096  # what transformers assumes when a Mistral config does not say
 
@@ -34,7 +34,7 @@ FAMILY = ModelFamily(
     name="llama",
     architectures=("LlamaForCausalLM", "MistralForCausalLM"),
     config_from_hf=config_from_hf,
-    module=Decoder,
+    module=decoder,
     tensor_rules=gqa_tensor_rules,
     kv_spec=lambda config: config.kv_spec,
     ignored_tensors=GQA_IGNORED_TENSORS,

@@ -31,6 +31,10 @@ class Rotary(NamedTuple):
     qk_norms: jax.Array | None  # [2, H]: of queries, of keys
     eps: float  # static; of the norm
 
+    def of(self, tokens: jax.Array | slice) -> Rotary:
+        """That of some tokens."""
+        return self._replace(cos=self.cos[tokens], sin=self.sin[tokens])
+
 
 class Attend(Protocol):
     """Append this step's keys and values, attend, return the output and the layer's new KV.
@@ -39,6 +43,9 @@ class Attend(Protocol):
 
     ``qkv`` holds a token's heads: N of queries, K of keys, K of values. They come together, and
     their rotation with them, so that one kernel may do all that lies before attention.
+
+    ``last`` names the last token of each row, where only these are to attend: in the last layer
+    nobody reads what becomes of the others, whose keys and values are appended all the same.
     """
 
     def __call__(
@@ -50,7 +57,8 @@ class Attend(Protocol):
         rotary: Rotary | None,
         scale: float,
         window: int | None,
-    ) -> tuple[jax.Array, LayerKV | None]: ...  # [T, N, H]
+        last: jax.Array | None = None,  # int32[B]
+    ) -> tuple[jax.Array, LayerKV | None]: ...  # [T, N, H], or with last [B, N, H]
 
 
 class AttentionBatch(NamedTuple):
@@ -88,6 +96,7 @@ class PagedAttend:
         rotary: Rotary | None,
         scale: float,
         window: int | None,
+        last: jax.Array | None = None,  # int32[B]
     ) -> tuple[jax.Array, LayerKV]:
         """See ``Attend``."""
         assert kv is not None, "paged attention needs a KV state"
@@ -105,9 +114,13 @@ class PagedAttend:
             turns = (rotary.cos[d:], rotary.sin[d:], rotary.qk_norms)
             q, *pools = qk_rope_append(prompts, *turns, *kv, slots, eps=rotary.eps, impl=impl)
             kv = LayerKV(*pools)
+        if last is not None:  # a decode step of all rows; it appends their tokens once more
+            rotary = None if rotary is None else rotary.of(last)
+            return self._decode(qkv[last], kv, rotary, scale=scale, window=window)
         parts: list[jax.Array] = []
         if d:
-            out, kv = self._decode(qkv[:d], kv, rotary, scale=scale, window=window)
+            turn = None if rotary is None else rotary.of(slice(d))
+            out, kv = self._decode(qkv[:d], kv, turn, scale=scale, window=window)
             parts.append(out)
         impl = pinned("paged_prefill")
         where = (batch.page_table[d:], batch.seq_lens[d:], batch.query_start_loc)
@@ -116,25 +129,25 @@ class PagedAttend:
 
     def _decode(
         self,
-        qkv: jax.Array,  # [num_decodes, N + 2K, H]
+        qkv: jax.Array,  # [rows, N + 2K, H]
         kv: LayerKV,
-        rotary: Rotary | None,  # of all tokens
+        rotary: Rotary | None,
         *,
         scale: float,
         window: int | None,
-    ) -> tuple[jax.Array, LayerKV]:  # [num_decodes, N, H]
-        """Append and attend, for the rows of one token."""
-        d = self.num_decodes
+    ) -> tuple[jax.Array, LayerKV]:  # [rows, N, H]
+        """Append and attend, for one token of each of the first rows."""
+        rows = qkv.shape[0]
         cos, sin, norms, eps = rotary or (None, None, None, 0.0)
         out, *pools = append_decode(
             qkv,
-            None if cos is None else cos[:d],
-            None if sin is None else sin[:d],
+            cos,
+            sin,
             norms,
             *kv,
-            self.batch.page_table[:d],
-            self.batch.seq_lens[:d],
-            self.arrivals,
+            self.batch.page_table[:rows],
+            self.batch.seq_lens[:rows],
+            self.arrivals if rows == self.num_decodes else None,
             scale=scale,
             eps=eps,
             window=window,
@@ -157,6 +170,7 @@ class DenseCausal:
         rotary: Rotary | None,
         scale: float,
         window: int | None,
+        last: jax.Array | None = None,  # int32[B]
     ) -> tuple[jax.Array, None]:
         """See ``Attend``; ``kv`` must be None."""
         assert kv is None, "dense attention keeps no KV state"
@@ -173,4 +187,5 @@ class DenseCausal:
             visible &= distance < window
         scores = jnp.where(visible, scores * scale, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        return jnp.einsum("KGTS,SKH->TKGH", weights, v).reshape(t, n, h), None
+        out = jnp.einsum("KGTS,SKH->TKGH", weights, v).reshape(t, n, h)
+        return out if last is None else out[last], None

@@ -1,7 +1,7 @@
 """The decoder that most families share: pre-norm, grouped-query attention with rope, SwiGLU.
 
-Owns: ``DecoderConfig`` (a family's oddities are values in it), the linen modules and the layout of
-their parameters. Must not know: families, checkpoint names, pages, sampling.
+Owns: the linen modules and the layout of their parameters; what is to be chosen is in
+``decoder_config``. Must not know: families, checkpoint names, pages, sampling.
 
 Layers are unrolled, with one array per layer and weight: fewer leaves cost less per dispatch, and
 fused products read each activation once. A block's result joins the residual stream at the next
@@ -20,17 +20,16 @@ products are ``x @ w``. Parameters:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from jaxinfer.nn.attention import Attend, Rotary
-from jaxinfer.nn.kv import KVSpec, KVState, LayerKV, LayerKVSpec
+from jaxinfer.nn.decoder_config import DecoderConfig
+from jaxinfer.nn.kv import KVState, LayerKV
 from jaxinfer.nn.layers import head_logits, take_rows, tied_logits
-from jaxinfer.nn.rope import RopeConfig, rope_tables
+from jaxinfer.nn.rope import rope_tables
 from pallas_kernels.norm_gemm.api import norm_gemm
 from pallas_kernels.numerics import add_parts
 from pallas_kernels.pins import ALL_XLA, Pins
@@ -38,41 +37,6 @@ from pallas_kernels.residual_norm.api import residual_norm
 from pallas_kernels.skinny_gemm.api import skinny_gemm
 
 _INIT = nn.initializers.normal(0.02)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """Sizes and switches of one decoder; field names are Hugging Face's where it has one.
-
-    ``windows`` holds one entry per layer: how far back it looks, None for everything.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope: RopeConfig
-    windows: tuple[int | None, ...]
-    tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    qk_norm: bool
-    dtype: jnp.dtype
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """L."""
-        return len(self.windows)
-
-    @property
-    def kv_spec(self) -> KVSpec:
-        """What the layers keep per token."""
-        k, h = self.num_key_value_heads, self.head_dim
-        return KVSpec(tuple(LayerKVSpec(k, h, window) for window in self.windows), self.dtype)
 
 
 @partial(nn.jit, static_argnames="pins")  # one trace serves every layer of a step
@@ -92,8 +56,11 @@ class DecoderLayer(nn.Module):
         kv: LayerKV | None,
         attend: Attend,
         pins: Pins,
+        last: jax.Array | None = None,  # int32[B]
     ) -> tuple[jax.Array, jax.Array, LayerKV | None]:  # [T, D], see ``_to_stream``
-        """One layer; its ``x + delta`` is sown as ``taps/residual`` for those who ask."""
+        """One layer; its ``x + delta`` is sown as ``taps/residual`` for those who ask. With
+        ``last`` (see ``Attend``) both are of those tokens alone.
+        """
         c = self.config
         norms = self.param("norms", nn.initializers.ones, (2, c.hidden_size), c.dtype)
         product = partial(norm_gemm, norms=norms, eps=c.rms_norm_eps, pins=pins)
@@ -105,7 +72,10 @@ class DecoderLayer(nn.Module):
             rotary=Rotary(cos, sin, self._qk_norms(), c.rms_norm_eps),
             scale=c.head_dim**-0.5,
             window=self.window,
+            last=last,
         )
+        if last is not None:
+            x = take_rows(x, last)
         delta = self._to_stream("o", heads.reshape(x.shape[0], -1), pins, bias=c.o_bias)
         x, hidden = product(x, delta, w=self._gate_up_weights(), row=1, swiglu=True)
         delta = self._to_stream("down", hidden, pins)
@@ -172,7 +142,8 @@ class Decoder(nn.Module):
         kv: KVState | None,
         attend: Attend,
         pins: Pins = ALL_XLA,
-    ) -> tuple[jax.Array, KVState | None]:  # [T, D]
+        last: jax.Array | None = None,  # int32[B]
+    ) -> tuple[jax.Array, KVState | None]:  # [T, D], or with last [B, D]
         """Hidden states after the final norm, and the KV state with this step's tokens in it."""
         c = self.config
         x = take_rows(self.embed, token_ids)
@@ -181,7 +152,8 @@ class Decoder(nn.Module):
         delta = None
         for i, layer in enumerate(self.layers):
             layer_kv = None if kv is None else kv[i]
-            x, delta, layer_kv = layer(x, delta, cos, sin, layer_kv, attend, pins=pins)
+            wanted = last if layer is self.layers[-1] else None
+            x, delta, layer_kv = layer(x, delta, cos, sin, layer_kv, attend, pins=pins, last=wanted)
             new_kv.append(layer_kv)
         weights, impl = self.final_norm[None], pins.of("residual_norm")
         _, hidden = residual_norm(x, delta, weights, row=0, eps=c.rms_norm_eps, impl=impl)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-import tokenizers
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxinfer.core.errors import TokenizerError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

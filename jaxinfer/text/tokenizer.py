@@ -7,7 +7,6 @@ Must not know: where the files came from (weights), what a request is (core), wh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -19,23 +18,9 @@ from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.detokenize import IncrementalDetokenizer
 from jaxinfer.text.gguf_tokenizer import build_gguf_tokenizer
 from jaxinfer.text.pieces import PieceTable
+from jaxinfer.text.spec import TokenizerSpec
 
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-
-
-@dataclass(frozen=True)
-class TokenizerSpec:
-    """What a model's files say about text. One of ``tokenizer_json`` and ``gguf_metadata`` is set.
-
-    ``tokenizer_json`` is the text of that file, ``tokenizer_config`` the parsed file of that name,
-    ``chat_template`` the text of chat_template.jinja (it wins over the one in the config), and
-    ``gguf_metadata`` the ``tokenizer.*`` entries of a GGUF file as plain Python values.
-    """
-
-    tokenizer_json: str | None = None
-    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
-    chat_template: str | None = None
-    gguf_metadata: Mapping[str, Any] | None = None
 
 
 def load_tokenizer(

@@ -23,9 +23,9 @@ from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import build_once
 from jaxinfer.models.base import Model, Params, TensorRule
+from jaxinfer.models.tree import by_path, nested
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.plan import PlannedParam
-from jaxinfer.weights.tree import by_path, nested
 
 _FORMAT = 1  # of the entry; raise it when groups or manifest change
 _GROUP_BYTES = 64 << 20

@@ -15,11 +15,11 @@ import numpy as np
 
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.base import Model, Params
+from jaxinfer.models.tree import nested
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.plan import PlannedParam, plan_params
 from jaxinfer.weights.sources import ModelSource
-from jaxinfer.weights.tree import nested
 
 LOAD_THREADS = 8  # each holds one parameter in host memory
 

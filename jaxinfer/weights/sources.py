@@ -21,11 +21,10 @@ from typing import Any
 
 from jaxinfer.core.errors import ConfigError, SourceError
 from jaxinfer.core.progress import Progress
-from jaxinfer.text.tokenizer import TokenizerSpec
+from jaxinfer.text.spec import TokenizerSpec
 from jaxinfer.weights import wheel
 from jaxinfer.weights.catalog import find_model, known_models
 from jaxinfer.weights.checkpoint import Checkpoint
-from jaxinfer.weights.gguf_checkpoint import open_gguf
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint, checkpoint_files
 from jaxinfer.weights.tokenizer_files import spec_from_gguf, spec_from_path
 
@@ -143,6 +142,9 @@ def _folder_source(reference: str, path: Path, load_format: str) -> ModelSource:
 def _gguf_source(
     reference: str, path: Path, load_format: str, known_hash: str | None
 ) -> ModelSource:
+    # here: see ``tokenizer_files.spec_from_path``
+    from jaxinfer.weights.gguf_checkpoint import open_gguf
+
     gguf = open_gguf(path)
     dummy = load_format == "dummy"
     if not dummy:

@@ -244,3 +244,17 @@ def test_only_the_streams_of_a_gpu_count(monkeypatch: pytest.MonkeyPatch) -> Non
     profile = ProfileData.from_text_proto(TRACE)
     monkeypatch.setattr(step_busy, "ProfileData", Mock(from_file=Mock(return_value=profile)))
     assert step_busy.busy_seconds(lambda: None) == pytest.approx(6e-6)
+
+
+def test_no_kind_of_run_of_tpot_comes_after_the_other_more_often() -> None:
+    """A run's prompts take what the run before makes of them; a token takes 0.5 s."""
+    ran = [1]
+
+    def run(tokens: int) -> float:
+        after_prompts_alone = ran[-1] == 1
+        ran.append(tokens)
+        return 3.0 + 0.5 * (tokens - 1) + 2.0 * after_prompts_alone
+
+    assert step_cases.tpot_seconds(run) == pytest.approx(0.5)
+    long = 1 + step_cases.DECODED
+    assert ran[1:] == [1, long, long, 1]

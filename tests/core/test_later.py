@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 
@@ -57,3 +58,27 @@ def test_who_begins_it_is_told_of_a_failure_first() -> None:
     with pytest.raises(ValueError, match="no room"):
         later.result()
     assert told == ["no room, False"]
+
+
+CUT_OFF = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from jaxinfer.core.later import Later
+
+
+def make():
+    while True:  # until the process ends, and pools take no work any more
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(int).result()
+
+
+Later(make).begin(lambda error: print(error, file=sys.stderr))
+"""
+
+
+def test_who_is_cut_off_by_the_end_of_the_process_tells_nobody() -> None:
+    ended = subprocess.run(
+        (sys.executable, "-c", CUT_OFF), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stderr == ""

@@ -27,6 +27,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.outputs import Collector
 from jaxinfer.engine.prompts import Prompt, parse_prompts
 from jaxinfer.exec.executor import Executor
+from jaxinfer.exec.loaded import LoadedExecutables
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
@@ -181,6 +182,19 @@ def test_without_a_tokenizer(folder: Path, cache: str) -> None:
         llm.generate("text", GREEDY)
     with pytest.raises(EngineError, match="skip_tokenizer_init"):
         llm.get_tokenizer()
+
+
+def test_steps_that_mix_are_loaded_at_once_only_where_tokens_are_watched(
+    folder: Path, cache: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del llm  # its executables are in the cache
+    begun: list[str] = []
+    monkeypatch.setattr(LoadedExecutables, "begin", lambda _, name: begun.append(name))
+    LLM(str(folder), cache_dir=cache, **SMALL)
+    assert not begun
+    LLM(str(folder), cache_dir=cache, prefill_first=False, **SMALL)
+    (name,) = begun
+    assert name.startswith("d") and "p" in name
 
 
 def test_a_batch_is_prefilled_first_unless_told_otherwise(

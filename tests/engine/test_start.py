@@ -19,9 +19,9 @@ from jaxinfer.core.config import ALLOCATOR_PREALLOCATES, ALLOCATOR_SHARES, Engin
 from jaxinfer.core.errors import EngineError, TokenizerError
 from jaxinfer.engine import build
 from jaxinfer.engine import loading as engine_loading
-from jaxinfer.engine import plan as engine_plan
 from jaxinfer.engine.start import backend_starting, start_engine
 from jaxinfer.models import build_model
+from jaxinfer.text import tokenizer
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
 
@@ -115,12 +115,14 @@ def test_nothing_is_collected_meanwhile(collects: bool) -> None:
         (gc.enable if before else gc.disable)()
 
 
-# Orbax alone takes a fifth of all imports, Mosaic's kernels a tenth; Triton is for GPUs
+# Orbax alone takes a fifth of all imports, Flax another, Mosaic's kernels a tenth; Triton is for
+# GPUs, Jinja and tokenizers for who reads a tokenizer, gguf for who reads such a file
 UNUSED = ("orbax", "tensorstore", "jax.experimental.mosaic", "jax_triton", "triton", "scipy")
+UNUSED += ("flax", "jinja2", "tokenizers", "gguf")
 
 
 def test_an_engine_of_plain_weights_imports_nothing_that_it_does_not_use() -> None:
-    script = "import sys, jaxinfer.engine.build; print(*sys.modules)"
+    script = "import sys, jaxinfer.engine.build, jaxinfer.models.qwen3; print(*sys.modules)"
     modules = subprocess.check_output([sys.executable, "-c", script], text=True).split()
     assert "jax" in modules
     assert not {*UNUSED} & {*modules}
@@ -155,10 +157,7 @@ def test_the_tokenizer_is_checked_before_a_minute_of_compiling_and_read_beside_l
     build.build_engine(config)
 
     loading, reading = threading.Event(), threading.Event()
-    build_executables, load_tokenizer = (
-        engine_loading.build_executables,
-        engine_plan.load_tokenizer,
-    )
+    build_executables, load_tokenizer = engine_loading.build_executables, tokenizer.load_tokenizer
 
     def loads(*arguments: Any, **named: Any) -> Any:
         loading.set()
@@ -171,5 +170,5 @@ def test_the_tokenizer_is_checked_before_a_minute_of_compiling_and_read_beside_l
         return load_tokenizer(*arguments)
 
     monkeypatch.setattr(engine_loading, "build_executables", loads)
-    monkeypatch.setattr(engine_plan, "load_tokenizer", reads)
+    monkeypatch.setattr(tokenizer, "load_tokenizer", reads)
     assert build.build_engine(config).tokenizer is not None

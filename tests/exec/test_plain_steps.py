@@ -74,6 +74,20 @@ def test_a_batch_is_read_once_to_memory_that_stays(
         assert own.size * own.dtype.itemsize > SMALLEST_ROOM
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
+def test_a_prompts_last_layer_is_a_step_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the last token of each row; with extras all tokens are asked for."""
+    from kit.triton_shims import Recorder, in_place_of_triton_call
+
+    program = Program(tiny_model("qwen3")[0], LIMITS, platform="gpu")  # of two layers
+    monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
+    both, one = ["_attend_tile", "_append_and_attend"], ["_attend_tile"]
+    for name, attention in (("p16x1", both), ("p16x1_extras", one)):
+        with in_place_of_triton_call(recorder := Recorder()):
+            program.trace(name)
+        assert [c.kernel.__name__ for c in recorder.calls if c.kernel.__name__ in both] == attention
+
+
 def test_extras_run_only_where_asked_for_and_tokens_are_the_same(tmp_path: Path) -> None:
     model, params = tiny_model("llama")
     limits = tiny_limits(max_num_seqs=1, max_num_batched_tokens=16)

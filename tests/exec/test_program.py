@@ -59,6 +59,7 @@ def test_a_gpu_has_plain_steps_and_fewer_with_extras_a_cpu_one_a_bucket() -> Non
     without_extras = tuple(bucket.name for bucket in table)
     assert set(gpu.names()) == {ADMIT, *without_extras, *extras}
     assert gpu.names_without_extras() == without_extras
+    assert gpu.names_of_first_steps() == without_extras[:-1]
     assert PROGRAM.names_without_extras() == tuple(buckets)
     for bucket in table:
         assert gpu.bucket_of(bucket, extras=False) == bucket

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +60,10 @@ def run_step(
     *,
     pad_tokens: int = 0,
     pad_rows: int = 0,
+    last_alone: bool = False,
 ) -> tuple[np.ndarray, KVState]:
-    """Logits of every real token. A decode is (sequence, position), a prefill a range of it.
+    """Logits of every real token, or with ``last_alone`` of each row's last; prefills follow
+    decodes. A decode is (sequence, position), a prefill a range of it.
 
     Padding, where asked for, follows the executor's contract: rows of length 0 with junk page ids,
     tokens that map to page 0; ``pad_rows`` rows are added to both parts.
@@ -91,15 +94,20 @@ def run_step(
     starts = np.cumsum([0, *(stop - start for _, start, stop in prefills), *[0] * pad_rows])
     pad(pad_tokens)
     batch = AttentionBatch(*(jnp.asarray(x, jnp.int32) for x in (slots, table, lens, starts)))
-    logits, kv = _jit_step(model, d, params, kv, jnp.asarray(ids), jnp.asarray(positions), batch)
+    ends = d + starts[1:] - 1
+    last = jnp.asarray(np.where(lens > 0, np.r_[0:d, ends], 0)) if last_alone else None
+    tokens = jnp.asarray(ids), jnp.asarray(positions)
+    logits, kv = _jit_step(model, d, params, kv, *tokens, batch, last)
+    if last_alone:
+        return np.asarray(logits)[lens > 0], kv
     prefill_tokens = sum(stop - start for _, start, stop in prefills)
     real = np.r_[0 : len(decodes), d : d + prefill_tokens]
     return np.asarray(logits)[real], kv
 
 
-def _step(model, num_decodes, params, kv, ids, positions, batch):
+def _step(model, num_decodes, params, kv, ids, positions, batch, last):
     attend = PagedAttend(batch, num_decodes)
-    hidden, kv = hidden_states(model, params, ids, positions, kv, attend)
+    hidden, kv = hidden_states(model, params, ids, positions, kv, attend, last=last)
     return unembed(model, params, hidden), kv
 
 
@@ -167,6 +175,34 @@ def test_padded_equals_exact(name: str) -> None:
     exact, _ = run_step(model, params, kv, *step)
     padded, _ = run_step(model, params, kv, *step, pad_tokens=6, pad_rows=2)
     np.testing.assert_allclose(padded, exact, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@every_family
+def test_last_tokens_alone_equal_those_among_all(name: str) -> None:
+    """And keys and values of the others are in their pages: what comes next reads them."""
+    model, params = tiny_models.tiny_model(name)
+    old, new, chunked = (Sequence(tokens_of(20 + i), 1 + 6 * i) for i in range(3))
+    kv = nan_pool(model)
+    for seq in (old, chunked):
+        kv = prefilled(model, params, kv, seq)
+    step = ([(old, 2 * CHUNK)], [(new, 0, 9), (chunked, 2 * CHUNK, 2 * CHUNK + 2)])
+    every, kv_of_all = run_step(model, params, kv, *step, pad_tokens=6, pad_rows=2)
+    last, kv_of_last = run_step(model, params, kv, *step, pad_tokens=6, pad_rows=2, last_alone=True)
+    np.testing.assert_allclose(last, every[[0, 9, 11]], atol=TOLERANCE, rtol=TOLERANCE)
+    following = [(old, 2 * CHUNK + 1), (new, 9), (chunked, 2 * CHUNK + 2)]
+    after = [run_step(model, params, pool, following, [])[0] for pool in (kv_of_all, kv_of_last)]
+    np.testing.assert_allclose(*after, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@every_family
+def test_dense_last_token_alone_equals_it_among_all(name: str) -> None:
+    model, params = tiny_models.tiny_model(name)
+    ids, positions = jnp.asarray(tokens_of(23)), jnp.arange(LENGTH)
+    whole, alone = (
+        hidden_states(model, params, ids, positions, None, DenseCausal(), last=last)[0]
+        for last in (None, jnp.array([LENGTH - 1]))
+    )
+    np.testing.assert_allclose(alone, whole[-1:], atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @every_family
@@ -239,6 +275,21 @@ def test_bfloat16_traces_under_strict_promotion(name: str) -> None:
     with jax.numpy_dtype_promotion("strict"):
         logits = jax.eval_shape(lambda p, x: forward(model, p, x), params, ids)
     assert logits.dtype == jnp.float32
+
+
+@every_family
+def test_rules_state_what_the_module_declares(name: str) -> None:
+    model = build_model(tiny_models.tiny_config(name), "bfloat16")
+
+    def all_params(module: Any, ids: jax.Array) -> jax.Array:
+        hidden, _ = module(ids, ids, None, DenseCausal())
+        return module.unembed(hidden)
+
+    def init() -> Any:
+        ids = jnp.zeros(1, jnp.int32)
+        return model.module.init(jax.random.key(0), ids, method=all_params)["params"]
+
+    assert abstract_params(model) == jax.eval_shape(init)
 
 
 @every_family

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from jaxinfer.core.errors import TokenizerError
-from jaxinfer.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
+from jaxinfer.text.spec import TokenizerSpec
+from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
 from kit.tokenizers import (
     gguf_spec_of,
     kitoken_inputs,

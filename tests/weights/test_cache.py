@@ -18,11 +18,11 @@ from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.staging import build_once
 from jaxinfer.models.base import Params
 from jaxinfer.models.registry import build_model
+from jaxinfer.models.tree import by_path
 from jaxinfer.weights import converted
 from jaxinfer.weights.gguf_checkpoint import GGUFCheckpoint
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.sources import ModelSource, resolve_source
-from jaxinfer.weights.tree import by_path
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf
 
 CONFIG = tiny_llama_config(num_hidden_layers=4)

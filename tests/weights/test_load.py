@@ -1,9 +1,12 @@
 """Every source gives the same parameters: those that the rules make of the checkpoint."""
 
+import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -12,11 +15,13 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from jaxinfer.core.progress import NoProgress
+from jaxinfer.engine.late_compiles import COMPILE_EVENT
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.models.registry import build_model
+from jaxinfer.models.tree import by_path
+from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.sources import ModelSource, resolve_source
-from jaxinfer.weights.tree import by_path
 from kit.checkpoints import (
     Tensors,
     random_hf_tensors,
@@ -141,6 +146,35 @@ def test_dummy(tmp_path: Path, name: str) -> None:
     assert 0.01 < np.std(np.asarray(first["layers_0/qkv"], np.float32)) < 0.03
     assert not np.array_equal(first["layers_0/qkv"], first["layers_1/qkv"])
     assert (np.asarray(first["layers_0/norms"]) == 1).all()
+
+
+def test_dummy_values_stay_those_of_their_seed() -> None:
+    """Figures of benchmarks are compared from one version to the next."""
+    model = build_model(CONFIGS["gpt2"], "bfloat16")
+    leaves = by_path(dummy_params(model, seed=3, progress=NoProgress()))
+    sums = {path: zlib.crc32(np.asarray(leaf).tobytes()) for path, leaf in leaves.items()}
+    assert (sums["embed"], sums["layers_1/qkv"]) == (1779008865, 2587529930)
+    assert not np.asarray(leaves["layers_0/up_bias"]).any()
+    assert (np.asarray(leaves["final_norm"]) == 1).all()
+
+
+def test_dummy_compiles_beside_and_each_random_shape_once() -> None:
+    """In turn that was most of a second of a start on a GPU."""
+    model = build_model(tiny_llama_config(vocab_size=97, intermediate_size=132), "bfloat16")
+    compiled: list[int] = []
+
+    def note(event: str, duration_secs: float, **_: Any) -> None:
+        if event == COMPILE_EVENT:
+            compiled.append(threading.get_ident())
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        leaves = by_path(dummy_params(model, seed=0, progress=NoProgress()))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    shapes = {leaf.shape for path, leaf in leaves.items() if "norm" not in path}
+    assert 1 < len(compiled) <= len(shapes)
+    assert threading.get_ident() not in compiled
 
 
 def test_dummy_of_a_gguf_reads_no_weights(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""The sizes and switches of ``nn.decoder``: a family's oddities are values in it.
+
+Owns: ``DecoderConfig``. Must not know: families, Flax: see ``models.gqa.decoder``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxinfer.nn.kv import KVSpec, LayerKVSpec
+from jaxinfer.nn.rope import RopeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes and switches of one decoder; field names are Hugging Face's where it has one.
+
+    ``windows`` holds one entry per layer: how far back it looks, None for everything.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    windows: tuple[int | None, ...]
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    dtype: jnp.dtype
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """L."""
+        return len(self.windows)
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """What the layers keep per token."""
+        k, h = self.num_key_value_heads, self.head_dim
+        return KVSpec(tuple(LayerKVSpec(k, h, window) for window in self.windows), self.dtype)

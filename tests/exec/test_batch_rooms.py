@@ -1,0 +1,93 @@
+"""Rooms that batches are copied into: none is overwritten before its reader has ended."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxinfer.core.errors import EngineError
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.exec import cuda_driver
+from jaxinfer.exec.batch_rooms import ROOMS, BatchRooms
+from jaxinfer.exec.executor import Executor
+from kit.engines import run, tiny_engine
+
+
+def _copy(address: int, array: np.ndarray) -> None:
+    """As the driver does, to a CPU's memory."""
+    ctypes.memmove(address, array.ctypes.data, array.nbytes)
+
+
+class _Result:
+    """Of a step: it notes that somebody has waited for it."""
+
+    def __init__(self, name: str, waited_for: list[str]) -> None:
+        self._name, self._waited_for = name, waited_for
+
+    def block_until_ready(self) -> _Result:
+        self._waited_for.append(self._name)
+        return self
+
+
+def _batch(first: int, size: int = 4) -> np.ndarray:
+    return np.arange(first, first + size, dtype=np.int32)
+
+
+def test_a_room_is_filled_anew_when_the_step_that_read_it_has_ended() -> None:
+    rooms, waited_for = BatchRooms(_copy), list[str]()
+    filled = []
+    for number in range(ROOMS):
+        filled.append(rooms.filled(_batch(10 * number)))
+        rooms.read_by(_Result(str(number), waited_for), filled[-1])  # type: ignore[arg-type]
+    addresses = [room.unsafe_buffer_pointer() for room in filled]
+    assert [(ctypes.c_int32 * 4).from_address(x)[0] for x in addresses] == [0, 10, 20]
+    assert len(set(addresses)) == ROOMS and not waited_for
+
+    again = rooms.filled(_batch(90))
+    assert waited_for == ["0"]
+    assert again.unsafe_buffer_pointer() == addresses[0]
+    held = (ctypes.c_int32 * 4).from_address(addresses[0])
+    assert list(held) == [90, 91, 92, 93]
+    rooms.read_by(_Result("3", waited_for), again)  # type: ignore[arg-type]
+    other = rooms.filled(_batch(7, size=5))  # of another size: a room of its own
+    assert other.size == 5 and waited_for == ["0"]
+    assert (ctypes.c_int32 * 5).from_address(other.unsafe_buffer_pointer())[4] == 11
+
+
+def test_tokens_are_those_of_batches_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [(5, 6, 7), (9, 8, 7, 6, 5), (4,) * 20]
+    requests = [SamplingParams(max_tokens=9, seed=i, ignore_eos=True) for i in range(3)]
+    expected = run(tiny_engine(), prompts, requests)
+    copied: list[int] = []
+
+    def copy(address: int, array: np.ndarray) -> None:
+        copied.append(array.size)
+        _copy(address, array)
+
+    original = Executor.__init__
+
+    def with_rooms(self: Executor, *args: Any) -> None:
+        original(self, *args)
+        self._rooms = BatchRooms(copy)
+
+    monkeypatch.setattr(Executor, "__init__", with_rooms)
+    assert run(tiny_engine(), prompts, requests) == expected
+    assert len(copied) > 3
+
+
+class _Driver:
+    """Every call is an error."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: 100
+
+
+def test_a_driver_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "_driver", _Driver)
+    with pytest.raises(EngineError, match=r"makes no stream on device 1 \(its error 100\)"):
+        cuda_driver.copies_to(1)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: None)
+    assert cuda_driver.copies_to(0) is None
