@@ -285,13 +285,10 @@ def _fresh_prompts(prompts: Prompts) -> Iterator[Prompts]:
 
 
 def _fresh_tpot(llm: LLM, fresh: Iterator[Prompts], batch: int, work: Workload) -> list[float]:
-    def run() -> float:
-        one, all_ = (next(fresh)(batch, work.tpot_input) for _ in range(2))
-        first = cases.seconds_of(llm, one, GREEDY, 1)
-        seconds = cases.seconds_of(llm, all_, GREEDY, 1 + cases.DECODED) - first
-        return 1e3 * seconds / cases.DECODED
+    def run(tokens: int) -> float:
+        return cases.seconds_of(llm, next(fresh)(batch, work.tpot_input), GREEDY, tokens)
 
-    return work.repeats.of(run)
+    return work.repeats.of(lambda: 1e3 * cases.tpot_seconds(run))
 
 
 # `start` first: its processes need the device, and this one has not taken it yet
