@@ -43,6 +43,11 @@ class Later[T]:
         """Whether it is made, or cannot be."""
         return self._value.done()
 
+    @property
+    def made(self) -> bool:
+        """Whether it is made."""
+        return self._value.done() and self._value.exception() is None
+
     def wait(self, seconds: float) -> None:
         """Return when it is done, or after so many seconds."""
         wait((self._value,), seconds)

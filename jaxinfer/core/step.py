@@ -169,7 +169,11 @@ class StepFailed(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-type Event = Arrive | Abort | StepDone | StepFailed
+class MixedReady(msgspec.Struct, frozen=True, tag=True):
+    """From now on a step may decode rows beside prompts; nothing new where it always could."""
+
+
+type Event = Arrive | Abort | StepDone | StepFailed | MixedReady
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):

@@ -151,8 +151,9 @@ def build_engine(
     progress: Progress | None = None,
     platform_of_backend: Callable[[], str] | None = None,
 ) -> Engine:
-    """A ready engine: weights on the device, every bucket compiled and run; nothing is left to do
-    but, after a first start on a GPU, the steps for extras: see ``Executables.later``.
+    """A ready engine: weights on the device, what a first token may need compiled and run. What is
+    left to be loaded, or after a first start to be compiled, is ``Executables.later`` and
+    ``Executables.mixed``.
     """
     return build_planned(plan_engine(config, progress, platform_of_backend), progress)
 
@@ -166,8 +167,6 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
     )
     executor = Executor(program, executables, *state)
     executor.warm_up()
-    if not plan.limits.prefill_first:  # else nobody watches single tokens, and few batches need it
-        executables.load_rest()
     names = program.names() if executables.later is None else program.names_at_start()
     start_stats = EngineStats(
         num_executables=len(names),
@@ -183,7 +182,8 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
         seed=plan.config.seed,
         overlap=plan.config.overlap,
         start=start_stats,
-        extras=executables.later,
+        extras=executables.later if program.has_plain_steps else None,
+        mixed=executables.mixed,
     )
 
 

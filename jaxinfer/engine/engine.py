@@ -19,7 +19,7 @@ from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.later import Later
 from jaxinfer.core.request import FinishReason, Request, SamplingParams, check_identity
-from jaxinfer.core.step import Abort, Arrive, Event, TokenEvent
+from jaxinfer.core.step import Abort, Arrive, Event, MixedReady, TokenEvent
 from jaxinfer.engine.facts import (
     CheckedRequest,
     ModelFacts,
@@ -54,20 +54,23 @@ class Engine:
         overlap: bool = True,
         start: EngineStats | None = None,
         extras: Later[Any] | None = None,
+        mixed: Later[Any] | None = None,
     ) -> None:
-        """``extras``: what requests that ask for extras have to wait for, if for anything. It is
-        begun here.
+        """``extras``: what requests that ask for extras have to wait for, if for anything.
+        ``mixed``: what there must be before rows may decode beside prompts. Both are begun here, or
+        with ``prefill_first`` by the first who has to wait: few batches do.
         """
         self.limits = limits
         self.facts = facts
         self.tokenizer = tokenizer
-        self._loop = EngineLoop(executor, limits, overlap=overlap)
+        self._loop = EngineLoop(executor, limits, overlap=overlap, has_mixed=mixed is None)
         self._seed = seed
         self._start = start or EngineStats()
         self._counters = Counter[str]()
         self._arrivals = 0
         self._pending: list[Event] = []
         self._extras = extras
+        self._mixed = mixed  # None once the scheduler knows of it
         self._held: dict[str, list[Event]] = {}  # of each sequence that waits for ``extras``
         # the scheduler knows a sequence by a number that is never used again, so that news of an
         # ended one can never be taken for news of a later request of the same name
@@ -76,8 +79,9 @@ class Engine:
         self._timeline = Timeline()
         self._late_compiles = LateCompiles()
         self._failure: EngineError | None = None
-        if extras is not None:
-            extras.begin(_extras_failed)
+        if not limits.prefill_first:
+            self._begin_extras()
+            self._begin_mixed()
 
     @property
     def has_work(self) -> bool:
@@ -129,6 +133,7 @@ class Engine:
                 request, request_id, index, self.tokenizer
             )
             if self._must_wait(request):
+                self._begin_extras()
                 self._held[request.request_id] = [Arrive(request)]
             else:
                 self._pending.append(Arrive(request))
@@ -159,6 +164,7 @@ class Engine:
 
     def step(self) -> News:
         """One turn of the loop: take new requests in, run the device, return what was gained."""
+        self._look_for_mixed()
         self._release_held()
         events, self._pending = tuple(self._pending), []
         with self._running():
@@ -184,6 +190,24 @@ class Engine:
             num_fresh_pages=num_free - state.pages.num_cached,
             **self._counters,
         )
+
+    def _begin_extras(self) -> None:
+        if self._extras is not None:
+            self._extras.begin(_extras_failed)
+
+    def _begin_mixed(self) -> None:
+        if self._mixed is not None:
+            self._mixed.begin(_mixed_failed)
+
+    def _look_for_mixed(self) -> None:
+        """Let rows decode beside prompts as soon as they can."""
+        if self._mixed is None:
+            return
+        if self._mixed.made:
+            self._pending.insert(0, MixedReady())
+            self._mixed = None
+        elif self._loop.state.decodes_waited:
+            self._begin_mixed()
 
     def _must_wait(self, request: Request) -> bool:
         return self._extras is not None and not self._extras.done and any(extras_of((request,)))
@@ -277,6 +301,12 @@ class Engine:
 def _extras_failed(error: BaseException) -> None:
     logging.getLogger(LOGGER).error(
         "requests for logprobs, penalties, logit_bias and min_tokens will fail: %s", error
+    )
+
+
+def _mixed_failed(error: BaseException) -> None:
+    logging.getLogger(LOGGER).error(
+        "prompts and rows that decode keep taking turns, which is slower: %s", error
     )
 
 

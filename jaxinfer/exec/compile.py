@@ -53,8 +53,9 @@ class Executables:
     # Holds those of ``Program.names_later``, where they are not in the bundle of the others. Begin
     # it when nothing else is to be waited for; until it is done, who asks for one of them waits.
     later: Later[Bundle] | None = None
-    # Loads, in threads, what no first token needs. Call it when the engine has its first ones.
-    load_rest: Callable[[], None] = lambda: None
+    # Loads the steps in which rows decode beside prompts, and has them made if need be. Until it is
+    # done, who asks for one of them waits.
+    mixed: Later[None] | None = None
 
 
 def build_executables(
@@ -107,8 +108,8 @@ def load_executables(
     program: Program, bundle: Bundle, progress: Progress, later: Later[Bundle] | None = None
 ) -> Executables:
     """Load the executables of a bundle that fits: those that a first token may need. Steps in which
-    rows decode beside prompts follow with ``load_rest``, those for extras when one is asked for
-    (one holds 30 MB of the host). One that is unusable is an error of every step that needs it.
+    rows decode beside prompts follow with ``Executables.mixed``, those for extras when one is asked
+    for (one holds 30 MB of the host). One that is unusable is an error of who needs it.
     """
     loaded = load_bundle(bundle, progress, program.names_of_first_steps())
     release_free_heap()  # the compiler's too, where there was one
@@ -124,7 +125,7 @@ def load_executables(
     executables = Executables(by_name, 0, bundle.manifest.workspace_bytes, later)
     if not mixed:
         return executables
-    return replace(executables, load_rest=partial(by_name.begin, mixed[0]))
+    return replace(executables, mixed=Later(partial(by_name.load_group, mixed[0])))
 
 
 def _later(
@@ -137,7 +138,7 @@ def _later(
 
     A quarter of the cores compile; the rest is left to the engine, which runs meanwhile.
     """
-    names, folder = program.names_later(), beside.with_name(f"{beside.name}-extras")
+    names, folder = program.names_later(), beside.with_name(f"{beside.name}-later")
     threads = max(1, (os.cpu_count() or 1) // 4)
 
     def make() -> Bundle:

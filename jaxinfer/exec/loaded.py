@@ -5,6 +5,7 @@ Owns: ``LoadedExecutables``. Must not know: bundles, how an executable is loaded
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -13,7 +14,7 @@ import jax
 
 class LoadedExecutables(Mapping[str, jax.stages.Compiled]):
     """Some are there, others come in groups: who first asks for one has its whole group loaded by
-    so many threads, and waits for that one alone. Not thread-safe: one thread asks.
+    so many threads, and waits for that one alone.
     """
 
     def __init__(
@@ -26,20 +27,27 @@ class LoadedExecutables(Mapping[str, jax.stages.Compiled]):
         self._loaded, self._load, self._threads = loaded, load, threads
         self._group_of = {name: tuple(group) for group in groups for name in group}
         self._under_way: dict[str, Future[jax.stages.Compiled]] = {}
+        self._beginning = threading.Lock()
 
     def __getitem__(self, name: str) -> jax.stages.Compiled:
         if name in self._loaded:  # asked at every step
             return self._loaded[name]
-        if name not in self._under_way:
-            self.begin(name)
-        return self._under_way[name].result()
+        return self._begun(name).result()
 
-    def begin(self, name: str) -> None:
-        """Load the group of this one, which comes first; nobody waits."""
-        pool = ThreadPoolExecutor(self._threads)
-        for other in sorted(self._group_of[name], key=lambda other: other != name):
-            self._under_way[other] = pool.submit(self._load, other)
-        pool.shutdown(wait=False)
+    def load_group(self, name: str) -> None:
+        """Have the group of this one loaded, and wait for all of it."""
+        for other in self._group_of[name]:
+            self._begun(other).result()
+
+    def _begun(self, name: str) -> Future[jax.stages.Compiled]:
+        """Its loading, begun with that of its group if nobody has; it comes first."""
+        with self._beginning:
+            if name not in self._under_way:
+                pool = ThreadPoolExecutor(self._threads)
+                for other in sorted(self._group_of[name], key=lambda other: other != name):
+                    self._under_way[other] = pool.submit(self._load, other)
+                pool.shutdown(wait=False)
+        return self._under_way[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._loaded or name in self._group_of

@@ -154,11 +154,12 @@ class Program:
         return tuple(self.step_name(bucket, extras=False) for bucket in first)
 
     def names_at_start(self) -> tuple[str, ...]:
-        """What an engine needs before it is ready: all, or what is left without extras."""
-        return self.names_without_extras() if self.has_plain_steps else self.names()
+        """What an engine needs before it is ready, extras included where all steps have them."""
+        admissions = () if self.has_plain_steps else self.admissions
+        return (*admissions, *self.names_of_first_steps())
 
     def names_later(self) -> tuple[str, ...]:
-        """What is left: no request needs it but those that ask for extras."""
+        """What is left: steps in which rows decode beside prompts, and what only extras need."""
         first = set(self.names_at_start())
         return tuple(name for name in self.names() if name not in first)
 

@@ -4,7 +4,8 @@ Owns: the policy. First come, first served by (priority, arrival): every decodin
 row, then prefills under way continue, then waiting requests are admitted, as far as
 ``max_num_batched_tokens`` prompt tokens and a bucket allow. Prefills shrink to a bucket, decodes
 are never dropped for one. With ``prefill_first`` there are also steps without the decodes
-(``_prefills_alone``). Must not know: results, endings.
+(``_prefills_alone``), and while no bucket holds decodes beside prompts, the two take turns
+(``_takes_turns``). Must not know: results, endings.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ NO_BUCKET = Bucket(0)
 
 def choose_step(draft: Draft) -> StepPlan | None:
     """Plan one step and count its tokens as computed; None when nothing can run."""
-    decodes, preempted = ([], False) if _prefills_alone(draft) else _decode_rows(draft)
+    alone = _prefills_alone(draft)
+    turns = not alone and _takes_turns(draft)
+    alone = alone or (turns and not draft.decodes_waited)
+    decodes, preempted = ([], False) if alone else _decode_rows(draft)
     prefills: list[ScheduledSeq] = []
-    budget = _Budget(draft, len(decodes))
+    budget = _Budget(draft, len(decodes), _most_beside_decodes(draft) if turns else None)
     if len(decodes) < len(draft.running):
         prefills = _continued_prefills(draft, budget)
     admissions: tuple[SlotAdmission, ...] = ()
@@ -33,6 +37,9 @@ def choose_step(draft: Draft) -> StepPlan | None:
     if draft.waiting and not preempted:
         new_prefills, admissions = _new_prefills(draft, budget)
         prefills += new_prefills
+    if alone and not prefills:  # nobody who waits can be admitted
+        decodes, _ = _decode_rows(draft)
+    draft.decodes_waited = turns and not decodes
     if not decodes and not prefills:
         return None
     step_id, draft.next_step_id = draft.next_step_id, draft.next_step_id + 1
@@ -53,12 +60,12 @@ def smallest_bucket(
 
 
 class _Budget:
-    """Prompt tokens that a step with ``num_decodes`` decodes may still take."""
+    """Prompt tokens that a step with ``num_decodes`` decodes may still take, ``most`` in all."""
 
-    def __init__(self, draft: Draft, num_decodes: int) -> None:
+    def __init__(self, draft: Draft, num_decodes: int, most: int | None = None) -> None:
         self._buckets = draft.buckets
         self._widest = NO_BUCKET  # of those that have one more prefill row
-        self._limit = draft.limits.max_num_batched_tokens
+        self._limit = most or draft.limits.max_num_batched_tokens
         self._num_decodes = num_decodes
         self._num_prefills = 0
         self.used = 0
@@ -98,6 +105,26 @@ def _prefills_alone(draft: Draft) -> bool:
     if not draft.waiting and not any(seq.is_prefilling for seq in draft.running.values()):
         return False
     return fits_whole(draft)
+
+
+def _takes_turns(draft: Draft) -> bool:
+    """Whether rows decode and prompts are left, and one step cannot do both yet (``MixedReady``).
+
+    Then a step of prompts and one of decodes follow each other, so that neither waits for more than
+    one of the other. Prompts begin: somebody waits for a first token.
+    """
+    running = draft.running.values()
+    return (
+        not any(bucket.is_mixed for bucket in draft.buckets)
+        and any(not seq.is_prefilling for seq in running)
+        and (bool(draft.waiting) or any(seq.is_prefilling for seq in running))
+    )
+
+
+def _most_beside_decodes(draft: Draft) -> int | None:
+    """Prompt tokens for which the limits let decodes wait; None where these never meet prompts."""
+    mixed = (bucket.num_prefill_tokens for bucket in draft.limits.buckets if bucket.is_mixed)
+    return max(mixed, default=None)
 
 
 def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:

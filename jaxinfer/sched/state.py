@@ -66,7 +66,7 @@ class SchedulerState(msgspec.Struct, frozen=True):
     """A value: ``schedule`` returns the next one and leaves this one as it was."""
 
     limits: Limits
-    buckets: tuple[Bucket, ...]  # the limits' own, smallest first
+    buckets: tuple[Bucket, ...]  # those of the limits that may be planned, smallest first
     running: tuple[Sequence, ...]  # in order
     waiting: tuple[Sequence, ...]  # in order
     orders: Map[str, Order]  # of every unfinished request
@@ -76,6 +76,8 @@ class SchedulerState(msgspec.Struct, frozen=True):
     next_step_id: int = 0
     next_epoch: int = 0
     num_preemptions: int = 0  # ever
+    # whether decoding rows waited for the last step, as no bucket held them beside its prompts
+    decodes_waited: bool = False
 
     @property
     def num_unfinished(self) -> int:
@@ -115,24 +117,35 @@ class ScheduleOutput(msgspec.Struct, frozen=True):
     duplicates: tuple[str, ...] = ()
 
 
-def initial_state(limits: Limits) -> SchedulerState:
-    """The state before any event. Raises ``ConfigError`` if the buckets cannot serve the limits."""
+def initial_state(limits: Limits, *, has_mixed: bool = True) -> SchedulerState:
+    """The state before any event; ``has_mixed``: whether rows may decode beside prompts at once, or
+    when ``MixedReady`` says so. Raises ``ConfigError`` if the buckets cannot serve the limits.
+    """
     slots = limits.max_num_seqs
-    for decodes, prefills in ((slots, 0), (slots - 1, 1)):
-        if not any(bucket.fits(decodes, prefills, prefills) for bucket in limits.buckets):
+    buckets = planned_buckets(limits, has_mixed=has_mixed)
+    needed = [(limits.buckets, slots, 0), (limits.buckets, slots - 1, 1)]
+    needed += [(buckets, slots, 0), (buckets, 0, 1)]
+    for table, decodes, prefills in needed:
+        if not any(bucket.fits(decodes, prefills, prefills) for bucket in table):
             raise ConfigError(
                 f"no bucket holds {decodes} decodes and {prefills} prefills, which "
                 f"max_num_seqs {slots} allows; add one to the bucket table"
             )
     return SchedulerState(
         limits=limits,
-        buckets=tuple(sorted(limits.buckets, key=lambda b: (b.num_tokens, b.num_seqs, b))),
+        buckets=buckets,
         running=(),
         waiting=(),
         orders=Map(),
         free_slots=tuple(reversed(range(slots))),
         pages=new_pool(limits.num_pages),
     )
+
+
+def planned_buckets(limits: Limits, *, has_mixed: bool) -> tuple[Bucket, ...]:
+    """The buckets of the limits, smallest first, with or without those that are mixed."""
+    buckets = (bucket for bucket in limits.buckets if has_mixed or not bucket.is_mixed)
+    return tuple(sorted(buckets, key=lambda b: (b.num_tokens, b.num_seqs, b)))
 
 
 class Draft:
@@ -151,6 +164,7 @@ class Draft:
         self.next_step_id = state.next_step_id
         self.next_epoch = state.next_epoch
         self.num_preemptions = state.num_preemptions
+        self.decodes_waited = state.decodes_waited
         self.events: list[TokenEvent] = []
         self.duplicates: list[str] = []
 
@@ -168,6 +182,7 @@ class Draft:
             self.next_step_id,
             self.next_epoch,
             self.num_preemptions,
+            self.decodes_waited,
         )
 
     @property

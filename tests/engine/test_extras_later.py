@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.later import Later
@@ -61,6 +62,15 @@ def test_only_who_asks_for_extras_waits(engine: Engine, made: threading.Event) -
     assert [len(texts[name].logprobs or ()) for name in ("first", "second")] == [3, 0]
     collectors = added(engine, last=ASKING)
     assert ended(engine, collectors) == {"last"} and not engine.has_work
+
+
+def test_in_a_batch_they_are_made_for_the_first_who_asks() -> None:
+    begun = threading.Event()
+    limits = replace(LIMITS, prefill_first=True)
+    engine = engine_of(tiny_executor(limits), limits, extras=Later(begun.set))
+    assert ended(engine, added(engine, first=PLAIN)) == {"first"} and not begun.is_set()
+    added(engine, second=ASKING)
+    assert begun.wait(10)
 
 
 def test_who_is_aborted_meanwhile_never_begins(engine: Engine, made: threading.Event) -> None:

@@ -30,6 +30,7 @@ from jaxinfer.exec.executor import Executor
 from jaxinfer.exec.loaded import LoadedExecutables
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
+from kit.server_process import wait_until
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
 
 SMALL: dict[str, Any] = {
@@ -189,10 +190,11 @@ def test_steps_that_mix_are_loaded_at_once_only_where_tokens_are_watched(
 ) -> None:
     del llm  # its executables are in the cache
     begun: list[str] = []
-    monkeypatch.setattr(LoadedExecutables, "begin", lambda _, name: begun.append(name))
+    monkeypatch.setattr(LoadedExecutables, "load_group", lambda _, name: begun.append(name))
     LLM(str(folder), cache_dir=cache, **SMALL)
     assert not begun
     LLM(str(folder), cache_dir=cache, prefill_first=False, **SMALL)
+    wait_until(lambda: bool(begun), "steps that mix are loaded")
     (name,) = begun
     assert name.startswith("d") and "p" in name
 
@@ -207,9 +209,13 @@ def test_a_batch_is_prefilled_first_unless_told_otherwise(
     prompts = [[5 + i] * 12 for i in range(2)]  # 24 tokens: two chunks
     first = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert not any(plan.decodes and plan.prefills for plan in plans)
-    mixed = mixing.generate(prompts, GREEDY, use_tqdm=False)
-    assert any(plan.decodes and plan.prefills for plan in plans)
-    assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in mixed]
+
+    def mixes() -> bool:
+        mixed = mixing.generate(prompts, GREEDY, use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in mixed]
+        return any(plan.decodes and plan.prefills for plan in plans)
+
+    wait_until(mixes, "steps that mix are loaded")
     assert mixing.stats().num_compiled == 0, "the executables are the same"
 
 

@@ -21,7 +21,8 @@ from kit.tiny_models import tiny_model
 
 MOST = ADMITTED_AT_ONCE + 2
 LIMITS = msgspec.structs.replace(
-    tiny_limits(max_num_seqs=MOST, max_num_batched_tokens=64), buckets=(Bucket(MOST, 64, MOST),)
+    tiny_limits(max_num_seqs=MOST, max_num_batched_tokens=64),
+    buckets=(Bucket(MOST), Bucket(0, 64, MOST), Bucket(MOST, 64, MOST)),
 )
 MODEL, PARAMS = tiny_model("llama")
 PROGRAM = Program(MODEL, LIMITS, platform="gpu")

@@ -55,7 +55,7 @@ def test_compiled_when_all_else_is_there_and_found_by_the_next(
     first.later.begin()
     assert first.by_name[later[-1]]  # who asks for one waits
     assert compiled == [*at_start, *later]
-    assert {path.name for path in tmp_path.iterdir()} == {folder.name, f"{folder.name}-extras"}
+    assert {path.name for path in tmp_path.iterdir()} == {folder.name, f"{folder.name}-later"}
 
     again = built(tmp_path)
     assert [again.by_name[name] is not None for name in PROGRAM.names()]
@@ -105,5 +105,5 @@ def test_a_process_that_ends_meanwhile_leaves_nothing_half_written(tmp_path: Pat
     code = f"import sys; sys.path.insert(0, {str(tests)!r}){ENDING}"
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    whole = [path.name.removesuffix("-extras") for path in tmp_path.iterdir()]
+    whole = [path.name.removesuffix("-later") for path in tmp_path.iterdir()]
     assert set(whole) == {exec_compile.program_fingerprint(PROGRAM).digest()}

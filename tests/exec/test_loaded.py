@@ -10,7 +10,13 @@ import pytest
 
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.exec.aot import Bundle
-from jaxinfer.exec.compile import build_executables
+from jaxinfer.exec.compile import (
+    Executables,
+    build_executables,
+    bundle_for,
+    compile_bundle,
+    load_executables,
+)
 from jaxinfer.exec.loaded import LoadedExecutables
 from jaxinfer.exec.program import Program
 from kit.engines import tiny_limits
@@ -51,7 +57,7 @@ def test_one_that_cannot_be_loaded_is_an_error_of_who_asks() -> None:
             loaded[name]
 
 
-def test_a_group_that_was_begun_is_waited_for() -> None:
+def test_a_group_is_loaded_whole_for_a_thread_that_waits_for_it_and_only_once() -> None:
     began: list[str] = []
     may_end = threading.Event()
 
@@ -61,28 +67,59 @@ def test_a_group_that_was_begun_is_waited_for() -> None:
         return f"loaded {name}"
 
     loaded = LoadedExecutables({}, (("one", "other"), ("another",)), load, threads=2)
-    loaded.begin("other")
+    waiting = [threading.Thread(target=loaded.load_group, args=("other",)) for _ in range(4)]
+    for thread in waiting:
+        thread.start()
+    assert all(thread.is_alive() for thread in waiting)
     may_end.set()
+    for thread in waiting:
+        thread.join(10)
     assert loaded["one"] == "loaded one" and loaded["other"] == "loaded other"
     assert sorted(began) == ["one", "other"]
 
 
-def test_of_a_bundle_mixed_steps_follow_when_the_engine_has_its_first_ones(
+def test_a_group_of_which_one_cannot_be_loaded_is_an_error_of_who_waits() -> None:
+    def load(name: str) -> Any:
+        if name == "other":
+            raise ValueError(f"{name} is junk")
+        return f"loaded {name}"
+
+    with pytest.raises(ValueError, match="other is junk"):
+        LoadedExecutables({}, (("one", "other"),), load, threads=1).load_group("one")
+
+
+def test_mixed_steps_are_made_and_loaded_when_the_engine_has_its_first_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names: list[str] = []
+    loads: list[str] = []
     load = Bundle.load
 
     def noted(self: Bundle, name: str) -> Any:
-        names.append(name)
+        loads.append(name)
         return load(self, name)
 
     monkeypatch.setattr(Bundle, "load", noted)
-    limits = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16)
-    program = Program(tiny_model("llama")[0], limits)
-    folder = tmp_path / "bundle"
-    executables = build_executables(program, folder=folder, progress=NoProgress())
-    assert sorted(names) == ["d1", "d2", "p16x1"]
-    executables.load_rest()
-    assert callable(executables.by_name["d2p16x1"])
-    assert sorted(names) == ["d1", "d2", "d2p16x1", "p16x1"]
+    program = Program(
+        tiny_model("llama")[0], tiny_limits(max_num_seqs=2, max_num_batched_tokens=16)
+    )
+    cached, given = tmp_path / "cached", tmp_path / "given"
+
+    def ready(executables: Executables) -> list[str]:
+        assert sorted(loads) == ["d1", "d2", "p16x1"] and executables.mixed is not None
+        executables.mixed.result()
+        assert callable(executables.by_name["d2p16x1"]) and "d2p16x1" in loads
+        loads.clear()
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    first = build_executables(program, folder=cached, progress=NoProgress())
+    assert first.compiled == 4 and [path.name for path in tmp_path.iterdir()] == ["cached"]
+    assert ready(first) == ["cached", "cached-later"]
+    again = build_executables(program, folder=cached, progress=NoProgress())
+    assert again.compiled == 0 and again.later is not None
+    assert ready(again) == ["cached", "cached-later"]
+
+    compile_bundle(program, given, settings={}, progress=NoProgress())
+    loads.clear()
+    bundle = bundle_for(program, given, program.names())
+    whole = load_executables(program, bundle, NoProgress())
+    assert whole.later is None and ready(whole) == ["cached", "cached-later", "given"]

@@ -60,7 +60,11 @@ def test_a_gpu_has_plain_steps_and_fewer_with_extras_a_cpu_one_a_bucket() -> Non
     assert set(gpu.names()) == {ADMIT, *without_extras, *extras}
     assert gpu.names_without_extras() == without_extras
     assert gpu.names_of_first_steps() == without_extras[:-1]
+    assert gpu.names_at_start() == without_extras[:-1]
+    assert set(gpu.names_later()) == {ADMIT, without_extras[-1], *extras}
     assert PROGRAM.names_without_extras() == tuple(buckets)
+    mixed = [bucket.name for bucket in LIMITS.buckets if bucket.is_mixed]
+    assert PROGRAM.names_later() == tuple(mixed) and ADMIT in PROGRAM.names_at_start()
     for bucket in table:
         assert gpu.bucket_of(bucket, extras=False) == bucket
         larger = gpu.bucket_of(bucket, extras=True)

@@ -74,12 +74,13 @@ class Drive:
     limits: Limits
     depth: int = 2
     twice: bool = False  # make every call twice and hold that it is pure
+    has_mixed: bool = True  # before any ``MixedReady``
     plans: list[StepPlan] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
     last: ScheduleOutput = field(default_factory=lambda: ScheduleOutput(None, ()))
 
     def __post_init__(self) -> None:
-        self.state = initial_state(self.limits)
+        self.state = initial_state(self.limits, has_mixed=self.has_mixed)
         self.executor = FakeExecutor(self.limits.page_size)
         self.flying: list[StepResult] = []
 

@@ -102,6 +102,7 @@ def engine_of(
     overlap: bool = True,
     tokenizer: bool = True,
     extras: Later[Any] | None = None,
+    mixed: Later[Any] | None = None,
 ) -> Engine:
     """An engine over an executor of a tiny model."""
     facts = ModelFacts(
@@ -117,6 +118,7 @@ def engine_of(
         load_tokenizer(tiny_tokenizer_spec()) if tokenizer else None,
         overlap=overlap,
         extras=extras,
+        mixed=mixed,
     )
 
 

@@ -207,3 +207,10 @@ def test_a_result_that_does_not_fit_is_an_error(event: StepDone | StepFailed, me
 def test_bucket_tables_must_serve_the_limits(buckets: tuple[Bucket, ...]) -> None:
     with pytest.raises(ConfigError, match="no bucket holds 3 decodes and 1 prefills"):
         initial_state(make_limits(buckets=buckets))
+
+
+def test_so_must_what_there_is_of_them_at_first() -> None:
+    limits = make_limits(buckets=(Bucket(4, 8, 1), Bucket(4)))
+    assert initial_state(limits).buckets == (Bucket(4), Bucket(4, 8, 1))
+    with pytest.raises(ConfigError, match="no bucket holds 0 decodes and 1 prefills"):
+        initial_state(limits, has_mixed=False)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.core.step import Abort, Arrive, Bucket, StepPlan
+from jaxinfer.core.step import Abort, Arrive, Bucket, MixedReady, StepPlan
 from jaxinfer.sched.choose import smallest_bucket
 from jaxinfer.sched.schedule import initial_state
 from kit.drive import Drive, make_limits, make_request
@@ -154,6 +154,38 @@ def test_prefills_shrink_to_a_bucket_with_all_decodes() -> None:
     assert shape(drive.tick().step) == (["a", "b"], [("c", 8)])
     assert shape(drive.tick().step) == (["a", "b"], [("c", 8)])
     assert shape(drive.tick().step) == (["a", "b", "c"], [])
+
+
+def test_until_rows_may_decode_beside_prompts_the_two_take_turns() -> None:
+    buckets = (Bucket(4), Bucket(0, 64, 4), Bucket(4, 16, 4))
+    limits = make_limits(max_num_batched_tokens=64, max_model_len=128, buckets=buckets)
+    drive = Drive(limits, depth=1, has_mixed=False)
+    output = drive.arrive(make_request("a", [1] * 40, max_tokens=50))
+    assert shape(output.step) == ([], [("a", 40)]), "nobody waits: as much as fits"
+    assert shape(drive.tick().step) == (["a"], [])
+    output = drive.arrive(make_request("b", [2] * 40, arrival=1))
+    assert shape(output.step) == ([], [("b", 16)]), "no more than beside a"
+    output = drive.arrive(make_request("c", [3] * 4, arrival=2))
+    assert shape(output.step) == (["a"], []) and not drive.state.decodes_waited
+    assert shape(drive.tick().step) == ([], [("b", 16)]) and drive.state.decodes_waited
+    assert shape(drive.tick().step) == (["a"], [])
+    assert shape(drive.tick(MixedReady()).step) == (["a"], [("b", 8), ("c", 4)])
+    drive.finish()
+
+
+def test_who_cannot_be_admitted_gets_no_turn() -> None:
+    drive = Drive(make_limits(max_num_seqs=1), depth=1, has_mixed=False)
+    drive.arrive(*(make_request(name, [1] * 4, arrival=i) for i, name in enumerate("ab")))
+    assert [shape(drive.tick().step) for _ in range(6)] == [(["a"], [])] * 6
+
+
+def test_a_batch_whose_prompts_come_first_takes_no_turns() -> None:
+    limits = make_limits(max_num_batched_tokens=8, prefill_first=True)
+    drive = Drive(limits, depth=1, has_mixed=False)
+    drive.arrive(*(make_request(name, [i] * 8, arrival=i) for i, name in enumerate("ab")))
+    assert shape(drive.tick().step) == ([], [("b", 8)])
+    assert not drive.state.decodes_waited
+    assert shape(drive.tick().step) == (["a", "b"], [])
 
 
 def test_prefill_rows_are_as_many_as_a_bucket_has() -> None:
