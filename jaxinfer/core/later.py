@@ -48,6 +48,11 @@ class Later[T]:
         """Whether it is made."""
         return self._value.done() and self._value.exception() is None
 
+    @property
+    def under_way(self) -> bool:
+        """Whether it is being made."""
+        return self._thread.is_alive()
+
     def wait(self, seconds: float) -> None:
         """Return when it is done, or after so many seconds."""
         wait((self._value,), seconds)

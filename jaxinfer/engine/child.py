@@ -90,6 +90,7 @@ class EngineChild:
     def __init__(self, channel: Channel[FromEngine, ToEngine]) -> None:
         self._channel = channel
         self._order: Future[Build] = Future()
+        self._built: Engine | None = None
         self._engine: EngineThread | None = None  # once it is built
         self._building = False
         self._server_left = False
@@ -106,6 +107,8 @@ class EngineChild:
             return 1
         self._channel.send(failed(error))
         self._channel.flush()
+        if self._built is not None and self._built.has_background_work:
+            self._kill()  # nobody waits for it: a step takes a small machine 20 s to compile
         return 0
 
     def _serve(self, load: Load) -> JaxinferError:
@@ -117,7 +120,7 @@ class EngineChild:
             self._building = True  # not before: an import interrupted within C would complain
             blueprint = planner(order.config, progress)
             self._channel.send(Planned(blueprint.limits, blueprint.tokenizer))
-            engine = blueprint.build()
+            self._built = engine = blueprint.build()
         except JaxinferError as error:
             return error
         except Exception as error:
@@ -153,7 +156,11 @@ class EngineChild:
         if self._building:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             time.sleep(TIDY_SECONDS)
-        os.killpg(0, signal.SIGKILL)  # with whatever it has started, and from whatever it is at
+        self._kill()
+
+    def _kill(self) -> None:
+        """End this process with whatever it has started, and from whatever it is at."""
+        os.killpg(0, signal.SIGKILL)
 
     def _interrupt(self, *_: object) -> None:
         if self._building and self._server_left:

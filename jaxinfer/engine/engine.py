@@ -89,6 +89,11 @@ class Engine:
         waiting = self._pending or self._held or not self._loop.idle
         return self._failure is None and bool(waiting)
 
+    @property
+    def has_background_work(self) -> bool:
+        """Whether a thread beside it still makes what some requests need; nothing cuts it off."""
+        return any(later and later.under_way for later in (self._extras, self._mixed))
+
     def check(
         self,
         prompt_token_ids: Sequence[int],

@@ -207,6 +207,36 @@ def test_a_stop_while_it_is_built(
     assert not capfd.readouterr().err
 
 
+COMPILING = """
+import time
+from jaxinfer.core.later import Later
+from jaxinfer.engine.child import Blueprint, main
+from kit.engines import engine_of, tiny_executor, tiny_limits
+
+def build():
+    limits = tiny_limits()
+    return engine_of(tiny_executor(limits), limits, mixed=Later(lambda: time.sleep(30)))
+
+main(lambda _: lambda *_: Blueprint(tiny_limits(), None, build))
+"""
+
+
+def test_a_stop_while_what_some_requests_need_is_still_compiled(
+    config: EngineConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}){COMPILING}"
+    link = EngineProcess.start(config, spawn([sys.executable, "-c", code]))
+    running = link, link.ready()
+    start = time.perf_counter()
+
+    async def asks(client: EngineClient) -> None:
+        assert (await answer(client, PROMPTS[0])).finished
+
+    talk(running, asks)
+    assert gone(link.pid) and time.perf_counter() - start < 8
+    assert not capfd.readouterr().err
+
+
 PARENT = """
 import sys, time
 from jaxinfer.core.config import EngineConfig
