@@ -25,7 +25,7 @@ def measure_starts(settings: Mapping[str, Any], runs: int) -> dict[str, list[Sta
     """Starts by case: ``no_bundle`` once, ``bundle`` as often as asked."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {**settings, "cache_dir": folder}
-        cold = start_once(settings, Path(folder))  # it ends when all executables are saved
+        cold = start_once(settings, Path(folder))  # it leaves its executables there
         warm = [start_once(settings, Path(folder)) for _ in range(runs)]
     return {"no_bundle": [cold], "bundle": warm}
 

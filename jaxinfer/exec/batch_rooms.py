@@ -6,7 +6,7 @@ Owns: ``BatchRooms``. Must not know: what is in a batch, what a step is.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,6 +15,11 @@ import numpy as np
 from jaxinfer.exec.cuda_driver import copies_to
 
 ROOMS = 3  # of a size: two steps are in flight, and an array is ready up to 1 ms after its step
+
+
+def room_sizes(batch_sizes: Iterable[int]) -> list[int]:
+    """Bytes of each room once batches of these numbers of int32 values were all met."""
+    return [4 * size for size in sorted(set(batch_sizes)) for _ in range(ROOMS)]
 
 
 class BatchRooms:

@@ -28,6 +28,8 @@ from jaxinfer.core.config import (
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
+from jaxinfer.exec.batch import BatchLayout
+from jaxinfer.exec.batch_rooms import room_sizes
 from jaxinfer.exec.cuda_driver import card_bytes
 from jaxinfer.exec.forward import PROMPT_LOGPROBS_BLOCK
 from jaxinfer.exec.program import Program
@@ -65,6 +67,7 @@ class MemoryPlan:
     page_bytes: int
     num_pages: int
     slot_bytes: int
+    batch_bytes: int  # what batches are copied to
     workspace_bytes: int
     device: DeviceMemory | None
 
@@ -76,12 +79,14 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.weight_bytes + self.kv_bytes + self.slot_bytes + self.workspace_bytes
+        state = self.weight_bytes + self.kv_bytes + self.slot_bytes
+        return state + self.batch_bytes + self.workspace_bytes
 
     def described(self, workspace_bytes: int) -> str:
         """One line, with the workspace that the executables really need."""
-        share = ""
+        batches = share = ""
         if self.device is not None:
+            batches = f"batches {_shown(self.batch_bytes)}, "
             part = self.total_bytes / self.device.total_bytes
             share = (
                 f", {part:.1%} of the device's {_shown(self.device.total_bytes)}, of which JAX may "
@@ -89,8 +94,8 @@ class MemoryPlan:
             )
         return (
             f"memory: weights {_shown(self.weight_bytes)}, KV cache {_shown(self.kv_bytes)} "
-            f"({self.num_pages} pages), slots {_shown(self.slot_bytes)}, workspace "
-            f"{_shown(workspace_bytes)} of {_shown(self.workspace_bytes)} planned: "
+            f"({self.num_pages} pages), slots {_shown(self.slot_bytes)}, {batches}"
+            f"workspace {_shown(workspace_bytes)} of {_shown(self.workspace_bytes)} planned: "
             f"{_shown(self.total_bytes)}{share}"
         )
 
@@ -112,15 +117,17 @@ def plan_memory(
     each sequence, or a context of ``config.max_model_len`` do not fit; a derived context may
     shrink to the pages instead.
     """
+    buckets, pages_per_seq = tuple(buckets), cdiv(max_model_len, page_size)
+    layouts = (BatchLayout(bucket, pages_per_seq, max_num_seqs) for bucket in buckets)
     fixed = MemoryPlan(
         weight_bytes=_size(abstract_params(model)),
         page_bytes=page_size * model.kv_spec.bytes_per_token(),
         num_pages=0,
         slot_bytes=_size(jax.eval_shape(lambda: init_slots(max_num_seqs, max_model_len))),
+        batch_bytes=_batch_bytes(layouts, device),
         workspace_bytes=max(workspace_bound(model, bucket, max_model_len) for bucket in buckets),
         device=device,
     )
-    pages_per_seq = cdiv(max_model_len, page_size)
     reserve = reserve_bytes(model)
     room = _kv_budget(config, fixed, reserve) // fixed.page_bytes
     if config.num_pages is not None:
@@ -156,12 +163,21 @@ def program_memory(program: Program) -> MemoryPlan:
         page_bytes=limits.page_size * program.model.kv_spec.bytes_per_token(),
         num_pages=limits.num_pages,
         slot_bytes=_size(program.slots()),
+        batch_bytes=_batch_bytes(map(program.layout, limits.buckets), device := device_memory()),
         workspace_bytes=max(
             workspace_bound(program.model, bucket, limits.max_model_len)
             for bucket in limits.buckets
         ),
-        device=device_memory(),
+        device=device,
     )
+
+
+def _batch_bytes(layouts: Iterable[BatchLayout], device: DeviceMemory | None) -> int:
+    """Of the rooms that batches are copied to, in whole pages of CUDA's; a CPU has none."""
+    if device is None:
+        return 0
+    rooms = room_sizes(layout.abstract().size for layout in layouts)
+    return sum(MAPPED_BYTES * cdiv(room, MAPPED_BYTES) for room in rooms)
 
 
 def reserve_bytes(model: Model) -> int:
@@ -286,10 +302,11 @@ def _kv_budget(config: EngineConfig, fixed: MemoryPlan, reserve: int) -> int:
     if room <= 0:
         raise ConfigError(
             f"the model does not fit: weights {_shown(fixed.weight_bytes)}, slots "
-            f"{_shown(fixed.slot_bytes)}, workspace {_shown(fixed.workspace_bytes)} and a reserve "
-            f"of {_shown(reserve)} leave nothing of the {_shown(budget)} that may be used "
-            f"of the device's {_shown(device.total_bytes)} for the KV cache; use a larger device "
-            "or a smaller model, or lower max_num_seqs or max_num_batched_tokens"
+            f"{_shown(fixed.slot_bytes)}, batches {_shown(fixed.batch_bytes)}, workspace "
+            f"{_shown(fixed.workspace_bytes)} and a reserve of {_shown(reserve)} leave nothing of "
+            f"the {_shown(budget)} that may be used of the device's {_shown(device.total_bytes)} "
+            "for the KV cache; use a larger device or a smaller model, or lower max_num_seqs or "
+            "max_num_batched_tokens"
         )
     return room if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
 

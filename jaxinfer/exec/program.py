@@ -51,10 +51,11 @@ class Program:
     waits in the middle of a step for each branch's condition, and so cannot plan the next step
     meanwhile. There each bucket has a plain step without any branch, and some have one with all
     extras behind branches, for steps in which a request asks for some. The largest have one, as
-    only what is named here is ever compiled: before the first request, or, what only extras need,
-    beside the running engine (``names_later``). (Making all extras unconditional instead would cost
-    a plain step of 256 rows several times 155 MB of logits; handing logits to a second executable
-    would keep them alive between two calls, and a prompt's logprobs need its hidden states too.)
+    only what is named here is ever compiled: before the first request, or, what no first token
+    needs, beside the running engine (``names_later``). (Making all extras unconditional instead
+    would cost a plain step of 256 rows several times 155 MB of logits; handing logits to a second
+    executable would keep them alive between two calls, and a prompt's logprobs need its hidden
+    states too.)
     """
 
     model: Model

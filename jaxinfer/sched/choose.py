@@ -115,7 +115,7 @@ def _takes_turns(draft: Draft) -> bool:
     """
     running = draft.running.values()
     return (
-        not any(bucket.is_mixed for bucket in draft.buckets)
+        not draft.has_mixed
         and any(not seq.is_prefilling for seq in running)
         and (bool(draft.waiting) or any(seq.is_prefilling for seq in running))
     )

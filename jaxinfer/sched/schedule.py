@@ -32,13 +32,7 @@ from jaxinfer.core.step import Abort, Arrive, Event, MixedReady, StepDone, StepF
 from jaxinfer.sched.admit import arrive
 from jaxinfer.sched.choose import choose_step
 from jaxinfer.sched.commit import commit_step, fail_step
-from jaxinfer.sched.state import (
-    Draft,
-    ScheduleOutput,
-    SchedulerState,
-    initial_state,
-    planned_buckets,
-)
+from jaxinfer.sched.state import Draft, ScheduleOutput, SchedulerState, initial_state
 
 __all__ = ["ScheduleOutput", "SchedulerState", "initial_state", "schedule"]
 
@@ -62,7 +56,7 @@ def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerStat
             case Abort():
                 abort(draft, event.request_id, event.reason)
             case MixedReady():
-                draft.buckets = planned_buckets(draft.limits, has_mixed=True)
+                draft.allow_mixed()
     step = choose_step(draft)
     output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates))
     return draft.finish(), output

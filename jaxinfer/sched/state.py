@@ -76,6 +76,7 @@ class SchedulerState(msgspec.Struct, frozen=True):
     next_step_id: int = 0
     next_epoch: int = 0
     num_preemptions: int = 0  # ever
+    has_mixed: bool = True  # whether mixed buckets may be planned
     # whether decoding rows waited for the last step, as no bucket held them beside its prompts
     decodes_waited: bool = False
 
@@ -139,6 +140,7 @@ def initial_state(limits: Limits, *, has_mixed: bool = True) -> SchedulerState:
         orders=Map(),
         free_slots=tuple(reversed(range(slots))),
         pages=new_pool(limits.num_pages),
+        has_mixed=has_mixed,
     )
 
 
@@ -164,6 +166,7 @@ class Draft:
         self.next_step_id = state.next_step_id
         self.next_epoch = state.next_epoch
         self.num_preemptions = state.num_preemptions
+        self.has_mixed = state.has_mixed
         self.decodes_waited = state.decodes_waited
         self.events: list[TokenEvent] = []
         self.duplicates: list[str] = []
@@ -182,8 +185,13 @@ class Draft:
             self.next_step_id,
             self.next_epoch,
             self.num_preemptions,
+            self.has_mixed,
             self.decodes_waited,
         )
+
+    def allow_mixed(self) -> None:
+        """Plan steps in mixed buckets from now on."""
+        self.buckets, self.has_mixed = planned_buckets(self.limits, has_mixed=True), True
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:

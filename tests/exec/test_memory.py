@@ -18,6 +18,7 @@ from jaxinfer.core.step import Bucket
 from jaxinfer.exec import memory
 from jaxinfer.exec.buckets import bucket_table
 from jaxinfer.exec.memory import (
+    MAPPED_BYTES,
     RESERVE_BYTES,
     DeviceMemory,
     MemoryPlan,
@@ -114,6 +115,19 @@ def test_share_of_a_device_is_honoured(share: float) -> None:
     assert share - 0.02 < taken <= share
     described = made.described(made.workspace_bytes)
     assert f"{made.total_bytes / (DEVICE):.1%} of the device's 4.29 GB" in described
+
+
+def test_rooms_for_batches_are_planned_on_a_device_alone() -> None:
+    """In whole pages of CUDA's: three for each size of a batch."""
+    assert plan(None, kv_cache_memory_bytes=1 << 26).batch_bytes == 0
+    small, large = plan(), plan(max_num_seqs=512, max_model_len=32768)
+    sizes = len(
+        bucket_table(256, 2048, decode_start=2, prefill_start=64, prefill_factor=8, mixed_start=16)
+    )
+    assert small.batch_bytes == 3 * sizes * MAPPED_BYTES
+    tables = 3 * 4 * 512 * 32768 // 16  # of the largest step of decoding
+    assert large.batch_bytes > small.batch_bytes + tables
+    assert f"batches {large.batch_bytes / 1e6:.1f} MB" in large.described(0)
 
 
 def test_an_allocator_that_may_take_less_than_the_share() -> None:
