@@ -132,11 +132,11 @@ def _relevant_jax_config() -> dict[str, Any]:
 
 def _source_digest() -> str:
     """A digest of every source file that a compiled step is traced from."""
-    digest = hashlib.sha256()
-    for package in ("pallas_kernels", "jaxinfer"):
-        for name, source in sorted(_sources(files(package))):
-            if package == "pallas_kernels" or name.split("/")[0] in TRACED_FOLDERS:
-                digest.update(name.encode() + b"\0" + source)
+    digest, package = hashlib.sha256(), files("jaxinfer")
+    traced = [package.joinpath(folder) for folder in sorted(TRACED_FOLDERS)]
+    for folder in (files("pallas_kernels"), *traced):
+        for name, source in sorted(_sources(folder, f"{folder.name}/")):
+            digest.update(name.encode() + b"\0" + source)
     return digest.hexdigest()
 
 
