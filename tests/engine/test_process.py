@@ -211,13 +211,18 @@ COMPILING = """
 import time
 from jaxinfer.core.later import Later
 from jaxinfer.engine.child import Blueprint, main
-from kit.engines import engine_of, tiny_executor, tiny_limits
+from jaxinfer.engine.engine import Engine
+from jaxinfer.text.tokenizer import load_tokenizer
+from kit.sim_executor import SimExecutor, sim_facts, sim_limits
+from kit.tokenizers import tiny_tokenizer_spec
 
 def build():
-    limits = tiny_limits()
-    return engine_of(tiny_executor(limits), limits, mixed=Later(lambda: time.sleep(30)))
+    tokenizer = load_tokenizer(tiny_tokenizer_spec())
+    compiling = Later(lambda: time.sleep(30))
+    return Engine(SimExecutor(0.001), limits, sim_facts(tokenizer), tokenizer, mixed=compiling)
 
-main(lambda _: lambda *_: Blueprint(tiny_limits(), None, build))
+limits = sim_limits(4)
+main(lambda _: lambda *_: Blueprint(limits, tiny_tokenizer_spec(), build))
 """
 
 

@@ -43,6 +43,19 @@ def test_a_completion(server: Serving) -> None:
     assert answer["object"] == "text_completion" and answer["id"].startswith("cmpl-")
 
 
+def same(got: Any, expected: Any) -> bool:
+    """The same but for rounding, which differs with the rows that shared a step: two prompts of a
+    request may reach the engine a step apart.
+    """
+    if isinstance(expected, float):
+        return got == pytest.approx(expected, abs=1e-4)
+    if isinstance(expected, dict):
+        return got.keys() == expected.keys() and all(same(got[key], expected[key]) for key in got)
+    if isinstance(expected, list):
+        return len(got) == len(expected) and all(map(same, got, expected))
+    return got == expected
+
+
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("extra", [{}, {"logprobs": 2}, {"logprobs": 2, "echo": True}])
 def test_streamed_completions_add_up(server: Serving, n: int, extra: dict[str, Any]) -> None:
@@ -62,7 +75,7 @@ def test_streamed_completions_add_up(server: Serving, n: int, extra: dict[str, A
         assert [part["finish_reason"] for part in parts][-1] == whole[index]["finish_reason"]
         if "logprobs" in extra:
             for name, expected in whole[index]["logprobs"].items():
-                assert [x for part in parts for x in part["logprobs"][name]] == expected
+                assert same([x for part in parts for x in part["logprobs"][name]], expected)
 
 
 def test_a_chat(server: Serving) -> None:
