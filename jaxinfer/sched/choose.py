@@ -24,9 +24,9 @@ NO_BUCKET = Bucket(0)
 
 def choose_step(draft: Draft) -> StepPlan | None:
     """Plan one step and count its tokens as computed; None when nothing can run."""
-    alone = _prefills_alone(draft)
-    turns = not alone and _takes_turns(draft)
-    alone = alone or (turns and not draft.decodes_waited)
+    prompts_first = _prefills_alone(draft)
+    turns = not prompts_first and _takes_turns(draft)
+    alone = prompts_first or (turns and not draft.decodes_waited)
     decodes, preempted = ([], False) if alone else _decode_rows(draft)
     prefills: list[ScheduledSeq] = []
     budget = _Budget(draft, len(decodes), _most_beside_decodes(draft) if turns else None)

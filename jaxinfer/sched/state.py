@@ -76,7 +76,7 @@ class SchedulerState(msgspec.Struct, frozen=True):
     next_step_id: int = 0
     next_epoch: int = 0
     num_preemptions: int = 0  # ever
-    has_mixed: bool = True  # whether mixed buckets may be planned
+    has_mixed: bool = True  # among ``buckets``; to look for one would take 2 us a step
     # whether decoding rows waited for the last step, as no bucket held them beside its prompts
     decodes_waited: bool = False
 
