@@ -1,15 +1,21 @@
 """The custom calls of a lowered module, and their attributes, which may be replaced.
 
-Owns: ``custom_calls``, ``attribute_of`` and ``set_attribute``. Must not know: what is called.
+Owns: ``custom_calls``, ``attribute_of``, ``set_attribute``, ``set_module`` and ``in_place_of``.
+Must not know: what is called.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters.mlir import ir
 
+MOSAIC_CALL = "mosaic_gpu_v2"  # of a kernel in Mosaic
+MODULE, HASH = "module", "kernel_hash"  # its attributes: the kernel, and what it is known by
+ALIASES = "output_operand_aliases"
 CONFIG = "mhlo.backend_config"  # the attributes of a call
 
 
@@ -29,6 +35,21 @@ def set_attribute(call: Any, name: str, content: str | bytes) -> None:
     config = {each.name: each.attr for each in call.attributes[CONFIG]}
     config[name] = ir.StringAttr.get(content)
     call.attributes[CONFIG] = ir.DictAttr.get(config)
+
+
+def set_module(call: Any, module: bytes) -> None:
+    """Give a call of a kernel in Mosaic another kernel. Within the module's context."""
+    set_attribute(call, MODULE, module)
+    set_attribute(call, HASH, hashlib.sha256(module).digest())
+
+
+def in_place_of(call: Any) -> dict[int, int]:
+    """Results of a call that are operands, changed."""
+    found = {}
+    for each in call.attributes.get(ALIASES, ()):
+        alias = stablehlo.OutputOperandAlias(each)
+        found[next(iter(alias.output_tuple_indices), 0)] = alias.operand_index
+    return found
 
 
 def attribute_of(call: Any, name: str) -> bytes:

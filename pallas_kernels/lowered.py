@@ -21,10 +21,18 @@ from jax.extend.mlir import deserialize_portable_artifact, serialize_portable_ar
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters.mlir import make_ir_context
 
-from pallas_kernels.custom_calls import custom_calls, set_attribute
+from pallas_kernels.custom_calls import (
+    HASH,
+    MODULE,
+    MOSAIC_CALL,
+    attribute_of,
+    custom_calls,
+    set_attribute,
+    set_module,
+)
 from pallas_kernels.device import Device, current_device, described
+from pallas_kernels.link_mosaic import unlinked_module
 
-MOSAIC_CALL = "mosaic_gpu_v2"  # the custom call of a kernel in Mosaic
 SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_numpy_dtype_promotion")
 TO_LOWER = (
     # What is lowered runs with this version of JAX: it need not suit an older one. (Mosaic's older
@@ -96,7 +104,7 @@ class Kernel:
         said, made = (_listed(x) for x in (jax.tree.leaves(self.returned), exported.out_avals))
         if self.returned is not None and said != made:
             raise ValueError(f"{self} returns {made}, not {said}")
-        return exported.mlir_module_serialized
+        return _unlinked(exported.mlir_module_serialized)
 
     def exported(self, function: Callable[..., Any]) -> export.Exported:
         """A function of these arguments under the kernel's name."""
@@ -130,6 +138,7 @@ class LoweredKernel(export.Exported):
         self.__dict__.update(types)
         self.kernel = kernel
         self._module: bytes | None = None
+        self._whole: bytes | None = None
         self._changing = threading.Lock()
         self.compiled = False  # for this process
 
@@ -142,7 +151,9 @@ class LoweredKernel(export.Exported):
     @property
     def mlir_module_serialized(self) -> bytes:
         """Lowered here and now, if nobody has compiled the kernel."""
-        return self._whole(Kernel.lower)
+        self.lower()
+        assert self._module is not None
+        return self._module
 
     def has_vjp(self) -> bool:
         """No kernel differentiates."""
@@ -160,21 +171,41 @@ class LoweredKernel(export.Exported):
         is dead weight: without it XLA compiles a step of 1,024 tokens in 2.4 s, not 5.2. ``lower``
         may have another process lower the kernel.
         """
-        whole = self._whole(lower)
+        self.lower(lower)
         args, _ = jax.tree.unflatten(self.in_tree, self.in_avals)  # with those that are absent
         jax.jit(self.call).lower(*args).compile()
-        self._module = _by_hash(whole)
+        assert self._whole is not None
+        self._module = _by_hash(self._whole)
         self.compiled = True
 
-    def _whole(self, lower: Callable[[Kernel], bytes]) -> bytes:
+    def lower(self, lower: Callable[[Kernel], bytes] = Kernel.lower) -> None:
+        """Have its module, if nobody has yet."""
         with self._changing:
-            if self._module is None:
-                self._module = lower(self.kernel)
-            return self._module
+            if self._whole is None:
+                self._module = self._whole = lower(self.kernel)
+
+    def sources(self) -> dict[bytes, bytes]:
+        """The modules of its calls of Mosaic by their hashes, once it is lowered."""
+        assert self._whole is not None, f"{self.kernel} is not lowered"
+        with make_ir_context():
+            module = deserialize_portable_artifact(self._whole)
+            calls = custom_calls(module.operation, MOSAIC_CALL)
+            return {attribute_of(call, HASH): attribute_of(call, MODULE) for call in calls}
 
 
 def _listed(shapes: Iterable[Any]) -> str:
     return ", ".join(f"{x.dtype}{list(x.shape)}" for x in shapes)
+
+
+def _unlinked(artifact: bytes) -> bytes:
+    """The module without the marks of kernels that may begin early: beside others than those that
+    they are linked with (``link``) they must not.
+    """
+    with make_ir_context():
+        module = deserialize_portable_artifact(artifact)
+        for call in custom_calls(module.operation, MOSAIC_CALL):
+            set_module(call, unlinked_module(attribute_of(call, MODULE)))
+        return serialize_portable_artifact(module, stablehlo.get_current_version())
 
 
 def _by_hash(artifact: bytes) -> bytes:
@@ -182,7 +213,7 @@ def _by_hash(artifact: bytes) -> bytes:
     with make_ir_context():
         module = deserialize_portable_artifact(artifact)
         for call in custom_calls(module.operation, MOSAIC_CALL):
-            set_attribute(call, "module", "")
+            set_attribute(call, MODULE, "")
         return serialize_portable_artifact(module, stablehlo.get_current_version())
 
 

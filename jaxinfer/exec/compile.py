@@ -247,6 +247,7 @@ def _held_back(
         if kernels.done:
             yield from held
             held.clear()
+    kernels.wait()
     yield from held
 
 
@@ -262,11 +263,14 @@ def _lowered(
             kernel.result()
         lowered = traced.lower()
         drop_triton_text(lowered.compiler_ir())
+        if program.links_kernels(name):
+            kernels.link(traced.jaxpr, lowered.compiler_ir())
         return name, lowered
 
     for name in names:
         traced = program.trace(name)
-        waiting.append((name, traced, kernels.begin(traced.jaxpr)))
+        wanted = kernels.begin(traced.jaxpr, to_link=program.links_kernels(name))
+        waiting.append((name, traced, wanted))
         while waiting and all(kernel.done() for kernel in waiting[0][2]):
             yield lower_first()
     while waiting:

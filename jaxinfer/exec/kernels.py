@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 from jax.extend.core import ClosedJaxpr
+from jax.interpreters.mlir import ir
 
 from pallas_kernels.ahead import kernels_in
 from pallas_kernels.lowered import LoweredKernel
@@ -47,11 +48,14 @@ class KernelsAhead:
         if self._pool is not None:
             self._pool.close()
 
-    def begin(self, traced: ClosedJaxpr) -> list[Future[Any]]:
+    def begin(self, traced: ClosedJaxpr, *, to_link: bool = False) -> list[Future[Any]]:
         """Compile what nobody compiles yet; returns what to wait for before the step is lowered.
 
-        What an earlier one of these has compiled is there.
+        What an earlier one of these has compiled is there. Kernels in Mosaic of a step ``to_link``
+        are only lowered: ``link`` compiles them.
         """
+        if to_link:
+            return self._begin_to_link(traced)
         found = {
             key: compile_kernel
             for key, compile_kernel in kernels_in(traced).items()
@@ -66,12 +70,52 @@ class KernelsAhead:
                 self._begun[key] = self._threads.submit(compile_kernel)
         return [self._begun[key] for key in found]
 
+    def link(self, traced: ClosedJaxpr, module: ir.Module) -> None:
+        """Link the kernels of a step that was begun so and is lowered now, in place, and compile
+        what they have become.
+        """
+        from pallas_kernels.link import link_kernels  # what a start from a bundle does without
+
+        sources = {
+            hash_: source
+            for kernel in _mosaic(traced)
+            for hash_, source in kernel.sources().items()
+        }
+        for call in link_kernels(module, sources.__getitem__):
+            if call not in self._begun:
+                self._begun[call] = self._mosaic_threads.submit(call.compile)
+
+    def wait(self) -> None:
+        """Until all that was begun has ended; raises what one of them raised."""
+        for kernel in self._begun.values():
+            kernel.result()
+
     @property
     def done(self) -> bool:
         """Whether all that was begun has ended."""
         return all(kernel.done() for kernel in self._begun.values())
 
+    def _begin_to_link(self, traced: ClosedJaxpr) -> list[Future[Any]]:
+        begun = []
+        for key, compile_kernel in kernels_in(traced).items():
+            if isinstance(key, LoweredKernel):
+                begun.append(
+                    self._mosaic_threads.submit(key.lower, self._processes_to_lower().lower)
+                )
+            else:
+                if key not in self._begun:
+                    self._begun[key] = self._threads.submit(compile_kernel)
+                begun.append(self._begun[key])
+        return begun
+
     def _begin_mosaic(self, kernel: LoweredKernel) -> Future[None]:
+        return self._mosaic_threads.submit(kernel.compile, self._processes_to_lower().lower)
+
+    def _processes_to_lower(self) -> LoweringPool:
         if self._pool is None:
             self._pool = LoweringPool(self._processes)
-        return self._mosaic_threads.submit(kernel.compile, self._pool.lower)
+        return self._pool
+
+
+def _mosaic(traced: ClosedJaxpr) -> list[LoweredKernel]:
+    return [kernel for kernel in kernels_in(traced) if isinstance(kernel, LoweredKernel)]

@@ -123,6 +123,13 @@ class Program:
             options["xla_gpu_enable_command_buffer"] = ""  # none of the kinds of kernels
         return options
 
+    def links_kernels(self, name: str) -> bool:
+        """Whether neighbouring kernels of an executable are to become one call, so that each may
+        begin early (``pallas_kernels.link``): in steps that only decode, whose kernels are short.
+        """
+        step = self._steps().get(name)
+        return self.platform != "cpu" and step is not None and step[0].num_prefills == 0
+
     @property
     def has_plain_steps(self) -> bool:
         """Whether buckets have a step of their own for when no request asks for extras."""

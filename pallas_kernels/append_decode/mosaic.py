@@ -45,6 +45,7 @@ from pallas_kernels.append_decode.mosaic_plan import (
     stage_of,
     turns_of,
 )
+from pallas_kernels.linked import await_kernel_before, let_next_begin
 from pallas_kernels.page_streams import Pages, Stream, copied_by_warps
 
 LOADER = 1  # the warpgroup that copies
@@ -364,11 +365,13 @@ def _work(
 
 
 def _kernel(plan: Plan, arrays: Arrays, shared: Shared) -> None:
+    let_next_begin()
     warpgroup = lax.axis_index("warpgroup")
     pl.when(warpgroup == LOADER)(partial(_load, plan, arrays, shared))
 
     @pl.when(warpgroup != LOADER)
     def _worker() -> None:
+        await_kernel_before()
         work = partial(_work, plan, arrays, shared)
         lax.fori_loop(jnp.int32(0), turns_of(plan), work, jnp.int32(0))
 

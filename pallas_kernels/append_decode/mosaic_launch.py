@@ -26,8 +26,7 @@ KEYS = 64  # that they take at a time: the least of a block
 PAGE_SIZES = (8, 16, 32, 64)  # TMA fills swizzled rooms by 8 rows
 TOGETHER = 2  # programs on a multiprocessor: one attends while another begins or ends
 LARGEST_CLUSTER = 8  # that every device of the kind launches; 16 were slower at 16,416 keys
-# With so many, one row of Qwen3-4B, attention took 29.6 us at 16,416 keys (H200), before its blocks
-# were 128 keys; by Triton, which splits further, 33.0. With half as many it takes 36.2 for 24.7.
+# With half as many, one row of 16,416 keys took 36.2 us for 24.7 (H200); Triton splits further.
 LEAST_PROGRAMS = 64
 SHARED_BYTES = 192 << 10  # of a multiprocessor, for keys and values on their way
 
@@ -103,12 +102,12 @@ def by_rule(
     k_pages: jax.Array,  # [P, S, K, H]
     page_table: jax.Array,  # int32[B, M]
 ) -> Launch:
-    """Splits as long as each program has a multiprocessor, and all the shared memory on its way.
+    """Splits as long as each program has a multiprocessor, with half of its shared memory.
 
-    With splits for two on each, 8 rows of Qwen3-4B took 17.7 us for 12.2 on an H200. A program that
-    has one for itself takes blocks twice as large, which are fewer waits: one row of 16,416 keys
-    took 24.7 us for 29.8, of 1,057 keys 10.0 for 10.2, 8 rows of 1,057 keys 16.3 for 17.0 (with the
-    launch beside it). For 32 rows, two programs on each, they took 44.9 for 40.9.
+    With splits for two on each, 8 rows of Qwen3-4B took 17.7 us for 12.2 on an H200. The other half
+    is for the kernel that comes next: with all of it, one row takes 71.5 us a layer for 62.0, as
+    programs of the next product lie in twos on what attention has left free. So one row does
+    without blocks of 128 keys, with which a launch by itself took 24.7 us for 29.8 at 16,416 keys.
     """
     (b, _, h), (page_size, num_kv_heads) = qkv.shape, k_pages.shape[1:3]
     longest = page_table.shape[1] * page_size
@@ -116,11 +115,9 @@ def by_rule(
     fitting = multiprocessors // (b * num_kv_heads)
     splits = max(min(fitting, -(-longest // KEYS), LARGEST_CLUSTER), 1)
     splits = power_of_two(splits + 1) // 2
-    alone = b * num_kv_heads * splits <= multiprocessors
-    block = 2 * KEYS if alone and longest >= 2 * KEYS * splits else KEYS
-    block_bytes = 2 * block * h * qkv.dtype.itemsize
-    stages = SHARED_BYTES // (1 if alone else TOGETHER) // block_bytes
-    return Launch(splits, block, stages, TOGETHER * multiprocessors)
+    block_bytes = 2 * KEYS * h * qkv.dtype.itemsize
+    stages = SHARED_BYTES // TOGETHER // block_bytes
+    return Launch(splits, KEYS, stages, TOGETHER * multiprocessors)
 
 
 def choose(

@@ -13,14 +13,11 @@ import jax
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.device import current_device
 from pallas_kernels.pins import Pins
+from pallas_kernels.residual_norm.mosaic_launch import COLUMNS, MOST_PARTS, TILES, WIDEST
 
 DTYPES = ("bfloat16", "float16")
 ITEM_BYTES = 2
 ROWS = 8  # of tokens in shared memory: as many as the matrix units take, of which one is filled
-COLUMNS = 64  # of weights that they take at a time, and components that lie side by side
-TILES = 8  # of ``COLUMNS`` components, four of each thread, that a warpgroup reads at once
-WIDEST = 4096  # components: more, and four parts of them, are more than the registers of a thread
-MOST_PARTS = 4
 SHARED_BYTES = 224 << 10  # of a multiprocessor, less what barriers take
 BYTES = 96 << 10  # of weights on their way; more were no faster on an H200
 INSTEAD = ("residual_norm", "skinny_gemm", "swiglu_gemm")  # a pin of one of them is heeded
@@ -100,11 +97,11 @@ def results(
 def choose(sizes: Sizes) -> Launch:
     """Enough bytes on their way while the norm is made. Timed on an H200 with Qwen3-4B.
 
-    More programs than multiprocessors are small enough for two to fit into one.
+    Two programs fit on a multiprocessor: of this kernel where it has more programs than there are
+    multiprocessors, else one of it and one of the kernel that comes next.
     """
-    together = 2 if sizes.outer // COLUMNS > current_device().multiprocessors else 1
-    tokens = ROWS * sizes.inner * ITEM_BYTES
-    room = min(SHARED_BYTES // together - tokens, BYTES)
-    block_k = COLUMNS if together == 2 else 2 * COLUMNS
+    room = min(SHARED_BYTES // 2 - ROWS * sizes.inner * ITEM_BYTES, BYTES)
+    more = sizes.outer // COLUMNS > current_device().multiprocessors
+    block_k = COLUMNS if more else 2 * COLUMNS
     step = block_k * COLUMNS * ITEM_BYTES * (1 + sizes.swiglu)
     return Launch(block_k, room // step)

@@ -23,18 +23,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.norm_gemm.launch import COLUMNS, ROWS, TILES, Launch, Sizes, choose, sizes_of
+from pallas_kernels.linked import let_next_begin
+from pallas_kernels.norm_gemm.launch import COLUMNS, ROWS, Launch, Sizes, choose, sizes_of
+from pallas_kernels.residual_norm.token import added_and_normed
 
 type Ref = Any
-
-# How a warpgroup holds ``TILES`` tiles of a token, [TILES, COLUMNS]: a warp two of them, a thread
-# four components.
-_TILES = plgpu.Layout.TILED(
-    plgpu.Tiling(((TILES, COLUMNS), (TILES // 4, COLUMNS), (4,))),
-    warp_dims=(-5,),
-    lane_dims=(-3, -2),
-    vector_dim=-1,
-)
 
 
 class _Plan(NamedTuple):
@@ -115,32 +108,6 @@ def _load(plan: _Plan, column: jax.Array, w: Ref, shared: _Shared) -> None:  # [
         copy(step)
 
 
-def _norm(plan: _Plan, arrays: _Arrays, tokens: Ref) -> tuple[jax.Array, ...]:
-    """Write the normed token where the product reads it; the sum, by ``TILES`` tiles."""
-    load = partial(plgpu.load, layout=_TILES, optimized=False)
-    spans = [pl.ds(first, TILES) for first in range(0, plan.tiles, TILES)]
-    # All loads are under way before the first is waited for.
-    weights = [load(arrays.norms.at[plan.row, span]) for span in spans]
-    sums = [load(arrays.x.at[span]) for span in spans]
-    parts = [
-        [load(arrays.parts.at[i, span]) for span in spans] for i in range(arrays.parts.shape[0])
-    ]
-    squares = jnp.zeros((), jnp.float32)
-    for i in range(len(spans)):
-        delta = parts[0][i].astype(jnp.float32)
-        for part in parts[1:]:
-            delta = delta + part[i].astype(jnp.float32)
-        sums[i] = (sums[i].astype(jnp.float32) + delta).astype(plan.dtype)
-        squares = squares + sums[i].astype(jnp.float32) * sums[i].astype(jnp.float32)
-    by_tile = plgpu.layout_cast(squares.sum(axis=1), _TILES.reduce(1))
-    factor = lax.rsqrt(by_tile.sum(axis=0) / plan.sizes.inner + plan.eps)
-    for span, total, weight in zip(spans, sums, weights, strict=True):
-        normed = total.astype(jnp.float32) * lax.broadcast_in_dim(factor, total.shape, [])
-        tokens[span, 0, :] = (normed * weight.astype(jnp.float32)).astype(plan.dtype)
-    plgpu.commit_smem()
-    return tuple(sums)
-
-
 def _product(plan: _Plan, tokens: Ref, shared: _Shared) -> tuple[jax.Array, ...]:
     """Multiply step after step as it arrives: float32[COLUMNS, ROWS] of each half."""
     tiles = plan.choice.block_k // COLUMNS  # of a step
@@ -171,12 +138,16 @@ def _product(plan: _Plan, tokens: Ref, shared: _Shared) -> tuple[jax.Array, ...]
 def _work(plan: _Plan, column: jax.Array, arrays: _Arrays, shared: _Shared) -> None:
     """From the residual stream to 64 columns of the result."""
     plain, swizzled = _both_views(shared.tokens)
-    sums = _norm(plan, arrays, plain)
+    parts = [arrays.parts.at[i] for i in range(arrays.parts.shape[0])]
+    token = added_and_normed(arrays.x, parts, arrays.norms.at[plan.row], eps=plan.eps)
+    for span, normed in zip(token.spans, token.normed, strict=True):
+        plain[span, 0, :] = normed
+    plgpu.commit_smem()
 
     @pl.when(column == 0)
     def _keep() -> None:
-        for i, total in enumerate(sums):
-            arrays.total[pl.ds(i * TILES, TILES)] = total
+        for span, total in zip(token.spans, token.total, strict=True):
+            arrays.total[span] = total
 
     halves = _product(plan, swizzled, shared)
     result = halves[0]
@@ -188,6 +159,7 @@ def _work(plan: _Plan, column: jax.Array, arrays: _Arrays, shared: _Shared) -> N
 
 
 def _kernel(plan: _Plan, arrays: _Arrays, shared: _Shared) -> None:
+    let_next_begin()
     column, warpgroup = lax.axis_index("tile") * COLUMNS, lax.axis_index("warpgroup")
     pl.when(warpgroup == 0)(partial(_work, plan, column, arrays, shared))
     pl.when(warpgroup == 1)(partial(_load, plan, column, arrays.w, shared))

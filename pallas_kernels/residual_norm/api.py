@@ -6,14 +6,18 @@ import jax
 
 from pallas_kernels.checks import check_parts
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
-from pallas_kernels.residual_norm import cases, launch, ref, xla
+from pallas_kernels.residual_norm import cases, launch, mosaic_launch, ref, xla
 
+_mosaic = imported_when_called(
+    "pallas_kernels.residual_norm.mosaic", "residual_norm", mosaic_launch.results
+)
 _triton = imported_when_called("pallas_kernels.residual_norm.triton", "residual_norm")
 
 OP = KernelOp(
     name="residual_norm",
     ref=ref.residual_norm,
     impls=(
+        Impl("mosaic", _mosaic, platforms=("gpu",), supports=mosaic_launch.supports),
         Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
         Impl("xla", xla.residual_norm),
     ),

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.linked import await_kernel_before, let_next_begin
 from pallas_kernels.skinny_gemm.launch import COLUMNS, TOKENS, Launch, choose, result_of
 from pallas_kernels.skinny_gemm.sizes import Sizes, sizes_of
 
@@ -87,28 +88,34 @@ def _stage(plan: _Plan, step: jax.Array) -> jax.Array:
 
 
 def _load(plan: _Plan, span: _Span, x: Ref, w: Ref, shared: _Shared) -> None:  # [T, I], [I, ...]
-    """Copy step after step as room becomes free."""
+    """Copy step after step as room becomes free; the first weights before there are tokens."""
     block_n, block_k = plan.choice.block_n, plan.choice.block_k
 
     def inner(step: jax.Array) -> Any:
         return pl.ds((span.first + step) * block_k, block_k)
 
-    def copy(step: jax.Array) -> None:
+    def copy_weights(step: jax.Array) -> None:
         stage = _stage(plan, step)
-        full = shared.full.at[stage]
         for half in range(plan.halves):
             columns = pl.ds(half * plan.sizes.outer + span.column, block_n)
-            plgpu.copy_gmem_to_smem(w.at[inner(step), columns], shared.w.at[stage, half], full)
+            room = shared.w.at[stage, half]
+            plgpu.copy_gmem_to_smem(w.at[inner(step), columns], room, shared.full.at[stage])
+
+    def copy_tokens(step: jax.Array) -> None:
+        stage = _stage(plan, step)
         tokens = x.at[pl.ds(0, plan.rows), inner(step)]  # rows that x lacks become zeros
-        plgpu.copy_gmem_to_smem(tokens, shared.x.at[stage], full)
+        plgpu.copy_gmem_to_smem(tokens, shared.x.at[stage], shared.full.at[stage])
 
     at_once = jnp.minimum(span.steps, plan.choice.stages)
-    pl.loop(0, at_once)(copy)
+    pl.loop(0, at_once)(copy_weights)
+    await_kernel_before()
+    pl.loop(0, at_once)(copy_tokens)
 
     @pl.loop(at_once, span.steps)
     def _step(step: jax.Array) -> None:
         plgpu.barrier_wait(shared.free.at[_stage(plan, step)])
-        copy(step)
+        copy_weights(step)
+        copy_tokens(step)
 
 
 def _product(
@@ -160,6 +167,7 @@ def _work(plan: _Plan, span: _Span, worker: jax.Array, out: Ref, shared: _Shared
 
 
 def _kernel(plan: _Plan, x: Ref, w: Ref, out: Ref, shared: _Shared) -> None:
+    let_next_begin()
     span, warpgroup = _span(plan), lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == plan.choice.warpgroups)

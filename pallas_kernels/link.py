@@ -1,0 +1,288 @@
+"""Neighbouring kernels of a lowered step as one call, in which each may begin early.
+
+XLA makes of each custom call a CUDA graph of its own within the step's, and a kernel of one such
+graph begins when the one before has ended. Within a graph it may begin before, and load weights
+until what it needs is there (``pallas_kernels.linked``). So runs of kernels in Mosaic that nothing
+else comes between become one call.
+
+Owns: ``link_kernels``. Must not know: Mosaic's modules (``link_mosaic``), which kernels there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters.mlir import ir
+
+from pallas_kernels.custom_calls import (
+    ALIASES,
+    HASH,
+    MOSAIC_CALL,
+    attribute_of,
+    custom_calls,
+    in_place_of,
+    set_module,
+)
+from pallas_kernels.link_mosaic import Launch, linked_module
+from pallas_kernels.linked_call import LinkedCall
+
+LAYOUTS = ("operand_layouts", "result_layouts")
+NEVER = 1 << 30  # what is read after all calls
+
+type Source = Callable[[bytes], bytes]  # a kernel's module, by its hash
+
+
+def link_kernels(module: ir.Module, source_of: Source) -> list[LinkedCall]:
+    """Make runs of kernels in ``module``'s main function one call each, in place; the calls."""
+    with module.context, ir.Location.unknown():
+        functions = {
+            op.attributes["sym_name"].value: op.operation
+            for op in module.body.operations
+            if op.operation.name == "func.func"
+        }
+        block = functions["main"].regions[0].blocks[0]
+        _inline(block, functions)
+        made: dict[tuple[Launch, ...], LinkedCall] = {}  # a layer's kernels, say, for all layers
+        for run in list(_runs(block)):
+            _Linked(run).replace(source_of, made)
+        _drop_unused(functions)
+        return list(made.values())
+
+
+def _inline(block: ir.Block, functions: dict[str, Any]) -> None:
+    """Put the bodies of functions that call kernels in place of their calls."""
+    inlined = _with_kernels(functions)
+    for call in [each for each in _calls(block) if each.attributes["callee"].value in inlined]:
+        body = functions[call.attributes["callee"].value].regions[0].blocks[0]
+        results = _copied(body, list(call.operands), call, functions, inlined)
+        for result, value in zip(call.results, results, strict=True):
+            result.replace_all_uses_with(value)
+        call.erase()
+
+
+def _with_kernels(functions: dict[str, Any]) -> set[str]:
+    """Names of functions that call kernels, or such functions."""
+    blocks = {name: function.regions[0].blocks[0] for name, function in functions.items()}
+    found = {
+        name for name, function in functions.items() if any(custom_calls(function, MOSAIC_CALL))
+    }
+    while True:
+        more = {
+            name
+            for name, block in blocks.items()
+            if name not in found
+            and any(call.attributes["callee"].value in found for call in _calls(block))
+        }
+        if not more:
+            return found
+        found |= more
+
+
+def _calls(block: ir.Block) -> Iterator[Any]:
+    for operation in block.operations:
+        if operation.operation.name == "func.call":
+            yield operation.operation
+
+
+def _copied(
+    body: ir.Block,
+    arguments: Sequence[ir.Value],
+    before: Any,
+    functions: dict[str, Any],
+    inlined: set[str],
+) -> list[ir.Value]:
+    """A copy of a function's body ahead of an operation; what it returns."""
+    there: dict[ir.Value, ir.Value] = dict(zip(body.arguments, arguments, strict=True))
+    for each in body.operations:
+        operation = each.operation
+        operands = [there[x] for x in operation.operands]
+        if operation.name == "func.return":
+            return operands
+        callee = operation.attributes["callee"].value if operation.name == "func.call" else None
+        if callee in inlined:
+            inner = functions[callee].regions[0].blocks[0]
+            results = _copied(inner, operands, before, functions, inlined)
+        else:
+            with ir.InsertionPoint(before):
+                copy = operation.clone()
+            for i, operand in enumerate(operands):
+                copy.operands[i] = operand
+            results = list(copy.results)
+        there.update(zip(operation.results, results, strict=True))
+    raise ValueError("a function has no return")
+
+
+def _runs(block: ir.Block) -> Iterator[list[Any]]:
+    """Kernels, and reshapes between them, that nothing comes between which needs their results."""
+    run: list[Any] = []
+    made: set[ir.Value] = set()
+    for op in block.operations:
+        operation = op.operation
+        needs = any(operand in made for operand in operation.operands)
+        is_kernel = _is_kernel(operation)
+        if is_kernel or (needs and operation.name == "stablehlo.reshape"):
+            run.append(operation)
+            made.update(operation.results)
+        elif needs or operation.name == "func.return":
+            if sum(map(_is_kernel, run)) > 1:
+                yield run
+            run, made = [], set()
+
+
+def _is_kernel(operation: Any) -> bool:
+    named = operation.attributes
+    return (
+        operation.name == "stablehlo.custom_call" and named["call_target_name"].value == MOSAIC_CALL
+    )
+
+
+@dataclass
+class _Linked:
+    """One call for a run of kernels.
+
+    Its arrays are what the run reads from outside, then what it writes: arrays of which one may
+    hold the result of several kernels in turn, as each is through before a later one writes.
+    """
+
+    run: Sequence[Any]
+    inputs: list[ir.Value] = field(default_factory=list)
+    outputs: list[ir.Type] = field(default_factory=list)
+    aliases: dict[int, int] = field(default_factory=dict)  # of outputs to inputs
+    free: list[tuple[int, int]] = field(default_factory=list)  # since when, which output
+    places: dict[ir.Value, tuple[bool, int]] = field(default_factory=dict)  # is it an output, which
+
+    def replace(self, source_of: Source, made: dict[tuple[Launch, ...], LinkedCall]) -> None:
+        """Put the call in place of the run; ``made`` has those of other runs, and then this one."""
+        kernels = [operation for operation in self.run if _is_kernel(operation)]
+        last_reads = self._last_reads()
+        launched = []
+        for time, operation in enumerate(self.run):
+            if operation in kernels:
+                self._place_results(operation, time, last_reads)
+                arrays = [self._place(x) for x in (*operation.operands, *operation.results)]
+                launched.append((source_of(attribute_of(operation, HASH)), arrays))
+            else:
+                self.places[operation.results[0]] = self._place(operation.operands[0])
+        first_output = len(self.inputs)
+        launches = tuple(
+            Launch(source, tuple(i + first_output * is_output for is_output, i in arrays))
+            for source, arrays in launched
+        )
+        known = made.get(launches)
+        call = self._call(kernels[-1], known.kernel if known else linked_module(launches))
+        self._replace_by(call, kernels[-1])
+        if known is None:
+            made[launches] = LinkedCall.of(call)
+
+    def _last_reads(self) -> dict[ir.Value, int]:
+        """When each value of the run is read last, also as what a reshape makes of it."""
+        last: dict[ir.Value, int] = {}
+        inside = {operation: time for time, operation in enumerate(self.run)}
+        for operation in reversed(self.run):
+            for value in operation.results:
+                times = [-1]
+                for use in value.uses:
+                    user = use.owner.operation
+                    if user not in inside:
+                        times.append(NEVER)
+                    elif _is_kernel(user):
+                        times.append(inside[user])
+                    else:
+                        times.append(last[user.results[0]])
+                last[value] = max(times)
+        return last
+
+    def _place(self, value: ir.Value) -> tuple[bool, int]:
+        if value not in self.places:
+            self.places[value] = False, len(self.inputs)
+            self.inputs.append(value)
+        return self.places[value]
+
+    def _place_results(self, kernel: Any, time: int, last_reads: dict[ir.Value, int]) -> None:
+        """Where a kernel writes: what it is to change in place, or an array that is free, or one
+        more.
+        """
+        in_place = in_place_of(kernel)
+        for i, result in enumerate(kernel.results):
+            if i in in_place:
+                is_output, place = self._place(kernel.operands[in_place[i]])
+                if not is_output:
+                    self.aliases[len(self.outputs)] = place
+                    self.outputs.append(result.type)
+                    place = len(self.outputs) - 1
+                self.places[result] = True, place
+                continue
+            fitting = [
+                (since, place)
+                for since, place in self.free
+                if since < time and self.outputs[place] == result.type
+            ]
+            if fitting:
+                self.free.remove(fitting[0])
+                place = fitting[0][1]
+            else:
+                place = len(self.outputs)
+                self.outputs.append(result.type)
+            self.places[result] = True, place
+            if last_reads[result] != NEVER:
+                self.free.append((max(last_reads[result], time), place))
+
+    def _call(self, like: Any, module: bytes) -> Any:
+        attributes = {name: like.attributes[name] for name in like.attributes}
+        for name, types in zip(LAYOUTS, ([x.type for x in self.inputs], self.outputs), strict=True):
+            attributes[name] = ir.ArrayAttr.get([_row_major(each) for each in types])
+        several = len(self.outputs) > 1
+        attributes[ALIASES] = ir.ArrayAttr.get(
+            [
+                stablehlo.OutputOperandAlias.get([output] if several else [], operand, [])
+                for output, operand in self.aliases.items()
+            ]
+        )
+        with ir.InsertionPoint(like):
+            call = ir.Operation.create(like.name, self.outputs, self.inputs, attributes)
+        set_module(call, module)
+        return call
+
+    def _replace_by(self, call: Any, behind: Any) -> None:
+        with ir.InsertionPoint(behind):
+            for operation in self.run:
+                for result in operation.results:
+                    _, place = self.places[result]
+                    value = call.results[place]
+                    if value.type != result.type:
+                        reshaped = ir.Operation.create("stablehlo.reshape", [result.type], [value])
+                        value = reshaped.results[0]
+                    result.replace_all_uses_with(value)
+        for operation in reversed(self.run):
+            operation.erase()
+
+
+def _row_major(kind: Any) -> ir.Attribute:
+    order = list(reversed(range(ir.RankedTensorType(kind).rank)))
+    return ir.Attribute.parse(f"dense<{order}> : tensor<{len(order)}xindex>")
+
+
+def _drop_unused(functions: dict[str, Any]) -> None:
+    """Take out functions that nobody calls any more."""
+    while True:
+        called = {
+            call.attributes["callee"].value
+            for function in functions.values()
+            for call in _calls_within(function)
+        }
+        unused = [name for name in functions if name != "main" and name not in called]
+        if not unused:
+            return
+        for name in unused:
+            functions.pop(name).erase()
+
+
+def _calls_within(operation: Any) -> Iterator[Any]:
+    for region in operation.regions:
+        for block in region.blocks:
+            yield from _calls(block)
+            for inner in block.operations:
+                yield from _calls_within(inner.operation)
