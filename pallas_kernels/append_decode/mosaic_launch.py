@@ -29,6 +29,7 @@ LARGEST_CLUSTER = 8  # that every device of the kind launches; 16 were slower at
 # With half as many, one row of 16,416 keys took 36.2 us for 24.7 (H200); Triton splits further.
 LEAST_PROGRAMS = 64
 SHARED_BYTES = 192 << 10  # of a multiprocessor, for keys and values on their way
+ALONE_BYTES = 128 << 10  # of these, for a program that has a multiprocessor for itself
 
 
 @dataclass(frozen=True)
@@ -102,12 +103,13 @@ def by_rule(
     k_pages: jax.Array,  # [P, S, K, H]
     page_table: jax.Array,  # int32[B, M]
 ) -> Launch:
-    """Splits as long as each program has a multiprocessor, with half of its shared memory.
+    """Splits as long as each program has a multiprocessor.
 
-    With splits for two on each, 8 rows of Qwen3-4B took 17.7 us for 12.2 on an H200. The other half
-    is for the kernel that comes next: with all of it, one row takes 71.5 us a layer for 62.0, as
-    programs of the next product lie in twos on what attention has left free. So one row does
-    without blocks of 128 keys, with which a launch by itself took 24.7 us for 29.8 at 16,416 keys.
+    With splits for two on each, 8 rows of Qwen3-4B took 17.7 us for 12.2 on an H200. A program that
+    has one for itself takes blocks twice as large, which are fewer waits: a layer of one row took
+    80.4 us for 86.0 at 16,416 keys, of 1,057 keys 61.8 for 61.5. More of them on their way would
+    leave the kernel that comes next no room beside it: 63.8 at 1,057 keys. For 32 rows, two
+    programs on each, a launch with such blocks took 44.9 us for 40.9.
     """
     (b, _, h), (page_size, num_kv_heads) = qkv.shape, k_pages.shape[1:3]
     longest = page_table.shape[1] * page_size
@@ -115,9 +117,11 @@ def by_rule(
     fitting = multiprocessors // (b * num_kv_heads)
     splits = max(min(fitting, -(-longest // KEYS), LARGEST_CLUSTER), 1)
     splits = power_of_two(splits + 1) // 2
-    block_bytes = 2 * KEYS * h * qkv.dtype.itemsize
-    stages = SHARED_BYTES // TOGETHER // block_bytes
-    return Launch(splits, KEYS, stages, TOGETHER * multiprocessors)
+    alone = b * num_kv_heads * splits <= multiprocessors
+    large = alone and longest >= 2 * KEYS * splits
+    block, room = (2 * KEYS, ALONE_BYTES) if large else (KEYS, SHARED_BYTES // TOGETHER)
+    block_bytes = 2 * block * h * qkv.dtype.itemsize
+    return Launch(splits, block, room // block_bytes, TOGETHER * multiprocessors)
 
 
 def choose(
