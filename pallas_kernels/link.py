@@ -30,7 +30,7 @@ from pallas_kernels.link_mosaic import Launch, linked_module
 from pallas_kernels.linked_call import LinkedCall
 
 LAYOUTS = ("operand_layouts", "result_layouts")
-NEVER = 1 << 30  # what is read after all calls
+AFTERWARDS = 1 << 30  # when that is read which is read outside the run
 
 type Source = Callable[[bytes], bytes]  # a kernel's module, by its hash
 
@@ -151,7 +151,7 @@ class _Linked:
     inputs: list[ir.Value] = field(default_factory=list)
     outputs: list[ir.Type] = field(default_factory=list)
     aliases: dict[int, int] = field(default_factory=dict)  # of outputs to inputs
-    free: list[tuple[int, int]] = field(default_factory=list)  # since when, which output
+    free: list[tuple[int, int]] = field(default_factory=list)  # read last when, which output
     places: dict[ir.Value, tuple[bool, int]] = field(default_factory=dict)  # is it an output, which
 
     def replace(self, source_of: Source, made: dict[tuple[Launch, ...], LinkedCall]) -> None:
@@ -187,7 +187,7 @@ class _Linked:
                 for use in value.uses:
                     user = use.owner.operation
                     if user not in inside:
-                        times.append(NEVER)
+                        times.append(AFTERWARDS)
                     elif _is_kernel(user):
                         times.append(inside[user])
                     else:
@@ -216,9 +216,9 @@ class _Linked:
                 self.places[result] = True, place
                 continue
             fitting = [
-                (since, place)
-                for since, place in self.free
-                if since < time and self.outputs[place] == result.type
+                (read, place)
+                for read, place in self.free
+                if read < time and self.outputs[place] == result.type
             ]
             if fitting:
                 self.free.remove(fitting[0])
@@ -227,8 +227,7 @@ class _Linked:
                 place = len(self.outputs)
                 self.outputs.append(result.type)
             self.places[result] = True, place
-            if last_reads[result] != NEVER:
-                self.free.append((max(last_reads[result], time), place))
+            self.free.append((max(last_reads[result], time), place))
 
     def _call(self, like: Any, module: bytes) -> Any:
         attributes = {name: like.attributes[name] for name in like.attributes}

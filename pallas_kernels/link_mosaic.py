@@ -304,12 +304,12 @@ class _Kernel:
             [next(operands) for _ in range(count)]
             for count in ir.DenseI32ArrayAttr(counts["operandSegmentSizes"])
         ]
-        numbers = [
-            [ir.IntegerAttr(x.owner.attributes["value"]).value for x in g] for g in groups[1:]
-        ]
-        flat = [group[0] if group else 1 for group in numbers[:9]]
-        shared = numbers[9] or [0]
-        return {"grid": flat[:3], "block": flat[3:6], "cluster": flat[6:9], "shared": shared}
+        sizes = [_number(group[0]) if group else 1 for group in groups[1:10]]
+        shared = [_number(x) for x in groups[10]] or [0]
+        found = {"grid": sizes[:3], "block": sizes[3:6], "cluster": sizes[6:], "shared": shared}
+        if found["block"][1:] != [1, 1] or found["cluster"][1:] != [1, 1]:
+            raise ValueError(f"a kernel has blocks or clusters of more than one dimension: {found}")
+        return found
 
     def _move_body(self, kernels: ir.Block, sizes: dict[str, list[int]]) -> list[ir.Value]:
         """What the kernel takes: values that the host has loaded, arrays and TMA's descriptors.
