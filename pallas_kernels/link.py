@@ -35,8 +35,11 @@ AFTERWARDS = 1 << 30  # when that is read which is read outside the run
 type Source = Callable[[bytes], bytes]  # a kernel's module, by its hash
 
 
-def link_kernels(module: ir.Module, source_of: Source) -> list[LinkedCall]:
-    """Make runs of kernels in ``module``'s main function one call each, in place; the calls."""
+def link_kernels(module: Any, source_of: Source) -> list[LinkedCall]:
+    """Make runs of kernels in ``module``'s main function one call each, in place; the calls.
+
+    ``module`` is an ``ir.Module`` of StableHLO, as ``jax.stages.Lowered.compiler_ir`` gives it.
+    """
     with module.context, ir.Location.unknown():
         functions = {
             op.attributes["sym_name"].value: op.operation
@@ -55,8 +58,8 @@ def link_kernels(module: ir.Module, source_of: Source) -> list[LinkedCall]:
 def _inline(block: ir.Block, functions: dict[str, Any]) -> None:
     """Put the bodies of functions that call kernels in place of their calls."""
     inlined = _with_kernels(functions)
-    for call in [each for each in _calls(block) if each.attributes["callee"].value in inlined]:
-        body = functions[call.attributes["callee"].value].regions[0].blocks[0]
+    for call in [each for each in _calls(block) if _callee(each) in inlined]:
+        body = functions[_callee(call)].regions[0].blocks[0]
         results = _copied(body, list(call.operands), call, functions, inlined)
         for result, value in zip(call.results, results, strict=True):
             result.replace_all_uses_with(value)
@@ -73,8 +76,7 @@ def _with_kernels(functions: dict[str, Any]) -> set[str]:
         more = {
             name
             for name, block in blocks.items()
-            if name not in found
-            and any(call.attributes["callee"].value in found for call in _calls(block))
+            if name not in found and any(_callee(call) in found for call in _calls(block))
         }
         if not more:
             return found
@@ -85,6 +87,10 @@ def _calls(block: ir.Block) -> Iterator[Any]:
     for operation in block.operations:
         if operation.operation.name == "func.call":
             yield operation.operation
+
+
+def _callee(call: Any) -> str:
+    return call.attributes["callee"].value
 
 
 def _copied(
@@ -101,7 +107,7 @@ def _copied(
         operands = [there[x] for x in operation.operands]
         if operation.name == "func.return":
             return operands
-        callee = operation.attributes["callee"].value if operation.name == "func.call" else None
+        callee = _callee(operation) if operation.name == "func.call" else None
         if callee in inlined:
             inner = functions[callee].regions[0].blocks[0]
             results = _copied(inner, operands, before, functions, inlined)
@@ -268,9 +274,7 @@ def _drop_unused(functions: dict[str, Any]) -> None:
     """Take out functions that nobody calls any more."""
     while True:
         called = {
-            call.attributes["callee"].value
-            for function in functions.values()
-            for call in _calls_within(function)
+            _callee(call) for function in functions.values() for call in _calls_within(function)
         }
         unused = [name for name in functions if name != "main" and name not in called]
         if not unused:

@@ -16,30 +16,22 @@ passes.cc).
 
 from __future__ import annotations
 
+import importlib
 import io
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from jax.interpreters.mlir import ir, make_ir_context
-from jaxlib.mlir.passmanager import PassManager
 
+from pallas_kernels.link_outline import Placed, outline
 from pallas_kernels.linked import WAIT
 
 USES_PDL = "mosaic_gpu.uses_pdl"  # mark of a module whose kernel may begin early
-# cuda.h: of CUlaunchAttributeID and CUfunction_attribute
-PROGRAMMATIC_SERIALIZATION, CLUSTER_DIMENSION = 6, 4
-MAX_DYNAMIC_SHARED_BYTES = 8
-# CUlaunchAttribute is 4 bytes of id, 4 of padding, 64 of value; CUlaunchConfig: grid, block,
-# dynamic shared bytes, stream, attributes, how many.
-ATTRIBUTE = "!llvm.struct<(i32, i32, i32, i32, i32, array<13 x i32>)>"
-CONFIG = "!llvm.struct<(i32, i32, i32, i32, i32, i32, i32, ptr, ptr, i32)>"
-CONFIG_FIELDS = (
-    *((name, "i32") for name in ("grid_x", "grid_y", "grid_z", "block", "one", "one", "shared")),
-    ("stream", "!llvm.ptr"),
-    ("first", "!llvm.ptr"),
-    ("count", "i32"),
-)
+
+
+type Value = Any  # an ir.Value that an operation made
+type Attributes = dict[str, Any]
 
 
 class Launch(NamedTuple):
@@ -60,12 +52,18 @@ def linked_module(launches: Sequence[Launch]) -> bytes:
     with _mosaic_context():
         sources = dict.fromkeys(launch.source for launch in launches)
         kernels = {source: _Kernel(source, i) for i, source in enumerate(sources)}
-        module = ir.Module.parse(_outline(launches, kernels))
+        placed = [_placed(i, launch, kernels) for i, launch in enumerate(launches)]
+        module = ir.Module.parse(outline(placed))
         for kernel in kernels.values():
             kernel.move_to(module)
         module.operation.verify()
         _serde(module, serialize=True)
         return _bytecode(module)
+
+
+def _placed(i: int, launch: Launch, kernels: dict[bytes, _Kernel]) -> Placed:
+    kernel = kernels[launch.source]
+    return Placed(kernel.number, launch.arrays, begins_early=i > 0 and kernel.waits)
 
 
 def unlinked_module(source: bytes) -> bytes:
@@ -82,12 +80,15 @@ def unlinked_module(source: bytes) -> bytes:
 
 @contextmanager
 def _mosaic_context() -> Generator[None]:
-    from jax.experimental.mosaic import gpu as mosaic  # 0.2 s, which a start from a bundle saves
-
     with make_ir_context() as context, ir.Location.unknown():
-        mosaic.dialect.register_dialect(context)
+        _mosaic().dialect.register_dialect(context)
         context.allow_unregistered_dialects = True
         yield
+
+
+def _mosaic() -> Any:
+    """Where JAX makes modules for Mosaic: 0.2 s to import, which a start from a bundle saves."""
+    return importlib.import_module("jax.experimental.mosaic.gpu.core")
 
 
 def _bytecode(module: ir.Module) -> bytes:
@@ -99,182 +100,8 @@ def _bytecode(module: ir.Module) -> bytes:
 def _serde(module: ir.Module, *, serialize: bool) -> None:
     """From Mosaic's stable form of a module, or back to it; in place."""
     switch = "true" if serialize else "false"
-    PassManager.parse(f"builtin.module(mosaic_gpu-serde{{serialize={switch}}})").run(
-        module.operation
-    )
-
-
-def _outline(launches: Sequence[Launch], kernels: dict[bytes, _Kernel]) -> str:
-    """The module, in which kernels and their host code are still to be filled in."""
-    names, hosts, calls, places = [], [], [], []
-    for number in range(len(kernels)):
-        names.append(f'llvm.mlir.global internal constant @name{number}("k{number}\\00")')
-        hosts.append(
-            f"func.func private @host{number}(%module: !llvm.ptr, %stream: !llvm.ptr, "
-            "%arrays: !llvm.ptr, %is_linked: i32) { return }"
-        )
-    for i, launch in enumerate(launches):
-        kernel = kernels[launch.source]
-        is_linked = "%one" if i > 0 and kernel.waits else "%zero"
-        calls.append(
-            f"%begin{i} = llvm.mlir.constant({len(places)} : i32) : i32\n"
-            f"%count{i} = llvm.mlir.constant({len(launch.arrays)} : i32) : i32\n"
-            f"llvm.call @gather(%arrays, %begin{i}, %count{i}, %own) : "
-            "(!llvm.ptr, i32, i32, !llvm.ptr) -> ()\n"
-            f"func.call @host{kernel.number}(%module, %stream, %own, {is_linked}) : "
-            "(!llvm.ptr, !llvm.ptr, !llvm.ptr, i32) -> ()"
-        )
-        places.extend(launch.arrays)
-    config = []
-    for i, (name, kind) in enumerate(CONFIG_FIELDS):
-        config.append(f"%at{i} = llvm.getelementptr %config[0, {i}] : {_AT} {CONFIG}")
-        config.append(f"llvm.store %{name}, %at{i} : {kind}, !llvm.ptr")
-    return _OUTLINE.format(
-        names="\n".join(names),
-        hosts="\n".join(hosts),
-        calls="\n".join(calls),
-        config="\n".join(config),
-        places=f"dense<{places}> : tensor<{len(places)}xi32>",
-        num_places=len(places),
-        most=max(len(launch.arrays) for launch in launches),
-        attribute=ATTRIBUTE,
-        config_type=CONFIG,
-        at=_AT,
-        programmatic=PROGRAMMATIC_SERIALIZATION,
-        cluster=CLUSTER_DIMENSION,
-        shared_bytes=MAX_DYNAMIC_SHARED_BYTES,
-    )
-
-
-_AT = "(!llvm.ptr) -> !llvm.ptr,"
-_OUTLINE = """
-module attributes {{gpu.container_module, sym_name = "linked",
-    mosaic_gpu.arch_major = 9 : i32, mosaic_gpu.arch_minor = 0 : i32}} {{
-func.func private @mosaic_gpu_init_tma_desc(
-  !llvm.ptr, !llvm.ptr, i64, i64, !llvm.ptr, !llvm.ptr, i64, !llvm.ptr)
-llvm.func @cuFuncGetModule(!llvm.ptr, !llvm.ptr) -> i32
-llvm.func @cuModuleGetFunction(!llvm.ptr, !llvm.ptr, !llvm.ptr) -> i32
-llvm.func @cuFuncSetAttribute(!llvm.ptr, i32, i32) -> i32
-llvm.func @cuLaunchKernelEx(!llvm.ptr, !llvm.ptr, !llvm.ptr, !llvm.ptr) -> i32
-llvm.func @abort()
-llvm.mlir.global internal constant @places({places}) : !llvm.array<{num_places} x i32>
-{names}
-
-// As Mosaic does when CUDA refuses a launch.
-llvm.func internal @check(%result: i32) {{
-  %success = llvm.mlir.constant(0 : i32) : i32
-  %failed = llvm.icmp "ne" %result, %success : i32
-  llvm.cond_br %failed, ^bb1, ^bb2
-^bb1:
-  llvm.call @abort() : () -> ()
-  llvm.unreachable
-^bb2:
-  llvm.return
-}}
-
-// The arrays of one launch among those of the call.
-llvm.func internal @gather(%arrays: !llvm.ptr, %begin: i32, %count: i32, %own: !llvm.ptr) {{
-  %zero = llvm.mlir.constant(0 : i32) : i32
-  %one = llvm.mlir.constant(1 : i32) : i32
-  %places = llvm.mlir.addressof @places : !llvm.ptr
-  llvm.br ^bb1(%zero : i32)
-^bb1(%i: i32):
-  %more = llvm.icmp "slt" %i, %count : i32
-  llvm.cond_br %more, ^bb2, ^bb3
-^bb2:
-  %at = llvm.add %begin, %i : i32
-  %from = llvm.getelementptr %places[%at] : (!llvm.ptr, i32) -> !llvm.ptr, i32
-  %place = llvm.load %from : !llvm.ptr -> i32
-  %source = llvm.getelementptr %arrays[%place] : (!llvm.ptr, i32) -> !llvm.ptr, !llvm.ptr
-  %array = llvm.load %source : !llvm.ptr -> !llvm.ptr
-  %to = llvm.getelementptr %own[%i] : (!llvm.ptr, i32) -> !llvm.ptr, !llvm.ptr
-  llvm.store %array, %to : !llvm.ptr, !llvm.ptr
-  %next = llvm.add %i, %one : i32
-  llvm.br ^bb1(%next : i32)
-^bb3:
-  llvm.return
-}}
-
-llvm.func internal @launch(%module: !llvm.ptr, %name: !llvm.ptr, %grid_x: i32, %grid_y: i32,
-    %grid_z: i32, %block: i32, %clustered: i32, %shared: i32, %is_linked: i32,
-    %stream: !llvm.ptr, %parameters: !llvm.ptr) {{
-  %one = llvm.mlir.constant(1 : i32) : i32
-  %room = llvm.mlir.constant(1 : i64) : i64
-  %none = llvm.mlir.zero : !llvm.ptr
-  %handle = llvm.alloca %room x !llvm.ptr : (i64) -> !llvm.ptr
-  %found = llvm.call @cuModuleGetFunction(%handle, %module, %name)
-    : (!llvm.ptr, !llvm.ptr, !llvm.ptr) -> i32
-  llvm.call @check(%found) : (i32) -> ()
-  %function = llvm.load %handle : !llvm.ptr -> !llvm.ptr
-  %shared_bytes = llvm.mlir.constant({shared_bytes} : i32) : i32
-  %allowed = llvm.call @cuFuncSetAttribute(%function, %shared_bytes, %shared)
-    : (!llvm.ptr, i32, i32) -> i32
-  llvm.call @check(%allowed) : (i32) -> ()
-
-  // Two attributes, of which the first is for linked kernels and the second for clusters.
-  %programmatic = llvm.mlir.constant({programmatic} : i32) : i32
-  %cluster = llvm.mlir.constant({cluster} : i32) : i32
-  %attributes = llvm.alloca %room x !llvm.array<2 x {attribute}> {{alignment = 8 : i64}}
-    : (i64) -> !llvm.ptr
-  %second = llvm.getelementptr %attributes[1] : {at} {attribute}
-  llvm.store %programmatic, %attributes : i32, !llvm.ptr
-  %value = llvm.getelementptr %attributes[0, 2] : {at} {attribute}
-  llvm.store %one, %value : i32, !llvm.ptr
-  llvm.store %cluster, %second : i32, !llvm.ptr
-  %cluster_x = llvm.getelementptr %second[0, 2] : {at} {attribute}
-  llvm.store %clustered, %cluster_x : i32, !llvm.ptr
-  %cluster_y = llvm.getelementptr %second[0, 3] : {at} {attribute}
-  llvm.store %one, %cluster_y : i32, !llvm.ptr
-  %cluster_z = llvm.getelementptr %second[0, 4] : {at} {attribute}
-  llvm.store %one, %cluster_z : i32, !llvm.ptr
-  %is_cluster = llvm.icmp "sgt" %clustered, %one : i32
-  %clusters = llvm.zext %is_cluster : i1 to i32
-  %count = llvm.add %is_linked, %clusters : i32
-  %skipped = llvm.sub %one, %is_linked : i32
-  %first = llvm.getelementptr %attributes[%skipped] : (!llvm.ptr, i32) -> !llvm.ptr, {attribute}
-
-  %config = llvm.alloca %room x {config_type} {{alignment = 8 : i64}} : (i64) -> !llvm.ptr
-{config}
-  %launched = llvm.call @cuLaunchKernelEx(%config, %function, %parameters, %none)
-    : (!llvm.ptr, !llvm.ptr, !llvm.ptr, !llvm.ptr) -> i32
-  llvm.call @check(%launched) : (i32) -> ()
-  llvm.return
-}}
-
-gpu.module @kernels {{
-  gpu.func @nothing(%arrays: !llvm.ptr) kernel {{
-    gpu.return
-  }}
-}}
-
-func.func @"\\01mosaic_gpu_launch_kernel"(%nothing: !llvm.ptr, %grid_x: i32, %grid_y: i32,
-    %grid_z: i32, %cluster_x: i32, %cluster_y: i32, %cluster_z: i32, %block_x: i32,
-    %block_y: i32, %block_z: i32, %shared: i32, %uses_pdl: i32, %stream: !llvm.ptr,
-    %parameters: !llvm.ptr) {{
-  %zero = llvm.mlir.constant(0 : i32) : i32
-  %one = llvm.mlir.constant(1 : i32) : i32
-  %room = llvm.mlir.constant({most} : i64) : i64
-  %own = llvm.alloca %room x !llvm.ptr : (i64) -> !llvm.ptr
-  %found = llvm.call @cuFuncGetModule(%own, %nothing) : (!llvm.ptr, !llvm.ptr) -> i32
-  llvm.call @check(%found) : (i32) -> ()
-  %module = llvm.load %own : !llvm.ptr -> !llvm.ptr
-  %parameter = llvm.load %parameters : !llvm.ptr -> !llvm.ptr
-  %arrays = llvm.load %parameter : !llvm.ptr -> !llvm.ptr
-{calls}
-  return
-}}
-{hosts}
-
-func.func @linked_mosaic_gpu(%stream: !llvm.ptr, %arrays: !llvm.ptr)
-    attributes {{llvm.emit_c_interface}} {{
-  %token = builtin.unrealized_conversion_cast %stream : !llvm.ptr to !gpu.async.token
-  %one = arith.constant 1 : index
-  %done = gpu.launch_func async [%token] @kernels::@nothing blocks in (%one, %one, %one)
-    threads in (%one, %one, %one) args(%arrays : !llvm.ptr)
-  return
-}}
-}}
-"""
+    passes = f"builtin.module(mosaic_gpu-serde{{serialize={switch}}})"
+    _mosaic().passmanager.PassManager.parse(passes).run(module.operation)
 
 
 class _Kernel:
@@ -311,14 +138,14 @@ class _Kernel:
             raise ValueError(f"a kernel has blocks or clusters of more than one dimension: {found}")
         return found
 
-    def _move_body(self, kernels: ir.Block, sizes: dict[str, list[int]]) -> list[ir.Value]:
+    def _move_body(self, kernels: ir.Block, sizes: dict[str, list[int]]) -> list[Value]:
         """What the kernel takes: values that the host has loaded, arrays and TMA's descriptors.
 
         All else that the body uses is made from these by operations that follow it there.
         """
         body = self._launch.regions[0].blocks[0]
         outside = _used_from_outside(self._launch)
-        taken: list[ir.Value] = []
+        taken: list[Value] = []
         for value in outside:
             _find_loaded(value, taken)
         types = [value.type for value in taken]
@@ -334,7 +161,7 @@ class _Kernel:
         with ir.InsertionPoint(kernels):
             function = ir.Operation.create("gpu.func", attributes=attributes, regions=1)
         block = ir.Block.create_at_start(function.regions[0], types)
-        there: dict[ir.Value, ir.Value] = dict(zip(taken, block.arguments, strict=True))
+        there: dict[Value, Value] = dict(zip(taken, block.arguments, strict=True))
         for value in outside:
             _make_again(value, block, there)
         with ir.InsertionPoint(block):
@@ -348,9 +175,9 @@ class _Kernel:
                     operation.operands[i] = there[operand]
         return taken
 
-    def _move_host(self, to: ir.Block, taken: list[ir.Value], sizes: dict[str, list[int]]) -> None:
+    def _move_host(self, to: ir.Block, taken: list[Value], sizes: dict[str, list[int]]) -> None:
         """All until the launch, and a launch of what has just been made a kernel."""
-        module, stream, arrays, is_linked = to.arguments
+        module, stream, arrays, begins_early = to.arguments
         end = to.operations[len(to.operations) - 1]
         for operation in list(self._host.operations):
             if operation.operation.name not in ("gpu.launch", "func.return"):
@@ -367,7 +194,7 @@ class _Kernel:
             name = _made("llvm.mlir.addressof", "!llvm.ptr", global_name=f"name{self.number}")
             numbers = [*sizes["grid"], sizes["block"][0], sizes["cluster"][0], *sizes["shared"]]
             constants = [_constant(number, 32) for number in numbers]
-            arguments = [module, name, *constants, is_linked, stream, parameters]
+            arguments = [module, name, *constants, begins_early, stream, parameters]
             ir.Operation.create(
                 "llvm.call",
                 operands=arguments,
@@ -387,8 +214,8 @@ def _within(operation: Any) -> Iterator[Any]:  # of an ir.Operation
                 yield from _within(inner.operation)
 
 
-def _used_from_outside(launch: Any) -> list[ir.Value]:
-    inside: set[ir.Value] = set()
+def _used_from_outside(launch: Any) -> list[Value]:
+    inside: set[Value] = set()
     for operation in _within(launch):
         inside.update(operation.results)
         for region in operation.regions:
@@ -398,7 +225,7 @@ def _used_from_outside(launch: Any) -> list[ir.Value]:
     return list(dict.fromkeys(value for value in used if value not in inside))
 
 
-def _find_loaded(value: ir.Value, found: list[ir.Value]) -> None:
+def _find_loaded(value: Value, found: list[Value]) -> None:
     if value.owner.name == "llvm.load":
         if value not in found:
             found.append(value)
@@ -407,7 +234,7 @@ def _find_loaded(value: ir.Value, found: list[ir.Value]) -> None:
         _find_loaded(operand, found)
 
 
-def _make_again(value: ir.Value, block: ir.Block, there: dict[ir.Value, ir.Value]) -> None:
+def _make_again(value: Value, block: ir.Block, there: dict[Value, Value]) -> None:
     """Have ``value`` in ``there``, by copies at the end of a block of what it is made from."""
     if value in there:
         return
@@ -421,26 +248,26 @@ def _make_again(value: ir.Value, block: ir.Block, there: dict[ir.Value, ir.Value
     there.update(zip(maker.results, copy.results, strict=True))
 
 
-def _made(name: str, kind: str, *operands: ir.Value, **symbols: str) -> ir.Value:
-    attributes = {key: ir.FlatSymbolRefAttr.get(symbol) for key, symbol in symbols.items()}
+def _made(name: str, kind: str, *operands: Value, **symbols: str) -> Value:
+    attributes: Attributes = {key: ir.FlatSymbolRefAttr.get(x) for key, x in symbols.items()}
     results = [ir.Type.parse(kind)]
     return ir.Operation.create(name, results, list(operands), attributes).results[0]
 
 
-def _number(value: ir.Value) -> int:
+def _number(value: Value) -> int:
     return ir.IntegerAttr(value.owner.attributes["value"]).value
 
 
-def _constant(number: int, bits: int) -> ir.Value:
+def _constant(number: int, bits: int) -> Value:
     kind = ir.IntegerType.get_signless(bits)
-    attributes = {"value": ir.IntegerAttr.get(kind, number)}
+    attributes: Attributes = {"value": ir.IntegerAttr.get(kind, number)}
     return ir.Operation.create("llvm.mlir.constant", [kind], attributes=attributes).results[0]
 
 
-def _array_of(addresses: Sequence[ir.Value]) -> ir.Value:
+def _array_of(addresses: Sequence[Value]) -> Value:
     """An array of pointers on the host's stack."""
     pointer = ir.Type.parse("!llvm.ptr")
-    element = {"elem_type": ir.TypeAttr.get(pointer)}
+    element: Attributes = {"elem_type": ir.TypeAttr.get(pointer)}
     room = ir.Operation.create(
         "llvm.alloca", [pointer], [_constant(len(addresses), 64)], element
     ).results[0]

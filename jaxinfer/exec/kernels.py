@@ -5,12 +5,12 @@ Owns: ``KernelsAhead``, which knows what is under way. Must not know: executable
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 from typing import Any, Self
 
 from jax.extend.core import ClosedJaxpr
-from jax.interpreters.mlir import ir
 
 from pallas_kernels.ahead import kernels_in
 from pallas_kernels.lowered import LoweredKernel
@@ -37,6 +37,7 @@ class KernelsAhead:
         self._threads = ThreadPoolExecutor(KERNEL_THREADS)
         self._mosaic_threads = ThreadPoolExecutor(MOSAIC_THREADS)
         self._pool: LoweringPool | None = None  # not before there is a kernel for it
+        self._making_pool = Lock()
         self._begun: dict[Hashable, Future[Any]] = {}
 
     def __enter__(self) -> Self:
@@ -52,38 +53,31 @@ class KernelsAhead:
         """Compile what nobody compiles yet; returns what to wait for before the step is lowered.
 
         What an earlier one of these has compiled is there. Kernels in Mosaic of a step ``to_link``
-        are only lowered: ``link`` compiles them.
+        are only lowered: ``link`` compiles what becomes of them.
         """
-        if to_link:
-            return self._begin_to_link(traced)
-        found = {
-            key: compile_kernel
-            for key, compile_kernel in kernels_in(traced).items()
-            if not (isinstance(key, LoweredKernel) and key.compiled)
-        }
-        for key, compile_kernel in found.items():
-            if key in self._begun:
-                continue
-            if isinstance(key, LoweredKernel):
-                self._begun[key] = self._begin_mosaic(key)
-            else:
-                self._begun[key] = self._threads.submit(compile_kernel)
-        return [self._begun[key] for key in found]
+        wanted = []
+        for key, compile_kernel in kernels_in(traced).items():
+            if not isinstance(key, LoweredKernel):
+                wanted.append(self._once(key, self._threads, compile_kernel))
+            elif to_link:
+                lowering = ("lowered", key)
+                wanted.append(self._once(lowering, self._mosaic_threads, self._lower, key))
+            elif not key.compiled:
+                wanted.append(self._once(key, self._mosaic_threads, self._compile, key))
+        return wanted
 
-    def link(self, traced: ClosedJaxpr, module: ir.Module) -> None:
-        """Link the kernels of a step that was begun so and is lowered now, in place, and compile
-        what they have become.
+    def link(self, traced: ClosedJaxpr, module: Any) -> None:  # an ir.Module
+        """Link the kernels of a step that was begun so and is lowered now, in place, and begin to
+        compile what they have become.
         """
-        from pallas_kernels.link import link_kernels  # what a start from a bundle does without
+        from pallas_kernels.link import link_kernels  # not for a start from a bundle
 
-        sources = {
-            hash_: source
-            for kernel in _mosaic(traced)
-            for hash_, source in kernel.sources().items()
-        }
+        sources: dict[bytes, bytes] = {}
+        for kernel in kernels_in(traced):
+            if isinstance(kernel, LoweredKernel):
+                sources |= kernel.sources()
         for call in link_kernels(module, sources.__getitem__):
-            if call not in self._begun:
-                self._begun[call] = self._mosaic_threads.submit(call.compile)
+            self._once(call, self._mosaic_threads, call.compile)
 
     def wait(self) -> None:
         """Until all that was begun has ended; raises what one of them raised."""
@@ -95,27 +89,21 @@ class KernelsAhead:
         """Whether all that was begun has ended."""
         return all(kernel.done() for kernel in self._begun.values())
 
-    def _begin_to_link(self, traced: ClosedJaxpr) -> list[Future[Any]]:
-        begun = []
-        for key, compile_kernel in kernels_in(traced).items():
-            if isinstance(key, LoweredKernel):
-                begun.append(
-                    self._mosaic_threads.submit(key.lower, self._processes_to_lower().lower)
-                )
-            else:
-                if key not in self._begun:
-                    self._begun[key] = self._threads.submit(compile_kernel)
-                begun.append(self._begun[key])
-        return begun
+    def _once(
+        self, key: Hashable, threads: ThreadPoolExecutor, run: Callable[..., Any], *args: Any
+    ) -> Future[Any]:
+        if key not in self._begun:
+            self._begun[key] = threads.submit(run, *args)
+        return self._begun[key]
 
-    def _begin_mosaic(self, kernel: LoweredKernel) -> Future[None]:
-        return self._mosaic_threads.submit(kernel.compile, self._processes_to_lower().lower)
+    def _lower(self, kernel: LoweredKernel) -> None:
+        kernel.lower(self._processes_to_lower().lower)
+
+    def _compile(self, kernel: LoweredKernel) -> None:
+        kernel.compile(self._processes_to_lower().lower)
 
     def _processes_to_lower(self) -> LoweringPool:
-        if self._pool is None:
-            self._pool = LoweringPool(self._processes)
-        return self._pool
-
-
-def _mosaic(traced: ClosedJaxpr) -> list[LoweredKernel]:
-    return [kernel for kernel in kernels_in(traced) if isinstance(kernel, LoweredKernel)]
+        with self._making_pool:
+            if self._pool is None:
+                self._pool = LoweringPool(self._processes)
+            return self._pool

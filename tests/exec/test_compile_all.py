@@ -18,6 +18,7 @@ from jaxinfer.exec import kernels as exec_kernels
 from jaxinfer.exec.program import Program
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_model
+from pallas_kernels import link
 
 PROGRAM = Program(
     tiny_model("llama")[0], tiny_limits(max_num_seqs=1, max_num_batched_tokens=16), platform="cpu"
@@ -89,6 +90,40 @@ def test_no_step_is_compiled_beside_a_kernel(
     exec_compile.compile_all(PROGRAM, PROGRAM.names(), tmp_path, NoProgress())
     assert events.index("kernel") < events.index("step")
     assert events.count("step") == len(PROGRAM.names()) > 1
+
+
+def test_steps_to_link_come_first_and_no_step_is_compiled_before_their_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = PROGRAM.names()
+    to_link, others = names[1:2], names[:1] + names[2:]
+    events: list[str] = []
+    all_lowered = threading.Event()
+    trace, compile_step = Program.trace, jax.stages.Lowered.compile
+
+    class Call:
+        def compile(self) -> None:
+            assert all_lowered.wait(10)
+            time.sleep(0.3)  # long enough for a step that does not wait
+            events.append("kernels")
+
+    def traced(self: Program, name: str) -> jax.stages.Traced:
+        events.append(name)
+        if len(events) == len(names):
+            all_lowered.set()
+        return trace(self, name)
+
+    def compiled(self: jax.stages.Lowered, *args: Any, **kwargs: Any) -> Any:
+        events.append("step")
+        return compile_step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Program, "links_kernels", lambda _, name: name in to_link)
+    monkeypatch.setattr(link, "link_kernels", lambda *_: [Call()])
+    monkeypatch.setattr(Program, "trace", traced)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
+    stored = exec_compile.compile_all(PROGRAM, names, tmp_path, NoProgress())
+    assert events == [*to_link, *reversed(others), "kernels", *len(names) * ["step"]]
+    assert (*stored,) == names
 
 
 def test_a_kernel_that_cannot_be_compiled_is_told(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 from jaxinfer.exec import kernels
 from jaxinfer.exec.kernels import FEWEST_PROCESSES, MOST_PROCESSES, KernelsAhead
+from pallas_kernels import link
 from pallas_kernels.lowered import Kernel, LoweredKernel, call_lowered
 
 X = np.ones((2, 3), np.float32)
@@ -97,3 +99,56 @@ def test_what_another_has_compiled_is_not_begun(sizes: list[int]) -> None:
     with KernelsAhead(cores=2) as other:
         assert other.begin(step) == [] and other.done
     assert not sizes
+
+
+def test_kernels_of_a_step_to_link_are_only_lowered(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lowered: list[str] = []
+
+    def lower(self: LoweredKernel, _: Any) -> None:
+        lowered.append(self.kernel.name)
+
+    monkeypatch.setattr(LoweredKernel, "lower", lower)
+    monkeypatch.setattr(LoweredKernel, "compile", None)
+    with KernelsAhead(cores=2) as ahead:
+        for step in (traced("arccosh", "arctan"), traced("arctan")):
+            for kernel in ahead.begin(step.jaxpr, to_link=True):
+                kernel.result()
+    assert sorted(lowered) == ["arccosh", "arctan"]
+    assert sizes == [FEWEST_PROCESSES, 0]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Stands for a call of linked kernels; as such, equal to another of the same kernels."""
+
+    name: str
+    compiled: list[str] = field(compare=False)
+    fails: bool = False
+
+    def compile(self) -> None:
+        if self.fails:
+            raise ValueError(f"{self.name} cannot be compiled")
+        self.compiled.append(self.name)
+
+
+def test_linked_calls_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(link, "link_kernels", lambda *_: [Call("a", compiled), Call("b", compiled)])
+    step = jax.jit(jnp.sin).trace(X)
+    with KernelsAhead(cores=2) as ahead:
+        for _ in range(2):
+            ahead.link(step.jaxpr, step.lower().compiler_ir())
+        ahead.wait()
+        assert ahead.done
+    assert sorted(compiled) == ["a", "b"]
+
+
+def test_a_linked_call_that_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "link_kernels", lambda *_: [Call("a", [], fails=True)])
+    step = jax.jit(jnp.sin).trace(X)
+    with KernelsAhead(cores=2) as ahead:
+        ahead.link(step.jaxpr, step.lower().compiler_ir())
+        with pytest.raises(ValueError, match="a cannot be compiled"):
+            ahead.wait()

@@ -102,3 +102,23 @@ def test_xla_s_options_follow_from_the_rows_and_tokens_of_a_step(
     for extras, options in ((False, plain), (True, with_extras)):
         assert program.compiler_options(program.step_name(bucket, extras=extras)) == options
     assert program.compiler_options(ADMIT) == ({} if platform == "cpu" else PLANNED)
+
+
+@pytest.mark.parametrize(
+    ("platform", "bucket", "linked"),
+    [
+        ("gpu", Bucket(8), True),
+        ("gpu", Bucket(0, 64, 4), False),
+        ("gpu", Bucket(8, 64, 4), False),
+        ("cpu", Bucket(8), False),
+    ],
+    ids=["decodes", "prompts", "mixed", "cpu"],
+)
+def test_steps_that_only_decode_have_their_kernels_linked(
+    platform: str, bucket: Bucket, linked: bool
+) -> None:
+    limits = Limits(2000, 16, 512, 64, 512, (bucket,))
+    program = Program(tiny_model("llama")[0], limits, platform=platform)
+    for extras in (False, True):
+        assert program.links_kernels(program.step_name(bucket, extras=extras)) == linked
+    assert not program.links_kernels(ADMIT)

@@ -164,9 +164,9 @@ def test_refusals(case: AppendCase, reason: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "width", "choice"),
     [
-        pytest.param(2, 67, Launch(8, 128, 3, 264), id="largest_cluster"),
-        pytest.param(2, 12, Launch(2, 64, 6, 264), id="no_more_than_blocks"),
-        pytest.param(8, 67, Launch(2, 128, 3, 264), id="one_on_a_multiprocessor"),
+        pytest.param(2, 67, Launch(8, 128, 2, 264), id="largest_cluster"),
+        pytest.param(2, 12, Launch(2, 64, 3, 264), id="no_more_than_blocks"),
+        pytest.param(8, 67, Launch(2, 128, 2, 264), id="one_on_a_multiprocessor"),
         pytest.param(512, 67, Launch(1, 64, 3, 264), id="several_in_turn"),
     ],
 )

@@ -97,7 +97,7 @@ def test_chosen_and_lowered_for_hopper(case: NormGemmCase) -> None:
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        pytest.param(Sizes(2560, 6144, False), Launch(128, 6), id="qkv"),
+        pytest.param(Sizes(2560, 6144, False), Launch(128, 4), id="qkv"),
         pytest.param(Sizes(2560, 9728, True), Launch(64, 4), id="gate_up"),
         pytest.param(Sizes(4096, 12288, True), Launch(64, 3), id="gate_up_of_8b"),
     ],

@@ -1,0 +1,92 @@
+"""residual_norm in Mosaic without a GPU: right in JAX's interpreter, and lowered for Hopper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.registry import Impl, select
+from pallas_kernels.residual_norm import mosaic, mosaic_launch
+from pallas_kernels.residual_norm.api import OP
+from pallas_kernels.residual_norm.cases import CASES, NormCase
+from pallas_kernels.testing import mismatch
+
+MOSAIC = next(impl for impl in OP.impls if impl.name == "mosaic")
+STEPS = [case for case in CASES if case.name.startswith("qwen3_4b_t") and case.tokens <= 256]
+PRODUCTS = [case for case in STEPS if case.parts == 1]
+SMALL = NormCase("product", 3, 512, 1, "bfloat16")
+INTERPRETED = (
+    SMALL,
+    replace(SMALL, name="product_f16", dtype="float16"),
+    replace(SMALL, name="one_token_parts2", tokens=1, width=1024, parts=2),
+    replace(SMALL, name="parts3_f16", tokens=2, width=1536, parts=3, dtype="float16"),
+    replace(SMALL, name="widest_parts4", tokens=2, width=4096, parts=4),
+)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mosaic_launch, "not_hopper", lambda: None)
+
+
+@pytest.mark.parametrize("case", [*INTERPRETED, PRODUCTS[0]], ids=lambda case: case.name)
+@pytest.mark.usefixtures("on_hopper")
+def test_the_interpreter_agrees_with_the_definition(case: NormCase) -> None:
+    inputs = OP.build(case, 0)
+    assert MOSAIC.refuses("gpu", inputs.args, inputs.static) is None
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        problem = mismatch(OP, Impl("mosaic", mosaic.residual_norm), case, inputs)
+    assert problem is None, problem
+
+
+def _call(case: NormCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A case's arguments as shapes."""
+    inputs = OP.build(case, 0)
+    args = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs.args)
+    return args, inputs.static
+
+
+@pytest.mark.parametrize("case", [*INTERPRETED, *PRODUCTS], ids=lambda case: case.name)
+@pytest.mark.usefixtures("on_hopper")
+def test_chosen_and_lowered_for_hopper(case: NormCase) -> None:
+    args, static = _call(case)
+    assert select(OP, "gpu", args, static).name == "mosaic"
+    step = jax.jit(partial(MOSAIC.fn, **static))
+    assert "@mosaic_gpu" in step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("case", [*INTERPRETED, *PRODUCTS], ids=lambda case: case.name)
+def test_it_says_what_it_returns(case: NormCase) -> None:
+    args, static = _call(case)
+    returned = jax.eval_shape(partial(mosaic.residual_norm, **static), *args)
+    said = mosaic_launch.results(*args, **static)
+    assert [(x.shape, x.dtype) for x in said] == [(x.shape, x.dtype) for x in returned]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        pytest.param({"dtype": "float32"}, "tokens are float32 and weights float32", id="dtype"),
+        pytest.param({"parts": 0}, "there are no parts to add", id="no_parts"),
+        pytest.param({"parts": 5}, "or more than 4", id="parts"),
+        pytest.param({"tokens": 257}, "257 tokens are not between 1 and 256", id="tokens"),
+        pytest.param({"width": 576}, "576 components are not a multiple of 512", id="width"),
+        pytest.param({"width": 4608}, "4608 components are not a multiple", id="wide"),
+        pytest.param({}, "compute capability none, not 9.x", id="device"),
+    ],
+)
+def test_refusals(change: Mapping[str, Any], reason: str) -> None:
+    inputs = OP.build(replace(SMALL, **change), 0)
+    assert reason in (MOSAIC.refuses("gpu", inputs.args, inputs.static) or "")
+
+
+def test_weights_of_another_dtype_are_refused() -> None:
+    x, parts, weights = OP.build(SMALL, 0).args
+    found = mosaic_launch.supports(x, parts, weights.astype("float16"), row=1, eps=1e-6)
+    assert found == "tokens are bfloat16 and weights float16, not both of 16 bits and alike"
