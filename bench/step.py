@@ -56,6 +56,7 @@ KERNELS = {
 ABLATIONS: Mapping[str, dict[str, Any]] = {
     "default": {},
     "no-overlap": {"overlap": False},
+    "no-links": {"kernels": "links=none"},
     "prefix-caching": {"enable_prefix_caching": True},
     "page-64": {"page_size": 64},
     **{f"{name}-by-{impl}": {"kernels": f"{name}={impl}"} for name, impl in KERNELS.items()},

@@ -122,13 +122,16 @@ def _copied(
 
 
 def _runs(block: ir.Block) -> Iterator[list[Any]]:
-    """Kernels, and reshapes between them, that nothing comes between which needs their results."""
+    """Kernels, and reshapes between them, that nothing comes between which needs their results.
+
+    A kernel that changes what others read as it was is in none: XLA gives it a copy.
+    """
     run: list[Any] = []
     made: set[ir.Value] = set()
     for op in block.operations:
         operation = op.operation
         needs = any(operand in made for operand in operation.operands)
-        is_kernel = _is_kernel(operation)
+        is_kernel = _is_kernel(operation) and not _changes_what_others_read(operation)
         if is_kernel or (needs and operation.name == "stablehlo.reshape"):
             run.append(operation)
             made.update(operation.results)
@@ -143,6 +146,11 @@ def _is_kernel(operation: Any) -> bool:
     return (
         operation.name == "stablehlo.custom_call" and named["call_target_name"].value == MOSAIC_CALL
     )
+
+
+def _changes_what_others_read(kernel: Any) -> bool:
+    changed = (kernel.operands[i] for i in in_place_of(kernel).values())
+    return any(use.owner.operation != kernel for operand in changed for use in operand.uses)
 
 
 @dataclass
@@ -166,7 +174,7 @@ class _Linked:
         last_reads = self._last_reads()
         launched = []
         for time, operation in enumerate(self.run):
-            if operation in kernels:
+            if _is_kernel(operation):
                 self._place_results(operation, time, last_reads)
                 arrays = [self._place(x) for x in (*operation.operands, *operation.results)]
                 launched.append((source_of(attribute_of(operation, HASH)), arrays))

@@ -1,7 +1,7 @@
 """Kernels pinned for a measurement or a test: by op, the implementation to use whatever is faster.
 
-Owns: ``Pins``, ``NO_PINS``, ``ALL_XLA``, ``checked_pins``. Must not know: how an implementation is
-chosen where none is pinned.
+Owns: ``Pins``, ``NO_PINS``, ``ALL_XLA``, ``LINKS``, ``checked_pins``. Must not know: how an
+implementation is chosen where none is pinned.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class Pins:
 NO_PINS = Pins()
 WITHIN = MappingProxyType({"paged_decode": "append_decode"})  # that steps run in another alone
 # Plain jnp on every platform: what research needs, since kernels neither differentiate nor vmap.
+# Not a kernel: those of a step that are neighbours become one call (``link``), unless pinned so.
+LINKS, UNLINKED = "links", "none"
 ALL_XLA = Pins(tuple((name, "xla") for name in OP_NAMES if name not in WITHIN))
 
 
@@ -38,6 +40,10 @@ def checked_pins(by_op: Mapping[str, str], platform: str) -> Pins:
     """
     ops = {op.name: op for op in all_ops()}
     for name, pinned in by_op.items():
+        if name == LINKS:
+            if pinned != UNLINKED:
+                raise ValueError(f"{LINKS} can be pinned to {UNLINKED} alone, not to {pinned!r}")
+            continue
         if name not in ops:
             raise ValueError(f"there is no kernel {name!r}; the kernels are {', '.join(ops)}")
         if name in WITHIN:

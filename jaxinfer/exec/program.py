@@ -22,7 +22,7 @@ from jaxinfer.exec.forward import StepFunction, flat_kv_state, flat_params
 from jaxinfer.exec.slots import SlotState, admit, empty_rows, init_slots
 from jaxinfer.models.base import Model, Params, abstract_params
 from jaxinfer.nn.kv import KVState, abstract_kv_state
-from pallas_kernels.pins import Pins
+from pallas_kernels.pins import LINKS, Pins
 from pallas_kernels.registry import UnfitKernel, current_platform
 
 ADMIT = "admit"
@@ -128,7 +128,8 @@ class Program:
         begin early (``pallas_kernels.link``): in steps that only decode, whose kernels are short.
         """
         step = self._steps().get(name)
-        return self.platform != "cpu" and step is not None and step[0].num_prefills == 0
+        decodes = step is not None and step[0].num_prefills == 0
+        return decodes and self.platform != "cpu" and self.pins.of(LINKS) is None
 
     @property
     def has_plain_steps(self) -> bool:

@@ -1,7 +1,8 @@
 """residual_norm in Pallas Mosaic GPU, for NVIDIA Hopper: one program of one warpgroup a row.
 
-It takes as long as the kernel in Triton, but is linked with its neighbours (``link``), whose
-weights are on their way meanwhile. Must not know: which calls come here (``mosaic_launch``).
+By itself it is no faster than the kernel in Triton. But it can be linked with its neighbours
+(``link``), whose weights are then on their way meanwhile. Must not know: which calls come here
+(``mosaic_launch``).
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jaxinfer.exec.program import ADMIT, Program
 from jaxinfer.models import build_model
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_config, tiny_model
+from pallas_kernels.pins import checked_pins
 
 LIMITS = tiny_limits(max_num_seqs=2, num_pages=77, max_model_len=96)
 PROGRAM = Program(tiny_model("qwen3")[0], LIMITS, platform="cpu")
@@ -122,3 +124,5 @@ def test_steps_that_only_decode_have_their_kernels_linked(
     for extras in (False, True):
         assert program.links_kernels(program.step_name(bucket, extras=extras)) == linked
     assert not program.links_kernels(ADMIT)
+    unlinked = replace(program, pins=checked_pins({"links": "none"}, "gpu"))
+    assert not any(map(unlinked.links_kernels, unlinked.names()))

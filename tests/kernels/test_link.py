@@ -249,6 +249,31 @@ def test_what_is_read_as_another_shape_is_not_overwritten(linked: Callable[[Step
     assert step.results() == before
 
 
+def test_what_others_read_as_it_was_is_not_changed(linked: Callable[[Step], int]) -> None:
+    """Another kernel after it, or whoever calls the step."""
+
+    def read_after(x: jax.Array, pool: jax.Array) -> Any:
+        out, changed = kernel("change", kernel("first", x), pool, pool=True)
+        return kernel("last", kernel("read", out, pool)), changed
+
+    def returned(x: jax.Array) -> Any:
+        made = kernel("make", x)
+        out, changed = kernel("change", x, kernel("next", made), pool=True)
+        also, again = kernel("again", out, changed, pool=True)
+        return kernel("last", also), changed, again
+
+    for fn, shapes, left in (
+        (read_after, (X, POOL), ["first", "change"]),
+        (returned, (X,), ["again", "last"]),
+    ):
+        step = Step(fn, shapes)
+        before = step.results()
+        linked(step)
+        assert step.results() == before
+        alone = [attribute_of(call, MODULE).decode().split()[-1] for call in step.calls()]
+        assert [name for name in alone if not name.isdigit()] == left
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_program_computes_the_same(seed: int, linked: Callable[[Step], int]) -> None:
     choice = random.Random(seed)

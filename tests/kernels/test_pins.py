@@ -28,8 +28,9 @@ def test_all_may_be_pinned_at_once() -> None:
         ({"kv_append": "cuda"}, "kv_append has no implementation 'cuda'; it has triton, xla"),
         ({"paged_decode": "xla"}, "steps run paged_decode within append_decode; pin append_decode"),
         ({"kv_append": "triton"}, "kv_append=triton runs on gpu, not on cpu"),
+        ({"links": "xla"}, "links can be pinned to none alone, not to 'xla'"),
     ],
-    ids=["op", "implementation", "within", "platform"],
+    ids=["op", "implementation", "within", "platform", "links"],
 )
 def test_refused(by_op: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
