@@ -193,6 +193,19 @@ class LoweredKernel(export.Exported):
             return {attribute_of(call, HASH): attribute_of(call, MODULE) for call in calls}
 
 
+def name_by_hash(module: Any) -> set[bytes]:  # an ir.Module
+    """Take the sources of kernels out of a module, in place; the hashes by which it names them now.
+
+    Whoever compiles it has compiled them before.
+    """
+    named = set[bytes]()
+    with module.context:
+        for call in custom_calls(module.operation, MOSAIC_CALL):
+            named.add(attribute_of(call, HASH))
+            set_attribute(call, MODULE, "")
+    return named
+
+
 def _listed(shapes: Iterable[Any]) -> str:
     return ", ".join(f"{x.dtype}{list(x.shape)}" for x in shapes)
 
@@ -212,8 +225,7 @@ def _by_hash(artifact: bytes) -> bytes:
     """The module without the sources of its kernels."""
     with make_ir_context():
         module = deserialize_portable_artifact(artifact)
-        for call in custom_calls(module.operation, MOSAIC_CALL):
-            set_attribute(call, MODULE, "")
+        name_by_hash(module)
         return serialize_portable_artifact(module, stablehlo.get_current_version())
 
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 from jax.extend.core import ClosedJaxpr
 
 from pallas_kernels.ahead import kernels_in
-from pallas_kernels.lowered import LoweredKernel
+from pallas_kernels.lowered import LoweredKernel, name_by_hash
 from pallas_kernels.lowering_pool import LoweringPool
 
 KERNEL_THREADS = 8  # that compile kernels; those in Triton need Python's lock for a fifth of it
@@ -68,16 +68,19 @@ class KernelsAhead:
 
     def link(self, traced: ClosedJaxpr, module: Any) -> None:  # an ir.Module
         """Link the kernels of a step that was begun so and is lowered now, in place, and begin to
-        compile what they have become.
+        compile what they have become, and those that have no neighbour.
         """
         from pallas_kernels.link import link_kernels  # not for a start from a bundle
 
-        sources: dict[bytes, bytes] = {}
-        for kernel in kernels_in(traced):
-            if isinstance(kernel, LoweredKernel):
-                sources |= kernel.sources()
-        for call in link_kernels(module, sources.__getitem__):
+        kernels = [kernel for kernel in kernels_in(traced) if isinstance(kernel, LoweredKernel)]
+        sources = {kernel: kernel.sources() for kernel in kernels}
+        by_hash = {name: source for each in sources.values() for name, source in each.items()}
+        for call in link_kernels(module, by_hash.__getitem__):
             self._once(call, self._mosaic_threads, call.compile)
+        named = name_by_hash(module)
+        for kernel in kernels:
+            if named & sources[kernel].keys() and not kernel.compiled:
+                self._once(kernel, self._mosaic_threads, self._compile, kernel)
 
     def wait(self) -> None:
         """Until all that was begun has ended; raises what one of them raised."""

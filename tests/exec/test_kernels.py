@@ -13,6 +13,7 @@ import pytest
 from jaxinfer.exec import kernels
 from jaxinfer.exec.kernels import FEWEST_PROCESSES, MOST_PROCESSES, KernelsAhead
 from pallas_kernels import link
+from pallas_kernels.custom_calls import MODULE, MOSAIC_CALL, attribute_of, custom_calls
 from pallas_kernels.lowered import Kernel, LoweredKernel, call_lowered
 
 X = np.ones((2, 3), np.float32)
@@ -152,3 +153,34 @@ def test_a_linked_call_that_cannot_be_compiled_is_told(monkeypatch: pytest.Monke
         ahead.link(step.jaxpr, step.lower().compiler_ir())
         with pytest.raises(ValueError, match="a cannot be compiled"):
             ahead.wait()
+
+
+def test_a_kernel_without_neighbours_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all are named by their hashes from then on."""
+    step, compiled = traced("arctanh", "log1p"), list[str]()
+    hashes = {"arctanh": b"one", "log1p": b"other"}
+
+    def compile_kernel(self: LoweredKernel, _: Any) -> None:
+        compiled.append(self.kernel.name)
+
+    def sources(self: LoweredKernel) -> dict[bytes, bytes]:
+        return {hashes[self.kernel.name]: b"module"}
+
+    monkeypatch.setattr(LoweredKernel, "compile", compile_kernel)
+    monkeypatch.setattr(LoweredKernel, "sources", sources)
+    monkeypatch.setattr(link, "link_kernels", lambda *_: [Call("linked", compiled)])
+
+    def left(x: jax.Array) -> jax.Array:
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        call = jax.ffi.ffi_call(MOSAIC_CALL, out)
+        return call(call(x, kernel_hash="linked", module="a"), kernel_hash="one", module="b")
+
+    module = jax.jit(left).trace(X).lower(lowering_platforms=("cuda",)).compiler_ir()
+    with KernelsAhead(cores=2) as ahead:
+        ahead.link(step.jaxpr, module)
+        ahead.wait()
+    assert sorted(compiled) == ["arctanh", "linked"]
+    with module.context:
+        assert [attribute_of(c, MODULE) for c in custom_calls(module.operation, MOSAIC_CALL)] == [
+            b"", b"",
+        ]  # fmt: skip
