@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 from jax.interpreters.mlir import ir, make_ir_context
 
 from pallas_kernels.link_outline import Placed, outline
-from pallas_kernels.linked import WAIT
 
+WAIT = "griddepcontrol.wait"  # what ``linked.await_kernel_before`` is in a module
 USES_PDL = "mosaic_gpu.uses_pdl"  # mark of a module whose kernel may begin early
 
 

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-WAIT = "griddepcontrol.wait"  # in a kernel's module, by which ``link_mosaic`` knows such a kernel
-
 
 def let_next_begin() -> None:
     """The kernel after this one may begin, as far as this program goes."""
