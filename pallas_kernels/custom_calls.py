@@ -1,7 +1,7 @@
 """The custom calls of a lowered module, and their attributes, which may be replaced.
 
-Owns: ``custom_calls``, ``attribute_of``, ``set_attribute``, ``set_module`` and ``in_place_of``.
-Must not know: what is called.
+Owns: ``within``, ``custom_calls``, ``attribute_of``, ``set_attribute``, ``set_module`` and
+``in_place_of``. Must not know: what is called.
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ CONFIG = "mhlo.backend_config"  # the attributes of a call
 
 def custom_calls(operation: Any, target: str) -> Iterator[Any]:  # of an ir.Operation
     """Every call of ``target`` within an operation."""
+    for inner in within(operation):
+        named = inner.attributes
+        if "call_target_name" in named and named["call_target_name"].value == target:
+            yield inner
+
+
+def within(operation: Any) -> Iterator[Any]:  # of an ir.Operation
+    """All operations in its regions, and in theirs."""
     for region in operation.regions:
         for block in region.blocks:
             for inner in block.operations:
-                named = inner.attributes
-                if "call_target_name" in named and named["call_target_name"].value == target:
-                    yield inner
-                yield from custom_calls(inner, target)
+                yield inner.operation
+                yield from within(inner.operation)
 
 
 def set_attribute(call: Any, name: str, content: str | bytes) -> None:

@@ -25,6 +25,7 @@ from pallas_kernels.custom_calls import (
     custom_calls,
     in_place_of,
     set_module,
+    within,
 )
 from pallas_kernels.link_mosaic import Launch, linked_module
 from pallas_kernels.linked_call import LinkedCall
@@ -114,8 +115,10 @@ def _copied(
         else:
             with ir.InsertionPoint(before):
                 copy = operation.clone()
-            for i, operand in enumerate(operands):
-                copy.operands[i] = operand
+            for part in (copy.operation, *within(copy.operation)):  # branches read from outside
+                for i, operand in enumerate(part.operands):
+                    if operand in there:
+                        part.operands[i] = there[operand]
             results = list(copy.results)
         there.update(zip(operation.results, results, strict=True))
     raise ValueError("a function has no return")
@@ -130,7 +133,8 @@ def _runs(block: ir.Block) -> Iterator[list[Any]]:
     made: set[ir.Value] = set()
     for op in block.operations:
         operation = op.operation
-        needs = any(operand in made for operand in operation.operands)
+        reads = (x for part in (operation, *within(operation)) for x in part.operands)
+        needs = any(value in made for value in reads)
         is_kernel = _is_kernel(operation) and not _changes_what_others_read(operation)
         if is_kernel or (needs and operation.name == "stablehlo.reshape"):
             run.append(operation)
@@ -281,19 +285,10 @@ def _row_major(kind: Any) -> ir.Attribute:
 def _drop_unused(functions: dict[str, Any]) -> None:
     """Take out functions that nobody calls any more."""
     while True:
-        called = {
-            _callee(call) for function in functions.values() for call in _calls_within(function)
-        }
+        inside = (each for function in functions.values() for each in within(function))
+        called = {_callee(each) for each in inside if each.name == "func.call"}
         unused = [name for name in functions if name != "main" and name not in called]
         if not unused:
             return
         for name in unused:
             functions.pop(name).erase()
-
-
-def _calls_within(operation: Any) -> Iterator[Any]:
-    for region in operation.regions:
-        for block in region.blocks:
-            yield from _calls(block)
-            for inner in block.operations:
-                yield from _calls_within(inner.operation)

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import importlib
 import io
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from jax.interpreters.mlir import ir, make_ir_context
 
+from pallas_kernels.custom_calls import within
 from pallas_kernels.link_outline import Placed, outline
 
 WAIT = "griddepcontrol.wait"  # what ``linked.await_kernel_before`` is in a module
@@ -111,7 +112,7 @@ class _Kernel:
         self._module = ir.Module.parse(source)  # keeps what is in it alive
         _serde(self._module, serialize=False)
         self.number = number
-        inside = list(_within(self._module.operation))
+        inside = list(within(self._module.operation))
         (self._launch,) = (operation for operation in inside if operation.name == "gpu.launch")
         self._host = self._launch.parent.regions[0].blocks[0]
         assembly = (op.attributes["asm_string"] for op in inside if op.name == "llvm.inline_asm")
@@ -169,7 +170,7 @@ class _Kernel:
         for operation in list(body.operations):
             if operation.operation.name != "gpu.terminator":
                 operation.operation.move_before(end)
-        for operation in _within(function):
+        for operation in within(function):
             for i, operand in enumerate(operation.operands):
                 if operand in there:
                     operation.operands[i] = there[operand]
@@ -206,22 +207,14 @@ class _Kernel:
             )
 
 
-def _within(operation: Any) -> Iterator[Any]:  # of an ir.Operation
-    for region in operation.regions:
-        for block in region.blocks:
-            for inner in block.operations:
-                yield inner.operation
-                yield from _within(inner.operation)
-
-
 def _used_from_outside(launch: Any) -> list[Value]:
     inside: set[Value] = set()
-    for operation in _within(launch):
+    for operation in within(launch):
         inside.update(operation.results)
         for region in operation.regions:
             for block in region.blocks:
                 inside.update(block.arguments)
-    used = (operand for operation in _within(launch) for operand in operation.operands)
+    used = (operand for operation in within(launch) for operand in operation.operands)
     return list(dict.fromkeys(value for value in used if value not in inside))
 
 

@@ -30,6 +30,7 @@ from pallas_kernels.link_mosaic import Launch
 
 X = jax.ShapeDtypeStruct((4, 64), jnp.bfloat16)
 POOL = jax.ShapeDtypeStruct((16, 64), jnp.bfloat16)
+WHICH = jax.ShapeDtypeStruct((), jnp.bool_)
 
 type Fn = Callable[..., Any]
 
@@ -272,6 +273,30 @@ def test_what_others_read_as_it_was_is_not_changed(linked: Callable[[Step], int]
         assert step.results() == before
         alone = [attribute_of(call, MODULE).decode().split()[-1] for call in step.calls()]
         assert [name for name in alone if not name.isdigit()] == left
+
+
+def test_a_branch_that_reads_a_result_ends_a_run(linked: Callable[[Step], int]) -> None:
+    """It reads what lies outside of it without naming it among its operands."""
+
+    def fn(x: jax.Array, which: jax.Array) -> Any:
+        first = kernel("first", x)
+        between = jax.lax.cond(which, lambda: jnp.sin(first), lambda: first)
+        return kernel("second", first), between
+
+    step = Step(fn, (X, WHICH))
+    assert linked(step) == 0
+    assert step.module.operation.verify()
+
+
+def test_a_function_with_a_branch_in_it_is_taken_apart(linked: Callable[[Step], int]) -> None:
+    @jax.jit
+    def part(x: jax.Array, which: jax.Array) -> jax.Array:
+        first = kernel("second", kernel("first", x))
+        return kernel("third", jax.lax.cond(which, lambda: jnp.sin(first), lambda: first))
+
+    step = Step(lambda x, which: part(part(x, which), which), (X, WHICH))
+    assert linked(step) == 2
+    assert step.module.operation.verify()
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -24,10 +24,10 @@ from jax.interpreters.mlir import ir, make_ir_context
 
 from pallas_kernels.ahead import kernels_in
 from pallas_kernels.append_decode.api import append_decode
-from pallas_kernels.custom_calls import attribute_of, custom_calls, set_attribute
+from pallas_kernels.custom_calls import MOSAIC_CALL, attribute_of, custom_calls, set_attribute
 from pallas_kernels.device import Device, described
 from pallas_kernels.link_mosaic import _bytecode, _mosaic_context
-from pallas_kernels.lowered import MOSAIC_CALL, Kernel, LoweredKernel
+from pallas_kernels.lowered import Kernel, LoweredKernel
 from pallas_kernels.lowering_pool import LoweringError, LoweringPool
 from pallas_kernels.norm_gemm.api import norm_gemm
 from pallas_kernels.paged_prefill.api import paged_prefill
