@@ -19,9 +19,8 @@ from pallas_kernels.skinny_gemm.sizes import Sizes, sizes_of
 
 DTYPES = ("bfloat16", "float16")
 ITEM_BYTES = 2
-# Beyond these XLA's products are faster on an H200: with swiglu two sums leave too few registers,
-# and whole results too few programs. 256 is the widest product of the matrix units.
-MOST_TOKENS_SWIGLU, MOST_TOKENS_WHOLE, MOST_TOKENS_SPLIT = 64, 128, 256
+# 256 is the widest product of the matrix units; with swiglu two sums leave too few registers.
+MOST_TOKENS_SWIGLU, MOST_TOKENS = 64, 256
 TOKENS = 8  # that they take at a time; fewer are padded in shared memory
 COLUMNS = 64  # of weights that they take at a time, and inner components that lie side by side
 SHARED_BYTES = 224 << 10  # of a multiprocessor, less what barriers take
@@ -99,9 +98,7 @@ def result_of(choice: Launch, sizes: Sizes) -> jax.ShapeDtypeStruct:
 
 
 def _most_tokens(sizes: Sizes) -> int:
-    if sizes.swiglu:
-        return MOST_TOKENS_SWIGLU
-    return MOST_TOKENS_SPLIT if sizes.split else MOST_TOKENS_WHOLE
+    return MOST_TOKENS_SWIGLU if sizes.swiglu else MOST_TOKENS
 
 
 def parts_for(sizes: Sizes) -> int:

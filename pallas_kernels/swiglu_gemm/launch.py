@@ -19,16 +19,15 @@ from pallas_kernels.swiglu_gemm.cases import CASES, SwigluCase
 
 DTYPES = ("bfloat16", "float16")
 ITEM_BYTES = 2
-FEWEST_TOKENS = 512  # below, most multiprocessors would wait for the last tiles
-LANES = 64  # values that lie side by side in shared memory, hence in every block
+FEWEST_TOKENS = 128  # a tile's
+LANES, FEWEST_LANES = 64, 32  # values that lie side by side in shared memory
 TOKENS = 8  # that TMA copies at a time
 ROWS = 64  # of tokens that the matrix units take at once
 WIDEST = 256  # columns of weights that they take at once
 WORKERS = 2  # warpgroups that multiply: each half of a tile's tokens
-MOST_SUMS = 128 * 256  # float32 of a tile: half the registers there are
+MOST_SUMS = 128 * 320  # float32 of a tile: 160 of a worker's 232 registers
 SHARED_BYTES = 225 << 10  # of a multiprocessor, less what barriers take
 LARGE_LEAD, SMALL_LEAD = 1, 2  # steps; without a lead 2 % slower on an H200
-SMALL_COST = 1.04  # a column of a small tile, which loads more for the same products
 
 
 class Sizes(NamedTuple):
@@ -59,6 +58,11 @@ class Launch:
     lead: int = 0
 
     @property
+    def lanes(self) -> int:
+        """Values that lie side by side in shared memory."""
+        return math.gcd(self.block_n, LANES)
+
+    @property
     def shared_bytes(self) -> int:
         """What a program holds of tokens, weights and results."""
         step = (self.block_t + 2 * self.block_n) * self.block_k
@@ -66,10 +70,10 @@ class Launch:
 
     def cuts_up(self, sizes: Sizes) -> bool:
         """Whether the kernel can run such a call so."""
-        whole = sizes.inner % self.block_k == 0 and sizes.outer % self.block_n == 0
-        blocks = self.block_n % LANES == 0 and self.block_k % LANES == 0
+        whole = sizes.inner % self.block_k == 0
+        blocks = self.lanes >= FEWEST_LANES and self.block_k % self.lanes == 0
         rows = self.block_t % (ROWS * WORKERS) == 0
-        sums = self.block_t * 2 * self.block_n <= MOST_SUMS and 2 * self.block_n <= WIDEST
+        sums = self.block_t * 2 * self.block_n <= MOST_SUMS and self.block_n <= WIDEST
         room = self.shared_bytes <= SHARED_BYTES and self.stages >= 2
         # The first worker must not be a whole tile ahead: the second would miss its signal.
         lead = not self.lead or self.lead < self.stages <= sizes.inner // self.block_k
@@ -111,27 +115,28 @@ def results(
     return jax.ShapeDtypeStruct((sizes.tokens, sizes.outer), x.dtype)
 
 
+LARGE = Launch(128, 128, LANES, 4, 1, 1)
+SMALL = Launch(128, 64, LANES, 6, 2, 1)
+WIDE = Launch(128, 160, LANES // 2, 6, 2, 1)  # Qwen3-4B's columns in one turn, by 122 of 132
+NARROW = Launch(128, 96, LANES, 5, 1, 1)  # of few tokens, whose weights come as fast in any case
+# What a column takes, relative. Timed on an H200: large tiles in pairs are 1 % behind lone ones,
+# small lone ones 20 % behind pairs. TMA and the matrix units like 64 lanes; with 16 they are slow.
+COSTS = {LARGE: 1.0, SMALL: 1.04, WIDE: 1.02, NARROW: 1.25}
+
+
 def by_rule(sizes: Sizes) -> Launch:
-    """Large tiles by lone programs or small ones by pairs, whichever are done first.
-
-    All programs begin their last turn together, so that what counts is the number of turns. Timed
-    on an H200: large tiles in pairs are 1 % behind lone ones, small lone ones 20 % behind pairs.
-    """
-    large, small = Launch(128, 128, LANES, 4, 1, 1), Launch(128, 64, LANES, 6, 2, 1)
-    fit = [launch for launch in (large, small) if launch.cuts_up(sizes)]
-    best = min(fit, key=lambda launch: _turns(launch, sizes) * launch.block_n * _cost(launch))
-    steps = sizes.inner // LANES
-    lead = 0 if steps < best.stages else LARGE_LEAD if best.block_n == large.block_n else SMALL_LEAD
-    return replace(best, group=_group(best), lead=lead)
-
-
-def _cost(launch: Launch) -> float:
-    return SMALL_COST if launch.block_n < 128 else 1.0
+    """The tiles that are done first: all programs begin their last turn together, so that what
+    counts is the number of turns."""
+    fit = [launch for launch in COSTS if launch.cuts_up(sizes)]
+    best = min(fit, key=lambda launch: _turns(launch, sizes) * launch.block_n * COSTS[launch])
+    leads = _turns(best, sizes) > 1 and sizes.inner // best.block_k >= best.stages
+    lead = SMALL_LEAD if best is SMALL else LARGE_LEAD
+    return replace(best, group=_group(best), lead=lead if leads else 0)
 
 
 def _turns(launch: Launch, sizes: Sizes) -> int:
     along = -(-sizes.tokens // (launch.block_t * launch.cluster))
-    tiles = along * (sizes.outer // launch.block_n)
+    tiles = along * -(-sizes.outer // launch.block_n)
     return -(-tiles // (current_device().multiprocessors // launch.cluster))
 
 

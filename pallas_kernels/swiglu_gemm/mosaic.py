@@ -3,9 +3,9 @@
 As many programs as there are multiprocessors make tile after tile. One warp of a program asks for
 tokens and weights by TMA, steps ahead and on into the next tile; two warpgroups multiply, each half
 of the tile's tokens with all its columns. A tile's gates lie beside its ups in shared memory, so
-that one instruction of the matrix units multiplies both, and a thread finds the gate and the up of
-a result in its own registers. While one warpgroup makes results of its sums, the other has the
-matrix units. The shape of this is that of CUTLASS's cooperative kernels.
+that one instruction of the matrix units multiplies both, or two where they are wider, and a thread
+finds the gate and the up of a result in its own registers. While one warpgroup makes results of its
+sums, the other has the matrix units. The shape of this is that of CUTLASS's cooperative kernels.
 Must not know: which calls come here (``launch``).
 """
 
@@ -21,8 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import current_device
+from pallas_kernels.linked import await_kernel_before, let_next_begin
 from pallas_kernels.swiglu_gemm.launch import (
-    LANES,
+    ITEM_BYTES,
+    WIDEST,
     WORKERS,
     Launch,
     Sizes,
@@ -55,10 +57,10 @@ class _Plan:
 
     @property
     def across(self) -> tuple[int, int]:
-        """Tiles of a cluster along tokens and columns; the last tokens may overhang."""
+        """Tiles of a cluster along tokens and columns; the last ones may overhang."""
         choice = self.choice
         tokens = choice.block_t * choice.cluster
-        return -(-self.sizes.tokens // tokens), self.sizes.outer // choice.block_n
+        return -(-self.sizes.tokens // tokens), -(-self.sizes.outer // choice.block_n)
 
     @property
     def tiles(self) -> int:
@@ -110,28 +112,44 @@ def _stage(plan: _Plan, step: jax.Array) -> jax.Array:
 
 
 def _load(plan: _Plan, x: Ref, w: Ref, shared: _Shared) -> None:  # [T, I], [I, 2, O]
-    """Copy step after step as room becomes free."""
+    """Copy step after step as room becomes free; the first weights before there are tokens."""
     choice, turns = plan.choice, _own_tiles(plan)
     total = turns * plan.steps
+    together = "rank" if choice.cluster > 1 else None
+
+    def inner(step: jax.Array) -> Any:
+        return pl.ds(step * choice.block_k, choice.block_k)
+
+    def copy_weights(tile: _Tile, step: jax.Array) -> None:
+        stage = _stage(plan, tile.step + step)
+        columns = w.at[inner(step), :, pl.ds(tile.column, choice.block_n)]
+        room, full = shared.w.at[stage], shared.full.at[stage]
+        plgpu.copy_gmem_to_smem(columns, room, full, collective_axes=together)
+
+    def copy_tokens(tile: _Tile, step: jax.Array) -> None:
+        stage = _stage(plan, tile.step + step)
+        tokens = x.at[pl.ds(tile.token, choice.block_t), inner(step)]  # those x lacks become zeros
+        plgpu.copy_gmem_to_smem(tokens, shared.x.at[stage], shared.full.at[stage])
 
     def copy(tile: _Tile, step: jax.Array) -> None:
         stage = _stage(plan, tile.step + step)
-        full = shared.full.at[stage]
         pl.when(tile.step + step >= choice.stages)(
             lambda: plgpu.barrier_wait(shared.free.at[stage])
         )
-        inner = pl.ds(step * choice.block_k, choice.block_k)
-        columns = w.at[inner, :, pl.ds(tile.column, choice.block_n)]
-        together = "rank" if choice.cluster > 1 else None
-        plgpu.copy_gmem_to_smem(columns, shared.w.at[stage], full, collective_axes=together)
-        tokens = x.at[pl.ds(tile.token, choice.block_t), inner]  # rows that x lacks become zeros
-        plgpu.copy_gmem_to_smem(tokens, shared.x.at[stage], full)
+        copy_weights(tile, step)
+        copy_tokens(tile, step)
 
     @plgpu.warp_map
     def _warp(warp: jax.Array) -> None:
         @pl.when(warp == 0)
         def _copy() -> None:
-            @pl.loop(0, turns)
+            first, at_once = _tile(plan, jnp.int32(0)), min(choice.stages, plan.steps)
+            pl.loop(0, at_once)(lambda step: copy_weights(first, step))
+            await_kernel_before()
+            pl.loop(0, at_once)(lambda step: copy_tokens(first, step))
+            pl.loop(at_once, plan.steps)(lambda step: copy(first, step))
+
+            @pl.loop(1, turns)
             def _turn(turn: jax.Array) -> None:
                 tile = _tile(plan, turn)
                 pl.loop(0, plan.steps)(lambda step: copy(tile, step))
@@ -141,34 +159,36 @@ def _load(plan: _Plan, x: Ref, w: Ref, shared: _Shared) -> None:  # [T, I], [I, 
                 plgpu.barrier_wait(shared.free.at[_stage(plan, step)])
 
 
-def _multiply(total: Ref, x: Ref, w: Ref) -> None:
-    """Begin to add [rows, block_k] @ [block_k, 2 * block_n], gates beside ups.
+def _multiply(sums: tuple[Ref, ...], x: Ref, w: Ref) -> None:
+    """Begin to add [rows, block_k] @ [block_k, 2 * block_n]: gates beside ups, or then ups.
 
     JAX's interpreter cannot see ``w``, [block_k, 2, block_n], as it is here.
     """
-    plgpu.wgmma(total, x, w.reshape(w.shape[0], 2 * w.shape[2]))
+    both = w.reshape(w.shape[0], 2 * w.shape[2])
+    for i, total in enumerate(sums):
+        width = total.shape[1]
+        plgpu.wgmma(total, x, both.at[:, i * width : (i + 1) * width])
 
 
 def _product(
     plan: _Plan, tile: _Tile, worker: jax.Array, shared: _Shared
-) -> jax.Array:  # float32[rows, 2 * block_n]: gate, up
+) -> tuple[jax.Array, jax.Array]:  # float32[rows, block_n]: gate, up
     """Multiply step after step as it arrives, the next asked for while one is under way."""
     choice = plan.choice
-    columns = 2 * choice.block_n
 
     def release(step: jax.Array | int) -> None:
         plgpu.barrier_arrive(shared.free.at[_stage(plan, tile.step + step)])
 
-    def multiply(total: Ref) -> jax.Array:
+    def multiply(*sums: Ref) -> tuple[jax.Array, jax.Array]:
         def begin(step: jax.Array | int) -> None:
             stage = _stage(plan, tile.step + step)
             plgpu.barrier_wait(shared.full.at[stage])
             tokens = shared.x.at[stage, pl.ds(worker * plan.rows, plan.rows)]
-            _multiply(total, tokens, shared.w.at[stage])
+            _multiply(sums, tokens, shared.w.at[stage])
 
         def follow(step: jax.Array | int) -> None:
             begin(step)
-            plgpu.wgmma_wait(1)  # for that of the step before
+            plgpu.wgmma_wait(len(sums))  # for those of the step before
             release(step - 1)
 
         first = max(choice.lead, 1)
@@ -184,10 +204,15 @@ def _product(
         def _step(step: jax.Array) -> None:
             follow(step)
 
-        return total[...]
+        if len(sums) == 2:
+            return sums[0][...], sums[1][...]
+        both = sums[0][...]
+        return both[:, : choice.block_n], both[:, choice.block_n :]
 
-    shape = (plan.rows, columns)
-    total = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+    count = -(-2 * choice.block_n // WIDEST)
+    shape = (plan.rows, 2 * choice.block_n // count)
+    sums = [plgpu.WGMMAAccumulatorRef(shape, jnp.float32)] * count
+    total = pl.run_scoped(multiply, *sums)
     release(plan.steps - 1)
     return total
 
@@ -206,8 +231,7 @@ def _work(plan: _Plan, worker: jax.Array, out: Ref, shared: _Shared) -> None:  #
     @pl.loop(0, _own_tiles(plan))
     def _turn(turn: jax.Array) -> None:
         tile = _tile(plan, turn)
-        total = _product(plan, tile, worker, shared)
-        gate, up = total[:, :block_n], total[:, block_n:]
+        gate, up = _product(plan, tile, worker, shared)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
         room[...] = _swiglu(gate, up).astype(out.dtype)
         plgpu.commit_smem()
@@ -218,6 +242,7 @@ def _work(plan: _Plan, worker: jax.Array, out: Ref, shared: _Shared) -> None:  #
 
 
 def _kernel(plan: _Plan, x: Ref, w: Ref, out: Ref, shared: _Shared) -> None:
+    let_next_begin()
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == WORKERS)
@@ -235,8 +260,9 @@ def _shared_types(plan: _Plan, dtype: Any) -> _Shared:
     choice = plan.choice
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
-    rows = (tiling((8, LANES)), swizzle(128))
-    halves = (tiling((8, 1, LANES)), swizzle(128))
+    lanes = choice.lanes
+    rows = (tiling((8, lanes)), swizzle(lanes * ITEM_BYTES))
+    halves = (tiling((8, 1, lanes)), swizzle(lanes * ITEM_BYTES))
     free: Any = plgpu.Barrier(num_arrivals=WORKERS, num_barriers=choice.stages)
     if choice.cluster > 1:
         free = plgpu.ClusterBarrier(

@@ -37,6 +37,9 @@ LAUNCHES = {
     "a_cluster_shares_weights": (SMALL, Launch(128, 128, 64, 2, 2, 2)),
     "the_first_worker_leads": (replace(SMALL, inner=256), Launch(128, 128, 64, 4, 2, 2, lead=2)),
     "half_a_cluster_overhangs": (replace(SMALL, tokens=640), Launch(128, 64, 64, 3, 2, 1)),
+    "gates_then_ups": (SwigluCase("wide", 256, 128, 320), Launch(128, 160, 32, 3, 2, 1)),
+    "columns_overhang": (SwigluCase("odd", 256, 128, 256), Launch(128, 96, 32, 3, 1, 1)),
+    "wide_columns_overhang": (SwigluCase("odd", 256, 128, 192), Launch(128, 160, 64, 2, 1, 1)),
 }
 
 
@@ -46,10 +49,11 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_launch, "not_hopper", lambda: None)
 
 
-def _multiply(total: Any, x: Any, w: Any) -> None:
+def _multiply(sums: tuple[Any, ...], x: Any, w: Any) -> None:
     width = w.shape[2]
     for half in range(2):
-        plgpu.wgmma(total.at[:, half * width : (half + 1) * width], x, w.at[:, half])
+        total, start = (sums[0], half * width) if len(sums) == 1 else (sums[half], 0)
+        plgpu.wgmma(total.at[:, start : start + width], x, w.at[:, half])
 
 
 @pytest.mark.parametrize(("case", "choice"), LAUNCHES.values(), ids=LAUNCHES)
