@@ -24,7 +24,7 @@ class SwigluCase:
 
 
 def _qwen3_4b(tokens: int) -> SwigluCase:
-    """Of a prefill step on a GPU."""
+    """Of a prefill step on a GPU, or of many rows that decode."""
     return SwigluCase(f"qwen3_4b_t{tokens}", tokens, 2560, 9728, tags=("bench", "gpu"))
 
 
@@ -32,7 +32,7 @@ CASES = (
     SwigluCase("smollm2_t5_f32", 5, 576, 1536, "float32"),
     SwigluCase("smollm2_t130", 130, 576, 1536),
     SwigluCase("uneven_t200_f16", 200, 200, 72, "float16"),
-    *(_qwen3_4b(tokens) for tokens in (512, 1024, 2048, 4096, 8192)),
+    *(_qwen3_4b(tokens) for tokens in (128, 256, 512, 1024, 2048, 4096, 8192)),
 )
 
 

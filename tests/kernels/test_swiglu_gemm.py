@@ -98,7 +98,7 @@ def test_chosen_and_lowered_for_hopper(case: SwigluCase) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "name"),
-    [pytest.param(32, "skinny_gemm", id="few"), pytest.param(256, "xla", id="between")],
+    [pytest.param(32, "skinny_gemm", id="few"), pytest.param(72, "xla", id="between")],
 )
 @pytest.mark.usefixtures("on_hopper")
 def test_others_for_fewer_tokens(tokens: int, name: str) -> None:
@@ -109,7 +109,7 @@ def test_others_for_fewer_tokens(tokens: int, name: str) -> None:
     ("case", "reason"),
     [
         pytest.param(replace(SMALL, dtype="float32"), "tokens are float32", id="float32"),
-        pytest.param(replace(SMALL, tokens=504), "504 tokens are below 512", id="few"),
+        pytest.param(replace(SMALL, tokens=120), "120 tokens are below 128", id="few"),
         pytest.param(replace(SMALL, tokens=513), "513 tokens are not a multiple of 8", id="uneven"),
         pytest.param(replace(SMALL, inner=96), "96 or 256 components", id="inner"),
         pytest.param(replace(SMALL, outer=96), "128 or 96 components", id="outer"),
@@ -125,7 +125,10 @@ def test_refusals(case: SwigluCase, reason: str) -> None:
     [
         pytest.param(8192, Launch(128, 128, 64, 4, 1, 16, 1), id="large_tiles_alone"),
         pytest.param(2080, Launch(128, 128, 64, 4, 1, 16, 1), id="no_pair_overhangs"),
-        pytest.param(512, Launch(128, 64, 64, 6, 2, 8, 2), id="small_tiles_leave_less_idle"),
+        pytest.param(768, Launch(128, 64, 64, 6, 2, 8, 2), id="small_tiles_leave_less_idle"),
+        pytest.param(512, Launch(128, 160, 32, 6, 2, 8, 1), id="wide_tiles_in_two_turns"),
+        pytest.param(256, Launch(128, 160, 32, 6, 2, 8, 0), id="wide_tiles_in_one_turn"),
+        pytest.param(128, Launch(128, 96, 64, 5, 1, 16, 0), id="narrow_tiles_in_one_turn"),
     ],
 )
 def test_rule(tokens: int, choice: Launch) -> None:
@@ -149,7 +152,8 @@ def test_the_rule_cuts_up(sizes: Sizes) -> None:
     [
         pytest.param(Launch(128, 128, 96, 4, 1, 8), id="rest_of_inner"),
         pytest.param(Launch(64, 128, 64, 4, 1, 8), id="half_a_worker"),
-        pytest.param(Launch(128, 256, 64, 2, 1, 8), id="too_wide"),
+        pytest.param(Launch(128, 320, 32, 2, 1, 8), id="too_wide"),
+        pytest.param(Launch(128, 80, 64, 4, 1, 8), id="too_few_lanes"),
         pytest.param(Launch(256, 128, 64, 2, 1, 8), id="too_many_sums"),
         pytest.param(Launch(128, 128, 64, 5, 1, 8), id="too_much_shared_memory"),
         pytest.param(Launch(128, 128, 64, 1, 1, 8), id="one_stage_waits_for_itself"),
