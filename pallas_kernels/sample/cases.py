@@ -61,6 +61,13 @@ HARD = (  # most of the vocabulary stays, or nearly nothing says where to cut
     Draw(1e-3, top_p=0.5),
     Draw(50.0, min_p=0.3, top_p=0.99),
 )
+LISTED = (  # too many for one program's registers, few enough to be listed
+    Draw(1.0, top_k=2000),
+    Draw(0.9, top_k=3000, top_p=0.8),
+    Draw(1.2, top_k=1500, min_p=0.001),
+    Draw(0.7, top_p=0.9),
+    Draw(1.0, top_p=0.5),
+)
 
 
 def _step(batch: int, name: str, draw: Draw) -> SampleCase:
@@ -81,6 +88,7 @@ CASES = (
     SampleCase("smollm2", SMOLLM2, (GREEDY, NUCLEUS, CHAT), 3),
     SampleCase("smollm2_padding_rows", SMOLLM2, (CHAT, *(GREEDY,) * 63), 64),
     SampleCase("smollm2_hard", SMOLLM2, HARD, 6),
+    SampleCase("smollm2_listed", SMOLLM2, LISTED, 10),
     SampleCase("qwen3", QWEN3, (CHAT,), 1),
     SampleCase("smollm2_b16_sampled", SMOLLM2, (CHAT,), 16, tags=("bench",)),
     *(_step(batch, "greedy", GREEDY) for batch in (1, 64, 256)),

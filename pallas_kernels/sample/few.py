@@ -18,7 +18,7 @@ from pallas_kernels.sample.levels import (
     nucleus_alone,
     scale,
 )
-from pallas_kernels.sample.noise import row_key, take_better, threefry, uniform
+from pallas_kernels.sample.noise import noise_of, row_key, take_better
 
 # Noise lies in -log(log(2**24)) .. -log(-log(1 - 2**-24)), -2.82 .. 16.64: no token that
 # much less likely than the most likely one can be drawn.
@@ -115,11 +115,7 @@ def _draw(
     FEW: tl.constexpr,
 ):
     """The first token with the largest sum of logit and noise; 0 where nothing is kept."""
-    HALF: tl.constexpr = (VOCAB + 1) // 2  # a counter's two words are for tokens that far apart
-    second = token_ids >= HALF
-    counter = tl.where(second, token_ids - HALF, token_ids).to(tl.uint32)
-    x, y = threefry(key_low, key_high, counter)  # type: ignore[misc]
-    u = uniform(tl.where(second, y, x))
+    u = noise_of(token_ids, key_low, key_high, VOCAB)
     best = tl.full((FEW,), float("-inf"), tl.float32)
     nobody = tl.zeros((FEW,), tl.int32)
     best, token = take_better(best, nobody, scaled, u, token_ids, threshold)  # type: ignore[misc]

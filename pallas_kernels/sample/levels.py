@@ -22,6 +22,19 @@ def scale(logits, temperature):
 
 
 @triton.jit
+def scaled_at(logits, index, mask, temperature):
+    """Scaled logits; -inf, and not read, where the mask is false."""
+    return scale(tl.load(logits + index, mask=mask, other=float("-inf")), temperature)
+
+
+@triton.jit
+def cut_of(level, temperature):
+    """No logit below it reaches the level. By a product, where a division decides: a little low."""
+    cut = level * temperature
+    return cut - tl.abs(cut) * 1e-6
+
+
+@triton.jit
 def nucleus_alone(k, p, min_p, VOCAB: tl.constexpr):
     """Whether top_p is the row's only filter. Any other leaves a level to begin from."""
     return (p < 1) & ((k <= 0) | (k >= VOCAB)) & ~(min_p > 0)

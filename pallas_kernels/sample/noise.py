@@ -51,6 +51,16 @@ def uniform(word):
 
 
 @triton.jit
+def noise_of(index, key_low, key_high, VOCAB: tl.constexpr):
+    """The uniform numbers of token ids, wherever they are."""
+    HALF: tl.constexpr = (VOCAB + 1) // 2  # a counter's two words are for tokens that far apart
+    second = index >= HALF
+    counter = tl.where(second, index - HALF, index).to(tl.uint32)
+    x, y = threefry(key_low, key_high, counter)  # type: ignore[misc]
+    return uniform(tl.where(second, y, x))
+
+
+@triton.jit
 def can_exceed(scaled, u, level):
     """Whether a logit and its noise may be above the level, at a tenth of the noise's cost: since
     -log(u) >= 1 - u, noise is at most -log(1 - u). The margin is for rounding."""

@@ -9,7 +9,8 @@
    probability at and above evenly spread levels.
 4. ``_collect`` finds two levels that the row's threshold lies between (in 3's sums or from 2) and
    copies the logits between them.
-5. ``_find_threshold`` searches these for the threshold, one program a row.
+5. ``listed.find_threshold`` searches these for the threshold, one program a row, and draws the
+   row's token where they are all that reach it.
 6. ``_draw`` draws a token from the part of a row that a program has; 7. ``_take`` the row's.
 
 1, 3, 4 and 6 work on a row with as many programs as fill the chip. Probabilities are added in an
@@ -30,100 +31,13 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.sample import launch
-from pallas_kernels.sample.few import BOUNDS, NOISE_REACH, choose_among_few
-from pallas_kernels.sample.levels import (
-    key_of,
-    narrowed,
-    nucleus_alone,
-    pivots_in,
-    scale,
-    span,
-    value_of,
-)
+from pallas_kernels.sample.few import BOUNDS, choose_among_few
+from pallas_kernels.sample.levels import cut_of, nucleus_alone, scale, scaled_at
+from pallas_kernels.sample.listed import BRACKET, find_threshold
 from pallas_kernels.sample.noise import can_exceed, row_key, take_better, threefry, uniform
 from pallas_kernels.tiles import power_of_two
 
-WEIGHT_ONE = tl.constexpr(float(1 << 42))  # of a probability as an integer; 2**20 of them fit
 FEW_OF_TILE = tl.constexpr(4)  # a part of a tile: noise for no more waits until a tile is full
-BRACKET = tl.constexpr(4)  # of a row: low, high, above (high), mass
-
-
-@triton.jit
-def _scaled(logits, index, mask, temperature):
-    return scale(tl.load(logits + index, mask=mask, other=float("-inf")), temperature)
-
-
-@triton.jit
-def _weights(distance):
-    """Probabilities of tokens that far below the most likely, relative to it, as integers: their
-    sum does not depend on the order, and 2**-43 is beyond what a float32 sum tells apart."""
-    return (tl.exp(distance) * WEIGHT_ONE).to(tl.int64)
-
-
-@triton.jit
-def _search(
-    source,  # float32: logits, in pieces
-    offset,  # int32[1, STEP]: where in the source a thread begins
-    left,  # int32[1, STEP]: logits of the piece from there on
-    longest,  # of the pieces
-    temperature,
-    top,  # the largest scaled logit of the row
-    needed,  # int64
-    low,  # a key with enough at and above it
-    high,  # a key with too little
-    slots,
-    WEIGHTED: tl.constexpr,  # False: tokens are counted
-    STEP: tl.constexpr,
-    PIVOTS: tl.constexpr,
-):
-    """The largest key with sum(weights[scaled >= key]) >= needed."""
-    while span(low, high) > 1:
-        pivots = pivots_in(low, high, PIVOTS)
-        values = value_of(pivots)[:, None]
-        found = tl.zeros((PIVOTS, STEP), tl.int64)
-        for start in range(0, longest, slots):
-            scaled = _scaled(source, offset + start, start < left, temperature)
-            weights = tl.full((1, STEP), 1, tl.int64)
-            if WEIGHTED:
-                weights = _weights(scaled - top)
-            found += tl.where(scaled >= values, weights, 0)
-        low, high = narrowed(low, high, pivots, tl.sum(found, 1) >= needed)
-    return low
-
-
-@triton.jit
-def _kept_mass(
-    source,
-    offset,  # int32[1, STEP]
-    left,  # int32[1, STEP]
-    longest,
-    temperature,
-    top,
-    threshold,
-    slots,
-    STEP: tl.constexpr,
-):
-    """Sum of the weights of what is not below the threshold."""
-    found = tl.zeros((1, STEP), tl.int64)
-    for start in range(0, longest, slots):
-        scaled = _scaled(source, offset + start, start < left, temperature)
-        found += tl.where(scaled >= threshold, _weights(scaled - top), 0)
-    return tl.sum(tl.ravel(found), 0)
-
-
-@triton.jit
-def _in_reach(
-    tops,  # float32[NUM_BLOCKS] of the row
-    index,
-    inside,  # of the vocabulary
-    temperature,
-    level,
-    BLOCK: tl.constexpr,
-):
-    """Whether something in the block of an index may reach the level."""
-    cut = level * temperature
-    cut -= tl.abs(cut) * 1e-6  # by a product, where a division decides: a little too many
-    return inside & (tl.load(tops + index // BLOCK, mask=inside, other=float("-inf")) >= cut)
 
 
 @triton.jit
@@ -137,8 +51,9 @@ def _reaching(
     BLOCK: tl.constexpr,
 ):
     """Scaled logits; -inf, and not read, where the block's largest is below the level."""
-    near = _in_reach(tops, index, inside, temperature, level, BLOCK)
-    return _scaled(logits, index, near, temperature)
+    best = tl.load(tops + index // BLOCK, mask=inside, other=float("-inf"))
+    near = inside & (best >= cut_of(level, temperature))
+    return scaled_at(logits, index, near, temperature)
 
 
 @triton.jit
@@ -235,6 +150,7 @@ def _collect(
     masses,  # float32[B, NUM_TILES, LEVELS]
     brackets,  # float32[B, BRACKET]
     listed,  # float32[B, PROGRAMS, room]: logits between the row's two levels
+    listed_ids,  # int32[B, PROGRAMS, room]: whose they are
     counts,  # int32[B, PROGRAMS]: of those, also of what finds no room
     room,
     VOCAB: tl.constexpr,
@@ -279,86 +195,26 @@ def _collect(
     segment = row * tl.num_programs(0) + tl.program_id(0)
     filled = 0
     num_tiles = tl.where(low < float("inf"), NUM_TILES, 0)
+    cut = cut_of(low, heat)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        index = tile * TILE + tl.arange(0, TILE)
-        hit = _in_reach(tops, index, index < VOCAB, heat, low, BLOCK)
-        if tl.max(hit.to(tl.int32), 0) > 0:
+        block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
+        near = tl.load(tops + block, mask=block < NUM_BLOCKS, other=float("-inf")) >= cut
+        near &= block < NUM_BLOCKS
+        if tl.max(near.to(tl.int32), 0) > 0:
+            index = tl.ravel(block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])
+            hit = tl.ravel(tl.broadcast_to(near[:, None], (TILE // BLOCK, BLOCK)))
+            hit &= index < VOCAB
             values = tl.load(logits + row * VOCAB + index, mask=hit, other=float("-inf"))
-            scaled = scale(values, heat)
-            between = (hit & (scaled >= low) & (scaled < high)).to(tl.int32)
-            place = filled + tl.cumsum(between, 0) - 1
-            fits = (between > 0) & (place < room)
+            between = hit & (values >= cut)  # a little too many do no harm
+            if high < float("inf"):  # here one too many would count twice
+                between &= scale(values, heat) < high
+            kept = between.to(tl.int32)
+            place = filled + tl.cumsum(kept, 0) - 1
+            fits = between & (place < room)
             tl.store(listed + segment * room + place, values, mask=fits)
-            filled += tl.sum(between, 0)
+            tl.store(listed_ids + segment * room + place, index, mask=fits)
+            filled += tl.sum(kept, 0)
     tl.store(counts + segment, filled)
-
-
-@triton.jit
-def _find_threshold(
-    logits,  # float32[B, V]
-    temperature,  # float32[B]
-    top_k,  # int32[B]
-    top_p,  # float32[B]
-    min_p,  # float32[B]
-    chosen,  # int32[B]
-    bounds,  # float32[B, BOUNDS]
-    brackets,  # float32[B, BRACKET]
-    listed,  # float32[B, segments, room]
-    counts,  # int32[B, segments]
-    thresholds,  # float32[B]: no scaled logit below it can be drawn
-    segments,
-    room,
-    slots,  # of each piece, read at once; a power of two
-    VOCAB: tl.constexpr,
-    STEP: tl.constexpr,
-    PIVOTS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(chosen + row) >= 0:
-        return
-    heat = tl.load(temperature + row)
-    k, p, share = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-    cuts_k = (k > 0) & (k < VOCAB)
-    brackets += row * BRACKET
-    top = tl.load(bounds + row * BOUNDS)
-    low = key_of(tl.load(brackets))
-    high = tl.minimum(key_of(tl.load(brackets + 1)), key_of(top) + 1)
-
-    piece = tl.arange(0, STEP)[None, :] // slots
-    slot = tl.arange(0, STEP)[None, :] % slots
-    length = tl.load(counts + row * segments + piece, mask=piece < segments, other=0)
-    longest = tl.max(tl.ravel(length), 0)
-    source = listed + row * (segments * room)
-    stride = room
-    above = tl.load(brackets + 2)
-    if longest > room:  # then the whole row is searched in place of the list
-        source = logits + row * VOCAB
-        stride = tl.cdiv(VOCAB, STEP // slots)
-        longest = stride
-        length = tl.minimum(VOCAB - piece * stride, stride)
-        above = 0.0
-    offset = piece * stride + slot
-    left = length - slot
-
-    threshold = top + tl.log(share)  # -inf with a min_p of 0
-    if cuts_k:
-        low = _search(
-            source, offset, left, longest, heat, top, k.to(tl.int64), low, high, slots,
-            False, STEP, PIVOTS,
-        )  # fmt: skip
-        threshold = tl.maximum(value_of(low), threshold)
-    if p < 1:
-        needed = ((tl.load(brackets + 3) - above) * WEIGHT_ONE).to(tl.int64)
-        if cuts_k | (share > 0):
-            kept = _kept_mass(source, offset, left, longest, heat, top, threshold, slots, STEP)
-            needed = (kept.to(tl.float64) * p).to(tl.int64)
-            low = key_of(threshold)
-        low = _search(
-            source, offset, left, longest, heat, top, needed, low, high, slots,
-            True, STEP, PIVOTS,
-        )  # fmt: skip
-        threshold = value_of(low)
-    tl.store(thresholds + row, tl.maximum(threshold, top - NOISE_REACH))
 
 
 @triton.jit
@@ -414,7 +270,7 @@ def _draw(
     seed_high,  # int32[B]
     positions,  # int32[B]
     tops,  # float32[B, NUM_BLOCKS]
-    chosen,  # int32[B]
+    settled,  # int32[B]
     thresholds,  # float32[B]
     sums,  # float32[B, PROGRAMS]: the largest sum of logit and noise
     token_ids,  # int32[B, PROGRAMS]: the first token with it; 0 where nothing is kept
@@ -425,7 +281,7 @@ def _draw(
     TILE: tl.constexpr,  # of counters: a pair of logits each
 ):
     row = tl.program_id(1).to(tl.int64)
-    if tl.load(chosen + row) >= 0:
+    if tl.load(settled + row) >= 0:
         return
     heat = tl.load(temperature + row)
     threshold = tl.load(thresholds + row)
@@ -474,7 +330,7 @@ def _draw(
 
 @triton.jit
 def _take(
-    chosen,  # int32[B]
+    settled,  # int32[B]
     sums,  # float32[B, segments]
     drawn,  # int32[B, segments]
     token_ids,  # int32[B]
@@ -483,7 +339,7 @@ def _take(
     TILES_TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    token = tl.load(chosen + row)
+    token = tl.load(settled + row)
     if token < 0:
         place = tl.arange(0, TILES_TILE)
         there = place < segments
@@ -564,21 +420,26 @@ def sample(
     collected = call(
         _collect,
         (logits, *filters, tops, chosen, bounds, masses),
-        (((BRACKET.value,), f32), ((segments, room), f32), ((segments,), i32)),
+        (
+            ((BRACKET.value,), f32),
+            ((segments, room), f32),
+            ((segments, room), i32),
+            ((segments,), i32),
+        ),
     )
-    (thresholds,) = call(
-        _find_threshold,
-        (logits, *filters, chosen, bounds, *collected),
-        (((), f32),),
+    thresholds, settled = call(
+        find_threshold,
+        (logits, *filters, *noise, chosen, bounds, *collected),
+        (((), f32), ((), i32)),
         grid=(rows,),
         STEP=launch.SEARCH_STEP,
         PIVOTS=launch.SEARCH_PIVOTS,
     )
     *drawn, _ = call(
         _draw,
-        (logits, temperature, *noise, tops, chosen, thresholds),
+        (logits, temperature, *noise, tops, settled, thresholds),
         (((segments,), f32), ((segments,), i32), ((segments, launch.TILE // 2), i32)),
         TILE=launch.TILE // 2,
     )
-    (token_ids,) = call(_take, (chosen, *drawn), (((), i32),), grid=(rows,))
+    (token_ids,) = call(_take, (settled, *drawn), (((), i32),), grid=(rows,))
     return token_ids

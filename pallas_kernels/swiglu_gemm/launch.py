@@ -120,8 +120,8 @@ SMALL = Launch(128, 64, LANES, 6, 2, 1)
 WIDE = Launch(128, 160, LANES // 2, 6, 2, 1)  # 256 tokens of Qwen3-4B: one turn of 122 programs
 NARROW = Launch(128, 96, LANES, 5, 1, 1)  # 128 tokens of it: one turn of 102
 # What a column takes, relative. Timed on an H200: large tiles in pairs are 1 % behind lone ones,
-# small lone ones 20 % behind pairs. A turn of wide ones takes 49.8 us in a step of 256 rows for 17.8
-# of small ones: 32 lanes are more lines to ask for than 64, and 16 took twice as long.
+# small lone ones 20 % behind pairs. A turn of wide ones takes a step of 256 rows 49.8 us, of small
+# ones 17.8: 32 lanes are more lines to ask for than 64, and 16 took twice as long.
 COSTS = {LARGE: 1.0, SMALL: 1.04, WIDE: 1.15, NARROW: 1.25}
 
 

@@ -49,7 +49,7 @@ def thresholds(args: tuple[np.ndarray, ...]) -> np.ndarray:  # float32[B]
     with in_place_of_triton_call(stand_in):
         triton.sample(*map(jnp.asarray, args))
     chosen, bounds = map(np.asarray, seen["choose_among_few"][:2])
-    return np.where(chosen >= 0, bounds[:, 1], seen["_find_threshold"][0])
+    return np.where(chosen >= 0, bounds[:, 1], seen["find_threshold"][0])
 
 
 def is_right(found: float, logits: np.ndarray, heat: float, k: int, p: float, share: float) -> bool:
