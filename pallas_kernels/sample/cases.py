@@ -88,7 +88,7 @@ CASES = (
     SampleCase("smollm2", SMOLLM2, (GREEDY, NUCLEUS, CHAT), 3),
     SampleCase("smollm2_padding_rows", SMOLLM2, (CHAT, *(GREEDY,) * 63), 64),
     SampleCase("smollm2_hard", SMOLLM2, HARD, 6),
-    SampleCase("smollm2_listed", SMOLLM2, LISTED, 10),
+    SampleCase("smollm2_listed", SMOLLM2, LISTED, 5),
     SampleCase("qwen3", QWEN3, (CHAT,), 1),
     SampleCase("smollm2_b16_sampled", SMOLLM2, (CHAT,), 16, tags=("bench",)),
     *(_step(batch, "greedy", GREEDY) for batch in (1, 64, 256)),

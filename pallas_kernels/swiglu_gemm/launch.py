@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -122,7 +123,7 @@ NARROW = Launch(128, 96, LANES, 5, 1, 1)  # 128 tokens of it: one turn of 102
 # What a column takes, relative. Timed on an H200: large tiles in pairs are 1 % behind lone ones,
 # small lone ones 20 % behind pairs. A turn of wide ones takes a step of 256 rows 49.8 us, of small
 # ones 17.8: 32 lanes are more lines to ask for than 64, and 16 took twice as long.
-COSTS = {LARGE: 1.0, SMALL: 1.04, WIDE: 1.15, NARROW: 1.25}
+COSTS = MappingProxyType({LARGE: 1.0, SMALL: 1.04, WIDE: 1.15, NARROW: 1.25})
 
 
 def by_rule(sizes: Sizes) -> Launch:
