@@ -74,7 +74,7 @@ class Launch:
         whole = sizes.inner % self.block_k == 0
         blocks = self.lanes >= FEWEST_LANES and self.block_k % self.lanes == 0
         rows = self.block_t % (ROWS * WORKERS) == 0
-        sums = self.block_t * 2 * self.block_n <= MOST_SUMS and self.block_n <= WIDEST
+        sums = self.block_t * 2 * self.block_n <= MOST_SUMS
         room = self.shared_bytes <= SHARED_BYTES and self.stages >= 2
         # The first worker must not be a whole tile ahead: the second would miss its signal.
         lead = not self.lead or self.lead < self.stages <= sizes.inner // self.block_k

@@ -82,6 +82,7 @@ def test_chosen_and_lowered_for_hopper(case: GemmCase) -> None:
     [
         pytest.param(replace(PLAIN, dtype="float32"), "tokens are float32", id="float32"),
         pytest.param(replace(PLAIN, tokens=257), "257 tokens are not between", id="tokens"),
+        pytest.param(replace(PARTS, tokens=257), "257 tokens are not between", id="split_tokens"),
         pytest.param(replace(GATE_UP, tokens=80), "80 tokens are not between", id="swiglu_tokens"),
         pytest.param(replace(PLAIN, tokens=24), "24 tokens are not a multiple of 16", id="uneven"),
         pytest.param(replace(PLAIN, inner=96), "96 or 256 components", id="inner"),

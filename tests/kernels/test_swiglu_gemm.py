@@ -151,7 +151,7 @@ def test_the_rule_cuts_up(sizes: Sizes) -> None:
     [
         pytest.param(Launch(128, 128, 96, 4, 1, 8), id="rest_of_inner"),
         pytest.param(Launch(64, 128, 64, 4, 1, 8), id="half_a_worker"),
-        pytest.param(Launch(128, 320, 32, 2, 1, 8), id="too_wide"),
+        pytest.param(Launch(128, 256, 64, 2, 1, 8), id="too_wide"),
         pytest.param(Launch(128, 80, 64, 4, 1, 8), id="too_few_lanes"),
         pytest.param(Launch(256, 128, 64, 2, 1, 8), id="too_many_sums"),
         pytest.param(Launch(128, 128, 64, 5, 1, 8), id="too_much_shared_memory"),
