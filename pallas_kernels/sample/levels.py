@@ -11,6 +11,9 @@ import triton.language as tl
 
 NEARLY = tl.constexpr(1 << 12)  # keys: a level that near to what was looked for will do
 EXACTLY = tl.constexpr(1)
+KEYS_NEAR = tl.constexpr(8)
+LAST_KEY = tl.constexpr(0x7FFFFFFF)
+GREATEST = tl.constexpr(3.4028234663852886e38)  # of float32
 
 
 @triton.jit
@@ -28,10 +31,22 @@ def scaled_at(logits, index, mask, temperature):
 
 
 @triton.jit
-def cut_of(level, temperature):
-    """No logit below it reaches the level. By a product, where a division decides: a little low."""
-    cut = level * temperature
-    return cut - tl.abs(cut) * 1e-6
+def inverse(temperature):
+    """Finite, so that it can take a logit of 0. By it logits are scaled where a rounding decides
+    nothing: a division is ten times as long."""
+    return tl.minimum(1.0 / temperature, GREATEST)
+
+
+@triton.jit
+def least_of(level, temperature):
+    """The least logit that reaches the level, so that logits compare as scaled ones do: inf if the
+    level is. The product is less than three keys from it, as both roundings are of half a key but
+    below 2**-126, where no two logits of a model differ."""
+    near = level * temperature
+    keys = key_of(near) + tl.arange(0, KEYS_NEAR) - KEYS_NEAR // 2
+    reached = scale(value_of(keys), temperature) >= level
+    least = value_of(tl.min(tl.where(reached, keys, LAST_KEY), 0))
+    return tl.where(tl.abs(level) < float("inf"), least, level)
 
 
 @triton.jit

@@ -63,8 +63,9 @@ def noise_of(index, key_low, key_high, VOCAB: tl.constexpr):
 @triton.jit
 def can_exceed(scaled, u, level):
     """Whether a logit and its noise may be above the level, at a tenth of the noise's cost: since
-    -log(u) >= 1 - u, noise is at most -log(1 - u). The margin is for rounding."""
-    return 1.0 - u < tl.exp(scaled - level + 1e-4)
+    -log(u) >= 1 - u, noise is at most -log(1 - u). The margin is for rounding, also of a logit
+    scaled by a product."""
+    return 1.0 - u < tl.exp(scaled - level + (1e-4 + 1e-6 * tl.abs(level)))
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """sample in Triton: seven launches, no sort, no decision on the host.
 
 1. ``_summarize`` reads every logit once and keeps of each block its largest and, for top_p, the
-   sum of its probabilities. Nothing later reads a block whose largest is too small to matter.
+   sum of its probabilities. 2 and 6 do not read a block whose largest is too small to matter; 3
+   and 4 read rows whose blocks nearly all do.
 2. ``few.choose_among_few``, one program a row, finds a level from the blocks and, where few logits
    reach it, the row's token: of every greedy row and nearly every filtered one. What follows is for
    the others; a row that has its token leaves each launch at once.
@@ -32,7 +33,7 @@ import triton.language as tl
 
 from pallas_kernels.sample import launch
 from pallas_kernels.sample.few import BOUNDS, choose_among_few
-from pallas_kernels.sample.levels import cut_of, nucleus_alone, scale, scaled_at
+from pallas_kernels.sample.levels import inverse, least_of, nucleus_alone, scale, scaled_at
 from pallas_kernels.sample.listed import BRACKET, find_threshold
 from pallas_kernels.sample.noise import can_exceed, row_key, take_better, threefry, uniform
 from pallas_kernels.tiles import power_of_two
@@ -46,14 +47,12 @@ def _reaching(
     tops,  # float32[NUM_BLOCKS] of the row
     index,
     inside,  # of the vocabulary
-    temperature,
-    level,
+    least,
     BLOCK: tl.constexpr,
 ):
-    """Scaled logits; -inf, and not read, where the block's largest is below the level."""
+    """Logits; -inf, and not read, where the block's largest is below the least that is wanted."""
     best = tl.load(tops + index // BLOCK, mask=inside, other=float("-inf"))
-    near = inside & (best >= cut_of(level, temperature))
-    return scaled_at(logits, index, near, temperature)
+    return tl.load(logits + index, mask=inside & (best >= least), other=float("-inf"))
 
 
 @triton.jit
@@ -79,8 +78,8 @@ def _summarize(
     heat = tl.load(temperature + row)
     k, p, share = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
     if (heat > 0) & nucleus_alone(k, p, share, VOCAB):
-        base = tl.where(top == float("-inf"), 0.0, scale(top, heat))
-        weights = tl.exp(scale(values, heat) - base[:, None])
+        base = tl.where(top == float("-inf"), 0.0, top)
+        weights = tl.exp((values - base[:, None]) * inverse(heat))
         tl.store(sums + row * NUM_BLOCKS + number, tl.sum(weights, 1), number < NUM_BLOCKS)
 
 
@@ -104,14 +103,11 @@ def _weigh_levels(
     top_k,  # int32[B]
     top_p,  # float32[B]
     min_p,  # float32[B]
-    tops,  # float32[B, NUM_BLOCKS]
     chosen,  # int32[B]
     bounds,  # float32[B, BOUNDS]
     masses,  # float32[B, NUM_TILES, LEVELS]: of a tile's tokens at and above each level
     VOCAB: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
     NUM_TILES: tl.constexpr,
-    BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     LEVELS: tl.constexpr,
     PIVOTS: tl.constexpr,
@@ -126,10 +122,9 @@ def _weigh_levels(
     top, low, high = _bounds(bounds, row)
     if high == float("inf"):
         return
-    tops += row * NUM_BLOCKS
     for tile in range(tl.program_id(0), NUM_TILES, tl.num_programs(0)):
         index = tile * TILE + tl.arange(0, TILE)[None, :]
-        scaled = _reaching(logits + row * VOCAB, tops, index, index < VOCAB, heat, low, BLOCK)
+        scaled = scaled_at(logits + row * VOCAB, index, index < VOCAB, heat)
         weights = tl.exp(scaled - top)
         for start in tl.static_range(0, LEVELS, PIVOTS):  # few enough for the registers
             some = start + tl.arange(0, PIVOTS)
@@ -144,7 +139,6 @@ def _collect(
     top_k,  # int32[B]
     top_p,  # float32[B]
     min_p,  # float32[B]
-    tops,  # float32[B, NUM_BLOCKS]
     chosen,  # int32[B]
     bounds,  # float32[B, BOUNDS]
     masses,  # float32[B, NUM_TILES, LEVELS]
@@ -154,18 +148,16 @@ def _collect(
     counts,  # int32[B, PROGRAMS]: of those, also of what finds no room
     room,
     VOCAB: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
     NUM_TILES: tl.constexpr,
     TILES_TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     LEVELS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
     if tl.load(chosen + row) >= 0:
         return
     heat = tl.load(temperature + row)
-    tops += row * NUM_BLOCKS
     k, p, share = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
     _, lowest, highest = _bounds(bounds, row)  # type: ignore[misc]
     low, high = float("inf"), float("inf")  # nothing to search, unless
@@ -195,25 +187,18 @@ def _collect(
     segment = row * tl.num_programs(0) + tl.program_id(0)
     filled = 0
     num_tiles = tl.where(low < float("inf"), NUM_TILES, 0)
-    cut = cut_of(low, heat)
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
-        near = tl.load(tops + block, mask=block < NUM_BLOCKS, other=float("-inf")) >= cut
-        near &= block < NUM_BLOCKS
-        if tl.max(near.to(tl.int32), 0) > 0:
-            index = tl.ravel(block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])
-            hit = tl.ravel(tl.broadcast_to(near[:, None], (TILE // BLOCK, BLOCK)))
-            hit &= index < VOCAB
-            values = tl.load(logits + row * VOCAB + index, mask=hit, other=float("-inf"))
-            between = hit & (values >= cut)  # a little too many do no harm
-            if high < float("inf"):  # here one too many would count twice
-                between &= scale(values, heat) < high
-            kept = between.to(tl.int32)
-            place = filled + tl.cumsum(kept, 0) - 1
-            fits = between & (place < room)
-            tl.store(listed + segment * room + place, values, mask=fits)
-            tl.store(listed_ids + segment * room + place, index, mask=fits)
-            filled += tl.sum(kept, 0)
+    first, end = least_of(low, heat), least_of(high, heat)
+    # Where a tile's logits go depends on those before, so only tiles on their way hide the wait.
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
+        index = tile * TILE + tl.arange(0, TILE)
+        values = tl.load(logits + row * VOCAB + index, mask=index < VOCAB)
+        between = (values >= first) & (values < end) & (index < VOCAB)
+        kept = between.to(tl.int32)
+        place = filled + tl.cumsum(kept, 0) - 1
+        fits = between & (place < room)
+        tl.store(listed + segment * room + place, values, mask=fits)
+        tl.store(listed_ids + segment * room + place, index, mask=fits)
+        filled += tl.sum(kept, 0)
     tl.store(counts + segment, filled)
 
 
@@ -222,22 +207,27 @@ def _contest(
     best,  # float32[TILE]: the largest sum of logit and noise that each thread has seen
     token,  # int32[TILE]: whose it is
     largest,  # of the best
-    scaled_one,  # float32[TILE]: of the tokens whose noise is the counters' first words
-    scaled_two,  # float32[TILE]: of those HALF further on
+    one,  # float32[TILE]: logits of the tokens whose noise is the counters' first words
+    two,  # float32[TILE]: of those HALF further on
     counter,  # int32[TILE]
     key_low,
     key_high,
+    heat,
     threshold,
+    least,  # logit that reaches it
     HALF: tl.constexpr,
 ):
     """Best, token and largest after these tokens, too."""
     x, y = threefry(key_low, key_high, counter.to(tl.uint32))  # type: ignore[misc]
     u, v = uniform(x), uniform(y)
-    can = can_exceed(scaled_one, u, largest) | can_exceed(scaled_two, v, largest)
-    can &= tl.maximum(scaled_one, scaled_two) >= threshold
+    cold = inverse(heat)
+    can = can_exceed(one * cold, u, largest) | can_exceed(two * cold, v, largest)
+    can &= tl.maximum(one, two) >= least
     if tl.max(can.to(tl.int32), 0) > 0:
-        best, token = take_better(best, token, scaled_one, u, counter, threshold)  # type: ignore[misc]
-        best, token = take_better(best, token, scaled_two, v, counter + HALF, threshold)  # type: ignore[misc]
+        scaled = scale(one, heat)
+        best, token = take_better(best, token, scaled, u, counter, threshold)  # type: ignore[misc]
+        scaled = scale(two, heat)
+        best, token = take_better(best, token, scaled, v, counter + HALF, threshold)  # type: ignore[misc]
         largest = tl.max(best, 0)
     return best, token, largest
 
@@ -248,17 +238,16 @@ def _pair(
     tops,  # float32[NUM_BLOCKS] of the row
     counter,  # int32[TILE]
     asked,
-    heat,
-    threshold,
+    least,
     VOCAB: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Scaled logits of the two tokens whose noise is the two words of a counter."""
+    """Logits of the two tokens whose noise is the two words of a counter."""
     two = counter + HALF
     return (
-        _reaching(logits, tops, counter, asked & (counter < HALF), heat, threshold, BLOCK),
-        _reaching(logits, tops, two, asked & (two < VOCAB), heat, threshold, BLOCK),
+        _reaching(logits, tops, counter, asked & (counter < HALF), least, BLOCK),
+        _reaching(logits, tops, two, asked & (two < VOCAB), least, BLOCK),
     )
 
 
@@ -285,6 +274,7 @@ def _draw(
         return
     heat = tl.load(temperature + row)
     threshold = tl.load(thresholds + row)
+    least = least_of(threshold, heat)
     key_low, key_high = row_key(seed_low + row, seed_high + row, positions + row)  # type: ignore[misc]
     logits += row * VOCAB
     tops += row * NUM_BLOCKS
@@ -301,23 +291,25 @@ def _draw(
     # one tile more than there are: it has nothing, and what waits has its turn
     for tile in range(tl.program_id(0), NUM_TILES + programs, programs):
         counter = tile * TILE + place
-        one, two = _pair(logits, tops, counter, counter < HALF, heat, threshold, VOCAB, HALF, BLOCK)  # type: ignore[misc]
-        kept = (tl.maximum(one, two) >= threshold) & (counter < HALF)
+        one, two = _pair(logits, tops, counter, counter < HALF, least, VOCAB, HALF, BLOCK)  # type: ignore[misc]
+        kept = (tl.maximum(one, two) >= least) & (counter < HALF)
         found = tl.sum(kept.to(tl.int32), 0)
         if FEW_OF_TILE * found > TILE:
             best, token, largest = _contest(  # type: ignore[misc]
-                best, token, largest, one, two, counter, key_low, key_high, threshold, HALF
-            )
+                best, token, largest, one, two, counter,
+                key_low, key_high, heat, threshold, least, HALF,
+            )  # fmt: skip
         else:
             if (filled + found > TILE) | ((tile >= NUM_TILES) & (filled > 0)):
                 tl.debug_barrier()  # other threads read what waits
                 counter_then = tl.load(waiting + place, mask=place < filled, other=0)
                 one, two = _pair(  # type: ignore[misc]
-                    logits, tops, counter_then, place < filled, heat, threshold, VOCAB, HALF, BLOCK
+                    logits, tops, counter_then, place < filled, least, VOCAB, HALF, BLOCK
                 )
                 best, token, largest = _contest(  # type: ignore[misc]
-                    best, token, largest, one, two, counter_then, key_low, key_high, threshold, HALF
-                )
+                    best, token, largest, one, two, counter_then,
+                    key_low, key_high, heat, threshold, least, HALF,
+                )  # fmt: skip
                 tl.debug_barrier()  # and have read it
                 filled = 0
             where_to = filled + tl.cumsum(kept.to(tl.int32), 0) - 1
@@ -413,19 +405,21 @@ def sample(
     )
     (masses,) = call(
         _weigh_levels,
-        (logits, *filters, tops, chosen, bounds),
+        (logits, *filters, chosen, bounds),
         (((num_tiles, launch.LEVELS), f32),),
         num_warps=launch.WEIGHING_WARPS,
+        grid=(max(segments, min(num_tiles, launch.WEIGHING_PROGRAMS)), rows),
     )
     collected = call(
         _collect,
-        (logits, *filters, tops, chosen, bounds, masses),
+        (logits, *filters, chosen, bounds, masses),
         (
             ((BRACKET.value,), f32),
             ((segments, room), f32),
             ((segments, room), i32),
             ((segments,), i32),
         ),
+        STAGES=launch.STAGES,
     )
     thresholds, settled = call(
         find_threshold,

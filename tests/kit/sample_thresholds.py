@@ -10,12 +10,16 @@ import sys
 from typing import Any
 from unittest.mock import patch
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from triton import jit
+from triton import language as tl
 
 from kit.triton_shims import in_place_of_triton_call, interpreted
 from pallas_kernels.sample import launch, triton
 from pallas_kernels.sample.cases import HARD, MIXED, Draw, SampleCase, build
+from pallas_kernels.sample.levels import least_of
 
 ROUNDING = 2e-6  # of a sum of probabilities
 REACH = 19.5  # below the most likely token, where noise cannot lift another above it
@@ -79,8 +83,29 @@ def wrong_rows(case: SampleCase) -> list[int]:
     ]
 
 
+@jit
+def _least(levels: Any, heats: Any, found: Any) -> None:  # float32[N] each
+    at = tl.program_id(0)
+    tl.store(found + at, least_of(tl.load(levels + at), tl.load(heats + at)))
+
+
+def wrong_leasts() -> list[int]:
+    """Of levels, exactly those of logits among them, those that another logit is the least of."""
+    rng = np.random.default_rng(0)
+    logits = np.append(rng.standard_normal(400) * 10, [1e-30, -1e-30, 65504, -65504, 1e30])
+    heats = rng.choice([0.7, 1, 1.3, 1e-3, 50, 2 / 3], logits.size).astype(np.float32)
+    levels = logits.astype(np.float32) / heats
+    levels[::2] = np.nextafter(levels[::2], np.float32(np.inf))
+    out_type = jax.ShapeDtypeStruct(levels.shape, levels.dtype)
+    args = jnp.asarray(levels), jnp.asarray(heats)
+    found = np.asarray(interpreted(*args, kernel=_least, out_type=out_type, grid=levels.shape))
+    below = np.nextafter(found, np.float32(-np.inf))
+    return np.flatnonzero((found / heats < levels) | (below / heats >= levels)).tolist()
+
+
 if __name__ == "__main__":
-    problems = {case.name: wrong_rows(case) for case in (*SMALL, *LARGE)}
+    problems: dict[str, list[int]] = {"least_of": wrong_leasts()}
+    problems |= {case.name: wrong_rows(case) for case in (*SMALL, *LARGE)}
     with patch.object(launch, "PROGRAMS", 0):  # one program a row, as in a large batch
         problems |= {f"{case.name}/alone": wrong_rows(case) for case in LARGE}
     with patch.object(launch, "FEW", 1):  # all launches, also for rows that need but one
