@@ -21,6 +21,15 @@ settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session", autouse=True)
+def each_module_is_compiled_once() -> Iterator[None]:
+    """Steps of the same tiny models are compiled for many tests, and compiling is the time."""
+    from kit.compiled_once import compiled_once
+
+    with compiled_once():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def no_late_compiles() -> Iterator[None]:
     """No engine of the whole session may compile anything while it serves."""
     from jaxinfer.engine import engine

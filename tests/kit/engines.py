@@ -77,7 +77,8 @@ def _program_of(name: str, program: Program) -> Program:
 
 @cache
 def _compiled(program: Program, name: str) -> Compiled:
-    return program.trace(name).lower().compile()
+    # LLVM's optimiser takes a third of the time; what users run is compiled in tests of bundles
+    return program.trace(name).lower().compile({"xla_backend_optimization_level": 0})
 
 
 def tiny_engine(
