@@ -1,12 +1,38 @@
-"""What holds for every test of a kernel: how JAX's interpreter runs those in Mosaic."""
+"""What holds for every test of a kernel: how JAX's interpreter runs those in Mosaic, and that XLA
+compiles a definition once for all who compare with it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import jax
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+@pytest.fixture(scope="package", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What XLA compiles is shared with the processes of Triton's interpreter, in a new folder.
+
+    Not for other tests: what JAX has read from its cache cannot be saved in a bundle any more.
+    """
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name.upper(), str(value))
+            jax.config.update(name, value)
+        reset_cache()  # JAX decides but once whether there is one
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    reset_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -99,6 +99,15 @@ def _dot(a: TensorHandle, b: TensorHandle, d: TensorHandle, *options: Any) -> Te
     return TensorHandle(left @ right + d.data, d.dtype.scalar)
 
 
+_numpy_type_of_scalar = cache(interpreter._get_np_dtype)
+
+
+def _numpy_type(dtype: Any) -> np.dtype:
+    """Of a type's elements; the interpreter's own makes a table of all types at every call."""
+    scalar = dtype.scalar
+    return np.dtype(np.uint64) if scalar.is_ptr() else _numpy_type_of_scalar(scalar)
+
+
 def _is_ref(argument: Any) -> bool:
     return isinstance(argument, jax.Ref)
 
@@ -123,6 +132,7 @@ def interpreted(
         with (
             # a function patches the language whenever it is called; once a launch is enough
             patch.object(interpreter, "_patch_lang", cache(interpreter._patch_lang)),
+            patch.object(interpreter, "_get_np_dtype", _numpy_type),
             patch.object(interpreter_builder, "create_dot", _dot),
             patch.object(interpreter, "_convert_float", _convert_float),
             memory.enforced(),
