@@ -40,12 +40,13 @@ from jaxinfer.models.registry import build_model
 
 SHAPES = Path(__file__).with_name("shapes")
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
-# What takes the place of the kernels that a decode step of these models or a lone prompt runs. A
-# pin of what norm_gemm stands for switches that off as well.
+# What takes the place of the kernels that a decode step of these models or a lone prompt runs: the
+# next choice, of attention Triton's, as XLA's steps of 64 rows take half a second. A pin of what
+# norm_gemm stands for switches that off as well.
 KERNELS = {
-    "append_decode": "xla",
+    "append_decode": "triton",
     "norm_gemm": "apart",
-    "paged_prefill": "xla",
+    "paged_prefill": "triton",
     "publish": "xla",
     "qk_rope_append": "xla",
     "residual_norm": "xla",

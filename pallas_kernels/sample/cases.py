@@ -95,6 +95,8 @@ CASES = (
     *(_step(batch, "sampled", CHAT) for batch in (1, 64, 256)),
     *(_step(batch, "top_p", NUCLEUS) for batch in (1, 64, 256)),
     _step(256, "temperature", PLAIN),
+    _step(256, "top_k", Draw(0.7, top_k=50)),
+    _step(256, "min_p", Draw(1.0, min_p=0.05)),
     _step(256, "wide_top_p", Draw(5.0, top_p=0.99)),
 )
 
