@@ -9,7 +9,7 @@
 3. ``_weigh_levels``, for rows with top_p alone and logits at the level nearly everywhere, sums the
    probability at and above evenly spread levels.
 4. ``_collect`` finds two levels that the row's threshold lies between (in 3's sums or from 2) and
-   copies the logits between them.
+   copies the logits between them, or all above the lower where they are few enough.
 5. ``listed.find_threshold`` searches these for the threshold, one program a row, and draws the
    row's token where they are all that reach it.
 6. ``_draw`` draws a token from the part of a row that a program has; 7. ``_take`` the row's.
@@ -153,13 +153,14 @@ def _collect(
     TILE: tl.constexpr,
     LEVELS: tl.constexpr,
     STAGES: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
     if tl.load(chosen + row) >= 0:
         return
     heat = tl.load(temperature + row)
     k, p, share = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-    _, lowest, highest = _bounds(bounds, row)  # type: ignore[misc]
+    top, lowest, highest = _bounds(bounds, row)  # type: ignore[misc]
     low, high = float("inf"), float("inf")  # nothing to search, unless
     above, mass = 0.0, 0.0
     if nucleus_alone(k, p, share, VOCAB):
@@ -175,6 +176,11 @@ def _collect(
             low = tl.max(tl.where(enough, level, float("-inf")), 0)
             high = tl.min(tl.where(enough, float("inf"), level), 0)
             above = tl.max(tl.where(enough, 0.0, reached), 0)
+            # No more tokens reach the level than have its mass if each has the level's weight. A
+            # list has room for a quarter of the row: half of that, as some are longer than others.
+            most = tl.min(tl.where(enough, reached, float("inf")), 0) / tl.exp(low - top)
+            if 8 * most < VOCAB:
+                high, above = float("inf"), 0.0
     elif (p < 1) | ((k > 0) & (k < VOCAB)):
         low = lowest
     if tl.program_id(0) == 0:
@@ -189,16 +195,20 @@ def _collect(
     num_tiles = tl.where(low < float("inf"), NUM_TILES, 0)
     first, end = least_of(low, heat), least_of(high, heat)
     # Where a tile's logits go depends on those before, so only tiles on their way hide the wait.
+    # Each thread's come one after another: threads tell each other one count a tile.
+    run, thread = tl.arange(0, TILE // THREADS)[:, None], tl.arange(0, THREADS)[None, :]
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
-        index = tile * TILE + tl.arange(0, TILE)
+        index = tile * TILE + run * THREADS + thread
         values = tl.load(logits + row * VOCAB + index, mask=index < VOCAB)
         between = (values >= first) & (values < end) & (index < VOCAB)
         kept = between.to(tl.int32)
-        place = filled + tl.cumsum(kept, 0) - 1
+        of_thread = tl.sum(kept, 0)
+        start = filled + tl.cumsum(of_thread, 0) - of_thread
+        place = start[None, :] + tl.cumsum(kept, 0) - kept
         fits = between & (place < room)
         tl.store(listed + segment * room + place, values, mask=fits)
         tl.store(listed_ids + segment * room + place, index, mask=fits)
-        filled += tl.sum(kept, 0)
+        filled += tl.sum(of_thread, 0)
     tl.store(counts + segment, filled)
 
 
@@ -420,6 +430,7 @@ def sample(
             ((segments,), i32),
         ),
         STAGES=launch.STAGES,
+        THREADS=32 * launch.WARPS,
     )
     thresholds, settled = call(
         find_threshold,
