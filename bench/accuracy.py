@@ -185,7 +185,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="a setting of every engine, such as dtype=float32",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="of the files, where they are no checkout")
+    parser.add_argument("--commit", help="of the files, where they are no checkout of it")
     parser.add_argument("--output", type=Path, default=Path("bench/results/local/accuracy.json"))
     return parser.parse_args(argv)
 

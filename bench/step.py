@@ -316,7 +316,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--label", help="of an ablation made outside: by a variable, by --engine")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="of the files, where they are no checkout")
+    parser.add_argument("--commit", help="of the files, where they are no checkout of it")
     parser.add_argument("--output", type=Path, default=Path("bench/results/local/step.json"))
     return parser.parse_args(argv)
 

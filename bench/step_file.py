@@ -27,8 +27,10 @@ type Row = dict[str, Any]  # metric, case, value, floor where known, samples; an
 
 
 def facts(model: str, commit: str | None) -> dict[str, Any]:
-    """The machine, the versions and the commit; ``commit`` where the files are no checkout."""
+    """The machine, the versions and the commit: ``commit`` if it is given, else what git says."""
     found = circumstances(*SOURCES)
+    if commit is not None:
+        found |= {"git": commit, "git_dirty": None}
     versions = {"python": found.pop("python")}
     for name in PACKAGES:
         try:
@@ -36,7 +38,7 @@ def facts(model: str, commit: str | None) -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     del found["jax"], found["jaxlib"]
-    return {**found, "versions": versions, "git": found["git"] or commit, "model": model}
+    return {**found, "versions": versions, "model": model}
 
 
 def environment() -> dict[str, str]:
