@@ -2,7 +2,7 @@
 
 1. ``_summarize`` reads every logit once and keeps of each block its largest and, for top_p, the
    sum of its probabilities. 2 and 6 do not read a block whose largest is too small to matter; 3
-   and 4 read rows whose blocks nearly all do.
+   and 4 read all of a row that still needs them, as most of its blocks matter.
 2. ``few.choose_among_few``, one program a row, finds a level from the blocks and, where few logits
    reach it, the row's token: of every greedy row and nearly every filtered one. What follows is for
    the others; a row that has its token leaves each launch at once.
