@@ -33,7 +33,7 @@ def scaled_at(logits, index, mask, temperature):
 @triton.jit
 def inverse(temperature):
     """Finite, so that it can take a logit of 0. By it logits are scaled where a rounding decides
-    nothing: a division is ten times as long."""
+    nothing: a division is some ten instructions."""
     return tl.minimum(1.0 / temperature, GREATEST)
 
 

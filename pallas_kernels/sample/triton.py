@@ -143,7 +143,7 @@ def _collect(
     bounds,  # float32[B, BOUNDS]
     masses,  # float32[B, NUM_TILES, LEVELS]
     brackets,  # float32[B, BRACKET]
-    listed,  # float32[B, PROGRAMS, room]: logits between the row's two levels
+    listed,  # float32[B, PROGRAMS, room]: logits between the row's levels, or above the lower
     listed_ids,  # int32[B, PROGRAMS, room]: whose they are
     counts,  # int32[B, PROGRAMS]: of those, also of what finds no room
     room,

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 @pytest.fixture(scope="package", autouse=True)
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def compilations_are_shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What XLA compiles is shared with the processes of Triton's interpreter, in a new folder.
 
     Not for other tests: what JAX has read from its cache cannot be saved in a bundle any more.
