@@ -16,7 +16,10 @@ BLOCK = 128
 WARPS = 8  # of a program, but of the first launch's, and
 WEIGHING_WARPS = 4  # of the third's: its sums go over threads, so fewer of them cost less
 TILE = 16 * BLOCK  # logits that a program holds at once: 8 registers a thread
-STAGES = 4  # of the fourth launch: tiles on their way, or being listed
+RUN = 4  # logits that a thread of the fourth launch loads at once: 16 bytes
+STAGES = 4  # of these: on their way, or being listed
+LEAST_SLOTS = 16  # of a thread's list
+AT_ONCE = 4  # of these slots are joined with other threads'
 WEIGHING_PROGRAMS = 16  # of it, a row at least: few rows are weighed, and alone they fill no chip
 PROGRAMS = 8  # of a launch, a multiprocessor: twice what runs at once, to end together
 MOST_BLOCKS = 64  # of a program of the first launch: 32 registers a thread
@@ -58,11 +61,13 @@ def programs_per_row(rows: int, tiles: int) -> int:
     return max(1, min(tiles, _programs() // rows))
 
 
-def room(tiles: int, programs: int) -> int:
-    """Logits that one of a row's programs can list: a quarter of what it reads. Lists of realistic
-    rows are far shorter; where one overflows, the whole row is searched instead.
+def slots(tiles: int, programs: int) -> int:
+    """Logits that a thread of one of a row's programs can list: a quarter of what it reads, but of
+    few all that chance may give it. Lists of realistic rows are far shorter; where one overflows,
+    the whole row is searched instead.
     """
-    return -(-tiles // programs) * TILE // 4
+    own = -(-tiles // programs)
+    return min(RUN * own, max(RUN * own // 4, LEAST_SLOTS))
 
 
 def blocks_per_program(rows: int, blocks: int) -> int:

@@ -133,44 +133,30 @@ def _weigh_levels(
 
 
 @triton.jit
-def _collect(
-    logits,  # float32[B, V]
-    temperature,  # float32[B]
-    top_k,  # int32[B]
-    top_p,  # float32[B]
-    min_p,  # float32[B]
-    chosen,  # int32[B]
-    bounds,  # float32[B, BOUNDS]
-    masses,  # float32[B, NUM_TILES, LEVELS]
-    brackets,  # float32[B, BRACKET]
-    listed,  # float32[B, PROGRAMS, room]: logits between the row's levels, or above the lower
-    listed_ids,  # int32[B, PROGRAMS, room]: whose they are
-    counts,  # int32[B, PROGRAMS]: of those, also of what finds no room
-    room,
+def _bracket(
+    bounds,  # float32[BOUNDS] of the row
+    masses,  # float32[NUM_TILES, LEVELS] of the row
+    k,
+    p,
+    share,
     VOCAB: tl.constexpr,
     NUM_TILES: tl.constexpr,
     TILES_TILE: tl.constexpr,
-    TILE: tl.constexpr,
     LEVELS: tl.constexpr,
-    STAGES: tl.constexpr,
-    THREADS: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    if tl.load(chosen + row) >= 0:
-        return
-    heat = tl.load(temperature + row)
-    k, p, share = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-    top, lowest, highest = _bounds(bounds, row)  # type: ignore[misc]
-    low, high = float("inf"), float("inf")  # nothing to search, unless
+    """Two levels that the row's threshold lies between, the mass at and above the higher, and what
+    top_p needs; a lower level of inf where nothing is to be searched."""
+    top, lowest, highest = _bounds(bounds, 0)  # type: ignore[misc]
+    low, high = float("inf"), float("inf")
     above, mass = 0.0, 0.0
     if nucleus_alone(k, p, share, VOCAB):
-        mass = p * tl.load(bounds + row * BOUNDS + 3)
+        mass = p * tl.load(bounds + 3)
         low = lowest
         if highest < float("inf"):
             which = tl.arange(0, LEVELS)
             level = _level(lowest, highest, which, LEVELS)
             part = tl.arange(0, TILES_TILE)[:, None]
-            at = masses + (row * NUM_TILES + part) * LEVELS + which[None, :]
+            at = masses + part * LEVELS + which[None, :]
             reached = tl.sum(tl.load(at, mask=part < NUM_TILES, other=0.0), 0)
             enough = (reached >= mass) | (which == 0)
             low = tl.max(tl.where(enough, level, float("-inf")), 0)
@@ -183,6 +169,86 @@ def _collect(
                 high, above = float("inf"), 0.0
     elif (p < 1) | ((k > 0) & (k < VOCAB)):
         low = lowest
+    return low, high, above, mass
+
+
+@triton.jit
+def _note(
+    own,  # int32[SLOTS, THREADS]
+    noted,  # int32[THREADS]
+    thread,  # int32[THREADS]
+    values,  # float32[THREADS]: logits
+    index,  # int32[THREADS]: whose they are
+    first,
+    end,
+    VOCAB: tl.constexpr,
+    THREADS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """How many each thread has noted after these: those from first up, below end."""
+    kept = (values >= first) & (values < end) & (index < VOCAB)
+    tl.store(own + noted * THREADS + thread, index, mask=kept & (noted < SLOTS))
+    return noted + kept.to(tl.int32)
+
+
+@triton.jit
+def _join(
+    logits,  # float32[V] of the row
+    own,  # int32[SLOTS, THREADS]: tokens that each thread has noted
+    noted,  # int32[THREADS]: how many
+    longest,  # of these
+    listed,  # float32[SLOTS * THREADS]
+    listed_ids,  # int32[SLOTS * THREADS]
+    THREADS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """The threads' notes, and their logits, one after another."""
+    start = tl.cumsum(noted, 0) - noted
+    for first in range(0, longest, AT_ONCE):
+        slot = first + tl.arange(0, AT_ONCE)[:, None]
+        there = slot < noted[None, :]
+        index = tl.load(own + slot * THREADS + tl.arange(0, THREADS)[None, :], mask=there, other=0)
+        values = tl.load(logits + index, mask=there)
+        tl.store(listed + start[None, :] + slot, values, mask=there)
+        tl.store(listed_ids + start[None, :] + slot, index, mask=there)
+
+
+@triton.jit
+def _collect(
+    logits,  # float32[B, V]
+    temperature,  # float32[B]
+    top_k,  # int32[B]
+    top_p,  # float32[B]
+    min_p,  # float32[B]
+    chosen,  # int32[B]
+    bounds,  # float32[B, BOUNDS]
+    masses,  # float32[B, NUM_TILES, LEVELS]
+    brackets,  # float32[B, BRACKET]
+    listed,  # float32[B, PROGRAMS, room]: logits between the row's levels, or above the lower
+    listed_ids,  # int32[B, PROGRAMS, room]: whose they are
+    counts,  # int32[B, PROGRAMS]: of those; room + 1 where a thread's own list was too short
+    own,  # int32[B, PROGRAMS, SLOTS, THREADS]: each thread's list
+    room,  # SLOTS * THREADS
+    VOCAB: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    TILES_TILE: tl.constexpr,
+    LEVELS: tl.constexpr,
+    STAGES: tl.constexpr,
+    THREADS: tl.constexpr,
+    RUN: tl.constexpr,  # logits that a thread loads at once
+    SLOTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    if tl.load(chosen + row) >= 0:
+        return
+    heat = tl.load(temperature + row)
+    k, p, share = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    bounds += row * BOUNDS
+    masses += row * NUM_TILES * LEVELS
+    low, high, above, mass = _bracket(  # type: ignore[misc]
+        bounds, masses, k, p, share, VOCAB, NUM_TILES, TILES_TILE, LEVELS
+    )
     if tl.program_id(0) == 0:
         brackets += row * BRACKET
         tl.store(brackets, low)
@@ -190,26 +256,35 @@ def _collect(
         tl.store(brackets + 2, above)
         tl.store(brackets + 3, mass)
 
+    logits += row * VOCAB
     segment = row * tl.num_programs(0) + tl.program_id(0)
-    filled = 0
-    num_tiles = tl.where(low < float("inf"), NUM_TILES, 0)
+    own += segment * room
+    thread = tl.arange(0, THREADS)
+    noted = tl.zeros((THREADS,), tl.int32)
+    tiles = tl.where(low < float("inf"), tl.cdiv(VOCAB, THREADS * RUN), 0)
     first, end = least_of(low, heat), least_of(high, heat)
-    # Where a tile's logits go depends on those before, so only tiles on their way hide the wait.
-    # Each thread's come one after another: threads tell each other one count a tile.
-    run, thread = tl.arange(0, TILE // THREADS)[:, None], tl.arange(0, THREADS)[None, :]
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
-        index = tile * TILE + run * THREADS + thread
-        values = tl.load(logits + row * VOCAB + index, mask=index < VOCAB)
-        between = (values >= first) & (values < end) & (index < VOCAB)
-        kept = between.to(tl.int32)
-        of_thread = tl.sum(kept, 0)
-        start = filled + tl.cumsum(of_thread, 0) - of_thread
-        place = start[None, :] + tl.cumsum(kept, 0) - kept
-        fits = between & (place < room)
-        tl.store(listed + segment * room + place, values, mask=fits)
-        tl.store(listed_ids + segment * room + place, index, mask=fits)
-        filled += tl.sum(of_thread, 0)
-    tl.store(counts + segment, filled)
+    # Threads tell each other nothing here: to agree on places in one list takes most of a hundred
+    # instructions a logit. Each writes down what it finds and only in the end they join their lists.
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        index = (tile * THREADS + thread) * RUN
+        at = index[:, None] + tl.arange(0, RUN)[None, :]
+        values = tl.load(logits + at, mask=at < VOCAB)
+        even, odd = tl.split(tl.reshape(values, (THREADS, RUN // 2, 2)))
+        zero, two = tl.split(even)
+        one, three = tl.split(odd)
+        noted = _note(own, noted, thread, zero, index, first, end, VOCAB, THREADS, SLOTS)
+        noted = _note(own, noted, thread, one, index + 1, first, end, VOCAB, THREADS, SLOTS)
+        noted = _note(own, noted, thread, two, index + 2, first, end, VOCAB, THREADS, SLOTS)
+        noted = _note(own, noted, thread, three, index + 3, first, end, VOCAB, THREADS, SLOTS)
+    longest = tl.max(noted, 0)
+    if longest > SLOTS:
+        tl.store(counts + segment, room + 1)
+    else:
+        tl.store(counts + segment, tl.sum(noted, 0))
+        tl.debug_barrier()  # other threads may read what one has written
+        listed += segment * room
+        listed_ids += segment * room
+        _join(logits, own, noted, longest, listed, listed_ids, THREADS, AT_ONCE)
 
 
 @triton.jit
@@ -365,7 +440,9 @@ def sample(
     rows, vocab = logits.shape
     num_blocks, num_tiles = math.ceil(vocab / launch.BLOCK), math.ceil(vocab / launch.TILE)
     segments = launch.programs_per_row(rows, num_tiles)
-    room = launch.room(num_tiles, segments)
+    threads = 32 * launch.WARPS
+    slots = launch.slots(math.ceil(vocab / threads / launch.RUN), segments)
+    room = slots * threads
     filters, noise = (temperature, top_k, top_p, min_p), (seed_low, seed_high, positions)
     few, listed = launch.FEW_BLOCKS, launch.FEW
     blocks = launch.blocks_per_program(rows, num_blocks)
@@ -420,7 +497,7 @@ def sample(
         num_warps=launch.WEIGHING_WARPS,
         grid=(max(segments, min(num_tiles, launch.WEIGHING_PROGRAMS)), rows),
     )
-    collected = call(
+    *collected, _ = call(
         _collect,
         (logits, *filters, chosen, bounds, masses),
         (
@@ -428,9 +505,13 @@ def sample(
             ((segments, room), f32),
             ((segments, room), i32),
             ((segments,), i32),
+            ((segments, slots, threads), i32),
         ),
         STAGES=launch.STAGES,
-        THREADS=32 * launch.WARPS,
+        THREADS=threads,
+        RUN=launch.RUN,
+        SLOTS=slots,
+        AT_ONCE=launch.AT_ONCE,
     )
     thresholds, settled = call(
         find_threshold,
