@@ -15,12 +15,12 @@ from pallas_kernels.device import current_device
 BLOCK = 128
 WARPS = 8  # of a program, but of the first launch's, and
 WEIGHING_WARPS = 4  # of the third's: its sums go over threads, so fewer of them cost less
+WEIGHING_PROGRAMS = 16  # of it, a row at least: few rows are weighed, and alone they fill no chip
 TILE = 16 * BLOCK  # logits that a program holds at once: 8 registers a thread
 RUN = 4  # logits that a thread of the fourth launch loads at once: 16 bytes
-STAGES = 4  # of these: on their way, or being listed
+STAGES = 4  # such loads that are on their way, or being looked through
 LEAST_SLOTS = 16  # of a thread's list
-AT_ONCE = 4  # of these slots are joined with other threads'
-WEIGHING_PROGRAMS = 16  # of it, a row at least: few rows are weighed, and alone they fill no chip
+AT_ONCE = 4  # slots that are joined with other threads' at once; 8 took 21 us longer
 PROGRAMS = 8  # of a launch, a multiprocessor: twice what runs at once, to end together
 MOST_BLOCKS = 64  # of a program of the first launch: 32 registers a thread
 PIVOTS = 8  # levels that are compared with 2048 logits at once
@@ -61,13 +61,13 @@ def programs_per_row(rows: int, tiles: int) -> int:
     return max(1, min(tiles, _programs() // rows))
 
 
-def slots(tiles: int, programs: int) -> int:
-    """Logits that a thread of one of a row's programs can list: a quarter of what it reads, but of
-    few all that chance may give it. Lists of realistic rows are far shorter; where one overflows,
-    the whole row is searched instead.
+def slots(loads: int, programs: int) -> int:
+    """Logits that a thread can list of those it loads, a row's loads being shared by so many
+    programs: a quarter, but of few all that chance may give it. Lists of realistic rows are far
+    shorter; where one overflows, the whole row is searched instead.
     """
-    own = -(-tiles // programs)
-    return min(RUN * own, max(RUN * own // 4, LEAST_SLOTS))
+    most = RUN * -(-loads // programs)
+    return min(most, max(most // 4, LEAST_SLOTS))
 
 
 def blocks_per_program(rows: int, blocks: int) -> int:

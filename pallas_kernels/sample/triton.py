@@ -263,8 +263,8 @@ def _collect(
     noted = tl.zeros((THREADS,), tl.int32)
     tiles = tl.where(low < float("inf"), tl.cdiv(VOCAB, THREADS * RUN), 0)
     first, end = least_of(low, heat), least_of(high, heat)
-    # Threads tell each other nothing here: to agree on places in one list takes most of a hundred
-    # instructions a logit. Each writes down what it finds and only in the end they join their lists.
+    # To agree on places in one list takes threads 120 instructions a logit, to keep a list each
+    # 20. They are joined when all is read.
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         index = (tile * THREADS + thread) * RUN
         at = index[:, None] + tl.arange(0, RUN)[None, :]

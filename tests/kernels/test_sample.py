@@ -98,6 +98,11 @@ def test_blocks_of_a_program(rows: int, blocks: int) -> None:
     assert launch.blocks_per_program(rows, 1187) == blocks
 
 
+@pytest.mark.parametrize(("loads", "programs", "slots"), [(1, 1, 4), (149, 24, 16), (149, 4, 38)])
+def test_room_of_a_thread_s_list(loads: int, programs: int, slots: int) -> None:
+    assert launch.slots(loads, programs) == slots
+
+
 def test_a_vocabulary_beyond_the_registers_is_left_to_xla() -> None:
     args = build(SampleCase("plain", 9, (PLAIN,), 1), 0).args
     huge = jax.ShapeDtypeStruct((1, launch.LARGEST_VOCAB + 1), jnp.float32)
