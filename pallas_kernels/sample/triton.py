@@ -181,13 +181,13 @@ def _note(
     index,  # int32[THREADS]: whose they are
     first,
     end,
+    most,  # SLOTS
     VOCAB: tl.constexpr,
     THREADS: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):
     """How many each thread has noted after these: those from first up, below end."""
     kept = (values >= first) & (values < end) & (index < VOCAB)
-    tl.store(own + noted * THREADS + thread, index, mask=kept & (noted < SLOTS))
+    tl.store(own + noted * THREADS + thread, index, mask=kept & (noted < most))
     return noted + kept.to(tl.int32)
 
 
@@ -236,7 +236,6 @@ def _collect(
     STAGES: tl.constexpr,
     THREADS: tl.constexpr,
     RUN: tl.constexpr,  # logits that a thread loads at once
-    SLOTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
@@ -259,6 +258,7 @@ def _collect(
     logits += row * VOCAB
     segment = row * tl.num_programs(0) + tl.program_id(0)
     own += segment * room
+    most = room // THREADS  # no constant: a kernel for all batches
     thread = tl.arange(0, THREADS)
     noted = tl.zeros((THREADS,), tl.int32)
     tiles = tl.where(low < float("inf"), tl.cdiv(VOCAB, THREADS * RUN), 0)
@@ -272,12 +272,12 @@ def _collect(
         even, odd = tl.split(tl.reshape(values, (THREADS, RUN // 2, 2)))
         zero, two = tl.split(even)
         one, three = tl.split(odd)
-        noted = _note(own, noted, thread, zero, index, first, end, VOCAB, THREADS, SLOTS)
-        noted = _note(own, noted, thread, one, index + 1, first, end, VOCAB, THREADS, SLOTS)
-        noted = _note(own, noted, thread, two, index + 2, first, end, VOCAB, THREADS, SLOTS)
-        noted = _note(own, noted, thread, three, index + 3, first, end, VOCAB, THREADS, SLOTS)
+        noted = _note(own, noted, thread, zero, index, first, end, most, VOCAB, THREADS)
+        noted = _note(own, noted, thread, one, index + 1, first, end, most, VOCAB, THREADS)
+        noted = _note(own, noted, thread, two, index + 2, first, end, most, VOCAB, THREADS)
+        noted = _note(own, noted, thread, three, index + 3, first, end, most, VOCAB, THREADS)
     longest = tl.max(noted, 0)
-    if longest > SLOTS:
+    if longest > most:
         tl.store(counts + segment, room + 1)
     else:
         tl.store(counts + segment, tl.sum(noted, 0))
@@ -510,7 +510,6 @@ def sample(
         STAGES=launch.STAGES,
         THREADS=threads,
         RUN=launch.RUN,
-        SLOTS=slots,
         AT_ONCE=launch.AT_ONCE,
     )
     thresholds, settled = call(
