@@ -19,8 +19,8 @@ WEIGHING_PROGRAMS = 16  # of it, a row at least: few rows are weighed, and alone
 TILE = 16 * BLOCK  # logits that a program holds at once: 8 registers a thread
 RUN = 4  # logits that a thread of the fourth launch loads at once: 16 bytes
 STAGES = 4  # such loads that are on their way, or being looked through
-LEAST_SLOTS = 16  # of a thread's list
-AT_ONCE = 4  # slots that are joined with other threads' at once; 8 took 21 us longer
+LEAST_NOTES = 16  # room of a thread's list
+AT_ONCE = 4  # of these are joined with other threads' at once; 8 took 21 us longer
 PROGRAMS = 8  # of a launch, a multiprocessor: twice what runs at once, to end together
 MOST_BLOCKS = 64  # of a program of the first launch: 32 registers a thread
 PIVOTS = 8  # levels that are compared with 2048 logits at once
@@ -61,13 +61,13 @@ def programs_per_row(rows: int, tiles: int) -> int:
     return max(1, min(tiles, _programs() // rows))
 
 
-def slots(loads: int, programs: int) -> int:
+def notes(loads: int, programs: int) -> int:
     """Logits that a thread can list of those it loads, a row's loads being shared by so many
     programs: a quarter, but of few all that chance may give it. Lists of realistic rows are far
     shorter; where one overflows, the whole row is searched instead.
     """
     most = RUN * -(-loads // programs)
-    return min(most, max(most // 4, LEAST_SLOTS))
+    return min(most, max(most // 4, LEAST_NOTES))
 
 
 def blocks_per_program(rows: int, blocks: int) -> int:

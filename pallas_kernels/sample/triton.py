@@ -174,14 +174,14 @@ def _bracket(
 
 @triton.jit
 def _note(
-    own,  # int32[SLOTS, THREADS]
+    own,  # int32[NOTES, THREADS]
     noted,  # int32[THREADS]
     thread,  # int32[THREADS]
     values,  # float32[THREADS]: logits
     index,  # int32[THREADS]: whose they are
     first,
     end,
-    most,  # SLOTS
+    most,  # NOTES
     VOCAB: tl.constexpr,
     THREADS: tl.constexpr,
 ):
@@ -194,23 +194,23 @@ def _note(
 @triton.jit
 def _join(
     logits,  # float32[V] of the row
-    own,  # int32[SLOTS, THREADS]: tokens that each thread has noted
+    own,  # int32[NOTES, THREADS]: tokens that each thread has noted
     noted,  # int32[THREADS]: how many
     longest,  # of these
-    listed,  # float32[SLOTS * THREADS]
-    listed_ids,  # int32[SLOTS * THREADS]
+    listed,  # float32[NOTES * THREADS]
+    listed_ids,  # int32[NOTES * THREADS]
     THREADS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
     """The threads' notes, and their logits, one after another."""
     start = tl.cumsum(noted, 0) - noted
     for first in range(0, longest, AT_ONCE):
-        slot = first + tl.arange(0, AT_ONCE)[:, None]
-        there = slot < noted[None, :]
-        index = tl.load(own + slot * THREADS + tl.arange(0, THREADS)[None, :], mask=there, other=0)
+        which = first + tl.arange(0, AT_ONCE)[:, None]
+        there = which < noted[None, :]
+        index = tl.load(own + which * THREADS + tl.arange(0, THREADS)[None, :], mask=there, other=0)
         values = tl.load(logits + index, mask=there)
-        tl.store(listed + start[None, :] + slot, values, mask=there)
-        tl.store(listed_ids + start[None, :] + slot, index, mask=there)
+        tl.store(listed + start[None, :] + which, values, mask=there)
+        tl.store(listed_ids + start[None, :] + which, index, mask=there)
 
 
 @triton.jit
@@ -227,8 +227,8 @@ def _collect(
     listed,  # float32[B, PROGRAMS, room]: logits between the row's levels, or above the lower
     listed_ids,  # int32[B, PROGRAMS, room]: whose they are
     counts,  # int32[B, PROGRAMS]: of those; room + 1 where a thread's own list was too short
-    own,  # int32[B, PROGRAMS, SLOTS, THREADS]: each thread's list
-    room,  # SLOTS * THREADS
+    own,  # int32[B, PROGRAMS, NOTES, THREADS]: each thread's list
+    room,  # NOTES * THREADS
     VOCAB: tl.constexpr,
     NUM_TILES: tl.constexpr,
     TILES_TILE: tl.constexpr,
@@ -441,8 +441,8 @@ def sample(
     num_blocks, num_tiles = math.ceil(vocab / launch.BLOCK), math.ceil(vocab / launch.TILE)
     segments = launch.programs_per_row(rows, num_tiles)
     threads = 32 * launch.WARPS
-    slots = launch.slots(math.ceil(vocab / threads / launch.RUN), segments)
-    room = slots * threads
+    notes = launch.notes(math.ceil(vocab / threads / launch.RUN), segments)
+    room = notes * threads
     filters, noise = (temperature, top_k, top_p, min_p), (seed_low, seed_high, positions)
     few, listed = launch.FEW_BLOCKS, launch.FEW
     blocks = launch.blocks_per_program(rows, num_blocks)
@@ -505,7 +505,7 @@ def sample(
             ((segments, room), f32),
             ((segments, room), i32),
             ((segments,), i32),
-            ((segments, slots, threads), i32),
+            ((segments, notes, threads), i32),
         ),
         STAGES=launch.STAGES,
         THREADS=threads,

@@ -98,9 +98,9 @@ def test_blocks_of_a_program(rows: int, blocks: int) -> None:
     assert launch.blocks_per_program(rows, 1187) == blocks
 
 
-@pytest.mark.parametrize(("loads", "programs", "slots"), [(1, 1, 4), (149, 24, 16), (149, 4, 38)])
-def test_room_of_a_thread_s_list(loads: int, programs: int, slots: int) -> None:
-    assert launch.slots(loads, programs) == slots
+@pytest.mark.parametrize(("loads", "programs", "notes"), [(1, 1, 4), (149, 24, 16), (149, 4, 38)])
+def test_room_of_a_thread_s_list(loads: int, programs: int, notes: int) -> None:
+    assert launch.notes(loads, programs) == notes
 
 
 def test_a_vocabulary_beyond_the_registers_is_left_to_xla() -> None:
