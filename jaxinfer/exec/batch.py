@@ -194,6 +194,10 @@ def unpack(
             )
         )
     table = wire.page_table.reshape(bucket.num_seqs, layout.pages_per_seq)
+    if bucket.num_prefills:
+        # A section that a kernel of Mosaic's reads becomes part of its call in XLA, and such a call
+        # is recorded at every step, 10 us of the host for each layer. Linked calls are few.
+        table = lax.optimization_barrier(table)
     slot_mapping = table[rows, positions // page_size] * page_size + positions % page_size
     return DeviceBatch(
         token_ids=token_ids,

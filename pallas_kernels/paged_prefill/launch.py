@@ -46,10 +46,14 @@ MOSAIC_HEAD_DIMS = (64, 128)  # 256 would need more shared memory than there is
 #   folded                        927      965              2795     2701
 #   folded, without turns         880      976              2803     2605
 #   folded, queries in registers  903      975              2820     2616
+# And since two programs load pages together, in turns, in a row: 8192 tokens of context 16384
+# 2817 us for 2998, of 8192 1008 for 1035; 4096 tokens 270 for 274, 1024 24.6 for 25.1, 512 14.4
+# for 14.7, 32 prompts of 256 84.0 for 83.5.
 BLOCK = 128  # keys of a step
 STEPS = 2  # blocks of keys, and of values, in flight
 QUERIES = 64  # of one of its workers: the smallest and the fastest tile of a warpgroup's products
 WORKERS = 2
+CLUSTER = 2  # programs, where a kv head has query heads for all their workers
 ALIGNED = 8  # tokens: TMA moves swizzled tiles from and to multiples of it
 
 

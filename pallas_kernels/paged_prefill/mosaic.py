@@ -1,14 +1,16 @@
 """paged_prefill in Pallas Mosaic GPU, for NVIDIA Hopper (compute capability 9.x).
 
 There is one program for each multiprocessor, which takes tiles in turn, the longest first
-(``mosaic_plan``). It has three warpgroups. Four warps of one copy queries and pages into shared
-memory by TMA, two of them keys and two values, blocks ahead of the other warpgroups and across the
-borders of tiles. Each of those attends for 64 queries of one head, its products on the matrix units
-straight from shared memory: it multiplies a block of keys, then the values of the block before by
-their weights, and weighs the new scores while the latter runs. The two share the keys: two heads of
-one kv head over the same tokens, or, where a kv head has an odd number of query heads, one head
-over 128 tokens. The method is that of FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608), but
-for its turns at the matrix units. Softmax runs in base 2, sums in float32.
+(``mosaic_plan``). Two of them are a cluster where a kv head has query heads for both: each loads
+half of every page, and TMA puts that into the shared memory of both. A program has three
+warpgroups. Four warps of one copy queries and pages by TMA, two of them keys and two values, blocks
+ahead of the other warpgroups and across the borders of tiles. Each of those attends for 64 queries
+of one head, its products on the matrix units straight from shared memory: it multiplies a block of
+keys, then the values of the block before by their weights, and weighs the new scores while the
+latter runs. The two share the keys: two heads of one kv head over the same tokens, or, where a kv
+head has an odd number of query heads, one head over 128 tokens. The method is that of
+FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608), but for its turns at the matrix units.
+Softmax runs in base 2, sums in float32.
 Must not know: which calls come here (``launch``).
 """
 
@@ -111,7 +113,8 @@ def _copy_blocks(sizes: Sizes, arrays: Arrays, stream: Stream, tile: Tile) -> No
         for i, page in zip(stream.own, pages, strict=True):
             to = stream.pages.room.at[step, pl.ds(i * sizes.page_size, sizes.page_size)]
             source = stream.pages.pool.at[page, pl.ds(0, sizes.page_size), kv_head]
-            plgpu.copy_gmem_to_smem(source, to, stream.pages.full.at[step])
+            full = stream.pages.full.at[step]
+            plgpu.copy_gmem_to_smem(source, to, full, collective_axes=sizes.together)
         return following
 
     lax.fori_loop(tile.first, tile.last, copy, pages_of(tile.first))
@@ -395,8 +398,10 @@ def paged_prefill(
         body,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=shared_types(sizes, q.dtype),
-        grid=(sizes.programs,),
-        grid_names=("program",),
+        grid=(sizes.clusters,),
+        grid_names=("cluster",),
+        cluster=(sizes.cluster,),
+        cluster_names=("rank",),
         num_threads=WORKERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),

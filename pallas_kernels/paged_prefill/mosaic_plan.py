@@ -16,7 +16,14 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import current_device
-from pallas_kernels.paged_prefill.launch import ALIGNED, BLOCK, QUERIES, STEPS, WORKERS
+from pallas_kernels.paged_prefill.launch import (
+    ALIGNED,
+    BLOCK,
+    CLUSTER,
+    QUERIES,
+    STEPS,
+    WORKERS,
+)
 
 ROW, EIGHTH, LEAD, COUNT, POSITION = range(5)  # columns of the table of tiles
 TURNS = 2  # of a program's tiles have their queries in shared memory
@@ -52,14 +59,28 @@ class Sizes:
         return QUERIES * WORKERS // self.tile_heads
 
     @property
-    def columns(self) -> int:
-        """Items of a tile of the table, one after the other: they share its page ids."""
-        return self.num_heads // self.tile_heads
+    def cluster(self) -> int:
+        """Programs that load a kv head's pages together, each for other heads and the same tokens;
+        1 where a kv head has too few query heads.
+        """
+        return CLUSTER if self.group % (CLUSTER * WORKERS) == 0 else 1
 
     @property
-    def programs(self) -> int:
-        """One for each multiprocessor, where there are as many items."""
-        return min(current_device().multiprocessors, self.num_tiles * self.columns)
+    def together(self) -> str | None:
+        """Axis along which programs load pages together. So they free them together."""
+        return "rank" if self.cluster > 1 else None
+
+    @property
+    def columns(self) -> int:
+        """Items of a tile of the table, one after the other: they share its page ids. A cluster
+        takes an item.
+        """
+        return self.num_heads // (self.tile_heads * self.cluster)
+
+    @property
+    def clusters(self) -> int:
+        """Of programs, as many as there are multiprocessors for where there are as many items."""
+        return min(current_device().multiprocessors // self.cluster, self.num_tiles * self.columns)
 
 
 class Shared(NamedTuple):
@@ -73,8 +94,8 @@ class Shared(NamedTuple):
     q_free: Ref  # [TURNS * WORKERS]
     k_full: Ref  # [STEPS]: one arrival a page
     v_full: Ref  # [STEPS]: one arrival a page
-    k_free: Ref  # [STEPS]: one arrival a worker
-    v_free: Ref  # [STEPS]: one arrival a worker
+    k_free: Ref  # [STEPS]: one arrival a worker of the cluster
+    v_free: Ref  # [STEPS]: one arrival a worker of the cluster
 
 
 class Tile(NamedTuple):
@@ -91,8 +112,8 @@ class Tile(NamedTuple):
     common: jax.Array | int  # from this block on every query sees everything ...
     diagonal: jax.Array  # ... before this one
     last: jax.Array  # one past the last block
-    before: jax.Array  # blocks of the program's earlier tiles: steps go round across them
-    turn: jax.Array  # of the program; those without keys come last
+    before: jax.Array  # blocks of the cluster's earlier tiles: steps go round across them
+    turn: jax.Array  # of the cluster; those without keys come last
 
 
 class Arrays(NamedTuple):
@@ -159,25 +180,26 @@ def _descending(keys: jax.Array) -> jax.Array:  # int32[n] -> int32[n]
 
 
 def _slot(sizes: Sizes, turn: jax.Array) -> jax.Array:
-    """Programs take a round of items from either end in turn, as each is shorter than the last."""
-    program = lax.axis_index("program")
-    return jnp.where(lax.rem(turn, jnp.int32(2)) == 0, program, sizes.programs - 1 - program)
+    """Clusters take a round of items from either end in turn, as each is shorter than the last."""
+    cluster = lax.axis_index("cluster")
+    return jnp.where(lax.rem(turn, jnp.int32(2)) == 0, cluster, sizes.clusters - 1 - cluster)
 
 
 def _turns(sizes: Sizes, arrays: Arrays) -> jax.Array:
-    """How many items, tiles of a head or a pair of heads, the program takes."""
-    items, programs = arrays.num_tiles[0] * sizes.columns, jnp.int32(sizes.programs)
-    whole = lax.div(items, programs)
-    return whole + (_slot(sizes, whole) < lax.rem(items, programs)).astype(jnp.int32)
+    """How many items, tiles of some heads, the program's cluster takes."""
+    items, clusters = arrays.num_tiles[0] * sizes.columns, jnp.int32(sizes.clusters)
+    whole = lax.div(items, clusters)
+    return whole + (_slot(sizes, whole) < lax.rem(items, clusters)).astype(jnp.int32)
 
 
 def _read_entry(sizes: Sizes, arrays: Arrays, turn: jax.Array) -> _Entry:
-    """Of a turn, perhaps one that the program does not have."""
-    item = turn * sizes.programs + _slot(sizes, turn)
+    """The program's part of a turn's item, perhaps of a turn that its cluster does not have."""
+    item = turn * sizes.clusters + _slot(sizes, turn)
     columns = jnp.int32(sizes.columns)
     index = jnp.minimum(lax.div(item, columns), arrays.tiles.shape[0] - 1)
     entry = (arrays.tiles[index, i] for i in (ROW, EIGHTH, LEAD, COUNT, POSITION))
-    return _Entry(lax.rem(item, columns) * sizes.tile_heads, *entry)
+    first = lax.rem(item, columns) * sizes.cluster + lax.axis_index("rank")
+    return _Entry(first * sizes.tile_heads, *entry)
 
 
 def _tile_of(sizes: Sizes, entry: _Entry, before: jax.Array, turn: jax.Array) -> Tile:
@@ -240,7 +262,11 @@ def shared_types(sizes: Sizes, dtype: Any) -> dict[str, Any]:
     queries, block = (WORKERS, QUERIES, sizes.head_dim), (STEPS, BLOCK, sizes.head_dim)
     plain = plgpu.SMEM(queries, dtype)  # single rows leave it, where a tile overhangs
     pages = plgpu.Barrier(num_arrivals=sizes.pages, num_barriers=STEPS)
-    workers = plgpu.Barrier(num_arrivals=WORKERS, num_barriers=STEPS)
+    workers: Any = plgpu.Barrier(num_arrivals=WORKERS, num_barriers=STEPS)
+    if sizes.together:
+        workers = plgpu.ClusterBarrier(
+            collective_axes=(sizes.together,), num_arrivals=WORKERS, num_barriers=STEPS
+        )
     return {
         "q": plgpu.SMEM((TURNS, *queries), dtype, transforms=swizzled),
         "results": plgpu.RefUnion(plain, plgpu.SMEM(queries, dtype, transforms=swizzled)),

@@ -64,6 +64,7 @@ def test_the_interpreter_agrees_with_the_definition(
     ("name", "programs"),
     [
         ("qwen3_4b_tp8_ragged_bf16", 3),
+        ("qwen3_4b_tp8_ragged_bf16", 4),
         ("smollm2_tp3_window_bf16", 1),
         ("smollm2_tp3_tile_edges_bf16", 2),
     ],
