@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.engine import Engine
     from jaxinfer.engine.thread import EngineThread
 
+AFTER_IGNORED = 0.01  # seconds until the collection that ignored an interrupt is over, or goes on
 TIDY_SECONDS = 0.5  # to remove temporary files, when the server has gone during a build
 
 
@@ -94,11 +95,13 @@ class EngineChild:
         self._engine: EngineThread | None = None  # once it is built
         self._building = False
         self._server_left = False
+        self._ignored = threading.Event()  # an interrupt was, and has to come again
 
     def run(self, load: Load) -> int:
         """The whole life, on the main thread; returns the exit code."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server decides
         signal.signal(signal.SIGINT, self._interrupt)
+        sys.unraisablehook = self._unraisable
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # progress, though not in the foreground
         threading.Thread(target=self._follow, daemon=True).start()
         try:
@@ -153,9 +156,13 @@ class EngineChild:
 
     def _leave(self) -> None:
         self._server_left = True
-        if self._building:
+        end = time.monotonic() + TIDY_SECONDS
+        while self._building:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            time.sleep(TIDY_SECONDS)
+            if not self._ignored.wait(end - time.monotonic()):
+                break
+            self._ignored.clear()
+            time.sleep(AFTER_IGNORED)
         self._kill()
 
     def _kill(self) -> None:
@@ -165,6 +172,13 @@ class EngineChild:
     def _interrupt(self, *_: object) -> None:
         if self._building and self._server_left:
             raise KeyboardInterrupt
+
+    def _unraisable(self, what: sys.UnraisableHookArgs) -> None:
+        """Python drops what is raised while it collects garbage, an interrupt too."""
+        if self._server_left and isinstance(what.exc_value, KeyboardInterrupt):
+            self._ignored.set()
+        else:
+            sys.__unraisablehook__(what)
 
     # Listener: called on the engine's thread
 

@@ -207,6 +207,42 @@ def test_a_stop_while_it_is_built(
     assert not capfd.readouterr().err
 
 
+COLLECTING = """
+import gc, time
+from jaxinfer.engine.child import Blueprint, main
+from kit.sim_executor import sim_limits
+from kit.tokenizers import tiny_tokenizer_spec
+
+def busy(*_):
+    gc.callbacks.remove(busy)
+    (folder / "collecting").touch()
+    time.sleep(30)
+
+def build():
+    gc.callbacks.append(busy)
+    try:
+        gc.collect()
+        time.sleep(30)
+    finally:
+        (folder / "tidied").touch()
+
+main(lambda _: lambda *_: Blueprint(sim_limits(4), tiny_tokenizer_spec(), build))
+"""
+
+
+def test_a_stop_while_garbage_is_collected(
+    config: EngineConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Python ignores what is raised there."""
+    kit = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})"
+    code = f"{kit}; from pathlib import Path; folder = Path({str(tmp_path)!r}){COLLECTING}"
+    link = EngineProcess.start(config, spawn([sys.executable, "-c", code]))
+    wait_until((tmp_path / "collecting").exists, "it builds and collects", 30)
+    link.stop()
+    assert gone(link.pid) and (tmp_path / "tidied").exists()
+    assert not capfd.readouterr().err
+
+
 COMPILING = """
 import time
 from jaxinfer.core.later import Later
