@@ -46,7 +46,7 @@ LOAD_THREADS = 8  # H200: 8 buckets load in 0.50 s on 8 threads, 1.96 s in turn
 
 
 class StoredExecutable(msgspec.Struct, frozen=True):
-    """One file. ``workspace_bytes`` is what a call takes beside its arguments."""
+    """One file. ``workspace_bytes`` is held while it runs beside weights, pages, slots, batch."""
 
     file: str
     size_bytes: int
@@ -184,11 +184,14 @@ def load_bundle(
     return loaded
 
 
-def executable_file(name: str, compiled: jax.stages.Compiled) -> tuple[StoredExecutable, bytes]:
+def executable_file(
+    program: Program, name: str, compiled: jax.stages.Compiled
+) -> tuple[StoredExecutable, bytes]:
     """One file of a bundle: what the manifest says of it, and its content."""
     content = pickle.dumps(serialize_executable.serialize(compiled))
     digest = hashlib.sha256(content).hexdigest()
-    return StoredExecutable(f"{name}.bin", len(content), digest, workspace_bytes(compiled)), content
+    workspace = workspace_bytes(compiled) + program.carried_bytes(name, compiled)
+    return StoredExecutable(f"{name}.bin", len(content), digest, workspace), content
 
 
 def write_manifest(

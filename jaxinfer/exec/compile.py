@@ -49,7 +49,7 @@ class Executables:
 
     by_name: Mapping[str, Compiled]  # see ``Program.names``
     compiled: int
-    workspace_bytes: int  # what the hungriest takes beside its arguments
+    workspace_bytes: int  # what the hungriest takes: see ``aot.StoredExecutable``
     # Holds those of ``Program.names_later``, where they are not in the bundle of the others. Begin
     # it when nothing else is to be waited for; until it is done, who asks for one of them waits.
     later: Later[Bundle] | None = None
@@ -221,6 +221,8 @@ def compile_all(
             under_way: dict[Future[jax.stages.Compiled], str] = {}
             with nothing_collected(), KernelsAhead(threads) as kernels:
                 to_link = [name for name in names if program.links_kernels(name)]
+                if to_link:  # kernels in Mosaic alone are
+                    kernels.expect_mosaic()
                 others = [name for name in reversed(names) if name not in to_link]
                 steps = _lowered(program, (*to_link, *others), kernels)
                 for name, lowered in _held_back(steps, kernels):
@@ -228,7 +230,7 @@ def compile_all(
                     under_way[pool.submit(lowered.compile, options)] = name
             for done in as_completed(under_way):
                 name = under_way.pop(done)  # what is saved is not kept
-                stored[name], content = executable_file(name, done.result())
+                stored[name], content = executable_file(program, name, done.result())
                 (folder / stored[name].file).write_bytes(content)
                 advance(1)
     finally:  # after a failure or Ctrl-C, nobody needs what is still compiling

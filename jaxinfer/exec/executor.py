@@ -11,6 +11,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import batched
+from typing import Any
 
 import jax
 import msgspec
@@ -28,7 +29,7 @@ from jaxinfer.core.step import (
 )
 from jaxinfer.exec.batch import NO_SETTINGS, NOWHERE, extras_of, pack
 from jaxinfer.exec.batch_rooms import BatchRooms
-from jaxinfer.exec.compile import Executables
+from jaxinfer.exec.compile import Compiled, Executables
 from jaxinfer.exec.forward import StepOutput, flat_kv_state, flat_params
 from jaxinfer.exec.program import ADMIT, ADMITTED_BY_STEP, Program
 from jaxinfer.exec.sampling import Logprobs
@@ -64,6 +65,9 @@ class Executor:
         self._program = program
         self._executables = executables
         self._weights = flat_params(program.model, params)
+        self._weights_of_parts = [
+            tuple(self._weights[i] for i in own) for own in program.weights_of_parts
+        ]
         limits = program.limits
         self._pages = flat_kv_state(pages)
         self._slots = slots
@@ -118,14 +122,21 @@ class Executor:
         if self._program.admits(bucket, extras=any(extras)):
             own, admissions = self._admission_rows(plan)
             by_step.append(own)
-        step = self._executables.by_name[self._program.step_name(bucket, extras=any(extras))]
+        by_name = self._executables.by_name
+        step = by_name[self._program.step_name(bucket, extras=any(extras))]
+        first = None
+        if self._program.begins_apart(bucket, any(extras)):
+            first = by_name[self._program.first_name(bucket)]
         with _device_errors(plan):
             handed = batch if self._rooms is None else self._rooms.filled(batch)
             for rows in admissions:
-                self._slots = self._executables.by_name[ADMIT](self._slots, rows)
-            self._pages, self._slots, output = step(
-                self._weights, self._pages, self._slots, handed, *by_step
-            )
+                self._slots = by_name[ADMIT](self._slots, rows)
+            if first is None:
+                self._pages, self._slots, output = step(
+                    self._weights, self._pages, self._slots, handed, *by_step
+                )
+            else:
+                output = self._launch_parts(first, step, handed)
             if self._rooms is not None:
                 self._rooms.read_by(output.token_ids, handed)
             if self._copies_to_host:
@@ -153,6 +164,16 @@ class Executor:
                 )
             )
         return StepResult(step.plan.step_id, tuple(results))
+
+    def _launch_parts(self, first: Compiled, second: Compiled, handed: Any) -> StepOutput:
+        """See ``cut.CutStep``: the device runs the first while the host prepares the second."""
+        count = 2 * self._program.first_layers  # pools
+        pages, others = self._pages[:count], self._pages[count:]
+        of_first, of_second = self._weights_of_parts
+        pages, carried = first(of_first, pages, self._slots, handed)
+        others, self._slots, output = second(of_second, pages, others, self._slots, handed, carried)
+        self._pages = (*pages, *others)
+        return output  # type: ignore[no-any-return]
 
     def _drawn(self, step: InFlight) -> np.ndarray:  # int32[B]
         tokens = step.output.token_ids

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.exec.batch import BatchLayout, DeviceBatch, copied_in, unpack
+from jaxinfer.exec.cut import WeightsOfParts
 from jaxinfer.exec.sampling import Logprobs, no_logprobs, sample, token_logprobs
 from jaxinfer.exec.slots import SlotState, admit, with_settings
 from jaxinfer.models.base import Model, Params, abstract_params, hidden_states, unembed
@@ -32,6 +33,23 @@ type Arrays = tuple[jax.Array, ...]
 def flat_params(model: Model, params: Params) -> Arrays:
     """Weights as ``flat_step`` takes them; ``ValueError`` for those of another model."""
     return tuple(jax.tree.structure(abstract_params(model)).flatten_up_to(params))
+
+
+def weights_of_parts(model: Model, num_layers: int) -> WeightsOfParts:
+    """Of ``flat_params``: those of the first layers and of the others. What is no layer's (the
+    embedding, which may be the head) is in both.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(abstract_params(model))
+    later = [_layer(path[0].key) for path, _ in paths]
+    first = (i for i, layer in enumerate(later) if layer is None or layer < num_layers)
+    second = (i for i, layer in enumerate(later) if layer is None or layer >= num_layers)
+    return WeightsOfParts(tuple(first), tuple(second))
+
+
+def _layer(name: str) -> int | None:
+    """Which layer a group of parameters is, by its name in every family's module."""
+    number = name.removeprefix("layers_")
+    return int(number) if number != name else None
 
 
 def flat_kv_state(kv_state: KVState) -> Arrays:

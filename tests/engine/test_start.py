@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxinfer.core.collector import nothing_collected
+from jaxinfer.core.collector import NEVER, nothing_collected, old_left_alone
 from jaxinfer.core.config import ALLOCATOR_PREALLOCATES, ALLOCATOR_SHARES, EngineConfig
 from jaxinfer.core.errors import EngineError, TokenizerError
 from jaxinfer.engine import build
@@ -113,6 +113,17 @@ def test_nothing_is_collected_meanwhile(collects: bool) -> None:
         assert gc.isenabled() is collects
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_old_objects_are_left_alone_meanwhile_by_whoever_is_at_it() -> None:
+    before = gc.get_threshold()
+    first, second = old_left_alone(), old_left_alone()
+    with pytest.raises(KeyError), first:
+        second.__enter__()
+        assert gc.get_threshold() == (*before[:2], NEVER)
+        raise KeyError
+    second.__exit__(None, None, None)  # which began later, and ends later
+    assert gc.get_threshold() == before
 
 
 # Orbax alone takes a fifth of all imports, Flax another, Mosaic's kernels a tenth; Triton is for

@@ -146,10 +146,10 @@ def test_what_was_compiled_is_saved_here_when_all_is_lowered(
     here = threading.current_thread()
     executable_file, lower = exec_compile.executable_file, jax.stages.Traced.lower
 
-    def saved(name: str, compiled: jax.stages.Compiled) -> Any:
+    def saved(program: Program, name: str, compiled: jax.stages.Compiled) -> Any:
         assert threading.current_thread() is here
         events.append("save")
-        return executable_file(name, compiled)
+        return executable_file(program, name, compiled)
 
     def lowered(self: jax.stages.Traced) -> jax.stages.Lowered:
         events.append("lower")

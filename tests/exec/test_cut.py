@@ -1,0 +1,123 @@
+"""A prompt's step in two executables: the same tokens and pages, and each has its own share."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxinfer.core.progress import NoProgress
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.exec.compile import build_executables
+from jaxinfer.exec.cut import WeightsOfParts, cut_step
+from jaxinfer.exec.executor import Executor
+from jaxinfer.exec.memory import init_state
+from jaxinfer.exec.program import Program
+from jaxinfer.models.base import Model, Params
+from jaxinfer.models.registry import build_model
+from kit.counted import Counted
+from kit.engines import engine_of, run, tiny_limits
+from kit.tiny_models import random_params, tiny_config
+
+LIMITS = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16)
+LAYERS = {"qwen3": "num_hidden_layers", "gpt2": "n_layer"}
+PROMPTS = [tuple(range(5, 45)), (9, 8, 7, 6, 5)]  # the first in three chunks
+ASKED = [
+    SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
+    SamplingParams(max_tokens=4, seed=1, top_k=9, ignore_eos=True),
+]
+
+
+def deep_model(family: str) -> tuple[Model, Params]:
+    """Of twelve layers, so that names of layers do not sort as their numbers do."""
+    model = build_model(tiny_config(family) | {LAYERS[family]: 12}, "float32")
+    return model, random_params(model)
+
+
+def test_tokens_are_those_of_steps_in_one(tmp_path: Path) -> None:
+    model, params = deep_model("qwen3")
+    engines, counts = [], []
+    for platform in ("gpu", "cpu"):
+        program = Program(model, LIMITS, platform=platform)
+        folder = tmp_path / platform
+        counted = Counted(build_executables(program, folder=folder, progress=NoProgress()))
+        executor = Executor(program, counted.executables, params, *init_state(program))
+        engines.append(engine_of(executor, LIMITS))
+        counts.append(counted)
+    cut, whole = (run(engine, PROMPTS, ASKED) for engine in engines)
+    assert cut == whole
+    calls = counts[0].calls
+    begun = [name for name in calls if name.endswith("_first")]
+    assert begun and not [name for name in counts[1].calls if name.endswith("_first")]
+    assert all(calls[name] == calls[name.removesuffix("_first")] for name in begun)
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_pages_are_updated_in_place_and_neither_has_the_others_weights(family: str) -> None:
+    program = Program(deep_model(family)[0], LIMITS, platform="gpu")
+    bucket = next(b for b in LIMITS.buckets if b.num_prefills and not b.num_decodes)
+    whole = program._trace_step(bucket.name)
+    pools = {",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves(program.kv_state())}
+    made = 0
+    for name, slots in ((program.first_name(bucket), False), (bucket.name, True)):
+        lowered = program.trace(name).lower()
+        compiled = lowered.compile({"xla_backend_optimization_level": 0})
+        weights, *_ = lowered.args_info[0]
+        assert len(weights) < len(whole.args_info[0][0])
+        kept = [*jax.tree.leaves(program.slots())] if slots else []
+        own = 2 * (program.first_layers if not slots else 12 - program.first_layers)
+        carried = program.carried_bytes(name, compiled)
+        assert carried >= 4 * 32 * bucket.num_tokens if slots else carried == 0
+        kept += jax.tree.leaves(program.kv_state())[:own]
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        assert analysis.alias_size_in_bytes == sum(leaf.size * 4 for leaf in kept)
+        copied = re.findall(r"= [fs]32\[([\d,]+)\]\S* copy\(", compiled.as_text() or "")
+        assert not pools.intersection(copied)
+        made += own
+    assert made == len(jax.tree.leaves(program.kv_state()))
+
+
+def test_only_prompts_alone_of_a_gpu_and_of_enough_layers_are_two() -> None:
+    model, _ = deep_model("qwen3")
+    few = build_model(tiny_config("qwen3"), "float32")
+    for each, platform, expected in (
+        (model, "gpu", True),
+        (model, "cpu", False),
+        (few, "gpu", False),
+    ):
+        program = Program(each, LIMITS, platform=platform)
+        for bucket in LIMITS.buckets:
+            alone = bucket.num_prefills > 0 and not bucket.num_decodes
+            assert program.begins_apart(bucket, extras=False) == (expected and alone)
+            assert not program.begins_apart(bucket, extras=True)
+        begun = [name for name in program.names() if name.endswith("_first")]
+        assert bool(begun) == expected and set(begun) <= set(program.names_at_start())
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    def step(
+        weights: list[jax.Array], pages: list[jax.Array], x: jax.Array
+    ) -> tuple[list, jax.Array]:
+        made = []
+        for weight, page in zip(weights, pages, strict=True):
+            x = x @ weight
+            made.append(page + x)
+        return made, x
+
+    square = jnp.eye(3)
+    traced = jax.jit(step).trace([square] * 2, [square] * 2, square)
+    assert cut_step(traced, 1, WeightsOfParts((0,), (1,))).carried
+    with pytest.raises(ValueError, match="the other part's layers"):
+        cut_step(traced, 1, WeightsOfParts((1,), (1,)))
+
+    def with_an_effect(weights: list, pages: list, x: jax.Array) -> tuple[list, jax.Array]:
+        jax.debug.print("{}", x[0, 0])
+        return step(weights, pages, x)
+
+    traced = jax.jit(with_an_effect).trace([square] * 2, [square] * 2, square)
+    with pytest.raises(ValueError, match="for its effect alone"):
+        cut_step(traced, 1, WeightsOfParts((0,), (1,)))
