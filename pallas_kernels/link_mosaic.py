@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 from jax.interpreters.mlir import ir, make_ir_context
 
-from pallas_kernels.custom_calls import within
 from pallas_kernels.link_outline import Placed, outline
 
 WAIT = "griddepcontrol.wait"  # what ``linked.await_kernel_before`` is in a module
@@ -112,11 +111,12 @@ class _Kernel:
         self._module = ir.Module.parse(source)  # keeps what is in it alive
         _serde(self._module, serialize=False)
         self.number = number
-        inside = list(within(self._module.operation))
-        (self._launch,) = (operation for operation in inside if operation.name == "gpu.launch")
-        self._host = self._launch.parent.regions[0].blocks[0]
-        assembly = (op.attributes["asm_string"] for op in inside if op.name == "llvm.inline_asm")
-        self.waits = any(text.value.startswith(WAIT) for text in assembly)
+        functions = (op.operation for op in self._module.body.operations)
+        hosts = [op.regions[0].blocks for op in functions if op.name == "func.func"]
+        (self._host,) = (blocks[0] for blocks in hosts if len(blocks))  # others are declared
+        operations = (op.operation for op in self._host.operations)
+        (self._launch,) = (op for op in operations if op.name == "gpu.launch")
+        self.waits = WAIT.encode() in source  # a body has tens of thousands of operations
 
     def move_to(self, target: ir.Module) -> None:
         """The body to ``target``'s kernels, the host code to its place there."""
@@ -145,9 +145,9 @@ class _Kernel:
         All else that the body uses is made from these by operations that follow it there.
         """
         body = self._launch.regions[0].blocks[0]
-        outside = _used_from_outside(self._launch)
+        uses = self._uses_from_outside()
         taken: list[Value] = []
-        for value in outside:
+        for value in uses:
             _find_loaded(value, taken)
         types = [value.type for value in taken]
         integer = ir.IntegerType.get_signless(64)
@@ -163,18 +163,36 @@ class _Kernel:
             function = ir.Operation.create("gpu.func", attributes=attributes, regions=1)
         block = ir.Block.create_at_start(function.regions[0], types)
         there: dict[Value, Value] = dict(zip(taken, block.arguments, strict=True))
-        for value in outside:
+        for value in uses:
             _make_again(value, block, there)
         with ir.InsertionPoint(block):
             end = ir.Operation.create("gpu.return")
         for operation in list(body.operations):
             if operation.operation.name != "gpu.terminator":
                 operation.operation.move_before(end)
-        for operation in within(function):
-            for i, operand in enumerate(operation.operands):
-                if operand in there:
-                    operation.operands[i] = there[operand]
+        for value, users in uses.items():
+            for operation, i in users:
+                operation.operands[i] = there[value]
         return taken
+
+    def _uses_from_outside(self) -> dict[Value, list[tuple[Any, int]]]:
+        """What the host has made that the body uses, and where. Asked of the host's few values: the
+        body is long, and all steps' kernels wait for this.
+        """
+        made = [value for op in self._host.operations for value in op.operation.results]
+        found: dict[Value, list[tuple[Any, int]]] = {}
+        for value in (*self._host.arguments, *made):
+            users = [(use.owner.operation, use.operand_number) for use in value.uses]
+            if inside := [user for user in users if self._is_in_body(user[0])]:
+                found[value] = inside
+        return found
+
+    def _is_in_body(self, operation: Any) -> bool:
+        while (parent := operation.parent) is not None:
+            if parent == self._launch:
+                return True
+            operation = parent
+        return False
 
     def _move_host(self, to: ir.Block, taken: list[Value], sizes: dict[str, list[int]]) -> None:
         """All until the launch, and a launch of what has just been made a kernel."""
@@ -205,17 +223,6 @@ class _Kernel:
                     "op_bundle_sizes": ir.DenseI32ArrayAttr.get([]),
                 },
             )
-
-
-def _used_from_outside(launch: Any) -> list[Value]:
-    inside: set[Value] = set()
-    for operation in within(launch):
-        inside.update(operation.results)
-        for region in operation.regions:
-            for block in region.blocks:
-                inside.update(block.arguments)
-    used = (operand for operation in within(launch) for operand in operation.operands)
-    return list(dict.fromkeys(value for value in used if value not in inside))
 
 
 def _find_loaded(value: Value, found: list[Value]) -> None:
