@@ -6,11 +6,13 @@ Owns: ``LoweringPool`` and its processes. Must not know: kernels, what their mod
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import subprocess
 import sys
 from contextlib import suppress
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
 from queue import SimpleQueue
 from typing import Self
 
@@ -20,11 +22,10 @@ from pallas_kernels.lowering_worker import Failure
 # Not multiprocessing's way to start one: it would run the caller's script again.
 PROGRAM = """
 import sys
-descriptor, *sys.path = sys.argv[1:]
+descriptors, *sys.path = sys.argv[1:]
 from pallas_kernels.lowering_worker import serve
-serve(int(descriptor))
+serve([int(each) for each in descriptors.split(",")])
 """
-DYING_SECONDS = 10  # of a process that has closed its pipe
 
 
 class LoweringError(RuntimeError):
@@ -32,18 +33,33 @@ class LoweringError(RuntimeError):
 
 
 class LoweringPool:
-    """Processes that lower a kernel each; as a context manager it ends them."""
+    """Processes that lower a kernel each; as a context manager it ends them.
+
+    One is started, which imports what all need and then becomes all of them: an import takes 2 s of
+    a core of an H200's host, and twelve at once had its 16 cores busy for as long.
+    """
 
     def __init__(self, size: int) -> None:
-        self._workers: list[_Worker] = []
-        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        pipes = [Pipe() for _ in range(size)]
+        theirs = [end.fileno() for _, end in pipes]
         try:
-            for _ in range(size):
-                self._workers.append(_Worker())
-                self._idle.put(self._workers[-1])
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, ",".join(map(str, theirs)), *sys.path],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # which is the caller's; troubles go to stderr
+                pass_fds=theirs,
+                process_group=0,  # Ctrl-C is for the caller, who then closes the pool
+            )
         except BaseException:
-            self.close()
+            for end, _ in pipes:
+                end.close()
             raise
+        finally:
+            for _, end in pipes:
+                end.close()
+        for end, _ in pipes:
+            self._idle.put(end)
 
     def __enter__(self) -> Self:
         return self
@@ -58,53 +74,26 @@ class LoweringPool:
         Raises ``LoweringError``, with the kernel's name, for what was raised there, or when the
         process died.
         """
-        worker = self._idle.get()
+        end = self._idle.get()
         try:
-            return worker.lower(kernel)
-        finally:
-            self._idle.put(worker)
-
-    def close(self) -> None:
-        """End the processes, whatever they are at; whoever waits for one gets ``LoweringError``."""
-        for worker in self._workers:
-            worker.kill()
-        for worker in self._workers:
-            worker.wait()
-
-
-class _Worker:
-    """One process and our end of the pipe to it. It ends when that is closed."""
-
-    def __init__(self) -> None:
-        self._end, theirs = Pipe()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(theirs.fileno()), *sys.path],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # which is the caller's; troubles go to stderr
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C is for the caller, who then closes the pool
-            )
-
-    def lower(self, kernel: Kernel) -> bytes:
-        request = pickle.dumps(kernel)
-        try:
-            self._end.send_bytes(request)
-            answer = self._end.recv()
+            end.send_bytes(pickle.dumps(kernel))
+            answer = end.recv()
         except (EOFError, OSError):
-            status = self._process.wait(DYING_SECONDS)
             raise LoweringError(
-                f"{kernel}: the process that lowers it has ended with status {status}"
+                f"{kernel}: the process that lowers it has died; see what it wrote to stderr, and "
+                "whether the host has memory left"
             ) from None
+        finally:
+            self._idle.put(end)
         if isinstance(answer, Failure):
             error = LoweringError(f"{kernel} could not be lowered: {answer.reason}")
             error.add_note(answer.trace)
             raise error
         return answer
 
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.kill()
-
-    def wait(self) -> None:
-        self._process.wait()
+    def close(self) -> None:
+        """End the processes, whatever they are at; whoever waits for one gets ``LoweringError``."""
+        if self._process.returncode is None:  # else the group's number may be another's by now
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()

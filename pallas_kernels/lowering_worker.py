@@ -1,23 +1,27 @@
-"""The process that lowers kernels for another one, started by ``lowering_pool``.
+"""The process that becomes those that lower kernels for another one, started by ``lowering_pool``.
 
-Owns: what it does with its end of the pipe: it answers each ``Kernel`` with its module, or with a
-``Failure``, and ends as soon as the other end is closed. Imports nothing that takes long before it
-watches for that. Must not know: how it was started, GPUs.
+Owns: what each does with its end of a pipe: it answers each ``Kernel`` with its module, or with a
+``Failure``, and ends as soon as the other end is closed. Must not know: who started them, GPUs.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import pickle
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from types import ModuleType
+
+MOSAIC = "jax.experimental.pallas.mosaic_gpu"
 
 
 @dataclass(frozen=True)
@@ -28,15 +32,37 @@ class Failure:
     trace: str  # of the calls in the worker
 
 
-def serve(descriptor: int) -> None:
-    """Answer what comes over the pipe, until this process is ended or the other one has gone."""
-    connection, kernels = Connection(descriptor), SimpleQueue[bytes]()
-    threading.Thread(target=_receive, args=(connection, kernels), daemon=True).start()
+def serve(descriptors: Sequence[int]) -> None:
+    """Become a process for each pipe, and wait for their ends.
+
+    A process with threads must not be copied: what watches a pipe is begun in the copies, and
+    numpy's OpenBLAS ends its own threads before (pthread_atfork). So it is only noticed after the
+    imports, a second or two, when who started this one is gone.
+    """
     _hide_plugins()
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # a GPU's memory belongs to the other process
+    importlib.import_module(MOSAIC)
     gc.disable()  # a few kernels; what they leave is gone with the process
+    for descriptor in descriptors:
+        if os.fork() == 0:
+            for other in descriptors:
+                if other != descriptor:
+                    os.close(other)
+            _answer(Connection(descriptor))
+            os._exit(0)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _answer(connection: Connection) -> None:
+    """Until this process is ended or the other one has gone."""
+    kernels = SimpleQueue[bytes]()
+    threading.Thread(target=_receive, args=(connection, kernels), daemon=True).start()
     while True:
         answer = _lowered(kernels.get())
         try:

@@ -14,11 +14,11 @@ from jax.extend.core import ClosedJaxpr
 
 from pallas_kernels.ahead import kernels_in
 from pallas_kernels.lowered import LoweredKernel, name_by_hash
-from pallas_kernels.lowering_pool import LoweringPool
+from pallas_kernels.lowering_pool import LoweringError, LoweringPool
 
 KERNEL_THREADS = 8  # that compile kernels; those in Triton need Python's lock for a fifth of it
 # Processes that lower kernels in Mosaic. An engine on an H200 has 46 of them, 0.1 to 1.5 s each; a
-# process takes a second to start and 0.1 GB of its own, and more would be done no sooner.
+# process takes 0.1 GB of its own, and more would be done no sooner.
 MOST_PROCESSES = 12
 # With two cores and two processes the kernels and steps of such an engine are lowered after 19 s,
 # with one process after 25 and by this process alone after 31.
@@ -38,6 +38,7 @@ class KernelsAhead:
         self._mosaic_threads = ThreadPoolExecutor(MOSAIC_THREADS)
         self._pool: LoweringPool | None = None  # not before there is a kernel for it
         self._making_pool = Lock()
+        self._ended = False
         self._begun: dict[Hashable, Future[Any]] = {}
 
     def __enter__(self) -> Self:
@@ -46,8 +47,14 @@ class KernelsAhead:
     def __exit__(self, *_: object) -> None:
         for threads in (self._threads, self._mosaic_threads):
             threads.shutdown(wait=False, cancel_futures=True)
-        if self._pool is not None:
-            self._pool.close()
+        with self._making_pool:
+            self._ended = True
+            if self._pool is not None:
+                self._pool.close()
+
+    def expect_mosaic(self) -> None:
+        """Have processes that lower kernels begin to start, 1 to 3 s ahead of the first kernel."""
+        self._threads.submit(self._processes_to_lower)
 
     def begin(self, traced: ClosedJaxpr, *, to_link: bool = False) -> list[Future[Any]]:
         """Compile what nobody compiles yet; returns what to wait for before the step is lowered.
@@ -107,6 +114,8 @@ class KernelsAhead:
 
     def _processes_to_lower(self) -> LoweringPool:
         with self._making_pool:
+            if self._ended:
+                raise LoweringError("no kernel is lowered any more")
             if self._pool is None:
                 self._pool = LoweringPool(self._processes)
             return self._pool

@@ -15,6 +15,7 @@ from jaxinfer.exec.kernels import FEWEST_PROCESSES, MOST_PROCESSES, KernelsAhead
 from pallas_kernels import link
 from pallas_kernels.custom_calls import MODULE, MOSAIC_CALL, attribute_of, custom_calls
 from pallas_kernels.lowered import Kernel, LoweredKernel, call_lowered
+from pallas_kernels.lowering_pool import LoweringError
 
 X = np.ones((2, 3), np.float32)
 
@@ -88,6 +89,22 @@ def test_as_many_processes_as_cores_to_spare(
 def test_without_a_kernel_in_mosaic_there_is_no_process(sizes: list[int]) -> None:
     with KernelsAhead(cores=16) as ahead:
         assert ahead.begin(jax.jit(jnp.sin).trace(X).jaxpr) == []
+    assert not sizes
+
+
+def test_processes_may_start_ahead_of_the_first_kernel(sizes: list[int]) -> None:
+    with KernelsAhead(cores=2) as ahead:
+        ahead.expect_mosaic()
+        for kernel in ahead.begin(traced("expm1").jaxpr):
+            kernel.result()
+    assert sizes == [FEWEST_PROCESSES, 0]
+
+
+def test_no_process_starts_after_the_end(sizes: list[int]) -> None:
+    with KernelsAhead(cores=2) as ahead:
+        pass
+    with pytest.raises(LoweringError):  # as a thread may come to, which was asked to in time
+        ahead._processes_to_lower()
     assert not sizes
 
 

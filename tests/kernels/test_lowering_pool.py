@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -151,10 +152,10 @@ def test_no_plugin_of_jax_is_loaded_there(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 FOREVER = """
-import time
+import os, time
 from pathlib import Path
 def forever(x):
-    Path(__file__).with_name("begun").touch()
+    Path(__file__).with_name("begun").write_text(str(os.getpid()))
     time.sleep(600)
 """
 CALLER = """
@@ -202,15 +203,40 @@ def test_a_process_that_dies_is_an_error_that_names_the_kernel(
     kernel = Kernel("forever", "forever", (array(3),), (), H200, ())
 
     def kill_when_begun() -> None:
-        while not (tmp_path / "begun").exists():
+        while not (begun := tmp_path / "begun").exists() or not begun.read_text():
             time.sleep(0.01)
-        os.kill(worker._process.pid, signal.SIGKILL)
+        os.kill(int(begun.read_text()), signal.SIGKILL)
 
     with LoweringPool(1) as pool:
-        (worker,) = pool._workers
         threading.Thread(target=kill_when_begun).start()
-        named = r"forever.forever\(bfloat16\[3\]\): the process that lowers it has ended.* -9"
+        named = r"forever.forever\(bfloat16\[3\]\): the process that lowers it has died"
         for _ in range(2):  # nor does whoever comes next wait for ever
             with pytest.raises(LoweringError, match=named):
                 pool.lower(kernel)
-    assert worker._process.returncode == -signal.SIGKILL
+
+
+def test_another_goes_on_where_one_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "forever.py").write_text(FOREVER.replace("time.sleep(600)", "os._exit(3)"))
+    monkeypatch.syspath_prepend(tmp_path)
+    dying = Kernel("forever", "forever", (array(3),), (), H200, ())
+    with LoweringPool(2) as pool:
+        with pytest.raises(LoweringError, match="has died"):
+            pool.lower(dying)
+        assert pool.lower(Kernel("jax.numpy", "sin", (array(4),), (), H200, ()))
+    assert pool._process.returncode == -signal.SIGKILL
+
+
+def test_whoever_waits_is_told_when_the_pool_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "forever.py").write_text(FOREVER)
+    monkeypatch.syspath_prepend(tmp_path)
+    kernel = Kernel("forever", "forever", (array(3),), (), H200, ())
+    with ThreadPoolExecutor(2) as threads, LoweringPool(1) as pool:
+        waiting = [threads.submit(pool.lower, kernel) for _ in range(2)]
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        pool.close()
+        for each in waiting:
+            with pytest.raises(LoweringError, match="has died"):
+                each.result(10)
