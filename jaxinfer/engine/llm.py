@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import batched
 from typing import TYPE_CHECKING, Any, cast
 
-from jaxinfer.core.collector import nothing_collected
+from jaxinfer.core.collector import nothing_collected, old_left_alone
 from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.core.request import SamplingParams
@@ -186,7 +186,7 @@ class LLM:
         # made with the first news: until a batch's first step is launched, its device waits
         collectors: dict[int, Collector] = {}
         progress = self._progress if use_tqdm else NoProgress()
-        with progress.task("generate", len(prompts)) as advance:
+        with progress.task("generate", len(prompts)) as advance, old_left_alone():
             for number, delta in self.stream(prompts, params, levels):
                 if number not in collectors:
                     collectors[number] = Collector(str(number), prompts[number], params[number])

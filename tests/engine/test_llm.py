@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.core.collector import NEVER
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import CacheError, ConfigError, EngineError, JaxinferError, RequestError
 from jaxinfer.core.progress import NoProgress
@@ -253,6 +254,23 @@ def test_nothing_is_collected_until_the_first_launch(
     with pytest.raises(RequestError):
         llm.generate("", GREEDY, use_tqdm=False)
     assert gc.isenabled()
+
+
+def test_old_objects_are_left_alone_while_a_batch_is_answered(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, seen, step = gc.get_threshold(), set[int](), Engine.step
+
+    def noted(engine: Engine) -> Any:
+        seen.add(gc.get_threshold()[2])
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", noted)
+    llm.generate("a", GREEDY, use_tqdm=False)
+    assert seen == {NEVER}
+    with pytest.raises(RequestError):
+        llm.generate("", GREEDY, use_tqdm=False)
+    assert gc.get_threshold() == before
 
 
 def test_no_prompts_take_no_turn(llm: LLM) -> None:
