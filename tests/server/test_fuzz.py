@@ -118,7 +118,8 @@ def reconcile(body: dict[str, Any]) -> None:
         body.pop("prompt_logprobs", None)
     if not body.get("logprobs"):
         body.pop("top_logprobs", None)
-    if (body.get("n") or 1) > MOST_COMPLETIONS:
+    n = body.get("n")  # anything, on a path whose schema does not know it
+    if isinstance(n, int) and n > MOST_COMPLETIONS:
         body["n"] = MOST_COMPLETIONS
     if body.get("best_of") not in (None, 1, body.get("n")):
         body.pop("best_of")
