@@ -69,6 +69,7 @@ def step_tables(report: Mapping[str, Any], peer: Mapping[str, Any]) -> list[str]
     lines += _long_table(ours)
     lines += _small_table(ours)
     lines += _start_table(ours)
+    lines += _memory_table(ours)
     lines += _ablation_table(ours)
     return lines
 
@@ -149,6 +150,16 @@ def _start_table(ours: Values) -> list[str]:
         if name != "start_s"
     ]
     return table(["of a start", "no bundle", "bundle"], rows)
+
+
+def _memory_table(ours: Values) -> list[str]:
+    """What the driver says is in use of the card, beside the share that was asked for."""
+    rows = [
+        [case.replace("_", " "), f"{row['value']:.1%}", f"{row['asked']:.0%}"]
+        for (metric, case), row in ours.items()
+        if metric == "card_share"
+    ]
+    return table(["of the card's memory", "in use", "asked"], rows)
 
 
 def _ablation_table(ours: Values) -> list[str]:

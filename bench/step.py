@@ -1,4 +1,4 @@
-"""What the public API gives on one device: TPOT, TTFT, offline tokens per second, start, ablations.
+"""What the public API gives on one device: TPOT, TTFT, offline tokens per second, start, memory.
 
 Run from the repository root, all of it or some groups, which join in one file:
 
@@ -29,6 +29,7 @@ from bench.step_busy import busy_seconds
 from bench.step_cases import GREEDY, SAMPLED, Prompts, Repeats, middle
 from bench.step_file import Row, begun, environment, facts, merged, write_report
 from bench.step_floor import CEILINGS, Costs, Floor, costs_of, decode_bytes
+from bench.step_memory import SMI, measure_memory
 from bench.step_start import measure_starts, start_rows
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.core.config import (
@@ -78,6 +79,7 @@ class Workload:
     ablation_batches: tuple[int, ...] = (1, 64)
     ablation_input: int = 4096  # of the lone prompt
     warm_starts: int = 5
+    memory_sequences: int = 512  # as many as an engine of default sizes runs at once on a GPU
     repeats: Repeats = Repeats()
 
     @property
@@ -254,6 +256,17 @@ def start(bench: Bench) -> Iterator[Row]:
     yield from rows
 
 
+def memory(bench: Bench) -> Iterator[Row]:
+    """Share of the card that an engine of default sizes takes; see ``step_memory``."""
+    bench.used = bench.settings(bench.config)
+    rows = measure_memory(bench.used, bench.work.memory_sequences)
+    if rows is None:
+        print(f"card_share       there is no {SMI} here, so no card to ask")
+    for each in rows or ():
+        print(f"{each['metric']:16} {each['case']:20} {each['value']:12.3f}  asked {each['asked']}")
+        yield each | {"floor": None, "samples": [each["value"]]}
+
+
 def ablation(bench: Bench) -> Iterator[Row]:
     """TPOT and TTFT, one setting changed at a time; with ``--label``, the defaults by that name."""
     changes = ABLATIONS if bench.label is None else {bench.label: {}}
@@ -293,9 +306,11 @@ def _fresh_tpot(llm: LLM, fresh: Iterator[Prompts], batch: int, work: Workload) 
     return work.repeats.of(lambda: 1e3 * cases.tpot_seconds(run))
 
 
-# `start` first: its processes need the device, and this one has not taken it yet
+# These first: their processes need the device, and this one has not taken it yet
+OWN_PROCESSES = ("start", "memory")
 GROUPS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "start": start,
+    "memory": memory,
     "tpot": tpot,
     "ttft": ttft,
     "offline": offline,
@@ -343,7 +358,7 @@ def main(argv: list[str] | None = None, work: Workload | None = None) -> None:
     bound_gpu_allocator(DEFAULT_GPU_MEMORY_UTILIZATION)  # before `facts` starts JAX's backend
     bench = Bench(arguments, work or Workload())
     for group in arguments.only:
-        if group != "start":  # which needs the device for its own processes
+        if group not in OWN_PROCESSES:
             begun(arguments.output, bench.facts())  # what cannot be joined is not measured either
         begin, rows = time.perf_counter(), list[Row]()
         for each in GROUPS[group](bench):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from bench import render, step, step_busy, step_cases, step_file
+from bench import render, step, step_busy, step_cases, step_file, step_memory
 from bench.step_cases import Prompts, Repeats
 from bench.step_floor import CEILINGS, Ceiling, Costs, Floor, costs_of
 from jaxinfer.core.errors import ConfigError
@@ -29,9 +30,11 @@ TINY = step.Workload(
     ablation_batches=(1,),
     ablation_input=8,
     warm_starts=1,
+    memory_sequences=2,
     repeats=Repeats(at_least=1, at_most=1, seconds=0),
 )
 # two executables, which all groups but `start` share: compiling is nearly all of the time
+PAGES = 16  # of such an engine: one sequence of its context
 SIZES = ("max_num_seqs=1", "max_num_batched_tokens=64", "prefill_bucket_start=64")
 
 
@@ -133,6 +136,44 @@ def test_starts_compile_once(flags: list[str], tmp_path: Path) -> None:
     for case in ("no_bundle", "bundle"):
         assert 0 < values["start_import_s", case] < values["start_s", case]
         assert values["start_s", case] < values["start_first_token_s", case]
+
+
+DRIVER = """#!/bin/sh
+# 1,000 MiB are another's, as who asks first sees
+if [ -e {seen} ]; then used=9100; else used=1000; touch {seen}; fi
+while echo $used, 10000; do sleep 0.05; done
+"""
+
+
+def test_a_card_is_watched_while_an_engine_fills_its_pages(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = tmp_path / step_memory.SMI
+    driver.write_text(DRIVER.format(seen=tmp_path / "seen"))
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    report = run(flags, "memory", tmp_path / "step.json")
+    first, full = report["rows"]
+    assert (first["metric"], first["case"], full["case"]) == ("card_share", "until_ready", "full")
+    assert (first["value"], first["used_mib"], first["asked"]) == (0.81, 8100, 0.92)
+    assert full["used_mib"] == 8100
+    assert full["answered"] == full["sequences"] == 2 and full["preempted"] == 0
+    assert full["tokens"] == 16 * (PAGES // 2)
+
+
+def test_without_a_card_none_is_asked(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    step.main([*flags, "--only=memory", f"--output={tmp_path}/step.json"], TINY)
+    assert step_memory.SMI in capsys.readouterr().out
+
+
+def test_the_most_in_use_since_the_last_question() -> None:
+    card = step_memory.Card(["1, 10", "7, 10", "3, 10"])
+    card._thread.join()
+    # a second question before the next line: three are still in use
+    assert (card.taken_peak(), card.taken_peak(), card.total) == (7, 3, 10)
 
 
 def test_floors_of_qwen3_4b_shapes() -> None:
