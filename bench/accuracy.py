@@ -214,7 +214,8 @@ def main(argv: list[str] | None = None, work: Workload | None = None) -> None:
         **given,
     }
     path = Path(arguments.model)
-    about = facts(path.parent.name if path.name == "config.json" else path.name, arguments.commit)
+    named = path.parent.name if path.name == "config.json" else path.name
+    about = {**facts(arguments.commit), "model": named}
     report, begin = begun(arguments.output, about), time.perf_counter()
     rows, compiled = measure(arguments, work, settings)
     note = {

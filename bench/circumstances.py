@@ -37,7 +37,7 @@ def host_circumstances(*sources: str) -> dict[str, Any]:
 
 def _git(*arguments: str) -> str | None:
     """What git says; None where the files are no checkout, as on a lent machine."""
-    command, root = ["git", *arguments], Path(__file__).parent
+    command, root = ["git", *arguments], Path(__file__).parents[1]
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -1,10 +1,11 @@
 """Times every implementation of every kernel op on its bench cases, on the device at hand.
 
 Run from the repository root:
-``python -m bench.kernels [--op NAME] [--impl NAME] [--case TEXT] [--output FILE]``; with
+``python -m bench.kernels [--op NAME,...] [--impl NAME,...] [--case TEXT] [--output FILE]``; with
 ``--check`` it compares each implementation with the op's definition on this device instead.
-Bandwidth and operations are those that the op cannot do without (``KernelOp.cost``), so a share of
-the ceiling below one is time lost. The ceiling is measured here: an array rewritten in place.
+Bandwidth and operations are those that the op cannot do without (``KernelOp.cost``). Both have a
+ceiling that is measured here, on random data, as zeros take less power and are faster: what XLA
+moves at most, and what it multiplies. The share is of the one that binds: below one, time is lost.
 
 On a GPU a call takes less than its launch from the host. There one computation, which XLA captures
 as a graph, makes many calls in a row, each fed by the last (``KernelOp.feeds``) so that none can be
@@ -14,9 +15,9 @@ left out, and over several sets of pools in turn so that none is found in the ca
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,8 +26,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.circumstances import circumstances
-from pallas_kernels.registry import Case, Cost, Impl, Inputs, KernelOp, all_ops, with_refs
+from bench.step_file import facts, write_report
+from pallas_kernels.registry import (
+    OP_NAMES,
+    Case,
+    Cost,
+    Impl,
+    Inputs,
+    KernelOp,
+    all_ops,
+    with_refs,
+)
 from pallas_kernels.testing import mismatch, runnable
 
 SECONDS_PER_CASE = 0.15
@@ -38,6 +48,7 @@ COLD_BYTES = {"cpu": 0, "gpu": 1 << 28, "tpu": 0}  # read before a set's turn co
 MOST_REPEATS = 36  # calls of one computation; its compile time grows with them
 SECONDS_PER_CHAIN = 0.004  # a computation takes about this long, where calls are so fast
 CEILING_BYTES = {"cpu": 1 << 28, "gpu": 1 << 31, "tpu": 1 << 30}  # well past any cache
+CEILING_PRODUCT = {"cpu": (1024, "float32"), "gpu": (8192, "bfloat16"), "tpu": (8192, "bfloat16")}
 
 type Arguments = dict[int, Any]  # of an op's call, by index
 
@@ -60,18 +71,56 @@ def seconds_per_call(call: Callable[[], Any]) -> float:
     return median(samples)
 
 
-def ceiling_bytes_per_second() -> float:
-    """Bytes per second of reading and rewriting a large array in place."""
-    size = CEILING_BYTES[jax.default_backend()]
-    array = jnp.zeros(size // 4, jnp.float32)
-    rewrite = jax.jit(lambda x: x + 1.0, donate_argnums=0)
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device at hand reaches at most, by XLA's own code."""
 
-    def call() -> jax.Array:
+    read: float  # bytes/s, of a maximum over an array
+    rewritten: float  # bytes/s read and written, of an array changed in place
+    copied: float  # bytes/s read and written
+    product: float  # floating-point operations/s, of two square matrices
+
+    @property
+    def moved(self) -> float:
+        """Bytes per second, however they move."""
+        return max(self.read, self.rewritten, self.copied)
+
+    def floor(self, cost: Cost) -> float:
+        """The least seconds of a call."""
+        return max(self._seconds(cost).values())
+
+    def bound(self, cost: Cost) -> str:
+        """What takes them: bytes or flops."""
+        seconds = self._seconds(cost)
+        return max(seconds, key=seconds.__getitem__)
+
+    def _seconds(self, cost: Cost) -> dict[str, float]:
+        return {"bytes": cost.bytes / self.moved, "flops": cost.flops / self.product}
+
+
+def measured_ceilings() -> Ceilings:
+    """Of the device at hand."""
+    size, (width, dtype) = (
+        each[jax.default_backend()] for each in (CEILING_BYTES, CEILING_PRODUCT)
+    )
+    key = jax.random.key(0)
+    array = jax.random.bits(key, (size // 4,), "uint32")
+    matrix = jax.random.normal(key, (width, width), dtype)
+    largest, copy = jax.jit(jnp.max), jax.jit(jnp.copy)
+    rewrite = jax.jit(lambda x: x + 1, donate_argnums=0)
+    multiply = jax.jit(jnp.matmul)
+
+    def rewritten() -> jax.Array:
         nonlocal array
         array = rewrite(array)
         return array
 
-    return 2 * size / seconds_per_call(call)
+    return Ceilings(
+        read=size / seconds_per_call(lambda: largest(array)),
+        rewritten=2 * size / seconds_per_call(rewritten),
+        copied=2 * size / seconds_per_call(lambda: copy(array)),
+        product=2 * width**3 / seconds_per_call(lambda: multiply(matrix, matrix)),
+    )
 
 
 def chained(op: KernelOp, function: Callable[..., Any], repeats: int) -> Callable[..., Any]:
@@ -150,7 +199,7 @@ def _nbytes(x: Any) -> int:
 
 
 def time_case(
-    op: KernelOp, impl: Impl, case: Case, inputs: Inputs, ceiling: float
+    op: KernelOp, impl: Impl, case: Case, inputs: Inputs, ceilings: Ceilings
 ) -> dict[str, Any]:
     """One row of the table; {"skipped": reason} when the implementation cannot run the inputs.
 
@@ -165,7 +214,9 @@ def time_case(
         "us": round(seconds * 1e6, 2),
         "gb_per_s": round(cost.bytes / seconds / 1e9, 2),
         "tflop_per_s": round(cost.flops / seconds / 1e12, 4),
-        "share_of_copy": round(cost.bytes / seconds / ceiling, 3),
+        "floor_us": round(ceilings.floor(cost) * 1e6, 2),
+        "bound": ceilings.bound(cost),
+        "share": round(ceilings.floor(cost) / seconds, 3),
     }
 
 
@@ -176,19 +227,22 @@ def bench_cases(op: KernelOp, text: str) -> list[Case]:
     return [case for case in named if here or "gpu" not in case.tags]
 
 
-def wrong_results(ops: Sequence[KernelOp], impl_name: str | None) -> int:
+def wrong_results(ops: Sequence[KernelOp], impls: Collection[str] | None) -> int:
     """How many cases (ci and full) go wrong on the device at hand; prints each as it is tried."""
     wrong = 0
     for op in ops:
         for case in (case for case in op.cases if {"ci", "full"} & set(case.tags)):
             inputs = op.build(case, 0)
-            impls = [impl for impl in op.impls if impl_name in (None, impl.name)]
-            for impl in impls:
+            for impl in _named(op, impls):
                 reason = runnable(impl, inputs)
                 problem = None if reason else mismatch(op, impl, case, inputs)
                 wrong += problem is not None
                 print(f"{op.name:16}{impl.name:8}{case.name:34}{problem or reason or 'right'}")
     return wrong
+
+
+def _named(op: KernelOp, impls: Collection[str] | None) -> list[Impl]:
+    return [impl for impl in op.impls if impls is None or impl.name in impls]
 
 
 def on_device(inputs: Inputs) -> Inputs:
@@ -198,44 +252,47 @@ def on_device(inputs: Inputs) -> Inputs:
 
 def shown(row: dict[str, Any]) -> str:
     """A line of the table."""
-    label = f"{row['op']:16}{row['impl']:8}{row['case']:34}"
+    label = f"{row['op']:16}{row['impl']:8}{row['case']:38}"
     if "skipped" in row:
         return f"{label}skipped: {row['skipped']}"
     return (
         f"{label}{row['us']:10.1f}{row['gb_per_s']:9.2f}{row['tflop_per_s']:9.3f}"
-        f"{row['share_of_copy']:9.1%}"
+        f"{row['share']:8.1%} of {row['bound']}"
     )
 
 
-def main() -> None:
-    """Check or time, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--op", help="only this op")
-    parser.add_argument("--impl", help="only this implementation")
+def main(argv: list[str] | None = None) -> None:
+    """Check or time, print, write: the file is whole after each row."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    names = partial(str.split, sep=",")
+    parser.add_argument("--op", type=names, metavar="NAME,...", help="only these ops")
+    parser.add_argument("--impl", type=names, metavar="NAME,...", help="only these implementations")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--check", action="store_true", help="compare results, time nothing")
+    parser.add_argument("--commit", help="of the file, where it is no checkout of it")
     parser.add_argument("--output", type=Path, help="JSON file; by default bench/results/<device>")
-    options = parser.parse_args()
-    ops = [op for op in all_ops() if options.op in (None, op.name)]
+    options = parser.parse_args(argv)
+    if unknown := set(options.op or ()) - set(OP_NAMES):
+        parser.error(f"--op {', '.join(unknown)}: not one of {', '.join(OP_NAMES)}")
+    ops = [op for op in all_ops() if options.op is None or op.name in options.op]
     if options.check:
         raise SystemExit(1 if wrong_results(ops, options.impl) else 0)
-    facts = circumstances("pallas_kernels")
-    ceiling = ceiling_bytes_per_second()
-    print(f"{facts['device']}: copies at {ceiling / 1e9:.1f} GB/s")
-    print(f"{'op':16}{'impl':8}{'case':34}{'us':>10}{'GB/s':>9}{'TFLOP/s':>9}{'of copy':>9}")
-    rows = []
+    about = facts(options.commit)
+    ceilings = measured_ceilings()
+    print(
+        f"{about['device']}: {ceilings.moved / 1e9:.1f} GB/s, {ceilings.product / 1e12:.1f} TFLOP/s"
+    )
+    print(f"{'op':16}{'impl':8}{'case':38}{'us':>10}{'GB/s':>9}{'TFLOP/s':>9}{'share':>8}")
+    slug = about["device"].lower().replace(" ", "-")
+    output = options.output or Path(__file__).parent / "results" / slug / "kernels.json"
+    report = {**about, "ceilings": asdict(ceilings), "rows": (rows := list[dict[str, Any]]())}
     for op in ops:
-        impls = [impl for impl in op.impls if options.impl in (None, impl.name)]
         for case in bench_cases(op, options.case):
             inputs = on_device(op.build(case, 0))  # the slowest part of a large case
-            for impl in impls:
-                rows.append(row := time_case(op, impl, case, inputs, ceiling))
+            for impl in _named(op, options.impl):
+                rows.append(row := time_case(op, impl, case, inputs, ceilings))
                 print(shown(row), flush=True)
-    slug = facts["device"].lower().replace(" ", "-")
-    output = options.output or Path(__file__).parent / "results" / slug / "kernels.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    report = {**facts, "copy_gb_per_s": round(ceiling / 1e9, 2), "rows": rows}
-    output.write_text(json.dumps(report, indent=1) + "\n")
+                write_report(output, report)
     print(f"wrote {output}")
 
 

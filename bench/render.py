@@ -1,6 +1,7 @@
 """Results of a device as the Markdown tables of docs/performance.md, and a plot.
 
-Run from the repository root with files of ``bench.step`` and of ``bench.serve --sweep``:
+Run from the repository root with files of ``bench.step``, ``bench.serve --sweep`` and
+``bench.kernels``:
 
     .venv/bin/python -m bench.render bench/results/h200/*.json \\
         --peer bench/results/peers/vllm_h200.json [--plot docs/tpot.svg]
@@ -198,6 +199,36 @@ def _level(qps: float | str) -> str:
     return qps if isinstance(qps, str) else f"{qps:g}"
 
 
+def kernel_tables(report: Mapping[str, Any]) -> list[str]:
+    """A line for each case: the implementation that was the fastest there, then the others."""
+    ceilings = report["ceilings"]
+    moved = max(ceilings[name] for name in ("read", "rewritten", "copied"))
+    measured: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in report["rows"]:
+        if "us" in row:
+            measured.setdefault((row["op"], row["case"]), []).append(row)
+    rows: list[list[str]] = []
+    for (op, case), timed in measured.items():
+        best, *others = sorted(timed, key=lambda row: row["us"])
+        rows.append(
+            [
+                f"`{op}` {case}",
+                best["impl"],
+                *(number(best[name]) for name in ("us", "gb_per_s", "tflop_per_s")),
+                f"{best['share']:.0%} of {best['bound']}",
+                ", ".join(f"{row['impl']} {number(row['us'])}" for row in others) or NOTHING,
+            ]
+        )
+    product = ceilings["product"] / 1e12
+    heads = ["kernel, case", "by", "us", "GB/s", "TFLOP/s", "of its ceiling", "others, us"]
+    return [
+        f"{report['device']}, commit {report['git']}: ceilings {number(moved / 1e9)} GB/s, "
+        f"{number(product)} TFLOP/s",
+        "",
+        *table(heads, rows),
+    ]
+
+
 def _value(values: Values, metric: str, case: str) -> str:
     return number(values[metric, case]["value"]) if (metric, case) in values else NOTHING
 
@@ -252,8 +283,12 @@ def main(argv: list[str] | None = None) -> None:
             print("\n".join(step_tables(report, peer)))
             if arguments.plot:
                 arguments.plot.write_text(tpot_plot(report, peer))
+        elif "ceilings" in report:
+            print("\n".join(kernel_tables(report)))
         else:
-            raise SystemExit(f"{path} is no result of bench.step or of a sweep of bench.serve")
+            raise SystemExit(
+                f"{path} is no result of bench.step, bench.kernels or a sweep of bench.serve"
+            )
 
 
 if __name__ == "__main__":

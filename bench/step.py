@@ -111,7 +111,7 @@ class Bench:
 
     def facts(self) -> dict[str, Any]:
         """What all rows of a file share."""
-        return facts(self.config.parent.name, self._commit)
+        return {**facts(self._commit), "model": self.config.parent.name}
 
     def settings(self, config: Path, **more: Any) -> dict[str, Any]:
         """Arguments of ``LLM``: the group's, and over them what was given on the command line."""

@@ -1,4 +1,5 @@
-"""The JSON file of ``bench.step``: several calls fill it, each with its groups of rows.
+"""The JSON file of ``bench.step``: several calls fill it, each with its groups of rows. Others
+share its circumstances and how it is written.
 
 Owns: the circumstances and how rows of a later call join those of an earlier one. Must not know:
 how anything is measured.
@@ -26,7 +27,7 @@ ENVIRONMENT = (
 type Row = dict[str, Any]  # metric, case, value, floor where known, samples; and group
 
 
-def facts(model: str, commit: str | None) -> dict[str, Any]:
+def facts(commit: str | None) -> dict[str, Any]:
     """The machine, the versions and the commit: ``commit`` if it is given, else what git says."""
     found = circumstances(*SOURCES)
     if commit is not None:
@@ -38,7 +39,7 @@ def facts(model: str, commit: str | None) -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     del found["jax"], found["jaxlib"]
-    return {**found, "versions": versions, "model": model}
+    return {**found, "versions": versions}
 
 
 def environment() -> dict[str, str]:

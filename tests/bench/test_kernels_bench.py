@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench import kernels
-from pallas_kernels.registry import KernelOp, all_ops
+from pallas_kernels.registry import Cost, KernelOp, all_ops
 
 
 def _op(name: str) -> KernelOp:
@@ -77,3 +79,45 @@ def test_gpu_cases_are_left_out_on_a_cpu() -> None:
     names = [case.name for case in kernels.bench_cases(_op("paged_decode"), "qwen3")]
     assert names and not any("step" in name for name in names)
     assert kernels.bench_cases(_op("paged_decode"), "step") == []
+
+
+CEILINGS = kernels.Ceilings(read=4e9, rewritten=3e9, copied=2e9, product=8e9)
+
+
+@pytest.mark.parametrize(
+    ("cost", "seconds", "bound"),
+    [(Cost(bytes=8, flops=8), 2e-9, "bytes"), (Cost(bytes=8, flops=32), 4e-9, "flops")],
+)
+def test_the_ceiling_that_binds_is_the_floor(cost: Cost, seconds: float, bound: str) -> None:
+    assert CEILINGS.floor(cost) == pytest.approx(seconds)
+    assert CEILINGS.bound(cost) == bound
+
+
+def test_rows_say_what_share_of_a_ceiling_they_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "measured_ceilings", lambda: CEILINGS)
+    monkeypatch.setattr(kernels, "SECONDS_PER_CASE", 0.0)
+    output = tmp_path / "kernels.json"
+    chosen = ["--op", "kv_append,publish", "--impl", "xla", "--case", "decode64"]
+    kernels.main([*chosen, "--commit", "abc", "--output", str(output)])
+    report = json.loads(output.read_text())
+    (row,) = report["rows"]
+    assert (row["op"], row["impl"], row["bound"]) == ("kv_append", "xla", "bytes")
+    assert row["share"] == pytest.approx(row["floor_us"] / row["us"], rel=0.02, abs=1e-3)
+    assert report["git"] == "abc" and report["ceilings"]["product"] == CEILINGS.product
+
+
+def test_a_device_has_all_its_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SECONDS_PER_CASE", 0.0)
+    monkeypatch.setattr(kernels, "CEILING_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr(kernels, "CEILING_PRODUCT", {"cpu": (64, "float32")})
+    found = kernels.measured_ceilings()
+    assert found.moved == max(found.read, found.rewritten, found.copied) > 0
+    assert found.product > 0
+
+
+def test_an_unknown_op_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        kernels.main(["--op", "kv_append,attention"])
+    assert "--op attention: not one of append_decode" in capsys.readouterr().err

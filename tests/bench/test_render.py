@@ -108,6 +108,29 @@ SERVE_TABLE = """\
 | output tok/s, jaxinfer | 1,234 | 1,234 |
 | output tok/s, vLLM 0.26.0 | 8.00 | - |
 """
+KERNELS = {
+    "device": "NVIDIA H200",
+    "git": "abc",
+    "ceilings": {"read": 4.4e12, "rewritten": 3.7e12, "copied": 4.2e12, "product": 8e14},
+    "rows": [
+        {"op": op, "impl": impl, "case": case, "us": us, "bound": bound, "share": share}
+        | {"gb_per_s": 4000.0, "tflop_per_s": 0.5}
+        for op, impl, case, us, bound, share in (
+            ("paged_prefill", "triton", "t8192", 2000.0, "flops", 0.4),
+            ("paged_prefill", "mosaic", "t8192", 1000.0, "flops", 0.8),
+            ("publish", "triton", "b1", 3.0, "bytes", 0.125),
+        )
+    ]
+    + [{"op": "publish", "impl": "xla", "case": "b1", "skipped": "it has no host"}],
+}
+KERNEL_TABLE = """\
+NVIDIA H200, commit abc: ceilings 4,400 GB/s, 800 TFLOP/s
+
+| kernel, case | by | us | GB/s | TFLOP/s | of its ceiling | others, us |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: |
+| `paged_prefill` t8192 | mosaic | 1,000 | 4,000 | 0.500 | 80% of flops | triton 2,000 |
+| `publish` b1 | triton | 3.00 | 4,000 | 0.500 | 12% of bytes | - |
+"""
 RECORDED = Path("bench/results/peers/vllm_h200.json")
 
 
@@ -120,14 +143,14 @@ def test_serve_table() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = {"step": STEP, "serve": SERVE, "peer": PEER}
+    names = {"step": STEP, "serve": SERVE, "kernels": KERNELS, "peer": PEER}
     paths = {name: tmp_path / f"{name}.json" for name in names}
     for name, report in names.items():
         paths[name].write_text(json.dumps(report))
     plot = tmp_path / "tpot.svg"
-    results = [str(paths["step"]), str(paths["serve"])]
+    results = [str(paths[name]) for name in ("step", "serve", "kernels")]
     render.main([*results, f"--peer={paths['peer']}", f"--plot={plot}"])
-    assert capsys.readouterr().out == f"{STEP_TABLES}\n{SERVE_TABLE}\n"
+    assert capsys.readouterr().out == f"{STEP_TABLES}\n{SERVE_TABLE}\n{KERNEL_TABLE}\n"
     texts = [element.text for element in ElementTree.parse(plot).iter() if element.text]
     assert {"vLLM 0.26.0", "jaxinfer", "floor", "16"} <= set(texts)
     with pytest.raises(SystemExit, match="is no result of"):
