@@ -24,6 +24,11 @@ class Device:
     compute_capability: str = "none"  # of an NVIDIA GPU: "9.0"
     multiprocessors: int = 132  # of a GPU; those of an H100 or H200 where a device does not say
 
+    @property
+    def xla_platform(self) -> str:
+        """As XLA calls the platform. Kernels for GPUs are for NVIDIA's alone."""
+        return "cuda" if self.platform == "gpu" else self.platform
+
 
 def current_device() -> Device:
     """The described device within ``described``, else the one jax places new computations on."""

@@ -6,17 +6,19 @@ Owns: ``LinkedCall``. Must not know: how kernels are linked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax import export
 from jax.extend.mlir import serialize_portable_artifact
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters.mlir import dtype_to_ir_type, ir
 
 from pallas_kernels.custom_calls import MODULE, attribute_of, in_place_of
+from pallas_kernels.device import current_device
+from pallas_kernels.lowered import Run, run_here
+from pallas_kernels.machine_code import Alone, take_over
 
 DTYPES = ("bfloat16", "float16", "float32", "int32", "float8_e4m3fn")  # of what kernels take
 
@@ -26,10 +28,7 @@ class LinkedCall:
     """By all that decides what is compiled."""
 
     kernel: bytes  # Mosaic's module
-    artifact: bytes  # a module of this call alone, as ``export`` serialises it
-    arguments: tuple[jax.ShapeDtypeStruct, ...]
-    results: tuple[jax.ShapeDtypeStruct, ...]
-    in_place: tuple[int, ...]  # arguments that are changed
+    alone: Alone
 
     @classmethod
     def of(cls, call: Any) -> Self:  # of an ir.Operation
@@ -48,19 +47,12 @@ class LinkedCall:
             ir.Operation.create("func.return", operands=list(copy.results))
         artifact = serialize_portable_artifact(module, stablehlo.get_current_version())
         in_place = tuple(sorted(in_place_of(call).values()))
-        kernel, shapes = attribute_of(call, MODULE), (_shapes(inputs), _shapes(outputs))
-        return cls(kernel, artifact, *shapes, in_place)
+        rest = (_shapes(inputs), _shapes(outputs), current_device(), in_place)
+        return cls(attribute_of(call, MODULE), Alone("linked kernels", artifact, *rest))
 
-    def compile(self) -> None:
-        """Compile its kernels for this process, as ``LoweredKernel.compile`` does."""
-        like = export.export(jax.jit(self._zeros, keep_unused=True), platforms=["cuda"])
-        exported = replace(like(*self.arguments), mlir_module_serialized=self.artifact)
-        # As in a step, pools are changed in place.
-        alone = jax.jit(exported.call, donate_argnums=self.in_place)
-        alone.lower(*self.arguments).compile()
-
-    def _zeros(self, *_: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(x.shape, x.dtype) for x in self.results)
+    def compile(self, run: Run = run_here) -> None:
+        """Have the machine code of its kernels in this process, as ``LoweredKernel.compile``."""
+        take_over(run(self.alone.compiled))
 
 
 def _shapes(types: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache, partial
+from types import MethodType
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from pallas_kernels.custom_calls import (
 )
 from pallas_kernels.device import Device, current_device, described
 from pallas_kernels.link_mosaic import unlinked_module
+from pallas_kernels.machine_code import Alone, take_over
 
 SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_numpy_dtype_promotion")
 TO_LOWER = (
@@ -42,6 +44,13 @@ TO_LOWER = (
     ("jax_include_full_tracebacks_in_locations", False),
 )
 _LOWERING = threading.RLock()  # settings are the process's, and lowering is all Python
+
+type Run = Callable[[MethodType], bytes]  # calls a method of what can be pickled, here or elsewhere
+
+
+def run_here(method: MethodType) -> bytes:
+    """In this process."""
+    return method()
 
 
 def call_lowered(
@@ -82,11 +91,6 @@ class Kernel:
     def __str__(self) -> str:
         return f"{self.module}.{self.name}({_listed(jax.tree.leaves(self.shapes))})"
 
-    @property
-    def platform(self) -> str:
-        """As XLA calls it. Kernels that come here for a GPU are for NVIDIA's alone."""
-        return "cuda" if self.device.platform == "gpu" else self.device.platform
-
     def results(self) -> Any:
         """What it returns, as shapes."""
         if self.returned is not None:
@@ -111,9 +115,9 @@ class Kernel:
         named = partial(function)
         named.__name__ = self.name  # type: ignore[attr-defined]
         # All arguments are kept: which ones are used is known to who lowers the kernel alone.
-        return export.export(jax.jit(named, keep_unused=True), platforms=[self.platform])(
-            *self.shapes
-        )
+        return export.export(
+            jax.jit(named, keep_unused=True), platforms=[self.device.xla_platform]
+        )(*self.shapes)
 
     def _function(self) -> Callable[..., Any]:
         return partial(
@@ -163,26 +167,30 @@ class LoweredKernel(export.Exported):
         """Raises ValueError."""
         raise ValueError(f"{self.kernel} has no derivative")
 
-    def compile(self, lower: Callable[[Kernel], bytes] = Kernel.lower) -> None:
-        """Compile it for this process; what is lowered from then on names it by its hash alone.
+    def compile(self, run: Run = run_here) -> None:
+        """Have its machine code in this process; what is lowered from then on names it by its hash.
 
         Mosaic keeps what it compiled by that hash, looks there first, and an executable is saved
         with the machine code of its kernels. So their source, up to 260 KB in each of 36 layers,
-        is dead weight: without it XLA compiles a step of 1,024 tokens in 2.4 s, not 5.2. ``lower``
-        may have another process lower the kernel.
+        is dead weight: without it XLA compiles a step of 1,024 tokens in 2.4 s, not 5.2. ``run``
+        may have another process lower and compile the kernel.
         """
-        self.lower(lower)
-        args, _ = jax.tree.unflatten(self.in_tree, self.in_avals)  # with those that are absent
-        jax.jit(self.call).lower(*args).compile()
+        self.lower(run)
         assert self._whole is not None
+        arguments, results = (
+            tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
+            for avals in (self.in_avals, self.out_avals)
+        )
+        alone = Alone(str(self.kernel), self._whole, arguments, results, self.kernel.device)
+        take_over(run(alone.compiled))
         self._module = _by_hash(self._whole)
         self.compiled = True
 
-    def lower(self, lower: Callable[[Kernel], bytes] = Kernel.lower) -> None:
+    def lower(self, run: Run = run_here) -> None:
         """Have its module, if nobody has yet."""
         with self._changing:
             if self._whole is None:
-                self._module = self._whole = lower(self.kernel)
+                self._module = self._whole = run(self.kernel.lower)
 
     def sources(self) -> dict[bytes, bytes]:
         """The modules of its calls of Mosaic by their hashes, once it is lowered."""

@@ -7,10 +7,9 @@ folders of bundles) or by compiling. Must not know: requests, the scheduler, wei
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -205,78 +204,100 @@ def compile_all(
 ) -> dict[str, StoredExecutable]:
     """Compile executables and write them into the folder; what was written, by name.
 
-    This thread traces and lowers, others compile: as many as there are cores, or ``threads``.
-    Lowering is Python, and several threads that take turns at it are slower than one by far; XLA
-    needs no interpreter. Kernels in Mosaic, which are the most of it, are lowered by other
-    processes meanwhile. Steps with kernels to link come first, as these are compiled once more when
-    the step is lowered; then what takes XLA longest, which is named last. When all are lowered
-    this thread saves them, as they are done: that keeps Python's lock, 0.1 to 0.4 s for each, and
-    before it kept the last from being lowered.
+    This thread traces, lowers and saves, others compile: as many as there are cores, or
+    ``threads``. Lowering is Python, and several threads that take turns at it are slower than one
+    by far; XLA needs no interpreter. Kernels in Mosaic, which are the most of it, are lowered and
+    compiled by other processes meanwhile. Steps with kernels to link come first, as these are
+    compiled when the step is lowered; then what takes XLA longest, which is named last. Nothing is
+    saved before all is traced, since saving keeps Python's lock, 0.1 s for each.
     """
     threads = threads or os.cpu_count() or 1
+    to_link = [name for name in names if program.links_kernels(name)]
+    others = [name for name in reversed(names) if name not in to_link]
     pool = ThreadPoolExecutor(threads)
-    stored: dict[str, StoredExecutable] = {}
     try:
-        with progress.task("compile", len(names)) as advance:
-            under_way: dict[Future[jax.stages.Compiled], str] = {}
-            with nothing_collected(), KernelsAhead(threads) as kernels:
-                to_link = [name for name in names if program.links_kernels(name)]
-                if to_link:  # kernels in Mosaic alone are
-                    kernels.expect_mosaic()
-                others = [name for name in reversed(names) if name not in to_link]
-                steps = _lowered(program, (*to_link, *others), kernels)
-                for name, lowered in _held_back(steps, kernels):
-                    options = program.compiler_options(name)
-                    under_way[pool.submit(lowered.compile, options)] = name
-            for done in as_completed(under_way):
-                name = under_way.pop(done)  # what is saved is not kept
-                stored[name], content = executable_file(program, name, done.result())
-                (folder / stored[name].file).write_bytes(content)
-                advance(1)
+        with (
+            progress.task("compile", len(names)) as advance,
+            nothing_collected(),
+            KernelsAhead(threads) as kernels,
+        ):
+            steps = _Steps(program, folder, kernels, pool, advance)
+            if to_link:  # kernels in Mosaic alone are
+                kernels.expect_mosaic()
+            for name in (*to_link, *others):
+                steps.trace(name)
+                steps.move_on()
+            while under_way := steps.under_way:
+                wait(under_way, return_when=FIRST_COMPLETED)
+                steps.move_on()
+                steps.save()
     finally:  # after a failure or Ctrl-C, nobody needs what is still compiling
         pool.shutdown(wait=False, cancel_futures=True)
-    return {name: stored[name] for name in names}
+    return {name: steps.stored[name] for name in names}
 
 
-def _held_back(
-    steps: Iterator[tuple[str, jax.stages.Lowered]], kernels: KernelsAhead
-) -> Iterator[tuple[str, jax.stages.Lowered]]:
-    """The same, but none while a kernel is compiled.
+type _Kernels = list[Future[Any]]  # that are being made
 
-    Mosaic and XLA give LLVM different options, which are the process's: one waits until the other
-    has nothing to compile. Beside 16 threads with steps a kernel waited for 13 s.
+
+@dataclass
+class _Steps:
+    """Steps on their way to the folder, each by what it waits for.
+
+    A step is lowered once its kernels are compiled, since it names them by their hashes then, and
+    compiled once those are that it links.
     """
-    held: list[tuple[str, jax.stages.Lowered]] = []
-    for step in steps:
-        held.append(step)
-        if kernels.done:
-            yield from held
-            held.clear()
-    kernels.wait()
-    yield from held
 
+    program: Program
+    folder: Path
+    kernels: KernelsAhead
+    pool: ThreadPoolExecutor
+    advance: Callable[[int], None]
+    traced: dict[str, tuple[jax.stages.Traced, _Kernels]] = field(default_factory=dict)
+    lowered: dict[str, tuple[jax.stages.Lowered, _Kernels]] = field(default_factory=dict)
+    compiling: dict[str, Future[jax.stages.Compiled]] = field(default_factory=dict)
+    stored: dict[str, StoredExecutable] = field(default_factory=dict)
 
-def _lowered(
-    program: Program, names: Iterable[str], kernels: KernelsAhead
-) -> Iterator[tuple[str, jax.stages.Lowered]]:
-    """The executables, lowered in order; meanwhile the kernels of the next are compiled."""
-    waiting: deque[tuple[str, jax.stages.Traced, list[Future[Any]]]] = deque()
+    @property
+    def under_way(self) -> list[Future[Any]]:
+        """What any of them waits for."""
+        steps = (*self.traced.values(), *self.lowered.values())
+        kernels = (kernel for _, made in steps for kernel in made)
+        return [each for each in (*kernels, *self.compiling.values()) if not each.done()]
 
-    def lower_first() -> tuple[str, jax.stages.Lowered]:
-        name, traced, wanted = waiting.popleft()
-        for kernel in wanted:
-            kernel.result()
+    def trace(self, name: str) -> None:
+        """Trace a step, and begin its kernels."""
+        traced = self.program.trace(name)
+        wanted = self.kernels.begin(traced.jaxpr, to_link=self.program.links_kernels(name))
+        self.traced[name] = traced, wanted
+
+    def move_on(self) -> None:
+        """Lower and begin to compile what waits for nothing; raises what a kernel raised."""
+        for name in _ready(self.traced):
+            self._lower(name, self.traced.pop(name)[0])
+        for name in _ready(self.lowered):
+            lowered, options = self.lowered.pop(name)[0], self.program.compiler_options(name)
+            self.compiling[name] = self.pool.submit(lowered.compile, options)
+
+    def save(self) -> None:
+        """Save what is compiled, and let go of it; raises what a compiler raised."""
+        for name in [name for name, compiled in self.compiling.items() if compiled.done()]:
+            compiled = self.compiling.pop(name).result()
+            self.stored[name], content = executable_file(self.program, name, compiled)
+            (self.folder / self.stored[name].file).write_bytes(content)
+            self.advance(1)
+
+    def _lower(self, name: str, traced: jax.stages.Traced) -> None:
         lowered = traced.lower()
         drop_triton_text(lowered.compiler_ir())
-        if program.links_kernels(name):
-            kernels.link(traced.jaxpr, lowered.compiler_ir())
-        return name, lowered
+        links = self.program.links_kernels(name)
+        linked = self.kernels.link(traced.jaxpr, lowered.compiler_ir()) if links else []
+        self.lowered[name] = lowered, linked
 
-    for name in names:
-        traced = program.trace(name)
-        wanted = kernels.begin(traced.jaxpr, to_link=program.links_kernels(name))
-        waiting.append((name, traced, wanted))
-        while waiting and all(kernel.done() for kernel in waiting[0][2]):
-            yield lower_first()
-    while waiting:
-        yield lower_first()
+
+def _ready(steps: Mapping[str, tuple[Any, _Kernels]]) -> list[str]:
+    """Those whose kernels are made."""
+    ready = [name for name, (_, kernels) in steps.items() if all(k.done() for k in kernels)]
+    for name in ready:
+        for kernel in steps[name][1]:
+            kernel.result()
+    return ready

@@ -8,35 +8,38 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jax.extend.core import ClosedJaxpr
 
 from pallas_kernels.ahead import kernels_in
+from pallas_kernels.device import current_device
+from pallas_kernels.kernel_pool import KernelError, KernelPool
 from pallas_kernels.lowered import LoweredKernel, name_by_hash
-from pallas_kernels.lowering_pool import LoweringError, LoweringPool
+
+if TYPE_CHECKING:
+    from pallas_kernels.linked_call import LinkedCall
 
 KERNEL_THREADS = 8  # that compile kernels; those in Triton need Python's lock for a fifth of it
-# Processes that lower kernels in Mosaic. An engine on an H200 has 46 of them, 0.1 to 1.5 s each; a
-# process takes 0.1 GB of its own, and more would be done no sooner.
-MOST_PROCESSES = 12
+# Processes that make kernels in Mosaic. An engine on an H200 lowers 60 of them, 0.1 to 1.5 s each,
+# and compiles them and 7 calls of linked ones, 0.1 to 3 s each.
+MOST_PROCESSES = 14
 # With two cores and two processes the kernels and steps of such an engine are lowered after 19 s,
 # with one process after 25 and by this process alone after 31.
 FEWEST_PROCESSES = 2
-SPARE_CORES = 2  # for this process, which traces and compiles meanwhile
-# That wait for a process and then for XLA: enough for all kernels of an engine. With 24 all waited
-# for XLA, and processes for them: the last kernel of 46 was begun after 14 s of a start, not 8.
-MOSAIC_THREADS = 64
+SPARE_CORES = 2  # for this process, which traces and compiles steps meanwhile
+MOSAIC_THREADS = 64  # that wait for a process: enough for all kernels of an engine
 
 
 class KernelsAhead:
     """Each kernel is begun when it is first met. Entered once; nothing goes on after the end."""
 
     def __init__(self, cores: int) -> None:
+        self._device = current_device()
         self._processes = max(FEWEST_PROCESSES, min(cores - SPARE_CORES, MOST_PROCESSES))
         self._threads = ThreadPoolExecutor(KERNEL_THREADS)
         self._mosaic_threads = ThreadPoolExecutor(MOSAIC_THREADS)
-        self._pool: LoweringPool | None = None  # not before there is a kernel for it
+        self._pool: KernelPool | None = None  # not before there is a kernel for it
         self._making_pool = Lock()
         self._ended = False
         self._begun: dict[Hashable, Future[Any]] = {}
@@ -53,8 +56,8 @@ class KernelsAhead:
                 self._pool.close()
 
     def expect_mosaic(self) -> None:
-        """Have processes that lower kernels begin to start, 1 to 3 s ahead of the first kernel."""
-        self._threads.submit(self._processes_to_lower)
+        """Have processes that make kernels begin to start, 1 to 3 s ahead of the first kernel."""
+        self._threads.submit(self._processes_for_kernels)
 
     def begin(self, traced: ClosedJaxpr, *, to_link: bool = False) -> list[Future[Any]]:
         """Compile what nobody compiles yet; returns what to wait for before the step is lowered.
@@ -73,31 +76,21 @@ class KernelsAhead:
                 wanted.append(self._once(key, self._mosaic_threads, self._compile, key))
         return wanted
 
-    def link(self, traced: ClosedJaxpr, module: Any) -> None:  # an ir.Module
+    def link(self, traced: ClosedJaxpr, module: Any) -> list[Future[Any]]:  # an ir.Module
         """Link the kernels of a step that was begun so and is lowered now, in place, and begin to
-        compile what they have become, and those that have no neighbour.
+        compile what they have become, and those that have no neighbour; returns what to wait for
+        before the step is compiled.
         """
         from pallas_kernels.link import link_kernels  # not for a start from a bundle
 
         kernels = [kernel for kernel in kernels_in(traced) if isinstance(kernel, LoweredKernel)]
         sources = {kernel: kernel.sources() for kernel in kernels}
         by_hash = {name: source for each in sources.values() for name, source in each.items()}
-        for call in link_kernels(module, by_hash.__getitem__):
-            self._once(call, self._mosaic_threads, call.compile)
+        linked = link_kernels(module, by_hash.__getitem__)
         named = name_by_hash(module)
-        for kernel in kernels:
-            if named & sources[kernel].keys() and not kernel.compiled:
-                self._once(kernel, self._mosaic_threads, self._compile, kernel)
-
-    def wait(self) -> None:
-        """Until all that was begun has ended; raises what one of them raised."""
-        for kernel in self._begun.values():
-            kernel.result()
-
-    @property
-    def done(self) -> bool:
-        """Whether all that was begun has ended."""
-        return all(kernel.done() for kernel in self._begun.values())
+        lone = [each for each in kernels if named & sources[each].keys() and not each.compiled]
+        calls = (*linked, *lone)
+        return [self._once(each, self._mosaic_threads, self._compile, each) for each in calls]
 
     def _once(
         self, key: Hashable, threads: ThreadPoolExecutor, run: Callable[..., Any], *args: Any
@@ -107,15 +100,15 @@ class KernelsAhead:
         return self._begun[key]
 
     def _lower(self, kernel: LoweredKernel) -> None:
-        kernel.lower(self._processes_to_lower().lower)
+        kernel.lower(self._processes_for_kernels().run)
 
-    def _compile(self, kernel: LoweredKernel) -> None:
-        kernel.compile(self._processes_to_lower().lower)
+    def _compile(self, kernel: LoweredKernel | LinkedCall) -> None:
+        kernel.compile(self._processes_for_kernels().run)
 
-    def _processes_to_lower(self) -> LoweringPool:
+    def _processes_for_kernels(self) -> KernelPool:
         with self._making_pool:
             if self._ended:
-                raise LoweringError("no kernel is lowered any more")
+                raise KernelError("no kernel is made any more")
             if self._pool is None:
-                self._pool = LoweringPool(self._processes)
+                self._pool = KernelPool(self._processes, self._device)
             return self._pool

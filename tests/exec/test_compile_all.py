@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -55,74 +56,83 @@ def test_kernels_are_compiled_once_elsewhere_and_before_what_needs_them(
     assert {file.name for file in tmp_path.iterdir()} == {one.file for one in stored.values()}
 
 
-def test_no_step_is_compiled_beside_a_kernel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each would wait for the other's turns at LLVM."""
-    events: list[str] = []
-    all_begun, first_lowered = threading.Event(), threading.Event()
-    compile_step, lower = jax.stages.Lowered.compile, jax.stages.Traced.lower
+def compiled_and(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Note the name of each step when its compiler begins."""
+    names: dict[int, str] = {}
+    trace, lower = Program.trace, jax.stages.Traced.lower
+    compile_step = jax.stages.Lowered.compile
 
-    def slow() -> None:
-        assert first_lowered.wait(10)
-        time.sleep(0.3)  # long enough for a step that does not wait
-        events.append("kernel")
-
-    def kernels_in(_: Any) -> dict[str, Callable[[], Any]]:
-        events.append("trace")
-        if events == ["trace"]:
-            return {"quick": lambda: all_begun.wait(10)}
-        all_begun.set()
-        return {"slow": slow}
+    def traced(self: Program, name: str) -> jax.stages.Traced:
+        names[id(result := trace(self, name))] = name
+        return result
 
     def lowered(self: jax.stages.Traced) -> jax.stages.Lowered:
-        result = lower(self)
-        first_lowered.set()
+        names[id(result := lower(self))] = names[id(self)]
         return result
 
     def compiled(self: jax.stages.Lowered, *args: Any, **kwargs: Any) -> Any:
-        events.append("step")
+        events.append(names[id(self)])
         return compile_step(self, *args, **kwargs)
 
-    monkeypatch.setattr(exec_kernels, "kernels_in", kernels_in)
+    monkeypatch.setattr(Program, "trace", traced)
     monkeypatch.setattr(jax.stages.Traced, "lower", lowered)
     monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
+
+
+def until(events: list[str], *wanted: str) -> None:
+    deadline = time.monotonic() + 10
+    while not {*wanted} <= {*events}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_step_waits_for_its_own_kernels_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which other processes make: nobody else is in their way."""
+    last, *others = PROGRAM.names()
+    first_traced, events = others[-1], list[str]()
+
+    def slow() -> None:
+        until(events, last, *others[:-1])
+        time.sleep(0.2)  # long enough for a step that does not wait
+        events.append("kernel")
+
+    kernels = iter([{"slow": slow}])
+    monkeypatch.setattr(exec_kernels, "kernels_in", lambda _: next(kernels, {}))
+    compiled_and(events, monkeypatch)
     exec_compile.compile_all(PROGRAM, PROGRAM.names(), tmp_path, NoProgress())
-    assert events.index("kernel") < events.index("step")
-    assert events.count("step") == len(PROGRAM.names()) > 1
+    assert events[-2:] == ["kernel", first_traced]
+    assert sorted(events[:-2]) == sorted((last, *others[:-1]))
 
 
-def test_steps_to_link_come_first_and_no_step_is_compiled_before_their_kernels(
+def test_steps_to_link_come_first_and_wait_for_what_is_linked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = PROGRAM.names()
-    to_link, others = names[1:2], names[:1] + names[2:]
-    events: list[str] = []
-    all_lowered = threading.Event()
-    trace, compile_step = Program.trace, jax.stages.Lowered.compile
+    (linked,), others = names[1:2], names[:1] + names[2:]
+    events, begun = list[str](), list[str]()
+    trace = Program.trace
 
     class Call:
-        def compile(self) -> None:
-            assert all_lowered.wait(10)
-            time.sleep(0.3)  # long enough for a step that does not wait
+        def compile(self, run: Any) -> None:
+            until(events, *others)
+            time.sleep(0.2)  # long enough for a step that does not wait
             events.append("kernels")
 
     def traced(self: Program, name: str) -> jax.stages.Traced:
-        events.append(name)
-        if len(events) == len(names):
-            all_lowered.set()
+        begun.append(name)
         return trace(self, name)
 
-    def compiled(self: jax.stages.Lowered, *args: Any, **kwargs: Any) -> Any:
-        events.append("step")
-        return compile_step(self, *args, **kwargs)
-
-    monkeypatch.setattr(Program, "links_kernels", lambda _, name: name in to_link)
+    monkeypatch.setattr(Program, "links_kernels", lambda _, name: name == linked)
     monkeypatch.setattr(link, "link_kernels", lambda *_: [Call()])
+    monkeypatch.setattr(exec_kernels, "KernelPool", Mock())
     monkeypatch.setattr(Program, "trace", traced)
-    monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
+    compiled_and(events, monkeypatch)
     stored = exec_compile.compile_all(PROGRAM, names, tmp_path, NoProgress())
-    assert events == [*to_link, *reversed(others), "kernels", *len(names) * ["step"]]
+    assert begun == [linked, *reversed(others)]
+    assert sorted(events[:-2]) == sorted(others)
+    assert events[-2:] == ["kernels", linked]
     assert (*stored,) == names
 
 
@@ -138,10 +148,10 @@ def test_a_kernel_that_cannot_be_compiled_is_told(
     assert gc.isenabled()
 
 
-def test_what_was_compiled_is_saved_here_when_all_is_lowered(
+def test_what_was_compiled_is_saved_here_when_all_is_traced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saving keeps Python's lock, which lowering needs."""
+    """Saving keeps Python's lock, which tracing needs."""
     events: list[str] = []
     here = threading.current_thread()
     executable_file, lower = exec_compile.executable_file, jax.stages.Traced.lower

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import wait
 from dataclasses import dataclass, field
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import jax
@@ -14,8 +17,10 @@ from jaxinfer.exec import kernels
 from jaxinfer.exec.kernels import FEWEST_PROCESSES, MOST_PROCESSES, KernelsAhead
 from pallas_kernels import link
 from pallas_kernels.custom_calls import MODULE, MOSAIC_CALL, attribute_of, custom_calls
+from pallas_kernels.device import Device, current_device
+from pallas_kernels.kernel_pool import KernelError
 from pallas_kernels.lowered import Kernel, LoweredKernel, call_lowered
-from pallas_kernels.lowering_pool import LoweringError
+from pallas_kernels.machine_code import Alone
 
 X = np.ones((2, 3), np.float32)
 
@@ -33,15 +38,16 @@ def traced(*names: str) -> jax.stages.Traced:
 
 
 class Pool:
-    """Counts pools, and lowers in this process."""
+    """Counts pools, and makes kernels in this process."""
 
     sizes: list[int]
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: Device) -> None:
+        assert device == current_device()
         self.sizes.append(size)
 
-    def lower(self, kernel: Kernel) -> bytes:
-        return kernel.lower()
+    def run(self, method: MethodType) -> bytes:
+        return method()
 
     def close(self) -> None:
         self.sizes.append(0)
@@ -49,18 +55,30 @@ class Pool:
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    monkeypatch.setattr(kernels, "LoweringPool", Pool)
+    monkeypatch.setattr(kernels, "KernelPool", Pool)
     monkeypatch.setattr(Pool, "sizes", [], raising=False)
     return Pool.sizes
 
 
-def test_processes_lower_what_a_step_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_make_what_a_step_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     step = traced("sin", "cos")
-    monkeypatch.setattr(Kernel, "lower", None)  # which this process has no need of
+    here = set[str]()  # what this process has no need to do
+    for kind, name in ((Kernel, "lower"), (Alone, "compiled")):
+        monkeypatch.setattr(kind, name, _noted(getattr(kind, name), here))
     with KernelsAhead(cores=2) as ahead:
         for kernel in ahead.begin(step.jaxpr):
             kernel.result()
     np.testing.assert_allclose(step.lower().compile()(X), np.cos(np.sin(X)), rtol=1e-6)
+    assert not here
+
+
+def _noted(method: Any, called: set[str]) -> Any:
+    @wraps(method)
+    def run(*args: Any) -> Any:
+        called.add(method.__name__)
+        return method(*args)
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -72,7 +90,7 @@ def test_as_many_processes_as_cores_to_spare(
 ) -> None:
     compiled: list[str] = []
 
-    def compile_kernel(self: LoweredKernel, lower: Any) -> None:
+    def compile_kernel(self: LoweredKernel, run: Any) -> None:
         compiled.append(self.kernel.name)
 
     monkeypatch.setattr(LoweredKernel, "compile", compile_kernel)
@@ -103,8 +121,8 @@ def test_processes_may_start_ahead_of_the_first_kernel(sizes: list[int]) -> None
 def test_no_process_starts_after_the_end(sizes: list[int]) -> None:
     with KernelsAhead(cores=2) as ahead:
         pass
-    with pytest.raises(LoweringError):  # as a thread may come to, which was asked to in time
-        ahead._processes_to_lower()
+    with pytest.raises(KernelError):  # as a thread may come to, which was asked to in time
+        ahead._processes_for_kernels()
     assert not sizes
 
 
@@ -115,7 +133,7 @@ def test_what_another_has_compiled_is_not_begun(sizes: list[int]) -> None:
         kernel.result()
     assert sizes.pop() == 0 and sizes.pop()
     with KernelsAhead(cores=2) as other:
-        assert other.begin(step) == [] and other.done
+        assert other.begin(step) == []
     assert not sizes
 
 
@@ -145,7 +163,7 @@ class Call:
     compiled: list[str] = field(compare=False)
     fails: bool = False
 
-    def compile(self) -> None:
+    def compile(self, run: Any) -> None:
         if self.fails:
             raise ValueError(f"{self.name} cannot be compiled")
         self.compiled.append(self.name)
@@ -156,10 +174,9 @@ def test_linked_calls_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(link, "link_kernels", lambda *_: [Call("a", compiled), Call("b", compiled)])
     step = jax.jit(jnp.sin).trace(X)
     with KernelsAhead(cores=2) as ahead:
-        for _ in range(2):
-            ahead.link(step.jaxpr, step.lower().compiler_ir())
-        ahead.wait()
-        assert ahead.done
+        calls = [ahead.link(step.jaxpr, step.lower().compiler_ir()) for _ in range(2)]
+        assert calls[0] == calls[1] and len(calls[0]) == 2
+        wait(calls[0])
     assert sorted(compiled) == ["a", "b"]
 
 
@@ -167,9 +184,9 @@ def test_a_linked_call_that_cannot_be_compiled_is_told(monkeypatch: pytest.Monke
     monkeypatch.setattr(link, "link_kernels", lambda *_: [Call("a", [], fails=True)])
     step = jax.jit(jnp.sin).trace(X)
     with KernelsAhead(cores=2) as ahead:
-        ahead.link(step.jaxpr, step.lower().compiler_ir())
+        (call,) = ahead.link(step.jaxpr, step.lower().compiler_ir())
         with pytest.raises(ValueError, match="a cannot be compiled"):
-            ahead.wait()
+            call.result()
 
 
 def test_a_kernel_without_neighbours_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,8 +211,7 @@ def test_a_kernel_without_neighbours_is_compiled_by_itself(monkeypatch: pytest.M
 
     module = jax.jit(left).trace(X).lower(lowering_platforms=("cuda",)).compiler_ir()
     with KernelsAhead(cores=2) as ahead:
-        ahead.link(step.jaxpr, module)
-        ahead.wait()
+        wait(ahead.link(step.jaxpr, module))
     assert sorted(compiled) == ["arctanh", "linked"]
     with module.context:
         assert [attribute_of(c, MODULE) for c in custom_calls(module.operation, MOSAIC_CALL)] == [

@@ -1,4 +1,4 @@
-"""Kernels lowered by processes of their own: the same bytes, and no process left behind."""
+"""Kernels made by processes of their own: the same bytes, and no process left behind."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from pallas_kernels.ahead import kernels_in
 from pallas_kernels.append_decode.api import append_decode
 from pallas_kernels.custom_calls import MOSAIC_CALL, attribute_of, custom_calls, set_attribute
 from pallas_kernels.device import Device, described
+from pallas_kernels.kernel_pool import KernelError, KernelPool
 from pallas_kernels.link_mosaic import _bytecode, _mosaic_context
 from pallas_kernels.lowered import Kernel, LoweredKernel
-from pallas_kernels.lowering_pool import LoweringError, LoweringPool
 from pallas_kernels.norm_gemm.api import norm_gemm
 from pallas_kernels.paged_prefill.api import paged_prefill
 from pallas_kernels.skinny_gemm.api import skinny_gemm
@@ -91,16 +91,16 @@ def taken_apart(artifact: bytes) -> tuple[bytes, bytes]:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[LoweringPool]:
-    with LoweringPool(1) as pool:
+def pool() -> Iterator[KernelPool]:
+    with KernelPool(1, H200) as pool:
         yield pool
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_module_is_what_this_process_makes_of_it(name: str, pool: LoweringPool) -> None:
+def test_a_module_is_what_this_process_makes_of_it(name: str, pool: KernelPool) -> None:
     kernel = kernel_of(name)
     assert kernel.name == name
-    assert taken_apart(pool.lower(kernel)) == taken_apart(kernel.lower())
+    assert taken_apart(pool.run(kernel.lower)) == taken_apart(kernel.lower())
 
 
 @pytest.mark.parametrize("name", [*CALLS, *WITH_PARTS])
@@ -110,45 +110,31 @@ def test_what_it_returns_is_known_without_a_trace(name: str) -> None:
     assert kernel.returned == replace(kernel, returned=None).results()
 
 
-def test_it_is_launched_as_suits_the_device_that_is_described(pool: LoweringPool) -> None:
+def test_it_is_launched_as_suits_the_device_that_is_described(pool: KernelPool) -> None:
     """On an H200 this product has a tuned choice; on an H100 it goes by the rule."""
     tuned = kernel_of("skinny_gemm")
     by_rule = replace(tuned, device=replace(H200, kind="NVIDIA H100"))
-    with LoweringPool(1) as another:  # traces are remembered by a process
-        assert taken_apart(another.lower(by_rule)) != taken_apart(pool.lower(tuned))
+    with KernelPool(1, H200) as another:  # traces are remembered by a process
+        assert taken_apart(another.run(by_rule.lower)) != taken_apart(pool.run(tuned.lower))
 
 
-def test_jaxs_settings_reach_the_process(pool: LoweringPool) -> None:
+def test_jaxs_settings_reach_the_process(pool: KernelPool) -> None:
     kernel = Kernel("jax.numpy", "arange", (), (("start", 4),), H200, (("jax_enable_x64", True),))
     with make_ir_context():
-        module = deserialize_portable_artifact(pool.lower(kernel))
+        module = deserialize_portable_artifact(pool.run(kernel.lower))
         assert "tensor<4xi64>" in str(module)
 
 
-def test_what_fails_there_is_told_here(pool: LoweringPool) -> None:
+def test_what_fails_there_is_told_here(pool: KernelPool) -> None:
     whole, uneven = array(16, 64), array(65, 512)
     kernel = Kernel("jax.numpy", "matmul", (whole, uneven), (), H200, ())
-    with pytest.raises(LoweringError, match="matmul.*could not be lowered: TypeError: dot_general"):
-        pool.lower(kernel)
+    with pytest.raises(KernelError, match="matmul.*could not be made: TypeError: dot_general"):
+        pool.run(kernel.lower)
     absent = Kernel("pallas_kernels.absent", "f", (), (), H200, ())
-    with pytest.raises(LoweringError, match="ModuleNotFoundError: No module named") as error:
-        pool.lower(absent)
+    with pytest.raises(KernelError, match="ModuleNotFoundError: No module named") as error:
+        pool.run(absent.lower)
     assert "Traceback" in error.value.__notes__[0]
-    assert pool.lower(Kernel("jax.numpy", "sin", (array(4),), (), H200, ()))  # lives on
-
-
-def test_no_plugin_of_jax_is_loaded_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever way it is announced: a GPU's would load its driver."""
-    announced = {"jax_plugins/loud.py": "", "quiet.py": "", "quiet-1.dist-info/METADATA": "Name: q"}
-    announced["quiet-1.dist-info/entry_points.txt"] = "[jax_plugins]\nquiet = quiet"
-    source = "from pathlib import Path\ndef initialize(): Path(__file__ + '.loaded').touch()"
-    for name, text in announced.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text or source)
-    monkeypatch.syspath_prepend(tmp_path)
-    with LoweringPool(1) as pool:
-        pool.lower(Kernel("jax.numpy", "sin", (array(4),), (), H200, ()))
-    assert not list(tmp_path.glob("**/*.loaded"))
+    assert pool.run(Kernel("jax.numpy", "sin", (array(4),), (), H200, ()).lower)  # lives on
 
 
 FOREVER = """
@@ -167,11 +153,12 @@ folder, end = sys.argv[1:]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 sys.path.append(folder)  # which the process must have, too
 from pallas_kernels.device import Device
+from pallas_kernels.kernel_pool import KernelPool
 from pallas_kernels.lowered import Kernel
-from pallas_kernels.lowering_pool import LoweringPool
-with suppress(KeyboardInterrupt), LoweringPool(2) as pool:
-    kernel = Kernel("forever", "forever", (1.0,), (), Device("cpu", "cpu"), ())
-    ThreadPoolExecutor(1).submit(pool.lower, kernel)
+cpu = Device("cpu", "cpu")
+with suppress(KeyboardInterrupt), KernelPool(2, cpu) as pool:
+    kernel = Kernel("forever", "forever", (1.0,), (), cpu, ())
+    ThreadPoolExecutor(1).submit(pool.run, kernel.lower)
     while not Path(folder, "begun").exists():
         time.sleep(0.01)
     if end == "gone":
@@ -207,22 +194,22 @@ def test_a_process_that_dies_is_an_error_that_names_the_kernel(
             time.sleep(0.01)
         os.kill(int(begun.read_text()), signal.SIGKILL)
 
-    with LoweringPool(1) as pool:
+    with KernelPool(1, H200) as pool:
         threading.Thread(target=kill_when_begun).start()
-        named = r"forever.forever\(bfloat16\[3\]\): the process that lowers it has died"
+        named = r"forever.forever\(bfloat16\[3\]\): the process that makes it has died"
         for _ in range(2):  # nor does whoever comes next wait for ever
-            with pytest.raises(LoweringError, match=named):
-                pool.lower(kernel)
+            with pytest.raises(KernelError, match=named):
+                pool.run(kernel.lower)
 
 
 def test_another_goes_on_where_one_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "forever.py").write_text(FOREVER.replace("time.sleep(600)", "os._exit(3)"))
     monkeypatch.syspath_prepend(tmp_path)
     dying = Kernel("forever", "forever", (array(3),), (), H200, ())
-    with LoweringPool(2) as pool:
-        with pytest.raises(LoweringError, match="has died"):
-            pool.lower(dying)
-        assert pool.lower(Kernel("jax.numpy", "sin", (array(4),), (), H200, ()))
+    with KernelPool(2, H200) as pool:
+        with pytest.raises(KernelError, match="has died"):
+            pool.run(dying.lower)
+        assert pool.run(Kernel("jax.numpy", "sin", (array(4),), (), H200, ()).lower)
     assert pool._process.returncode == -signal.SIGKILL
 
 
@@ -232,11 +219,11 @@ def test_whoever_waits_is_told_when_the_pool_is_closed(
     (tmp_path / "forever.py").write_text(FOREVER)
     monkeypatch.syspath_prepend(tmp_path)
     kernel = Kernel("forever", "forever", (array(3),), (), H200, ())
-    with ThreadPoolExecutor(2) as threads, LoweringPool(1) as pool:
-        waiting = [threads.submit(pool.lower, kernel) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads, KernelPool(1, H200) as pool:
+        waiting = [threads.submit(pool.run, kernel.lower) for _ in range(2)]
         while not (tmp_path / "begun").exists():
             time.sleep(0.01)
         pool.close()
         for each in waiting:
-            with pytest.raises(LoweringError, match="has died"):
+            with pytest.raises(KernelError, match="has died"):
                 each.result(10)
