@@ -27,8 +27,9 @@ from pallas_kernels.custom_calls import (
     set_module,
     within,
 )
+from pallas_kernels.device import current_device
 from pallas_kernels.link_mosaic import Launch, linked_module
-from pallas_kernels.linked_call import LinkedCall
+from pallas_kernels.machine_code import KernelCall
 
 LAYOUTS = ("operand_layouts", "result_layouts")
 AFTERWARDS = 1 << 30  # when that is read which is read outside the run
@@ -36,7 +37,7 @@ AFTERWARDS = 1 << 30  # when that is read which is read outside the run
 type Source = Callable[[bytes], bytes]  # a kernel's module, by its hash
 
 
-def link_kernels(module: Any, source_of: Source) -> list[LinkedCall]:
+def link_kernels(module: Any, source_of: Source) -> list[KernelCall]:
     """Make runs of kernels in ``module``'s main function one call each, in place; the calls.
 
     ``module`` is an ``ir.Module`` of StableHLO, as ``jax.stages.Lowered.compiler_ir`` gives it.
@@ -49,7 +50,7 @@ def link_kernels(module: Any, source_of: Source) -> list[LinkedCall]:
         }
         block = functions["main"].regions[0].blocks[0]
         _inline(block, functions)
-        made: dict[tuple[Launch, ...], LinkedCall] = {}  # a layer's kernels, say, for all layers
+        made: dict[tuple[Launch, ...], KernelCall] = {}  # a layer's kernels, say, for all layers
         for run in list(_runs(block)):
             _Linked(run).replace(source_of, made)
         _drop_unused(functions)
@@ -172,7 +173,7 @@ class _Linked:
     free: list[tuple[int, int]] = field(default_factory=list)  # read last when, which output
     places: dict[ir.Value, tuple[bool, int]] = field(default_factory=dict)  # is it an output, which
 
-    def replace(self, source_of: Source, made: dict[tuple[Launch, ...], LinkedCall]) -> None:
+    def replace(self, source_of: Source, made: dict[tuple[Launch, ...], KernelCall]) -> None:
         """Put the call in place of the run; ``made`` has those of other runs, and then this one."""
         kernels = [operation for operation in self.run if _is_kernel(operation)]
         last_reads = self._last_reads()
@@ -193,7 +194,7 @@ class _Linked:
         call = self._call(kernels[-1], known.kernel if known else linked_module(launches))
         self._replace_by(call, kernels[-1])
         if known is None:
-            made[launches] = LinkedCall.of(call)
+            made[launches] = KernelCall.of(call, "linked kernels", current_device())
 
     def _last_reads(self) -> dict[ir.Value, int]:
         """When each value of the run is read last, also as what a reshape makes of it."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache, partial
-from types import MethodType
 from typing import Any
 
 import jax
@@ -33,7 +32,7 @@ from pallas_kernels.custom_calls import (
 )
 from pallas_kernels.device import Device, current_device, described
 from pallas_kernels.link_mosaic import unlinked_module
-from pallas_kernels.machine_code import Alone, take_over
+from pallas_kernels.machine_code import KernelCall, Run, run_here
 
 SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_numpy_dtype_promotion")
 TO_LOWER = (
@@ -44,13 +43,6 @@ TO_LOWER = (
     ("jax_include_full_tracebacks_in_locations", False),
 )
 _LOWERING = threading.RLock()  # settings are the process's, and lowering is all Python
-
-type Run = Callable[[MethodType], bytes]  # calls a method of what can be pickled, here or elsewhere
-
-
-def run_here(method: MethodType) -> bytes:
-    """In this process."""
-    return method()
 
 
 def call_lowered(
@@ -177,12 +169,8 @@ class LoweredKernel(export.Exported):
         """
         self.lower(run)
         assert self._whole is not None
-        arguments, results = (
-            tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
-            for avals in (self.in_avals, self.out_avals)
-        )
-        alone = Alone(str(self.kernel), self._whole, arguments, results, self.kernel.device)
-        take_over(run(alone.compiled))
+        for call in self._calls():
+            call.compile(run)
         self._module = _by_hash(self._whole)
         self.compiled = True
 
@@ -199,6 +187,13 @@ class LoweredKernel(export.Exported):
             module = deserialize_portable_artifact(self._whole)
             calls = custom_calls(module.operation, MOSAIC_CALL)
             return {attribute_of(call, HASH): attribute_of(call, MODULE) for call in calls}
+
+    def _calls(self) -> list[KernelCall]:
+        """Its calls of Mosaic, each alone."""
+        with make_ir_context():
+            module = deserialize_portable_artifact(self._whole)
+            calls = custom_calls(module.operation, MOSAIC_CALL)
+            return [KernelCall.of(call, str(self.kernel), self.kernel.device) for call in calls]
 
 
 def name_by_hash(module: Any) -> set[bytes]:  # an ir.Module

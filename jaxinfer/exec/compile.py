@@ -226,9 +226,8 @@ def compile_all(
                 kernels.expect_mosaic()
             for name in (*to_link, *others):
                 steps.trace(name)
-                steps.move_on()
-            while under_way := steps.under_way:
-                wait(under_way, return_when=FIRST_COMPLETED)
+            while steps.left:
+                wait(steps.under_way, return_when=FIRST_COMPLETED)
                 steps.move_on()
                 steps.save()
     finally:  # after a failure or Ctrl-C, nobody needs what is still compiling
@@ -258,6 +257,11 @@ class _Steps:
     stored: dict[str, StoredExecutable] = field(default_factory=dict)
 
     @property
+    def left(self) -> bool:
+        """Whether any is not saved yet."""
+        return bool(self.traced or self.lowered or self.compiling)
+
+    @property
     def under_way(self) -> list[Future[Any]]:
         """What any of them waits for."""
         steps = (*self.traced.values(), *self.lowered.values())
@@ -265,10 +269,14 @@ class _Steps:
         return [each for each in (*kernels, *self.compiling.values()) if not each.done()]
 
     def trace(self, name: str) -> None:
-        """Trace a step, and begin its kernels."""
+        """Trace a step, and begin its kernels. One that has none is compiled meanwhile; others wait
+        until all are traced, as to begin kernels is more urgent than to lower what calls them.
+        """
         traced = self.program.trace(name)
         wanted = self.kernels.begin(traced.jaxpr, to_link=self.program.links_kernels(name))
         self.traced[name] = traced, wanted
+        if not wanted:
+            self.move_on()
 
     def move_on(self) -> None:
         """Lower and begin to compile what waits for nothing; raises what a kernel raised."""

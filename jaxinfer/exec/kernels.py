@@ -18,7 +18,7 @@ from pallas_kernels.kernel_pool import KernelError, KernelPool
 from pallas_kernels.lowered import LoweredKernel, name_by_hash
 
 if TYPE_CHECKING:
-    from pallas_kernels.linked_call import LinkedCall
+    from pallas_kernels.machine_code import KernelCall
 
 KERNEL_THREADS = 8  # that compile kernels; those in Triton need Python's lock for a fifth of it
 # Processes that make kernels in Mosaic. An engine on an H200 lowers 60 of them, 0.1 to 1.5 s each,
@@ -102,7 +102,7 @@ class KernelsAhead:
     def _lower(self, kernel: LoweredKernel) -> None:
         kernel.lower(self._processes_for_kernels().run)
 
-    def _compile(self, kernel: LoweredKernel | LinkedCall) -> None:
+    def _compile(self, kernel: LoweredKernel | KernelCall) -> None:
         kernel.compile(self._processes_for_kernels().run)
 
     def _processes_for_kernels(self) -> KernelPool:
