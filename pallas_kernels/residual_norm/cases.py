@@ -36,6 +36,8 @@ CASES = (
     NormCase("smollm2_bf16", 17, 576, 1, "bfloat16"),
     NormCase("smollm2_f16_parts2", 5, 576, 2, "float16"),
     NormCase("uneven_parts3", 4, 203, 3),
+    NormCase("qwen3_4b_parts3_bf16", 9, 2560, 3, "bfloat16"),
+    NormCase("qwen3_0_6b_f16", 3, 1024, 1, "float16"),
     NormCase("qwen3_4b_parts8_bf16", 2, 2560, 8, "bfloat16"),
     NormCase("llama3_70b_parts8", 2, 8192, 8),
     NormCase("llama3_70b_parts6_bf16", 2, 8192, 6, "bfloat16"),

@@ -32,6 +32,8 @@ CASES = (
     SwigluCase("smollm2_t5_f32", 5, 576, 1536, "float32"),
     SwigluCase("smollm2_t130", 130, 576, 1536),
     SwigluCase("uneven_t200_f16", 200, 200, 72, "float16"),
+    SwigluCase("narrow_t7_bf16", 7, 512, 192),
+    SwigluCase("narrow_t264_bf16", 264, 512, 320),
     *(_qwen3_4b(tokens) for tokens in (128, 256, 512, 1024, 2048, 4096, 8192)),
 )
 
