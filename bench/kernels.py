@@ -264,17 +264,19 @@ def shown(row: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Check or time, print, write: the file is whole after each row."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    names = partial(str.split, sep=",")
-    parser.add_argument("--op", type=names, metavar="NAME,...", help="only these ops")
-    parser.add_argument("--impl", type=names, metavar="NAME,...", help="only these implementations")
+    several = partial(str.split, sep=",")
+    parser.add_argument("--op", type=several, metavar="NAME,...", help="only these ops")
+    parser.add_argument("--impl", type=several, metavar="NAME,...", help="only these of each op")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--check", action="store_true", help="compare results, time nothing")
     parser.add_argument("--commit", help="of the file, where it is no checkout of it")
     parser.add_argument("--output", type=Path, help="JSON file; by default bench/results/<device>")
     options = parser.parse_args(argv)
-    if unknown := set(options.op or ()) - set(OP_NAMES):
-        parser.error(f"--op {', '.join(unknown)}: not one of {', '.join(OP_NAMES)}")
     ops = [op for op in all_ops() if options.op is None or op.name in options.op]
+    known = {"op": OP_NAMES, "impl": tuple(dict.fromkeys(i.name for op in ops for i in op.impls))}
+    for option, names in known.items():
+        if unknown := set(getattr(options, option) or ()) - set(names):
+            parser.error(f"--{option} {', '.join(unknown)}: not one of {', '.join(names)}")
     if options.check:
         raise SystemExit(1 if wrong_results(ops, options.impl) else 0)
     about = facts(options.commit)

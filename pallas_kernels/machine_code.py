@@ -53,11 +53,8 @@ gpu_device_info {{
   device_memory_size: 1099511627776
 }}
 """
-OWN_FEATURES = (
-    "feature_extension: ACCELERATED_FEATURES"  # instructions that no other GPU has (sm_90a)
-)
-FIRST_WITH_FEATURES = 9  # compute capability
-
+# Instructions that no other GPU has (sm_90a), and the first compute capability with some.
+OWN_FEATURES, FIRST_WITH_FEATURES = "feature_extension: ACCELERATED_FEATURES", 9
 
 type Run = Callable[[MethodType], bytes]  # calls a method of what can be pickled, here or elsewhere
 

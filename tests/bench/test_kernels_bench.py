@@ -117,7 +117,16 @@ def test_a_device_has_all_its_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.product > 0
 
 
-def test_an_unknown_op_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        (["--op", "kv_append,attention"], "--op attention: not one of append_decode, "),
+        (["--op", "publish", "--impl", "xla,mosaic"], "--impl mosaic: not one of triton, xla"),
+    ],
+)
+def test_unknown_names_are_refused(
+    arguments: list[str], refused: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        kernels.main(["--op", "kv_append,attention"])
-    assert "--op attention: not one of append_decode" in capsys.readouterr().err
+        kernels.main(arguments)
+    assert refused in capsys.readouterr().err
