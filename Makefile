@@ -2,7 +2,7 @@
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-ASIDE := tests/kernels tests/bench
+ASIDE := tests/kernels tests/bench tests/models
 
 # The first interpreter on PATH that is new enough; `make PYTHON=/path/to/python` overrides it.
 PYTHON ?= $(shell for python in python3.12 python3 python3.13 python3.14; do \
