@@ -25,6 +25,7 @@ from kit.tiny_models import random_params, tiny_config
 LIMITS = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16)
 LAYERS = {"qwen3": "num_hidden_layers", "gpt2": "n_layer"}
 PROMPTS = [tuple(range(5, 45)), (9, 8, 7, 6, 5)]  # the first in three chunks
+QUICKLY = {"xla_backend_optimization_level": 0}  # compiled
 ASKED = [
     SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
     SamplingParams(max_tokens=4, seed=1, top_k=9, ignore_eos=True),
@@ -37,7 +38,8 @@ def deep_model(family: str) -> tuple[Model, Params]:
     return model, random_params(model)
 
 
-def test_tokens_are_those_of_steps_in_one(tmp_path: Path) -> None:
+def test_tokens_are_those_of_steps_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Program, "compiler_options", lambda *_: dict(QUICKLY))
     model, params = deep_model("qwen3")
     engines, counts = [], []
     for platform in ("gpu", "cpu"):
@@ -64,7 +66,7 @@ def test_pages_are_updated_in_place_and_neither_has_the_others_weights(family: s
     made = 0
     for name, slots in ((program.first_name(bucket), False), (bucket.name, True)):
         lowered = program.trace(name).lower()
-        compiled = lowered.compile({"xla_backend_optimization_level": 0})
+        compiled = lowered.compile(dict(QUICKLY))
         weights, *_ = lowered.args_info[0]
         assert len(weights) < len(whole.args_info[0][0])
         kept = [*jax.tree.leaves(program.slots())] if slots else []
