@@ -53,6 +53,10 @@ class Later[T]:
         """Whether it is being made."""
         return self._thread.is_alive()
 
+    def when_done(self, then: Callable[[], object]) -> None:
+        """Call ``then`` when it is made, or cannot be: on its thread; or now, if it is by now."""
+        self._value.add_done_callback(lambda _: then())
+
     def wait(self, seconds: float) -> None:
         """Return when it is done, or after so many seconds."""
         wait((self._value,), seconds)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from jaxinfer.core.collector import nothing_collected
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
-from jaxinfer.core.heap import keep_heap_small
+from jaxinfer.core.heap import keep_heap_small, release_free_heap
 from jaxinfer.core.library_pages import release_library_pages
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.engine.news import News
@@ -85,6 +85,12 @@ def load_planner(settings: Callable[[], EngineConfig]) -> Planner:
     return plan
 
 
+def _give_back() -> None:
+    """Memory that only the start needed: a tokenizer's text, most pages of libraries."""
+    release_free_heap()
+    release_library_pages()
+
+
 class EngineChild:
     """This process's one engine: built, then run until the server says stop or has gone."""
 
@@ -139,7 +145,7 @@ class EngineChild:
         thread.connect(self)
         self._engine = thread
         self._channel.send(Ready(engine.facts, engine.stats()))
-        release_library_pages()  # what only the start touched; requests may come meanwhile
+        engine.after_background_work(_give_back)  # requests may come meanwhile
         return thread.wait()
 
     def _follow(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -93,6 +93,14 @@ class Engine:
     def has_background_work(self) -> bool:
         """Whether a thread beside it still makes what some requests need; nothing cuts it off."""
         return any(later and later.under_way for later in (self._extras, self._mixed))
+
+    def after_background_work(self, then: Callable[[], object]) -> None:
+        """Call ``then`` when the threads beside it are done; now, if none is at work."""
+        last = self._mixed or self._extras  # steps that mix may lie in one bundle with those
+        if last is not None and last.under_way:
+            last.when_done(then)
+        else:
+            then()
 
     def check(
         self,

@@ -23,8 +23,11 @@ class LoadedExecutables(Mapping[str, jax.stages.Compiled]):
         groups: Sequence[Collection[str]],
         load: Callable[[str], jax.stages.Compiled],
         threads: int,
+        after_group: Callable[[], object] = lambda: None,
     ) -> None:
+        """``after_group`` is called when the last of a group is loaded, by the thread that did."""
         self._loaded, self._load, self._threads = loaded, load, threads
+        self._after_group = after_group
         self._group_of = {name: tuple(group) for group in groups for name in group}
         self._under_way: dict[str, Future[jax.stages.Compiled]] = {}
         self._beginning = threading.Lock()
@@ -44,10 +47,20 @@ class LoadedExecutables(Mapping[str, jax.stages.Compiled]):
         with self._beginning:
             if name not in self._under_way:
                 pool = ThreadPoolExecutor(self._threads)
+                left = set(self._group_of[name])
                 for other in sorted(self._group_of[name], key=lambda other: other != name):
-                    self._under_way[other] = pool.submit(self._load, other)
+                    self._under_way[other] = pool.submit(self._load_of, left, other)
                 pool.shutdown(wait=False)
         return self._under_way[name]
+
+    def _load_of(self, left: set[str], name: str) -> jax.stages.Compiled:
+        """One of a group, of which these are not loaded yet."""
+        try:
+            return self._load(name)
+        finally:
+            left.discard(name)
+            if not left:
+                self._after_group()
 
     def __contains__(self, name: object) -> bool:
         return name in self._loaded or name in self._group_of

@@ -37,6 +37,24 @@ def test_made_once_by_another_thread_from_begin_on() -> None:
     assert maker is not threading.current_thread() and not maker.daemon
 
 
+def test_what_follows_comes_when_it_is_done_made_or_not() -> None:
+    go, followed = threading.Event(), threading.Event()
+
+    def make() -> None:
+        assert go.wait(10)
+        raise ValueError("no room")
+
+    later = Later(make)
+    later.when_done(followed.set)
+    later.begin()
+    assert not followed.wait(0.02)
+    go.set()
+    assert followed.wait(10)
+    after: list[bool] = []
+    later.when_done(lambda: after.append(later.done))
+    assert after == [True]
+
+
 def test_who_asks_begins_it_and_is_told_why_not() -> None:
     def make() -> int:
         raise ValueError("no room")

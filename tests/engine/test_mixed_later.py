@@ -60,6 +60,21 @@ def test_the_same_tokens_before_and_after(plans: list[StepPlan]) -> None:
     assert mixes(plans) and tokens(together) == tokens(turns)
 
 
+def test_what_follows_background_work_comes_after_it_or_at_once() -> None:
+    may_be, followed = threading.Event(), threading.Event()
+    engine, mixed = engine_with(lambda: may_be.wait(30))
+    engine.after_background_work(followed.set)
+    assert not followed.wait(0.02)
+    may_be.set()
+    mixed.result()
+    assert followed.wait(10)
+    batch, _ = engine_with(may_be.wait, BATCH)  # begins nothing by itself
+    for quiet in (engine, batch, engine_of(tiny_executor(LIMITS), LIMITS)):
+        followed.clear()
+        quiet.after_background_work(followed.set)
+        assert followed.is_set()
+
+
 def test_a_batch_whose_prompts_come_first_never_asks_for_them(plans: list[StepPlan]) -> None:
     asked = threading.Event()
     engine, _ = engine_with(asked.set, BATCH)

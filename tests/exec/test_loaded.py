@@ -78,6 +78,24 @@ def test_a_group_is_loaded_whole_for_a_thread_that_waits_for_it_and_only_once() 
     assert sorted(began) == ["one", "other"]
 
 
+def test_what_loading_a_group_took_is_given_back_after_its_last_one() -> None:
+    told: list[str] = []
+
+    def load(name: str) -> Any:
+        told.append(name)
+        if name == "other":
+            raise ValueError(f"{name} is junk")
+        return name
+
+    groups = (("one", "other", "third"), ("another",))
+    loaded = LoadedExecutables({}, groups, load, threads=1, after_group=lambda: told.append("end"))
+    assert loaded["third"] == "third" and loaded["one"] == "one"
+    with pytest.raises(ValueError, match="other is junk"):
+        loaded["other"]
+    assert loaded["another"] == "another"
+    assert told == ["third", "one", "other", "end", "another", "end"]
+
+
 def test_a_group_of_which_one_cannot_be_loaded_is_an_error_of_who_waits() -> None:
     def load(name: str) -> Any:
         if name == "other":
