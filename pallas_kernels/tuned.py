@@ -15,7 +15,7 @@ from importlib.resources.abc import Traversable
 from typing import Any
 
 from pallas_kernels.device import current_device
-from pallas_kernels.registry import OP_NAMES, Case
+from pallas_kernels.registry import OP_NAMES, Case, all_ops
 
 NAMES = (*OP_NAMES, "append_decode/mosaic")  # of all that may be tuned: an op, or op/implementation
 
@@ -36,6 +36,27 @@ def read_choices(file: Traversable) -> Choices:
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
+def check_choices() -> None:
+    """Raise ValueError, with the file's name, for one of the current device that is no JSON object
+    or names what is no case of its op. Calls tell otherwise, when steps are traced.
+    """
+    cases_of = {op.name: op.cases for op in all_ops()}
+    for name in NAMES:
+        file = tuned_file(name, current_device().kind)
+        try:
+            choices = read_choices(file)
+            if not isinstance(choices, dict):
+                raise ValueError("it is no JSON object")
+            _refuse_unknown(choices, cases_of[name.partition("/")[0]])
+        except ValueError as error:
+            raise ValueError(f"{file} cannot be used: {error}; tune {name} again") from error
+
+
+def _refuse_unknown(choices: Choices, cases: Sequence[Case]) -> None:
+    if unknown := sorted(choices.keys() - {case.name for case in cases}):
+        raise ValueError(f"tuned choices name {unknown[0]!r}, which is no case")
+
+
 def by_shapes[C: Case](
     choices: Choices, cases: Sequence[C], shapes_of: Callable[[C], Hashable]
 ) -> dict[Hashable, dict[str, Any]]:
@@ -43,11 +64,10 @@ def by_shapes[C: Case](
 
     Raises ValueError for a name that no case has, and for two tuned cases of the same shapes.
     """
+    _refuse_unknown(choices, cases)
     known = {case.name: case for case in cases}
     found: dict[Hashable, dict[str, Any]] = {}
     for name, choice in choices.items():
-        if name not in known:
-            raise ValueError(f"tuned choices name {name!r}, which is no case; tune them again")
         shapes = shapes_of(known[name])
         if shapes in found:
             raise ValueError(f"tuned choices name {name!r} and another case of the same shapes")

@@ -46,6 +46,7 @@ from jaxinfer.models.registry import build_model
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import resolve_source
 from pallas_kernels.pins import Pins, checked_pins
+from pallas_kernels.tuned import check_choices
 
 
 def plan_engine(
@@ -70,6 +71,7 @@ def plan_engine(
         bundle.refuse_machine()
     config = with_device_defaults(config, platform)
     pins = _pins(config, platform)
+    _check_tuned()
     source = resolve_source(
         config.model,
         load_format=config.load_format,
@@ -103,6 +105,13 @@ def _pins(config: EngineConfig, platform: str) -> Pins:
         return checked_pins(config.pinned_kernels, platform)
     except ValueError as error:
         raise ConfigError(f"kernels {config.kernels!r} cannot be used: {error}") from error
+
+
+def _check_tuned() -> None:
+    try:
+        check_choices()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _sizes(config: EngineConfig, model: Model) -> tuple[MemoryPlan, Limits]:

@@ -220,6 +220,19 @@ def test_something_else_is_there(kind: str, model_folder: Path, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == [output]
 
 
+def test_a_tuned_file_with_an_unknown_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, output = tmp_path / "cpu.json", tmp_path / "bundle"
+    file.write_text('{"qwen9_4b": {}}')
+    monkeypatch.setattr("pallas_kernels.tuned.tuned_file", lambda *_: file)
+    result = run("compile", tmp_path / "no_model", *SIZES, "-o", output)  # not looked for yet
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"jaxinfer: error: {file} cannot be used: tuned choices name 'qwen9_4b', which is no case; "
+        "tune append_decode again\n"
+    )
+    assert list(tmp_path.iterdir()) == [file]
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(KeyboardInterrupt(), 130), (ConfigError("no"), 1)], ids=["ctrl-c", "error"]
 )

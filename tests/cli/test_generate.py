@@ -179,17 +179,19 @@ def test_a_lone_prompt_gets_the_context_it_may_need(
     assert result.stderr == f"jaxinfer: error: {enough} tokens for 1 sequence\n"
 
 
-def test_no_device(tiny_arguments: list[str]) -> None:
+@pytest.mark.parametrize("platform", ["cuda", "no_such_platform"])
+def test_no_device(platform: str, tiny_arguments: list[str]) -> None:
     ran = subprocess.run(
         [JAXINFER, "generate", *tiny_arguments, "x"],
-        env={**os.environ, "JAX_PLATFORMS": "no_such_platform"},
+        env={**os.environ, "JAX_PLATFORMS": platform, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
     )
     assert ran.returncode == 1
     assert ran.stderr.startswith(
-        "jaxinfer: error: JAX finds no device for JAX_PLATFORMS=no_such_platform ("
+        f"jaxinfer: error: JAX finds no device for JAX_PLATFORMS={platform} ("
     )
+    assert len(ran.stderr.splitlines()) == 1
 
 
 def test_stdin_that_is_not_text(generate: Generate) -> None:

@@ -14,6 +14,7 @@ import pytest
 from pallas_kernels import shapes, tuned
 from pallas_kernels.append_decode import launch as append_launch
 from pallas_kernels.append_decode.cases import CASES as APPEND_CASES
+from pallas_kernels.device import Device, described
 from pallas_kernels.paged_decode import launch
 from pallas_kernels.paged_decode.cases import CASES
 from pallas_kernels.paged_prefill import launch as prefill_launch
@@ -108,6 +109,28 @@ def test_choices_that_name_no_call_of_their_own(names: tuple[str, ...], message:
     cases = [PagedCase(name, shapes.QWEN3_4B, (length,)) for name, length in (("a", 1), ("b", 9))]
     with pytest.raises(ValueError, match=message):
         tuned.by_shapes(dict.fromkeys(names, {}), cases, launch.shapes_of)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("skinny_gemm", '{"qwen9_4b": {}}', "tuned choices name 'qwen9_4b', which is no case"),
+        ("append_decode/mosaic", '{"qwen9_4b": {}}', "tuned choices name 'qwen9_4b', which is no"),
+        ("paged_decode", '{"qwen3', "Unterminated string"),
+        ("paged_prefill", "[]", "it is no JSON object"),
+    ],
+)
+def test_a_file_that_cannot_be_used(
+    name: str, content: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned.check_choices()
+    with described(Device("gpu", "NVIDIA H200", "9.0")):
+        tuned.check_choices()
+    file, elsewhere = tmp_path / "cpu.json", tmp_path / "none.json"
+    file.write_text(content)
+    monkeypatch.setattr(tuned, "tuned_file", lambda one, kind: file if one == name else elsewhere)
+    with pytest.raises(ValueError, match=f"{file} cannot be used: {message}.*; tune {name} again"):
+        tuned.check_choices()
 
 
 def test_files_lie_beside_their_op() -> None:
