@@ -189,14 +189,12 @@ async def _loaded(config: EngineConfig, start: Start, service: Service) -> Async
 
 
 def _engine_process(spawned: Spawned, config: EngineConfig) -> tuple[Link, EngineFacts]:
-    from jaxinfer.core.heap import release_free_heap
-    from jaxinfer.core.library_pages import release_library_pages
+    from jaxinfer.core.after_start import release_memory_of_start
     from jaxinfer.engine.process import EngineProcess
 
     process = EngineProcess.start(config, spawned, progress=True)
     facts = process.ready()
-    release_free_heap()  # reading a tokenizer takes three times what it keeps
-    release_library_pages()
+    release_memory_of_start()
     return process, facts
 
 

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from jaxinfer.core.after_start import release_memory_of_start
 from jaxinfer.core.collector import nothing_collected
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
-from jaxinfer.core.heap import keep_heap_small, release_free_heap
-from jaxinfer.core.library_pages import release_library_pages
+from jaxinfer.core.heap import keep_heap_small
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.engine.news import News
 from jaxinfer.engine.progress import progress_on
@@ -85,12 +85,6 @@ def load_planner(settings: Callable[[], EngineConfig]) -> Planner:
     return plan
 
 
-def _give_back() -> None:
-    """Memory that only the start needed: a tokenizer's text, most pages of libraries."""
-    release_free_heap()
-    release_library_pages()
-
-
 class EngineChild:
     """This process's one engine: built, then run until the server says stop or has gone."""
 
@@ -145,7 +139,7 @@ class EngineChild:
         thread.connect(self)
         self._engine = thread
         self._channel.send(Ready(engine.facts, engine.stats()))
-        engine.after_background_work(_give_back)  # requests may come meanwhile
+        engine.after_background_work(release_memory_of_start)  # requests may come meanwhile
         return thread.wait()
 
     def _follow(self) -> None:

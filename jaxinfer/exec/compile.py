@@ -120,9 +120,7 @@ def load_executables(
 
     mixed = [name for name in program.names_without_extras() if name not in loaded]
     extras = [name for name in program.names() if name not in (*loaded, *mixed)]
-    by_name = LoadedExecutables(
-        loaded, (mixed, extras), load, load_threads(), after_group=release_free_heap
-    )
+    by_name = LoadedExecutables(loaded, (mixed, extras), load, load_threads())
     executables = Executables(by_name, 0, bundle.manifest.workspace_bytes, later)
     if not mixed:
         return executables

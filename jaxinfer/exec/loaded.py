@@ -11,6 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 
+from jaxinfer.core.heap import release_free_heap
+
 
 class LoadedExecutables(Mapping[str, jax.stages.Compiled]):
     """Some are there, others come in groups: who first asks for one has its whole group loaded by
@@ -23,11 +25,8 @@ class LoadedExecutables(Mapping[str, jax.stages.Compiled]):
         groups: Sequence[Collection[str]],
         load: Callable[[str], jax.stages.Compiled],
         threads: int,
-        after_group: Callable[[], object] = lambda: None,
     ) -> None:
-        """``after_group`` is called when the last of a group is loaded, by the thread that did."""
         self._loaded, self._load, self._threads = loaded, load, threads
-        self._after_group = after_group
         self._group_of = {name: tuple(group) for group in groups for name in group}
         self._under_way: dict[str, Future[jax.stages.Compiled]] = {}
         self._beginning = threading.Lock()
@@ -54,13 +53,13 @@ class LoadedExecutables(Mapping[str, jax.stages.Compiled]):
         return self._under_way[name]
 
     def _load_of(self, left: set[str], name: str) -> jax.stages.Compiled:
-        """One of a group, of which these are not loaded yet."""
+        """One of a group, of which these are not loaded yet. The last gives back what all took."""
         try:
             return self._load(name)
         finally:
             left.discard(name)
             if not left:
-                self._after_group()
+                release_free_heap()
 
     def __contains__(self, name: object) -> bool:
         return name in self._loaded or name in self._group_of

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -302,14 +303,14 @@ def test_what_reading_the_tokenizer_took_is_given_back(monkeypatch: pytest.Monke
             return "facts"
 
     monkeypatch.setattr("jaxinfer.engine.process.EngineProcess", Process)
-    monkeypatch.setattr("jaxinfer.core.heap.release_free_heap", lambda: done.append("given back"))
-    pages = "jaxinfer.core.library_pages.release_library_pages"
-    monkeypatch.setattr(pages, lambda: done.append("and libraries' pages"))
+    for name in ("release_free_heap", "release_library_pages"):
+        release = partial(done.append, name)
+        monkeypatch.setattr(f"jaxinfer.core.after_start.{name}", release)
     _, facts = module._engine_process(None, EngineConfig())  # type: ignore[arg-type] # pyright: ignore
     assert facts == "facts" and done == [
         "the tokenizer is read",
-        "given back",
-        "and libraries' pages",
+        "release_free_heap",
+        "release_library_pages",
     ]
 
 

@@ -78,8 +78,11 @@ def test_a_group_is_loaded_whole_for_a_thread_that_waits_for_it_and_only_once() 
     assert sorted(began) == ["one", "other"]
 
 
-def test_what_loading_a_group_took_is_given_back_after_its_last_one() -> None:
+def test_what_loading_a_group_took_is_given_back_after_its_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told: list[str] = []
+    monkeypatch.setattr("jaxinfer.exec.loaded.release_free_heap", lambda: told.append("end"))
 
     def load(name: str) -> Any:
         told.append(name)
@@ -88,7 +91,7 @@ def test_what_loading_a_group_took_is_given_back_after_its_last_one() -> None:
         return name
 
     groups = (("one", "other", "third"), ("another",))
-    loaded = LoadedExecutables({}, groups, load, threads=1, after_group=lambda: told.append("end"))
+    loaded = LoadedExecutables({}, groups, load, threads=1)
     assert loaded["third"] == "third" and loaded["one"] == "one"
     with pytest.raises(ValueError, match="other is junk"):
         loaded["other"]
