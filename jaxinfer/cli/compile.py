@@ -33,12 +33,13 @@ def compile_(model: str, output: str, **fields: Any) -> None:
     progress = progress_on(sys.stderr)
     settings = given((*SIZE_OPTIONS, *SHAPE_OPTIONS), fields)
     plan = plan_engine(EngineConfig(model=model, skip_tokenizer_init=True, **settings), progress)
+    click.echo(plan.memory.described())
     folder = Path(output)
     manifest, made = write_planned(plan, folder, progress)
     for name, stored in manifest.executables.items():
         size, workspace = format_bytes(stored.size_bytes), format_bytes(stored.workspace_bytes)
         click.echo(f"{name:16} {size}, workspace {workspace}")
-    click.echo(plan.memory.described(manifest.workspace_bytes))
+    click.echo(plan.memory.measured(manifest.workspace_bytes))
     count = len(manifest.executables)
     total = format_bytes(sum(stored.size_bytes for stored in manifest.executables.values()))
     verb = "holds" if made else "held already and is whole:"

@@ -10,6 +10,7 @@ entry waits and then uses it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -28,7 +29,7 @@ def build_once(entry: Path, fill: Callable[[Path], None], *, elsewhere: str = OT
     Returns whether ``fill`` ran. When it raises, nothing is left behind. Raises ``CacheError``
     when the folder cannot be written; ``elsewhere`` says how to choose another one.
     """
-    try:
+    with _written(entry, elsewhere):
         if entry.is_dir():
             return False
         entry.parent.mkdir(parents=True, exist_ok=True)
@@ -36,12 +37,26 @@ def build_once(entry: Path, fill: Callable[[Path], None], *, elsewhere: str = OT
             if entry.is_dir():  # another process built it meanwhile
                 return False
             _build(entry, fill)
+    return True
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make a folder of entries; raises ``CacheError`` when none could be written into it."""
+    with _written(folder, OTHER_CACHE):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@contextmanager
+def _written(what: Path, elsewhere: str) -> Generator[None]:
+    try:
+        yield
     except OSError as error:
         raise CacheError(
-            f"cannot write {entry} ({error.strerror or error}); make room, make the folder "
+            f"cannot write {what} ({error.strerror or error}); make room, make the folder "
             f"writable, or {elsewhere}"
         ) from error
-    return True
 
 
 def _build(entry: Path, fill: Callable[[Path], None]) -> None:

@@ -19,6 +19,7 @@ import jax
 
 from jaxinfer.core.heap import release_free_heap
 from jaxinfer.core.progress import Progress
+from jaxinfer.core.staging import prepare_folder
 from jaxinfer.engine.plan import EnginePlan
 from jaxinfer.exec.compile import (
     Executables,
@@ -55,7 +56,11 @@ def load(
     with those of its weights.
     """
     loader = _Loader(plan, program, settings, progress)
-    if loader.finds_executables:
+    found = loader.finds_executables
+    if not found:
+        prepare_folder(loader.folder.parent)  # that nothing can be saved is said before all else
+    progress.note(plan.memory.described())
+    if found:
         return _beside(loader.state, loader.executables)
     plan.read_tokenizer()  # compiling takes a minute: what does not fit is said before
     claim_memory(plan.memory)
@@ -81,7 +86,7 @@ class _Loader:
         who loads it, beside the weights.
         """
         # no directory under an impossible name, which staging tells
-        return self.plan.bundle is not None or isdir(self._folder)
+        return self.plan.bundle is not None or isdir(self.folder)
 
     def executables(self) -> Timed[Executables]:
         """Loaded, and compiled and saved before where there is no bundle."""
@@ -93,12 +98,12 @@ class _Loader:
         else:
             made = build_executables(
                 program,
-                folder=self._folder,
+                folder=self.folder,
                 progress=progress,
                 settings=self.settings,
                 check_workspace=check,
             )
-        progress.note(self.plan.memory.described(made.workspace_bytes))
+        progress.note(self.plan.memory.measured(made.workspace_bytes))
         return made, time.perf_counter() - start
 
     def weights(self) -> Timed[Params]:
@@ -139,7 +144,7 @@ class _Loader:
         return compile_init_state(self.program)
 
     @cached_property
-    def _folder(self) -> Path:
+    def folder(self) -> Path:
         """Where executables are saved, and found, that the user gave no bundle of."""
         return cached_bundle(self.program, self.plan.cache_dir / "executables")
 

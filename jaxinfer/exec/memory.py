@@ -59,8 +59,8 @@ class DeviceMemory:
 class MemoryPlan:
     """What an engine takes of its device, in bytes; ``num_pages`` includes the padding page.
 
-    ``workspace_bytes`` bounds what the largest step takes beside weights and state. ``device`` is
-    None where it reports no memory (a CPU).
+    ``workspaces`` bound what a step of each bucket, by name, takes beside weights and state.
+    ``device`` is None where it reports no memory (a CPU).
     """
 
     weight_bytes: int
@@ -68,7 +68,7 @@ class MemoryPlan:
     num_pages: int
     slot_bytes: int
     batch_bytes: int  # what batches are copied to
-    workspace_bytes: int
+    workspaces: dict[str, int]
     device: DeviceMemory | None
 
     @property
@@ -77,14 +77,20 @@ class MemoryPlan:
         return self.num_pages * self.page_bytes
 
     @property
+    def workspace_bytes(self) -> int:
+        """Of the hungriest step: only one runs at a time."""
+        return max(self.workspaces.values())
+
+    @property
     def total_bytes(self) -> int:
         """All of it."""
         state = self.weight_bytes + self.kv_bytes + self.slot_bytes
         return state + self.batch_bytes + self.workspace_bytes
 
-    def described(self, workspace_bytes: int) -> str:
-        """One line, with the workspace that the executables really need."""
+    def described(self) -> str:
+        """Two lines, before anything is taken: all of it, and the workspace of each bucket."""
         batches = share = ""
+        by_bucket = ", ".join(f"{name} {_shown(most)}" for name, most in self.workspaces.items())
         if self.device is not None:
             batches = f"batches {_shown(self.batch_bytes)}, "
             part = self.total_bytes / self.device.total_bytes
@@ -95,9 +101,13 @@ class MemoryPlan:
         return (
             f"memory: weights {_shown(self.weight_bytes)}, KV cache {_shown(self.kv_bytes)} "
             f"({self.num_pages} pages), slots {_shown(self.slot_bytes)}, {batches}"
-            f"workspace {_shown(workspace_bytes)} of {_shown(self.workspace_bytes)} planned: "
-            f"{_shown(self.total_bytes)}{share}"
+            f"workspace up to {_shown(self.workspace_bytes)}: {_shown(self.total_bytes)}{share}\n"
+            f"workspace up to, by bucket: {by_bucket}"
         )
+
+    def measured(self, workspace_bytes: int) -> str:
+        """One line: the workspace that the executables really need."""
+        return f"workspace: {_shown(workspace_bytes)} of {_shown(self.workspace_bytes)} planned"
 
 
 def plan_memory(
@@ -125,7 +135,7 @@ def plan_memory(
         num_pages=0,
         slot_bytes=_size(jax.eval_shape(lambda: init_slots(max_num_seqs, max_model_len))),
         batch_bytes=_batch_bytes(layouts, device),
-        workspace_bytes=max(workspace_bound(model, bucket, max_model_len) for bucket in buckets),
+        workspaces=_workspaces(model, buckets, max_model_len),
         device=device,
     )
     reserve = reserve_bytes(model)
@@ -164,10 +174,7 @@ def program_memory(program: Program) -> MemoryPlan:
         num_pages=limits.num_pages,
         slot_bytes=_size(program.slots()),
         batch_bytes=_batch_bytes(map(program.layout, limits.buckets), device := device_memory()),
-        workspace_bytes=max(
-            workspace_bound(program.model, bucket, limits.max_model_len)
-            for bucket in limits.buckets
-        ),
+        workspaces=_workspaces(program.model, limits.buckets, limits.max_model_len),
         device=device,
     )
 
@@ -184,6 +191,10 @@ def reserve_bytes(model: Model) -> int:
     """Of a GPU, beside what is planned: for what is not, and the end of each array's last page."""
     arrays = jax.tree.leaves((abstract_params(model), abstract_kv_state(model.kv_spec, 1, 1)))
     return RESERVE_BYTES + MAPPED_BYTES * len(arrays)
+
+
+def _workspaces(model: Model, buckets: Iterable[Bucket], max_model_len: int) -> dict[str, int]:
+    return {bucket.name: workspace_bound(model, bucket, max_model_len) for bucket in buckets}
 
 
 def workspace_bound(model: Model, bucket: Bucket, max_model_len: int) -> int:

@@ -154,7 +154,7 @@ def test_executable_that_the_manifest_forgot(
 
 def test_format(edited: Callable[..., Path], model_folder: Path) -> None:
     folder = edited(lambda manifest: manifest.update(format=0))
-    with pytest.raises(CacheError, match="format is 0 in the bundle and 3 here"):
+    with pytest.raises(CacheError, match="format is 0 in the bundle and 4 here"):
         LLM(str(model_folder), bundle=folder)
 
 

@@ -323,10 +323,14 @@ def test_unwritable_cache(folder: Path, tmp_path: Path) -> None:
         LLM(str(folder), cache_dir=str(blocked), **{**SMALL, "max_num_seqs": 1})
 
 
-def test_progress_reports_compile_load_and_generate(folder: Path, cache: str) -> None:
+def test_progress_reports_the_plan_then_compile_load_and_generate(folder: Path, cache: str) -> None:
     class Recorder(NoProgress):
         def __init__(self) -> None:
             self.tasks: list[str] = []
+            self.notes: list[tuple[str, int]] = []  # and how many tasks had begun
+
+        def note(self, text: str) -> None:
+            self.notes.append((text, len(self.tasks)))
 
         def task(self, description: str, total: float | None):
             self.tasks.append(description)
@@ -336,6 +340,9 @@ def test_progress_reports_compile_load_and_generate(folder: Path, cache: str) ->
     LLM(str(folder), cache_dir=cache, progress=recorder, **SMALL).generate("a", GREEDY)
     assert sorted(recorder.tasks[:2]) == ["Loading weights", "load executables"]
     assert recorder.tasks[2:] == ["generate"]
+    (plan, begun), (measured, _) = recorder.notes
+    assert begun == 0 and plan.startswith("memory: weights ")
+    assert measured.startswith("workspace: ") and measured.endswith(" planned")
 
 
 TINY = {**SMALL, "max_num_seqs": 1, "max_num_batched_tokens": 8}

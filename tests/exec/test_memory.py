@@ -113,8 +113,18 @@ def test_share_of_a_device_is_honoured(share: float) -> None:
     made = plan(gpu_memory_utilization=share)
     taken = (made.total_bytes + reserve_bytes(model_named("smollm2"))) / DEVICE
     assert share - 0.02 < taken <= share
-    described = made.described(made.workspace_bytes)
-    assert f"{made.total_bytes / (DEVICE):.1%} of the device's 4.29 GB" in described
+    assert f"{made.total_bytes / (DEVICE):.1%} of the device's 4.29 GB" in made.described()
+
+
+def test_what_is_said_of_the_workspace() -> None:
+    """Of each bucket, and that of the largest in the sum: one step runs at a time."""
+    made = plan()
+    first, second = made.described().splitlines()
+    largest = max(made.workspaces, key=lambda name: made.workspaces[name])
+    assert made.workspace_bytes == made.workspaces[largest]
+    assert f"workspace up to {made.workspace_bytes / 1e6:.1f} MB: " in first
+    shown = dict(one.rsplit(" ", 2)[:2] for one in second.partition(": ")[2].split(", "))
+    assert shown == {name: f"{most / 1e6:.1f}" for name, most in made.workspaces.items()}
 
 
 def test_rooms_for_batches_are_planned_on_a_device_alone() -> None:
@@ -127,7 +137,7 @@ def test_rooms_for_batches_are_planned_on_a_device_alone() -> None:
     assert small.batch_bytes == 3 * sizes * MAPPED_BYTES
     tables = 3 * 4 * 512 * 32768 // 16  # of the largest step of decoding
     assert large.batch_bytes > small.batch_bytes + tables
-    assert f"batches {large.batch_bytes / 1e6:.1f} MB" in large.described(0)
+    assert f"batches {large.batch_bytes / 1e6:.1f} MB" in large.described()
 
 
 def test_an_allocator_that_may_take_less_than_the_share() -> None:
@@ -135,7 +145,7 @@ def test_an_allocator_that_may_take_less_than_the_share() -> None:
     made = plan(allocator_share=0.75)
     taken = (made.total_bytes + reserve_bytes(model_named("smollm2"))) / DEVICE
     assert 0.73 < taken <= 0.75
-    assert "4.29 GB, of which JAX may take 3.22 GB" in made.described(made.workspace_bytes)
+    assert "4.29 GB, of which JAX may take 3.22 GB" in made.described()
 
 
 def test_without_a_device_memory_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
