@@ -56,13 +56,12 @@ def load(
     with those of its weights.
     """
     loader = _Loader(plan, program, settings, progress)
-    found = loader.finds_executables
-    if not found:
-        prepare_folder(loader.folder.parent)  # that nothing can be saved is said before all else
-    progress.note(plan.memory.described())
-    if found:
+    if loader.finds_executables:
+        progress.note(plan.memory.described())
         return _beside(loader.state, loader.executables)
     plan.read_tokenizer()  # compiling takes a minute: what does not fit is said before
+    prepare_folder(loader.folder.parent)  # and that nothing can be saved
+    progress.note(plan.memory.described())
     claim_memory(plan.memory)
     if jax.default_backend() == "cpu":
         return loader.executables(), loader.state()
