@@ -42,11 +42,10 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.step import StepPlan
 from jaxinfer.engine.build import plan_engine
-from jaxinfer.exec.batch import extras_of, pack
+from jaxinfer.exec.batch import pack
 from jaxinfer.exec.forward import flat_kv_state, flat_params
-from jaxinfer.exec.program import ADMITTED_BY_STEP, Program
-from jaxinfer.exec.slots import init_slots
-from jaxinfer.nn.kv import init_kv_state
+from jaxinfer.exec.memory import init_state
+from jaxinfer.exec.program import Program
 from jaxinfer.weights.load import load_params
 
 CALLS = ("leaves", "step", "resident")
@@ -57,11 +56,10 @@ class Device:
     """Weights, pages and slots of a program, and how long calls on them take the host."""
 
     def __init__(self, program: Program, params: Any) -> None:
-        limits = program.limits
         self._program = program
         self._weights = flat_params(program.model, params)
-        pages = init_kv_state(program.model.kv_spec, limits.num_pages, limits.page_size)
-        self._state = (flat_kv_state(pages), init_slots(limits.max_num_seqs, limits.max_model_len))
+        pages, slots = init_state(program)
+        self._state = (flat_kv_state(pages), slots)
         self.num_leaves = len(jax.tree.leaves((self._weights, self._state)))
 
     def calls(self, name: str) -> Mapping[str, Callable[[], float]]:
@@ -69,9 +67,7 @@ class Device:
         program = self._program
         bucket = next(one for one in program.limits.buckets if one.name == name)
         plan = StepPlan(-1, bucket, (), (), ())
-        inputs = [pack(plan, program.layout(bucket), extras_of(()))]
-        if program.admits(bucket, extras=False):
-            inputs.append(program.no_admissions(ADMITTED_BY_STEP))
+        inputs = [pack(plan, program.layout(bucket))]
         resident = [jnp.array(one) for one in inputs]
         step = program.trace(name).lower().compile()
         leaves = jax.jit(_leaves, donate_argnums=(1, 2), keep_unused=True)
@@ -91,8 +87,8 @@ class Device:
         return 1e6 * seconds
 
 
-def _leaves(weights: Any, pages: Any, slots: Any, flat: jax.Array, *rows: jax.Array) -> Any:
-    del weights, rows
+def _leaves(weights: Any, pages: Any, slots: Any, flat: jax.Array) -> Any:
+    del weights
     return pages, slots, flat[:1]
 
 

@@ -28,7 +28,7 @@ from jaxinfer.engine import loop as loop_module
 from jaxinfer.engine.build import model_facts, plan_engine
 from jaxinfer.engine.engine import Engine
 from jaxinfer.exec import executor as executor_module
-from jaxinfer.exec.batch import extras_of, pack
+from jaxinfer.exec.batch import pack
 from jaxinfer.exec.compile import Executables, build_executables, cached_bundle
 from jaxinfer.exec.executor import Executor, InFlight
 from jaxinfer.exec.forward import flat_kv_state, flat_params
@@ -53,8 +53,8 @@ class BareSteps:
         limits = self._program.limits
         bucket = smallest_bucket(limits.buckets, batch, 0, 0)
         layout = self._program.layout(bucket)
-        step = self._executables.by_name[self._program.step_name(bucket, extras=False)]
-        batches = [pack(decode_plan(limits, batch, n), layout, extras_of(())) for n in contexts]
+        step = self._executables.by_name[bucket.name]
+        batches = [pack(decode_plan(limits, batch, n), layout) for n in contexts]
         pages, slots = self._pages, self._slots
         started = time.perf_counter()
         for flat in batches:

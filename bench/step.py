@@ -31,7 +31,7 @@ from bench.step_file import Row, begun, environment, facts, merged, write_report
 from bench.step_floor import CEILINGS, Costs, Floor, costs_of, decode_bytes
 from bench.step_memory import SMI, measure_memory
 from bench.step_start import measure_starts, start_rows
-from jaxinfer import LLM, SamplingParams
+from jaxinfer import LLM
 from jaxinfer.core.config import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     DEFAULT_PAGE_SIZE,
@@ -129,8 +129,6 @@ class Bench:
         self.used = settings
         llm = LLM(**settings)
         try:
-            # Answered when the steps for extras are there: nothing is compiled from then on.
-            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, logprobs=0), use_tqdm=False)
             yield llm
         finally:
             del llm

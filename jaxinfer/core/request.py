@@ -149,6 +149,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
             or self.repetition_penalty != 1.0
         )
 
+    @property
+    def needs_extras(self) -> bool:
+        """Whether its tokens are drawn behind the step, by an executable that does more than draw:
+        for logit_bias, min_tokens, penalties or logprobs.
+        """
+        return bool(
+            self.logit_bias or self.min_tokens or self.has_penalties or self.logprobs is not None
+        )
+
     def _checked(self) -> dict[str, Any]:
         """Every field in its one form (vLLM accepts several for most), or what is wrong with it."""
         given = msgspec.structs.asdict(self)

@@ -21,12 +21,15 @@ if TYPE_CHECKING:  # settings name a Bucket, and a command reads them before it 
 class Bucket(msgspec.Struct, frozen=True, order=True):
     """One compiled shape. Rows [0, num_decodes) hold one token each; the prefill rows follow.
 
-    ``num_prefill_tokens`` are packed back to back (ragged) over ``num_prefills`` rows.
+    ``num_prefill_tokens`` are packed back to back (ragged) over ``num_prefills`` rows. A bucket
+    that ``scores`` keeps the hidden states of all its prompt tokens, which prompt logprobs are
+    computed from; others may compute the last layer for the last token of each row alone.
     """
 
     num_decodes: int
     num_prefill_tokens: int = 0
     num_prefills: int = 0
+    scores: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -50,12 +53,17 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
         prefills = f"p{self.num_prefill_tokens}x{self.num_prefills}" if self.num_prefills else ""
         return decodes + prefills
 
-    def fits(self, decodes: int, prefill_tokens: int, prefills: int) -> bool:
-        """Whether a step of this size can run in this shape."""
+    def fits(
+        self, decodes: int, prefill_tokens: int, prefills: int, *, scores: bool = False
+    ) -> bool:
+        """Whether a step of this size, with a row that asks for prompt logprobs if it ``scores``,
+        can run in this shape.
+        """
         return (
             decodes <= self.num_decodes
             and prefill_tokens <= self.num_prefill_tokens
             and prefills <= self.num_prefills
+            and scores <= self.scores
         )
 
 
@@ -124,13 +132,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):
-    """What one row produced. ``token_id`` is None for a chunk that does not end its prompt."""
+    """What one row produced. ``token_id`` is None for a chunk that does not end its prompt, and for
+    a row with an ``error``, which ends its request alone.
+    """
 
     request_id: str
     epoch: int
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens after this chunk's own
+    error: str = ""
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
@@ -169,11 +180,7 @@ class StepFailed(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-class MixedReady(msgspec.Struct, frozen=True, tag=True):
-    """From now on a step may decode rows beside prompts; nothing new where it always could."""
-
-
-type Event = Arrive | Abort | StepDone | StepFailed | MixedReady
+type Event = Arrive | Abort | StepDone | StepFailed
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):

@@ -160,9 +160,8 @@ def build_engine(
     progress: Progress | None = None,
     platform_of_backend: Callable[[], str] | None = None,
 ) -> Engine:
-    """A ready engine: weights on the device, what a first token may need compiled and run. What is
-    left to be loaded, or after a first start to be compiled, is ``Executables.later`` and
-    ``Executables.mixed``.
+    """A ready engine: weights on the device, and every executable that a request may need compiled,
+    loaded and run.
     """
     return build_planned(plan_engine(config, progress, platform_of_backend), progress)
 
@@ -176,9 +175,8 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
     )
     executor = Executor(program, executables, *state)
     executor.warm_up()
-    names = program.names() if executables.later is None else program.names_at_start()
     start_stats = EngineStats(
-        num_executables=len(names),
+        num_executables=len(program.names()),
         num_compiled=executables.compiled,
         compile_seconds=compile_seconds,
         load_seconds=load_seconds,
@@ -191,8 +189,6 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
         seed=plan.config.seed,
         overlap=plan.config.overlap,
         start=start_stats,
-        extras=executables.later if program.has_plain_steps else None,
-        mixed=executables.mixed,
     )
 
 

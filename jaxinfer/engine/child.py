@@ -91,7 +91,6 @@ class EngineChild:
     def __init__(self, channel: Channel[FromEngine, ToEngine]) -> None:
         self._channel = channel
         self._order: Future[Build] = Future()
-        self._built: Engine | None = None
         self._engine: EngineThread | None = None  # once it is built
         self._building = False
         self._server_left = False
@@ -110,8 +109,6 @@ class EngineChild:
             return 1
         self._channel.send(failed(error))
         self._channel.flush()
-        if self._built is not None and self._built.has_background_work:
-            self._kill()  # nobody waits for it: a step takes a small machine 20 s to compile
         return 0
 
     def _serve(self, load: Load) -> JaxinferError:
@@ -123,7 +120,7 @@ class EngineChild:
             self._building = True  # not before: an import interrupted within C would complain
             blueprint = planner(order.config, progress)
             self._channel.send(Planned(blueprint.limits, blueprint.tokenizer))
-            self._built = engine = blueprint.build()
+            engine = blueprint.build()
         except JaxinferError as error:
             return error
         except Exception as error:
@@ -139,7 +136,7 @@ class EngineChild:
         thread.connect(self)
         self._engine = thread
         self._channel.send(Ready(engine.facts, engine.stats()))
-        engine.after_background_work(release_memory_of_start)  # requests may come meanwhile
+        release_memory_of_start()
         return thread.wait()
 
     def _follow(self) -> None:

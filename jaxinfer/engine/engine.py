@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,8 @@ import msgspec
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError, RequestError
-from jaxinfer.core.later import Later
 from jaxinfer.core.request import FinishReason, Request, SamplingParams, check_identity
-from jaxinfer.core.step import Abort, Arrive, Event, MixedReady, TokenEvent
+from jaxinfer.core.step import Abort, Arrive, Event, TokenEvent
 from jaxinfer.engine.facts import (
     CheckedRequest,
     ModelFacts,
@@ -32,12 +31,9 @@ from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta
 from jaxinfer.engine.processor import SequenceProcessor
 from jaxinfer.engine.timeline import Timeline
-from jaxinfer.exec.batch import extras_of
 
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer
-
-HELD_SECONDS = 0.02  # that a turn waits for extras when there is nothing else to do
 
 
 class Engine:
@@ -53,25 +49,16 @@ class Engine:
         seed: int = 0,
         overlap: bool = True,
         start: EngineStats | None = None,
-        extras: Later[Any] | None = None,
-        mixed: Later[Any] | None = None,
     ) -> None:
-        """``extras``: what requests that ask for extras have to wait for, if for anything.
-        ``mixed``: what there must be before rows may decode beside prompts. Both are begun here, or
-        with ``prefill_first`` by the first who has to wait: few batches do.
-        """
         self.limits = limits
         self.facts = facts
         self.tokenizer = tokenizer
-        self._loop = EngineLoop(executor, limits, overlap=overlap, has_mixed=mixed is None)
+        self._loop = EngineLoop(executor, limits, overlap=overlap)
         self._seed = seed
         self._start = start or EngineStats()
         self._counters = Counter[str]()
         self._arrivals = 0
         self._pending: list[Event] = []
-        self._extras = extras
-        self._mixed = mixed  # None once the scheduler knows of it
-        self._held: dict[str, list[Event]] = {}  # of each sequence that waits for ``extras``
         # the scheduler knows a sequence by a number that is never used again, so that news of an
         # ended one can never be taken for news of a later request of the same name
         self._sequences: dict[str, SequenceProcessor] = {}
@@ -79,28 +66,11 @@ class Engine:
         self._timeline = Timeline()
         self._late_compiles = LateCompiles()
         self._failure: EngineError | None = None
-        if not limits.prefill_first:
-            self._begin_extras()
-            self._begin_mixed()
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` would do anything."""
-        waiting = self._pending or self._held or not self._loop.idle
-        return self._failure is None and bool(waiting)
-
-    @property
-    def has_background_work(self) -> bool:
-        """Whether a thread beside it still makes what some requests need; nothing cuts it off."""
-        return any(later and later.under_way for later in (self._extras, self._mixed))
-
-    def after_background_work(self, then: Callable[[], object]) -> None:
-        """Call ``then`` when the threads beside it are done; now, if none is at work."""
-        last = self._mixed or self._extras  # steps that mix may lie in one bundle with those
-        if last is not None and last.under_way:
-            last.when_done(then)
-        else:
-            then()
+        return self._failure is None and bool(self._pending or not self._loop.idle)
 
     def check(
         self,
@@ -145,11 +115,7 @@ class Engine:
             self._sequences[request.request_id] = SequenceProcessor(
                 request, request_id, index, self.tokenizer
             )
-            if self._must_wait(request):
-                self._begin_extras()
-                self._held[request.request_id] = [Arrive(request)]
-            else:
-                self._pending.append(Arrive(request))
+            self._pending.append(Arrive(request))
         children = tuple([request.request_id for request in requests])
         self._arrivals += len(children)
         self._children[request_id] = children
@@ -159,8 +125,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request; its pages are free after the next step. Unknown ids are ignored."""
-        for child in self._children.get(request_id, ()):
-            self._held.get(child, self._pending).append(Abort(child))
+        self._pending += [Abort(child) for child in self._children.get(request_id, ())]
 
     @property
     def open_request_ids(self) -> tuple[str, ...]:
@@ -177,8 +142,6 @@ class Engine:
 
     def step(self) -> News:
         """One turn of the loop: take new requests in, run the device, return what was gained."""
-        self._look_for_mixed()
-        self._release_held()
         events, self._pending = tuple(self._pending), []
         with self._running():
             turn = self._loop.turn(events)
@@ -197,46 +160,12 @@ class Engine:
             num_preemptions=state.num_preemptions,
             num_late_compiles=self._late_compiles.count,
             num_running=state.num_running,
-            num_waiting=state.num_waiting + len(self._held),
+            num_waiting=state.num_waiting,
             num_live_pages=self.limits.num_usable_pages - num_free,
             num_cached_pages=state.pages.num_cached,
             num_fresh_pages=num_free - state.pages.num_cached,
             **self._counters,
         )
-
-    def _begin_extras(self) -> None:
-        if self._extras is not None:
-            self._extras.begin(_extras_failed)
-
-    def _begin_mixed(self) -> None:
-        if self._mixed is not None:
-            self._mixed.begin(_mixed_failed)
-
-    def _look_for_mixed(self) -> None:
-        """Let rows decode beside prompts as soon as they can."""
-        if self._mixed is None:
-            return
-        if self._mixed.made:
-            self._pending.insert(0, MixedReady())
-            self._mixed = None
-        elif self._loop.state.decodes_waited:
-            self._begin_mixed()
-
-    def _must_wait(self, request: Request) -> bool:
-        return self._extras is not None and not self._extras.done and any(extras_of((request,)))
-
-    def _release_held(self) -> None:
-        """Let those in that have waited for extras, before what is newer. Without other work, wait
-        a moment for them.
-        """
-        if not self._held or self._extras is None:
-            return
-        if not self._pending and self._loop.idle:
-            self._extras.wait(HELD_SECONDS)
-        if self._extras.done:
-            held = [event for events in self._held.values() for event in events]
-            self._pending = [*held, *self._pending]
-            self._held = {}
 
     @contextmanager
     def _running(self) -> Generator[None]:
@@ -309,18 +238,6 @@ class Engine:
         if sampling.seed is None:
             return _mix(self._seed, arrival)
         return sampling.seed if index == 0 else _mix(sampling.seed, index)
-
-
-def _extras_failed(error: BaseException) -> None:
-    logging.getLogger(LOGGER).error(
-        "requests for logprobs, penalties, logit_bias and min_tokens will fail: %s", error
-    )
-
-
-def _mixed_failed(error: BaseException) -> None:
-    logging.getLogger(LOGGER).error(
-        "prompts and rows that decode keep taking turns, which is slower: %s", error
-    )
 
 
 def _mix(seed: int, index: int) -> int:

@@ -52,11 +52,9 @@ class EngineLoop[Handle]:
         limits: Limits,
         *,
         overlap: bool = True,
-        has_mixed: bool = True,
     ) -> None:
-        """``has_mixed``: see ``sched.state.initial_state``."""
         self._executor = executor
-        self._state = initial_state(limits, has_mixed=has_mixed)
+        self._state = initial_state(limits)
         self._depth = OVERLAP_DEPTH if overlap else 1
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
         self._collected: list[StepPlan] = []  # since the last turn

@@ -7,7 +7,6 @@ are derived on the device. Must not know: the model, what settings say (``slots`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -18,10 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.core.request import Request
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket, StepPlan
-from jaxinfer.exec.sampling import Extras
 from jaxinfer.exec.slots import NUM_SETTINGS
 from jaxinfer.nn.attention import AttentionBatch
 
@@ -44,15 +41,12 @@ class DeviceBatch(NamedTuple):
     seq_slots: jax.Array  # int32[B]
     settings: jax.Array  # int32[R, NUM_SETTINGS]: of the prefill rows
     samples: jax.Array  # bool[B]: whether the row's last token draws the next one
-    target_ids: jax.Array  # int32[Tp]: the prompt token whose logprob is asked for, else -1
-    extras: Extras[jax.Array]
     place: jax.Array  # int32[3]: where tokens are published
 
 
 class Fields[A](NamedTuple):
     """The sections of the flat array, in order: as sizes, numpy views or device arrays."""
 
-    extras: A  # [len(Extras)]
     place: A  # [3]: where tokens are published
     seq_slots: A  # [B]
     seq_lens: A  # [B]
@@ -60,7 +54,6 @@ class Fields[A](NamedTuple):
     settings: A  # [R * NUM_SETTINGS]
     query_start_loc: A  # [R + 1]
     token_ids: A  # [Tp]
-    target_ids: A  # [Tp]
     page_table: A  # [B * M]
 
 
@@ -81,7 +74,6 @@ class BatchLayout:
         """Length of each section."""
         b, tp = self.bucket.num_seqs, self.bucket.num_prefill_tokens
         return Fields(
-            extras=len(Extras._fields),
             place=len(NOWHERE),
             seq_slots=b,
             seq_lens=b,
@@ -89,7 +81,6 @@ class BatchLayout:
             settings=self.bucket.num_prefills * NUM_SETTINGS,
             query_start_loc=self.bucket.num_prefills + 1,
             token_ids=tp,
-            target_ids=tp,
             page_table=b * self.pages_per_seq,
         )
 
@@ -119,15 +110,11 @@ class BatchLayout:
 def pack(
     plan: StepPlan,
     layout: BatchLayout,
-    extras: Extras[bool],
     settings: np.ndarray = NO_SETTINGS,  # int32[len(plan.prefills), NUM_SETTINGS]
-    place: Sequence[int] = NOWHERE,
 ) -> np.ndarray:  # int32[...]
-    """The flat array of a plan. Work is per row and per page, never per token."""
+    """The flat array of a plan, without its place. Work is per row and page, never per token."""
     flat = layout.empty()
     wire = layout.split(flat)
-    wire.extras[:] = extras
-    wire.place[:] = place
     wire.settings[: settings.size] = settings.ravel()
     wire.seq_slots[:] = layout.sink_slot
     table = wire.page_table.reshape(layout.bucket.num_seqs, layout.pages_per_seq)
@@ -139,13 +126,10 @@ def pack(
         for index, row in enumerate(rows, first):
             pages = row.page_ids.array()
             table[index, : len(pages)] = pages
-    wire.target_ids[:] = -1
     start = 0
     for index, row in enumerate(plan.prefills):
         end = start + row.num_scheduled_tokens
         wire.token_ids[start:end] = row.token_ids
-        if row.target_ids is not None:
-            wire.target_ids[start:end] = row.target_ids
         wire.query_start_loc[index + 1 :] = end
         start = end
     return flat
@@ -212,8 +196,6 @@ def unpack(
         seq_slots=wire.seq_slots,
         settings=wire.settings.reshape(-1, NUM_SETTINGS),
         samples=wire.samples > 0,
-        target_ids=wire.target_ids,
-        extras=Extras(*(wire.extras > 0)),
         place=wire.place,
     )
 
@@ -231,14 +213,3 @@ def _prefill_tokens(
     row = jnp.minimum(row, bucket.num_prefills - 1)
     position = seq_lens[row] - starts[1:][row] + token
     return row, jnp.where(real, position, 0), real
-
-
-def extras_of(requests: Sequence[Request]) -> Extras[bool]:
-    """What at least one of these requests asks for beside a token."""
-    params = [request.sampling for request in requests]
-    return Extras(
-        bias=any(p.logit_bias or p.min_tokens for p in params),
-        penalties=any(p.has_penalties for p in params),
-        logprobs=any(p.logprobs is not None for p in params),
-        prompt_logprobs=any(p.prompt_logprobs is not None for p in params),
-    )

@@ -35,7 +35,8 @@ def bucket_table(
     beside a quarter of their own number of rows at most: more rows than that take so long that a
     smaller chunk would hardly shorten the step. The largest stands beside any number. Where rows
     are more than a quarter of its tokens, it has a token less for every two more, down to half of
-    them, as all those rows wait for it.
+    them, as all those rows wait for it. Mixed buckets score; with one sequence, which needs none,
+    the largest prefill bucket of at most ``max_num_mixed_tokens`` does.
     """
     most_mixed = min(max_num_mixed_tokens or max_num_batched_tokens, max_num_batched_tokens)
     chunks = ladder(prefill_start, max_num_batched_tokens, prefill_factor)
@@ -49,7 +50,16 @@ def bucket_table(
             for chunk in _chunks_beside(rows, most_mixed, prefill_start, prefill_factor)
         ),
     ]
-    return tuple(Bucket(rows, chunk, _prefill_rows(chunk, max_num_seqs)) for rows, chunk in shapes)
+    alone = max(chunk for chunk in chunks if chunk <= most_mixed or chunk == chunks[0])
+    return tuple(
+        Bucket(
+            rows,
+            chunk,
+            _prefill_rows(chunk, max_num_seqs),
+            scores=bool(rows and chunk) or (not mixed_rows and chunk == alone),
+        )
+        for rows, chunk in shapes
+    )
 
 
 def _chunks_beside(rows: int, most: int, start: int, factor: int) -> list[int]:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from jaxinfer.core.collector import nothing_collected
 from jaxinfer.core.config import BUNDLE_MANIFEST
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.heap import release_free_heap
-from jaxinfer.core.later import Later
-from jaxinfer.core.progress import NoProgress, Progress
+from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import OTHER_CACHE, build_once
 from jaxinfer.exec.aot import (
     Bundle,
@@ -29,13 +27,11 @@ from jaxinfer.exec.aot import (
     StoredExecutable,
     executable_file,
     load_bundle,
-    load_threads,
     open_bundle,
     program_fingerprint,
     write_manifest,
 )
 from jaxinfer.exec.kernels import KernelsAhead
-from jaxinfer.exec.loaded import LoadedExecutables
 from jaxinfer.exec.program import Program
 from pallas_kernels.triton_text import drop_triton_text
 
@@ -49,12 +45,6 @@ class Executables:
     by_name: Mapping[str, Compiled]  # see ``Program.names``
     compiled: int
     workspace_bytes: int  # what the hungriest takes: see ``aot.StoredExecutable``
-    # Holds those of ``Program.names_later``, where they are not in the bundle of the others. Begin
-    # it when nothing else is to be waited for; until it is done, who asks for one of them waits.
-    later: Later[Bundle] | None = None
-    # Loads the steps in which rows decode beside prompts, and has them made if need be. Until it is
-    # done, who asks for one of them waits.
-    mixed: Later[None] | None = None
 
 
 def build_executables(
@@ -66,8 +56,7 @@ def build_executables(
     check_workspace: Callable[[int], None] = lambda _: None,
 ) -> Executables:
     """Load the executables from the bundle ``folder`` (see ``cached_bundle``); where there is none,
-    compile and save those of ``Program.names_at_start`` first. The others, in a bundle beside it,
-    are ``Executables.later``.
+    compile and save them first.
 
     So what runs is always what was saved. One that was compiled here would lie among what the
     compiler leaves behind: an engine on an H200 held 3.4 GB with such and 3.0 with loaded ones, and
@@ -76,12 +65,11 @@ def build_executables(
     bundle waits for the first. ``settings`` are those that the bundle's manifest is to keep;
     ``check_workspace`` raises for a workspace, in bytes, that does not fit.
     """
-    names = program.names_at_start()
+    names = program.names()
     made = _compile_into(folder, program, names, settings or {}, progress)
     bundle = bundle_for(program, folder, names)
     check_workspace(bundle.manifest.workspace_bytes)
-    later = _later(program, folder, settings or {}, check_workspace)
-    executables = load_executables(program, bundle, progress, later)
+    executables = load_executables(program, bundle, progress)
     return executables if made is None else replace(executables, compiled=len(made.executables))
 
 
@@ -103,51 +91,11 @@ def bundle_for(program: Program, folder: Path, names: Collection[str]) -> Bundle
     return bundle
 
 
-def load_executables(
-    program: Program, bundle: Bundle, progress: Progress, later: Later[Bundle] | None = None
-) -> Executables:
-    """Load the executables of a bundle that fits: those that a first token may need. Steps in which
-    rows decode beside prompts follow with ``Executables.mixed``, those for extras when one is asked
-    for (one holds 30 MB of the host). One that is unusable is an error of who needs it.
-    """
-    loaded = load_bundle(bundle, progress, program.names_of_first_steps())
+def load_executables(program: Program, bundle: Bundle, progress: Progress) -> Executables:
+    """Load every executable of a program from a bundle that fits."""
+    loaded = load_bundle(bundle, progress, program.names())
     release_free_heap()  # the compiler's too, where there was one
-
-    def load(name: str) -> jax.stages.Compiled:
-        if later is None or name in bundle.manifest.executables:
-            return bundle.load(name)
-        return later.result().load(name)
-
-    mixed = [name for name in program.names_without_extras() if name not in loaded]
-    extras = [name for name in program.names() if name not in (*loaded, *mixed)]
-    by_name = LoadedExecutables(loaded, (mixed, extras), load, load_threads())
-    executables = Executables(by_name, 0, bundle.manifest.workspace_bytes, later)
-    if not mixed:
-        return executables
-    return replace(executables, mixed=Later(partial(by_name.load_group, mixed[0])))
-
-
-def _later(
-    program: Program,
-    beside: Path,
-    settings: Mapping[str, Any],
-    check_workspace: Callable[[int], None],
-) -> Later[Bundle] | None:
-    """The bundle with the executables of ``Program.names_later``: opened, or made and opened.
-
-    A quarter of the cores compile; the rest is left to the engine, which runs meanwhile.
-    """
-    names, folder = program.names_later(), beside.with_name(f"{beside.name}-later")
-    threads = max(1, (os.cpu_count() or 1) // 4)
-
-    def make() -> Bundle:
-        if _compile_into(folder, program, names, settings, NoProgress(), threads=threads):
-            release_free_heap()
-        bundle = bundle_for(program, folder, names)
-        check_workspace(bundle.manifest.workspace_bytes)
-        return bundle
-
-    return Later(make) if names else None
+    return Executables(loaded, 0, bundle.manifest.workspace_bytes)
 
 
 def compile_bundle(
@@ -182,13 +130,12 @@ def _compile_into(
     progress: Progress,
     *,
     elsewhere: str = OTHER_CACHE,
-    threads: int | None = None,
 ) -> Manifest | None:
     """Compile and save, unless the folder is there already."""
     made: list[Manifest] = []
 
     def fill(partial: Path) -> None:
-        stored = compile_all(program, names, partial, progress, threads)
+        stored = compile_all(program, names, partial, progress)
         made.append(write_manifest(partial, program, stored, settings))
 
     build_once(folder, fill, elsewhere=elsewhere)
@@ -200,18 +147,17 @@ def compile_all(
     names: Sequence[str],
     folder: Path,
     progress: Progress,
-    threads: int | None = None,
 ) -> dict[str, StoredExecutable]:
     """Compile executables and write them into the folder; what was written, by name.
 
-    This thread traces, lowers and saves, others compile: as many as there are cores, or
-    ``threads``. Lowering is Python, and several threads that take turns at it are slower than one
-    by far; XLA needs no interpreter. Kernels in Mosaic, which are the most of it, are lowered and
-    compiled by other processes meanwhile. Steps with kernels to link come first, as these are
+    This thread traces, lowers and saves, others compile: as many as there are cores. Lowering is
+    Python, and several threads that take turns at it are slower than one by far; XLA needs no
+    interpreter. Kernels in Mosaic, which are the most of it, are lowered and compiled by other
+    processes at the same time. Steps with kernels to link come first, as these are
     compiled when the step is lowered; then what takes XLA longest, which is named last. Nothing is
     saved before all is traced, since saving keeps Python's lock, 0.1 s for each.
     """
-    threads = threads or os.cpu_count() or 1
+    threads = os.cpu_count() or 1
     to_link = [name for name in names if program.links_kernels(name)]
     others = [name for name in reversed(names) if name not in to_link]
     pool = ThreadPoolExecutor(threads)

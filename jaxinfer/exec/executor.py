@@ -1,16 +1,18 @@
 """Runs compiled steps: holds weights, KV state, slots and the bucket -> executable table.
 
 Owns: the device state between steps and the translation of a finished step into a ``StepResult``.
-``launch`` returns as soon as the step is queued; ``collect`` waits for its tokens. Must not know:
-which request comes next, text.
+``launch`` returns as soon as the step is queued; ``collect`` waits for its tokens. A step is up to
+four kinds of calls in a row: ``ADMIT`` for requests that need more of their slot than settings, the
+step of the bucket, then draws with extras and scores of prompts for the rows that ask for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import batched
+from math import isfinite
 from typing import Any
 
 import jax
@@ -27,28 +29,59 @@ from jaxinfer.core.step import (
     StepResult,
     TokenLogprobs,
 )
-from jaxinfer.exec.batch import NO_SETTINGS, NOWHERE, extras_of, pack
+from jaxinfer.exec.batch import NO_SETTINGS, NOWHERE, pack
 from jaxinfer.exec.batch_rooms import BatchRooms
 from jaxinfer.exec.compile import Compiled, Executables
+from jaxinfer.exec.extras import ExtrasOutput, pack_extras, pack_targets
 from jaxinfer.exec.forward import StepOutput, flat_kv_state, flat_params
-from jaxinfer.exec.program import ADMIT, ADMITTED_BY_STEP, Program
-from jaxinfer.exec.sampling import Logprobs
+from jaxinfer.exec.program import ADMIT, Program, extras_name, score_name
+from jaxinfer.exec.sampling import NOT_FINITE, Logprobs
 from jaxinfer.exec.slots import SlotState, needs_admission, settings_of, slot_rows
 from jaxinfer.exec.token_board import TokenBoard
-from jaxinfer.models.base import Params
+from jaxinfer.models.base import Params, head_params
 from jaxinfer.nn.kv import KVState
 
+LOGGER = "jaxinfer.exec"
 WARM_UP_RUNS = 2  # of a decode step on a GPU: one that loads its kernels, one that is recorded
+NOT_FINITE_ERROR = (
+    "the model's logits are not finite (NaN or infinite): its weights are damaged, or overflow in "
+    "this dtype; check the checkpoint, or use another dtype"
+)
+
+type RowKey = tuple[str, int]  # (request_id, epoch)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the host sends of a step; made before anything of it is launched."""
+
+    plan: StepPlan  # without the rows that could not be prepared
+    requests: tuple[Request, ...]  # of each row, decodes first
+    batch: np.ndarray  # int32[...]: see ``BatchLayout``
+    admissions: tuple[np.ndarray, ...]  # int32[A, ...] each: see ``slots.RowSections``
+    extras: tuple[tuple[int, ...], ...]  # indices of the rows of each call that draws with extras
+    targets: np.ndarray | None  # int32[Tp], where prompts are scored
+
+
+@dataclass(frozen=True)
+class ExtrasCall:
+    """A launched call that draws the tokens of some rows with extras."""
+
+    rows: tuple[int, ...]  # their indices among the step's rows
+    output: ExtrasOutput
+    number: int  # on the board, where there is one
 
 
 @dataclass(frozen=True)
 class InFlight:
     """A launched step whose tokens are still on the device."""
 
-    plan: StepPlan
-    requests: tuple[Request, ...]  # of each row, decodes first
+    prepared: Prepared
     output: StepOutput
     number: int  # on the board, where there is one
+    extras: tuple[ExtrasCall, ...]
+    scores: Logprobs | None  # of the targets
+    failed: dict[RowKey, str]  # rows that could not be prepared: why
 
 
 class Executor:
@@ -73,97 +106,155 @@ class Executor:
         self._slots = slots
         # the host's mirror of which request a slot's parameters belong to
         self._requests: list[Request | None] = [None] * limits.max_num_seqs
-        rows = max(bucket.num_seqs for bucket in limits.buckets)
+        rows = max(*(bucket.num_seqs for bucket in limits.buckets), *program.extras_rows)
         self._board = TokenBoard.of_device(jax.devices()[0], rows)
         # A CPU's arrays are host memory already. Asking for a copy would only leave a callback that
         # needs the interpreter, and aborts the process when it comes while Python shuts down.
         self._copies_to_host = self._board is None and jax.default_backend() != "cpu"
         self._rooms = BatchRooms.of_device(jax.devices()[0])
+        self._head = head_params(params)
         self._layouts = {bucket: program.layout(bucket) for bucket in limits.buckets}
-        self._nobody = program.no_admissions(ADMITTED_BY_STEP)
 
     def warm_up(self) -> None:
-        """Run steps on padding, so that no request pays for what only their first runs do.
+        """Run every executable on padding, so that no request pays for what only first runs do.
 
-        On a CPU steps have nothing of their own to prepare, and the smallest runs once. On a GPU
-        each has kernels to load and, at its second run, a CUDA graph for XLA to record: 1 ms of a
-        decode step, but nothing beside a prompt's own time. Steps with extras are left out, and
-        those in which rows decode beside prompts, which are not loaded yet: 7 on an H200, 10 to 40
-        ms each.
+        A GPU has kernels to load and, at the second run of a decode step, a CUDA graph for XLA to
+        record: 1 ms of a decode step, but little beside a prompt's own time. On a CPU executables
+        have nothing of their own to prepare, and the smallest step runs once, for XLA's threads.
         """
-        first = (bucket for bucket in self._layouts if not bucket.is_mixed)
-        buckets = sorted(first, key=lambda bucket: bucket.num_tokens, reverse=True)
-        each = self._program.has_plain_steps
-        runs = [
-            self.launch(StepPlan(-1, bucket, (), (), ()))
-            for bucket in (buckets if each else buckets[-1:])
-            for _ in range(WARM_UP_RUNS if each and not bucket.num_prefills else 1)
-        ]
-        for run in runs:
-            self.collect(run)
+        buckets = sorted(self._layouts, key=lambda bucket: bucket.num_tokens, reverse=True)
+        if not (everything := self._program.platform != "cpu"):
+            buckets = buckets[-1:]
+        for bucket in buckets:
+            for _ in range(WARM_UP_RUNS if everything and not bucket.num_prefills else 1):
+                prepared = self._prepare(StepPlan(-1, bucket, (), (), ()))
+                if bucket.scores and everything:
+                    targets = np.full(bucket.num_prefill_tokens, -1, np.int32)
+                    prepared = replace(prepared, targets=targets)
+                step = self._launched(prepared, {})
+                self.collect(step)
+                jax.block_until_ready(step.scores)
+        if everything:
+            self._admit(self._slot_rows((), self._program.admitted_at_once))
+            for count in self._program.extras_rows:
+                jax.block_until_ready(self._draw_with_extras((), (), count).output)
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Queue one step and return without waiting for it.
 
-        What the host prepares comes first, so that an error there concerns this step alone. Once
-        the device has taken the state, an error loses it: ``EngineError``.
+        What the host prepares comes first: a row for which that fails ends alone, and the step runs
+        without it. An error of a call that leaves the device's state as it was ends the requests of
+        this step; one after the device has taken the state loses it: ``EngineError``.
         """
         for admission in plan.admissions:
             self._requests[admission.slot] = admission.request
-        requests = tuple(self._request(row) for row in plan.rows)
-        extras = extras_of(requests)
-        bucket = self._program.bucket_of(plan.bucket, extras=any(extras))
-        plan = msgspec.structs.replace(plan, bucket=bucket)
-        place = NOWHERE if self._board is None else self._board.next_place()
-        settings = settings_of(requests[len(plan.decodes) :]) if plan.prefills else NO_SETTINGS
-        batch = pack(plan, self._layouts[bucket], extras, settings, place)
-        by_step: list[np.ndarray] = []  # rows that it admits itself
-        admissions: list[np.ndarray] = []  # rows of calls before it
-        if self._program.admits(bucket, extras=any(extras)):
-            own, admissions = self._admission_rows(plan)
-            by_step.append(own)
-        by_name = self._executables.by_name
-        step = by_name[self._program.step_name(bucket, extras=any(extras))]
-        first = None
-        if self._program.begins_apart(bucket, any(extras)):
-            first = by_name[self._program.first_name(bucket)]
-        with _device_errors(plan):
-            handed = batch if self._rooms is None else self._rooms.filled(batch)
-            for rows in admissions:
-                self._slots = by_name[ADMIT](self._slots, rows)
-            if first is None:
-                self._pages, self._slots, output = step(
-                    self._weights, self._pages, self._slots, handed, *by_step
-                )
-            else:
-                output = self._launch_parts(first, step, handed)
-            if self._rooms is not None:
-                self._rooms.read_by(output.token_ids, handed)
-            if self._copies_to_host:
-                output.token_ids.copy_to_host_async()
-        return InFlight(plan, requests, output, place[-1])
+        prepared, failed = self._prepared(plan)
+        try:
+            return self._launched(prepared, failed)
+        except Exception as error:
+            if self._has_state():
+                raise
+            raise _device_failed(plan, error) from error
 
     def collect(self, step: InFlight) -> StepResult:
         """Wait for a launched step and read what its rows produced."""
-        with _device_errors(step.plan):
-            token_ids = self._drawn(step).tolist()
-        rows = step.plan.rows
-        num_decodes = len(step.plan.decodes)
-        num_padding = step.plan.bucket.num_decodes - num_decodes  # rows before the prefills
+        plan = step.prepared.plan
+        try:
+            drawn = self._read(step.number, step.output.token_ids).tolist()
+            redrawn = [self._read(call.number, call.output.token_ids) for call in step.extras]
+        except Exception as error:
+            raise _device_failed(plan, error) from error
+        num_decodes = len(plan.decodes)
+        num_padding = plan.bucket.num_decodes - num_decodes  # rows before the prefills
+        token_ids = drawn[:num_decodes] + drawn[num_decodes + num_padding :]
+        for call, tokens in zip(step.extras, redrawn, strict=True):
+            for index, token_id in zip(call.rows, tokens.tolist(), strict=False):
+                token_ids[index] = token_id
         reader = _LogprobReader(step)
-        results: list[RowResult] = []
-        for number, (row, request) in enumerate(zip(rows, step.requests, strict=True)):
-            index = number if number < num_decodes else number + num_padding
-            results.append(
-                RowResult(
-                    request_id=row.request_id,
-                    epoch=row.epoch,
-                    token_id=token_ids[index] if row.samples else None,
-                    logprobs=reader.sampled(index, token_ids[index], row, request),
-                    prompt_logprobs=reader.prompt(row, request),
-                )
-            )
-        return StepResult(step.plan.step_id, tuple(results))
+        results = [
+            _row_result(reader, index, row, token_ids[index]) for index, row in enumerate(plan.rows)
+        ]
+        results += [RowResult(*key, None, error=error) for key, error in step.failed.items()]
+        return StepResult(plan.step_id, tuple(results))
+
+    def _prepared(self, plan: StepPlan) -> tuple[Prepared, dict[RowKey, str]]:
+        """A plan's host side, without the rows that fail on their own, and why these do."""
+        try:
+            return self._prepare(plan), {}
+        except Exception:
+            failed: dict[RowKey, str] = {}
+            for row in plan.rows:
+                try:
+                    self._prepare(_only(plan, {(row.request_id, row.epoch)}))
+                except Exception as error:
+                    failed[row.request_id, row.epoch] = f"the request cannot be prepared: {error}"
+                    logging.getLogger(LOGGER).exception("request %s", row.request_id)
+            if not failed:
+                raise
+        others = {(row.request_id, row.epoch) for row in plan.rows} - failed.keys()
+        return self._prepare(_only(plan, others)), failed
+
+    def _prepare(self, plan: StepPlan) -> Prepared:
+        rows = plan.rows
+        requests = tuple([self._request(row) for row in rows])
+        settings = settings_of(requests[len(plan.decodes) :]) if plan.prefills else NO_SETTINGS
+        needed = [one for one in plan.admissions if needs_admission(one.request)]
+        size = self._program.admitted_at_once
+        admissions = tuple(self._slot_rows(some, size) for some in batched(needed, size))
+        asking = [
+            index
+            for index, (row, request) in enumerate(zip(rows, requests, strict=True))
+            if row.samples and request.sampling.needs_extras
+        ]
+        extras = tuple(batched(asking, self._program.extras_rows[-1]))
+        scored = any(row.target_ids is not None for row in plan.prefills)
+        targets = pack_targets(plan.prefills, plan.bucket.num_prefill_tokens) if scored else None
+        batch = pack(plan, self._layouts[plan.bucket], settings)
+        return Prepared(plan, requests, batch, admissions, extras, targets)
+
+    def _launched(self, prepared: Prepared, failed: dict[RowKey, str]) -> InFlight:
+        plan, by_name = prepared.plan, self._executables.by_name
+        bucket = plan.bucket
+        place = self._next_place()
+        self._layouts[bucket].split(prepared.batch).place[:] = place
+        handed = self._handed(prepared.batch)
+        for rows in prepared.admissions:
+            self._admit(rows)
+        step = by_name[bucket.name]
+        if self._program.begins_apart(bucket):
+            output = self._launch_parts(by_name[self._program.first_name(bucket)], step, handed)
+        else:
+            self._pages, self._slots, output = step(self._weights, self._pages, self._slots, handed)
+        self._handed_to(output.token_ids, handed)
+        extras = tuple(
+            self._draw_with_extras(indices, [plan.rows[i] for i in indices])
+            for indices in prepared.extras
+        )
+        scores = None if prepared.targets is None else self._score(output, prepared.targets)
+        # the hidden states are as large as a layer's, and nothing needs them any more
+        output = output._replace(hidden=None)
+        return InFlight(prepared, output, place[-1], extras, scores, failed)
+
+    def _admit(self, rows: np.ndarray) -> None:  # int32[A, ...]
+        self._slots = self._executables.by_name[ADMIT](self._slots, rows)
+
+    def _draw_with_extras(
+        self, indices: tuple[int, ...], rows: Sequence[ScheduledSeq], count: int | None = None
+    ) -> ExtrasCall:
+        """Queue a call for these rows; ``count`` of the call, the smallest that holds them."""
+        count = count or next(n for n in self._program.extras_rows if n >= len(rows))
+        wire = pack_extras(rows, count, self._program.limits.max_num_seqs)
+        place = self._next_place()
+        wire[: len(place)] = place
+        handed = self._handed(wire)
+        draw = self._executables.by_name[extras_name(count)]
+        self._slots, output = draw(self._head, self._slots, handed)
+        self._handed_to(output.token_ids, handed)
+        return ExtrasCall(indices, output, place[-1])
+
+    def _score(self, output: StepOutput, targets: np.ndarray) -> Logprobs:  # int32[Tp]
+        score = self._executables.by_name[score_name(len(targets))]
+        return score(self._head, output.hidden, targets)  # type: ignore[no-any-return]
 
     def _launch_parts(self, first: Compiled, second: Compiled, handed: Any) -> StepOutput:
         """See ``cut.CutStep``: the device runs the first while the host prepares the second."""
@@ -175,19 +266,26 @@ class Executor:
         self._pages = (*pages, *others)
         return output  # type: ignore[no-any-return]
 
-    def _drawn(self, step: InFlight) -> np.ndarray:  # int32[B]
-        tokens = step.output.token_ids
-        return np.asarray(tokens) if self._board is None else self._board.read(step.number, tokens)
+    def _next_place(self) -> tuple[int, int, int]:
+        return NOWHERE if self._board is None else self._board.next_place()
 
-    def _admission_rows(self, plan: StepPlan) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Of a plan's admissions that extras need: what its step takes, and what calls of ``ADMIT``
-        take before it.
-        """
-        needed = [one for one in plan.admissions if needs_admission(one.request)]
-        first, others = needed[:ADMITTED_BY_STEP], needed[ADMITTED_BY_STEP:]
-        size = self._program.admitted_at_once
-        by_step = self._slot_rows(first, ADMITTED_BY_STEP) if first else self._nobody
-        return by_step, [self._slot_rows(some, size) for some in batched(others, size)]
+    def _handed(self, wire: np.ndarray) -> Any:  # int32[...]
+        """What a call is handed of an array of the host."""
+        return wire if self._rooms is None else self._rooms.filled(wire)
+
+    def _handed_to(self, result: jax.Array, handed: Any) -> None:
+        """A launched call reads what it was handed; ``result`` is for the host."""
+        if self._rooms is not None:
+            self._rooms.read_by(result, handed)
+        if self._copies_to_host:
+            result.copy_to_host_async()
+
+    def _read(self, number: int, tokens: jax.Array) -> np.ndarray:  # int32[B]
+        return np.asarray(tokens) if self._board is None else self._board.read(number, tokens)
+
+    def _has_state(self) -> bool:
+        """Whether the device's state is still there: no failed call has taken it."""
+        return not any(a.is_deleted() for a in jax.tree.leaves((self._pages, self._slots)))
 
     def _slot_rows(self, admissions: Sequence[SlotAdmission], count: int) -> np.ndarray:
         """What admits these, as ``count`` rows."""
@@ -205,45 +303,74 @@ class Executor:
         return request
 
 
-@contextmanager
-def _device_errors(plan: StepPlan) -> Generator[None]:
+def _only(plan: StepPlan, rows: set[RowKey]) -> StepPlan:
+    """The plan with these rows alone."""
+    request_ids = {request_id for request_id, _ in rows}
+    return msgspec.structs.replace(
+        plan,
+        admissions=tuple(a for a in plan.admissions if a.request.request_id in request_ids),
+        decodes=tuple(row for row in plan.decodes if (row.request_id, row.epoch) in rows),
+        prefills=tuple(row for row in plan.prefills if (row.request_id, row.epoch) in rows),
+    )
+
+
+def _device_failed(plan: StepPlan, error: Exception) -> EngineError:
+    return EngineError(f"the device failed in step {plan.step_id}: {error}")
+
+
+def _row_result(reader: _LogprobReader, index: int, row: ScheduledSeq, token_id: int) -> RowResult:
+    """What one row produced; what cannot be read of it ends its request alone."""
+    key = (row.request_id, row.epoch)
+    if row.samples and token_id == NOT_FINITE:
+        return RowResult(*key, None, error=NOT_FINITE_ERROR)
     try:
-        yield
+        sampled, prompt = reader.sampled(index, row, token_id), reader.prompt(index, row)
     except Exception as error:
-        raise EngineError(f"the device failed in step {plan.step_id}: {error}") from error
+        logging.getLogger(LOGGER).exception("request %s", row.request_id)
+        return RowResult(*key, None, error=f"the result cannot be read: {error}")
+    if any(not isfinite(entry.logprobs[0]) for entry in prompt):
+        return RowResult(*key, None, error=NOT_FINITE_ERROR)
+    return RowResult(*key, token_id if row.samples else None, sampled, prompt)
 
 
 class _LogprobReader:
     """Reads the logprobs of a step row by row; copies each array once, and only when asked for."""
 
     def __init__(self, step: InFlight) -> None:
-        self._output = step.output
-        self._sampled: Logprobs | None = None
+        self._step = step
+        self._requests = step.prepared.requests
+        # the call and the place in it of each row that is drawn with extras
+        self._places = {
+            index: (number, place)
+            for number, call in enumerate(step.extras)
+            for place, index in enumerate(call.rows)
+        }
+        self._sampled: dict[int, Logprobs] = {}  # by call
         self._prompt: Logprobs | None = None
         self._prompt_start = 0  # where the next prefill row's chunk starts in the prefill part
 
-    def sampled(
-        self, index: int, token_id: int, row: ScheduledSeq, request: Request
-    ) -> TokenLogprobs | None:
+    def sampled(self, index: int, row: ScheduledSeq, token_id: int) -> TokenLogprobs | None:
         """Of the token that a row drew."""
-        top = request.sampling.logprobs
+        top = self._requests[index].sampling.logprobs
         if top is None or not row.samples:
             return None
-        if self._sampled is None:
-            self._sampled = _host(self._output.logprobs)
-        return _token_logprobs(self._sampled, index, token_id, top)
+        number, place = self._places[index]
+        if number not in self._sampled:
+            self._sampled[number] = _host(self._step.extras[number].output.logprobs)
+        return _token_logprobs(self._sampled[number], place, token_id, top)
 
-    def prompt(self, row: ScheduledSeq, request: Request) -> tuple[TokenLogprobs, ...]:
+    def prompt(self, index: int, row: ScheduledSeq) -> tuple[TokenLogprobs, ...]:
         """Of the prompt tokens that follow a chunk's own; rows come in the plan's order."""
         if row.token_ids is None:
             return ()
         start = self._prompt_start
         self._prompt_start += row.num_scheduled_tokens
-        top = request.sampling.prompt_logprobs
+        top = self._requests[index].sampling.prompt_logprobs
         if top is None or row.target_ids is None:
             return ()
         if self._prompt is None:
-            self._prompt = _host(self._output.prompt_logprobs)
+            assert self._step.scores is not None, "targets were not scored"
+            self._prompt = _host(self._step.scores)
         return tuple(
             _token_logprobs(self._prompt, start + offset, token_id, top)
             for offset, token_id in enumerate(row.target_ids.tolist())
@@ -259,7 +386,6 @@ def _token_logprobs(source: Logprobs, index: int, token_id: int, top: int) -> To
     return TokenLogprobs((token_id, *ids), (chosen, *values), int(source.rank[index]))
 
 
-def _host(logprobs: Logprobs | None) -> Logprobs:
+def _host(logprobs: Logprobs) -> Logprobs:
     """The same record with numpy arrays."""
-    assert logprobs is not None, "a request that asks for logprobs was in a step without extras"
     return Logprobs(*(np.asarray(array) for array in logprobs))  # type: ignore[arg-type]

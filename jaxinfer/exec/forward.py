@@ -13,19 +13,23 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxinfer.exec.batch import BatchLayout, DeviceBatch, copied_in, unpack
 from jaxinfer.exec.cut import WeightsOfParts
-from jaxinfer.exec.sampling import Logprobs, no_logprobs, sample, token_logprobs
-from jaxinfer.exec.slots import SlotState, admit, with_settings
-from jaxinfer.models.base import Model, Params, abstract_params, hidden_states, unembed
+from jaxinfer.exec.sampling import sample
+from jaxinfer.exec.slots import SlotState, with_settings
+from jaxinfer.models.base import (
+    Model,
+    Params,
+    abstract_params,
+    hidden_states,
+    layer_of,
+    unembed,
+)
 from jaxinfer.nn.attention import PagedAttend
 from jaxinfer.nn.kv import KVState, LayerKV
 from pallas_kernels.pins import Pins
 from pallas_kernels.publish.api import publish
-
-PROMPT_LOGPROBS_BLOCK = 64  # positions whose logits are alive at once: 64 * V floats
 
 type Arrays = tuple[jax.Array, ...]
 
@@ -40,16 +44,10 @@ def weights_of_parts(model: Model, num_layers: int) -> WeightsOfParts:
     embedding, which may be the head) is in both.
     """
     paths = jax.tree_util.tree_leaves_with_path(abstract_params(model))
-    later = [_layer(path[0].key) for path, _ in paths]
+    later = [layer_of(path[0].key) for path, _ in paths]
     first = (i for i, layer in enumerate(later) if layer is None or layer < num_layers)
     second = (i for i, layer in enumerate(later) if layer is None or layer >= num_layers)
     return WeightsOfParts(tuple(first), tuple(second))
-
-
-def _layer(name: str) -> int | None:
-    """Which layer a group of parameters is, by its name in every family's module."""
-    number = name.removeprefix("layers_")
-    return int(number) if number != name else None
 
 
 def flat_kv_state(kv_state: KVState) -> Arrays:
@@ -58,24 +56,23 @@ def flat_kv_state(kv_state: KVState) -> Arrays:
 
 
 class StepOutput(NamedTuple):
-    """What the host reads of a step."""
+    """What a step returns beside its state."""
 
     token_ids: jax.Array  # int32[B]: the token each row drew; meaningless where it draws none
-    logprobs: Logprobs | None = None  # of token_ids, [B]; None of a step without extras
-    prompt_logprobs: Logprobs | None = None  # of target_ids, [Tp]; the same
+    hidden: jax.Array | None = None  # [Tp, D] of all prompt tokens, of a bucket that scores
 
 
 @dataclass(frozen=True)
 class StepFunction:
     """The step of one bucket: a pure function. ``flat_step`` is compiled, pages and slots donated.
 
-    Without ``extras`` it has no branch, and no row may ask for any: see ``sampling.Extras``.
+    It has no branch, so that on a GPU the host never waits inside it.
     """
 
     model: Model
     layout: BatchLayout
     page_size: int
-    extras: bool
+    keeps_logits: bool  # what ``SlotState.drawn_from`` is
     pins: Pins = Pins()
     copies_in: bool = False  # the batch, to memory of the step's own: see ``batch.copied_in``
 
@@ -99,20 +96,13 @@ class StepFunction:
         one_a_row = last is not None or not self.layout.bucket.num_prefills
         drawn_from = hidden if one_a_row else hidden[batch.logits_indices]  # [B, D]
         logits = unembed(self.model, params, drawn_from)  # [B, V]
-        extras = batch.extras if self.extras else None
-        seq_lens = batch.attention.seq_lens
         impl = self.pins.of("sample")
-        token_ids = sample(logits, slots, batch.seq_slots, seq_lens, extras, impl)
+        token_ids = sample(logits, slots, batch.seq_slots, batch.attention.seq_lens, impl)
         token_ids = publish(token_ids, batch.place, impl=self.pins.of("publish"))
-        new_slots = self._record(slots, batch, token_ids)
-        output = StepOutput(token_ids)
-        if self.extras:
-            output = StepOutput(
-                token_ids=token_ids,
-                logprobs=token_logprobs(logits, token_ids, batch.extras.logprobs),
-                prompt_logprobs=self._prompt_logprobs(params, hidden, batch),
-            )
-        return new_kv, new_slots, output  # type: ignore[return-value]
+        kept = logits if self.keeps_logits else drawn_from
+        new_slots = self._record(slots, batch, token_ids, kept)
+        scored = hidden[num_decodes:] if self.layout.bucket.scores else None
+        return new_kv, new_slots, StepOutput(token_ids, scored)  # type: ignore[return-value]
 
     def flat_step(
         self,
@@ -120,14 +110,10 @@ class StepFunction:
         pages: Arrays,  # see ``flat_kv_state``
         slots: SlotState,
         flat: jax.Array,  # int32[...]: see ``BatchLayout``
-        rows: jax.Array | None = None,  # int32[A, ...]: see ``slots.RowSections``
     ) -> tuple[Arrays, SlotState, StepOutput]:
         """The same with flat arguments, which is what is compiled: each call walks all of them,
-        and takes a tenth longer where they lie in nested dicts. ``rows``, of a step with extras,
-        are admitted first: a lone prompt then takes one call, not two.
+        and takes a tenth longer where they lie in nested dicts.
         """
-        if rows is not None:
-            slots = admit(slots, rows)
         params = jax.tree.unflatten(jax.tree.structure(abstract_params(self.model)), weights)
         kv_state = tuple(LayerKV(*both) for both in batched(pages, 2))
         kv_state, slots, output = self(params, kv_state, slots, flat)
@@ -135,12 +121,11 @@ class StepFunction:
 
     @property
     def _ends_with_last_tokens(self) -> bool:
-        """Whether the last layer computes the last token of each row alone: all that a prompt
-        without extras is asked for. Beside decode rows, rows would be as many as no other step has,
-        and kernels for them are seconds of a start.
+        """Whether the last layer computes the last token of each row alone: all that a prompt is
+        asked for, unless the bucket scores.
         """
         bucket = self.layout.bucket
-        return bool(bucket.num_prefills) and not (bucket.num_decodes or self.extras)
+        return bool(bucket.num_prefills) and not (bucket.num_decodes or bucket.scores)
 
     def _arrivals(self) -> jax.Ref | None:
         """Zeros for ``append_decode``, made once a step: int32[num_decodes * K]. None where nobody
@@ -152,36 +137,18 @@ class StepFunction:
         heads = max(layer.num_kv_heads for layer in self.model.kv_spec.layers)
         return jax.new_ref(jnp.zeros(bucket.num_decodes * heads, jnp.int32))
 
-    def _record(self, slots: SlotState, batch: DeviceBatch, token_ids: jax.Array) -> SlotState:
-        """The slots with each drawn token at its position; rows that draw none write nothing."""
-        position = jnp.where(batch.samples, batch.attention.seq_lens, slots.token_ids.shape[1])
-        history = slots.token_ids.at[batch.seq_slots, position].set(token_ids, mode="drop")
-        return slots._replace(token_ids=history)
-
-    def _prompt_logprobs(
+    def _record(
         self,
-        params: Params,
-        hidden: jax.Array,  # [T, D]
+        slots: SlotState,
         batch: DeviceBatch,
-    ) -> Logprobs:  # [Tp]
-        """Logprobs of the prompt tokens that follow this step's, a block of positions at a time."""
-        bucket = self.layout.bucket
-        tokens = bucket.num_prefill_tokens
-        if not tokens:
-            return no_logprobs(0)
-        block = min(PROMPT_LOGPROBS_BLOCK, tokens)
-        padding = -tokens % block
-
-        def compute(_: None) -> Logprobs:
-            rows = jnp.pad(hidden[bucket.num_decodes :], ((0, padding), (0, 0)))
-            targets = jnp.pad(jnp.maximum(batch.target_ids, 0), (0, padding))
-
-            def one(arguments: tuple[jax.Array, jax.Array]) -> Logprobs:
-                logits = unembed(self.model, params, arguments[0])
-                return token_logprobs(logits, arguments[1], jnp.bool_(True))
-
-            blocks = (rows.reshape(-1, block, rows.shape[1]), targets.reshape(-1, block))
-            result = lax.map(one, blocks)
-            return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:tokens], result)
-
-        return lax.cond(batch.extras.prompt_logprobs, compute, lambda _: no_logprobs(tokens), None)
+        token_ids: jax.Array,  # int32[B]
+        drawn_from: jax.Array,  # [B, D] or float32[B, V]
+    ) -> SlotState:
+        """The slots with each drawn token at its position, and what it was drawn from; rows that
+        draw none write no token.
+        """
+        position = jnp.where(batch.samples, batch.attention.seq_lens, slots.token_ids.shape[1])
+        return slots._replace(
+            token_ids=slots.token_ids.at[batch.seq_slots, position].set(token_ids, mode="drop"),
+            drawn_from=slots.drawn_from.at[batch.seq_slots].set(drawn_from),
+        )

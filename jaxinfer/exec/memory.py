@@ -31,18 +31,20 @@ from jaxinfer.core.step import Bucket
 from jaxinfer.exec.batch import BatchLayout
 from jaxinfer.exec.batch_rooms import room_sizes
 from jaxinfer.exec.cuda_driver import card_bytes
-from jaxinfer.exec.forward import PROMPT_LOGPROBS_BLOCK
-from jaxinfer.exec.program import Program
+from jaxinfer.exec.extras import BLOCK
+from jaxinfer.exec.program import Program, drawn_from_of
 from jaxinfer.exec.slots import SlotState, init_slots
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.nn.kv import KVState, abstract_kv_state, init_kv_state
+from pallas_kernels.registry import current_platform
 
 MB = 1_000_000
-# float32[B, V] that are alive at once when a step samples, and float32[block, V] when it computes
-# prompt logprobs; measured on a CPU: 7, and fewer than 4
+# float32[B, V] that are alive at once when a step samples, and float32[block, V] when prompts are
+# scored; measured on a CPU: 7, and fewer than 4
 SAMPLING_COPIES = 8
-PROMPT_LOGPROBS_COPIES = 4
-# of a GPU: executables' code and constants, what steps in flight return
+SCORE_COPIES = 4
+# of a GPU: executables' code and constants, what steps in flight return (hidden states of 1,024
+# tokens among it), and what calls beside steps are handed
 RESERVE_BYTES = 256 << 20
 MAPPED_BYTES = 2 << 20  # XLA's allocator over virtual memory gives an array whole pages of CUDA's
 
@@ -129,11 +131,12 @@ def plan_memory(
     """
     buckets, pages_per_seq = tuple(buckets), cdiv(max_model_len, page_size)
     layouts = (BatchLayout(bucket, pages_per_seq, max_num_seqs) for bucket in buckets)
+    slots, drawn_from = (max_num_seqs, max_model_len), drawn_from_of(model, current_platform())
     fixed = MemoryPlan(
         weight_bytes=_size(abstract_params(model)),
         page_bytes=page_size * model.kv_spec.bytes_per_token(),
         num_pages=0,
-        slot_bytes=_size(jax.eval_shape(lambda: init_slots(max_num_seqs, max_model_len))),
+        slot_bytes=_size(jax.eval_shape(lambda: init_slots(*slots, drawn_from))),
         batch_bytes=_batch_bytes(layouts, device),
         workspaces=_workspaces(model, buckets, max_model_len),
         device=device,
@@ -207,7 +210,7 @@ def workspace_bound(model: Model, bucket: Bucket, max_model_len: int) -> int:
     vocab_size, rows = model.config.vocab_size, bucket.num_seqs
     logits = SAMPLING_COPIES * rows
     if bucket.num_prefill_tokens:
-        logits = max(logits, rows + PROMPT_LOGPROBS_COPIES * PROMPT_LOGPROBS_BLOCK)
+        logits = max(logits, rows + SCORE_COPIES * BLOCK)
     activations = _layer_width(model) * bucket.num_tokens * model.config.dtype.itemsize
     return 4 * (logits * vocab_size + 4 * rows * max_model_len) + activations
 
@@ -272,7 +275,8 @@ def compile_init_state(program: Program) -> Callable[[], tuple[KVState, SlotStat
 
     def zeros() -> tuple[KVState, SlotState]:
         pages = init_kv_state(program.model.kv_spec, limits.num_pages, limits.page_size)
-        return pages, init_slots(limits.max_num_seqs, limits.max_model_len)
+        drawn_from = drawn_from_of(program.model, program.platform)
+        return pages, init_slots(limits.max_num_seqs, limits.max_model_len, drawn_from)
 
     compiled = jax.jit(zeros).lower().compile()
 

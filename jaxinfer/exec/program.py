@@ -1,12 +1,10 @@
-"""What an engine compiles, as shapes: the steps of each bucket, and the admissions to slots.
+"""What an engine compiles, as shapes: the steps of each bucket, and the small executables beside.
 
 Owns: ``Program``, which names and traces every executable. Needs no weights and no memory.
-Must not know: how executables are compiled, stored or run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -14,24 +12,26 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.batch import BatchLayout
 from jaxinfer.exec.cut import CutStep, WeightsOfParts, cut_step
+from jaxinfer.exec.extras import ExtrasFunction, ScoreFunction, extras_rows
 from jaxinfer.exec.forward import StepFunction, flat_kv_state, flat_params, weights_of_parts
 from jaxinfer.exec.slots import SlotState, admit, empty_rows, init_slots
-from jaxinfer.models.base import Model, Params, abstract_params
+from jaxinfer.models.base import Model, Params, abstract_params, head_params
 from jaxinfer.nn.kv import KVState, abstract_kv_state
 from pallas_kernels.pins import LINKS, Pins
 from pallas_kernels.registry import UnfitKernel, current_platform
 
 ADMIT = "admit"
+EXTRAS = "extras"  # begins the name of one that draws with extras; the number of rows follows
+SCORE = "score"  # begins the name of one that scores prompts; the number of tokens follows
 FIRST = "_first"  # ends the name of an executable that begins a step
 ADMITTED_AT_ONCE = 8  # by ``ADMIT`` on a GPU
-ADMITTED_BY_STEP = 1  # with extras, beside the prompts it computes: who is admitted is among these
 # Rows of a step of decoding up to which XLA times products, its own in Triton beside cuBLAS's. The
 # last of them is a matrix and few vectors, as fast as memory by Triton (8 rows of Qwen3-4B on an
 # H200: 176 us). Elsewhere cuBLAS's first choice is as fast as what is found (4,096 tokens take 57.5
@@ -44,7 +44,7 @@ AS_PLANNED = MappingProxyType({"xla_disable_hlo_passes": "rematerialization"})
 # Tokens from which a step's kernels are launched one by one, as the host is done with that long
 # before the device. A CUDA graph of them starts no sooner, and is memory of the host.
 NO_GRAPH_FROM = 1024
-EXTRAS_EVERY = 3  # buckets of a kind there is one with a step for extras
+FIRST_EXTRAS_ROWS = 8  # of the smallest executable that draws with extras; a CPU's has 1
 # A quarter of the layers begin a prompt's step, in an executable of their own (``exec.cut``): they
 # take the device as long as the host needs for the others. 512 tokens of Qwen3-4B on an H200 take
 # 7.7 ms, 7.9 with a sixth, and 8.3 in one executable.
@@ -55,15 +55,11 @@ LAYERS_FOR_ONE_BEGUN = 4
 class Program:
     """The model and the limits that fix every compiled shape, for a platform of jax.
 
-    On a CPU a branch costs nothing, and one step a bucket serves every request. On a GPU the host
-    waits in the middle of a step for each branch's condition, and so cannot plan the next step
-    meanwhile. There each bucket has a plain step without any branch, and some have one with all
-    extras behind branches, for steps in which a request asks for some. The largest have one, as
-    only what is named here is ever compiled: before the first request, or, what no first token
-    needs, beside the running engine (``names_later``). (Making all extras unconditional instead
-    would cost a plain step of 256 rows several times 155 MB of logits; handing logits to a second
-    executable would keep them alive between two calls, and a prompt's logprobs need its hidden
-    states too.)
+    Each bucket has one step, which serves every request. What requests ask for beside a token is
+    the business of a few small executables behind the step (``exec.extras``), so that nothing about
+    a request but its tokens decides what others' step runs in. (Until November 2026 a GPU had steps
+    with extras behind branches for a third of its buckets: 9 more executables of all layers, a host
+    that waited for each branch's condition, and steps that none of them held.)
     """
 
     model: Model
@@ -87,7 +83,23 @@ class Program:
     def slots(self) -> SlotState:
         """The slot state."""
         limits = self.limits
-        return jax.eval_shape(lambda: init_slots(limits.max_num_seqs, limits.max_model_len))
+        sizes = (limits.max_num_seqs, limits.max_model_len)
+        return jax.eval_shape(lambda: init_slots(*sizes, drawn_from_of(self.model, self.platform)))
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether slots keep the logits that a token was drawn from, or its hidden state."""
+        return keeps_logits(self.platform)
+
+    @property
+    def extras_rows(self) -> tuple[int, ...]:
+        """Rows of each executable that draws with extras, the smallest first."""
+        first = 1 if self.platform == "cpu" else FIRST_EXTRAS_ROWS
+        return extras_rows(first, self.limits.max_num_seqs)
+
+    def extras(self, rows: int) -> ExtrasFunction:
+        """What draws so many rows with extras."""
+        return ExtrasFunction(self.model, rows, self.keeps_logits, self.pins)
 
     def trace(self, name: str) -> jax.stages.Traced:
         """Trace one executable, by name; raises ``ConfigError`` for a kernel that cannot run."""
@@ -98,10 +110,21 @@ class Program:
 
     def _trace(self, name: str) -> jax.stages.Traced:
         if name == ADMIT:
-            rows = self.no_admissions(self.admitted_at_once)
+            rows = empty_rows(
+                self.admitted_at_once, self.limits.max_num_seqs, self.limits.max_model_len
+            )
             return jax.jit(admit, donate_argnums=0).trace(self.slots(), rows)
+        head = head_params(self.params())
+        if (count := _count(name, EXTRAS)) is not None:
+            draw = self.extras(count)
+            return jax.jit(draw, donate_argnums=1).trace(head, self.slots(), draw.abstract())
+        if (count := _count(name, SCORE)) is not None:
+            config = self.model.config
+            hidden = jax.ShapeDtypeStruct((count, config.hidden_size), config.dtype)
+            targets = jax.ShapeDtypeStruct((count,), jnp.int32)
+            return jax.jit(ScoreFunction(self.model)).trace(head, hidden, targets)
         step, begins = self._step_of(name)
-        if not self.begins_apart(*self._steps()[step]):
+        if not self.begins_apart(self._steps[step]):
             return self._trace_step(step)
         cut = self._cut.pop(step, None)
         if cut is None:
@@ -113,42 +136,40 @@ class Program:
         weights, pages = flat_params(self.model, self.params()), flat_kv_state(self.kv_state())
         of_first, of_second = ([weights[i] for i in own] for own in self.weights_of_parts)
         first, others = pages[: 2 * self.first_layers], pages[2 * self.first_layers :]
-        rest = (self.slots(), self.layout(self._steps()[step][0]).abstract())
+        rest = (self.slots(), self.layout(self._steps[step]).abstract())
         if begins:
             return jax.jit(cut.first, donate_argnums=1).trace(tuple(of_first), first, *rest)
         arguments = (tuple(of_second), first, others, *rest, cut.carried)
         return jax.jit(cut.second, donate_argnums=(2, 3)).trace(*arguments)
 
     def _trace_step(self, name: str) -> jax.stages.Traced:
-        bucket, extras = self._steps()[name]
-        layout = self.layout(bucket)
+        layout = self.layout(self._steps[name])
         step = StepFunction(
             self.model,
             layout,
             self.limits.page_size,
-            extras,
+            self.keeps_logits,
             self.pins,
             copies_in=self.platform != "cpu",
         )
         weights, pages = flat_params(self.model, self.params()), flat_kv_state(self.kv_state())
         arguments = (weights, pages, self.slots(), layout.abstract())
-        if self.admits(bucket, extras=extras):
-            arguments += (self.no_admissions(ADMITTED_BY_STEP),)
         return jax.jit(step.flat_step, donate_argnums=(1, 2)).trace(*arguments)
 
     def compiler_options(self, name: str) -> dict[str, Any]:
         """XLA's options for one executable, by name."""
         if self.platform == "cpu":
             return {}
-        no_product = (Bucket(0), False)  # as admissions have none
-        bucket, extras = self._steps().get(self._step_of(name)[0], no_product)
+        step, _ = self._step_of(name)
+        bucket = self._steps.get(step, Bucket(_rows_of(name)))
         options: dict[str, Any] = dict(AS_PLANNED)
-        decodes_few = bucket.num_seqs <= TIMED_ROWS and not (bucket.num_prefills or extras)
+        decodes_few = bucket.num_seqs <= TIMED_ROWS and not bucket.num_prefills
         # cuBLAS is not asked for a matrix and one vector: without Triton XLA multiplies in float32,
         # with a copy of the head (Qwen3-4B on an H200: 1.6 GB of workspace).
         if not decodes_few and bucket.num_seqs > 1:
             options |= BY_CUBLAS
-        if bucket.num_tokens >= NO_GRAPH_FROM:
+        # A graph is recorded anew when memory has moved, which that of rare calls always has.
+        if bucket.num_tokens >= NO_GRAPH_FROM or step not in self._steps:
             options["xla_gpu_enable_command_buffer"] = ""  # none of the kinds of kernels
         return options
 
@@ -156,34 +177,16 @@ class Program:
         """Whether neighbouring kernels of an executable are to become one call, so that each may
         begin early (``pallas_kernels.link``): in steps that only decode, whose kernels are short.
         """
-        step = self._steps().get(name)
-        decodes = step is not None and step[0].num_prefills == 0
+        step = self._steps.get(name)
+        decodes = step is not None and step.num_prefills == 0
         return decodes and self.platform != "cpu" and self.pins.of(LINKS) is None
 
-    @property
-    def has_plain_steps(self) -> bool:
-        """Whether buckets have a step of their own for when no request asks for extras."""
-        return self.platform != "cpu"
-
-    def bucket_of(self, bucket: Bucket, *, extras: bool) -> Bucket:
-        """The bucket that a step planned for ``bucket`` runs in: the same, or the smallest that
-        holds it among those that have a step with extras.
+    def begins_apart(self, bucket: Bucket) -> bool:
+        """Whether a GPU's step is two executables: those of prompts alone, as nothing runs before
+        them that the host could prepare them behind. One that scores is as rare as what it is for.
         """
-        if not extras:
-            return bucket
-        shape = (bucket.num_decodes, bucket.num_prefill_tokens, bucket.num_prefills)
-        return min((b for b in self._with_extras if b.fits(*shape)), key=lambda b: b.num_tokens)
-
-    def step_name(self, bucket: Bucket, *, extras: bool) -> str:
-        """The step of a bucket with extras in it, or without."""
-        return f"{bucket.name}_extras" if extras and self.has_plain_steps else bucket.name
-
-    def begins_apart(self, bucket: Bucket, extras: bool) -> bool:
-        """Whether a step is two executables: those of prompts alone, as nothing runs before them
-        that the host could prepare them behind.
-        """
-        prompts_alone = bucket.num_prefills > 0 and not (bucket.num_decodes or extras)
-        return self.has_plain_steps and prompts_alone and self.first_layers > 0
+        prompts_alone = bucket.num_prefills > 0 and not (bucket.num_decodes or bucket.scores)
+        return self.platform != "cpu" and prompts_alone and self.first_layers > 0
 
     @property
     def first_layers(self) -> int:
@@ -198,7 +201,7 @@ class Program:
     def carried_bytes(self, name: str, compiled: jax.stages.Compiled) -> int:
         """What an executable that ends such a step is given of the first; 0 of others."""
         step, begins = self._step_of(name)
-        if begins or step not in self._steps() or not self.begins_apart(*self._steps()[step]):
+        if begins or step not in self._steps or not self.begins_apart(self._steps[step]):
             return 0
         *_, carried = compiled.args_info[0]
         return sum(prod(one.shape) * one.dtype.itemsize for one in jax.tree.leaves(carried))
@@ -208,37 +211,15 @@ class Program:
         return bucket.name + FIRST
 
     def names(self) -> tuple[str, ...]:
-        """Every executable: the admission, and the steps of each bucket."""
-        return (*self.admissions, *self._names_of(self._steps().values()))
-
-    def names_without_extras(self) -> tuple[str, ...]:
-        """What requests that ask for no extras need: nobody is admitted for them."""
-        return self._names_of((bucket, False) for bucket in self.limits.buckets)
-
-    def names_of_first_steps(self) -> tuple[str, ...]:
-        """What the first requests need of these: in a step with prompts nobody decodes yet."""
-        return self._names_of((one, False) for one in self.limits.buckets if not one.is_mixed)
-
-    def names_at_start(self) -> tuple[str, ...]:
-        """What an engine needs before it is ready, extras included where all steps have them."""
-        admissions = () if self.has_plain_steps else self.admissions
-        return (*admissions, *self.names_of_first_steps())
-
-    def names_later(self) -> tuple[str, ...]:
-        """What is left: steps in which rows decode beside prompts, and what only extras need."""
-        first = set(self.names_at_start())
-        return tuple(name for name in self.names() if name not in first)
-
-    def admits(self, bucket: Bucket, *, extras: bool) -> bool:
-        """Whether a step of a bucket takes rows to admit, as those with extras do. Where there are
-        admissions, there are prompts.
-        """
-        return bucket.num_prefills > 0 and (extras or not self.has_plain_steps)
-
-    @property
-    def admissions(self) -> tuple[str, ...]:
-        """``ADMIT``, unless steps admit all that there may be."""
-        return (ADMIT,) if self.limits.max_num_seqs > ADMITTED_BY_STEP else ()
+        """Every executable: all that requests can ever need."""
+        steps: list[str] = []
+        for bucket in self.limits.buckets:
+            if self.begins_apart(bucket):
+                steps.append(self.first_name(bucket))
+            steps.append(bucket.name)
+        extras = [extras_name(rows) for rows in self.extras_rows]
+        scores = {score_name(b.num_prefill_tokens) for b in self.limits.buckets if b.scores}
+        return (ADMIT, *extras, *sorted(scores), *steps)
 
     @property
     def admitted_at_once(self) -> int:
@@ -246,19 +227,6 @@ class Program:
         device, which takes the host longer than the device.
         """
         return 1 if self.platform == "cpu" else ADMITTED_AT_ONCE
-
-    def no_admissions(self, count: int) -> np.ndarray:  # int32[A, ...]: see ``slots.RowSections``
-        """Rows that admit nobody."""
-        return empty_rows(count, self.limits.max_num_seqs, self.limits.max_model_len)
-
-    def _names_of(self, steps: Iterable[tuple[Bucket, bool]]) -> tuple[str, ...]:
-        """The executables of these steps: of a bucket, with extras or without."""
-        names: list[str] = []
-        for bucket, extras in steps:
-            if self.begins_apart(bucket, extras):
-                names.append(self.first_name(bucket))
-            names.append(self.step_name(bucket, extras=extras))
-        return tuple(names)
 
     def _step_of(self, name: str) -> tuple[str, bool]:
         """The step that an executable belongs to, and whether it begins it."""
@@ -269,23 +237,43 @@ class Program:
         """Steps of which one part is traced: the other, which is next, needs no second trace."""
         return {}
 
-    def _steps(self) -> dict[str, tuple[Bucket, bool]]:
-        """Bucket of each step, and whether extras are in it."""
-        plain = self.limits.buckets if self.has_plain_steps else ()
-        steps = [(bucket, False) for bucket in plain]
-        steps += [(bucket, True) for bucket in self._with_extras]
-        return {self.step_name(bucket, extras=extras): (bucket, extras) for bucket, extras in steps}
-
     @cached_property
-    def _with_extras(self) -> tuple[Bucket, ...]:
-        """Buckets that have a step with extras: where that is a step of its own, only every third
-        of each kind, the largest among them. Such steps are rare, and seconds to compile.
-        """
-        buckets = self.limits.buckets
-        if not self.has_plain_steps:
-            return buckets
-        kinds: dict[tuple[bool, bool], list[Bucket]] = {}
-        for bucket in sorted(buckets, key=lambda b: b.num_tokens):
-            kinds.setdefault((bucket.num_decodes > 0, bucket.num_prefills > 0), []).append(bucket)
-        chosen = {bucket for kind in kinds.values() for bucket in kind[::-EXTRAS_EVERY]}
-        return tuple(bucket for bucket in buckets if bucket in chosen)
+    def _steps(self) -> dict[str, Bucket]:
+        """Bucket of each step."""
+        return {bucket.name: bucket for bucket in self.limits.buckets}
+
+
+def keeps_logits(platform: str) -> bool:
+    """Whether slots keep logits on a platform: on a CPU, where 16 rows of them are few, and to
+    multiply by the head again takes half as long as a step of SmolLM2-135M. On a GPU 512 rows of
+    Qwen3-4B are 311 MB, and the head takes an H100 0.26 ms.
+    """
+    return platform == "cpu"
+
+
+def drawn_from_of(model: Model, platform: str) -> jax.ShapeDtypeStruct:
+    """``SlotState.drawn_from`` of one slot."""
+    if keeps_logits(platform):
+        return jax.ShapeDtypeStruct((model.config.vocab_size,), jnp.float32)
+    return jax.ShapeDtypeStruct((model.config.hidden_size,), model.config.dtype)
+
+
+def extras_name(rows: int) -> str:
+    """The executable that draws so many rows with extras."""
+    return f"{EXTRAS}{rows}"
+
+
+def score_name(num_tokens: int) -> str:
+    """The executable that scores the prompts of a step of so many tokens."""
+    return f"{SCORE}{num_tokens}"
+
+
+def _count(name: str, kind: str) -> int | None:
+    """The number that ends the name of an executable of a kind; None of another kind."""
+    number = name.removeprefix(kind)
+    return int(number) if name.startswith(kind) and number.isdigit() else None
+
+
+def _rows_of(name: str) -> int:
+    """Rows that an executable which is no step multiplies by the head."""
+    return _count(name, EXTRAS) or _count(name, SCORE) or 0

@@ -1,9 +1,7 @@
-"""What happens to a step's logits on the device, before and after a token is drawn from them.
+"""What happens to a row's logits on the device, before and after a token is drawn from them.
 
 Owns: logit_bias, min_tokens, penalties and logprobs, and the order of effects (vLLM's: these first,
-then what ``pallas_kernels.sample`` does: temperature, top_k, min_p, top_p). All of these are extras
-that few requests ask for: a step traced without them has none of their code, and one with them
-skips by a ``lax.cond`` what no row of the step asks for. Must not know: pages, models, requests.
+then what ``pallas_kernels.sample`` does: temperature, top_k, min_p, top_p).
 """
 
 from __future__ import annotations
@@ -14,24 +12,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.core.request import MAX_LOGPROBS
-from jaxinfer.exec.slots import SlotFloats, SlotState, read_settings
+from jaxinfer.core.request import INT32_MAX, MAX_LOGPROBS
+from jaxinfer.exec.slots import SlotFloats, SlotInts, SlotState, read_settings
 from pallas_kernels.sample.api import sample as draw
 
 CHUNK = 128  # logits of which ``_most_likely`` first looks at the largest alone
-
-
-class Extras[A](NamedTuple):
-    """What at least one row of the step asks for: bools on the host, bool[] on the device."""
-
-    bias: A  # logit_bias or min_tokens
-    penalties: A
-    logprobs: A
-    prompt_logprobs: A
+# Stands for the token of a row whose logits are NaN or infinite: damaged weights, an overflow. Any
+# token drawn from such logits would be a silent wrong answer.
+NOT_FINITE = INT32_MAX
 
 
 class Logprobs(NamedTuple):
-    """Logprobs of chosen tokens under the unmodified distribution; zeros when nobody asked."""
+    """Logprobs of chosen tokens under the unmodified distribution."""
 
     chosen: jax.Array  # float32[B]
     rank: jax.Array  # int32[B]: 1 for the most likely token
@@ -44,25 +36,26 @@ def sample(
     slots: SlotState,
     seq_slots: jax.Array,  # int32[B]
     seq_lens: jax.Array,  # int32[B]: tokens of each sequence; the drawn token gets this position
-    extras: Extras[jax.Array] | None,
     impl: str | None = None,
 ) -> jax.Array:  # int32[B]
-    """Draw one token per row; without ``extras``, from the logits as they are. ``impl`` pins."""
+    """Draw one token per row from the logits as they are; ``NOT_FINITE`` where these are NaN or
+    infinite. ``impl`` pins.
+    """
+    return sample_changed(logits, logits, slots, seq_slots, seq_lens, impl)
+
+
+def sample_changed(
+    logits: jax.Array,  # float32[B, V], unmodified
+    changed: jax.Array,  # float32[B, V]: the same with extras
+    slots: SlotState,
+    seq_slots: jax.Array,  # int32[B]
+    seq_lens: jax.Array,  # int32[B]
+    impl: str | None = None,
+) -> jax.Array:  # int32[B]
+    """As ``sample``, from logits that extras have ``changed``."""
     ints, floats = read_settings(slots, seq_slots)
-
-    def bias(logits: jax.Array) -> jax.Array:
-        too_short = seq_lens < ints.min_length
-        return _add_bias(logits, slots, seq_slots, ints.num_biases, too_short)
-
-    def penalties(logits: jax.Array) -> jax.Array:
-        history = slots.token_ids[seq_slots]
-        return _penalise(logits, history, ints.num_prompt_tokens, seq_lens, floats)
-
-    if extras is not None:
-        for wanted, change in ((extras.bias, bias), (extras.penalties, penalties)):
-            logits = lax.cond(wanted, change, lambda same: same, logits)
-    return draw(
-        logits,
+    token_ids = draw(
+        changed,
         floats.temperature,
         ints.top_k,
         floats.top_p,
@@ -72,23 +65,31 @@ def sample(
         seq_lens,
         impl=impl,
     )
+    return jnp.where(jnp.isfinite(logits).all(axis=-1), token_ids, NOT_FINITE)
+
+
+def with_extras(
+    logits: jax.Array,  # float32[B, V]
+    slots: SlotState,
+    seq_slots: jax.Array,  # int32[B]
+    seq_lens: jax.Array,  # int32[B]
+) -> jax.Array:  # float32[B, V]
+    """Logits after logit_bias, min_tokens and penalties; the same where a row asks for none."""
+    ints, floats = read_settings(slots, seq_slots)
+    logits = _add_bias(logits, slots, seq_slots, ints, seq_lens)
+    return _penalise(logits, slots.token_ids[seq_slots], ints.num_prompt_tokens, seq_lens, floats)
 
 
 def token_logprobs(
     logits: jax.Array,  # float32[B, V], unmodified
     chosen: jax.Array,  # int32[B]
-    wanted: jax.Array,  # bool[]
 ) -> Logprobs:
     """Logprob and rank of the chosen tokens, and the most likely ones."""
-
-    def compute(logits: jax.Array) -> Logprobs:
-        log_z = jax.nn.logsumexp(logits, axis=-1)
-        picked = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
-        rank = 1 + jnp.sum(logits > picked, axis=-1, dtype=jnp.int32)
-        top, top_ids = _most_likely(logits, MAX_LOGPROBS)
-        return Logprobs(picked[:, 0] - log_z, rank, top_ids, top - log_z[:, None])
-
-    return lax.cond(wanted, compute, lambda _: no_logprobs(logits.shape[0]), logits)
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    picked = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
+    rank = 1 + jnp.sum(logits > picked, axis=-1, dtype=jnp.int32)
+    top, top_ids = _most_likely(logits, MAX_LOGPROBS)
+    return Logprobs(picked[:, 0] - log_z, rank, top_ids, top - log_z[:, None])
 
 
 def _most_likely(
@@ -112,28 +113,18 @@ def _most_likely(
     return top, jnp.take_along_axis(ids, places, axis=1)
 
 
-def no_logprobs(rows: int) -> Logprobs:
-    """The value that stands where nobody asked."""
-    top = (rows, MAX_LOGPROBS)
-    return Logprobs(
-        jnp.zeros(rows, jnp.float32),
-        jnp.zeros(rows, jnp.int32),
-        jnp.zeros(top, jnp.int32),
-        jnp.zeros(top, jnp.float32),
-    )
-
-
 def _add_bias(
     logits: jax.Array,  # float32[B, V]
     slots: SlotState,
     seq_slots: jax.Array,  # int32[B]
-    num_biases: jax.Array,  # int32[B]
-    too_short: jax.Array,  # bool[B]: min_tokens is not reached
+    ints: SlotInts[jax.Array],
+    seq_lens: jax.Array,  # int32[B]
 ) -> jax.Array:
     rows, vocab = jnp.arange(logits.shape[0])[:, None], logits.shape[1]
-    own = jnp.arange(slots.bias_ids.shape[1])[None, :] < num_biases[:, None]
+    own = jnp.arange(slots.bias_ids.shape[1])[None, :] < ints.num_biases[:, None]
     ids = jnp.where(own, slots.bias_ids[seq_slots], vocab)
     logits = logits.at[rows, ids].add(slots.bias_values[seq_slots], mode="drop")
+    too_short = seq_lens < ints.min_length
     stops = jnp.where(too_short[:, None], slots.stop_ids[seq_slots], vocab)
     return logits.at[rows, stops].set(-jnp.inf, mode="drop")
 

@@ -1,13 +1,13 @@
 """Device-side state of each slot: the settings that its tokens are drawn by, and what extras read.
 
-Owns: ``SlotState`` and the two ways into it. Settings, which every draw reads, are few: a step has
-them in its batch for each prompt that it computes, and writes them itself (``with_settings``). What
-only extras read is long, and seldom asked for: logit_bias, stop ids and all known tokens. It comes
-by ``admit``, for requests that ask for it, when the scheduler gives them a slot; in other slots it
-is what somebody has left, and the settings say not to look. Because all this lives on the device, a
+Owns: ``SlotState`` and the ways into it. Settings, which every draw reads, are few: a step has them
+in its batch for each prompt that it computes, and writes them itself (``with_settings``). What only
+extras read is long, and seldom asked for: logit_bias, stop ids and all known tokens. It comes by
+``admit``, for requests that ask for it, when the scheduler gives them a slot; other slots keep what
+their last request left, and the settings say not to look. What a token is drawn from stays there as
+well, for an executable that draws it again with extras. Because all this lives on the device, a
 decoding row names its slot and nothing else; because the drawn tokens do, step n + 1 can start from
 step n's token before the host has read it.
-Must not know: the model, pages, which request owns a slot.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ class SlotState(NamedTuple):
     bias_values: jax.Array  # float32[S + 1, MAX_LOGIT_BIAS]
     stop_ids: jax.Array  # int32[S + 1, MAX_STOP_IDS]; V and above are dropped
     token_ids: jax.Array  # int32[S + 1, max_model_len + 1]: known at admission, then drawn
+    # what the slot's last row of a step drew from: its hidden state, or float32 logits where these
+    # are few (``Program.keeps_logits``)
+    drawn_from: jax.Array  # [S + 1, D] or float32[S + 1, V]
 
 
 class RowSections[A](NamedTuple):
@@ -91,8 +94,10 @@ SECTION_SIZES = (1, MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, MAX_STOP_IDS)  # of all but 
 SECTION_STARTS = tuple(accumulate(SECTION_SIZES, initial=0))
 
 
-def init_slots(max_num_seqs: int, max_model_len: int) -> SlotState:
-    """A zeroed slot state."""
+def init_slots(
+    max_num_seqs: int, max_model_len: int, drawn_from: jax.ShapeDtypeStruct
+) -> SlotState:
+    """A zeroed slot state; ``drawn_from`` is that of one slot."""
     rows = max_num_seqs + 1
     return SlotState(
         settings=jnp.zeros((rows, NUM_SETTINGS), jnp.int32),
@@ -100,6 +105,7 @@ def init_slots(max_num_seqs: int, max_model_len: int) -> SlotState:
         bias_values=jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.float32),
         stop_ids=jnp.zeros((rows, MAX_STOP_IDS), jnp.int32),
         token_ids=jnp.zeros((rows, max_model_len + 1), jnp.int32),
+        drawn_from=jnp.zeros((rows, *drawn_from.shape), drawn_from.dtype),
     )
 
 

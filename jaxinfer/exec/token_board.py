@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxinfer.exec.cuda_driver import shared_zeros
 
-STEPS = 4  # whose tokens there is room for; two are in flight
+STEPS = 8  # calls whose tokens it holds; two steps are in flight, of two calls each at most
 LAST_NUMBER = 2**31 - 1  # of a step; then they begin anew
 PAUSE_SECONDS = 2e-5  # between two looks, for other threads; the system makes some 70 us of it
 

@@ -34,6 +34,8 @@ class ModelConfig(Protocol):
     @property
     def num_hidden_layers(self) -> int: ...
     @property
+    def hidden_size(self) -> int: ...
+    @property
     def max_position_embeddings(self) -> int: ...
     @property
     def dtype(self) -> jnp.dtype:
@@ -118,6 +120,19 @@ def abstract_params(model: Model) -> Params:
     As the rules state them: to have the module declare its 36 layers takes 0.1 to 0.15 s.
     """
     return model._abstract_params
+
+
+def layer_of(name: str) -> int | None:
+    """Which layer a group of parameters is, by its name in every family's module; None for what is
+    no layer's: the embedding, the final norm, the head.
+    """
+    number = name.removeprefix("layers_")
+    return int(number) if number != name else None
+
+
+def head_params(params: Params) -> Params:
+    """The parameters that are no layer's, which ``unembed`` needs no others of."""
+    return {name: group for name, group in params.items() if layer_of(name) is None}
 
 
 def hidden_states(

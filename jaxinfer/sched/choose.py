@@ -3,9 +3,8 @@
 Owns: the policy. First come, first served by (priority, arrival): every decoding sequence gets its
 row, then prefills under way continue, then waiting requests are admitted, as far as
 ``max_num_batched_tokens`` prompt tokens and a bucket allow. Prefills shrink to a bucket, decodes
-are never dropped for one. With ``prefill_first`` there are also steps without the decodes
-(``_prefills_alone``), and while no bucket holds decodes beside prompts, the two take turns
-(``_takes_turns``). Must not know: results, endings.
+are never dropped for one. A row that asks for prompt logprobs needs a bucket that scores. With
+``prefill_first`` there are also steps without the decodes (``_prefills_alone``).
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ NO_BUCKET = Bucket(0)
 
 def choose_step(draft: Draft) -> StepPlan | None:
     """Plan one step and count its tokens as computed; None when nothing can run."""
-    prompts_first = _prefills_alone(draft)
-    turns = not prompts_first and _takes_turns(draft)
-    alone = prompts_first or (turns and not draft.decodes_waited)
+    alone = _prefills_alone(draft)
     decodes, preempted = ([], False) if alone else _decode_rows(draft)
     prefills: list[ScheduledSeq] = []
-    budget = _Budget(draft, len(decodes), _most_beside_decodes(draft) if turns else None)
+    budget = Budget(draft, len(decodes))
     if len(decodes) < len(draft.running):
         prefills = _continued_prefills(draft, budget)
     admissions: tuple[SlotAdmission, ...] = ()
@@ -39,53 +36,64 @@ def choose_step(draft: Draft) -> StepPlan | None:
         prefills += new_prefills
     if alone and not prefills:  # nobody who waits can be admitted
         decodes, _ = _decode_rows(draft)
-    draft.decodes_waited = turns and not decodes
     if not decodes and not prefills:
         return None
     step_id, draft.next_step_id = draft.next_step_id, draft.next_step_id + 1
-    bucket = smallest_bucket(draft.buckets, len(decodes), budget.used, len(prefills))
+    size = (len(decodes), budget.used, len(prefills))
+    bucket = smallest_bucket(draft.buckets, *size, scores=budget.scores)
     plan = StepPlan(step_id, bucket, admissions, tuple(decodes), tuple(prefills))
     draft.in_flight = (*draft.in_flight, plan)
     return plan
 
 
 def smallest_bucket(
-    buckets: tuple[Bucket, ...], decodes: int, prefill_tokens: int, prefills: int
+    buckets: tuple[Bucket, ...],
+    decodes: int,
+    prefill_tokens: int,
+    prefills: int,
+    *,
+    scores: bool = False,
 ) -> Bucket:
     """The first of ``buckets``, which are sorted by size, that holds the step."""
     for bucket in buckets:
-        if bucket.fits(decodes, prefill_tokens, prefills):
+        if bucket.fits(decodes, prefill_tokens, prefills, scores=scores):
             return bucket
     raise AssertionError("a step is only built as large as its bucket")
 
 
-class _Budget:
-    """Prompt tokens that a step with ``num_decodes`` decodes may still take, ``most`` in all."""
+class Budget:
+    """Prompt tokens that a step with ``num_decodes`` decodes may still take."""
 
-    def __init__(self, draft: Draft, num_decodes: int, most: int | None = None) -> None:
+    def __init__(self, draft: Draft, num_decodes: int) -> None:
         self._buckets = draft.buckets
-        self._widest = NO_BUCKET  # of those that have one more prefill row
-        self._limit = most or draft.limits.max_num_batched_tokens
+        self._widest = NO_BUCKET  # of those that have one more prefill row, and score if need be
+        self._limit = draft.limits.max_num_batched_tokens
         self._num_decodes = num_decodes
         self._num_prefills = 0
         self.used = 0
+        self.scores = False  # whether a row asks for prompt logprobs
 
-    def room(self) -> int:
-        """Tokens that one more prefill row could have; 0 or less if there is no such row."""
-        if self._widest.num_prefills <= self._num_prefills:
-            self._widest = self._widest_left()
-        return min(self._widest.num_prefill_tokens, self._limit) - self.used
+    def left_for(self, seq: Sequence) -> int:
+        """Tokens that a prefill row of ``seq`` could have; 0 or less if no bucket has the row."""
+        scores = self.scores or seq.scores
+        widest = self._widest
+        if widest.num_prefills <= self._num_prefills or scores > widest.scores:
+            widest = self._widest_left(scores=scores)
+            if scores == self.scores:
+                self._widest = widest
+        return min(widest.num_prefill_tokens, self._limit) - self.used
 
-    def add(self, num_tokens: int) -> None:
-        """Count one more prefill row."""
+    def add(self, seq: Sequence, num_tokens: int) -> None:
+        """Count one more prefill row, of ``seq`` before the step."""
         self._num_prefills += 1
         self.used += num_tokens
+        self.scores = self.scores or seq.scores
 
-    def _widest_left(self) -> Bucket:
+    def _widest_left(self, *, scores: bool) -> Bucket:
         fitting = (
             bucket
             for bucket in self._buckets
-            if bucket.num_decodes >= self._num_decodes and bucket.num_prefills > self._num_prefills
+            if bucket.fits(self._num_decodes, 0, self._num_prefills + 1, scores=scores)
         )
         return max(fitting, key=attrgetter("num_prefill_tokens"), default=NO_BUCKET)
 
@@ -105,26 +113,6 @@ def _prefills_alone(draft: Draft) -> bool:
     if not draft.waiting and not any(seq.is_prefilling for seq in draft.running.values()):
         return False
     return fits_whole(draft)
-
-
-def _takes_turns(draft: Draft) -> bool:
-    """Whether rows decode and prompts are left, and one step cannot do both yet (``MixedReady``).
-
-    Then a step of prompts and one of decodes follow each other, so that neither waits for more than
-    one of the other. Prompts begin: somebody waits for a first token.
-    """
-    running = draft.running.values()
-    return (
-        not draft.has_mixed
-        and any(not seq.is_prefilling for seq in running)
-        and (bool(draft.waiting) or any(seq.is_prefilling for seq in running))
-    )
-
-
-def _most_beside_decodes(draft: Draft) -> int | None:
-    """Prompt tokens for which the limits let decodes wait; None where these never meet prompts."""
-    mixed = (bucket.num_prefill_tokens for bucket in draft.limits.buckets if bucket.is_mixed)
-    return max(mixed, default=None)
 
 
 def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
@@ -162,37 +150,37 @@ def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
     return rows, preempted
 
 
-def _continued_prefills(draft: Draft, budget: _Budget) -> list[ScheduledSeq]:
+def _continued_prefills(draft: Draft, budget: Budget) -> list[ScheduledSeq]:
     rows: list[ScheduledSeq] = []
     for request_id, seq in tuple(draft.running.items()):
         if seq.is_prefilling:
-            if (room := budget.room()) <= 0:
+            if (most := budget.left_for(seq)) <= 0:
                 break
-            row, draft.running[request_id] = _prefill_row(seq, room)
-            budget.add(row.num_scheduled_tokens)
+            row, draft.running[request_id] = _prefill_row(seq, most)
+            budget.add(seq, row.num_scheduled_tokens)
             rows.append(row)
     return rows
 
 
 def _new_prefills(
-    draft: Draft, budget: _Budget
+    draft: Draft, budget: Budget
 ) -> tuple[list[ScheduledSeq], tuple[SlotAdmission, ...]]:
     rows: list[ScheduledSeq] = []
     started: list[Sequence] = []
     admissions: list[SlotAdmission] = []
     blocked: Sequence | None = None
     for head in draft.waiting:
-        if (room := budget.room()) <= 0:
+        if (most := budget.left_for(head)) <= 0:
             break
         hashed = with_page_hashes(draft, head)
         if (seq := admit(draft, hashed)) is None:
             blocked = hashed
             break
         admissions.append(SlotAdmission(seq.slot, seq.request, seq.token_ids))
-        row, seq = _prefill_row(seq, room)
-        budget.add(row.num_scheduled_tokens)
+        row, after = _prefill_row(seq, most)
+        budget.add(seq, row.num_scheduled_tokens)
         rows.append(row)
-        started.append(seq)
+        started.append(after)
     if started:
         draft.start(started)
     if blocked is not None and blocked is not draft.waiting[0]:
@@ -200,10 +188,10 @@ def _new_prefills(
     return rows, tuple(admissions)
 
 
-def _prefill_row(seq: Sequence, room: int) -> tuple[ScheduledSeq, Sequence]:
-    """The next chunk of at most ``room`` tokens, and the sequence with it counted as computed."""
+def _prefill_row(seq: Sequence, most: int) -> tuple[ScheduledSeq, Sequence]:
+    """The next chunk of at most ``most`` tokens, and the sequence with it counted as computed."""
     start = seq.num_computed_tokens
-    end = min(start + room, seq.num_prefill_tokens)
+    end = min(start + most, seq.num_prefill_tokens)
     samples = end == seq.num_prefill_tokens
     row = ScheduledSeq(
         seq.request_id,

@@ -28,6 +28,9 @@ def commit_step(draft: Draft, result: StepResult) -> None:
         if seq is None or seq.epoch != row.epoch:
             continue
         found = results.get(row.request_id)
+        if found is not None and found.epoch == row.epoch and found.error:
+            draft.end(row.request_id, FinishReason.ERROR, found.error)
+            continue
         if found is None or found.epoch != row.epoch or (found.token_id is None) == row.samples:
             raise EngineError(
                 f"the result of step {result.step_id} has no fitting row for request "

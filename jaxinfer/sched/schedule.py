@@ -16,9 +16,7 @@ before it; add the requests running at its arrival to those ahead.
 With ``prefill_first`` a planned step may leave decodes out, the first one too, for prompts that
 wait or prefill. It then computes for the first of those that prefill, and ends its prefill or gives
 it a chunk, so it adds ``cdiv(tokens, chunk)`` steps for every request that arrives before the k-th
-ends: no more for a batch, but a stream of arrivals that never stops has no bound. Until
-``MixedReady`` prompts and decodes take turns, so that of any two planned steps in a row one
-computes for the first of all: it takes twice as many.
+ends: no more for a batch, but a stream of arrivals that never stops has no bound.
 
 Must not know: what an event's sender or a plan's executor does.
 """
@@ -28,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from jaxinfer.core.request import FinishReason
-from jaxinfer.core.step import Abort, Arrive, Event, MixedReady, StepDone, StepFailed
+from jaxinfer.core.step import Abort, Arrive, Event, StepDone, StepFailed
 from jaxinfer.sched.admit import arrive
 from jaxinfer.sched.choose import choose_step
 from jaxinfer.sched.commit import commit_step, fail_step
@@ -55,8 +53,6 @@ def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerStat
                 fail_step(draft, event.step_id, event.error)
             case Abort():
                 abort(draft, event.request_id, event.reason)
-            case MixedReady():
-                draft.allow_mixed()
     step = choose_step(draft)
     output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates))
     return draft.finish(), output

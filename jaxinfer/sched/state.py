@@ -61,12 +61,20 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
         """Whether known tokens are still to be computed."""
         return self.num_computed_tokens < self.num_prefill_tokens
 
+    @property
+    def scores(self) -> bool:
+        """Whether logprobs of prompt tokens that are still to be computed are asked for."""
+        if self.request.sampling.prompt_logprobs is None:
+            return False
+        first = max(self.num_computed_tokens, self.num_prompt_logprobs)
+        return first < len(self.request.prompt_token_ids) - 1
+
 
 class SchedulerState(msgspec.Struct, frozen=True):
     """A value: ``schedule`` returns the next one and leaves this one as it was."""
 
     limits: Limits
-    buckets: tuple[Bucket, ...]  # those of the limits that may be planned, smallest first
+    buckets: tuple[Bucket, ...]  # those of the limits, smallest first
     running: tuple[Sequence, ...]  # in order
     waiting: tuple[Sequence, ...]  # in order
     orders: Map[str, Order]  # of every unfinished request
@@ -76,9 +84,6 @@ class SchedulerState(msgspec.Struct, frozen=True):
     next_step_id: int = 0
     next_epoch: int = 0
     num_preemptions: int = 0  # ever
-    has_mixed: bool = True  # among ``buckets``; to look for one would take 2 us a step
-    # whether decoding rows waited for the last step, as no bucket held them beside its prompts
-    decodes_waited: bool = False
 
     @property
     def num_unfinished(self) -> int:
@@ -118,36 +123,30 @@ class ScheduleOutput(msgspec.Struct, frozen=True):
     duplicates: tuple[str, ...] = ()
 
 
-def initial_state(limits: Limits, *, has_mixed: bool = True) -> SchedulerState:
-    """The state before any event; ``has_mixed``: whether rows may decode beside prompts at once, or
-    when ``MixedReady`` says so. Raises ``ConfigError`` if the buckets cannot serve the limits.
+def initial_state(limits: Limits) -> SchedulerState:
+    """The state before any event; raises ``ConfigError`` if the buckets cannot serve the limits.
+
+    They can if one holds every row decoding, and one a prompt beside all other rows, with its
+    logprobs. Every other step is built no larger than a bucket (``choose``).
     """
     slots = limits.max_num_seqs
-    buckets = planned_buckets(limits, has_mixed=has_mixed)
-    needed = [(limits.buckets, slots, 0), (limits.buckets, slots - 1, 1)]
-    needed += [(buckets, slots, 0), (buckets, 0, 1)]
-    for table, decodes, prefills in needed:
-        if not any(bucket.fits(decodes, prefills, prefills) for bucket in table):
+    for decodes, prefills in ((slots, 0), (slots - 1, 1)):
+        scores = bool(prefills)
+        if not any(b.fits(decodes, prefills, prefills, scores=scores) for b in limits.buckets):
+            what = " with prompt logprobs" if scores else ""
             raise ConfigError(
-                f"no bucket holds {decodes} decodes and {prefills} prefills, which "
+                f"no bucket holds {decodes} decodes and {prefills} prefills{what}, which "
                 f"max_num_seqs {slots} allows; add one to the bucket table"
             )
     return SchedulerState(
         limits=limits,
-        buckets=buckets,
+        buckets=tuple(sorted(limits.buckets, key=lambda b: (b.num_tokens, b.num_seqs, b))),
         running=(),
         waiting=(),
         orders=Map(),
         free_slots=tuple(reversed(range(slots))),
         pages=new_pool(limits.num_pages),
-        has_mixed=has_mixed,
     )
-
-
-def planned_buckets(limits: Limits, *, has_mixed: bool) -> tuple[Bucket, ...]:
-    """The buckets of the limits, smallest first, with or without those that are mixed."""
-    buckets = (bucket for bucket in limits.buckets if has_mixed or not bucket.is_mixed)
-    return tuple(sorted(buckets, key=lambda b: (b.num_tokens, b.num_seqs, b)))
 
 
 class Draft:
@@ -166,8 +165,6 @@ class Draft:
         self.next_step_id = state.next_step_id
         self.next_epoch = state.next_epoch
         self.num_preemptions = state.num_preemptions
-        self.has_mixed = state.has_mixed
-        self.decodes_waited = state.decodes_waited
         self.events: list[TokenEvent] = []
         self.duplicates: list[str] = []
 
@@ -185,13 +182,7 @@ class Draft:
             self.next_step_id,
             self.next_epoch,
             self.num_preemptions,
-            self.has_mixed,
-            self.decodes_waited,
         )
-
-    def allow_mixed(self) -> None:
-        """Plan steps in mixed buckets from now on."""
-        self.buckets, self.has_mixed = planned_buckets(self.limits, has_mixed=True), True
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:

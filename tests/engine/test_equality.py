@@ -81,7 +81,9 @@ def test_second_round_reuses_the_prefix(alone: dict[str, list[list[list[int]]]])
 @pytest.mark.parametrize("model_name", [name for name in NAMES if name != "llama"])
 def test_every_family_serves(model_name: str) -> None:
     # two executables, as compiling is the time: rows alone run in one and together in the other
-    limits = replace(tiny_limits(max_num_seqs=2), buckets=(Bucket(1), Bucket(2, 32, 2)))
+    limits = replace(
+        tiny_limits(max_num_seqs=2), buckets=(Bucket(1), Bucket(2, 32, 2, scores=True))
+    )
     engine = tiny_engine(limits, model_name=model_name)
     together = tokens(run(engine, prompts(), SAMPLING["greedy"]))
     fresh = tiny_engine(limits, model_name=model_name)

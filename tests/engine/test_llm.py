@@ -28,10 +28,8 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.outputs import Collector
 from jaxinfer.engine.prompts import Prompt, parse_prompts
 from jaxinfer.exec.executor import Executor
-from jaxinfer.exec.loaded import LoadedExecutables
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
-from kit.server_process import wait_until
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
 
 SMALL: dict[str, Any] = {
@@ -186,20 +184,6 @@ def test_without_a_tokenizer(folder: Path, cache: str) -> None:
         llm.get_tokenizer()
 
 
-def test_steps_that_mix_are_loaded_at_once_only_where_tokens_are_watched(
-    folder: Path, cache: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    del llm  # its executables are in the cache
-    begun: list[str] = []
-    monkeypatch.setattr(LoadedExecutables, "load_group", lambda _, name: begun.append(name))
-    LLM(str(folder), cache_dir=cache, **SMALL)
-    assert not begun
-    LLM(str(folder), cache_dir=cache, prefill_first=False, **SMALL)
-    wait_until(lambda: bool(begun), "steps that mix are loaded")
-    (name,) = begun
-    assert name.startswith("d") and "p" in name
-
-
 def test_a_batch_is_prefilled_first_unless_told_otherwise(
     llm: LLM, folder: Path, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,12 +195,9 @@ def test_a_batch_is_prefilled_first_unless_told_otherwise(
     first = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert not any(plan.decodes and plan.prefills for plan in plans)
 
-    def mixes() -> bool:
-        mixed = mixing.generate(prompts, GREEDY, use_tqdm=False)
-        assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in mixed]
-        return any(plan.decodes and plan.prefills for plan in plans)
-
-    wait_until(mixes, "steps that mix are loaded")
+    mixed = mixing.generate(prompts, GREEDY, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in mixed]
+    assert any(plan.decodes and plan.prefills for plan in plans)
     assert mixing.stats().num_compiled == 0, "the executables are the same"
 
 

@@ -243,41 +243,6 @@ def test_a_stop_while_garbage_is_collected(
     assert not capfd.readouterr().err
 
 
-COMPILING = """
-import time
-from jaxinfer.core.later import Later
-from jaxinfer.engine.child import Blueprint, main
-from jaxinfer.engine.engine import Engine
-from jaxinfer.text.tokenizer import load_tokenizer
-from kit.sim_executor import SimExecutor, sim_facts, sim_limits
-from kit.tokenizers import tiny_tokenizer_spec
-
-def build():
-    tokenizer = load_tokenizer(tiny_tokenizer_spec())
-    compiling = Later(lambda: time.sleep(30))
-    return Engine(SimExecutor(0.001), limits, sim_facts(tokenizer), tokenizer, mixed=compiling)
-
-limits = sim_limits(4)
-main(lambda _: lambda *_: Blueprint(limits, tiny_tokenizer_spec(), build))
-"""
-
-
-def test_a_stop_while_what_some_requests_need_is_still_compiled(
-    config: EngineConfig, capfd: pytest.CaptureFixture[str]
-) -> None:
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}){COMPILING}"
-    link = EngineProcess.start(config, spawn([sys.executable, "-c", code]))
-    running = link, link.ready()
-    start = time.perf_counter()
-
-    async def asks(client: EngineClient) -> None:
-        assert (await answer(client, PROMPTS[0])).finished
-
-    talk(running, asks)
-    assert gone(link.pid) and time.perf_counter() - start < 8
-    assert not capfd.readouterr().err
-
-
 PARENT = """
 import sys, time
 from jaxinfer.core.config import EngineConfig

@@ -12,7 +12,6 @@ import pytest
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.step import Bucket, ScheduledSeq, StepPlan
 from jaxinfer.exec.batch import ALIGN, BatchLayout, copied_in, pack, unpack
-from jaxinfer.exec.sampling import Extras
 
 SLOTS, PAGE_SIZE, MAX_PAGES, NUM_PAGES = 64, 16, 70, 4000
 BUCKETS = (Bucket(1), Bucket(0, 64, 4), Bucket(3, 65, 5))
@@ -56,7 +55,7 @@ def test_no_index_of_a_batch_leaves_what_it_is_for(
     layout = BatchLayout(bucket, MAX_PAGES, sink_slot=SLOTS)
     rows = [_row(*row, decode=True) for row in decodes], [_row(*row) for row in prefills]
     plan = StepPlan(0, bucket, (), *map(tuple, rows))
-    flat = pack(plan, layout, Extras(*(False,) * len(Extras._fields)))
+    flat = pack(plan, layout)
     history = jnp.zeros((SLOTS + 1, MAX_PAGES * PAGE_SIZE + 1), jnp.int32)
     batch = unpack(jnp.asarray(flat), layout, history, PAGE_SIZE)
     attention = batch.attention

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from importlib.resources import files
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
 from jaxinfer.engine.build import with_device_defaults
 from jaxinfer.exec.buckets import bucket_table
+from jaxinfer.sched.choose import Budget, smallest_bucket
+from jaxinfer.sched.state import Draft, Sequence, initial_state
+from kit.drive import make_limits, make_request
 
 
 def table_of(
@@ -98,6 +105,68 @@ def test_names() -> None:
     assert Bucket(2, 64, 2).num_seqs == 4
 
 
+def device_table(platform: str, max_num_seqs: int | None = None) -> tuple[Bucket, ...]:
+    """The table of a file in configs/engine, for its own number of sequences or another."""
+    config = with_device_defaults(EngineConfig(max_num_seqs=max_num_seqs), platform)
+    return bucket_table(
+        config.max_num_seqs or 0,
+        config.max_num_batched_tokens or 0,
+        decode_start=config.decode_bucket_start or 0,
+        prefill_start=config.prefill_bucket_start or 0,
+        prefill_factor=config.prefill_bucket_factor or 0,
+        mixed_start=config.mixed_bucket_start or 0,
+        max_num_mixed_tokens=config.max_num_mixed_tokens,
+    )
+
+
+def rows_at_borders(table: tuple[Bucket, ...], most: int) -> list[int]:
+    """Numbers of decoding rows between which no other bucket is the next to hold them."""
+    rows = {0, most, *(b.num_decodes + more for b in table for more in (0, 1))}
+    return sorted(count for count in rows if count <= most)
+
+
+def test_every_file_of_defaults_is_covered_below() -> None:
+    folder = files("jaxinfer.configs").joinpath("engine")
+    assert {file.name for file in folder.iterdir()} == {"cpu.toml", "gpu.toml"}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_every_step_of_the_defaults_has_a_bucket(platform: str) -> None:
+    """With any number of sequences: all rows decoding, and a prompt beside all others, scored."""
+    for seqs in range(1, 1025):
+        table = device_table(platform, seqs)
+        for decodes in rows_at_borders(table, seqs):
+            assert decodes == 0 or any(b.fits(decodes, 0, 0) for b in table), (seqs, decodes)
+            if decodes < seqs:
+                assert any(b.fits(decodes, 1, 1, scores=True) for b in table), (seqs, decodes)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("scored", [(), (0,), (3,), range(1024)], ids=["none", "1st", "4th", "all"])
+def test_every_step_that_is_built_has_a_bucket(platform: str, scored: Collection[int]) -> None:
+    """Rows of prompts are added as ``choose`` adds them, of one token each or of all there is."""
+    plain, asking = (
+        Sequence(request, (0, 0, ""), IntLog(request.prompt_token_ids), 99, num_prefill_tokens=9)
+        for request in (make_request("p", [1] * 9), make_request("s", [1] * 9, prompt_logprobs=0))
+    )
+    for seqs in (1, 2, 3, 7, 16, 17, 64, 65, 100, 200, 256, 257, 300, 511, 512, 640, 1000, 1024):
+        limits = make_limits(max_num_seqs=seqs, buckets=device_table(platform, seqs))
+        limits = replace(limits, max_num_batched_tokens=8192)
+        state = initial_state(limits)
+        for decodes in rows_at_borders(limits.buckets, seqs):
+            for takes_all in (False, True):
+                budget, prefills = Budget(Draft(state), decodes), 0
+                for number in range(seqs - decodes):
+                    seq = asking if number in scored else plain
+                    if (most := budget.left_for(seq)) <= 0:
+                        break
+                    budget.add(seq, most if takes_all and number == 4 else 1)
+                    prefills += 1
+                size = (decodes, budget.used, prefills)
+                if any(size):
+                    smallest_bucket(state.buckets, *size, scores=budget.scores)
+
+
 @pytest.mark.parametrize(
     ("platform", "names"),
     [
@@ -112,14 +181,4 @@ def test_names() -> None:
 )
 def test_the_defaults_of_a_device_are_few(platform: str, names: str) -> None:
     """A start compiles every one of them, so a change here is a change of the time to start."""
-    config = with_device_defaults(EngineConfig(), platform)
-    table = bucket_table(
-        config.max_num_seqs or 0,
-        config.max_num_batched_tokens or 0,
-        decode_start=config.decode_bucket_start or 0,
-        prefill_start=config.prefill_bucket_start or 0,
-        prefill_factor=config.prefill_bucket_factor or 0,
-        mixed_start=config.mixed_bucket_start or 0,
-        max_num_mixed_tokens=config.max_num_mixed_tokens,
-    )
-    assert " ".join(bucket.name for bucket in table) == names
+    assert " ".join(bucket.name for bucket in device_table(platform)) == names

@@ -1,19 +1,29 @@
-"""A GPU's plain steps: nothing in them that makes the host wait, and the same tokens."""
+"""Nothing in a step makes the host wait; what requests ask for besides runs behind it."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
 import pytest
 
+from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.progress import NoProgress
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import Request, SamplingParams
+from jaxinfer.core.step import ScheduledSeq
 from jaxinfer.exec.compile import build_executables
 from jaxinfer.exec.executor import WARM_UP_RUNS, Executor
+from jaxinfer.exec.extras import BLOCK, ExtrasOutput, pack_extras
 from jaxinfer.exec.memory import init_state
-from jaxinfer.exec.program import Program
+from jaxinfer.exec.program import ADMIT, Program, extras_name, score_name
+from jaxinfer.exec.slots import SlotState, settings_of
 from kit.counted import Counted
 from kit.engines import engine_of, run, tiny_limits
 from kit.tiny_models import tiny_model
@@ -47,8 +57,6 @@ def test_no_branch_loop_or_sort(bucket: str, monkeypatch: pytest.MonkeyPatch) ->
         plain = program.trace(bucket).lower().as_text()
         assert {"_draw", "_add_and_norm"} <= {call.kernel.__name__ for call in recorder.calls}
         assert not [word for word in (*WAITS, *SORTS) if word in plain]
-        if (extras := f"{bucket}_extras") in program.names():
-            assert any(word in program.trace(extras).lower().as_text() for word in WAITS)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
@@ -61,60 +69,109 @@ def test_a_batch_is_read_once_to_memory_that_stays(
 
     program = Program(tiny_model("qwen3")[0], LIMITS, platform="gpu")
     monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
-    for name in (bucket, f"{bucket}_extras"):
-        if name not in program.names():
-            continue
-        with in_place_of_triton_call(Recorder()):
-            step = program.trace(name).jaxpr.jaxpr
-        layout = program.layout(next(b for b in LIMITS.buckets if b.name == bucket))
-        (flat,) = (var for var in step.invars if var.aval.shape == layout.abstract().shape)
-        (reader,) = (equation for equation in step.eqns if flat in equation.invars)
-        own = reader.invars[0].aval
-        assert reader.primitive.name == "dynamic_update_slice"
-        assert own.size * own.dtype.itemsize > SMALLEST_ROOM
+    with in_place_of_triton_call(Recorder()):
+        step = program.trace(bucket).jaxpr.jaxpr
+    layout = program.layout(next(b for b in LIMITS.buckets if b.name == bucket))
+    (flat,) = (var for var in step.invars if var.aval.shape == layout.abstract().shape)
+    (reader,) = (equation for equation in step.eqns if flat in equation.invars)
+    own = reader.invars[0].aval
+    assert reader.primitive.name == "dynamic_update_slice"
+    assert own.size * own.dtype.itemsize > SMALLEST_ROOM
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
 def test_a_prompts_last_layer_is_a_step_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the last token of each row; with extras all tokens are asked for."""
+    """Of the last token of each row; of a bucket that scores, all tokens are asked for."""
     from kit.triton_shims import Recorder, in_place_of_triton_call
 
     program = Program(tiny_model("qwen3")[0], LIMITS, platform="gpu")  # of two layers
     monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
     both, one = ["_attend_tile", "_append_and_attend"], ["_attend_tile"]
-    for name, attention in (("p16x1", both), ("p16x1_extras", one)):
+    scoring = replace(program, limits=tiny_limits(max_num_seqs=1, max_num_batched_tokens=16))
+    for one_of, name, attention in ((program, "p16x1", both), (scoring, "p16x1", one)):
         with in_place_of_triton_call(recorder := Recorder()):
-            program.trace(name)
+            one_of.trace(name)
         assert [c.kernel.__name__ for c in recorder.calls if c.kernel.__name__ in both] == attention
 
 
-def test_extras_run_only_where_asked_for_and_tokens_are_the_same(tmp_path: Path) -> None:
+def test_extras_and_scores_have_no_layers() -> None:
+    """One product, by the head; so they are compiled in a second or two and serve every bucket."""
+    program = Program(tiny_model("qwen3")[0], LIMITS, platform="gpu")
+    for name in (extras_name(program.extras_rows[0]), score_name(16)):
+        assert program.trace(name).lower().as_text().count("stablehlo.dot_general") == 1
+
+
+def test_extras_run_for_those_alone_that_ask_and_tokens_are_the_same(tmp_path: Path) -> None:
     model, params = tiny_model("llama")
-    limits = tiny_limits(max_num_seqs=1, max_num_batched_tokens=16)
-    program = Program(model, limits, platform="gpu")
-    always = Program(model, limits, platform="cpu")  # each of its steps has extras
-    chosen, others = (
+    limits = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16)
+    of_gpu, of_cpu = (Program(model, limits, platform=platform) for platform in ("gpu", "cpu"))
+    device, host = (
         Counted(build_executables(one, folder=tmp_path / one.platform, progress=NoProgress()))
-        for one in (program, always)
+        for one in (of_gpu, of_cpu)
     )
-    assert set(chosen.executables.by_name) == set(program.names())
+    assert set(device.executables.by_name) == set(of_gpu.names())
     engine, other = (
         engine_of(Executor(one, counted.executables, params, *init_state(one)), limits)
-        for one, counted in ((program, chosen), (always, others))
+        for one, counted in ((of_gpu, device), (of_cpu, host))
     )
 
-    Executor(program, chosen.executables, params, *init_state(program)).warm_up()
-    steps = {b.name: 1 if b.num_prefills else WARM_UP_RUNS for b in limits.buckets}
-    assert chosen.calls == steps
+    Executor(of_gpu, device.executables, params, *init_state(of_gpu)).warm_up()
+    assert set(device.calls) == set(of_gpu.names()), "each has run once"
+    assert {device.calls[b.name] for b in limits.buckets if not b.num_prefills} == {WARM_UP_RUNS}
 
-    def ran_extras(requests: Sequence[SamplingParams]) -> set[bool]:
-        """Whether extras ran, of all steps; the tokens are those of steps with extras."""
-        chosen.calls.clear()
+    def ran(requests: Sequence[SamplingParams]) -> Counter[str]:
+        """What ran beside steps; the tokens are those of an engine whose slots keep logits."""
+        device.calls.clear()
         prompts = [(5, 6, 7), (9, 8, 7, 6, 5)]
         assert run(engine, prompts, requests) == run(other, prompts, requests)
-        return {name.endswith("_extras") for name in chosen.calls}
+        steps = {bucket.name for bucket in limits.buckets}
+        return Counter({name: n for name, n in device.calls.items() if name not in steps})
 
-    assert ran_extras([PLAIN, GREEDY]) == {False}
-    for asking in ASKING:
-        assert ran_extras([asking, asking]) == {True}
-    assert ran_extras([PLAIN, ASKING[0]]) == {False, True}
+    assert not ran([PLAIN, GREEDY])
+    logprobs, penalty, bias, prompt_logprobs = ASKING
+    assert ran([PLAIN, logprobs]) == {"extras2": 4}
+    assert ran([penalty, bias]) == {ADMIT: 2, "extras2": 5}
+    assert ran([prompt_logprobs, GREEDY]) == {"score16": 1}
+
+
+def test_a_step_of_many_rows_that_ask_is_drawn_by_blocks() -> None:
+    """129 rows are more than ``BLOCK``: each draws what it draws alone."""
+    count, model = 2 * BLOCK + 1, tiny_model("llama")[0]
+    limits = msgspec.structs.replace(LIMITS, max_num_seqs=count)
+    program = Program(model, limits, platform="cpu")
+    assert program.extras_rows[-2:] == (BLOCK, 3 * BLOCK)
+    rng = np.random.default_rng(3)
+    slots = init_state(program)[1]
+    slots = slots._replace(
+        settings=slots.settings.at[:count].set(settings_of([_request(i) for i in range(count)])),
+        token_ids=jnp.asarray(rng.integers(0, 300, slots.token_ids.shape), jnp.int32),
+        drawn_from=jnp.asarray(rng.standard_normal(slots.drawn_from.shape), jnp.float32),
+    )
+    rows = [ScheduledSeq("r", 0, slot, 3 + slot % 9, 1, IntLog()) for slot in range(count)]
+
+    def drawn(rows: Sequence[ScheduledSeq]) -> tuple[SlotState, ExtrasOutput]:
+        number = next(n for n in program.extras_rows if n >= len(rows))
+        draw = jax.jit(program.extras(number))
+        return draw({}, slots, pack_extras(rows, number, limits.max_num_seqs))
+
+    after, output = drawn(rows)
+    for slot in (0, BLOCK - 1, BLOCK, count - 1):
+        alone_after, alone = drawn(rows[slot : slot + 1])
+        assert output.token_ids[slot] == alone.token_ids[0]
+        place = (slot, rows[slot].num_computed_tokens + 1)
+        assert after.token_ids[place] == alone_after.token_ids[place] == alone.token_ids[0]
+        for all_of, one_of in zip(output.logprobs, alone.logprobs, strict=True):
+            np.testing.assert_allclose(all_of[slot], one_of[0], rtol=1e-6)
+
+
+def _request(number: int) -> Request:
+    sampling = SamplingParams(
+        temperature=0.5 + number % 3, frequency_penalty=0.1 * (number % 7), top_k=number % 5
+    )
+    return Request(
+        request_id=str(number),
+        prompt_token_ids=(1, 2),
+        sampling=sampling,
+        max_tokens=9,
+        seed=number,
+    )

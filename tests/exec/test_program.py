@@ -24,11 +24,12 @@ PROGRAM = Program(tiny_model("qwen3")[0], LIMITS, platform="cpu")
 PLANNED = {"xla_disable_hlo_passes": "rematerialization"}
 
 
-@pytest.mark.parametrize("name", PROGRAM.names())
+@pytest.mark.parametrize("name", [name for name in PROGRAM.names() if "score" not in name])
 def test_state_is_updated_in_place(name: str) -> None:
     # buffers are assigned before LLVM, whose optimiser takes a third of the time
     compiled = PROGRAM.trace(name).lower().compile({"xla_backend_optimization_level": 0})
-    state = [PROGRAM.slots()] if name == ADMIT else [PROGRAM.slots(), PROGRAM.kv_state()]
+    is_step = any(bucket.name == name for bucket in LIMITS.buckets)
+    state = [PROGRAM.slots(), PROGRAM.kv_state()] if is_step else [PROGRAM.slots()]
     leaves = jax.tree.leaves(state)
     analysis = compiled.memory_analysis()
     assert analysis.alias_size_in_bytes == sum(leaf.size * 4 for leaf in leaves)
@@ -50,33 +51,17 @@ def test_layers_share_one_trace(family: str, layers: str) -> None:
     assert products(3) == products(6)
 
 
-def test_a_gpu_has_plain_steps_and_fewer_with_extras_a_cpu_one_a_bucket() -> None:
-    buckets = [bucket.name for bucket in LIMITS.buckets]
-    assert PROGRAM.names() == (ADMIT, *buckets)
-    lone = Program(PROGRAM.model, msgspec.structs.replace(LIMITS, max_num_seqs=1), platform="cpu")
-    assert lone.names() == tuple(buckets)  # its steps admit the one sequence there may be
-    table = tuple(map(Bucket, (1, 2, 4, 8, 16))) + (Bucket(0, 32, 2), Bucket(16, 32, 2))
-    gpu = Program(PROGRAM.model, msgspec.structs.replace(LIMITS, buckets=table), platform="gpu")
-    extras = {"d2_extras", "d16_extras", "p32x2_extras", "d16p32x2_extras"}
-    without_extras = tuple(bucket.name for bucket in table)
-    assert set(gpu.names()) == {ADMIT, *without_extras, *extras}
-    assert gpu.names_without_extras() == without_extras
-    assert gpu.names_of_first_steps() == without_extras[:-1]
-    assert gpu.names_at_start() == without_extras[:-1]
-    assert set(gpu.names_later()) == {ADMIT, without_extras[-1], *extras}
-    assert PROGRAM.names_without_extras() == tuple(buckets)
-    mixed = [bucket.name for bucket in LIMITS.buckets if bucket.is_mixed]
-    assert PROGRAM.names_later() == tuple(mixed) and ADMIT in PROGRAM.names_at_start()
-    for bucket in table:
-        assert gpu.bucket_of(bucket, extras=False) == bucket
-        larger = gpu.bucket_of(bucket, extras=True)
-        assert gpu.step_name(larger, extras=True) in extras
-        assert larger.num_tokens <= 16 * bucket.num_tokens
-    first = LIMITS.buckets[0]
-    assert PROGRAM.bucket_of(first, extras=True) == first
-    assert PROGRAM.step_name(first, extras=True) == PROGRAM.step_name(first, extras=False)
-    assert gpu.step_name(first, extras=True) == f"{first.name}_extras"
-    assert gpu.step_name(first, extras=False) == first.name
+def test_a_bucket_has_one_step_and_extras_are_the_same_few_for_all() -> None:
+    table = (Bucket(1), Bucket(80), Bucket(0, 32, 2), Bucket(80, 32, 2, scores=True))
+    limits = msgspec.structs.replace(LIMITS, max_num_seqs=80, buckets=table)
+    names = {ADMIT, "d1", "d80", "p32x2", "d80p32x2", "score32"}
+    model = build_model(tiny_config("qwen3") | {"num_hidden_layers": 4}, "float32")
+    of_cpu, of_gpu = (Program(model, limits, platform=platform) for platform in ("cpu", "gpu"))
+    assert set(of_cpu.names()) == {*names, "extras1", "extras8", "extras64", "extras128"}
+    # prompts alone begin with an executable of their own; those that are scored do not
+    assert set(of_gpu.names()) == {*names, "p32x2_first", "extras8", "extras64", "extras128"}
+    lone = replace(of_gpu, limits=msgspec.structs.replace(limits, max_num_seqs=1))
+    assert {name for name in lone.names() if "extras" in name} == {"extras1"}
 
 
 BY_CUBLAS = {**PLANNED, "xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
@@ -84,26 +69,28 @@ NO_GRAPH = {"xla_gpu_enable_command_buffer": ""}
 
 
 @pytest.mark.parametrize(
-    ("platform", "bucket", "plain", "with_extras"),
+    ("platform", "bucket", "expected"),
     [
-        ("gpu", Bucket(1), PLANNED, PLANNED),
-        ("gpu", Bucket(32), PLANNED, BY_CUBLAS),
-        ("gpu", Bucket(33), BY_CUBLAS, BY_CUBLAS),
-        ("gpu", Bucket(0, 64, 4), BY_CUBLAS, BY_CUBLAS),
-        ("gpu", Bucket(256, 768, 48), {**BY_CUBLAS, **NO_GRAPH}, {**BY_CUBLAS, **NO_GRAPH}),
-        ("gpu", Bucket(0, 1024, 1), {**PLANNED, **NO_GRAPH}, {**PLANNED, **NO_GRAPH}),
-        ("cpu", Bucket(512), {}, {}),
+        ("gpu", Bucket(1), PLANNED),
+        ("gpu", Bucket(32), PLANNED),
+        ("gpu", Bucket(33), BY_CUBLAS),
+        ("gpu", Bucket(0, 64, 4), BY_CUBLAS),
+        ("gpu", Bucket(256, 768, 48, scores=True), {**BY_CUBLAS, **NO_GRAPH}),
+        ("gpu", Bucket(0, 1024, 1), {**PLANNED, **NO_GRAPH}),
+        ("cpu", Bucket(512), {}),
     ],
     ids=["one", "few", "decodes", "prompts", "mixed", "one_row", "cpu"],
 )
 def test_xla_s_options_follow_from_the_rows_and_tokens_of_a_step(
-    platform: str, bucket: Bucket, plain: dict[str, Any], with_extras: dict[str, Any]
+    platform: str, bucket: Bucket, expected: dict[str, Any]
 ) -> None:
     limits = Limits(2000, 16, 512, 64, 512, (bucket,))
     program = Program(tiny_model("llama")[0], limits, platform=platform)
-    for extras, options in ((False, plain), (True, with_extras)):
-        assert program.compiler_options(program.step_name(bucket, extras=extras)) == options
-    assert program.compiler_options(ADMIT) == ({} if platform == "cpu" else PLANNED)
+    assert program.compiler_options(bucket.name) == expected
+    beside = {ADMIT: PLANNED, "extras8": PLANNED, "extras64": BY_CUBLAS, "score64": BY_CUBLAS}
+    for name, options in beside.items():
+        own = {} if platform == "cpu" else {**options, **NO_GRAPH}
+        assert program.compiler_options(name) == own
 
 
 @pytest.mark.parametrize(
@@ -121,8 +108,7 @@ def test_steps_that_only_decode_have_their_kernels_linked(
 ) -> None:
     limits = Limits(2000, 16, 512, 64, 512, (bucket,))
     program = Program(tiny_model("llama")[0], limits, platform=platform)
-    for extras in (False, True):
-        assert program.links_kernels(program.step_name(bucket, extras=extras)) == linked
-    assert not program.links_kernels(ADMIT)
+    assert program.links_kernels(bucket.name) == linked
+    assert not any(map(program.links_kernels, (ADMIT, "extras8", "score64")))
     unlinked = replace(program, pins=checked_pins({"links": "none"}, "gpu"))
     assert not any(map(unlinked.links_kernels, unlinked.names()))

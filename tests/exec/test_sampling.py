@@ -10,8 +10,14 @@ import pytest
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import MAX_LOGPROBS, Request, SamplingParams
 from jaxinfer.core.step import SlotAdmission
-from jaxinfer.exec.batch import extras_of
-from jaxinfer.exec.sampling import CHUNK, Extras, sample, token_logprobs
+from jaxinfer.exec.sampling import (
+    CHUNK,
+    NOT_FINITE,
+    sample,
+    sample_changed,
+    token_logprobs,
+    with_extras,
+)
 from jaxinfer.exec.slots import (
     SlotState,
     admit,
@@ -47,7 +53,7 @@ def draw_in(
     left: SlotState | None = None,
 ) -> tuple[np.ndarray, SlotState]:
     """The same, and the slots."""
-    slots = left or init_slots(len(rows), MAX_LEN)
+    slots = left or init_slots(len(rows), MAX_LEN, jax.ShapeDtypeStruct((0,), jnp.float32))
     requests: list[Request] = []
     admissions: list[SlotAdmission] = []
     for slot, params in enumerate(rows):
@@ -66,11 +72,13 @@ def draw_in(
     new = slot_rows(admissions, len(rows) + 1, **sizes)  # and at least one that admits nobody
     slots = jax.jit(admit)(slots, new)
     slots = jax.jit(with_settings)(slots, np.arange(len(rows)), settings_of(requests))
-    asked = extras_of(requests)
-    extras = Extras(*map(jnp.bool_, asked)) if any(asked) else None
     lens = jnp.full(len(rows), len(PROMPT + OUTPUT), jnp.int32)
     index = jnp.arange(len(rows), dtype=jnp.int32)
-    drawn = jax.jit(sample)(jnp.asarray(logits), slots, index, lens, extras)
+    given = jnp.asarray(logits)
+    drawn = jax.jit(sample)(given, slots, index, lens)
+    if any(params.needs_extras for params in rows):
+        changed = jax.jit(with_extras)(given, slots, index, lens)
+        drawn = jax.jit(sample_changed)(given, changed, slots, index, lens)
     return np.asarray(drawn), slots
 
 
@@ -81,7 +89,7 @@ def random_logits(rows: int, seed: int = 0) -> np.ndarray:
 def test_frequencies_follow_the_softmax() -> None:
     logits = np.zeros((1, VOCAB), np.float32)
     logits[0, :4] = np.log([4, 3, 2, 1])
-    logits[0, 4:] = -np.inf
+    logits[0, 4:] = -1e9
     rows = [SamplingParams(seed=seed) for seed in range(2000)]
     drawn = draw(np.repeat(logits, len(rows), 0), rows)
     counts = np.bincount(drawn, minlength=VOCAB)
@@ -152,7 +160,7 @@ def test_penalties() -> None:
     )
     for top in range(10):  # remove the winner again and again: the whole order must agree
         assert draw(logits[None], [params])[0] == expected.argmax(), top
-        logits[expected.argmax()] = expected[expected.argmax()] = -np.inf
+        logits[expected.argmax()] = expected[expected.argmax()] = -1e9
 
 
 def test_logit_bias_moves_the_choice_and_only_its_row() -> None:
@@ -176,7 +184,7 @@ def test_min_tokens_masks_stop_ids_until_reached() -> None:
 def test_what_a_row_did_not_ask_for_leaves_its_token_alone() -> None:
     """A step with every extra draws for a plain row what a step without any draws."""
     logits = random_logits(2, seed=5)
-    logits[0, 0] = logits[1, 0] = -np.inf
+    logits[0, 0] = logits[1, 0] = -1e9
     asking = SamplingParams(
         seed=3, repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={1: -9.0}, logprobs=1
     )
@@ -203,10 +211,32 @@ def test_what_a_slot_s_last_request_asked_for_is_not_asked_for_any_more() -> Non
     assert draw(logits, [plain, asking], left=left).tolist() == [best, drawn[1]]
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0),
+        SamplingParams(seed=1, top_k=3, top_p=0.9),
+        SamplingParams(temperature=0, logprobs=1, presence_penalty=1.0),
+    ],
+    ids=["greedy", "sampled", "extras"],
+)
+def test_a_row_whose_logits_are_not_finite_draws_no_token(
+    bad: float, params: SamplingParams
+) -> None:
+    """One value anywhere in the row is enough; its neighbours draw what they would without it."""
+    logits = random_logits(3, seed=7)
+    whole = draw(logits, [params] * 3)
+    for place in (0, 17, VOCAB - 1):
+        damaged = logits.copy()
+        damaged[1, place] = bad
+        assert draw(damaged, [params] * 3).tolist() == [whole[0], NOT_FINITE, whole[2]]
+
+
 def test_logprobs_and_ranks() -> None:
     logits = random_logits(2)
     chosen = np.array([logits[0].argmax(), np.argsort(-logits[1])[6]], np.int32)
-    result = token_logprobs(jnp.asarray(logits), jnp.asarray(chosen), jnp.bool_(True))
+    result = token_logprobs(jnp.asarray(logits), jnp.asarray(chosen))
     expected = jax.nn.log_softmax(logits, axis=-1)
     np.testing.assert_array_equal(result.rank, [1, 7])
     np.testing.assert_allclose(result.chosen, expected[np.arange(2), chosen], rtol=1e-5)
@@ -223,7 +253,7 @@ def test_the_most_likely_are_those_of_a_sort(vocab: int, distinct: int) -> None:
     """With few values most are equal, and the first of equals counts."""
     values = np.random.default_rng(vocab).integers(0, distinct, (5, vocab))
     logits = jnp.asarray(values * (8.0 / distinct), jnp.float32).at[0, vocab // 2 :].set(-jnp.inf)
-    entry = token_logprobs(logits, jnp.zeros(5, jnp.int32), jnp.bool_(True))
+    entry = token_logprobs(logits, jnp.zeros(5, jnp.int32))
     order = np.argsort(-np.asarray(logits), axis=1, kind="stable")[:, :MAX_LOGPROBS]
     np.testing.assert_array_equal(entry.top_ids, order)
     expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), order, axis=1)

@@ -28,7 +28,7 @@ def bucket_table(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket
     return (
         *(Bucket(d) for d in ladder(1, max_num_seqs, 2)),
         *(Bucket(0, t, min(4, t)) for t in tokens),
-        *(Bucket(max_num_seqs, t, min(4, t)) for t in tokens),
+        *(Bucket(max_num_seqs, t, min(4, t), scores=True) for t in tokens),
     )
 
 
@@ -74,13 +74,12 @@ class Drive:
     limits: Limits
     depth: int = 2
     twice: bool = False  # make every call twice and hold that it is pure
-    has_mixed: bool = True  # before any ``MixedReady``
     plans: list[StepPlan] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
     last: ScheduleOutput = field(default_factory=lambda: ScheduleOutput(None, ()))
 
     def __post_init__(self) -> None:
-        self.state = initial_state(self.limits, has_mixed=self.has_mixed)
+        self.state = initial_state(self.limits)
         self.executor = FakeExecutor(self.limits.page_size)
         self.flying: list[StepResult] = []
 

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 from msgspec.structs import replace
 
 from jaxinfer.core.config import Limits
-from jaxinfer.core.later import Later
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.facts import ModelFacts
@@ -102,8 +100,6 @@ def engine_of(
     name: str = "tiny",
     overlap: bool = True,
     tokenizer: bool = True,
-    extras: Later[Any] | None = None,
-    mixed: Later[Any] | None = None,
 ) -> Engine:
     """An engine over an executor of a tiny model."""
     facts = ModelFacts(
@@ -118,8 +114,6 @@ def engine_of(
         facts,
         load_tokenizer(tiny_tokenizer_spec()) if tokenizer else None,
         overlap=overlap,
-        extras=extras,
-        mixed=mixed,
     )
 
 

@@ -96,7 +96,7 @@ def sim_limits(num_seqs: int) -> Limits:
         buckets=(
             Bucket(num_seqs),
             Bucket(0, 2048, min(num_seqs, 256)),
-            Bucket(num_seqs, 2048, min(num_seqs, 256)),
+            Bucket(num_seqs, 2048, min(num_seqs, 256), scores=True),
         ),
     )
 

@@ -90,7 +90,11 @@ def watched_engine(
         max_num_seqs=num_seqs,
         max_model_len=max_model_len,
         max_num_batched_tokens=chunk,
-        buckets=(Bucket(num_seqs), Bucket(0, chunk, num_seqs), Bucket(num_seqs, chunk, num_seqs)),
+        buckets=(
+            Bucket(num_seqs),
+            Bucket(0, chunk, num_seqs),
+            Bucket(num_seqs, chunk, num_seqs, scores=True),
+        ),
     )
     executor = WatchedExecutor(AlphabetExecutor(step_seconds))
     tokenizer = load_tokenizer(tiny_tokenizer_spec())

@@ -209,8 +209,9 @@ def test_bucket_tables_must_serve_the_limits(buckets: tuple[Bucket, ...]) -> Non
         initial_state(make_limits(buckets=buckets))
 
 
-def test_so_must_what_there_is_of_them_at_first() -> None:
-    limits = make_limits(buckets=(Bucket(4, 8, 1), Bucket(4)))
-    assert initial_state(limits).buckets == (Bucket(4), Bucket(4, 8, 1))
-    with pytest.raises(ConfigError, match="no bucket holds 0 decodes and 1 prefills"):
-        initial_state(limits, has_mixed=False)
+def test_the_one_that_holds_a_prompt_beside_all_others_must_score() -> None:
+    scoring = Bucket(4, 8, 1, scores=True)
+    limits = make_limits(buckets=(scoring, Bucket(4)))
+    assert initial_state(limits).buckets == (Bucket(4), scoring)
+    with pytest.raises(ConfigError, match="3 decodes and 1 prefills with prompt logprobs"):
+        initial_state(make_limits(buckets=(Bucket(4, 8, 1), Bucket(4))))

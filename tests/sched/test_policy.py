@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.core.step import Abort, Arrive, Bucket, MixedReady, StepPlan
+from jaxinfer.core.step import Abort, Arrive, Bucket, StepPlan
 from jaxinfer.sched.choose import smallest_bucket
 from jaxinfer.sched.schedule import initial_state
 from kit.drive import Drive, make_limits, make_request
@@ -41,7 +41,7 @@ def test_prefills_share_the_budget_and_decodes_ride_along() -> None:
 
 
 def test_a_chunk_beside_decodes_is_as_large_as_a_mixed_bucket() -> None:
-    buckets = (Bucket(4), Bucket(0, 16, 4), Bucket(4, 4, 4))
+    buckets = (Bucket(4), Bucket(0, 16, 4), Bucket(4, 4, 4, scores=True))
     drive = Drive(make_limits(max_num_batched_tokens=16, buckets=buckets), depth=1)
     output = drive.arrive(*(make_request(f"r{i}", [i] * 10, arrival=i) for i in range(3)))
     assert shape(output.step) == ([], [("r0", 10), ("r1", 6)])
@@ -136,13 +136,13 @@ def test_with_nobody_running_the_whole_pool_is_there() -> None:
     ],
 )
 def test_the_smallest_bucket_that_fits(decodes: int, tokens: int, prefills: int, name: str) -> None:
-    table = (Bucket(4, 16, 4), Bucket(0, 16, 4), Bucket(4), Bucket(0, 8, 2), Bucket(1))
+    table = (Bucket(4, 16, 4, scores=True), Bucket(0, 16, 4), Bucket(4), Bucket(0, 8, 2), Bucket(1))
     buckets = initial_state(make_limits(buckets=table)).buckets
     assert smallest_bucket(buckets, decodes, tokens, prefills).name == name
 
 
 def test_prefills_shrink_to_a_bucket_with_all_decodes() -> None:
-    buckets = (Bucket(4), Bucket(0, 64, 4), Bucket(1, 32, 2), Bucket(4, 8, 1))
+    buckets = (Bucket(4), Bucket(0, 64, 4), Bucket(1, 32, 2), Bucket(4, 8, 1, scores=True))
     limits = make_limits(max_num_batched_tokens=64, buckets=buckets)
     drive = Drive(limits, depth=1)
     output = drive.arrive(make_request("a", [1] * 8, max_tokens=50))
@@ -156,40 +156,40 @@ def test_prefills_shrink_to_a_bucket_with_all_decodes() -> None:
     assert shape(drive.tick().step) == (["a", "b", "c"], [])
 
 
-def test_until_rows_may_decode_beside_prompts_the_two_take_turns() -> None:
-    buckets = (Bucket(4), Bucket(0, 64, 4), Bucket(4, 16, 4))
-    limits = make_limits(max_num_batched_tokens=64, max_model_len=128, buckets=buckets)
-    drive = Drive(limits, depth=1, has_mixed=False)
-    output = drive.arrive(make_request("a", [1] * 40, max_tokens=50))
-    assert shape(output.step) == ([], [("a", 40)]), "nobody waits: as much as fits"
-    assert shape(drive.tick().step) == (["a"], [])
-    output = drive.arrive(make_request("b", [2] * 40, arrival=1))
-    assert shape(output.step) == ([], [("b", 16)]), "no more than beside a"
-    output = drive.arrive(make_request("c", [3] * 4, arrival=2))
-    assert shape(output.step) == (["a"], []) and not drive.state.decodes_waited
-    assert shape(drive.tick().step) == ([], [("b", 16)]) and drive.state.decodes_waited
-    assert shape(drive.tick().step) == (["a"], [])
-    assert shape(drive.tick(MixedReady()).step) == (["a"], [("b", 8), ("c", 4)])
+SCORING = (Bucket(4), Bucket(0, 32, 4), Bucket(4, 8, 2, scores=True))
+
+
+def test_a_prompt_that_is_scored_has_a_bucket_that_scores() -> None:
+    limits = make_limits(max_num_batched_tokens=32, buckets=SCORING)
+    drive = Drive(limits, depth=1)
+    plain = make_request("plain", [1] * 12, max_tokens=4)
+    scored = make_request("scored", [2] * 12, max_tokens=4, prompt_logprobs=1, arrival=1)
+    last = make_request("last", [3] * 12, max_tokens=4, arrival=2)
+    step = drive.arrive(plain, scored, last).step
+    assert shape(step) == ([], [("plain", 12)]), "more tokens than one that scores has"
+    step = drive.tick().step
+    assert shape(step) == (["plain"], [("scored", 8)]) and step and step.bucket.scores
+    step = drive.tick().step
+    assert shape(step) == (["plain"], [("scored", 4), ("last", 4)]) and step and step.bucket.scores
     drive.finish()
+    scores = [entry for event in drive.events for entry in event.prompt_logprobs]
+    assert len(scores) == 11
 
 
-def test_who_cannot_be_admitted_gets_no_turn() -> None:
-    drive = Drive(make_limits(max_num_seqs=1), depth=1, has_mixed=False)
-    drive.arrive(*(make_request(name, [1] * 4, arrival=i) for i, name in enumerate("ab")))
-    assert [shape(drive.tick().step) for _ in range(6)] == [(["a"], [])] * 6
-
-
-def test_a_batch_whose_prompts_come_first_takes_no_turns() -> None:
-    limits = make_limits(max_num_batched_tokens=8, prefill_first=True)
-    drive = Drive(limits, depth=1, has_mixed=False)
-    drive.arrive(*(make_request(name, [i] * 8, arrival=i) for i, name in enumerate("ab")))
-    assert shape(drive.tick().step) == ([], [("b", 8)])
-    assert not drive.state.decodes_waited
-    assert shape(drive.tick().step) == (["a", "b"], [])
+def test_what_is_left_of_a_scored_prompt_may_need_no_score() -> None:
+    """After a preemption its logprobs are out, and its own output is prefilled again."""
+    limits = make_limits(max_num_batched_tokens=32, buckets=SCORING)
+    drive = Drive(limits, depth=1)
+    drive.arrive(make_request("a", [1] * 8, max_tokens=20, prompt_logprobs=1))
+    (seq,) = drive.state.running
+    assert not seq.scores
+    one = make_request("b", [2], prompt_logprobs=1, arrival=1)
+    assert shape(drive.arrive(one).step) == (["a"], [("b", 1)])
+    assert not drive.state.running[1].scores, "the first token has no logprob"
 
 
 def test_prefill_rows_are_as_many_as_a_bucket_has() -> None:
-    drive = Drive(make_limits(buckets=(Bucket(4, 16, 2),)), depth=1)
+    drive = Drive(make_limits(buckets=(Bucket(4, 16, 2, scores=True),)), depth=1)
     output = drive.arrive(*(make_request(f"r{i}", [i] * 3, arrival=i) for i in range(4)))
     assert shape(output.step) == ([], [("r0", 3), ("r1", 3)])
     assert shape(drive.tick().step) == (["r0", "r1"], [("r2", 3), ("r3", 3)])

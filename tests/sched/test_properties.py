@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
-from jaxinfer.core.step import Abort, Arrive, Event, MixedReady, StepFailed
+from jaxinfer.core.step import Abort, Arrive, Event, StepFailed
 from kit.drive import EOS, Drive, make_limits, make_request
 from kit.fake_executor import expected_tokens
 
@@ -26,10 +26,7 @@ STREAM = tuple((7 * i * i + i) % 50 for i in range(MAX_MODEL_LEN))  # prompts sh
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests by the turn they arrive in, aborts by turn, and the engine's shape.
-
-    ``mixed_at``: the turn from which rows may decode beside prompts.
-    """
+    """Requests by the turn they arrive in, aborts by turn, and the engine's shape."""
 
     requests: tuple[tuple[int, Request], ...]
     aborts: tuple[tuple[int, str], ...]
@@ -39,7 +36,6 @@ class Trace:
     max_num_batched_tokens: int
     enable_prefix_caching: bool
     prefill_first: bool
-    mixed_at: int
 
     def drive(self, **changes: object) -> Drive:
         """A fresh drive with the trace's limits."""
@@ -53,20 +49,18 @@ class Trace:
             "prefill_first": self.prefill_first,
         }
         limits = make_limits(**(values | changes))
-        return Drive(limits, depth=self.depth, has_mixed=not self.mixed_at)
+        return Drive(limits, depth=self.depth)
 
     def events(self, turn: int) -> tuple[Event, ...]:
         """What happens in a turn besides finished steps."""
         arrivals = (Arrive(request) for at, request in self.requests if at == turn)
         aborts = (Abort(request_id) for at, request_id in self.aborts if at == turn)
-        ready = (MixedReady(),) if turn == self.mixed_at > 0 else ()
-        return (*ready, *arrivals, *aborts)
+        return (*arrivals, *aborts)
 
     @property
     def last_turn(self) -> int:
         """The last turn with an event."""
-        turns = [self.mixed_at, *(at for at, _ in self.requests), *(at for at, _ in self.aborts)]
-        return max(turns)
+        return max(at for at, _ in (*self.requests, *self.aborts))
 
 
 @st.composite
@@ -92,7 +86,6 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
         max_num_batched_tokens=draw(st.sampled_from((1, 7, 16, 64))),
         enable_prefix_caching=draw(st.booleans()),
         prefill_first=draw(st.booleans()),
-        mixed_at=draw(st.sampled_from((0, 0, 6, 40))),
     )
 
 
@@ -239,13 +232,10 @@ def test_a_failed_step_ends_its_own_requests_only(trace: Trace, at: int) -> None
 
 @given(traces(in_order=True))
 def test_nobody_starves(trace: Trace) -> None:
-    """The bound of ``sched.schedule``, and that each step works for the first of all; every second
-    one before ``MixedReady``.
-    """
+    """The bound of ``sched.schedule``, and that each step works for the first of all."""
     drive = trace.drive()
     planned: dict[str, int] = {}  # steps planned until a request's end was known
     turn = 0
-    missed = False  # whether the last step computed nothing for the first, which waits for it
     first, epoch = "", -1
     while turn <= trace.last_turn or drive.state.num_unfinished:
         output = drive.tick(*trace.events(turn))
@@ -258,14 +248,11 @@ def test_nobody_starves(trace: Trace) -> None:
         head = drive.state.running[0]
         assert all(head.order < seq.order for seq in drive.state.waiting)
         assert head.epoch == epoch or head.request_id != first, "the first was preempted"
-        missed = missed and head.request_id == first
         first, epoch = head.request_id, head.epoch
         if output.step is not None:
             has_row = head.request_id in {row.request_id for row in output.step.rows}
             waits = trace.prefill_first and not output.step.decodes
-            waits = waits or (turn <= trace.mixed_at and not missed)
             assert has_row or waits or head.num_computed_tokens + 1 == head.max_num_tokens
-            missed = not has_row
     chunk = min(
         trace.max_num_batched_tokens,
         max(b.num_prefill_tokens for b in drive.limits.buckets if b.fits(trace.max_num_seqs, 1, 1)),
@@ -273,10 +260,9 @@ def test_nobody_starves(trace: Trace) -> None:
     most_tokens = [len(r.prompt_token_ids) + r.max_tokens for _, r in trace.requests]
     most_chunks = [cdiv(num_tokens, chunk) for num_tokens in most_tokens]
     bound = sum(most_chunks) if trace.prefill_first else 0
-    turns = 2 if trace.mixed_at else 1
     for (_, request), num_chunks in zip(trace.requests, most_chunks, strict=True):
         bound += num_chunks + request.max_tokens + trace.depth
-        assert planned[request.request_id] <= turns * bound
+        assert planned[request.request_id] <= bound
 
 
 @given(traces(in_order=True))
