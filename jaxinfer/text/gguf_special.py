@@ -94,7 +94,7 @@ def special_id(metadata: Mapping[str, Any], role: str) -> int | None:
         return value if value is None or not tokens or value < len(tokens) else None
     if isinstance(value, bool) or not isinstance(value, int):
         raise TokenizerError(
-            f"The GGUF metadata key {key} must be an integer, got {str(value)[:40]!r}; "
+            f"The GGUF metadata key {key} must be an integer, got {repr(value)[:40]}; "
             "convert the model again."
         )
     if isinstance(tokens, list) and not 0 <= value < len(tokens):

@@ -157,7 +157,7 @@ def _refuse_unknown_keys(metadata: Mapping[str, Any]) -> None:
             continue
         known = f"only {_ONLY_AS[name]!r} is supported" if name in _ONLY_AS else "it is unknown"
         raise TokenizerError(
-            f"The GGUF metadata key {key} is {str(value)[:40]!r}, and {known}; name a folder with "
+            f"The GGUF metadata key {key} is {repr(value)[:40]}, and {known}; name a folder with "
             "the model's tokenizer.json by tokenizer=."
         )
 
@@ -167,7 +167,7 @@ def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise TokenizerError(
             f"The GGUF metadata key tokenizer.ggml.{name} must be true or false, "
-            f"got {str(value)[:40]!r}; convert the model again."
+            f"got {repr(value)[:40]}; convert the model again."
         )
     return value
 

@@ -51,6 +51,7 @@ _ONLY_AS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
             "n_deepstack_layers",
             "moe_every_n_layers",
             "interleave_moe_layer_step",
+            "expert_count",
             "expert_used_count",
             "expert_shared_count",
             "expert_group_count",

@@ -82,7 +82,7 @@ class ArchitectureMetadata:
         """Raise ``CheckpointError``: the file's key ``words``, but is ``value``."""
         raise CheckpointError(
             f"{self.header.path}: metadata key {self._prefix + key} {words}, "
-            f"got {str(value)[:40]!r}; {remedy}"
+            f"got {repr(value)[:40]}; {remedy}"
         )
 
     def has_tensor(self, name: str) -> bool:
