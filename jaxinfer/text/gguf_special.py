@@ -45,8 +45,9 @@ _ENDS = TURN_ENDS | {
     "[e~[",  # MiniMax M2
 }
 
-# Tokens between the parts of a fill-in-the-middle prompt. After one of these a text is over. The
-# first text that the vocabulary has counts, where the metadata names no id.
+# Tokens between the parts of a fill-in-the-middle prompt. After one of these a text is over. They
+# are known by their text where the metadata names no id. Of several, llama.cpp takes the one that
+# its hash table has first; here all of them end.
 _FILL_IN_ENDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
@@ -119,9 +120,8 @@ def end_token_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
     found = {text: token_id for token_id, text in enumerate(tokens) if text in _SEARCHED}
     ends |= {found[text] for text in _ENDS if text in found}
     for role, texts in _FILL_IN_ENDS.items():
-        known = [found[text] for text in texts if text in found]
-        if named[role] is None and known:
-            ends.add(known[0])
+        if named[role] is None:
+            ends |= {found[text] for text in texts if text in found}
     for text, sets in _EXCEPTIONS.items():
         if any(all(found.get(other) in ends for other in others) for others in sets):
             ends.discard(found.get(text, -1))

@@ -58,7 +58,7 @@ def ends_of(*tokens: str, **ids: int) -> set[str]:
             id="between parts",
         ),
         pytest.param("[PAD] x <REPO>", {"fim_pad": 1}, "x <REPO>", id="between parts, named"),
-        pytest.param("<fim_pad> <PAD>", {}, "<fim_pad>", id="one of each role"),
+        pytest.param("<fim_pad> <PAD>", {}, "<fim_pad> <PAD>", id="several of a role"),
     ],
 )
 def test_ends(tokens: str, ids: dict[str, int], ends: str) -> None:

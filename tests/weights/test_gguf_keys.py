@@ -8,14 +8,18 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxinfer.core.errors import CheckpointError, JaxinferError, SourceError
+from jaxinfer.core.progress import NoProgress
+from jaxinfer.models import forward
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.decoder_config import DecoderConfig
 from jaxinfer.nn.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from jaxinfer.nn.rope import inverse_frequencies as frequencies
 from jaxinfer.weights.gguf_config import hf_config_from_gguf
 from jaxinfer.weights.gguf_header import GGUFHeader, read_header
+from jaxinfer.weights.load import load_params
 from kit.checkpoints import (
     random_hf_tensors,
     tiny_gpt2_config,
@@ -24,6 +28,7 @@ from kit.checkpoints import (
     tiny_qwen3_config,
     write_gguf,
 )
+from kit.gguf_rope import CASES, TOKEN_IDS, write_case
 from kit.model_sources import resolve
 
 CONFIGS = {
@@ -107,6 +112,16 @@ def test_rope_scaling(
     config = build_model(config_of(headers[arch], arch, **keys), "float32").config
     assert isinstance(config, DecoderConfig)
     assert config.rope == RopeConfig(16, 10000.0, scaling)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rope_is_llama_cpps(tmp_path: Path, name: str) -> None:
+    golden = load_file(Path(__file__).parents[1] / "golden" / "data" / "gguf_rope.safetensors")
+    source = resolve(write_case(tmp_path, name))
+    model = build_model(source.hf_config, "float32")
+    params = load_params(model, source, cache_dir=tmp_path, seed=0, progress=NoProgress())
+    logits = np.asarray(forward(model, params, TOKEN_IDS))[-1]
+    np.testing.assert_allclose(logits, golden[name], atol=2e-6)  # the cases differ by 5e-3
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
