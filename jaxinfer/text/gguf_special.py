@@ -93,6 +93,10 @@ def special_id(metadata: Mapping[str, Any], role: str) -> int | None:
     if value is None:
         value = _DEFAULT_IDS.get(str(metadata.get("tokenizer.ggml.model")), {}).get(role)
         return value if value is None or not tokens or value < len(tokens) else None
+    return _checked_id(key, value, tokens)
+
+
+def _checked_id(key: str, value: Any, tokens: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TokenizerError(
             f"The GGUF metadata key {key} must be an integer, got {repr(value)[:40]}; "
@@ -115,6 +119,8 @@ def end_token_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
     named = {role: special_id(metadata, role) for role in roles}
     ends = {token_id for token_id in named.values() if token_id is not None}
     tokens = metadata.get("tokenizer.ggml.tokens")
+    further = "tokenizer.ggml.eos_token_ids"  # Ollama writes the list of generation_config.json
+    ends |= {_checked_id(further, token_id, tokens) for token_id in metadata.get(further) or ()}
     if not isinstance(tokens, list):
         return frozenset(ends)  # a file without a vocabulary
     found = {text: token_id for token_id, text in enumerate(tokens) if text in _SEARCHED}

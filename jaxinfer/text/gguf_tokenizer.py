@@ -36,19 +36,21 @@ _READ_KEYS = frozenset(
     | {"add_bos_token", "add_eos_token", "add_space_prefix"}
     | {f"{role}_token_id" for role in ("bos", "eos", "eot", "eom", "unknown", "padding")}
     | {f"fim_{role}_token_id" for role in ("pad", "rep", "sep")}
+    | {"eos_token_ids"}
 )
-# Keys that change no token id: roles that nothing here fills (the format spells the separator's key
-# both ways; prefix, suffix and middle are older names of the fim keys), sizes, remarks.
+# Roles that nothing here fills (the format spells the separator's both ways), and those of a
+# fill-in-the-middle prompt with their older names.
+_UNUSED_ROLES = ("seperator", "separator", "cls", "mask")
+_FILL_IN_ROLES = ("fim_pre", "fim_suf", "fim_mid", "prefix", "suffix", "middle")
 _KEYS_WITHOUT_EFFECT = frozenset(
-    {f"{role}_token_id" for role in ("seperator", "separator", "cls", "mask")}
-    | {f"fim_{role}_token_id" for role in ("pre", "suf", "mid")}
-    | {f"{role}_token_id" for role in ("prefix", "suffix", "middle")}
+    {f"{role}_token_id" for role in (*_UNUSED_ROLES, *_FILL_IN_ROLES)}
+    | {f"{role}_token_ids" for role in (*_UNUSED_ROLES, "bos", "unknown", "padding")}
     | {"token_type_count", "added_tokens"}
 )
 # Keys of other tokenizers, and the one value with which they change nothing in ours.
 _ONLY_AS: Mapping[str, Any] = MappingProxyType(
-    {
-        "add_sep_token": False,
+    {f"add_{role}_token": False for role in (*_UNUSED_ROLES, "sep", "unknown", "padding")}
+    | {
         "remove_extra_whitespaces": False,
         "normalizer.lowercase": False,
         "normalizer.strip_accents": False,

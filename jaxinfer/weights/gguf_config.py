@@ -99,7 +99,8 @@ def _decoder(meta: ArchitectureMetadata) -> dict[str, Any]:
             f"{meta.header.path} is a mixture of experts, which no known family covers"
         )
     head_dim = meta.count("attention.key_length", max(hidden_size // heads, 1))
-    meta.only("attention.value_length", head_dim)
+    for key in ("attention.value_length", "attention.head_dim"):  # the latter is Ollama's
+        meta.only(key, head_dim)
     meta.only("attention.scale", 0, head_dim**-0.5)
     meta.only("hidden_activation", "silu", "swish")
     return {

@@ -85,6 +85,14 @@ def test_refuses_what_is_no_id(role: str, value: Any, message: str) -> None:
         ends_of("a", "b", **{role: value})
 
 
+def test_list_of_ends() -> None:
+    """As Ollama writes the list of generation_config.json."""
+    metadata = {"tokenizer.ggml.tokens": ["a", "b", "c"], "tokenizer.ggml.eos_token_id": 0}
+    assert end_token_ids(metadata | {"tokenizer.ggml.eos_token_ids": [0, 2]}) == {0, 2}
+    with pytest.raises(TokenizerError, match="eos_token_ids is 3, outside its vocabulary"):
+        end_token_ids(metadata | {"tokenizer.ggml.eos_token_ids": [0, 3]})
+
+
 def test_defaults_of_sentencepiece() -> None:
     metadata = stories_gguf_metadata()
     for role in ("bos", "eos"):

@@ -203,6 +203,8 @@ def test_keys_that_change_no_token_id() -> None:
         "precompiled_charsmap": [],
         "suppress_tokens": [],
         "add_sep_token": False,
+        "add_padding_token": False,
+        "add_unknown_token": False,
     }
     assert stories(**more).encode("Once upon a time") == stories().encode("Once upon a time")
 

@@ -174,6 +174,13 @@ HARMLESS: dict[str, Any] = {
 }
 
 
+def test_head_dim_as_ollama_writes_it(headers: dict[str, GGUFHeader]) -> None:
+    config = config_of(headers["llama"], "llama", attention__head_dim=16)
+    assert config == config_of(headers["llama"], "llama")
+    with pytest.raises(CheckpointError, match=r"attention\.head_dim is supported only as 16"):
+        config_of(headers["llama"], "llama", attention__head_dim=8)
+
+
 @pytest.mark.parametrize("arch", CONFIGS)
 @pytest.mark.parametrize("key", HARMLESS)
 def test_harmless_values(headers: dict[str, GGUFHeader], arch: str, key: str) -> None:
@@ -326,7 +333,7 @@ def test_remarks_and_sampling_defaults(tmp_path: Path) -> None:
     config = CONFIGS["llama"]
     remarks = {
         "general.type": "model",
-        "general.author": "somebody",
+        "general.author": "the authors",
         "general.file_type": 7,
         "quantize.imatrix.file": "imatrix.dat",
         "split.count": 0,
