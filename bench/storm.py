@@ -114,6 +114,8 @@ def any_body(ids: random.Random) -> dict[str, Any]:
         "priority": ids.randrange(3),
     }
     chosen = {name: value for name, value in choices.items() if ids.random() < 0.3}
+    if "prompt_logprobs" in chosen:  # which no stream has
+        chosen.pop("stream", None)
     if chosen.get("temperature") == 0:
         chosen.pop("n", None)
     length = ids.choice((1, 17, 100, 400, 1500, 3000))

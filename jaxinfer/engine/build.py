@@ -254,10 +254,10 @@ def check_device(platform_of_backend: Callable[[], str] | None = None) -> str:
 
 def model_facts(plan: EnginePlan) -> ModelFacts:
     """What requests are checked against, from the model's own files and its tokenizer."""
-    eos = None if plan.tokenizer is None else plan.tokenizer.eos_token_id
-    if eos is None:
+    if plan.tokenizer is None:
         return plan.facts
-    return replace(plan.facts, eos_token_ids=tuple(dict.fromkeys((*plan.facts.eos_token_ids, eos))))
+    ends = (*plan.facts.eos_token_ids, *sorted(plan.tokenizer.end_token_ids))
+    return replace(plan.facts, eos_token_ids=tuple(dict.fromkeys(ends)))
 
 
 def _context(config: EngineConfig, model: Model) -> int:

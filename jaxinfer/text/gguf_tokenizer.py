@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -15,6 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from jaxinfer.core.errors import TokenizerError
+from jaxinfer.text.gguf_special import TURN_ENDS, end_token_ids, special_id
 
 
 class _TokenType(IntEnum):
@@ -26,6 +28,36 @@ class _TokenType(IntEnum):
     USER_DEFINED = 4
     UNUSED = 5
     BYTE = 6
+
+
+# Keys below ``tokenizer.ggml.`` that are read, here or in ``gguf_special``.
+_READ_KEYS = frozenset(
+    {"model", "pre", "tokens", "token_type", "scores", "merges"}
+    | {"add_bos_token", "add_eos_token", "add_space_prefix"}
+    | {f"{role}_token_id" for role in ("bos", "eos", "eot", "eom", "unknown", "padding")}
+    | {f"fim_{role}_token_id" for role in ("pad", "rep", "sep")}
+    | {"eos_token_ids"}
+)
+# Roles that nothing here fills (the format spells the separator's both ways), and those of a
+# fill-in-the-middle prompt with their older names.
+_UNUSED_ROLES = ("seperator", "separator", "cls", "mask")
+_FILL_IN_ROLES = ("fim_pre", "fim_suf", "fim_mid", "prefix", "suffix", "middle")
+_KEYS_WITHOUT_EFFECT = frozenset(
+    {f"{role}_token_id" for role in (*_UNUSED_ROLES, *_FILL_IN_ROLES)}
+    | {f"{role}_token_ids" for role in (*_UNUSED_ROLES, "bos", "unknown", "padding")}
+    | {"token_type_count", "added_tokens"}
+)
+# Keys of other tokenizers, and the one value with which they change nothing in ours.
+_ONLY_AS: Mapping[str, Any] = MappingProxyType(
+    {f"add_{role}_token": False for role in (*_UNUSED_ROLES, "sep", "unknown", "padding")}
+    | {
+        "remove_extra_whitespaces": False,
+        "normalizer.lowercase": False,
+        "normalizer.strip_accents": False,
+        "precompiled_charsmap": [],
+        "suppress_tokens": [],
+    }
+)
 
 
 class _Pre(NamedTuple):
@@ -61,10 +93,13 @@ _DEEPSEEK_V3 = (
 
 def _pre_tokenizers() -> dict[str, _Pre]:
     qwen2 = _Pre((_QWEN2,), nfc=True)
+    llama3 = _Pre((_LLAMA3,), whole_words=True, add_bos=True)
     return {
         "gpt-2": _Pre(gpt2_split=True),
         "smollm": _Pre(gpt2_split=True, digits=True),
-        "llama-bpe": _Pre((_LLAMA3,), whole_words=True, add_bos=True),
+        "llama-bpe": llama3,
+        "llama3": llama3,
+        "llama-v3": llama3,
         "qwen2": qwen2,
         "deepseek-r1-qwen": qwen2,
         "qwen35": _Pre((_QWEN35,), nfc=True),
@@ -78,23 +113,21 @@ class GGUFTokenizer(NamedTuple):
 
     tokenizer: Tokenizer
     special_tokens: dict[str, str]  # template variable ("bos_token", ...) -> token
-    chat_template: str | None
+    chat_templates: dict[str, str]  # name -> template; the one without a name is "default"
+    end_token_ids: frozenset[int]  # every token that ends a text
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
     """Build the tokenizer that ``metadata`` describes.
 
     Models "gpt2" (byte-level BPE) and "llama" (sentencepiece BPE with scores). Raises
-    ``TokenizerError`` for another model, an unknown pre-tokenizer or a missing key.
+    ``TokenizerError`` for another model, an unknown pre-tokenizer, a missing key, or one that asks
+    for what is not done here.
     """
     model = _required(metadata, "model")
+    _refuse_unknown_keys(metadata)
     tokens: list[str] = list(_required(metadata, "tokens"))
-    types = [int(kind) for kind in _required(metadata, "token_type")]
-    if len(types) != len(tokens):
-        raise TokenizerError(
-            f"The GGUF metadata has {len(tokens)} tokens but {len(types)} token types; "
-            "the file is damaged."
-        )
+    types = _token_types(tokens, _required(metadata, "token_type"))
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         twice = next(token for token_id, token in enumerate(tokens) if vocab[token] != token_id)
@@ -110,7 +143,62 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
     _add_tokens(tokenizer, tokens, types)
     special_tokens = _special_tokens(metadata, tokens)
     _add_post_processor(tokenizer, metadata, special_tokens, add_bos)
-    return GGUFTokenizer(tokenizer, special_tokens, metadata.get("tokenizer.chat_template"))
+    return GGUFTokenizer(
+        tokenizer, special_tokens, _chat_templates(metadata), end_token_ids(metadata)
+    )
+
+
+def _refuse_unknown_keys(metadata: Mapping[str, Any]) -> None:
+    """Refuse what would change token ids without being done; a key of any other name might."""
+    prefix = "tokenizer.ggml."
+    for key, value in metadata.items():
+        name = key.removeprefix(prefix)
+        if name == key or name in _READ_KEYS | _KEYS_WITHOUT_EFFECT:
+            continue
+        if name in _ONLY_AS and value == _ONLY_AS[name]:
+            continue
+        known = f"only {_ONLY_AS[name]!r} is supported" if name in _ONLY_AS else "it is unknown"
+        raise TokenizerError(
+            f"The GGUF metadata key {key} is {repr(value)[:40]}, and {known}; name a folder with "
+            "the model's tokenizer.json by tokenizer=."
+        )
+
+
+def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(value, bool):
+        raise TokenizerError(
+            f"The GGUF metadata key tokenizer.ggml.{name} must be true or false, "
+            f"got {repr(value)[:40]}; convert the model again."
+        )
+    return value
+
+
+def _token_types(tokens: Sequence[str], stored: Sequence[Any]) -> list[int]:
+    """The stored types, but an end of a turn is never an ordinary word."""
+    if len(stored) != len(tokens):
+        raise TokenizerError(
+            f"The GGUF metadata has {len(tokens)} tokens but {len(stored)} token types; "
+            "the file is damaged."
+        )
+    return [
+        _TokenType.CONTROL if kind == _TokenType.NORMAL and token in TURN_ENDS else int(kind)
+        for token, kind in zip(tokens, stored, strict=True)
+    ]
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """``tokenizer.chat_template``, and ``tokenizer.chat_template.NAME`` for each further one."""
+    key = "tokenizer.chat_template"
+    named = {"default": metadata[key]} if key in metadata else {}
+    named |= {k.removeprefix(key + "."): v for k, v in metadata.items() if k.startswith(key + ".")}
+    for name, template in named.items():
+        if not isinstance(template, str):
+            raise TokenizerError(
+                f"The GGUF metadata's chat template {name!r} must be a string, "
+                f"got {type(template).__name__}; convert the model again."
+            )
+    return named
 
 
 def _required(metadata: Mapping[str, Any], key: str) -> Any:
@@ -173,7 +261,7 @@ def _sentencepiece(
             byte_fallback=True,
         )
     )
-    space_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    space_prefix = _flag(metadata, "add_space_prefix", True)
     spaces = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = (
         normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if space_prefix else spaces
@@ -215,18 +303,8 @@ def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
     named = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-    special: dict[str, str] = {}
-    for key, name in named.items():
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is None:
-            continue
-        if not 0 <= int(token_id) < len(tokens):
-            raise TokenizerError(
-                f"The GGUF metadata's {key}_token_id {token_id} is outside "
-                f"its vocabulary of {len(tokens)} tokens."
-            )
-        special[f"{name}_token"] = tokens[int(token_id)]
-    return special
+    ids = {name: special_id(metadata, role) for role, name in named.items()}
+    return {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}
 
 
 def _add_post_processor(
@@ -236,7 +314,7 @@ def _add_post_processor(
     around: list[str] = []
     template = "$A"
     for name, default, form in (("bos", add_bos, "{} $A"), ("eos", False, "{} {}")):
-        if not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
+        if not _flag(metadata, f"add_{name}_token", default):
             continue
         token = special.get(f"{name}_token")
         if token is None:

@@ -37,12 +37,13 @@ def load_tokenizer(
         )
     templates = _named_templates(spec.tokenizer_config.get("chat_template"))
     special_tokens = _special_tokens(spec.tokenizer_config)
+    ends: frozenset[int] | None = None
     if spec.gguf_metadata is not None:
         built = build_gguf_tokenizer(spec.gguf_metadata)
         tokenizer = built.tokenizer
         special_tokens = built.special_tokens | special_tokens
-        if built.chat_template is not None:
-            templates = {"default": built.chat_template} | templates
+        templates = built.chat_templates | templates
+        ends = built.end_token_ids
     else:
         assert spec.tokenizer_json is not None
         try:
@@ -51,7 +52,7 @@ def load_tokenizer(
             raise TokenizerError(f"tokenizer.json cannot be read: {error}") from error
     if spec.chat_template is not None:
         templates["default"] = spec.chat_template
-    return Tokenizer(tokenizer, special_tokens, templates, clock)
+    return Tokenizer(tokenizer, special_tokens, templates, clock, ends)
 
 
 class Tokenizer:
@@ -63,6 +64,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         templates: Mapping[str, str],
         clock: Callable[[], datetime],
+        end_token_ids: frozenset[int] | None = None,
     ) -> None:
         # Some published files cut or pad every text to a training length.
         tokenizer.no_truncation()
@@ -75,6 +77,9 @@ class Tokenizer:
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
+        eos = frozenset(() if self.eos_token_id is None else (self.eos_token_id,))
+        # Every token that ends a text: a GGUF vocabulary says which; a tokenizer.json names eos.
+        self.end_token_ids = eos if end_token_ids is None else end_token_ids
 
     @property
     def special_token_ids(self) -> frozenset[int]:

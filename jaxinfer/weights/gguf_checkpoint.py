@@ -14,11 +14,11 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from jaxinfer.core.errors import SourceError
 from jaxinfer.weights.checkpoint import TensorInfo, read_bytes
 from jaxinfer.weights.gguf_config import generation_config_from_gguf, hf_config_from_gguf
 from jaxinfer.weights.gguf_header import GGUFHeader, GGUFTensor, read_header
-from jaxinfer.weights.gguf_names import DERIVED_TENSORS, NAME_TABLES, map_name, undo_interleave
+from jaxinfer.weights.gguf_keys import check_file_kind
+from jaxinfer.weights.gguf_names import NAME_TABLES, ROPE_FACTORS, map_name, undo_interleave
 
 _UNQUANTISED = (
     GGMLQuantizationType.F32,
@@ -46,16 +46,12 @@ class GGUFModel:
 def open_gguf(path: Path) -> GGUFModel:
     """Read and check a GGUF file's header.
 
-    Raises ``CheckpointError`` for a broken file, ``UnknownArchitectureError``, and ``SourceError``
-    for one part of a split model.
+    Raises ``CheckpointError`` for a broken file or a metadata key that asks for what is not
+    supported, ``UnknownArchitectureError``, and ``SourceError`` for what is no whole model.
     """
     header = read_header(path)
-    if header.metadata.get("split.count", 0) > 1:
-        raise SourceError(
-            f"{path} is one part of a split GGUF; join the parts first "
-            "(llama-gguf-split --merge of llama.cpp does it)"
-        )
-    factors = header.tensors.get("rope_freqs.weight")
+    check_file_kind(header)
+    factors = header.tensors.get(ROPE_FACTORS)
     rope_factors = None if factors is None else _read_tensor(path, factors)
     hf_config = hf_config_from_gguf(header, rope_factors)
     quantised = any(tensor.type not in _UNQUANTISED for tensor in header.tensors.values())
@@ -78,7 +74,7 @@ class GGUFCheckpoint:
         self._places: dict[str, _Place] = {}
         table = NAME_TABLES[header.metadata["general.architecture"]]
         for gguf_name, tensor in header.tensors.items():
-            if gguf_name in DERIVED_TENSORS:
+            if gguf_name == ROPE_FACTORS:  # read by ``open_gguf``
                 continue
             mapped = map_name(table, gguf_name)
             heads = 0

@@ -1,28 +1,33 @@
 """A Hugging Face config from GGUF metadata.
 
-Owns: one function per GGUF architecture, and the rope scaling. Must not know: tensor data formats.
+Owns: one function per GGUF architecture, and which keys become which of config.json and
+generation_config.json. Must not know: tensor data formats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
-from gguf.constants import TokenType
 
-from jaxinfer.core.errors import CheckpointError, UnknownArchitectureError
-from jaxinfer.nn.rope import Llama3Scaling, RopeConfig, inverse_frequencies
+from jaxinfer.core.errors import CheckpointError, TokenizerError, UnknownArchitectureError
+from jaxinfer.text.gguf_special import end_token_ids, special_id
 from jaxinfer.weights.gguf_header import GGUFHeader
+from jaxinfer.weights.gguf_keys import refuse_unread_keys
+from jaxinfer.weights.gguf_metadata import ArchitectureMetadata
+from jaxinfer.weights.gguf_names import ROPE_FACTORS
+from jaxinfer.weights.gguf_rope import llama3_scaling, rope_scaling
 
-# Meta's constants, the same in Llama 3.1, 3.2 and 3.3; GGUF keeps only what follows from them.
-_LLAMA3_LOW_FREQ_FACTOR = 1.0
-_LLAMA3_HIGH_FREQ_FACTOR = 4.0
-_LLAMA3_ORIGINAL_CONTEXT = 8192
-
-_TURN_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
-_SPECIAL_TYPES = (TokenType.CONTROL, TokenType.USER_DEFINED)
+# The sampling defaults that a file can hold, by their names in generation_config.json. Others of
+# llama.cpp (xtc, mirostat, ...) are ignored, as vLLM ignores keys of that file it has no use for.
+_SAMPLING = (
+    ("temp", "temperature"),
+    ("top_k", "top_k"),
+    ("top_p", "top_p"),
+    ("min_p", "min_p"),
+    ("penalty_repeat", "repetition_penalty"),
+)
 
 
 def hf_config_from_gguf(
@@ -40,161 +45,143 @@ def hf_config_from_gguf(
             f"{header.path} is a GGUF of architecture {architecture!r}; "
             f"known are {', '.join(_BUILDERS)}"
         )
-    config = build(_Metadata(header, str(architecture)))
-    tokens = {f"{name}_token_id": _token_id(header, name) for name in ("bos", "eos")}
+    meta = ArchitectureMetadata(header, str(architecture))
+    config = build(meta)
+    refuse_unread_keys(meta)
+    tokens = {f"{role}_token_id": _special_id(header, role) for role in ("bos", "eos")}
     config |= {
         "vocab_size": _tensor_rows(header, "token_embd.weight"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         **{key: value for key, value in tokens.items() if value is not None},
     }
     if rope_factors is not None:
-        config["rope_scaling"] = _llama3_scaling(header, config, rope_factors)
+        if "rope_scaling" not in config:
+            raise CheckpointError(
+                f"{header.path} has the tensor {ROPE_FACTORS}, but a model of {architecture} has "
+                "no rope; convert the model again"
+            )
+        config["rope_scaling"] = llama3_scaling(header, config, rope_factors)
     return config
 
 
 def generation_config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
-    """The token ids that begin and end a text; a chat turn's end counts as an end.
+    """The token ids that begin and end a text, and the sampling defaults that the file holds.
 
-    Raises ``CheckpointError`` for an id that is no number.
+    Raises ``CheckpointError`` for an id that the vocabulary does not have.
     """
-    named = (_token_id(header, name) for name in ("eos", "eot", "eom"))
-    ends = {token_id for token_id in named if token_id is not None} | _turn_ends(header.metadata)
-    config: dict[str, Any] = {"eos_token_id": sorted(ends)} if ends else {}
-    bos = _token_id(header, "bos")
-    return config if bos is None else config | {"bos_token_id": bos}
+    bos = _special_id(header, "bos")
+    try:
+        ends = sorted(end_token_ids(header.metadata))
+    except TokenizerError as error:
+        raise CheckpointError(f"{header.path}: {error}") from error
+    config: dict[str, Any] = {"eos_token_id": ends} if ends else {}
+    config |= {} if bos is None else {"bos_token_id": bos}
+    for name, key in _SAMPLING:
+        value = header.metadata.get(f"general.sampling.{name}")
+        if value is not None:
+            config[key] = float(str(np.float32(value))) if isinstance(value, float) else value
+    return config
 
 
-def _token_id(header: GGUFHeader, name: str) -> int | None:
-    key = f"tokenizer.ggml.{name}_token_id"
-    value = header.metadata.get(key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise CheckpointError(
-            f"{header.path}: metadata key {key} must be an integer, got {str(value)[:40]!r}; "
-            "convert the model again"
-        )
-    return value
+def _special_id(header: GGUFHeader, role: str) -> int | None:
+    try:
+        return special_id(header.metadata, role)
+    except TokenizerError as error:
+        raise CheckpointError(f"{header.path}: {error}") from error
 
 
-def _turn_ends(metadata: Mapping[str, Any]) -> set[int]:
-    """Special tokens that end a turn by their text, as in llama.cpp: many files name only eos."""
-    tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
-    if not isinstance(tokens, list) or not isinstance(types, list):
-        return set()  # no vocabulary; whoever needs one says so
-    return {
-        token_id
-        for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if token in _TURN_ENDS and kind in _SPECIAL_TYPES
-    }
-
-
-class _Metadata:
-    """Metadata of one architecture: keys without its prefix, checked as they are read."""
-
-    def __init__(self, header: GGUFHeader, architecture: str) -> None:
-        self.header = header
-        self._prefix = architecture + "."
-
-    def text(self, key: str, default: str) -> str:
-        return self._value(key, default, str, "a string")
-
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self._value(key, default, int, "a positive integer")
-        return value if value > 0 else self._refuse(key, value, "a positive integer")
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A float32 as its shortest decimal: 1e-05 instead of 9.999999747378752e-06."""
-        return float(str(np.float32(self._value(key, default, (int, float), "a number"))))
-
-    def _value(self, key: str, default: Any, kind: type | tuple[type, ...], words: str) -> Any:
-        value = self.header.metadata.get(self._prefix + key, default)
-        if value is None:
-            raise CheckpointError(
-                f"{self.header.path} lacks the metadata key {self._prefix + key}; "
-                "convert the model again"
-            )
-        if not isinstance(value, kind) or isinstance(value, bool):
-            self._refuse(key, value, words)
-        return value
-
-    def _refuse(self, key: str, value: object, words: str) -> NoReturn:
-        raise CheckpointError(
-            f"{self.header.path}: metadata key {self._prefix + key} must be {words}, "
-            f"got {str(value)[:40]!r}; convert the model again"
-        )
-
-    @property
-    def num_layers(self) -> int:
-        count = self.count("block_count")
-        names = (name.split(".") for name in self.header.tensors if name.startswith("blk."))
-        present = len({parts[1] for parts in names})
-        if count != present:
-            raise CheckpointError(
-                f"{self.header.path} says it has {count} blocks but holds tensors of {present}; "
-                "download it again"
-            )
-        return count
-
-    @property
-    def has_experts(self) -> bool:
-        return bool(self.header.metadata.get(self._prefix + "expert_count"))
-
-    def has_tensor(self, name: str) -> bool:
-        return name in self.header.tensors
-
-
-def _decoder(meta: _Metadata) -> dict[str, Any]:
+def _decoder(meta: ArchitectureMetadata) -> dict[str, Any]:
     """The keys that llama, qwen2 and qwen3 share."""
     heads = meta.count("attention.head_count")
     hidden_size = meta.count("embedding_length")
-    if meta.has_experts:
+    if meta.number_if_set("expert_count"):
         raise UnknownArchitectureError(
             f"{meta.header.path} is a mixture of experts, which no known family covers"
         )
-    config: dict[str, Any] = {
+    head_dim = meta.count("attention.key_length", max(hidden_size // heads, 1))
+    for key in ("attention.value_length", "attention.head_dim"):  # the latter is Ollama's
+        meta.only(key, head_dim)
+    meta.only("attention.scale", 0, head_dim**-0.5)
+    meta.only("hidden_activation", "silu", "swish")
+    return {
         "hidden_size": hidden_size,
         "intermediate_size": meta.count("feed_forward_length"),
         "num_hidden_layers": meta.num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": meta.count("attention.head_count_kv", heads),
-        "head_dim": meta.count("attention.key_length", max(hidden_size // heads, 1)),
+        "head_dim": head_dim,
         "max_position_embeddings": meta.count("context_length"),
         "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": meta.number("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(meta),
+        "rope_scaling": rope_scaling(meta, head_dim),
         "hidden_act": "silu",
     }
-    return config
 
 
-def _llama(meta: _Metadata) -> dict[str, Any]:
+def _window(meta: ArchitectureMetadata) -> int | None:
+    """How far back every layer looks; None for everything."""
+    window, pattern = "attention.sliding_window", "attention.sliding_window_pattern"
+    if meta.number_if_set(window) is None:
+        meta.skip(pattern)
+        return None
+    if meta.has(pattern):
+        value = meta.header.metadata[f"{meta.architecture}.{pattern}"]
+        meta.refuse(pattern, value, "is not supported beside a window", "use another model")
+    return meta.count(window)
+
+
+def _llama(meta: ArchitectureMetadata) -> dict[str, Any]:
+    # Meta's layout interleaves the two halves of each head: see ``gguf_names.undo_interleave``.
+    meta.only("tensor_data_layout", "Meta AI original pth")
+    window = _window(meta)
+    windowed = {"architectures": ["MistralForCausalLM"], "sliding_window": window}
     return _decoder(meta) | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
+        **({} if window is None else windowed),
         "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
         "mlp_bias": meta.has_tensor("blk.0.ffn_up.bias"),
     }
 
 
-def _qwen2(meta: _Metadata) -> dict[str, Any]:
-    return _decoder(meta) | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+def _qwen(meta: ArchitectureMetadata) -> dict[str, Any]:
+    """Qwen's window is switched on, and looks from a first layer up."""
+    meta.only("tensor_data_layout", "reference")
+    window = _window(meta)
+    if window is None:
+        return _decoder(meta)
+    windowed = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    return _decoder(meta) | windowed
 
 
-def _qwen3(meta: _Metadata) -> dict[str, Any]:
-    return _decoder(meta) | {
+def _qwen2(meta: ArchitectureMetadata) -> dict[str, Any]:
+    return _qwen(meta) | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+
+
+def _qwen3(meta: ArchitectureMetadata) -> dict[str, Any]:
+    return _qwen(meta) | {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
     }
 
 
-def _gpt2(meta: _Metadata) -> dict[str, Any]:
+def _gpt2(meta: ArchitectureMetadata) -> dict[str, Any]:
+    heads, hidden_size = meta.count("attention.head_count"), meta.count("embedding_length")
+    for key in ("attention.key_length", "attention.value_length"):
+        meta.only(key, hidden_size // heads)
+    meta.only("attention.head_count_kv", heads)
+    meta.only("attention.scale", 0, (hidden_size // heads) ** -0.5)
+    meta.only("attention.sliding_window", 0)
+    meta.only("hidden_activation", "gelu_new", "gelu_pytorch_tanh")
+    meta.only("tensor_data_layout", "reference")
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "n_embd": meta.count("embedding_length"),
-        "n_inner": meta.count("feed_forward_length"),
+        "n_embd": hidden_size,
+        "n_inner": meta.count("feed_forward_length", 4 * hidden_size),
         "n_layer": meta.num_layers,
-        "n_head": meta.count("attention.head_count"),
+        "n_head": heads,
         "n_positions": meta.count("context_length"),
         "layer_norm_epsilon": meta.number("attention.layer_norm_epsilon"),
         "activation_function": "gelu_new",
@@ -202,45 +189,6 @@ def _gpt2(meta: _Metadata) -> dict[str, Any]:
 
 
 _BUILDERS = MappingProxyType({"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "gpt2": _gpt2})
-
-
-def _rope_scaling(meta: _Metadata) -> dict[str, Any] | None:
-    kind = meta.text("rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    scaling = {"rope_type": kind, "factor": meta.number("rope.scaling.factor")}
-    if kind == "yarn":
-        original = meta.count("rope.scaling.original_context_length")
-        scaling["original_max_position_embeddings"] = original
-    return scaling
-
-
-def _llama3_scaling(
-    header: GGUFHeader, config: Mapping[str, Any], factors: np.ndarray
-) -> dict[str, Any]:
-    """The scaling whose factors the file holds: known up to Llama 3's constants, then compared."""
-    scaling = Llama3Scaling(
-        factor=float(factors.max()),
-        low_freq_factor=_LLAMA3_LOW_FREQ_FACTOR,
-        high_freq_factor=_LLAMA3_HIGH_FREQ_FACTOR,
-        original_max_position_embeddings=_LLAMA3_ORIGINAL_CONTEXT,
-    )
-    plain = RopeConfig(config["head_dim"], config["rope_theta"])
-    expected = inverse_frequencies(plain) / inverse_frequencies(
-        RopeConfig(plain.head_dim, plain.theta, scaling)
-    )
-    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
-        raise CheckpointError(
-            f"{header.path}: its rope_freqs.weight does not follow Llama 3's rope scaling, "
-            "the only one supported in this form"
-        )
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position_embeddings,
-    }
 
 
 def _tensor_rows(header: GGUFHeader, name: str) -> int:

@@ -103,6 +103,8 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         key = cursor.string()
+        if key in metadata:
+            raise ValueError(f"metadata key {key} is there twice")
         metadata[key] = cursor.value(cursor.scalar(GGUFValueType.UINT32))
     entries = [_tensor_entry(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
@@ -111,6 +113,8 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
     data_start = round_up(cursor.position, alignment)
     tensors: dict[str, GGUFTensor] = {}
     for name, shape, kind, offset in entries:
+        if name in tensors:
+            raise ValueError(f"tensor {name} is there twice")
         tensor = GGUFTensor(shape, kind, data_start + offset, _stored_bytes(name, shape, kind))
         if tensor.offset + tensor.nbytes > len(data):
             raise CheckpointError(

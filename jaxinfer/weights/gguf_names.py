@@ -16,8 +16,7 @@ import numpy as np
 from jaxinfer.core.errors import CheckpointError
 
 _GGUF_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
-# Buffers that llama.cpp derives from the config, and that carry nothing beyond it.
-DERIVED_TENSORS = ("rope_freqs.weight",)
+ROPE_FACTORS = "rope_freqs.weight"  # no weight of the model: ``gguf_rope`` makes a config of it
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from jaxinfer.engine.outputs import Collector
 from jaxinfer.engine.prompts import Prompt, parse_prompts
 from jaxinfer.exec.executor import Executor
 from jaxinfer.models.registry import build_model
-from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
+from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf, write_hf_folder
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
 
 SMALL: dict[str, Any] = {
@@ -451,6 +451,18 @@ def test_eos_comes_from_either_config(
         model=str(tmp_path), load_format="dummy", skip_tokenizer_init=True, max_model_len=64
     )
     assert model_facts(plan_engine(settings)).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("skip_tokenizer_init", [False, True])
+def test_every_end_of_a_gguf_file_ends(tmp_path: Path, skip_tokenizer_init: bool) -> None:
+    config = tiny_llama_config(eos_token_id=7)
+    special = {7: "<|im_end|>", 8: "<|endoftext|>", 9: "<|end|>", 10: "<|return|>", 11: "<|call|>"}
+    tensors = random_hf_tensors(build_model(config, "float32"))
+    path = write_gguf(tmp_path / "m.gguf", config, tensors, special=special)
+    settings = EngineConfig(
+        model=str(path), skip_tokenizer_init=skip_tokenizer_init, max_model_len=64
+    )
+    assert model_facts(plan_engine(settings)).eos_token_ids == (7, 8, 10, 11)
 
 
 def test_eos_of_the_wrong_type(tmp_path: Path) -> None:

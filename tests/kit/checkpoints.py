@@ -141,7 +141,7 @@ def write_gguf(
 ) -> Path:
     """What llama.cpp's converter makes of a checkpoint; matrices are stored as ``kind``.
 
-    ``metadata`` adds or replaces string and number keys, ``extra`` adds tensors by GGUF name,
+    ``metadata`` adds or replaces keys of plain values, ``extra`` adds tensors by GGUF name,
     ``special`` makes tokens control tokens of that text.
     """
     arch = config["model_type"]
@@ -149,9 +149,13 @@ def write_gguf(
     _write_config(writer, config)
     _write_tokenizer(writer, config, special or {})
     for key, value in (metadata or {}).items():
-        {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](
-            key, value
-        )
+        {
+            str: writer.add_string,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            bool: writer.add_bool,
+            list: writer.add_array,
+        }[type(value)](key, value)
     names = gguf.get_tensor_name_map(_ARCH[arch], _layers(config))
     for name, tensor in tensors.items():
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -224,7 +228,9 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
 def _write_tokenizer(
     writer: gguf.GGUFWriter, config: Mapping[str, Any], special: Mapping[int, str]
 ) -> None:
-    tokens = [special.get(i, chr(ord("!") + i)) for i in range(config["vocab_size"])]
+    last = config["vocab_size"] - 1  # what the one merge makes
+    words = [*(chr(ord("!") + i) for i in range(last)), "!!"]
+    tokens = [special.get(i, word) for i, word in enumerate(words)]
     normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")

@@ -182,6 +182,42 @@ def test_chat_template_comes_from_the_metadata() -> None:
     assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "<s>hi"
 
 
+def test_named_chat_templates() -> None:
+    metadata = stories_gguf_metadata() | {
+        "tokenizer.chat_template": "plain",
+        "tokenizer.chat_template.tool_use": "tools",
+        "tokenizer.chat_templates": ["tool_use"],
+    }
+    tokenizer = load_tokenizer(TokenizerSpec(gguf_metadata=metadata))
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.render_chat(messages) == "plain"
+    assert tokenizer.render_chat(messages, template_kwargs={"tools": [{}]}) == "tools"
+
+
+def test_keys_that_change_no_token_id() -> None:
+    more = {
+        "seperator_token_id": 5,
+        "fim_pre_token_id": 6,
+        "token_type_count": 2,
+        "remove_extra_whitespaces": False,
+        "precompiled_charsmap": [],
+        "suppress_tokens": [],
+        "add_sep_token": False,
+        "add_padding_token": False,
+        "add_unknown_token": False,
+    }
+    assert stories(**more).encode("Once upon a time") == stories().encode("Once upon a time")
+
+
+@pytest.mark.parametrize("pre", ["llama3", "llama-v3"])
+def test_older_names_of_llama3(pre: str) -> None:
+    def encode(name: str) -> list[int]:
+        spec = gguf_spec_of(tiny_tokenizer_spec(), name, add_bos_token=False)
+        return load_tokenizer(spec).encode(WORDS)
+
+    assert encode(pre) == encode("llama-bpe")
+
+
 def changed(pre: str = "gpt-2", **more: Any) -> dict[str, Any]:
     metadata = gguf_spec_of(tiny_tokenizer_spec(), pre, **more).gguf_metadata
     assert metadata is not None
@@ -199,6 +235,22 @@ def changed(pre: str = "gpt-2", **more: Any) -> dict[str, Any]:
         pytest.param(changed(token_type=[1]), "261 tokens but 1 token types", id="types"),
         pytest.param(changed(tokens=["a"] * 261), "'a' twice", id="twice"),
         pytest.param(changed(eos_token_id=261), "outside its vocabulary of 261", id="eos id"),
+        pytest.param(changed(add_bos_token=1), "add_bos_token must be true or false", id="flag"),
+        pytest.param(
+            changed(remove_extra_whitespaces=True), "remove_extra_whitespaces is True", id="spaces"
+        ),
+        pytest.param(changed(suppress_tokens=[3]), "suppress_tokens is", id="suppressed"),
+        pytest.param(changed(add_sep_token=True), "add_sep_token is True", id="separator"),
+        pytest.param(
+            changed() | {"tokenizer.ggml.normalizer.lowercase": True},
+            "normalizer.lowercase",
+            id="case",
+        ),
+        pytest.param(changed(precompiled_charsmap=[1]), "precompiled_charsmap", id="charsmap"),
+        pytest.param(changed(a_key_of_tomorrow=1), "a_key_of_tomorrow.*is unknown", id="unknown"),
+        pytest.param(
+            changed() | {"tokenizer.chat_template": 3}, "'default' must be a string", id="template"
+        ),
         pytest.param(changed(add_bos_token=True), "no tokenizer.ggml.bos_token_id", id="bos id"),
     ],
 )

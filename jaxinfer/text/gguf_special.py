@@ -1,0 +1,134 @@
+"""The special tokens of a GGUF vocabulary: which ids have a role, and which ids end a text.
+
+Owns: the ids that ``tokenizer.ggml.*_token_id`` keys name, their defaults, and the rule of ends.
+Must not know: GGUF files themselves, how texts are tokenized.
+
+Source of the rules: ``llama_vocab::impl::load`` in llama.cpp's src/llama-vocab.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jaxinfer.core.errors import TokenizerError
+
+# Ends of a chat turn. They end a text, and are tokens of their own, whatever type a file gives
+# them: converters have written some of them as ordinary words.
+TURN_ENDS = frozenset(
+    {
+        "<|eot_id|>",  # Llama 3
+        "<|eom_id|>",  # Llama 3.1, before a tool runs
+        "<|im_end|>",  # ChatML: Qwen, SmolLM2
+        "<|end|>",  # Phi 3
+        "<end_of_turn>",  # Gemma
+        "<|endoftext|>",  # GPT-2, Qwen
+        "<|end_of_text|>",  # Granite, Llama 3
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",  # Kimi K2
+        "<｜end▁of▁sentence｜>",  # DeepSeek
+        "<end_of_utterance>",  # SmolVLM
+    }
+)
+_ENDS = TURN_ENDS | {
+    "</s>",
+    "<eos>",
+    "[EOS]",  # Kimi K2
+    "<|return|>",  # harmony: gpt-oss
+    "<|call|>",  # harmony
+    "<|calls|>",  # Solar
+    "<|flush|>",  # Solar
+    "<turn|>",  # Gemma 4
+    "<|tool_response>",  # Gemma 4
+    "[e~[",  # MiniMax M2
+}
+
+# Tokens between the parts of a fill-in-the-middle prompt. After one of these a text is over. They
+# are known by their text where the metadata names no id. Of several, llama.cpp takes the one that
+# its hash table has first; here all of them end.
+_FILL_IN_ENDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+        "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+        "fim_sep": ("<|file_sep|>",),
+    }
+)
+
+# A token that does not end a text in a vocabulary where all tokens of one of the sets do: there it
+# closes a part of the answer (harmony's channels), or is an ordinary word.
+_EXCEPTIONS: Mapping[str, tuple[frozenset[str], ...]] = MappingProxyType(
+    {
+        "<|end|>": (
+            frozenset({"<|return|>", "<|call|>"}),
+            frozenset({"<|return|>", "<|calls|>"}),
+            frozenset({"<|flush|>", "<|call|>"}),
+            frozenset({"<|flush|>", "<|calls|>"}),
+        ),
+        "</s>": (frozenset({"<|tool_response>"}), frozenset({"<|plamo:eos|>"})),
+    }
+)
+_SEARCHED = (
+    _ENDS
+    | {text for texts in _FILL_IN_ENDS.values() for text in texts}
+    | {text for sets in _EXCEPTIONS.values() for texts in sets for text in texts}
+)
+
+# What sentencepiece vocabularies mean where the metadata names no id. llama.cpp's default for byte
+# level BPE, 11, is Falcon's <|endoftext|>; that one is found by its text.
+_DEFAULT_IDS: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {"llama": MappingProxyType({"unknown": 0, "bos": 1, "eos": 2})}
+)
+
+
+def special_id(metadata: Mapping[str, Any], role: str) -> int | None:
+    """The token id of a role such as "bos", "eos", "eot" or "padding"; None where there is none.
+
+    Raises ``TokenizerError`` for a value that is no id of the vocabulary.
+    """
+    key = f"tokenizer.ggml.{role}_token_id"
+    value = metadata.get(key)
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if value is None:
+        value = _DEFAULT_IDS.get(str(metadata.get("tokenizer.ggml.model")), {}).get(role)
+        return value if value is None or not tokens or value < len(tokens) else None
+    return _checked_id(key, value, tokens)
+
+
+def _checked_id(key: str, value: Any, tokens: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TokenizerError(
+            f"The GGUF metadata key {key} must be an integer, got {repr(value)[:40]}; "
+            "convert the model again."
+        )
+    if isinstance(tokens, list) and not 0 <= value < len(tokens):
+        raise TokenizerError(
+            f"The GGUF metadata key {key} is {value}, outside its vocabulary of {len(tokens)} "
+            "tokens; convert the model again."
+        )
+    return value
+
+
+def end_token_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
+    """Every token that ends a text: those that the metadata names, and those known by their text.
+
+    Raises ``TokenizerError`` as ``special_id`` does.
+    """
+    roles = ("eos", "eot", "eom", *_FILL_IN_ENDS)
+    named = {role: special_id(metadata, role) for role in roles}
+    ends = {token_id for token_id in named.values() if token_id is not None}
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    further = "tokenizer.ggml.eos_token_ids"  # Ollama writes the list of generation_config.json
+    ends |= {_checked_id(further, token_id, tokens) for token_id in metadata.get(further) or ()}
+    if not isinstance(tokens, list):
+        return frozenset(ends)  # a file without a vocabulary
+    found = {text: token_id for token_id, text in enumerate(tokens) if text in _SEARCHED}
+    ends |= {found[text] for text in _ENDS if text in found}
+    for role, texts in _FILL_IN_ENDS.items():
+        if named[role] is None:
+            ends |= {found[text] for text in texts if text in found}
+    for text, sets in _EXCEPTIONS.items():
+        if any(all(found.get(other) in ends for other in others) for others in sets):
+            ends.discard(found.get(text, -1))
+    return frozenset(ends)

@@ -1,0 +1,133 @@
+"""Typed access to the metadata of one architecture, which remembers what has been read.
+
+Owns: checking types and ranges; every error names the file and the key.
+Must not know: what a key means.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import numpy as np
+
+from jaxinfer.core.errors import CheckpointError
+from jaxinfer.weights.gguf_header import GGUFHeader
+
+
+class ArchitectureMetadata:
+    """Keys without the architecture's prefix: ``count("block_count")`` reads llama.block_count."""
+
+    def __init__(self, header: GGUFHeader, architecture: str) -> None:
+        self.header = header
+        self.architecture = architecture
+        self._prefix = architecture + "."
+        self._read: set[str] = set()
+
+    def text(self, key: str, default: str) -> str:
+        """A string."""
+        return self._value(key, default, str, "a string")
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive integer, or a list that holds it once for each layer.
+
+        ``CheckpointError`` where it is absent and has no default.
+        """
+        value = self._value(key, default, (int, list), "a positive integer")
+        if isinstance(value, list):
+            self._same_for_all_layers(key, value)
+            value = value[0]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self.refuse(key, value, "must be a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive float32 as its shortest decimal: 1e-05 instead of 9.999999747378752e-06.
+
+        ``CheckpointError`` where it is absent and has no default.
+        """
+        value = self._value(key, default, (int, float), "a positive number")
+        if not (value > 0 and math.isfinite(value)):
+            self.refuse(key, value, "must be a positive number")
+        return float(str(np.float32(value)))
+
+    def number_if_set(self, key: str) -> float | None:
+        """A positive number, or None where it is absent or 0, which stands for "not set"."""
+        return None if self._stored(key) in (None, 0) else self.number(key)
+
+    def only(self, key: str, *values: Any) -> None:
+        """Refuse a value other than ``values``; an absent key is one of them."""
+        stored = self._stored(key)
+        if stored is None or any(_equal(stored, value) for value in values):
+            return
+        known = " or ".join(dict.fromkeys(str(value) for value in values))
+        self.refuse(key, stored, f"is supported only as {known}", "use another model")
+
+    def has(self, key: str) -> bool:
+        """Whether the file says it."""
+        return self._prefix + key in self.header.metadata
+
+    def skip(self, key: str) -> None:
+        """Count a key as read, whatever its value."""
+        self._read.add(key)
+
+    def unread(self) -> list[str]:
+        """The architecture's keys that no other call has named, in full."""
+        own = (key for key in self.header.metadata if key.startswith(self._prefix))
+        return [key for key in own if key.removeprefix(self._prefix) not in self._read]
+
+    def refuse(
+        self, key: str, value: object, words: str, remedy: str = "convert the model again"
+    ) -> NoReturn:
+        """Raise ``CheckpointError``: the file's key ``words``, but is ``value``."""
+        raise CheckpointError(
+            f"{self.header.path}: metadata key {self._prefix + key} {words}, "
+            f"got {repr(value)[:40]}; {remedy}"
+        )
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether the file holds a tensor of that name."""
+        return name in self.header.tensors
+
+    @property
+    def num_layers(self) -> int:
+        """``block_count``; ``CheckpointError`` unless the file holds tensors of so many."""
+        count = self.count("block_count")
+        names = (name.split(".") for name in self.header.tensors if name.startswith("blk."))
+        present = len({parts[1] for parts in names})
+        if count != present:
+            raise CheckpointError(
+                f"{self.header.path} says it has {count} blocks but holds tensors of {present}; "
+                "download it again"
+            )
+        return count
+
+    def _stored(self, key: str) -> Any:
+        self._read.add(key)
+        return self.header.metadata.get(self._prefix + key)
+
+    def _value(self, key: str, default: Any, kind: type | tuple[type, ...], words: str) -> Any:
+        stored = self._stored(key)
+        value = default if stored is None else stored
+        if value is None:
+            raise CheckpointError(
+                f"{self.header.path} lacks the metadata key {self._prefix + key}; "
+                "convert the model again"
+            )
+        if not isinstance(value, kind) or isinstance(value, bool):
+            self.refuse(key, value, f"must be {words}")
+        return value
+
+    def _same_for_all_layers(self, key: str, values: list[Any]) -> None:
+        if not values or any(value != values[0] for value in values):
+            self.refuse(
+                key, values, "must be the same in every layer", "use a model of which that is true"
+            )
+
+
+def _equal(stored: Any, value: Any) -> bool:
+    if isinstance(stored, bool) or isinstance(value, bool):
+        return stored is value
+    if isinstance(stored, (int, float)) and isinstance(value, (int, float)):
+        return math.isclose(stored, value, rel_tol=1e-6)  # stored as float32
+    return stored == value
