@@ -355,13 +355,11 @@ def _message() -> dict[str, Any]:
         "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
         "required": ["type", "text"],
     }
+    content = [{"type": "string"}, {"type": "array", "items": part}, {"type": "null"}]
     return {
         "type": "object",
-        "properties": {
-            "role": {"type": "string"},
-            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]},
-        },
-        "required": ["role", "content"],
+        "properties": {"role": {"type": "string"}, "content": {"anyOf": content}},
+        "required": ["role"],
     }
 
 
