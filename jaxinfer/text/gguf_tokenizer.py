@@ -74,11 +74,10 @@ def _pre_tokenizers() -> dict[str, _Pre]:
 
 
 class GGUFTokenizer(NamedTuple):
-    """A built tokenizer and what else the metadata says about text."""
+    """A built tokenizer and the special tokens that the metadata names."""
 
     tokenizer: Tokenizer
     special_tokens: dict[str, str]  # template variable ("bos_token", ...) -> token
-    chat_template: str | None
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
@@ -110,7 +109,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
     _add_tokens(tokenizer, tokens, types)
     special_tokens = _special_tokens(metadata, tokens)
     _add_post_processor(tokenizer, metadata, special_tokens, add_bos)
-    return GGUFTokenizer(tokenizer, special_tokens, metadata.get("tokenizer.chat_template"))
+    return GGUFTokenizer(tokenizer, special_tokens)
 
 
 def _required(metadata: Mapping[str, Any], key: str) -> Any:
