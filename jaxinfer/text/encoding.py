@@ -15,7 +15,8 @@ NOT_SUPPORTED = (
     *("padding", "return_tensors", "return_assistant_tokens_mask"),
     *("sanitize_control_tokens", "tokenizer_kwargs"),
 )
-_IGNORED = ("clean_up_tokenization_spaces",)  # transformers itself does so for byte-level tokens
+# neither changes what transformers gives for a byte-level tokenizer; the mask is always there
+_IGNORED = ("clean_up_tokenization_spaces", "return_attention_mask")
 
 
 class Encoding(dict[str, Any]):
