@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.core.errors import TokenizerError
@@ -22,11 +23,10 @@ from jaxinfer.text.messages import (
     joined,
 )
 
-_QUESTION: Mapping[str, str] = {"role": "user", "content": "a question"}
+_QUESTION = MappingProxyType({"role": "user", "content": "a question"})
 _FUNCTION = "probe_function"
 _WORDS = ("probe words", "further words")
-_ARGUMENTS_OBJECT: Mapping[str, str] = {"probe_key": "probe value"}
-_ARGUMENTS_TEXT = arguments_text(_ARGUMENTS_OBJECT)
+_ARGUMENTS_TEXT = '{"probe_key": "probe value"}'
 
 
 class Expectations:
@@ -84,7 +84,7 @@ class Expectations:
         as in vLLM.
         """
         lack = self._without_content_beside_calls
-        as_object = self._trial(_QUESTION, _call(lack, _ARGUMENTS_OBJECT)) or ""
+        as_object = self._trial(_QUESTION, _call(lack, _arguments_object())) or ""
         as_text = self._trial(_QUESTION, _call(lack, _ARGUMENTS_TEXT)) or ""
         takes_object = "probe_key" in as_object and "'probe_key'" not in as_object  # Python's repr
         return "probe_key" in as_text and not takes_object
@@ -102,7 +102,7 @@ class Expectations:
         return [*showing, *(lack for lack, _ in clean), {"content": ""}][0]
 
     def _call_trial(self, lack: Message) -> str | None:
-        return self._trial(_QUESTION, _call(lack, _ARGUMENTS_OBJECT)) or self._trial(
+        return self._trial(_QUESTION, _call(lack, _arguments_object())) or self._trial(
             _QUESTION, _call(lack, _ARGUMENTS_TEXT)
         )
 
@@ -120,7 +120,7 @@ class Expectations:
     @cached_property
     def _roles_in_parts(self) -> frozenset[str]:
         """The roles whose content the template writes part by part, all of its text."""
-        arguments = _ARGUMENTS_TEXT if self._joins_arguments else _ARGUMENTS_OBJECT
+        arguments = _ARGUMENTS_TEXT if self._joins_arguments else _arguments_object()
         call = _call(self._without_content_beside_calls, arguments)
         before: dict[str, list[Message]] = {
             "system": [],
@@ -146,6 +146,10 @@ class Expectations:
             return self._render([dict(message) for message in messages])
         except TokenizerError:
             return None
+
+
+def _arguments_object() -> dict[str, str]:
+    return {"probe_key": "probe value"}
 
 
 def _lacks() -> tuple[Message, ...]:

@@ -5,8 +5,8 @@ committed); tests read only its output.
 
     python make_chat.py
 
-``histories`` are lists of messages as OpenAI's clients send them. ``expected[template][history]`` is
-the prompt, or null where the template refuses the history. Before transformers renders a history,
+``histories`` are lists of messages as OpenAI's clients send them.
+``expected[template][history]`` is the prompt, or null where the template refuses the history. Before transformers renders a history,
 this tool adapts it by hand to what each template is written for (``CONVENTIONS``).
 """
 
@@ -116,10 +116,10 @@ SNIPPETS = [
     "{{ messages[0].content | tojson }}{{ {'b': '<é>', 'a': [1]} | tojson(indent=1) }}",
     "{{ {'b': 'é', 'a': 1} | tojson(ensure_ascii=True, sort_keys=True, separators=(',', ':')) }}",
     "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
-    "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m.role }}{% endfor %}",
+    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% endfor %}",
     "{% generation %}{% set x = 'in' %}{{ x }}{% endgeneration %}-{{ x }}",
     "{%- generation -%}  a  {%- endgeneration -%} b",
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "{% set s = namespace(n=0) %}{% for c in 'ab' %}{% set s.n = s.n + 1 %}{% endfor %}{{ s.n }}",
     "{% for k, v in messages[0] | items %}{{ k }}={{ v }};{% endfor %}{{ dict(a=1) }}",
     "a\n  {% if true %}\n  b\n  {% endif %}\nc\n",
     "{{ tools is none }}{{ documents is none }}{{ missing }}{{ add_generation_prompt }}",
