@@ -6,8 +6,9 @@ committed); tests read only its output.
     python make_chat.py
 
 ``histories`` are lists of messages as OpenAI's clients send them.
-``expected[template][history]`` is the prompt, or null where the template refuses the history. Before transformers renders a history,
-this tool adapts it by hand to what each template is written for (``CONVENTIONS``).
+``expected[template][history]`` is the prompt, or null where the template refuses the history.
+Before transformers renders a history, this tool adapts it by hand to what each template is written
+for (``CONVENTIONS``).
 """
 
 from __future__ import annotations
