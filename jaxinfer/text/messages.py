@@ -87,8 +87,11 @@ def _message(where: str, given: Any) -> Message:
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     content = _content(f"{where}.content", message)
-    message.pop("content", None)
-    return message if content is None else {**message, "content": content}
+    if content is None:
+        message.pop("content", None)
+    else:
+        message["content"] = content
+    return message
 
 
 def _plain(value: Any) -> Any:
@@ -131,7 +134,8 @@ def _content(where: str, message: Message) -> str | list[dict[str, str]] | None:
 
 
 def _part(where: str, part: Any) -> dict[str, Any]:
-    match _plain(part):
+    part = _plain(part)
+    match part:
         case {"type": "text", "text": str()}:
             return dict(part)
         case {"type": "refusal", "refusal": str(text)}:
