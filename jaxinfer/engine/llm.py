@@ -103,7 +103,7 @@ class LLM:
         variables = {**(chat_template_kwargs or {})}
         if tools is not None:
             variables["tools"] = tools
-        several = bool(messages) and not isinstance(messages[0], Mapping)
+        several = bool(messages) and isinstance(messages[0], Sequence)
         conversations: Any = messages if several else [messages]
         tokenizer = self.get_tokenizer()
         parsed: list[Prompt] = []

@@ -355,14 +355,21 @@ def _message() -> dict[str, Any]:
         "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
         "required": ["type", "text"],
     }
-    return {
+    content = [{"type": "string"}, {"type": "array", "items": part}]
+    may_lack_content = {
         "type": "object",
         "properties": {
-            "role": {"type": "string"},
-            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]},
+            "role": {"enum": ["assistant", "tool"]},
+            "content": {"anyOf": [*content, {"type": "null"}]},
         },
+        "required": ["role"],
+    }
+    others = {
+        "type": "object",
+        "properties": {"role": {"type": "string"}, "content": {"anyOf": content}},
         "required": ["role", "content"],
     }
+    return {"anyOf": [others, may_lack_content]}
 
 
 def _bound_token_ids(schema: Any, last: int) -> None:

@@ -66,8 +66,9 @@ Messages = Annotated[
     tuple[dict[str, Any], ...],
     Meta(
         min_length=1,
-        description="Objects of role and content (text, or a list of text parts); "
-        "other keys reach the chat template.",
+        description="Objects of role and content (text, or a list of text parts), and of an "
+        "answer tool_calls, whose arguments are a JSON object as text; fields that are null or "
+        "empty count as absent, other keys reach the chat template.",
     ),
 ]
 

@@ -1,6 +1,6 @@
 """Chat templates: a list of messages becomes one prompt string.
 
-Owns: the Jinja environment, as Hugging Face's transformers defines it, and the checks of messages.
+Owns: the Jinja environment, as Hugging Face's transformers defines it.
 Must not know: token ids. The clock comes from the caller.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
 import jinja2
@@ -18,6 +19,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxinfer.core.errors import RequestError, TokenizerError
+from jaxinfer.text.expectations import Expectations
+from jaxinfer.text.messages import Message, check_messages
 
 # Put after the final message to find where it ends. The trailing space shows whether the template
 # strips messages.
@@ -29,16 +32,29 @@ class _Generation(Extension):
 
     tags: ClassVar[set[str]] = {"generation"}
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)  # what is set within ends with it
 
 
 class ChatTemplate:
     """One compiled template, run in a sandbox: a template comes with the model and is untrusted."""
 
-    def __init__(self, source: str, clock: Callable[[], datetime] = datetime.now) -> None:
-        """Raises ``TokenizerError`` with Jinja's message when the source is not a template."""
+    def __init__(
+        self,
+        source: str,
+        clock: Callable[[], datetime] = datetime.now,
+        special_tokens: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """``special_tokens`` are names for the template: ``bos_token`` and the like.
+
+        Raises ``TokenizerError`` with Jinja's message when the source is not a template.
+        """
+        self._special_tokens = special_tokens
+        self._expectations = Expectations(
+            lambda chat: self._text(chat, {"add_generation_prompt": False})
+        )
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -60,72 +76,40 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render ``messages``, which ``check_messages`` describes.
+        """Render ``messages``, which ``check_messages`` describes, in the form the template takes.
 
         ``add_generation_prompt`` opens the assistant's turn; ``continue_final_message`` instead
         leaves the final message open, so that the model goes on with it. ``variables`` are extra
-        names for the template (special tokens, tools, ``enable_thinking``).
+        names for the template (tools, ``enable_thinking``).
 
         Raises ``RequestError`` for bad messages or options, ``TokenizerError`` with the template's
         own message when it refuses or fails.
         """
-        chat = check_messages(messages)
+        chat = self._expectations.adapt(check_messages(messages))
         if continue_final_message:
             if add_generation_prompt:
                 raise RequestError(
                     "continue_final_message and add_generation_prompt exclude each other; "
                     "set one of them to false."
                 )
-            chat[-1]["content"] = (chat[-1].get("content") or "") + _END_MARK
-        names = {"tools": None, "documents": None, **(variables or {})}
-        names |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
-        try:
-            text = self._template.render(names)
-        except Exception as error:  # a template is a program: it can fail in any way
-            raise TokenizerError(f"The chat template failed: {error}") from error
+            chat[-1]["content"] = _with_end_mark(chat[-1].get("content"))
+        names = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
+        text = self._text(chat, names)
         return _cut_at_mark(text) if continue_final_message else text
 
-
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copy ``messages`` with each content as one string; lists of text parts join by newlines.
-
-    A message is a mapping with a string ``role`` and ``content``: a string, or a list of
-    ``{"type": "text", "text": ...}``. Only a message with ``tool_calls`` may leave content out.
-    Other keys pass through to the template. Raises ``RequestError`` naming the message.
-    """
-    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
-        raise RequestError("messages must be a list of at least one message.")
-    chat: list[dict[str, Any]] = []
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message, Mapping):
-            raise RequestError(f"{where} must be an object with role and content.")
-        if not isinstance(message.get("role"), str):
-            raise RequestError(f"{where}.role must be a string.")
-        content = message.get("content")
-        if content is None and message.get("tool_calls"):
-            chat.append(dict(message))
-        else:
-            chat.append({**message, "content": _content_text(where, content)})
-    return chat
+    def _text(self, chat: Sequence[Message], names: Mapping[str, Any]) -> str:
+        always = {"tools": None, "documents": None, **self._special_tokens}
+        try:
+            return self._template.render({**always, **names, "messages": chat})
+        except Exception as error:  # a template is a program: it can fail in any way
+            raise TokenizerError(f"The chat template failed: {error}") from error
 
 
-def _content_text(where: str, content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(f"{where}.content must be a string or a list of text parts.")
-    texts: list[str] = []
-    for index, part in enumerate(content):
-        match part:
-            case {"type": "text", "text": str(text)}:
-                texts.append(text)
-            case _:
-                raise RequestError(
-                    f'{where}.content[{index}] must be {{"type": "text", "text": a string}}; '
-                    "other kinds of content are not supported."
-                )
-    return "\n".join(texts)
+def _with_end_mark(content: str | list[Mapping[str, Any]] | None) -> str | list[Mapping[str, Any]]:
+    if isinstance(content, list):
+        *parts, last = content
+        return [*parts, {**last, "text": last["text"] + _END_MARK}]
+    return (content or "") + _END_MARK
 
 
 def _cut_at_mark(text: str) -> str:

@@ -109,11 +109,10 @@ def _pre_tokenizers() -> dict[str, _Pre]:
 
 
 class GGUFTokenizer(NamedTuple):
-    """A built tokenizer and what else the metadata says about text."""
+    """A built tokenizer and the special tokens that the metadata names."""
 
     tokenizer: Tokenizer
     special_tokens: dict[str, str]  # template variable ("bos_token", ...) -> token
-    chat_templates: dict[str, str]  # name -> template; the one without a name is "default"
     end_token_ids: frozenset[int]  # every token that ends a text
 
 
@@ -143,9 +142,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
     _add_tokens(tokenizer, tokens, types)
     special_tokens = _special_tokens(metadata, tokens)
     _add_post_processor(tokenizer, metadata, special_tokens, add_bos)
-    return GGUFTokenizer(
-        tokenizer, special_tokens, _chat_templates(metadata), end_token_ids(metadata)
-    )
+    return GGUFTokenizer(tokenizer, special_tokens, end_token_ids(metadata))
 
 
 def _refuse_unknown_keys(metadata: Mapping[str, Any]) -> None:
@@ -185,20 +182,6 @@ def _token_types(tokens: Sequence[str], stored: Sequence[Any]) -> list[int]:
         _TokenType.CONTROL if kind == _TokenType.NORMAL and token in TURN_ENDS else int(kind)
         for token, kind in zip(tokens, stored, strict=True)
     ]
-
-
-def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """``tokenizer.chat_template``, and ``tokenizer.chat_template.NAME`` for each further one."""
-    key = "tokenizer.chat_template"
-    named = {"default": metadata[key]} if key in metadata else {}
-    named |= {k.removeprefix(key + "."): v for k, v in metadata.items() if k.startswith(key + ".")}
-    for name, template in named.items():
-        if not isinstance(template, str):
-            raise TokenizerError(
-                f"The GGUF metadata's chat template {name!r} must be a string, "
-                f"got {type(template).__name__}; convert the model again."
-            )
-    return named
 
 
 def _required(metadata: Mapping[str, Any], key: str) -> Any:

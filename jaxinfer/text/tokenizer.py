@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import tokenizers
 
 from jaxinfer.core.errors import RequestError, TokenizerError
 from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.detokenize import IncrementalDetokenizer
+from jaxinfer.text.encoding import NOT_SUPPORTED, Encoding, refuse_options
 from jaxinfer.text.gguf_tokenizer import build_gguf_tokenizer
 from jaxinfer.text.pieces import PieceTable
 from jaxinfer.text.spec import TokenizerSpec
-
-_SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+from jaxinfer.text.tokenizer_config import NO_LENGTH, chat_templates, special_tokens
 
 
 def load_tokenizer(
@@ -35,14 +35,12 @@ def load_tokenizer(
             "A tokenizer needs either a tokenizer.json or GGUF metadata; "
             "put tokenizer.json beside the weights."
         )
-    templates = _named_templates(spec.tokenizer_config.get("chat_template"))
-    special_tokens = _special_tokens(spec.tokenizer_config)
+    named = special_tokens(spec)
     ends: frozenset[int] | None = None
     if spec.gguf_metadata is not None:
         built = build_gguf_tokenizer(spec.gguf_metadata)
         tokenizer = built.tokenizer
-        special_tokens = built.special_tokens | special_tokens
-        templates = built.chat_templates | templates
+        named = built.special_tokens | named
         ends = built.end_token_ids
     else:
         assert spec.tokenizer_json is not None
@@ -50,13 +48,24 @@ def load_tokenizer(
             tokenizer = tokenizers.Tokenizer.from_str(spec.tokenizer_json)
         except Exception as error:  # the library raises plain Exception
             raise TokenizerError(f"tokenizer.json cannot be read: {error}") from error
-    if spec.chat_template is not None:
-        templates["default"] = spec.chat_template
-    return Tokenizer(tokenizer, special_tokens, templates, clock, ends)
+    max_length = spec.tokenizer_config.get("model_max_length")
+    return Tokenizer(
+        tokenizer,
+        named,
+        chat_templates(spec),
+        clock,
+        NO_LENGTH if max_length is None else int(max_length),
+        ends,
+    )
 
 
 class Tokenizer:
-    """One model's tokenizer. Safe to use from several threads. Made by ``load_tokenizer``."""
+    """One model's tokenizer. Safe to use from several threads. Made by ``load_tokenizer``.
+
+    Names and arguments are those of a tokenizer of transformers, which vLLM's scripts expect.
+    """
+
+    is_fast = True
 
     def __init__(
         self,
@@ -64,22 +73,34 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         templates: Mapping[str, str],
         clock: Callable[[], datetime],
+        model_max_length: int = NO_LENGTH,
         end_token_ids: frozenset[int] | None = None,
     ) -> None:
         # Some published files cut or pad every text to a training length.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._special_tokens = dict(special_tokens)
+        self.special_tokens_map = dict(special_tokens)
+        self.model_max_length = model_max_length
         self._templates = dict(templates)
         self._clock = clock
         self._pieces = PieceTable(tokenizer)
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.bos_token = special_tokens.get("bos_token")
+        self.eos_token = special_tokens.get("eos_token")
+        self.unk_token = special_tokens.get("unk_token")
+        self.pad_token = special_tokens.get("pad_token")
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         eos = frozenset(() if self.eos_token_id is None else (self.eos_token_id,))
         # Every token that ends a text: a GGUF vocabulary says which; a tokenizer.json names eos.
         self.end_token_ids = eos if end_token_ids is None else end_token_ids
+        self.unk_token_id = tokenizer.token_to_id(self.unk_token or "")
+        self.pad_token_id = tokenizer.token_to_id(self.pad_token or "")
+
+    def __len__(self) -> int:
+        """``vocab_size``, which counts the added tokens here."""
+        return self.vocab_size
 
     @property
     def special_token_ids(self) -> frozenset[int]:
@@ -89,19 +110,66 @@ class Tokenizer:
     @cached_property
     def max_token_characters(self) -> int:
         """The longest token's length: a text of n tokens has at most n times as many characters."""
-        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
+        return max(map(len, self.get_vocab()))
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """``special_token_ids``, ascending."""
+        return sorted(self.special_token_ids)
+
+    @property
+    def all_special_tokens(self) -> list[str | None]:
+        """The tokens of ``all_special_ids``."""
+        return self.convert_ids_to_tokens(self.all_special_ids)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the model brought a chat template."""
         return bool(self._templates)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The model's chat template; if it has several, all of them by name."""
+        if self._templates.keys() == {"default"}:
+            return self._templates["default"]
+        return dict(self._templates) or None
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        truncation: bool = False,
+        max_length: int | None = None,
+        **options: Any,
+    ) -> Encoding:
+        """Token ids and attention mask of a text, or a list of each of several texts.
+
+        See ``encode``. Raises ``RequestError`` for options of transformers that are not supported:
+        padding, arrays of a framework (``return_tensors``).
+        """
+        refuse_options(options)
+        texts = [text] if isinstance(text, str) else text
+        input_ids = self.encode_batch(texts, add_special_tokens=add_special_tokens)
+        if truncation:
+            most = self.model_max_length if max_length is None else max_length
+            for number, ids in enumerate(input_ids):
+                if len(ids) > most:
+                    input_ids[number] = self._cut(texts[number], most, add_special_tokens)
+        mask = [[1] * len(ids) for ids in input_ids]
+        if isinstance(text, str):
+            return Encoding(input_ids=input_ids[0], attention_mask=mask[0])
+        return Encoding(input_ids=input_ids, attention_mask=mask)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, **options: Any) -> list[int]:
         """Token ids of ``text``; special tokens spelt out in it become their ids.
 
-        ``add_special_tokens`` adds what the model expects around a text, such as bos. Raises
-        ``RequestError`` when the text has no UTF-8 form.
+        ``add_special_tokens`` adds what the model expects around a text, such as bos. ``options``
+        are those of a call: ``truncation``, ``max_length``. Raises ``RequestError`` when the text
+        has no UTF-8 form.
         """
+        if options:
+            return self(text, add_special_tokens=add_special_tokens, **options)["input_ids"]
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(
@@ -121,9 +189,50 @@ class Tokenizer:
         )
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``token_ids``. Ids outside the vocabulary are nothing."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+    def decode(
+        self, token_ids: int | Sequence[int], skip_special_tokens: bool = True, **options: Any
+    ) -> str:
+        """The text of ``token_ids``. Ids outside the vocabulary are nothing.
+
+        Special tokens are left out by default, as in generated text; transformers keeps them.
+        """
+        refuse_options(options)
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def batch_decode(
+        self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True, **options: Any
+    ) -> list[str]:
+        """``decode`` for many sequences."""
+        return [self.decode(ids, skip_special_tokens, **options) for ids in sequences]
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token's id, by the token as the vocabulary spells it."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = False) -> list[str]:
+        """The tokens of ``text`` as the vocabulary spells them."""
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).tokens
+
+    @overload
+    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
+    @overload
+    def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[int | None]: ...
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
+        """The id of a token, or of each; the unknown token's id, if any, for what is no token."""
+        if isinstance(tokens, str):
+            return self._token_id(tokens)
+        return [self._token_id(token) for token in tokens]
+
+    @overload
+    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
+    @overload
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]: ...
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str | None] | None:
+        """The token of an id, or of each, as the vocabulary spells it; None outside it."""
+        if isinstance(ids, int):
+            return self._tokenizer.id_to_token(ids)
+        return [self._tokenizer.id_to_token(token_id) for token_id in ids]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes of one token, which may be a part of a character."""
@@ -153,17 +262,74 @@ class Tokenizer:
         ``chat_template`` replaces the model's own: the name of one of its templates, or a
         template. See ``ChatTemplate.render`` for the rest, and for the errors.
         """
-        variables = {**self._special_tokens, **(template_kwargs or {})}
-        return self._template(chat_template, bool(variables.get("tools"))).render(
+        variables = template_kwargs or {}
+        return self._template(chat_template, variables.get("tools") is not None).render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,
         )
 
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, str]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        *,
+        return_dict: bool = True,
+        truncation: bool = False,
+        max_length: int | None = None,
+        **variables: Any,
+    ) -> str | list[str] | list[int] | list[list[int]] | Encoding:
+        """A conversation, or each of a list of them, by the chat template.
+
+        As in transformers 5: an ``Encoding``, without ``return_dict`` its token ids, without
+        ``tokenize`` the text. ``variables`` are further names for the template. Errors are those
+        of ``render_chat``, and ``RequestError`` for options that are not supported.
+        """
+        options = {name: variables.pop(name, None) for name in NOT_SUPPORTED}
+        variables |= {"tools": tools, "documents": documents}
+        several = bool(conversation) and isinstance(conversation[0], (list, tuple))
+        texts = [
+            self.render_chat(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_kwargs=variables,
+                chat_template=chat_template,
+            )
+            for messages in (conversation if several else [conversation])
+        ]
+        chosen = texts if several else texts[0]
+        if not tokenize:
+            return chosen
+        encoding = self(
+            chosen,
+            add_special_tokens=False,
+            truncation=truncation,
+            max_length=max_length,
+            **options,
+        )
+        return encoding if return_dict else encoding["input_ids"]
+
+    def get_chat_template(
+        self, chat_template: str | None = None, tools: Sequence[Any] | None = None
+    ) -> str:
+        """The text of the template that ``apply_chat_template`` uses for these arguments."""
+        if chat_template is not None and chat_template not in self._templates:
+            return chat_template
+        return self._templates[self._template_name(chat_template, tools is not None)]
+
     def _template(self, chosen: str | None, has_tools: bool) -> ChatTemplate:
         if chosen is not None and chosen not in self._templates:
-            return ChatTemplate(chosen, self._clock)
+            return ChatTemplate(chosen, self._clock, self.special_tokens_map)
+        return self._compiled[self._template_name(chosen, has_tools)]
+
+    def _template_name(self, chosen: str | None, has_tools: bool) -> str:
         if chosen is None:
             chosen = "tool_use" if has_tools and "tool_use" in self._templates else "default"
         if chosen not in self._templates:
@@ -172,48 +338,35 @@ class Tokenizer:
                 f"The model has no chat template{named if self._templates else ''}; "
                 "pass chat_template."
             )
-        return self._compiled[chosen]
+        return chosen
 
     @cached_property
     def _compiled(self) -> dict[str, ChatTemplate]:
         # On first use: a model with a broken template still completes plain prompts.
-        return {name: ChatTemplate(source, self._clock) for name, source in self._templates.items()}
+        return {
+            name: ChatTemplate(source, self._clock, self.special_tokens_map)
+            for name, source in self._templates.items()
+        }
+
+    def _cut(self, text: str, length: int, add_special_tokens: bool) -> list[int]:
+        """The ids of a text's beginning that have this length with the special tokens."""
+        added = self._tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding.truncate(max(length - added, 0))
+        return self._tokenizer.post_process(encoding, add_special_tokens=add_special_tokens).ids
+
+    def _token_id(self, token: str | None) -> int | None:
+        token_id = None if token is None else self._tokenizer.token_to_id(token)
+        return self.unk_token_id if token_id is None else token_id
 
     def _special_id(self, name: str) -> int | None:
-        token = self._special_tokens.get(name)
+        token = self.special_tokens_map.get(name)
         if token is None:
             return None
         token_id = self._tokenizer.token_to_id(token)
         if token_id is None:
             raise TokenizerError(
-                f"tokenizer_config.json names the {name} {token!r}, "
-                "which is not in the vocabulary of tokenizer.json."
+                f"The model's files name the {name} {token!r}, which is not in the vocabulary "
+                "of tokenizer.json."
             )
         return token_id
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """``{"bos_token": "<s>", ...}``; the file holds strings or ``{"content": ...}``."""
-    named: dict[str, str] = {}
-    for name in (f"{kind}_token" for kind in _SPECIAL_NAMES):
-        value = config.get(name)
-        token = value.get("content") if isinstance(value, Mapping) else value
-        if isinstance(token, str):
-            named[name] = token
-    return named
-
-
-def _named_templates(entry: Any) -> dict[str, str]:
-    """The config's ``chat_template``: one template, or a list of ``{"name", "template"}``."""
-    match entry:
-        case None:
-            return {}
-        case str():
-            return {"default": entry}
-        case [*items]:
-            return {item["name"]: item["template"] for item in items}
-        case _:
-            raise TokenizerError(
-                "tokenizer_config.json's chat_template must be a string or a list of named "
-                f"templates, not {type(entry).__name__}."
-            )

@@ -64,7 +64,12 @@ def _spec_from_folder(folder: Path) -> TokenizerSpec:
     return TokenizerSpec(
         tokenizer_json=_read(tokenizer_json),
         tokenizer_config=_read_json(folder / "tokenizer_config.json"),
+        special_tokens_map=_read_json(folder / "special_tokens_map.json"),
         chat_template=_chat_template(folder),
+        additional_chat_templates={
+            file.stem: _read(file)
+            for file in sorted(folder.glob("additional_chat_templates/*.jinja"))
+        },
     )
 
 

@@ -130,6 +130,19 @@ def test_numpy_s_ids_are_a_prompt() -> None:
         assert parse_prompts(form, None) == [Prompt(None, (1, 2))]
 
 
+def test_a_prompt_made_by_the_tokenizer_is_that_of_chat(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    ids = encoded["input_ids"]
+    assert text == "<user>hi<assistant>" and tokenizer(text).input_ids == ids
+    (output,) = llm.chat(messages, GREEDY)
+    assert output.prompt_token_ids == ids
+    for prompt in (text, {"prompt_token_ids": ids}):
+        assert llm.generate(prompt, GREEDY)[0].outputs[0].token_ids == output.outputs[0].token_ids
+
+
 def test_arguments_of_generate_and_chat(llm: LLM) -> None:
     first = llm.generate(["a", "b"], GREEDY, lora_request=None, priority=[1, 0])
     assert first == llm.generate(["a", "b"], GREEDY)

@@ -16,6 +16,7 @@ from jaxinfer.text.spec import TokenizerSpec
 
 DATA = Path(__file__).parent.parent / "data" / "tokenizers"
 VECTORS = DATA / "vectors"
+GOLDEN_CHAT = Path(__file__).parents[1] / "golden" / "data" / "chat.json.gz"
 
 TINY_SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
 TINY_BOS_ID, TINY_EOS_ID = 256, 257

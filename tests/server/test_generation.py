@@ -106,3 +106,32 @@ def test_generate(server: Serving) -> None:
     text = "".join(output["text"] for event in streamed for output in event["outputs"])
     assert text == whole["outputs"][0]["text"]
     assert whole["latency_ms"] > 0 and streamed[-1]["usage"]["completion_tokens"] == 8
+
+
+def called(arguments: str) -> dict[str, Any]:
+    function = {"arguments": arguments, "name": "weather"}
+    calls = [{"id": "call_1", "type": "function", "function": function, "index": None}]
+    history = [
+        {"role": "user", "content": "hi", "name": None, "tool_calls": None},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_1", "content": None},
+        {"role": "assistant", "content": "12", "audio": None, "annotations": [], "tool_calls": []},
+        {"role": "user", "content": [{"type": "text", "text": "ok"}]},
+    ]
+    return {"messages": history, "return_token_ids": True, **GREEDY}
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
+def test_a_chat_with_calls_as_clients_send_it(server: Serving, route: str) -> None:
+    tokenizer = server.engine.tokenizer
+    assert tokenizer is not None
+    answer = body(server.post(route, **called('{"city": "Paris"}')))
+    ids = answer["tokens"] if route == "/tokenize" else answer["prompt_token_ids"]
+    prompt = tokenizer.decode(ids, skip_special_tokens=False)
+    assert prompt.removeprefix("<|bos|>") == (
+        "<|user|>hi<|eos|><|assistant|><|eos|><|tool|><|eos|><|assistant|>12<|eos|>"
+        "<|user|>ok<|eos|><|assistant|>"
+    )
+    error = server.post(route, **called('{"city": Paris}')).json()["error"]
+    assert error["param"] == "messages[1].tool_calls[0].function.arguments"
+    assert error["code"] is None and "is not JSON" in error["message"]

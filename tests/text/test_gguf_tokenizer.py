@@ -176,10 +176,13 @@ def test_sentencepiece_joins_by_score_not_by_id() -> None:
 
 def test_chat_template_comes_from_the_metadata() -> None:
     metadata = stories_gguf_metadata() | {
-        "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"
+        "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}",
+        "tokenizer.chat_template.tool_use": "{{ tools | length }}{{ eos_token }}",
     }
     tokenizer = load_tokenizer(TokenizerSpec(gguf_metadata=metadata))
-    assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "<s>hi"
+    chat = [{"role": "user", "content": "hi"}]
+    assert tokenizer.render_chat(chat) == "<s>hi"
+    assert tokenizer.render_chat(chat, template_kwargs={"tools": [{}]}) == "1</s>"
 
 
 def test_named_chat_templates() -> None:

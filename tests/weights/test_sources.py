@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxinfer.core.config import DEFAULT_MODEL
-from jaxinfer.core.errors import CheckpointError
+from jaxinfer.core.errors import CheckpointError, TokenizerError
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.rope import Llama3Scaling, RopeConfig, inverse_frequencies
+from jaxinfer.text.tokenizer import load_tokenizer
 from jaxinfer.weights import catalog, sources
 from jaxinfer.weights.wheel import parse_reference
 from kit.checkpoints import (
@@ -25,6 +26,7 @@ from kit.checkpoints import (
     write_wheel,
 )
 from kit.model_sources import resolve
+from kit.tokenizers import TINY_BOS_ID, TINY_EOS_ID, tiny_tokenizer_json
 
 CONFIGS = {
     "llama": tiny_llama_config(),
@@ -151,6 +153,24 @@ def test_folder_tokenizer(tmp_path: Path, files: dict[str, str], template: str |
     assert spec.tokenizer_config == json.loads(files.get("tokenizer_config.json", "{}"))
     assert source.generation_config == {"eos_token_id": [7]}
     assert source.name == "m"
+
+
+def test_folder_special_tokens_and_named_templates(tmp_path: Path) -> None:
+    folder = write_hf_folder(tmp_path / "m", tiny_llama_config())
+    (folder / "tokenizer.json").write_text(tiny_tokenizer_json())
+    entries = {"bos_token": "<|bos|>", "eos_token": {"content": "<|eos|>", "lstrip": False}}
+    (folder / "special_tokens_map.json").write_text(json.dumps(entries))
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ eos_token }}")
+    tokenizer = load_tokenizer(resolve(folder, load_format="dummy").tokenizer_spec())
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (TINY_BOS_ID, TINY_EOS_ID)
+    chat = [{"role": "user", "content": "hi"}]
+    assert tokenizer.render_chat(chat) == "<|bos|>hi"
+    assert tokenizer.apply_chat_template(chat, tools=[{}], tokenize=False) == "<|eos|>"
+    (folder / "special_tokens_map.json").write_text("[]")
+    with pytest.raises(TokenizerError, match=r"special_tokens_map.json must hold a JSON object"):
+        resolve(folder, load_format="dummy").tokenizer_spec()
 
 
 def test_other_tokenizer(tmp_path: Path) -> None:

@@ -1,0 +1,185 @@
+"""The messages of a chat in one form, whatever of OpenAI's optional fields a client sends.
+
+Owns: what a message must and may hold. Must not know: templates and what they expect.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, cast
+
+from jaxinfer.core.errors import RequestError
+
+type Message = dict[str, Any]
+
+# Names under which clients send an answer's reasoning; templates read the first, some the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+# Fields that say nothing when they are empty. An empty content can be an answer.
+_SILENT_WHEN_EMPTY = frozenset(
+    {
+        *_REASONING,
+        *("name", "tool_calls", "tool_call_id", "function_call"),
+        *("refusal", "audio", "annotations"),
+    }
+)
+
+
+def check_messages(messages: Sequence[Any]) -> list[Message]:
+    """Copy ``messages`` without the fields that say nothing.
+
+    A message is a mapping (or an object of the openai client) with a string ``role`` and
+    ``content``: a string, or a list of ``{"type": "text", "text": ...}``. An assistant's message
+    and one with ``tool_calls`` may lack content, and then have no such key in the copy; a tool's
+    is then "". A field that is null counts as absent, and so does an optional one that is empty.
+    Other keys pass through to the template. Raises ``RequestError`` naming the message.
+    """
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError("messages must be a list of at least one message.")
+    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def called_function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where a tool call has its name and arguments: older histories leave out ``function``."""
+    return call.get("function", call)
+
+
+def arguments_object(where: str, arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a call as an object; raises ``RequestError`` when the text is none."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = json.loads(arguments, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise RequestError(f"{where} is nested too deeply; send flatter JSON.") from None
+    except ValueError as error:
+        raise RequestError(
+            f"{where} must be a JSON object as text, which the chat template reads, "
+            f"but is not JSON: {error}."
+        ) from None
+    if not isinstance(parsed, dict):
+        raise RequestError(f"{where} must be a JSON object as text, but is another JSON value.")
+    return cast("dict[str, Any]", parsed)
+
+
+def arguments_text(arguments: str | Mapping[str, Any]) -> str:
+    """The arguments of a call as JSON text; text stays as it is."""
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def joined(parts: Sequence[Mapping[str, str]]) -> str:
+    """The text of a content in parts; they join by newlines, as in vLLM."""
+    return "\n".join(part["text"] for part in parts)
+
+
+def _message(where: str, given: Any) -> Message:
+    given = _plain(given)
+    if not isinstance(given, Mapping):
+        raise RequestError(f"{where} must be an object with role and content.")
+    message = _saying(cast("Mapping[str, Any]", given))
+    if not isinstance(message.get("role"), str):
+        raise RequestError(f"{where}.role must be a string.")
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(f"{where}.tool_calls", message["tool_calls"])
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    content = _content(f"{where}.content", message)
+    if content is None:
+        message.pop("content", None)
+    else:
+        message["content"] = content
+    return message
+
+
+def _plain(value: Any) -> Any:
+    """An object of the openai client as the dictionary that it describes."""
+    dump = getattr(value, "model_dump", None)
+    return dump() if callable(dump) else value
+
+
+def _saying(message: Mapping[str, Any]) -> Message:
+    return {
+        key: value
+        for key, value in _without_nulls(message).items()
+        if not (key in _SILENT_WHEN_EMPTY and _is_empty(value))
+    }
+
+
+def _without_nulls(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _is_empty(value: object) -> bool:
+    return isinstance(value, (str, Sequence, Mapping)) and not value
+
+
+def _content(where: str, message: Message) -> str | list[dict[str, str]] | None:
+    """The content, of a list its text parts; None is that of a message that may lack it."""
+    content = message.get("content")
+    if "tool_calls" in message and content in ("", [], ()):
+        return None
+    if content is None and ("tool_calls" in message or message["role"] == "assistant"):
+        return None
+    if content is None and message["role"] == "tool":
+        return ""  # a function that returns nothing
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise RequestError(f"{where} must be a string or a list of text parts.")
+    parts = cast("Sequence[Any]", content)
+    return [_part(f"{where}[{index}]", part) for index, part in enumerate(parts)] or ""
+
+
+def _part(where: str, part: Any) -> dict[str, Any]:
+    part = _plain(part)
+    match part:
+        case {"type": "text", "text": str()}:
+            return dict(part)
+        case {"type": "refusal", "refusal": str(text)}:
+            return {"type": "text", "text": text}
+        case _:
+            raise RequestError(
+                f'{where} must be {{"type": "text", "text": a string}}; '
+                "other kinds of content are not supported."
+            )
+
+
+def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, (list, tuple)):
+        raise RequestError(f"{where} must be a list of tool calls.")
+    return [
+        _tool_call(f"{where}[{index}]", call)
+        for index, call in enumerate(cast("Sequence[Any]", calls))
+    ]
+
+
+def _tool_call(where: str, given: Any) -> dict[str, Any]:
+    given = _plain(given)
+    if not isinstance(given, Mapping):
+        raise RequestError(f"{where} must be an object with id, type and function.")
+    call = _without_nulls(cast("Mapping[str, Any]", given))
+    if "function" not in call:  # another kind of call, or one of the form before OpenAI's
+        return _with_arguments(where, call) if "name" in call else call
+    function = _plain(call["function"])
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{where}.function must be an object with name and arguments.")
+    function = _without_nulls(cast("Mapping[str, Any]", function))
+    call["function"] = _with_arguments(f"{where}.function", function)
+    return call if "type" in call else {**call, "type": "function"}
+
+
+def _with_arguments(where: str, function: dict[str, Any]) -> dict[str, Any]:
+    """A function as it is, with an empty object where the call has no arguments."""
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        return {**function, "arguments": {}}
+    if not isinstance(arguments, (str, Mapping)):
+        raise RequestError(f"{where}.arguments must be a JSON object as text, or an object.")
+    return function
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
