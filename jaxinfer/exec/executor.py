@@ -1,9 +1,8 @@
 """Runs compiled steps: holds weights, KV state, slots and the bucket -> executable table.
 
 Owns: the device state between steps and the translation of a finished step into a ``StepResult``.
-``launch`` returns as soon as the step is queued; ``collect`` waits for its tokens. A step is up to
-four kinds of calls in a row: ``ADMIT`` for requests that need more of their slot than settings, the
-step of the bucket, then draws with extras and scores of prompts for the rows that ask for them.
+A step is up to four kinds of calls in a row: ``ADMIT`` for requests that need more of their slot
+than settings, the step of the bucket, then draws with extras and scores of prompts.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from jaxinfer.exec.compile import Compiled, Executables
 from jaxinfer.exec.extras import ExtrasOutput, pack_extras, pack_targets
 from jaxinfer.exec.forward import StepOutput, flat_kv_state, flat_params
 from jaxinfer.exec.program import ADMIT, Program, extras_name, score_name
-from jaxinfer.exec.sampling import NOT_FINITE, Logprobs
+from jaxinfer.exec.sampling import NOT_FINITE, Logprobs, read_logprobs
 from jaxinfer.exec.slots import SlotState, needs_admission, settings_of, slot_rows
 from jaxinfer.exec.token_board import TokenBoard
 from jaxinfer.models.base import Params, head_params
@@ -60,6 +59,7 @@ class Prepared:
     batch: np.ndarray  # int32[...]: see ``BatchLayout``
     admissions: tuple[np.ndarray, ...]  # int32[A, ...] each: see ``slots.RowSections``
     extras: tuple[tuple[int, ...], ...]  # indices of the rows of each call that draws with extras
+    wants_logprobs: bool  # whether any of these asks for them
     targets: np.ndarray | None  # int32[Tp], where prompts are scored
 
 
@@ -80,7 +80,7 @@ class InFlight:
     output: StepOutput
     number: int  # on the board, where there is one
     extras: tuple[ExtrasCall, ...]
-    scores: Logprobs | None  # of the targets
+    scores: jax.Array | None  # int32[Tp, ...] of the targets: see ``sampling.read_logprobs``
     failed: dict[RowKey, str]  # rows that could not be prepared: why
 
 
@@ -108,9 +108,6 @@ class Executor:
         self._requests: list[Request | None] = [None] * limits.max_num_seqs
         rows = max(*(bucket.num_seqs for bucket in limits.buckets), *program.extras_rows)
         self._board = TokenBoard.of_device(jax.devices()[0], rows)
-        # A CPU's arrays are host memory already. Asking for a copy would only leave a callback that
-        # needs the interpreter, and aborts the process when it comes while Python shuts down.
-        self._copies_to_host = self._board is None and jax.default_backend() != "cpu"
         self._rooms = BatchRooms.of_device(jax.devices()[0])
         self._head = head_params(params)
         self._layouts = {bucket: program.layout(bucket) for bucket in limits.buckets}
@@ -210,7 +207,8 @@ class Executor:
         scored = any(row.target_ids is not None for row in plan.prefills)
         targets = pack_targets(plan.prefills, plan.bucket.num_prefill_tokens) if scored else None
         batch = pack(plan, self._layouts[plan.bucket], settings)
-        return Prepared(plan, requests, batch, admissions, extras, targets)
+        logprobs = any(requests[index].sampling.logprobs is not None for index in asking)
+        return Prepared(plan, requests, batch, admissions, extras, logprobs, targets)
 
     def _launched(self, prepared: Prepared, failed: dict[RowKey, str]) -> InFlight:
         plan, by_name = prepared.plan, self._executables.by_name
@@ -230,6 +228,9 @@ class Executor:
             self._draw_with_extras(indices, [plan.rows[i] for i in indices])
             for indices in prepared.extras
         )
+        if prepared.wants_logprobs:
+            for call in extras:
+                self._copy_to_host(call.output.logprobs)
         scores = None if prepared.targets is None else self._score(output, prepared.targets)
         # the hidden states are as large as a layer's, and nothing needs them any more
         output = output._replace(hidden=None)
@@ -252,9 +253,11 @@ class Executor:
         self._handed_to(output.token_ids, handed)
         return ExtrasCall(indices, output, place[-1])
 
-    def _score(self, output: StepOutput, targets: np.ndarray) -> Logprobs:  # int32[Tp]
+    def _score(self, output: StepOutput, targets: np.ndarray) -> jax.Array:  # int32[Tp]
         score = self._executables.by_name[score_name(len(targets))]
-        return score(self._head, output.hidden, targets)  # type: ignore[no-any-return]
+        scores = score(self._head, output.hidden, targets)
+        self._copy_to_host(scores)
+        return scores  # type: ignore[no-any-return]
 
     def _launch_parts(self, first: Compiled, second: Compiled, handed: Any) -> StepOutput:
         """See ``cut.CutStep``: the device runs the first while the host prepares the second."""
@@ -277,7 +280,15 @@ class Executor:
         """A launched call reads what it was handed; ``result`` is for the host."""
         if self._rooms is not None:
             self._rooms.read_by(result, handed)
-        if self._copies_to_host:
+        if self._board is None:
+            self._copy_to_host(result)
+
+    def _copy_to_host(self, result: jax.Array) -> None:
+        """Begin the copy. A CPU's arrays are host memory already: asking would only leave a
+        callback that needs the interpreter, and aborts the process when it comes while Python
+        shuts down.
+        """
+        if self._program.platform != "cpu":
             result.copy_to_host_async()
 
     def _read(self, number: int, tokens: jax.Array) -> np.ndarray:  # int32[B]
@@ -345,8 +356,8 @@ class _LogprobReader:
             for number, call in enumerate(step.extras)
             for place, index in enumerate(call.rows)
         }
-        self._sampled: dict[int, Logprobs] = {}  # by call
-        self._prompt: Logprobs | None = None
+        self._sampled: dict[int, Logprobs[np.ndarray]] = {}  # by call
+        self._prompt: Logprobs[np.ndarray] | None = None
         self._prompt_start = 0  # where the next prefill row's chunk starts in the prefill part
 
     def sampled(self, index: int, row: ScheduledSeq, token_id: int) -> TokenLogprobs | None:
@@ -356,7 +367,8 @@ class _LogprobReader:
             return None
         number, place = self._places[index]
         if number not in self._sampled:
-            self._sampled[number] = _host(self._step.extras[number].output.logprobs)
+            packed = np.asarray(self._step.extras[number].output.logprobs)
+            self._sampled[number] = read_logprobs(packed)
         return _token_logprobs(self._sampled[number], place, token_id, top)
 
     def prompt(self, index: int, row: ScheduledSeq) -> tuple[TokenLogprobs, ...]:
@@ -370,7 +382,7 @@ class _LogprobReader:
             return ()
         if self._prompt is None:
             assert self._step.scores is not None, "targets were not scored"
-            self._prompt = _host(self._step.scores)
+            self._prompt = read_logprobs(np.asarray(self._step.scores))
         return tuple(
             _token_logprobs(self._prompt, start + offset, token_id, top)
             for offset, token_id in enumerate(row.target_ids.tolist())
@@ -378,14 +390,11 @@ class _LogprobReader:
         )
 
 
-def _token_logprobs(source: Logprobs, index: int, token_id: int, top: int) -> TokenLogprobs:
+def _token_logprobs(
+    source: Logprobs[np.ndarray], index: int, token_id: int, top: int
+) -> TokenLogprobs:
     """One position: the chosen token first, then the ``top`` most likely ones."""
     ids: list[int] = source.top_ids[index, :top].tolist()
     values: list[float] = source.top_logprobs[index, :top].tolist()
     chosen = float(source.chosen[index])
     return TokenLogprobs((token_id, *ids), (chosen, *values), int(source.rank[index]))
-
-
-def _host(logprobs: Logprobs) -> Logprobs:
-    """The same record with numpy arrays."""
-    return Logprobs(*(np.asarray(array) for array in logprobs))  # type: ignore[arg-type]

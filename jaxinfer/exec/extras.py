@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jax import lax
 from jaxinfer.core.shapes import ladder, round_up
 from jaxinfer.core.step import ScheduledSeq
 from jaxinfer.exec.batch import ALIGN, NOWHERE
-from jaxinfer.exec.sampling import Logprobs, sample_changed, token_logprobs, with_extras
+from jaxinfer.exec.sampling import sample_changed, token_logprobs, with_extras
 from jaxinfer.exec.slots import SlotState
 from jaxinfer.models.base import Model, Params, unembed
 from pallas_kernels.pins import Pins
@@ -38,7 +38,7 @@ class ExtrasOutput(NamedTuple):
     """What the host reads of a call."""
 
     token_ids: jax.Array  # int32[N]
-    logprobs: Logprobs  # of token_ids, [N]
+    logprobs: jax.Array  # int32[N, ...] of token_ids: see ``sampling.read_logprobs``
 
 
 def extras_rows(first: int, max_num_seqs: int) -> tuple[int, ...]:
@@ -108,10 +108,10 @@ class ScoreFunction:
         head: Params,  # see ``models.base.head_params``
         hidden: jax.Array,  # [Tp, D]
         target_ids: jax.Array,  # int32[Tp]: the token whose logprob is asked for, else -1
-    ) -> Logprobs:  # [Tp]
+    ) -> jax.Array:  # int32[Tp, ...]: see ``sampling.read_logprobs``
         """Score."""
 
-        def scored(hidden: jax.Array, targets: jax.Array) -> Logprobs:
+        def scored(hidden: jax.Array, targets: jax.Array) -> jax.Array:
             return token_logprobs(unembed(self.model, head, hidden), targets)
 
         return _by_blocks(scored, hidden, jnp.maximum(target_ids, 0))
@@ -129,7 +129,7 @@ def pack_targets(rows: Sequence[ScheduledSeq], num_tokens: int) -> np.ndarray:  
     return targets
 
 
-def _by_blocks(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+def _by_blocks(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
     """``function`` of arrays [N, ...], of ``BLOCK`` rows at a time: it makes copies of logits."""
     rows = arrays[0].shape[0]
     if rows <= BLOCK:
@@ -138,4 +138,4 @@ def _by_blocks(function: Callable[..., Any], *arrays: jax.Array) -> Any:
     padded = (jnp.pad(a, ((0, padding), *((0, 0),) * (a.ndim - 1))) for a in arrays)
     blocks = tuple(a.reshape(-1, BLOCK, *a.shape[1:]) for a in padded)
     results = lax.map(lambda block: function(*block), blocks)
-    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:rows], results)
+    return results.reshape(-1, *results.shape[2:])[:rows]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxinfer.core.request import INT32_MAX, MAX_LOGPROBS
@@ -22,13 +23,13 @@ CHUNK = 128  # logits of which ``_most_likely`` first looks at the largest alone
 NOT_FINITE = INT32_MAX
 
 
-class Logprobs(NamedTuple):
+class Logprobs[A](NamedTuple):
     """Logprobs of chosen tokens under the unmodified distribution."""
 
-    chosen: jax.Array  # float32[B]
-    rank: jax.Array  # int32[B]: 1 for the most likely token
-    top_ids: jax.Array  # int32[B, MAX_LOGPROBS]
-    top_logprobs: jax.Array  # float32[B, MAX_LOGPROBS]
+    chosen: A  # float32[B]
+    rank: A  # int32[B]: 1 for the most likely token
+    top_ids: A  # int32[B, MAX_LOGPROBS]
+    top_logprobs: A  # float32[B, MAX_LOGPROBS]
 
 
 def sample(
@@ -83,13 +84,25 @@ def with_extras(
 def token_logprobs(
     logits: jax.Array,  # float32[B, V], unmodified
     chosen: jax.Array,  # int32[B]
-) -> Logprobs:
+) -> jax.Array:  # int32[B, ...]: see ``read_logprobs``
     """Logprob and rank of the chosen tokens, and the most likely ones."""
     log_z = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
     rank = 1 + jnp.sum(logits > picked, axis=-1, dtype=jnp.int32)
     top, top_ids = _most_likely(logits, MAX_LOGPROBS)
-    return Logprobs(picked[:, 0] - log_z, rank, top_ids, top - log_z[:, None])
+    parts = (picked - log_z[:, None], rank[:, None], top_ids, top - log_z[:, None])
+    # one array: each one copied to the host takes it half a millisecond (H100)
+    return jnp.concatenate(
+        [a if a.dtype == jnp.int32 else lax.bitcast_convert_type(a, jnp.int32) for a in parts],
+        axis=1,
+    )
+
+
+def read_logprobs(packed: np.ndarray) -> Logprobs[np.ndarray]:  # int32[B, 2 + 2 * MAX_LOGPROBS]
+    """What ``token_logprobs`` computed; views of it."""
+    floats = packed.view(np.float32)
+    top = 2 + MAX_LOGPROBS
+    return Logprobs(floats[:, 0], packed[:, 1], packed[:, 2:top], floats[:, top:])
 
 
 def _most_likely(

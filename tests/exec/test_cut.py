@@ -11,11 +11,12 @@ import pytest
 
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile import build_executables
 from jaxinfer.exec.cut import WeightsOfParts, cut_step
 from jaxinfer.exec.executor import Executor
 from jaxinfer.exec.memory import init_state
-from jaxinfer.exec.program import Program
+from jaxinfer.exec.program import MOST_TOKENS_IN_TWO, Program
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.registry import build_model
 from kit.counted import Counted
@@ -94,10 +95,10 @@ def test_only_prompts_alone_of_a_gpu_and_of_enough_layers_are_two() -> None:
         program = Program(each, LIMITS, platform=platform)
         for bucket in LIMITS.buckets:
             alone = bucket.num_prefills > 0 and not bucket.num_decodes
-            assert program.begins_apart(bucket, extras=False) == (expected and alone)
-            assert not program.begins_apart(bucket, extras=True)
-        begun = [name for name in program.names() if name.endswith("_first")]
-        assert bool(begun) == expected and set(begun) <= set(program.names_at_start())
+            assert program.begins_apart(bucket) == (expected and alone)
+        assert any(name.endswith("_first") for name in program.names()) == expected
+        assert not program.begins_apart(Bucket(0, 2 * MOST_TOKENS_IN_TWO, 1))
+        assert not program.begins_apart(Bucket(0, 64, 1, scores=True))
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

@@ -23,6 +23,7 @@ from jaxinfer.exec.executor import WARM_UP_RUNS, Executor
 from jaxinfer.exec.extras import BLOCK, ExtrasOutput, pack_extras
 from jaxinfer.exec.memory import init_state
 from jaxinfer.exec.program import ADMIT, Program, extras_name, score_name
+from jaxinfer.exec.sampling import read_logprobs
 from jaxinfer.exec.slots import SlotState, settings_of
 from kit.counted import Counted
 from kit.engines import engine_of, run, tiny_limits
@@ -160,7 +161,8 @@ def test_a_step_of_many_rows_that_ask_is_drawn_by_blocks() -> None:
         assert output.token_ids[slot] == alone.token_ids[0]
         place = (slot, rows[slot].num_computed_tokens + 1)
         assert after.token_ids[place] == alone_after.token_ids[place] == alone.token_ids[0]
-        for all_of, one_of in zip(output.logprobs, alone.logprobs, strict=True):
+        many, one = (read_logprobs(np.asarray(o.logprobs)) for o in (output, alone))
+        for all_of, one_of in zip(many, one, strict=True):
             np.testing.assert_allclose(all_of[slot], one_of[0], rtol=1e-6)
 
 

@@ -13,6 +13,7 @@ from jaxinfer.core.step import SlotAdmission
 from jaxinfer.exec.sampling import (
     CHUNK,
     NOT_FINITE,
+    read_logprobs,
     sample,
     sample_changed,
     token_logprobs,
@@ -236,7 +237,8 @@ def test_a_row_whose_logits_are_not_finite_draws_no_token(
 def test_logprobs_and_ranks() -> None:
     logits = random_logits(2)
     chosen = np.array([logits[0].argmax(), np.argsort(-logits[1])[6]], np.int32)
-    result = token_logprobs(jnp.asarray(logits), jnp.asarray(chosen))
+    packed = token_logprobs(jnp.asarray(logits), jnp.asarray(chosen))
+    result = read_logprobs(np.asarray(packed))
     expected = jax.nn.log_softmax(logits, axis=-1)
     np.testing.assert_array_equal(result.rank, [1, 7])
     np.testing.assert_allclose(result.chosen, expected[np.arange(2), chosen], rtol=1e-5)
@@ -253,7 +255,7 @@ def test_the_most_likely_are_those_of_a_sort(vocab: int, distinct: int) -> None:
     """With few values most are equal, and the first of equals counts."""
     values = np.random.default_rng(vocab).integers(0, distinct, (5, vocab))
     logits = jnp.asarray(values * (8.0 / distinct), jnp.float32).at[0, vocab // 2 :].set(-jnp.inf)
-    entry = token_logprobs(logits, jnp.zeros(5, jnp.int32))
+    entry = read_logprobs(np.asarray(token_logprobs(logits, jnp.zeros(5, jnp.int32))))
     order = np.argsort(-np.asarray(logits), axis=1, kind="stable")[:, :MAX_LOGPROBS]
     np.testing.assert_array_equal(entry.top_ids, order)
     expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), order, axis=1)
