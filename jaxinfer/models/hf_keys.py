@@ -88,6 +88,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
     }
 )
 _OTHERWISE = "remove it from config.json if these weights do not need it"
+_READ_FROM = ("gguf",)  # "quantisations" that say what kind of file the weights were read from
 # Words of keys that may change what a layer computes; (^|_) keeps "property" apart from "rope".
 _MATTERS = re.compile(
     r"(^|_)m?rope|rotary|alibi|ntk|yarn|position|attn|attention|softcap|scal(e|ing)|multiplier"
@@ -133,6 +134,8 @@ def _is_neutral(key: str, value: object) -> bool:
     """Whether a key is absent in effect, or says nothing of what layers compute."""
     if key in NEUTRAL:
         return value is None or value in NEUTRAL[key]
+    if key == "quantization_config" and isinstance(value, Mapping):
+        return value.get("quant_method") in (None, *_READ_FROM)
     switched_off = value is None or value is False or value in ("", [], {})
     return switched_off or not (key in REMEDIES or _MATTERS.search(key.lower()))
 
