@@ -164,5 +164,6 @@ def _factors(values: Mapping[str, Any], name: str, count: int) -> tuple[float, .
 
 
 def _is_factor(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 < value < math.inf
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value < math.inf
