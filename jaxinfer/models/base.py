@@ -37,7 +37,7 @@ class ModelConfig(Protocol):
     def max_position_embeddings(self) -> int: ...
     @property
     def lengths(self) -> tuple[int, int]:
-        """The context of an engine that is not told one, and the longest possible."""
+        """The context of an engine without ``max_model_len``, and the longest one."""
         ...
 
     @property

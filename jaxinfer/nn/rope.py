@@ -35,7 +35,7 @@ class RopeScaling(Protocol):
         ...
 
     def lengths(self, positions: int) -> tuple[int, int]:
-        """The context of an engine that is not told one, and the longest possible, of a model with
+        """The context of an engine without ``max_model_len``, and the longest one, of a model with
         so many ``max_position_embeddings``.
         """
         ...
