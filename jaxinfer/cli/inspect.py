@@ -74,7 +74,7 @@ def describe(plan: EnginePlan) -> dict[str, Any]:
         "family": plan.model.family.name,
         "layers": config.num_hidden_layers,
         "vocab_size": config.vocab_size,
-        "context": config.max_position_embeddings,
+        "context": config.lengths[1],
         "parameters": count.total(),
         "parameter_bytes": dict(size),
         "checkpoint_bytes": _checkpoint_bytes(plan),

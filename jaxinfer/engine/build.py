@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.backend import clear_backends
 
 from jaxinfer.core.config import (
@@ -79,7 +78,7 @@ def plan_engine(
         progress=progress,
         tokenizer=config.tokenizer,
     )
-    model = build_model(source.hf_config, jnp.dtype(config.dtype))
+    model = build_model(source.hf_config, config.dtype, config.max_model_len)
     if bundle is not None:
         bundle.refuse_model(model)
     if source.checkpoint is not None:
@@ -262,9 +261,9 @@ def model_facts(plan: EnginePlan) -> ModelFacts:
 
 def _context(config: EngineConfig, model: Model) -> int:
     """The context asked for; a model cannot be asked for more positions than it has."""
-    longest = model.config.max_position_embeddings
+    default, longest = model.config.lengths
     if config.max_model_len is None:
-        return longest
+        return default
     if config.max_model_len > longest:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is beyond the model's {longest} positions; "

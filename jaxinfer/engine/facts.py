@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from jaxinfer.core.config import Limits
-from jaxinfer.core.errors import ConfigError, ContextLengthError, RequestError
+from jaxinfer.core.errors import ContextLengthError, RequestError
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import SamplingParams
+from jaxinfer.engine.generation_config import eos_ids_of, sampling_of
 from jaxinfer.sched.admit import refusal
 
 
@@ -28,6 +29,7 @@ class ModelFacts:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     default_sampling: SamplingParams  # the model's generation_config over vLLM's defaults
+    max_new_tokens: int | None = None  # the most that a server gives a request, as in vLLM
 
 
 class CheckedRequest(msgspec.Struct, frozen=True, gc=False):
@@ -50,29 +52,16 @@ def facts_of_configs(
     """What a model's own configs say, its sampling defaults only if asked for; raises
     ``ConfigError`` for what cannot be used.
     """
-    eos = generation_config.get("eos_token_id")
-    if eos is None:  # absent, or an explicit null
-        eos = hf_config.get("eos_token_id")
-    listed: list[Any] = cast("list[Any]", eos) if isinstance(eos, list) else [eos]
-    eos_ids = [token_id for token_id in listed if token_id is not None]
-    if not all(isinstance(token_id, int) for token_id in eos_ids):
-        raise ConfigError(f"eos_token_id {eos!r} of the model's configs is no token id or list")
+    sampling, most = SamplingParams(), None
+    if samples_as_told:
+        sampling, most = sampling_of(generation_config, hf_config)
     return ModelFacts(
         name=name,
         vocab_size=vocab_size,
-        eos_token_ids=tuple(dict.fromkeys(eos_ids)),
-        default_sampling=_default_sampling(generation_config if samples_as_told else {}),
+        eos_token_ids=eos_ids_of(generation_config, hf_config),
+        default_sampling=sampling,
+        max_new_tokens=most,
     )
-
-
-def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """vLLM's defaults with the model's own temperature, top_k, top_p and the like."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: generation_config[name] for name in names if generation_config.get(name)}
-    try:
-        return SamplingParams(**given)
-    except RequestError as error:
-        raise ConfigError(f"the model's generation_config is unusable: {error}") from error
 
 
 def resolved_max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limits: Limits) -> int:

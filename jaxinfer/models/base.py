@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,17 @@ class ModelConfig(Protocol):
     @property
     def max_position_embeddings(self) -> int: ...
     @property
+    def lengths(self) -> tuple[int, int]:
+        """The context of an engine without ``max_model_len``, and the longest one."""
+        ...
+
+    @property
     def dtype(self) -> jnp.dtype:
         """Dtype of weights and activations."""
+        ...
+
+    def for_context(self, length: int) -> Self:
+        """The config in an engine whose sequences may have ``length`` tokens."""
         ...
 
 

@@ -24,6 +24,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily, TensorRule
 from jaxinfer.models.rules import as_is, join_outputs, stack
+from jaxinfer.nn.activations import ACTIVATIONS
 from jaxinfer.nn.attention import Attend
 from jaxinfer.nn.kv import KVSpec, KVState, LayerKV, LayerKVSpec
 from jaxinfer.nn.layers import head_logits, layer_norm, take_rows, tied_logits
@@ -44,8 +45,20 @@ class GPT2Config:
     num_attention_heads: int
     max_position_embeddings: int
     layer_norm_epsilon: float
+    activation: str  # a name in ``ACTIVATIONS``
+    attention_scales: tuple[float, ...]  # L: factor on the scores of each layer
     tie_word_embeddings: bool
     dtype: jnp.dtype
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """See ``ModelConfig``: positions are learned."""
+        return self.max_position_embeddings, self.max_position_embeddings
+
+    def for_context(self, length: int) -> GPT2Config:
+        """See ``ModelConfig``."""
+        del length
+        return self
 
     @property
     def head_dim(self) -> int:
@@ -64,6 +77,7 @@ class GPT2Layer(nn.Module):
     """Attention and feed-forward, each added to the residual stream."""
 
     config: GPT2Config
+    scale: float
 
     @nn.compact
     def __call__(
@@ -79,15 +93,14 @@ class GPT2Layer(nn.Module):
         norms = self.param("norms", _init_norms, (4, d), c.dtype)
         qkv = self._linear("qkv", layer_norm(x, norms[0], norms[1], eps), 3 * d)
         qkv = qkv.reshape(-1, 3 * n, h)
-        scale = h**-0.5
         heads, kv = attend(
-            qkv, kv, num_kv_heads=n, rotary=None, scale=scale, window=None, last=last
+            qkv, kv, num_kv_heads=n, rotary=None, scale=self.scale, window=None, last=last
         )
         if last is not None:
             x = take_rows(x, last)
         x = x + self._linear("o", heads.reshape(-1, d), d)
         up = self._linear("up", layer_norm(x, norms[2], norms[3], eps), c.intermediate_size)
-        x = x + self._linear("down", jax.nn.gelu(up, approximate=True), d)
+        x = x + self._linear("down", ACTIVATIONS[c.activation](up), d)
         self.sow("taps", "residual", x)
         return x, kv
 
@@ -108,7 +121,7 @@ class GPT2(nn.Module):
         d, length = c.hidden_size, c.max_position_embeddings
         self.embed = self.param("embed", _INIT, (c.vocab_size, d), c.dtype)
         self.positions = self.param("positions", _INIT, (length, d), c.dtype)
-        self.layers = [GPT2Layer(c) for _ in range(c.num_hidden_layers)]
+        self.layers = [GPT2Layer(c, scale) for scale in c.attention_scales]
         self.final_norm = self.param("final_norm", _init_norms, (2, d), c.dtype)
         if not c.tie_word_embeddings:
             self.lm_head = self.param("lm_head", _INIT, (d, c.vocab_size), c.dtype)
@@ -143,12 +156,10 @@ class GPT2(nn.Module):
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> GPT2Config:
     """Raises ``ConfigError`` naming the key that is missing or asks for something else."""
-    hf.supported_only(config, "activation_function", "gelu_new", "gelu_pytorch_tanh")
-    hf.supported_only(config, "scale_attn_weights", True)
-    hf.supported_only(config, "scale_attn_by_inverse_layer_idx", False)
     hf.supported_only(config, "add_cross_attention", False)
-    hidden_size = hf.positive_int(config, "n_embd")
-    num_heads = hf.positive_int(config, "n_head")
+    hidden_size = _size(config, "n_embd", "hidden_size")
+    num_heads = _size(config, "n_head", "num_attention_heads")
+    num_layers = _size(config, "n_layer", "num_hidden_layers")
     if hidden_size % num_heads:
         raise ConfigError(
             f"config key 'n_embd' {hidden_size} is not a multiple of 'n_head' {num_heads}"
@@ -157,13 +168,28 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> GPT2Config:
         vocab_size=hf.positive_int(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=hf.positive_int(config, "n_inner", 4 * hidden_size),
-        num_hidden_layers=hf.positive_int(config, "n_layer"),
+        num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
-        max_position_embeddings=hf.positive_int(config, "n_positions"),
+        max_position_embeddings=_size(config, "n_positions", "max_position_embeddings"),
         layer_norm_epsilon=hf.positive_float(config, "layer_norm_epsilon", 1e-5),
+        activation=hf.activation(config, "activation_function", "gelu_new"),
+        attention_scales=_attention_scales(config, hidden_size // num_heads, num_layers),
         tie_word_embeddings=hf.flag(config, "tie_word_embeddings", True),
         dtype=dtype,
     )
+
+
+def _size(config: Mapping[str, Any], key: str, other: str) -> int:
+    """A size under GPT-2's own name, or else the one that other families give it."""
+    return hf.positive_int(config, key, config.get(other))
+
+
+def _attention_scales(config: Mapping[str, Any], head_dim: int, layers: int) -> tuple[float, ...]:
+    """The factor on the attention scores of each layer."""
+    scale = head_dim**-0.5 if hf.flag(config, "scale_attn_weights", True) else 1.0
+    if hf.flag(config, "scale_attn_by_inverse_layer_idx", False):
+        return tuple(scale / (i + 1) for i in range(layers))
+    return (scale,) * layers
 
 
 def tensor_rules(config: GPT2Config) -> tuple[TensorRule, ...]:

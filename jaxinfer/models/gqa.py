@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import TensorRule
+from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.rules import as_is, join, join_outputs, stack
 from jaxinfer.nn.decoder_config import DecoderConfig
 
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 # model's head is consumed by its rule.
 GQA_IGNORED_TENSORS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"lm_head\.weight")
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-_MAX_WINDOW_LAYERS = 28  # what transformers assumes when a Qwen2 or Qwen3 config does not say
+_SLIDING = "sliding_attention"
+_LAYER_TYPES = ("full_attention", _SLIDING)
+_WINDOW = 4096  # what transformers assumes when a Mistral or Qwen config does not say
+_MAX_WINDOW_LAYERS = 28  # likewise
 
 
 def gqa_config(
@@ -35,15 +38,14 @@ def gqa_config(
     qkv_bias: bool,
     o_bias: bool,
     qk_norm: bool,
+    windows: tuple[int | None, ...],
+    mlp_bias: bool = False,
     head_dim: int | None = None,
-    windows: tuple[int | None, ...] | None = None,
 ) -> DecoderConfig:
     """A ``DecoderConfig`` from ``config.json``; ``head_dim`` None is derived from the width.
 
-    ``windows`` None means full attention in every layer. Raises ``ConfigError`` naming the key.
+    Raises ``ConfigError`` naming the key.
     """
-    hf.supported_only(config, "hidden_act", "silu")
-    hf.supported_only(config, "mlp_bias", False)
     hidden_size = hf.positive_int(config, "hidden_size")
     num_heads = hf.positive_int(config, "num_attention_heads")
     num_kv_heads = hf.positive_int(config, "num_key_value_heads", num_heads)
@@ -53,8 +55,6 @@ def gqa_config(
             f"'num_key_value_heads' {num_kv_heads}"
         )
     head_dim = head_dim or hf.positive_int(config, "head_dim", hidden_size // num_heads)
-    if windows is None:
-        windows = (None,) * hf.positive_int(config, "num_hidden_layers")
     return DecoderConfig(
         vocab_size=hf.positive_int(config, "vocab_size"),
         hidden_size=hidden_size,
@@ -64,11 +64,13 @@ def gqa_config(
         head_dim=head_dim,
         max_position_embeddings=hf.positive_int(config, "max_position_embeddings"),
         rms_norm_eps=hf.positive_float(config, "rms_norm_eps"),
-        rope=hf.rope_config(config, head_dim),
+        rope=rope_config(config, head_dim),
         windows=windows,
         tie_word_embeddings=hf.flag(config, "tie_word_embeddings", False),
+        activation=hf.activation(config, "hidden_act", "silu"),
         qkv_bias=qkv_bias,
         o_bias=o_bias,
+        mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         dtype=dtype,
     )
@@ -84,17 +86,30 @@ def decoder(config: DecoderConfig) -> Decoder:
 
 
 def upper_layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Qwen's sliding windows: in the layers from ``max_window_layers`` up, when switched on.
+    """Qwen's sliding windows: in the layers from ``max_window_layers`` up, when switched on."""
+    first = hf.layer_index(config, "max_window_layers", _MAX_WINDOW_LAYERS)
+    window = sliding_window(config)
+    if not hf.flag(config, "use_sliding_window", False):
+        window = None
+    return windows_by_layer(config, window, first)
 
-    ``layer_types``, where present, says the same per layer and wins.
+
+def sliding_window(config: Mapping[str, Any]) -> int | None:
+    """How far back a layer with a window looks: transformers' default where the key is absent, None
+    where it is null.
     """
+    if config.get("sliding_window", _WINDOW) is None:
+        return None
+    return hf.positive_int(config, "sliding_window", _WINDOW)
+
+
+def windows_by_layer(
+    config: Mapping[str, Any], window: int | None, first: int = 0
+) -> tuple[int | None, ...]:
+    """The window of each layer: of those from ``first`` up, unless ``layer_types`` says which."""
     num_layers = hf.positive_int(config, "num_hidden_layers")
-    if not hf.flag(config, "use_sliding_window", False) or config.get("sliding_window") is None:
-        return (None,) * num_layers
-    window = hf.positive_int(config, "sliding_window")
     kinds = config.get("layer_types")
     if kinds is None:
-        first = hf.layer_index(config, "max_window_layers", _MAX_WINDOW_LAYERS)
         return tuple(window if i >= first else None for i in range(num_layers))
     known = isinstance(kinds, list | tuple) and all(kind in _LAYER_TYPES for kind in kinds)
     if not known or len(kinds) != num_layers:
@@ -102,7 +117,12 @@ def upper_layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
             "config key 'layer_types' must hold 'full_attention' or 'sliding_attention' for each "
             f"of the {num_layers} layers"
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if window is None and _SLIDING in kinds:
+        raise ConfigError(
+            f"config key 'layer_types' holds {_SLIDING!r}, but no window is switched on; set "
+            "'sliding_window', and 'use_sliding_window' where the family has it"
+        )
+    return tuple(window if kind == _SLIDING else None for kind in kinds)
 
 
 def gqa_tensor_rules(config: DecoderConfig) -> tuple[TensorRule, ...]:
@@ -133,13 +153,15 @@ def _layer_rules(c: DecoderConfig, param: str, source: str) -> list[TensorRule]:
     qkv = (attn + "q_proj", attn + "k_proj", attn + "v_proj")
     qkv_weights = tuple(name + ".weight" for name in qkv)
     qkv_biases = tuple(name + ".bias" for name in qkv)
-    gate_up = (mlp + "gate_proj.weight", mlp + "up_proj.weight")
+    gate_up = (mlp + "gate_proj", mlp + "up_proj")
+    gate_up_weights = tuple(name + ".weight" for name in gate_up)
+    gate_up_biases = tuple(name + ".bias" for name in gate_up)
     norms = (source + "input_layernorm.weight", source + "post_attention_layernorm.weight")
     qk_norms = (attn + "q_norm.weight", attn + "k_norm.weight")
     rules = [
         rule("qkv", (d, q + 2 * kv), qkv_weights, ((q, d), (kv, d), (kv, d)), join_outputs),
         rule("o", (q, d), (attn + "o_proj.weight",), ((d, q),), join_outputs),
-        rule("gate_up", (d, 2 * f), gate_up, ((f, d), (f, d)), join_outputs),
+        rule("gate_up", (d, 2 * f), gate_up_weights, ((f, d), (f, d)), join_outputs),
         rule("down", (f, d), (mlp + "down_proj.weight",), ((d, f),), join_outputs),
         rule("norms", (2, d), norms, ((d,), (d,)), stack),
     ]
@@ -147,6 +169,9 @@ def _layer_rules(c: DecoderConfig, param: str, source: str) -> list[TensorRule]:
         rules.append(rule("qkv_bias", (q + 2 * kv,), qkv_biases, ((q,), (kv,), (kv,)), join))
     if c.o_bias:
         rules.append(rule("o_bias", (d,), (attn + "o_proj.bias",), ((d,),), as_is))
+    if c.mlp_bias:
+        rules.append(rule("gate_up_bias", (2 * f,), gate_up_biases, ((f,), (f,)), join))
+        rules.append(rule("down_bias", (d,), (mlp + "down_proj.bias",), ((d,),), as_is))
     if c.qk_norm:
         rules.append(rule("qk_norms", (2, h), qk_norms, ((h,), (h,)), stack))
     return rules

@@ -10,24 +10,47 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, decoder, gqa_config, gqa_tensor_rules
+from jaxinfer.models.gqa import (
+    GQA_IGNORED_TENSORS,
+    decoder,
+    gqa_config,
+    gqa_tensor_rules,
+    sliding_window,
+    windows_by_layer,
+)
 from jaxinfer.nn.decoder_config import DecoderConfig
-
-_MISTRAL_WINDOW = 4096  # what transformers assumes when a Mistral config does not say
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig:
     """Raises ``ConfigError`` naming the key that is missing or asks for something else."""
     bias = hf.flag(config, "attention_bias", False)
-    windows = None
     if "MistralForCausalLM" in config.get("architectures", ()):
-        window = config.get("sliding_window", _MISTRAL_WINDOW)
-        if window is not None:
-            window = hf.positive_int(config, "sliding_window", _MISTRAL_WINDOW)
-        windows = (window,) * hf.positive_int(config, "num_hidden_layers")
-    return gqa_config(config, dtype, qkv_bias=bias, o_bias=bias, qk_norm=False, windows=windows)
+        window = sliding_window(config)
+    else:
+        window = None
+        _refuse_window(config)
+    return gqa_config(
+        config,
+        dtype,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=hf.flag(config, "mlp_bias", False),
+        qk_norm=False,
+        windows=windows_by_layer(config, window),
+    )
+
+
+def _refuse_window(config: Mapping[str, Any]) -> None:
+    """A Llama's layers look back to the first token."""
+    window, switched_on = config.get("sliding_window"), hf.flag(config, "use_sliding_window", True)
+    if window is not None and switched_on:
+        raise ConfigError(
+            f"config key 'sliding_window' is {window!r}, and LlamaForCausalLM has no windows; set "
+            "it to null, or 'architectures' to ['MistralForCausalLM'] if the layers have windows"
+        )
 
 
 FAMILY = ModelFamily(

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
@@ -23,6 +24,7 @@ from jaxinfer.nn.decoder_config import DecoderConfig
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig:
     """Raises ``ConfigError`` naming the key that is missing or asks for something else."""
+    hf.flag(config, "attention_bias", True)  # of some exports; queries, keys, values always have it
     windows = upper_layer_windows(config)
     return gqa_config(config, dtype, qkv_bias=True, o_bias=False, qk_norm=False, windows=windows)
 

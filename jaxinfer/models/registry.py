@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxinfer.core.errors import ConfigError, UnknownArchitectureError
 from jaxinfer.models.base import Model, ModelFamily
+from jaxinfer.models.hf_keys import KeysRead, refuse_unread
 
 _MODULES = (
     ("LlamaForCausalLM", "jaxinfer.models.llama"),
@@ -39,15 +40,21 @@ def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
         raise
 
 
-def build_model(hf_config: Mapping[str, Any], dtype: jnp.dtype | str) -> Model:
+def build_model(
+    hf_config: Mapping[str, Any], dtype: jnp.dtype | str, max_model_len: int | None = None
+) -> Model:
     """The model that a ``config.json`` describes, without weights.
 
-    ``dtype`` is that of weights and activations. Raises ``ConfigError`` for a key that is missing
-    or unsupported, ``UnknownArchitectureError`` for an architecture without a family.
+    ``dtype`` is that of weights and activations. ``max_model_len`` is the context of the engine
+    that runs it, None for the model's own: a few rope scalings follow it, see ``nn.rope``. Raises
+    ``ConfigError`` for a key that is missing or unsupported, ``UnknownArchitectureError`` for an
+    architecture without a family.
     """
-    family = family_for(hf_config)
-    config = family.config_from_hf(hf_config, jnp.dtype(dtype))
-    return Model(family, _architecture(hf_config), config)
+    family, architecture = family_for(hf_config), _architecture(hf_config)
+    keys = KeysRead(hf_config)
+    config = family.config_from_hf(keys, jnp.dtype(dtype))
+    refuse_unread(keys, architecture)
+    return Model(family, architecture, config.for_context(max_model_len or config.lengths[0]))
 
 
 def _architecture(hf_config: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The decoder that most families share: pre-norm, grouped-query attention with rope, SwiGLU.
+"""The decoder that most families share: pre-norm, grouped-query attention with rope, gated MLP.
 
 Owns: the linen modules and the layout of their parameters; what is to be chosen is in
 ``decoder_config``. Must not know: families, checkpoint names, pages, sampling.
@@ -15,6 +15,8 @@ products are ``x @ w``. Parameters:
                               layers_i/o_bias   [D]                 with o_bias
                               layers_i/gate_up  [D, 2F]             gate, up
                               layers_i/down     [F, D]
+                              layers_i/gate_up_bias [2F]            with mlp_bias
+                              layers_i/down_bias    [D]             with mlp_bias
                               layers_i/norms    [2, D]              before attention, before ffw
 """
 
@@ -24,7 +26,9 @@ from functools import partial
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
+from jaxinfer.nn.activations import ACTIVATIONS
 from jaxinfer.nn.attention import Attend, Rotary
 from jaxinfer.nn.decoder_config import DecoderConfig
 from jaxinfer.nn.kv import KVState, LayerKV
@@ -77,8 +81,11 @@ class DecoderLayer(nn.Module):
         if last is not None:
             x = take_rows(x, last)
         delta = self._to_stream("o", heads.reshape(x.shape[0], -1), pins, bias=c.o_bias)
-        x, hidden = product(x, delta, w=self._gate_up_weights(), row=1, swiglu=True)
-        delta = self._to_stream("down", hidden, pins)
+        swiglu = c.activation == "silu" and not c.mlp_bias  # which kernels can do in one launch
+        x, hidden = product(x, delta, w=self._gate_up_weights(), row=1, swiglu=swiglu)
+        if not swiglu:
+            hidden = self._gated(hidden)
+        delta = self._to_stream("down", hidden, pins, bias=c.mlp_bias)
         self.sow("taps", "residual", add_parts(x, delta))
         return x, delta, kv
 
@@ -90,6 +97,14 @@ class DecoderLayer(nn.Module):
     def _gate_up_weights(self) -> jax.Array:  # [D, 2F]
         c = self.config
         return self.param("gate_up", _INIT, (c.hidden_size, 2 * c.intermediate_size), c.dtype)
+
+    def _gated(self, x: jax.Array) -> jax.Array:  # [T, 2F] -> [T, F]
+        """What gates and ups of one product come to, with their bias."""
+        if self.config.mlp_bias:
+            zeros = nn.initializers.zeros
+            x = x + self.param("gate_up_bias", zeros, x.shape[1:], self.config.dtype)
+        gate, up = jnp.split(x, 2, axis=-1)
+        return ACTIVATIONS[self.config.activation](gate) * up
 
     def _heads(self, x: jax.Array) -> jax.Array:  # [T, (N + 2K) * H] -> [T, N + 2K, H]
         """Queries, keys and values of one product, with their bias."""

@@ -5,7 +5,7 @@ Owns: ``DecoderConfig``. Must not know: families, Flax: see ``models.gqa.decoder
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
@@ -31,8 +31,10 @@ class DecoderConfig:
     rope: RopeConfig
     windows: tuple[int | None, ...]
     tie_word_embeddings: bool
+    activation: str  # of the gate: a name in ``ACTIVATIONS``
     qkv_bias: bool
     o_bias: bool
+    mlp_bias: bool  # of gate, up and down
     qk_norm: bool
     dtype: jnp.dtype
 
@@ -40,6 +42,15 @@ class DecoderConfig:
     def num_hidden_layers(self) -> int:
         """L."""
         return len(self.windows)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """See ``ModelConfig``."""
+        return self.rope.lengths(self.max_position_embeddings)
+
+    def for_context(self, length: int) -> DecoderConfig:
+        """See ``ModelConfig``."""
+        return replace(self, rope=self.rope.for_context(length))
 
     @property
     def kv_spec(self) -> KVSpec:

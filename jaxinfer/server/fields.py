@@ -294,6 +294,14 @@ def to_sampling(
     )
 
 
+def within(sampling: SamplingParams, most: int | None) -> SamplingParams:
+    """With ``max_tokens`` no larger than the model's own limit, where it has one."""
+    asked = sampling.max_tokens
+    if most is None or (asked is not None and asked <= most):
+        return sampling
+    return msgspec.structs.replace(sampling, max_tokens=most)
+
+
 def refused(param: str | None, message: str) -> ApiError:
     """400 for what a field asks for."""
     return ApiError(400, message, param=param)

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.answer import Answer, Gain
 from jaxinfer.server.call import Call, json_response
-from jaxinfer.server.fields import GenerationFields, to_sampling
+from jaxinfer.server.fields import GenerationFields, to_sampling, within
 from jaxinfer.server.prompting import chat_prompt, truncated
 from jaxinfer.server.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
 from jaxinfer.server.write_chat import ChatWriter
@@ -63,6 +63,7 @@ async def _answer[R: GenerationFields](
 ) -> ASGIApp:
     service = call.service
     sampling = to_sampling(request, service.defaults, max_logprobs=service.config.max_logprobs)
+    sampling = within(sampling, service.client.facts.max_new_tokens)
     prompts = [
         truncated(service, prompt, request.truncate_prompt_tokens, sampling.max_tokens)
         for prompt in prompts

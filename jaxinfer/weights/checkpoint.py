@@ -24,6 +24,7 @@ class TensorInfo:
     dtype: str  # the format's own name, such as BF16 or Q4_1
     nbytes: int  # as stored
     readable: bool  # whether ``Checkpoint.read`` knows the dtype
+    file: str = ""  # the file's name, where the checkpoint may have several
 
 
 class Checkpoint(Protocol):

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.models.base import Model, ModelFamily, TensorRule
-from jaxinfer.weights.checkpoint import Checkpoint
+from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
 
 _MAX_NAMED = 3  # tensors that one message names
 
@@ -48,7 +48,7 @@ def plan_params(model: Model, checkpoint: Checkpoint) -> tuple[PlannedParam, ...
         )
     consumed = {own_names[source] for source, _ in wanted}
     if left := [name for name in checkpoint.tensors if name not in consumed]:
-        _refuse_unexpected(model, left)
+        _refuse_unexpected(model, checkpoint, left)
     return tuple(_plan_param(rule, own_names, model, checkpoint) for rule in rules)
 
 
@@ -60,18 +60,18 @@ def _plan_param(
     for name, info, shape in zip(names, infos, rule.shapes, strict=True):
         if info.shape != shape:
             raise CheckpointError(
-                f"tensor {name} has shape {info.shape} instead of {shape}; "
+                f"tensor {name}{_place(info)} has shape {info.shape} instead of {shape}; "
                 "check that config.json belongs to these weights"
             )
         if not info.readable:
             raise CheckpointError(
-                f"tensor {name} is stored as {info.dtype}, which cannot be read; "
+                f"tensor {name}{_place(info)} is stored as {info.dtype}, which cannot be read; "
                 "convert the model to F32, F16 or BF16"
             )
     return PlannedParam(rule, names, sum(info.nbytes for info in infos))
 
 
-def _refuse_unexpected(model: Model, names: list[str]) -> None:
+def _refuse_unexpected(model: Model, checkpoint: Checkpoint, names: list[str]) -> None:
     patterns = [re.compile(pattern) for pattern in model.family.ignored_tensors]
     unexpected = [
         name
@@ -80,9 +80,14 @@ def _refuse_unexpected(model: Model, names: list[str]) -> None:
     ]
     if unexpected:
         raise CheckpointError(
-            f"the checkpoint holds {_listed(unexpected)}, which {model.architecture} does not use; "
+            f"the checkpoint holds {_listed(unexpected)}{_place(checkpoint.tensors[unexpected[0]])}"
+            f", which {model.architecture} does not use; "
             "check that config.json belongs to these weights"
         )
+
+
+def _place(info: TensorInfo) -> str:
+    return f" of {info.file}" if info.file else ""
 
 
 def _canonical(family: ModelFamily, name: str) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +23,14 @@ import numpy as np
 from jaxinfer.core.errors import CheckpointError, SourceError
 from jaxinfer.weights.checkpoint import TensorInfo, read_bytes
 
-INDEX_NAME = "model.safetensors.index.json"
+FILE_NAME = "model.safetensors"
+_INDEX_END = ".safetensors.index.json"
+INDEX_NAME = "model" + _INDEX_END
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+# What stands beside a model's files and is no part of it: Mistral's own layout, adapters, and the
+# same weights in another dtype.
+_OTHER_LAYOUT = re.compile(r"consolidated|adapter_")
+_VARIANT = re.compile(r"model\.\w+(-\d+-of-\d+)?\.safetensors|model-\d+-of-\d+\.\w+\.safetensors")
 _DTYPES: Mapping[str, np.dtype] = MappingProxyType(
     {
         "F32": np.dtype(np.float32),
@@ -50,7 +59,7 @@ class SafetensorsCheckpoint:
                         f"tensor {name} is both in {self._regions[name].path} and in {path}; "
                         "remove the file that does not belong to the checkpoint"
                     )
-                self._tensors[name] = info
+                self._tensors[name] = replace(info, file=path.name)
                 self._regions[name] = _Region(path, offset)
 
     @property
@@ -65,27 +74,75 @@ class SafetensorsCheckpoint:
         return data.view(_DTYPES[info.dtype]).reshape(info.shape)
 
 
-def checkpoint_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a Hugging Face folder, in order.
+def checkpoint_files(folder: Path, named: object = None) -> tuple[Path, ...]:
+    """The safetensors files of a Hugging Face folder that hold its model, in order.
 
-    The index decides where there is one; otherwise every ``*.safetensors`` file belongs.
-    Raises ``SourceError`` when there is none and ``CheckpointError`` when a shard is missing.
+    As in transformers: the file or index that config.json names (``named``, of its key
+    ``transformers_weights``), else model.safetensors, else what the index lists. Without any of
+    these, the numbered shards, or whatever else is no other layout of the model. Raises
+    ``SourceError`` when there is none and ``CheckpointError`` when a shard is missing.
     """
-    index = folder / INDEX_NAME
-    if index.is_file():
-        return _indexed_files(index)
-    files = tuple(sorted(folder.glob("*.safetensors")))
-    if files:
-        return files
+    if named is not None:
+        return _named_files(folder, named)
+    if (folder / FILE_NAME).is_file():
+        return (folder / FILE_NAME,)
+    if (folder / INDEX_NAME).is_file():
+        return _indexed_files(folder / INDEX_NAME)
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if shards := [name for name in names if _SHARD.fullmatch(name)]:
+        return _all_shards(folder, shards)
+    own = [name for name in names if not _OTHER_LAYOUT.match(name)]
+    plain = [name for name in own if not _VARIANT.fullmatch(name)]
+    if plain or own:
+        return tuple(folder / name for name in plain or own)
+    raise SourceError(_nothing_found(folder, names))
+
+
+def _nothing_found(folder: Path, others: list[str]) -> str:
+    if others:
+        return (
+            f"{folder} holds {', '.join(others)}, another layout or an adapter, and no "
+            f"{FILE_NAME}; add the model's own files (save_pretrained of transformers writes them)"
+        )
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        raise SourceError(
+        return (
             f"{folder} holds only pickled weights, which can run code when read; convert them to "
             "safetensors (save_pretrained of transformers writes them)"
         )
-    raise SourceError(
+    return (
         f"{folder} holds no *.safetensors file; copy the weights there, "
         "or use load_format='dummy' for random ones"
     )
+
+
+def _named_files(folder: Path, named: object) -> tuple[Path, ...]:
+    """The files of the name in config.json; none outside of the folder."""
+    if not isinstance(named, str) or not named.endswith((".safetensors", _INDEX_END)):
+        raise SourceError(
+            f"config key 'transformers_weights' is {named!r}; it must name a .safetensors file or "
+            "an index of such files"
+        )
+    path = folder / named
+    outside = os.path.isabs(named) or os.path.normpath(named).startswith("..")
+    if outside or not path.is_file():  # links may lead out, as in Hugging Face's cache
+        raise SourceError(
+            f"config key 'transformers_weights' names {named}, and {folder} holds no such file; "
+            "copy it there or remove the key"
+        )
+    return _indexed_files(path) if named.endswith(_INDEX_END) else (path,)
+
+
+def _all_shards(folder: Path, names: list[str]) -> tuple[Path, ...]:
+    """Shards without an index; their names say how many there are."""
+    total = names[0].removesuffix(".safetensors").rpartition("-")[2]
+    wanted = [f"model-{i + 1:0{len(total)}d}-of-{total}.safetensors" for i in range(int(total))]
+    if names != wanted:
+        odd = sorted(set(wanted) ^ set(names))[0]
+        raise CheckpointError(
+            f"{folder} holds {len(names)} shards of {total}, and {odd} is "
+            f"{'missing; download it' if odd in wanted else 'of another checkpoint; remove it'}"
+        )
+    return tuple(folder / name for name in names)
 
 
 def _indexed_files(index: Path) -> tuple[Path, ...]:
@@ -99,7 +156,7 @@ def _indexed_files(index: Path) -> tuple[Path, ...]:
     for name in names:
         if not (index.parent / name).is_file():
             raise CheckpointError(
-                f"{index.parent / name} is missing although {INDEX_NAME} names it; "
+                f"{index.parent / name} is missing although {index.name} names it; "
                 "download that shard"
             )
     return tuple(index.parent / name for name in names)

@@ -122,7 +122,7 @@ def _folder_source(reference: str, path: Path, load_format: str) -> ModelSource:
         )
     else:
         _demand(load_format, "safetensors", reference)
-        files = checkpoint_files(folder)
+        files = checkpoint_files(folder, hf_config.get("transformers_weights"))
         checkpoint = SafetensorsCheckpoint(files)
     generation_config = folder / "generation_config.json"
     return ModelSource(

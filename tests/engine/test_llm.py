@@ -427,7 +427,9 @@ def test_a_wrong_checkpoint_is_known_before_anything_is_compiled(
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
     write_hf_folder(tmp_path, config, tensors)
     (tmp_path / "tokenizer.json").write_text(tiny_tokenizer_json())
-    with pytest.raises(JaxinferError, match="tensor model.norm.weight has shape"):
+    with pytest.raises(
+        JaxinferError, match="tensor model.norm.weight of model.safetensors has shape"
+    ):
         LLM(str(tmp_path), cache_dir=str(tmp_path / "cache"), **SMALL)
     assert not (tmp_path / "cache").exists()
 

@@ -3,8 +3,9 @@
 A tool, run by hand in an environment of its own with torch and transformers (5.23 made the files
 that are committed); tests read only its output.
 
-    python make_golden.py
+    python make_golden.py [CASE ...]
 
+Without names all cases are made. The names that end in _rope, _acts or _scales came with 5.24.
 Each file holds a checkpoint as Hugging Face writes it (tensors under ``weights/``, its config.json
 in the metadata) and what the model says in float32: token_ids [2, T], logits [2, T, V], and
 greedy_tokens [2, G], which continue token_ids. ``rope.json`` holds inverse frequencies and the
@@ -14,6 +15,7 @@ factor on cosine and sine for each rope scaling.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,14 @@ YARN_ROPE = {
     "original_max_position_embeddings": 16,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+DEEPSEEK_ROPE = {
+    **YARN_ROPE,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "beta_fast": 4.0,
+    "truncate": False,
+}
 
 
 def cases() -> dict[str, PreTrainedConfig]:
@@ -71,6 +81,22 @@ def cases() -> dict[str, PreTrainedConfig]:
         "qwen2_window_yarn": Qwen2Config(**SIZES, **window, rope_parameters=YARN_ROPE),
         "qwen3": Qwen3Config(**SIZES, head_dim=16),
         "gpt2": GPT2Config(**gpt2),
+        "llama_dynamic_rope": LlamaConfig(**SIZES, rope_parameters=DYNAMIC_ROPE, hidden_act="gelu"),
+        "llama_linear_rope": LlamaConfig(
+            **SIZES, rope_parameters=LINEAR_ROPE, mlp_bias=True, attention_bias=True
+        ),
+        "mistral_acts": MistralConfig(**SIZES, sliding_window=None, hidden_act="quick_gelu"),
+        "qwen2_acts": Qwen2Config(**SIZES, hidden_act="relu2"),
+        "qwen3_yarn_rope": Qwen3Config(
+            **SIZES,
+            head_dim=16,
+            rope_parameters=DEEPSEEK_ROPE,
+            attention_bias=True,
+            hidden_act="gelu_pytorch_tanh",
+        ),
+        "gpt2_scales": GPT2Config(
+            **gpt2, n_inner=48, activation_function="relu", scale_attn_by_inverse_layer_idx=True
+        ),
     }
 
 
@@ -83,7 +109,31 @@ def rope_cases() -> dict[str, dict[str, Any]]:
         "llama3": llama3,
         "yarn": yarn,
         "yarn_attention_factor": {**yarn, "attention_factor": 1.25, "beta_fast": 16.0},
+        "yarn_mscale": {**yarn, "mscale": 1.0, "mscale_all_dim": 0.707},
+        "yarn_not_truncated": {**yarn, "truncate": False, "finetuned": True},
+        "yarn_derived": {key: yarn[key] for key in ("rope_type", "rope_theta", "factor")},
+        "yarn_short": {**yarn, "original_max_position_embeddings": 16, "beta_fast": 64.0},
+        "dynamic": {**DYNAMIC_ROPE, "factor": 4.0},
+        "dynamic_long": {**DYNAMIC_ROPE, "factor": 4.0},
+        "longrope": LONG_ROPE,
+        "longrope_long": LONG_ROPE,
+        "proportional": {
+            "rope_type": "proportional",
+            "rope_theta": 1e6,
+            "factor": 2.0,
+            "partial_rotary_factor": 0.25,
+        },
     }
+
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1 + i / 64 for i in range(64)],
+    "long_factor": [1 + i / 4 for i in range(64)],
+    "original_max_position_embeddings": 4096,
+}
+POSITIONS, LONG = 131072, 400_000
 
 
 def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
@@ -134,10 +184,16 @@ def make_rope() -> None:
     """rope.json."""
     out = {}
     for name, section in rope_cases().items():
-        config = LlamaConfig(head_dim=128, max_position_embeddings=131072, rope_parameters=section)
-        frequencies, scale = ROPE_INIT_FUNCTIONS[section["rope_type"]](config)
+        length = LONG if name.endswith("_long") else None
+        config = LlamaConfig(
+            head_dim=128, max_position_embeddings=POSITIONS, rope_parameters={**section}
+        )
+        init = ROPE_INIT_FUNCTIONS[section["rope_type"]]
+        frequencies, scale = init(config, seq_len=length)
         out[name] = {
             "rope_parameters": section,
+            "max_position_embeddings": POSITIONS,
+            "length": length,
             "head_dim": 128,
             "inverse_frequencies": frequencies.tolist(),
             "attention_scale": scale,
@@ -147,5 +203,6 @@ def make_rope() -> None:
 
 if __name__ == "__main__":
     for case, case_config in cases().items():
-        make(case, case_config)
+        if not sys.argv[1:] or case in sys.argv[1:]:
+            make(case, case_config)
     make_rope()

@@ -41,17 +41,20 @@ def test_a_missing_key_is_named(name: str, key: str) -> None:
     ("name", "change", "message"),
     [
         ("llama", {"hidden_size": "many"}, "'hidden_size' must be a positive integer"),
-        ("llama", {"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
-        ("llama", {"mlp_bias": True}, "'mlp_bias' is True"),
+        ("llama", {"hidden_act": "xielu"}, "'hidden_act' is 'xielu'; known activations are gelu"),
+        ("llama", {"hidden_act": ["silu"]}, "'hidden_act' is"),
+        ("llama", {"mlp_bias": 1}, "'mlp_bias' must be true or false"),
         ("llama", {"num_key_value_heads": 3}, "not a multiple of 'num_key_value_heads' 3"),
         (
             "llama",
-            {"rope_scaling": {"type": "dynamic"}},
-            "'dynamic' is unknown; use",
+            {"rope_scaling": {"type": "ntk"}},
+            "'ntk' is unknown; use",
         ),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2, "base": 1}}, "no key 'base'"),
-        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "'partial_rotary_factor'"),
+        ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "'partial_rotary_factor'"),
+        ("qwen3", {"partial_rotary_factor": 0}, "'partial_rotary_factor' is 0"),
+        ("qwen3", {"head_dim": 15}, "'head_dim' must be even"),
         ("llama", {"tie_word_embeddings": "yes"}, "'tie_word_embeddings' must be true or false"),
         ("mistral", {"sliding_window": 0}, "'sliding_window' must be a positive integer"),
         ("qwen2", {"layer_types": ["full_attention"]}, "'layer_types' must hold"),
@@ -63,9 +66,17 @@ def test_a_missing_key_is_named(name: str, key: str) -> None:
         ("llama", {"rope_scaling": {"rope_type": ["yarn"]}}, "rope type .* is unknown"),
         ("llama", {"architectures": "LlamaForCausalLM"}, "'architectures' must be a list"),
         ("llama", {"architectures": [1]}, "'architectures' must be a list"),
-        ("gpt2", {"activation_function": "relu"}, "'activation_function' is 'relu'"),
+        ("gpt2", {"activation_function": "prelu"}, "'activation_function' is 'prelu'"),
+        ("gpt2", {"scale_attn_weights": 1}, "'scale_attn_weights' must be true or false"),
+        ("gpt2", {"add_cross_attention": True}, "'add_cross_attention' is True"),
         ("gpt2", {"n_head": 5}, "not a multiple of 'n_head' 5"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("llama", {"sliding_window": 7}, "'sliding_window' is 7, and LlamaForCausalLM has no"),
+        ("llama", {"layer_types": ["sliding_attention"] * 2}, "no window is switched on"),
+        (
+            "qwen2",
+            {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False},
+            "no window is switched on",
+        ),
     ],
 )
 def test_a_wrong_value_is_named(name: str, change: dict[str, object], message: str) -> None:
@@ -112,6 +123,9 @@ def test_sliding_windows_reach_the_kv_spec() -> None:
 
     assert windows("mistral") == [7, 7]
     assert windows("mistral", sliding_window=None) == [None, None]
+    interleaved = ["full_attention", "sliding_attention"]
+    assert windows("mistral", layer_types=interleaved) == [None, 7]
+    assert windows("llama", sliding_window=7, use_sliding_window=False) == [None, None]
     assert windows("qwen2") == [None, 7]
     assert windows("qwen2", use_sliding_window=False) == [None, None]
     assert windows("qwen2", max_window_layers=0) == [7, 7]
@@ -119,3 +133,5 @@ def test_sliding_windows_reach_the_kv_spec() -> None:
     assert many == [None] * 28 + [7] * 2  # 28 is the default of transformers
     kinds = ["sliding_attention", "full_attention"]
     assert windows("qwen2", layer_types=kinds) == [7, None]
+    assert windows("qwen3", use_sliding_window=True, max_window_layers=1) == [None, 4096]
+    assert windows("qwen3", use_sliding_window=True, sliding_window=None) == [None, None]

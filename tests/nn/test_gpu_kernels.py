@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,9 @@ from jaxinfer.nn.kv import LayerKV, abstract_kv_state
 from kit import tiny_models
 from pallas_kernels import registry
 from pallas_kernels.pins import Pins
+from pallas_kernels.registry import dispatch
+from pallas_kernels.skinny_gemm import api as skinny_api
+from pallas_kernels.swiglu_gemm import api as swiglu_api
 
 if sys.platform != "linux":
     pytest.skip("Triton has no packages for this system", allow_module_level=True)
@@ -63,6 +67,41 @@ def test_every_norm_of_a_served_decoder(monkeypatch: pytest.MonkeyPatch) -> None
     norms = [dict(c.constants) for c in recorder.calls if c.kernel.__name__ == "_add_and_norm"]
     assert [(norm["PARTS"], norm["ROW"]) for norm in norms] == [(0, 0), (1, 1), (1, 0)]
     assert "rsqrt" not in str(traced)
+
+
+def products_of(monkeypatch: pytest.MonkeyPatch, **changes: object) -> set[str]:
+    """The ops that multiply in a decode step, in a model of widths that kernels take."""
+    config = tiny_models.tiny_config("llama") | {"hidden_size": 1024, "intermediate_size": 1024}
+    model = build_model(config | changes, "bfloat16")
+    monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
+    chosen: set[str] = set()
+
+    def noted(op: Any, args: Any, static: Any, impl: Any = None) -> Any:
+        if op.name in ("skinny_gemm", "swiglu_gemm"):
+            chosen.add(op.name)
+        return dispatch(op, args, static, impl)
+
+    for module in (skinny_api, swiglu_api):
+        monkeypatch.setattr(module, "dispatch", noted)
+
+    def step(params, kv, ids):
+        batch = AttentionBatch(ids, jnp.zeros((ROWS, 4), jnp.int32), ids, ids[:1])
+        return hidden_states(model, params, ids, ids, kv, PagedAttend(batch, ROWS), Pins())
+
+    ids = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    with in_place_of_triton_call(Recorder()):
+        hidden, _ = jax.eval_shape(
+            step, abstract_params(model), abstract_kv_state(model.kv_spec, 4, 16), ids
+        )
+    assert hidden.shape == (ROWS, 1024) and hidden.dtype == jnp.bfloat16
+    return chosen
+
+
+def test_only_swiglu_without_biases_is_left_to_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are a plain product, then XLA's bias and activation, on a GPU as on a CPU."""
+    assert products_of(monkeypatch) == {"skinny_gemm", "swiglu_gemm"}
+    for changes in ({"hidden_act": "gelu"}, {"mlp_bias": True}, {"hidden_act": "relu"}):
+        assert products_of(monkeypatch, **changes) == {"skinny_gemm"}
 
 
 def test_research_reaches_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

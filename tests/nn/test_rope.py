@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.models.hf_config import rope_config
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.nn.rope import RopeConfig, inverse_frequencies, rope_tables
 from pallas_kernels.numerics import rotate
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "data" / "rope.json").read_text())
+ORIGINAL = "original_max_position_embeddings"
+LLAMA3 = {"type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+DYNAMIC = {"type": "dynamic", "factor": 2.0}
+
+
+def rope_of(case: dict[str, Any], section: dict[str, Any]) -> RopeConfig:
+    """The rope of a config with this section, in an engine of the golden case's context."""
+    positions = case["max_position_embeddings"]
+    config = {"max_position_embeddings": positions, **section}
+    return rope_config(config, case["head_dim"]).for_context(case["length"] or positions)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_scaled_frequencies_equal_transformers(name: str) -> None:
     case = GOLDEN[name]
-    rope = rope_config({"rope_parameters": case["rope_parameters"]}, case["head_dim"])
+    if name == "longrope":  # up to the original length
+        case = {**case, "length": case["rope_parameters"]["original_max_position_embeddings"]}
+    rope = rope_of(case, {"rope_parameters": case["rope_parameters"]})
     np.testing.assert_allclose(inverse_frequencies(rope), case["inverse_frequencies"], rtol=2e-6)
     assert rope.attention_scale == pytest.approx(case["attention_scale"])
 
@@ -30,7 +44,82 @@ def test_old_and_new_spelling_agree(name: str) -> None:
     section = dict(case["rope_parameters"])
     theta, kind = section.pop("rope_theta"), section.pop("rope_type")
     old = {"rope_theta": theta, "rope_scaling": {**section, "type": kind}}
-    assert rope_config(old, 128) == rope_config({"rope_parameters": case["rope_parameters"]}, 128)
+    assert rope_of(case, old) == rope_of(case, {"rope_parameters": case["rope_parameters"]})
+
+
+LONGROPE = {"type": "longrope", "short_factor": [1] * 4, "long_factor": [2] * 4}
+
+
+@pytest.mark.parametrize(
+    ("section", "default", "longest"),
+    [
+        ({}, 100, 100),
+        ({"rope_scaling": {"type": "linear", "factor": 2.5}}, 250, 250),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, 100, 200),
+        # Qwen's recipe: max_position_embeddings may be longer than the original length, or not
+        ({"rope_scaling": {"type": "yarn", "factor": 4, ORIGINAL: 80}}, 320, 320),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, ORIGINAL: 25}}, 100, 100),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, 400, 400),
+        ({"rope_scaling": {"type": "yarn", ORIGINAL: 25}}, 100, 100),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}, ORIGINAL: 50}, 200, 200),
+        ({"rope_scaling": {**LLAMA3, "factor": 8, ORIGINAL: 10}}, 100, 100),
+        ({"rope_scaling": {**LLAMA3, "factor": 8, ORIGINAL: 50}}, 100, 400),
+        ({"rope_scaling": {**LONGROPE, ORIGINAL: 25}}, 25, 100),
+        ({"rope_scaling": {**LONGROPE, "factor": 8, ORIGINAL: 25}}, 25, 200),
+        ({"rope_scaling": {"type": "proportional", "factor": 2}}, 200, 200),
+    ],
+)
+def test_lengths_follow_the_scaling(section: Any, default: int, longest: int) -> None:
+    rope = rope_config({"max_position_embeddings": 100, **section}, 8)
+    assert rope.lengths(100) == (default, longest)
+
+
+def test_a_context_within_the_original_length_changes_no_frequency() -> None:
+    dynamic = rope_config({"max_position_embeddings": 100, "rope_scaling": DYNAMIC}, 8)
+    plain = RopeConfig(8, 10000.0)
+    for length in (1, 99, 100):
+        assert np.array_equal(
+            inverse_frequencies(dynamic.for_context(length)), inverse_frequencies(plain)
+        )
+    assert inverse_frequencies(dynamic.for_context(101))[-1] < inverse_frequencies(plain)[-1]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"type": "ntk"}, "rope type 'ntk' is unknown"),
+        ({"type": "yarn", "factor": 4, "extrapolation_factor": 0.5}, "'extrapolation_factor'"),
+        ({"type": "yarn", "factor": 4, "truncate": 1}, "'truncate' must be true or false"),
+        ({"type": "yarn", "factor": float("inf")}, "'factor' must be a positive number"),
+        ({"type": "dynamic", "alpha": 8}, "has no key 'alpha'"),
+        ({"type": "dynamic"}, "'factor' is missing"),
+        ({**LLAMA3, "factor": 8, "high_freq_factor": 1.0}, "'high_freq_factor' must be larger"),
+        ({**LONGROPE, "factor": 2, "long_factor": [2] * 3}, "'long_factor' must be a list of 4"),
+        ({**LONGROPE, "factor": 2, "short_factor": [2, 2, 0, 2]}, "'short_factor' must be a list"),
+        ({"full_attention": DYNAMIC, "sliding_attention": {}}, "differ"),
+        ({"type": "default", "mrope_section": [1, 1, 2]}, "has no key 'mrope_section'"),
+    ],
+)
+def test_a_section_that_cannot_be_honoured_is_refused(section: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rope_config({"max_position_embeddings": 100, "rope_scaling": section}, 8)
+
+
+def test_keys_that_transformers_passes_over() -> None:
+    """And one section for several types of layers, where it says the same of each."""
+    wanted = rope_config({"max_position_embeddings": 100, "rope_scaling": DYNAMIC}, 8)
+    for section in (
+        {**DYNAMIC, "finetuned": True, "attention_factor": None},
+        {**DYNAMIC, ORIGINAL: 50, "beta_fast": 8},
+        {"full_attention": DYNAMIC, "sliding_attention": DYNAMIC},
+    ):
+        assert rope_config({"max_position_embeddings": 100, "rope_scaling": section}, 8) == wanted
+
+
+def test_rope_scaling_wins_over_rope_parameters() -> None:
+    both = {"rope_scaling": DYNAMIC, "rope_parameters": {"type": "linear", "factor": 9}}
+    wanted = rope_config({"max_position_embeddings": 100, "rope_scaling": DYNAMIC}, 8)
+    assert rope_config({"max_position_embeddings": 100, **both}, 8) == wanted
 
 
 def test_scores_depend_on_distance_alone() -> None:

@@ -186,7 +186,8 @@ def test_missing_shard(tmp_path: Path, tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": [1]}'])
-def test_corrupt_index(folder: Path, text: str) -> None:
+def test_corrupt_index(tmp_path: Path, tensors: Tensors, text: str) -> None:
+    folder = write_hf_folder(tmp_path, CONFIG, tensors, shards=2)
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match="not a safetensors index"):
         resolve(folder)
@@ -194,7 +195,8 @@ def test_corrupt_index(folder: Path, text: str) -> None:
 
 def test_tensor_in_two_files(tmp_path: Path, tensors: Tensors) -> None:
     folder = write_hf_folder(tmp_path, CONFIG, tensors)
-    (folder / "copy.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    (folder / "copy.safetensors").write_bytes((folder / "weights.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match="is both in"):
         resolve(folder)
 
@@ -234,10 +236,22 @@ def _as_int8(tensors: Tensors) -> None:
     ("change", "message"),
     [
         (_without, r"no tensor model\.norm\.weight, which LlamaForCausalLM needs"),
-        (_with_more, r"holds tensor model\.extra\.weight, which LlamaForCausalLM does not use"),
-        (_reshaped, r"embed_tokens\.weight has shape \(95, 64\) instead of \(96, 64\)"),
-        (_turned, r"down_proj\.weight has shape \(128, 64\) instead of \(64, 128\)"),
-        (_as_int8, r"model\.norm\.weight is stored as I8, which cannot be read"),
+        (
+            _with_more,
+            r"tensor model\.extra\.weight of model\.safetensors, which LlamaForCausalLM does not",
+        ),
+        (
+            _reshaped,
+            r"embed_tokens\.weight of .*\.safetensors has shape \(95, 64\) instead of \(96, 64\)",
+        ),
+        (
+            _turned,
+            r"down_proj\.weight of model\.safetensors has shape \(128, 64\) instead of \(64, 128\)",
+        ),
+        (
+            _as_int8,
+            r"model\.norm\.weight of model\.safetensors is stored as I8, which cannot be read",
+        ),
     ],
     ids=["missing", "unexpected", "shape", "turned", "dtype"],
 )

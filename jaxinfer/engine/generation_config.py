@@ -1,0 +1,140 @@
+"""What a model's own files say of sampling and of where texts end.
+
+Owns: which fields of ``generation_config.json`` are taken (those that vLLM takes), which change
+nothing, and which are refused. Must not know: requests, the engine's state.
+
+vLLM passes over the fields that it does not take. One of those that would change the text is
+refused here by name, since the answers would not be the model's and nothing would say so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, cast
+
+from jaxinfer.core.errors import ConfigError, RequestError
+from jaxinfer.core.request import SamplingParams
+
+_TAKEN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_LIMIT = "max_new_tokens"  # vLLM's server gives no request more than that
+_NO_EFFECT = frozenset(
+    {
+        # ids, which are taken elsewhere or not needed, and versions
+        *("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id"),
+        *("_commit_hash", "_from_model_config", "transformers_version"),
+        # vLLM samples unless the temperature is 0, whatever this says
+        "do_sample",
+        # lengths of prompt and output together, for which engines have a context
+        *("max_length", "max_time"),
+        # beams and answers, of which a request asks for as many as it wants
+        *("early_stopping", "length_penalty", "low_memory", "num_return_sequences"),
+        # how transformers computes, and what it returns
+        *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind"),
+        *("cache_config", "cache_implementation", "compile_config", "disable_compile"),
+        *("generation_kwargs", "is_assistant", "max_cache_len", "max_matching_ngram_size"),
+        *("num_assistant_tokens", "num_assistant_tokens_schedule", "output_attentions"),
+        *("output_hidden_states", "output_logits", "output_scores", "prefill_chunk_size"),
+        *("prompt_lookup_num_tokens", "remove_invalid_values", "renormalize_logits"),
+        *("return_dict_in_generate", "return_legacy_cache", "target_lookbehind"),
+        *("token_healing", "use_cache", "use_mtp"),
+    }
+)
+# Fields that change the text, and the values besides null at which they do not.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "bad_words_ids": ([],),
+        "begin_suppress_tokens": ([],),
+        "constraints": ([],),
+        "diversity_penalty": (0,),
+        "encoder_no_repeat_ngram_size": (0,),
+        "encoder_repetition_penalty": (1,),
+        "epsilon_cutoff": (0,),
+        "eta_cutoff": (0,),
+        "exponential_decay_length_penalty": (),
+        "force_words_ids": ([],),
+        "forced_bos_token_id": (),
+        "forced_decoder_ids": ([],),
+        "forced_eos_token_id": (),
+        "guidance_scale": (1,),
+        "min_length": (0,),
+        "min_new_tokens": (0,),
+        "no_repeat_ngram_size": (0,),
+        "num_beam_groups": (1,),
+        "num_beams": (1,),
+        "penalty_alpha": (0,),
+        "sequence_bias": ({}, []),
+        "stop_strings": ([], ""),
+        "suppress_tokens": ([],),
+        "top_h": (),
+        "typical_p": (1,),
+        "watermarking_config": ({},),
+    }
+)
+_MATTERS = re.compile(r"penalty|suppress|force|bias|ngram|cutoff|temperature|sampl|stop")
+_REMEDY = "remove it from the file, or start with generation_config 'vllm', which takes nothing"
+
+
+def sampling_of(
+    generation_config: Mapping[str, Any], hf_config: Mapping[str, Any]
+) -> tuple[SamplingParams, int | None]:
+    """vLLM's defaults with the model's own over them, and the most tokens that a server gives.
+
+    Without a generation_config the old place counts, config.json. Raises ``ConfigError`` naming the
+    field that cannot be used.
+    """
+    known = (*_TAKEN, _LIMIT, *_NEUTRAL)
+    given = generation_config or {key: hf_config.get(key) for key in known}
+    given = {key: value for key, value in given.items() if value is not None}
+    for key, value in given.items():
+        _refuse_skipped(key, value)
+    limit = given.get(_LIMIT)
+    values = {key: given[key] for key in _TAKEN if key in given}
+    try:
+        sampling = SamplingParams(**values)
+        if limit is not None:
+            limit = SamplingParams(max_tokens=limit).max_tokens
+            sampling = SamplingParams(**values, max_tokens=limit)
+    except RequestError as error:
+        said = str(error).replace("max_tokens", _LIMIT)
+        raise ConfigError(
+            f"the model's generation_config is unusable: {said}; correct the file, or start with "
+            "generation_config 'vllm', which takes nothing from it"
+        ) from error
+    return sampling, limit
+
+
+def _refuse_skipped(key: str, value: object) -> None:
+    """A field that is not taken may not be one that changes the text."""
+    if key in _TAKEN or key == _LIMIT or key in _NO_EFFECT:
+        return
+    if key in _NEUTRAL:
+        changes = value not in _NEUTRAL[key]
+    else:
+        changes = value not in (False, "", [], {}) and _MATTERS.search(key) is not None
+    if changes:
+        raise ConfigError(
+            f"the model's generation_config has {key} {value!r}, which is not supported; {_REMEDY}"
+        )
+
+
+def eos_ids_of(
+    generation_config: Mapping[str, Any], hf_config: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """The ids that end a text: generation_config's, or else config.json's.
+
+    Raises ``ConfigError`` for what is no token id.
+    """
+    place, eos = "generation_config", generation_config.get("eos_token_id")
+    if eos is None:  # absent, or an explicit null
+        place, eos = "config.json", hf_config.get("eos_token_id")
+    listed: list[Any] = cast("list[Any]", eos) if isinstance(eos, list) else [eos]
+    ids = [token_id for token_id in listed if token_id is not None]
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise ConfigError(
+                f"eos_token_id {eos!r} of the model's {place} is no token id or list of them; "
+                "correct the file"
+            )
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,110 @@
+"""A key of config.json that changes the result is honoured or refused by name, never skipped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.models import build_model
+from jaxinfer.models.hf_keys import NEUTRAL, NO_EFFECT
+from kit.tiny_models import NAMES, tiny_config
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "configs.json").read_text())
+
+# Of other families, by the kind of thing they change.
+CHANGES: dict[str, Any] = {
+    "rope_ratio": 2.0,
+    "rotary_emb_base": 500000,
+    "mrope_section": [1, 1, 2],
+    "use_dynamic_ntk": True,
+    "use_logn_attn": True,
+    "position_embedding_type": "alibi",
+    "alibi": True,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "attention_multiplier": 0.0078125,
+    "query_pre_attn_scalar": 256,
+    "use_qk_norm": True,
+    "qk_layernorm": True,
+    "norm_after_ffn": True,
+    "layer_norm_eps": 1e-5,
+    "attention_chunk_size": 8192,
+    "attention_sinks": True,
+    "window_size": 128,
+    "sliding_window_pattern": 6,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+    "logit_scale": 0.0625,
+    "num_local_experts": 8,
+    "num_experts": 128,
+    "moe_intermediate_size": 768,
+    "use_bias": True,
+    "o_bias": True,
+    "mlp_activation": "relu",
+    "is_causal": False,
+    "quantization_config": {"quant_method": "gptq", "bits": 4},
+    "per_layer_config": {"0": {"intermediate_size": 8}},
+    "dual_chunk_attention_config": {"chunk_size": 262144},
+    "pruned_heads": {"0": [1]},
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_key_that_no_family_reads_is_refused(name: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"config key '{key}' is .*; (remove|quant|layers)"):
+        build_model({**tiny_config(name), key: CHANGES[key]}, "float32")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_that_change_nothing(name: str) -> None:
+    """Those that are listed, those switched off, and those of which no word matters."""
+    config = tiny_config(name)
+    wanted = build_model(config, "float32")
+    for key in NO_EFFECT - config.keys() - {"max_window_layers"}:
+        assert build_model({**config, key: "anything"}, "float32") == wanted, key
+    for key in CHANGES.keys() - {"is_causal"}:
+        assert build_model({**config, key: None}, "float32") == wanted, key
+    neutral = {key: values[0] for key, values in NEUTRAL.items()}
+    off = {"use_qk_norm": False, "alibi": False, "mlp_only_layers": [], "quantization_config": {}}
+    read_from = {"quantization_config": {"quant_method": "gguf", "dequantize": False}}
+    assert build_model({**config, **read_from}, "float32") == wanted
+    other = {"properties": 1, "num_steps": 3, "lora_alpha": 16, "rope_interleaved": False}
+    assert build_model({**config, **neutral, **off, **other}, "float32") == wanted
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_accepted(name: str) -> None:
+    config = PUBLISHED[name]
+    positions = config.get("max_position_embeddings") or config["n_positions"]
+    assert build_model(config, "bfloat16").config.lengths == (positions, positions)
+
+
+def test_qwens_recipe_for_long_contexts() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = {**PUBLISHED["qwen3-4b"], "rope_scaling": scaling}
+    assert build_model(config, "bfloat16").config.lengths == (131072, 131072)
+
+
+def test_gpt2_under_the_common_names() -> None:
+    config = tiny_config("gpt2")
+    names = {
+        "n_embd": "hidden_size",
+        "n_head": "num_attention_heads",
+        "n_layer": "num_hidden_layers",
+        "n_positions": "max_position_embeddings",
+    }
+    common = {names.get(key, key): value for key, value in config.items()}
+    assert build_model(common, "float32") == build_model(config, "float32")
+
+
+@pytest.mark.parametrize("spelling", ["silu", "swish"])
+def test_one_activation_has_several_names(spelling: str) -> None:
+    config = tiny_config("qwen3")
+    named = build_model({**config, "hidden_act": spelling}, "float32")
+    assert named == build_model(config, "float32")
