@@ -145,9 +145,9 @@ class Engine:
         events, self._pending = tuple(self._pending), []
         with self._running():
             turn = self._loop.turn(events)
-        steps, newly_started = self._timeline.turn(turn)
-        started = self._parents_of(newly_started)  # before an event can end one of them
-        deltas = [delta for event in turn.events if (delta := self._process(event)) is not None]
+            steps, newly_started = self._timeline.turn(turn)
+            started = self._parents_of(newly_started)  # before an event can end one of them
+            deltas = [delta for event in turn.events if (delta := self._process(event)) is not None]
         self._counters["num_turns"] += 1
         return News(tuple(deltas), started, steps, self.stats())
 
@@ -187,14 +187,14 @@ class Engine:
         sequence = self._sequences.get(event.request_id)
         if sequence is None:
             return None  # ended by a stop string while this token was on its way
-        delta = sequence.process(event)
+        delta = _delta_of(sequence, event)
         if event.token_ids:
             if self._timeline.token(event.request_id):
                 self._counters["num_prefilled_tokens"] += sequence.num_prompt_tokens
                 self._counters["num_cached_tokens"] += delta.num_cached_tokens
             self._counters["num_generated_tokens"] += len(delta.token_ids)
-        if sequence.matched_stop is not None and event.finish_reason is None:
-            self._pending.append(Abort(event.request_id, FinishReason.STOP))
+        if delta.finish_reason is not None and event.finish_reason is None:
+            self._pending.append(Abort(event.request_id, delta.finish_reason))
         if delta.finish_reason is not None:
             self._forget(event.request_id, sequence.parent_id)
             return msgspec.structs.replace(delta, times=self._timeline.finish(event.request_id))
@@ -238,6 +238,20 @@ class Engine:
         if sampling.seed is None:
             return _mix(self._seed, arrival)
         return sampling.seed if index == 0 else _mix(sampling.seed, index)
+
+
+def _delta_of(sequence: SequenceProcessor, event: TokenEvent) -> Delta:
+    """What an event says to its reader; where its text cannot be made, this sequence ends alone."""
+    try:
+        return sequence.process(event)
+    except Exception as error:
+        logging.getLogger(LOGGER).exception("request %s", sequence.parent_id)
+        return Delta(
+            request_id=sequence.parent_id,
+            index=sequence.index,
+            finish_reason=FinishReason.ERROR,
+            error=f"the text of the answer cannot be made: {error}",
+        )
 
 
 def _mix(seed: int, index: int) -> int:
