@@ -139,9 +139,11 @@ class Service:
         return prompt
 
     async def encode_all(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, located: bool = False
     ) -> list[Prompt]:
-        """Texts as prompts; refused at once when one is longer than any that would fit."""
+        """Texts as prompts, ``located`` with the places of their tokens; refused at once when one
+        is longer than any that would fit.
+        """
         tokenizer = self.tokenizer
         longest = self.client.limits.max_model_len * tokenizer.max_token_characters
         for number, text in enumerate(texts):
@@ -153,10 +155,15 @@ class Service:
                 )
 
         def encode() -> list[Prompt]:
-            encoded = (
-                tokenizer.encode(one, add_special_tokens=add_special_tokens) for one in texts
-            )
-            return [Prompt(text, tuple(ids)) for text, ids in zip(texts, encoded, strict=True)]
+            special = add_special_tokens
+            if located:
+                found = (tokenizer.encode_located(one, add_special_tokens=special) for one in texts)
+            else:
+                found = ((tokenizer.encode(one, add_special_tokens=special), ()) for one in texts)
+            return [
+                Prompt(text, tuple(ids), tuple(places))
+                for text, (ids, places) in zip(texts, found, strict=True)
+            ]
 
         is_short = sum(map(len, texts)) <= INLINE_CHARACTERS
         return encode() if is_short else await asyncio.to_thread(encode)

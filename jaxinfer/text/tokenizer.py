@@ -116,6 +116,27 @@ class Tokenizer:
         )
         return [encoding.ids for encoding in encodings]
 
+    def encode_located(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """``encode``, and where each token begins in ``text``, in characters. Parts of one
+        character share its place; a special token that was added takes none.
+        """
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        places: list[int] = []
+        end = 0  # of the text's tokens so far
+        spans = zip(encoding.ids, encoding.offsets, encoding.special_tokens_mask, strict=True)
+        for token_id, (first, last), is_added in spans:
+            if is_added:
+                places.append(len(text) if end else 0)
+                continue
+            # byte-level tokenizers leave the spaces around a token's text out of its span
+            piece = self.token_piece(token_id)
+            num_spaces = len(piece) - len(piece.lstrip())
+            places.append(first - min(num_spaces, max(first - end, 0)))
+            end = max(end, last)
+        return encoding.ids, places
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids``. Ids outside the vocabulary are nothing."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
