@@ -45,9 +45,7 @@ class CompletionWriter:
         self._prompts = prompts
         self._id = f"cmpl-{reply.request_id}"
         self._begun: set[int] = set()  # choices that have an event
-        self._places: dict[
-            int, Places
-        ] = {}  # of each choice's tokens, where logprobs are asked for
+        self._places: dict[int, Places] = {}  # of each choice's tokens, for logprobs
         self._echoes: dict[int, Echo] = {}  # of each prompt, made with its first choice
         # of each prompt, as far as they came; nothing precedes a prompt's first token
         self._prompt_logprobs: list[list[PositionLogprobs | None]] = [[None] for _ in prompts]
@@ -173,9 +171,7 @@ class CompletionWriter:
         if first and self._request.echo:
             prompt = self._prompts[gain.prompt]
             scored = self._prompt_logprobs[gain.prompt]
-            unscored = [None] * (
-                len(prompt.token_ids) - len(scored)
-            )  # of a prompt that was aborted
+            unscored = [None] * (len(prompt.token_ids) - len(scored))  # where it was aborted
             token_ids = prompt.token_ids + token_ids
             positions = (*scored, *unscored, *positions)
         places = self._places[gain.choice].take()

@@ -130,10 +130,12 @@ class Tokenizer:
             if is_added:
                 places.append(len(text) if end else 0)
                 continue
-            # byte-level tokenizers leave the spaces around a token's text out of its span
+            # byte-level tokenizers leave the spaces before a token's text out of its span
             piece = self.token_piece(token_id)
-            num_spaces = len(piece) - len(piece.lstrip())
-            places.append(first - min(num_spaces, max(first - end, 0)))
+            earliest = max(first - (len(piece) - len(piece.lstrip())), end)
+            while first > earliest and text[first - 1].isspace():
+                first -= 1
+            places.append(first)
             end = max(end, last)
         return encoding.ids, places
 
