@@ -93,6 +93,7 @@ async def _answer[R: GenerationFields](
         call.route,
         prompts,
         sampling,
+        asked=request.asked_tokens(),
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout=request.timeout,
