@@ -68,7 +68,8 @@ def facts_of_configs(
 def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
     """vLLM's defaults with the model's own temperature, top_k, top_p and the like."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: generation_config[name] for name in names if generation_config.get(name)}
+    present = [name for name in names if generation_config.get(name) is not None]
+    given = {name: generation_config[name] for name in present}
     try:
         return SamplingParams(**given)
     except RequestError as error:

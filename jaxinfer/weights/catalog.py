@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
@@ -21,7 +21,7 @@ class CatalogEntry:
 
     source: str
     sha256: str
-    sampling: Mapping[str, Any]
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def known_models() -> tuple[str, ...]:
@@ -35,4 +35,4 @@ def find_model(name: str) -> CatalogEntry | None:
     if name not in known_models():
         return None
     text = (files("jaxinfer.configs") / "models" / f"{name}.toml").read_text("utf-8")
-    return CatalogEntry(**{"sampling": {}, **tomllib.loads(text)})
+    return CatalogEntry(**tomllib.loads(text))

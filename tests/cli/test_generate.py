@@ -93,6 +93,11 @@ def test_stats(generate: Generate) -> None:
     assert {"compile", "load", "prompt", "peak RSS"} < set(lines)
 
 
+def test_stats_tell_the_seed_that_was_used(generate: Generate) -> None:
+    lines = generate("--stats", "--max-tokens=1", "--seed=7", "x").stderr
+    assert "seed 7 (flag)" in lines and "seed None" not in lines
+
+
 @pytest.mark.parametrize("flag", ["--no-overlap", "--no-prefix-caching", "--no-prefill-first"])
 def test_engine_flags_change_no_token(flag: str, generate: Generate) -> None:
     arguments = ("--json", "--max-tokens=8", "--seed=1", "some", "words")

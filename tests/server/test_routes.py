@@ -297,11 +297,10 @@ def test_a_slash_at_the_end_makes_no_difference(
 
 
 def test_slashes_below_a_root_path() -> None:
-    with serving(tiny_engine(), root_path="/llm") as server:
-        assert get(server, "/llm/v1/models/").json()["object"] == "list"
-        assert get(server, "/llm/health/").status_code == 200
-        for path in ("/llm/", "/llm"):
-            assert error_of(get(server, path), 404)["code"] == "not_found"
+    with serving(tiny_engine(), root_path="/llm") as server:  # which a proxy takes off
+        assert get(server, "/v1/models/").json()["object"] == "list"
+        assert get(server, "/health/").status_code == 200
+        assert error_of(get(server, "/"), 404)["code"] == "not_found"
 
 
 @pytest.mark.parametrize("path", TAKES_JSON)
