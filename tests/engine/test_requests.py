@@ -143,8 +143,8 @@ def test_stop_strings_wait_for_min_tokens(engine: Engine, plain: list[int]) -> N
 
 
 def ends_by_stop(engine: Engine, plain: list[int], stop: str, least: int) -> tuple[int, str, str]:
-    """How many tokens there are, the text and why it ended, where a stop string ends within a later token than
-    the first ``least``: the definition, token by token.
+    """How many tokens there are, the text and why it ended, where a stop string has to end within
+    a later token than the first ``least``: the definition, token by token.
     """
     assert engine.tokenizer is not None
     detokenizer, text = engine.tokenizer.detokenizer(PROMPT), ""
