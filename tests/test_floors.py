@@ -22,6 +22,7 @@ FLOORS = (  # lowest first; "jaxinfer" is the package's own __init__, the public
     {"jaxinfer.engine"},
     {"jaxinfer.server", "jaxinfer"},
     {"jaxinfer.cli"},
+    {"jaxinfer.__main__"},
 )
 FLOOR_OF = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
 TRITON = ("triton", "jax_triton")  # optional packages
@@ -196,6 +197,7 @@ def test_tree_obeys(rule) -> None:
         (floors, "jaxinfer/core/a.py", "from . import b"),
         (floors, "jaxinfer/core/a.py", "import jaxinfer.core.missing"),
         (floors, "jaxinfer/extra/a.py", ""),
+        (floors, "jaxinfer/cli/a.py", "import jaxinfer.__main__"),
         (cycles, "jaxinfer/core/b.py", "import jaxinfer.core.c"),
         (libraries, "jaxinfer/nn/a.py", "from jax._src import core"),
         (libraries, "jaxinfer/nn/a.py", "import jax\njax._src.core.f()"),
@@ -219,6 +221,8 @@ def test_rule_can_fail(rule, path: str, source: str, tmp_path: Path) -> None:
         "jaxinfer/core/c.py": "import jaxinfer.core.b",
         "jaxinfer/nn/b.py": "import jax\nfrom jaxinfer.core.b import f",
         "jaxinfer/exec/b.py": "from jaxinfer.nn import b",
+        "jaxinfer/__main__.py": "from jaxinfer.cli.b import f",
+        "jaxinfer/cli/b.py": "",
         "pallas_kernels/part.py": "import triton",
         "pallas_kernels/triton.py": "import jax_triton\nfrom pallas_kernels.part import f",
     }

@@ -1,6 +1,7 @@
 """The package as a whole: its version, its public names, and what it imports."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -44,6 +45,39 @@ def test_public_name_loads(name: str) -> None:
 def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match="'jaxinfer' has no attribute 'Engine'"):
         _ = jaxinfer.Engine
+
+
+NAMES = "from jaxinfer import EngineConfig; from jaxinfer.weights.catalog import known_models; "
+SCRIPT = f"{NAMES}assert EngineConfig and known_models()\n"
+
+
+@pytest.mark.parametrize("how", ["script", "statement", "module", "a folder on the path"])
+def test_a_folder_of_the_same_name_hides_nothing(how: str, tmp_path: Path) -> None:
+    """Whoever works in the parent of a clone has a folder ``jaxinfer`` without ``__init__`` on the
+    path, which import prefers to hooks of an editable install, but not to a package.
+    """
+    work = tmp_path / "work"
+    (work / "jaxinfer" / "docs").mkdir(parents=True)
+    (work / "run_it.py").write_text(SCRIPT)
+    arguments = {
+        "script": ["run_it.py"],
+        "statement": ["-c", SCRIPT],  # as in a notebook, whose path begins with the folder
+        "module": ["-m", "run_it"],
+        "a folder on the path": ["-c", f"import sys; sys.path.insert(0, {str(work)!r}); {SCRIPT}"],
+    }[how]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    where = tmp_path if how == "a folder on the path" else work
+    command = [sys.executable, *arguments]
+    run = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_an_installation_brings_no_other_package() -> None:
+    """Of what lies beside the package in a clone, nothing may hide a user's own folder: only a
+    folder with an ``__init__`` could.
+    """
+    found = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert found == {"jaxinfer", "pallas_kernels"}
 
 
 def test_import_is_light() -> None:

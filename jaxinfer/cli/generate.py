@@ -80,7 +80,8 @@ def generate(
         clock.token()
         answers.gain(list(requests)[number], delta)
     if show_stats:
-        lines = [("sampling", describe_sampling(sampling, defaults, flags))]
+        told = describe_sampling(sampling, defaults, flags, llm.config.seed)
+        lines = [("sampling", told)]
         for name, text in lines + describe_run(llm.stats(), clock):
             click.echo(f"{name:14} {text}", err=True)
     ctx.exit(1 if answers.any_failed else 0)

@@ -78,6 +78,7 @@ def describe(plan: EnginePlan) -> dict[str, Any]:
         "parameters": count.total(),
         "parameter_bytes": dict(size),
         "checkpoint_bytes": _checkpoint_bytes(plan),
+        "sampling": _sampling(plan),
         "kv_bytes_per_token": plan.model.kv_spec.bytes_per_token(),
         "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs,
@@ -101,6 +102,20 @@ def _checkpoint_bytes(plan: EnginePlan) -> dict[str, int]:
     return dict(stored)
 
 
+def _sampling(plan: EnginePlan) -> dict[str, Any]:
+    """The model's own sampling defaults, where they differ from vLLM's."""
+    import msgspec
+
+    model = plan.facts.default_sampling
+    others = msgspec.structs.asdict(type(model)())
+    own = msgspec.structs.asdict(model)
+    return {name: value for name, value in own.items() if value != others[name]}
+
+
+def _by_name(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
 def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     stored = _by_dtype(report["checkpoint_bytes"]) or "none; random weights"
     tokens = (report["num_pages"] - 1) * report["page_size"]
@@ -113,6 +128,7 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("parameters", f"{format_count(report['parameters'])} ({report['parameters']})"),
         ("in memory", _by_dtype(report["parameter_bytes"])),
         ("checkpoint", stored),
+        ("sampling", _by_name(report["sampling"]) or "the model has no defaults of its own"),
         ("KV cache", f"{format_bytes(report['kv_bytes_per_token'])} per token"),
         (
             "pages",

@@ -52,12 +52,12 @@ cli.add_command(inspect)
 cli.add_command(serve)
 
 
-def main() -> None:
-    """The entry point of the console script."""
+def main(prog_name: str = "jaxinfer") -> None:
+    """The entry point of the console script; ``prog_name`` is what usage lines call it."""
     keep_heap_small()
     _write_any_text()
     try:
-        cli(prog_name="jaxinfer")
+        cli(prog_name=prog_name)
     except SystemExit as end:
         if end.code == INTERRUPTED:
             # Everything has been unwound; only compiler threads may be left, and the interpreter

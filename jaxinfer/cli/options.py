@@ -65,7 +65,9 @@ SAMPLING_OPTIONS = (
     click.Option(["--top-p"], type=float, help="Sample from the smallest set of this probability."),
     click.Option(["--top-k"], type=int, help="Sample from the K most likely tokens."),
     click.Option(["--min-p"], type=float, help="Least probability, relative to the likeliest."),
-    click.Option(["--seed"], type=int, help="Makes sampling repeatable."),
+    click.Option(
+        ["--seed"], type=int, help="Of every prompt; without it each has its own, derived from 0."
+    ),
     click.Option(["--stop"], multiple=True, help="End before this text; may be repeated."),
     click.Option(["--logprobs"], type=int, help="With --json: logprobs of the N likeliest tokens."),
 )

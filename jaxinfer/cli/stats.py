@@ -65,18 +65,25 @@ def peak_rss_bytes() -> int:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-def describe_sampling(used: SamplingParams, model: SamplingParams, flags: Container[str]) -> str:
-    """Each value that was used and where it came from: a flag, the model's files, or a default."""
+def describe_sampling(
+    used: SamplingParams, model: SamplingParams, flags: Container[str], engine_seed: int
+) -> str:
+    """Each value that was used and where it came from: a flag, the model, or a default. Without a
+    seed of their own, prompts get seeds that are derived from the engine's.
+    """
     defaults = type(used)()
     words: list[str] = []
     for name in SHOWN_SAMPLING:
+        value = getattr(used, name)
         if name in flags:
             source = "flag"
         elif getattr(model, name) != getattr(defaults, name):
-            source = "generation_config"
+            source = "model"
+        elif name == "seed":
+            value, source = engine_seed, "engine"
         else:
             source = "default"
-        words.append(f"{name} {getattr(used, name)} ({source})")
+        words.append(f"{name} {value} ({source})")
     return ", ".join(words)
 
 

@@ -37,7 +37,13 @@ class RequestError(JaxinferError, ValueError):
 
 
 class ContextLengthError(RequestError):
-    """A prompt leaves no room for an answer within the context."""
+    """A prompt, or a prompt and the tokens asked for, does not fit the context. ``field`` is the
+    path of what is too large.
+    """
+
+    def __init__(self, message: str, field: str = "prompt") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class EngineError(JaxinferError, RuntimeError):

@@ -76,26 +76,28 @@ class SequenceProcessor:
         )
 
     def _push(self, token_id: int, event: TokenEvent) -> str:
-        """Text of one token; a stop id that ends the sequence shows no text, as in vLLM.
-
-        Stop strings are looked for after ``min_tokens`` only, and in later text only.
-        """
+        """Text of one token; a stop id that ends the sequence shows no text, as in vLLM."""
         self._num_tokens += 1
         if self._detokenizer is None:
             return ""
         ends = event.finish_reason is FinishReason.STOP and token_id in self._request.stop_ids
         if ends and not self._request.sampling.include_stop_str_in_output:
             return ""
-        text = self._detokenizer.push((token_id,))
-        if self._num_tokens > self._request.sampling.min_tokens:
-            text, self.matched_stop = self._stop.push(text)
-        return text
+        return self._look_for_stop(self._detokenizer.push((token_id,)))
 
     def _flush(self) -> str:
         if self._detokenizer is None:
             return ""
-        text, self.matched_stop = self._stop.push(self._detokenizer.flush())
+        text = self._look_for_stop(self._detokenizer.flush())
         return text if self.matched_stop is not None else text + self._stop.flush()
+
+    def _look_for_stop(self, text: str) -> str:
+        """What may be shown. A stop string that ends after ``min_tokens`` tokens ends the sequence,
+        wherever it begins, as in vLLM.
+        """
+        may_end = self._num_tokens > self._request.sampling.min_tokens
+        text, self.matched_stop = self._stop.push(text, may_end=may_end)
+        return text
 
     def _named(self, position: TokenLogprobs) -> PositionLogprobs:
         """vLLM's form: {token id: Logprob}, the chosen token first."""

@@ -47,8 +47,10 @@ def refusal(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> str:
     if not num_prompt_tokens:
         return "the prompt is empty; send at least one token"
     if num_prompt_tokens + 1 > limits.max_model_len:
+        # clients look for the first sentence's words, which are OpenAI's and vLLM's
         return (
-            f"the prompt has {num_prompt_tokens} tokens, which leaves no room for an output within "
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, the "
+            f"prompt has {num_prompt_tokens} tokens, which leaves no room for an output within "
             f"max_model_len {limits.max_model_len}; shorten the prompt to at most "
             f"{limits.max_model_len - 1} tokens or raise max_model_len"
         )

@@ -24,9 +24,11 @@ from jaxinfer.server.guard import guarded
 from jaxinfer.server.openapi import openapi_document
 from jaxinfer.server.service import Service
 
-ROUTES = MappingProxyType(
+ROUTES = MappingProxyType(  # a path has one handler, whatever its methods
     {
         ("GET", "/health"): info.health,
+        ("GET", "/ping"): info.health,  # what SageMaker asks, in either way
+        ("POST", "/ping"): info.health,
         ("GET", "/ready"): info.ready,
         ("GET", "/metrics"): info.metrics,
         ("GET", "/stats"): info.stats,
@@ -45,13 +47,9 @@ ROUTES = MappingProxyType(
 def create_app(service: Service) -> ASGIApp:
     """The whole server as an ASGI app, guards included."""
     handlers = {**ROUTES, ("GET", "/openapi.json"): _document(service)}
-    endpoints = {
-        (method, path): Endpoint(service, path, handler)
-        for (method, path), handler in handlers.items()
-    }
-    routes = [
-        Route(path, endpoint, methods=[method]) for (method, path), endpoint in endpoints.items()
-    ]
+    by_path = {path: Endpoint(service, path, handler) for (_, path), handler in handlers.items()}
+    methods = {path: [method for method, other in handlers if other == path] for path in by_path}
+    routes = [Route(path, endpoint, methods=methods[path]) for path, endpoint in by_path.items()]
 
     async def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -65,7 +63,7 @@ def create_app(service: Service) -> ASGIApp:
         service.note_response(None, method, status, 0.0)
 
     root = service.config.root_path
-    known = {(method, root + path): endpoint for (method, path), endpoint in endpoints.items()}
+    known = {(method, root + path): by_path[path] for method, path in handlers}
     return guarded(KnownPaths(known, app), service.config, service.log, refused)
 
 

@@ -100,12 +100,13 @@ def error_body(
 def api_error(error: JaxinferError, *, alive: bool = True) -> ApiError:
     """The answer for an error of the lower floors; ``alive``: whether the engine goes on.
 
-    A request's own fault is 400, with ``param`` where the message begins with a field's name. The
-    rest is 500, or 503 when the engine is dead.
+    A request's own fault is 400, with ``param`` where the error names a field or its message
+    begins with one. The rest is 500, or 503 when the engine is dead.
     """
+    if isinstance(error, ContextLengthError):
+        return ApiError(400, str(error), param=error.field, code="context_length_exceeded")
     if isinstance(error, (RequestError, TokenizerError)):
-        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
-        return ApiError(400, str(error), param=_param(str(error)), code=code)
+        return ApiError(400, str(error), param=_param(str(error)))
     if isinstance(error, EngineError) and not alive:
         return ApiError(503, str(error), code="engine_dead")
     return ApiError(500, str(error), code="engine_error")

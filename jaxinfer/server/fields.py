@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -36,6 +36,7 @@ VISIBLE_TEXT = "^[!-~]*$(?![^!-~])"
 PATTERNS: Mapping[str, str] = MappingProxyType(
     {TOKEN_ID_TEXT: "a token id", VISIBLE_TEXT: "printable ASCII without spaces"}
 )
+DEFAULT_MAX_TOKENS = 16  # of completions, as with OpenAI and vLLM
 MAX_STOP_STRINGS = 64  # of a request; vLLM's default is 4, some clients send dozens
 
 # values by which a field that is not supported asks for nothing
@@ -101,6 +102,13 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage_stats: Annotated[
         bool | None, about("Send the usage so far in every chunk.")
     ] = False
+
+
+class Asked(NamedTuple):
+    """How many tokens a request asks for, and by which field."""
+
+    field: str
+    num_tokens: int
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -254,6 +262,10 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     def output_limit(self) -> int | None:
         """``SamplingParams.max_tokens``; None is the rest of the context."""
         return self.max_tokens
+
+    def asked_tokens(self) -> Asked | None:
+        """The most tokens that the request itself asks for, if it does."""
+        return None if self.max_tokens is None else Asked("max_tokens", self.max_tokens)
 
     def num_logprobs(self) -> int | None:
         """``SamplingParams.logprobs``."""

@@ -29,7 +29,8 @@ INLINE_TOKENS = 256  # of an answer that is written in the loop: with 20 logprob
 async def completions(call: Call) -> ASGIApp:
     """Continue prompts."""
     request = await call.parse(CompletionRequest)
-    prompts = await _prompts(call, request.prompts, request.add_special_tokens)
+    located = request.echo and request.logprobs is not None
+    prompts = await _prompts(call, request.prompts, request.add_special_tokens, located)
     return await _answer(call, request, prompts, CompletionWriter)
 
 
@@ -49,12 +50,17 @@ async def generate(call: Call) -> ASGIApp:
 
 
 async def _prompts(
-    call: Call, given: Sequence[str | tuple[int, ...]], add_special_tokens: bool
+    call: Call,
+    given: Sequence[str | tuple[int, ...]],
+    add_special_tokens: bool,
+    located: bool = False,
 ) -> list[Prompt]:
     """Prompts of one kind: texts or token ids."""
     texts = [one for one in given if isinstance(one, str)]
     if texts:
-        return await call.service.encode_all(texts, add_special_tokens=add_special_tokens)
+        return await call.service.encode_all(
+            texts, add_special_tokens=add_special_tokens, located=located
+        )
     return [Prompt(None, tuple(one)) for one in given if not isinstance(one, str)]
 
 
@@ -88,6 +94,7 @@ async def _answer[R: GenerationFields](
         call.route,
         prompts,
         sampling,
+        asked=request.asked_tokens(),
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout=request.timeout,

@@ -1,7 +1,7 @@
 """What every request passes on its way in: a label, CORS, the API key, the limits of its body.
 
 Owns: plain ASGI layers around the app and their order. Nothing here buffers answers, so streams and
-disconnects pass unchanged. Must not know: routes other than the two that need no key, schemas.
+disconnects pass unchanged. Must not know: routes other than those that need no key, schemas.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.server.errors import ApiError
 from jaxinfer.server.log import EventLog
 
-OPEN_PATHS = ("/health", "/ready")  # what load balancers ask, without a key
+OPEN_PATHS = ("/health", "/ping", "/ready")  # what load balancers ask, without a key
 QUIET_PATHS = (*OPEN_PATHS, "/metrics")  # asked every few seconds; their access is a debug line
 BODY_SECONDS = 60.0  # for the whole body: a client that trickles holds memory no longer
 LINGER_SECONDS = 10.0  # a refused body is read this long, so that its client sees the answer
@@ -37,7 +37,7 @@ def guarded(
     log: EventLog,
     refused: Refused = lambda method, status: None,
 ) -> ASGIApp:
-    """The app behind all layers: label and access log, CORS, key, body, from the outside in.
+    """The app behind all layers: path, label and access log, CORS, key, body, from the outside in.
 
     CORS stands before the key because browsers send preflights without one. The request's id is in
     ``scope["state"]["request_id"]`` and in the answer's ``X-Request-Id``.
@@ -54,7 +54,8 @@ def guarded(
             allow_credentials=config.allow_credentials,
             expose_headers=("X-Request-Id", "Retry-After"),
         )
-    return Labelled(app, None if config.disable_uvicorn_access_log else log, config.root_path)
+    access_log = None if config.disable_uvicorn_access_log else log
+    return Unslashed(Labelled(app, access_log, config.root_path))
 
 
 async def answer_error(send: Send, error: ApiError, *, more_body: bool = False) -> None:
@@ -65,6 +66,19 @@ async def answer_error(send: Send, error: ApiError, *, more_body: bool = False) 
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})
     await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+
+class Unslashed:
+    """Takes slashes off the end of a path: all that follows sees the path of the route."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path.endswith("/"):
+            scope = {**scope, "path": path.rstrip("/") or "/"}
+        await self._app(scope, receive, send)
 
 
 class Labelled:

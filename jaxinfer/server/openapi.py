@@ -107,6 +107,8 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "retrieveModel", "One of those names.", answers.ModelCard, (*GUARDED, 404)
         ),
         ("GET", "/health"): Operation("health", "Whether the engine's loop answers.", None, OPEN),
+        ("GET", "/ping"): Operation("ping", "As /health, under SageMaker's name.", None, OPEN),
+        ("POST", "/ping"): Operation("postPing", "As GET /ping.", None, OPEN),
         ("GET", "/ready"): Operation("ready", "Whether new requests are taken.", None, OPEN),
         ("GET", "/metrics"): Operation(
             "metrics", "Counters, gauges and histograms for Prometheus.", "text/plain", GUARDED

@@ -16,8 +16,10 @@ from msgspec import Meta
 
 from jaxinfer.core.request import WHOLE_BOUNDS
 from jaxinfer.server.fields import (
+    DEFAULT_MAX_TOKENS,
     IGNORED,
     UNSUPPORTED,
+    Asked,
     GenerationFields,
     Neutral,
     TokenId,
@@ -93,14 +95,18 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
         str | Annotated[tuple[str | TokenId | tuple[TokenId, ...], ...], Meta(min_length=1)],
         about(f"Text, token ids, or a list of up to {MAX_PROMPTS} of either."),
     ]
-    max_tokens: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=WHOLE_BOUNDS["max_tokens"][1],
-            description="Most tokens to generate; 0, which needs echo, only scores the prompt.",
-        ),
-    ] = 16
+    max_tokens: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                le=WHOLE_BOUNDS["max_tokens"][1],
+                description=f"Most tokens to generate, absent {DEFAULT_MAX_TOKENS}; 0, which needs "
+                "echo, only scores the prompt.",
+            ),
+        ]
+        | None
+    ) = None
     logprobs: (
         Annotated[int, whole("logprobs", "Likeliest tokens to list at each position.")] | None
     ) = None
@@ -139,7 +145,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
 
     def output_limit(self) -> int | None:
         """See ``GenerationFields``."""
-        return max(self.max_tokens, 1)
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else max(self.max_tokens, 1)
 
     def num_logprobs(self) -> int | None:
         """See ``GenerationFields``."""
@@ -195,8 +201,14 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
 
     def output_limit(self) -> int | None:
         """The newer name wins; without either it is the rest of the context."""
-        given = self.max_completion_tokens
-        return self.max_tokens if given is None else given
+        asked = self.asked_tokens()
+        return None if asked is None else asked.num_tokens
+
+    def asked_tokens(self) -> Asked | None:
+        """See ``GenerationFields``."""
+        if self.max_completion_tokens is None:
+            return super().asked_tokens()
+        return Asked("max_completion_tokens", self.max_completion_tokens)
 
     def num_logprobs(self) -> int | None:
         """See ``GenerationFields``."""
@@ -207,13 +219,22 @@ class GenerateRequest(GenerationFields, frozen=True, kw_only=True):
     """``POST /v1/generate``: one prompt, plain text and ids back."""
 
     prompt: Annotated[str | TokenIds, about("Text, or token ids.")]
-    max_tokens: Annotated[int, whole("max_tokens", "Most tokens to generate.")] = 16
+    max_tokens: (
+        Annotated[
+            int, whole("max_tokens", f"Most tokens to generate, absent {DEFAULT_MAX_TOKENS}.")
+        ]
+        | None
+    ) = None
     logprobs: (
         Annotated[int, whole("logprobs", "Likeliest tokens to list at each position.")] | None
     ) = None
     add_special_tokens: Annotated[
         bool, about("Add the tokenizer's special tokens to a text prompt.")
     ] = True
+
+    def output_limit(self) -> int | None:
+        """See ``GenerationFields``."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def num_logprobs(self) -> int | None:
         """See ``GenerationFields``."""

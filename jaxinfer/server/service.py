@@ -26,6 +26,7 @@ from jaxinfer.engine.client import EngineClient, Stream
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.answer import Answer
 from jaxinfer.server.errors import ApiError, api_error
+from jaxinfer.server.fields import Asked
 from jaxinfer.server.log import EventLog
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.metrics_tally import Rejection
@@ -139,24 +140,34 @@ class Service:
         return prompt
 
     async def encode_all(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, located: bool = False
     ) -> list[Prompt]:
-        """Texts as prompts; refused at once when one is longer than any that would fit."""
+        """Texts as prompts, ``located`` with the places of their tokens; refused at once when one
+        is longer than any that would fit.
+        """
         tokenizer = self.tokenizer
         longest = self.client.limits.max_model_len * tokenizer.max_token_characters
         for number, text in enumerate(texts):
             if len(text) > longest:
                 name = "prompt" if len(texts) == 1 else f"prompt[{number}]"
+                where = "the prompt" if len(texts) == 1 else name
                 raise ContextLengthError(
-                    f"{name} has {len(text)} characters; no more than {longest} can fit the "
-                    f"context of {self.client.limits.max_model_len} tokens; shorten it"
+                    f"This model's maximum context length is {self.client.limits.max_model_len} "
+                    f"tokens. However, {where} has {len(text)} characters, and {longest} are the "
+                    "most that can be so many tokens; shorten it",
+                    name,
                 )
 
         def encode() -> list[Prompt]:
-            encoded = (
-                tokenizer.encode(one, add_special_tokens=add_special_tokens) for one in texts
-            )
-            return [Prompt(text, tuple(ids)) for text, ids in zip(texts, encoded, strict=True)]
+            special = add_special_tokens
+            if located:
+                found = (tokenizer.encode_located(one, add_special_tokens=special) for one in texts)
+            else:
+                found = ((tokenizer.encode(one, add_special_tokens=special), ()) for one in texts)
+            return [
+                Prompt(text, tuple(ids), tuple(places))
+                for text, (ids, places) in zip(texts, found, strict=True)
+            ]
 
         is_short = sum(map(len, texts)) <= INLINE_CHARACTERS
         return encode() if is_short else await asyncio.to_thread(encode)
@@ -178,22 +189,18 @@ class Service:
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         *,
+        asked: Asked | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
     ) -> Answer:
         """Submit the prompts of one request, all or none; raises ``ApiError`` or ``RequestError``.
 
-        ``timeout`` in seconds; the server's own deadline holds too.
+        ``asked``: tokens that each answer must have room for. ``timeout`` in seconds; the server's
+        own deadline holds too.
         """
         client = self.client
-        for number, prompt in enumerate(prompts):
-            try:
-                client.check(prompt.token_ids, sampling)
-            except RequestError as error:
-                if len(prompts) == 1:
-                    raise
-                raise type(error)(f"prompt[{number}]: {error}") from None
+        self._check(prompts, sampling, asked)
         self._check_room(prompts)
         wake = asyncio.Event()
         streams: list[Stream] = []
@@ -255,6 +262,25 @@ class Service:
         """What a client is told about an error of the lower floors."""
         return api_error(error, alive=self._loaded is None or self.client.alive)
 
+    def _check(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, asked: Asked | None
+    ) -> None:
+        """Raise ``RequestError`` where one of the prompts can never be answered as asked."""
+        for number, prompt in enumerate(prompts):
+            try:
+                self.client.check(prompt.token_ids, sampling)
+                if asked is not None:
+                    _check_fit(len(prompt.token_ids), asked, self.client.limits.max_model_len)
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                name = f"prompt[{number}]"
+                told = f"{name}: {error}"
+                if not isinstance(error, ContextLengthError):
+                    raise RequestError(told) from None
+                field = name if error.field == "prompt" else error.field
+                raise ContextLengthError(told, field) from None
+
     def _check_room(self, prompts: Sequence[Prompt]) -> None:
         client, config = self.client, self.config
         if self.draining:
@@ -304,6 +330,18 @@ class Service:
         """End every open request with finish reason ``abort``."""
         for answer in self._answers:
             answer.stop()
+
+
+def _check_fit(num_tokens: int, asked: Asked, max_model_len: int) -> None:
+    """Raise ``ContextLengthError`` where the context has no room for the tokens asked for."""
+    total, room = num_tokens + asked.num_tokens, max_model_len - num_tokens
+    if asked.num_tokens > room:
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens. However, you "
+            f"requested {total} tokens: {num_tokens} in the prompt and {asked.num_tokens} by "
+            f"{asked.field}; lower {asked.field} to at most {room}, or leave it out",
+            asked.field,
+        )
 
 
 def _deadline(asked: float | None, allowed: float | None) -> tuple[float, ApiError] | None:

@@ -19,6 +19,7 @@ async def tokenize(call: Call) -> ASGIApp:
     request = await call.parse(TokenizeRequest)
     service = call.service
     if request.messages is not None:
+        call.prompt_field = "messages"
         special = bool(request.add_special_tokens)
         prompt = await chat_prompt(service, request, request.messages, special)
     else:

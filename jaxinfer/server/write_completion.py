@@ -25,7 +25,15 @@ from jaxinfer.server.responses import (
 )
 from jaxinfer.server.schema import CompletionRequest
 from jaxinfer.server.sse import frame
-from jaxinfer.server.writer import Envelope, Reply, completion_logprobs, merged, usage_of
+from jaxinfer.server.writer import (
+    Echo,
+    Envelope,
+    Places,
+    Reply,
+    completion_logprobs,
+    merged,
+    usage_of,
+)
 
 
 class CompletionWriter:
@@ -36,15 +44,17 @@ class CompletionWriter:
         self._request = request
         self._prompts = prompts
         self._id = f"cmpl-{reply.request_id}"
-        self._offsets: dict[int, int] = {}  # where each choice's next token begins
+        self._begun: set[int] = set()  # choices that have an event
+        self._places: dict[int, Places] = {}  # of each choice's tokens, for logprobs
+        self._echoes: dict[int, Echo] = {}  # of each prompt, made with its first choice
         # of each prompt, as far as they came; nothing precedes a prompt's first token
         self._prompt_logprobs: list[list[PositionLogprobs | None]] = [[None] for _ in prompts]
-        self._held: list[Gain] = []  # by choices whose echo waits for the prompt's logprobs
+        self._held: list[Gain] = []  # what cannot be written yet
         self._envelope = Envelope(self._chunk(None if reply.sends_usage else UNSET))
 
     def whole(self, gains: Sequence[Gain], answer: Answer) -> Completion:
         """See ``Writer``."""
-        self._take_prompt_logprobs(gains)
+        self._note(gains)
         choices = [self._choice(gain) for gain in merged(gains)]
         return Completion(
             id=self._id,
@@ -57,12 +67,12 @@ class CompletionWriter:
 
     def frames(self, gains: Sequence[Gain], answer: Answer) -> bytes:
         """See ``Writer``."""
-        self._take_prompt_logprobs(gains)
+        self._note(gains)
         events: list[bytes] = []
         envelope = self._running_envelope(answer)
         gains, self._held = [*self._held, *gains], []
         for gain in merged(gains):
-            if not self._can_begin(gain):
+            if not self._is_writable(gain):
                 self._held.append(gain)
                 continue
             if gain.delta.token_ids or gain.delta.finish_reason is not None:
@@ -94,7 +104,7 @@ class CompletionWriter:
         wants_prompt = self._request.prompt_logprobs is not None
         return CompletionChoice(
             index=gain.choice,
-            text=self._echo(prompt) + text,
+            text=self._echo(gain.prompt).text + text,
             logprobs=self._logprobs(gain, first=True),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
@@ -105,20 +115,17 @@ class CompletionWriter:
 
     def _chunk_choice(self, gain: Gain) -> CompletionChunkChoice:
         prompt, delta = self._prompts[gain.prompt], gain.delta
-        first = gain.choice not in self._offsets
+        first = gain.choice not in self._begun
+        self._begun.add(gain.choice)
         text, token_ids = self._output(delta)
         if first:
-            self._offsets[gain.choice] = 0
-            text = self._echo(prompt) + text
-        logprobs = self._logprobs(gain, first=first)
-        if logprobs is not None and logprobs.tokens:
-            self._offsets[gain.choice] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
+            text = self._echo(gain.prompt).text + text
         finish_reason, stop_reason = self._ending(delta)
         listed = self._request.return_token_ids
         return CompletionChunkChoice(
             index=gain.choice,
             text=text,
-            logprobs=logprobs,
+            logprobs=self._logprobs(gain, first=first),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             token_ids=list(token_ids) if listed else UNSET,
@@ -135,17 +142,25 @@ class CompletionWriter:
             return FinishReason.LENGTH, None  # the token that was left out happened to end the text
         return delta.finish_reason, delta.stop_reason
 
-    def _echo(self, prompt: Prompt) -> str:
+    def _echo(self, number: int) -> Echo:
+        """What the choices of a prompt begin with."""
+        if number not in self._echoes:
+            self._echoes[number] = self._echo_of(self._prompts[number])
+        return self._echoes[number]
+
+    def _echo_of(self, prompt: Prompt) -> Echo:
         if not self._request.echo:
-            return ""
-        if prompt.text is not None or self._reply.tokenizer is None:
-            return prompt.text or ""
+            return Echo()
+        if prompt.text is not None:
+            return Echo(prompt.text, prompt.places)
+        if self._reply.tokenizer is None:
+            return Echo("", [0] * len(prompt.token_ids))
         detokenizer = self._reply.tokenizer.detokenizer(
             skip_special_tokens=self._request.skip_special_tokens
         )
-        text = detokenizer.push(prompt.token_ids)
+        text, places = detokenizer.push_located(prompt.token_ids)
         # token ids may end within a character; the output's text then begins with all of it
-        return text + detokenizer.flush() if self._request.scores_only else text
+        return Echo(text + detokenizer.flush() if self._request.scores_only else text, places)
 
     def _logprobs(self, gain: Gain, *, first: bool) -> CompletionLogprobs | None:
         top = self._request.logprobs
@@ -155,21 +170,37 @@ class CompletionWriter:
         positions: tuple[PositionLogprobs | None, ...] = gain.delta.logprobs[: len(token_ids)]
         if first and self._request.echo:
             prompt = self._prompts[gain.prompt]
+            scored = self._prompt_logprobs[gain.prompt]
+            unscored = [None] * (len(prompt.token_ids) - len(scored))  # where it was aborted
             token_ids = prompt.token_ids + token_ids
-            positions = (*self._prompt_logprobs[gain.prompt], *positions)
-        offset = self._offsets.get(gain.choice, 0)
-        return completion_logprobs(self._reply, token_ids, positions, top, offset)
+            positions = (*scored, *unscored, *positions)
+        places = self._places[gain.choice].take()
+        return completion_logprobs(self._reply, token_ids, positions, top, places)
 
-    def _take_prompt_logprobs(self, gains: Sequence[Gain]) -> None:
+    def _note(self, gains: Sequence[Gain]) -> None:
+        """Take in what the logprobs of later events need."""
         for gain in gains:
             self._prompt_logprobs[gain.prompt].extend(gain.delta.prompt_logprobs)
+            if self._request.logprobs is None:
+                continue
+            if gain.choice not in self._places:
+                self._places[gain.choice] = Places(
+                    self._reply,
+                    self._prompts[gain.prompt],
+                    self._echo(gain.prompt),
+                    skip_special=self._request.skip_special_tokens,
+                )
+            self._places[gain.choice].add(*self._output(gain.delta))
 
-    def _can_begin(self, gain: Gain) -> bool:
-        """Whether what the choice's first event echoes is complete."""
-        if not self._request.echo or self._request.logprobs is None:
+    def _is_writable(self, gain: Gain) -> bool:
+        """Whether it is known what the choice's first event echoes, and where its tokens begin."""
+        if self._request.logprobs is None:
             return True
-        known = len(self._prompt_logprobs[gain.prompt])
-        return known == len(self._prompts[gain.prompt].token_ids)
+        if self._request.echo:
+            known = len(self._prompt_logprobs[gain.prompt])
+            if known < len(self._prompts[gain.prompt].token_ids):
+                return gain.delta.finish_reason is FinishReason.ABORT
+        return gain.delta.finish_reason is not None or self._places[gain.choice].known
 
     def _usage(self, answer: Answer) -> Usage:
         return usage_of(answer, counts_output=not self._request.scores_only)

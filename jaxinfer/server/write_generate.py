@@ -20,12 +20,15 @@ from jaxinfer.server.writer import Reply, merged, usage_of
 
 
 class GenerateWriter:
-    """See ``Writer``. An event is a ``GenerateResponse`` of what was gained; the last has usage."""
+    """See ``Writer``. An event is a ``GenerateResponse`` of what was gained; the first has the
+    prompt's token ids, the last usage.
+    """
 
     def __init__(self, reply: Reply, request: GenerateRequest, prompts: Sequence[Prompt]) -> None:
         self._reply = reply
         self._request = request
         self._prompt = prompts[0]
+        self._has_begun = False
 
     def whole(self, gains: Sequence[Gain], answer: Answer) -> GenerateResponse:
         """See ``Writer``."""
@@ -37,21 +40,25 @@ class GenerateWriter:
             usage=usage_of(answer),
             latency_ms=_milliseconds_since(answer.received),
             prompt_logprobs=UNSET if self._request.prompt_logprobs is None else positions,
-            prompt_token_ids=(
-                list(self._prompt.token_ids) if self._request.return_token_ids else UNSET
-            ),
+            prompt_token_ids=self._prompt_token_ids(),
         )
 
     def frames(self, gains: Sequence[Gain], answer: Answer) -> bytes:
         """See ``Writer``."""
         outputs = [self._output(gain) for gain in merged(gains)]
         usage = usage_of(answer) if self._request.sends_continuous_usage else UNSET
-        return frame(encode(self._response(outputs, usage=usage)))
+        prompt_token_ids = UNSET if self._has_begun else self._prompt_token_ids()
+        self._has_begun = True
+        response = self._response(outputs, usage=usage, prompt_token_ids=prompt_token_ids)
+        return frame(encode(response))
 
     def last_frames(self, answer: Answer) -> bytes:
         """See ``Writer``."""
         latency_ms = _milliseconds_since(answer.received)
         return frame(encode(self._response([], usage=usage_of(answer), latency_ms=latency_ms)))
+
+    def _prompt_token_ids(self) -> list[int] | UnsetType:
+        return list(self._prompt.token_ids) if self._request.return_token_ids else UNSET
 
     def _output(self, gain: Gain) -> Generated:
         delta = gain.delta

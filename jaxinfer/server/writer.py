@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jaxinfer.engine.outputs import Logprob, PositionLogprobs, joined
 from jaxinfer.engine.prompts import Prompt
@@ -53,6 +53,13 @@ class Reply:
     def token_bytes(self, token_id: int) -> list[int] | None:
         """A token's UTF-8, also where it is part of a character."""
         return None if self.tokenizer is None else list(self.tokenizer.token_bytes(token_id))
+
+
+class Echo(NamedTuple):
+    """What precedes a choice's output in its text, and where its tokens begin there."""
+
+    text: str = ""
+    places: Sequence[int] = ()
 
 
 class Writer[R](Protocol):
@@ -105,6 +112,45 @@ def usage_of(answer: Answer, *, counts_output: bool = True) -> Usage:
     return usage(answer.num_prompt_tokens, num_tokens, cached_tokens=answer.num_cached_tokens)
 
 
+class Places:
+    """Where the tokens of one choice begin in its text, as they come.
+
+    A token whose text is held back, since a stop string may begin there, has no place yet: the text
+    may end before it.
+    """
+
+    def __init__(self, reply: Reply, prompt: Prompt, echo: Echo, *, skip_special: bool) -> None:
+        self._unplaced = list(echo.places)
+        self._length = len(echo.text)  # of the text of all tokens that came, shown or not
+        self._shown = len(echo.text)
+        self._detokenizer = (
+            None
+            if reply.tokenizer is None
+            else reply.tokenizer.detokenizer(prompt.token_ids, skip_special)
+        )
+
+    def add(self, text: str, token_ids: Sequence[int]) -> None:
+        """Take in what the choice gained."""
+        self._shown += len(text)
+        if self._detokenizer is None:
+            self._unplaced += [0] * len(token_ids)
+            return
+        decoded, places = self._detokenizer.push_located(token_ids)
+        self._unplaced += [self._length + place for place in places]
+        self._length += len(decoded)
+
+    @property
+    def known(self) -> bool:
+        """Whether the text that was shown reaches as far as each token's beginning."""
+        return not self._unplaced or self._unplaced[-1] <= self._shown
+
+    def take(self) -> list[int]:
+        """The places since the last call; within the text, also where a stop string cut it off."""
+        places = [min(place, self._shown) for place in self._unplaced]
+        self._unplaced.clear()
+        return places
+
+
 def chat_logprobs(
     reply: Reply, token_ids: Sequence[int], positions: Sequence[PositionLogprobs], top: int
 ) -> ChatLogprobs:
@@ -134,22 +180,18 @@ def completion_logprobs(
     token_ids: Sequence[int],
     positions: Sequence[PositionLogprobs | None],
     top: int,
-    offset: int,
+    places: Sequence[int],
 ) -> CompletionLogprobs:
-    """OpenAI's older form; ``offset`` is where the first token begins in the choice's text.
+    """OpenAI's older form; ``places`` are where the tokens begin in the choice's text.
 
     A position without logprobs (a prompt's first token) is None. The chosen token is always among
     its alternatives, as with OpenAI.
     """
     tokens: list[str] = []
-    offsets: list[int] = []
     chosen: list[float | None] = []
     alternatives: list[dict[str, float] | None] = []
     for token_id, position in zip(token_ids, positions, strict=True):
-        piece = reply.piece(token_id)
-        tokens.append(piece)
-        offsets.append(offset)
-        offset += len(piece)
+        tokens.append(reply.piece(token_id))
         if position is None:
             chosen.append(None)
             alternatives.append(None)
@@ -161,7 +203,7 @@ def completion_logprobs(
             ranked.setdefault(reply.piece(other), one.logprob)
         alternatives.append(ranked)
     return CompletionLogprobs(
-        text_offset=offsets, token_logprobs=chosen, tokens=tokens, top_logprobs=alternatives
+        text_offset=list(places), token_logprobs=chosen, tokens=tokens, top_logprobs=alternatives
     )
 
 

@@ -50,10 +50,28 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Add tokens; return the text that became final."""
-        pieces = [self._pieces[token_id] for token_id in token_ids]
-        keep_special = not self._skip_special_tokens
-        data = b"".join([data for data, is_special in pieces if keep_special or not is_special])
-        return self._finish(self._utf8.decode(data))
+        return self._finish(self._utf8.decode(b"".join(map(self._shown_bytes, token_ids))))
+
+    def push_located(self, token_ids: Iterable[int]) -> tuple[str, list[int]]:
+        """``push``, and where each token begins in the text that became final, in characters.
+
+        Parts of one character share its place; a token without text has that of the next one.
+        """
+        parts: list[str] = []
+        places: list[int] = []
+        length = 0
+        for token_id in token_ids:
+            data = self._shown_bytes(token_id)
+            # A first byte that does not go on with a character held back makes that one final,
+            # as U+FFFD, before the token's own text.
+            begun = self._utf8.decode(data[:1])
+            num_own = 0 if self._utf8.getstate()[0] else len(begun[-1:])
+            earlier = self._finish(begun[: len(begun) - num_own])
+            own = self._finish(begun[len(begun) - num_own :] + self._utf8.decode(data[1:]))
+            places.append(length + len(earlier))
+            parts += (earlier, own)
+            length += len(earlier) + len(own)
+        return "".join(parts), places
 
     def flush(self) -> str:
         """End the sequence; return what was held back, as U+FFFD."""
@@ -72,11 +90,14 @@ class IncrementalDetokenizer:
         tail, num_bytes = end, 0
         while tail > start and num_bytes < _MOST_BYTES:
             tail -= 1
-            piece = self._pieces[token_ids[tail]]
-            num_bytes += 0 if piece.is_special and self._skip_special_tokens else len(piece.data)
+            num_bytes += len(self._shown_bytes(token_ids[tail]))
         if tail > start:
             self._utf8.reset()
         self.push(token_ids[tail:])
+
+    def _shown_bytes(self, token_id: int) -> bytes:
+        piece = self._pieces[token_id]
+        return b"" if piece.is_special and self._skip_special_tokens else piece.data
 
     def _finish(self, text: str) -> str:
         if self._byte_fallback and not text.isascii():
@@ -110,24 +131,29 @@ class StopStrings:
         self._depth = [0]
         self._match = [0]  # length of the longest stop string that ends at the node, 0: none
         self._fail = [0]  # the node of the longest proper end that is also in the trie
+        self._goes_on = [False]  # whether a longer beginning of a stop string follows
         self._build(stop)
         self._node = 0
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
         """Add text; return (what may be shown, the stop string found or None).
 
-        After a stop string is found the sequence is over: push and flush no more.
+        A stop string that ends within a text of ``may_end=False`` is passed over; one that begins
+        there may end later. After a stop string is found the sequence is over: push and flush no
+        more.
         """
         if not self._next:
             return text, None
         seen = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
             self._node = self._step(self._node, ord(char))
-            if length := self._match[self._node]:
+            if (length := self._match[self._node]) and may_end:
                 self._held = ""
                 found = seen[end - length : end]
                 return seen[: end if self._include_in_output else end - length], found
+        while self._node and not self._goes_on[self._node]:  # the end of a passed-over stop string
+            self._node = self._fail[self._node]
         final = len(seen) - self._depth[self._node]
         self._held = seen[final:]
         return seen[:final], None
@@ -158,6 +184,8 @@ class StopStrings:
                     self._depth.append(self._depth[node] + 1)
                     self._match.append(0)
                     self._fail.append(0)
+                    self._goes_on.append(False)
+                    self._goes_on[node] = True
                 node = self._next[key]
             self._match[node] = len(string)
         # Shallow nodes first: the failure link of a node is always shallower than the node.

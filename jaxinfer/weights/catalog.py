@@ -6,16 +6,22 @@ Owns: finding and reading the files. Must not know: how a source is downloaded.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.resources import files
+from typing import Any
 
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """Where a known model comes from; ``sha256`` is that of the model file."""
+    """Where a known model comes from; ``sha256`` is that of the model file.
+
+    ``sampling`` are its sampling defaults, by the names of a generation_config.
+    """
 
     source: str
     sha256: str
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def known_models() -> tuple[str, ...]:

@@ -76,6 +76,10 @@ def resolve_source(
             f"cannot read model {reference!r} ({error.strerror}); correct the path or its "
             "permissions"
         ) from error
+    entry = find_model(reference)
+    if entry is not None:
+        defaults = {**source.generation_config, **entry.sampling}
+        source = replace(source, generation_config=defaults)
     if tokenizer is not None:
         source = replace(source, read_tokenizer=lambda: spec_from_path(Path(tokenizer)))
     return source

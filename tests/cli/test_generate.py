@@ -84,14 +84,18 @@ def test_stop_ends_before_the_text(generate: Generate) -> None:
 def test_stats(generate: Generate) -> None:
     result = generate("--stats", "--max-tokens=4", "--top-p=0.9", "x")
     lines = {line[:14].strip(): line[15:] for line in result.stderr.splitlines()}
-    assert "max_tokens 4 (flag), temperature 0.7 (generation_config)" in lines["sampling"]
-    assert (
-        "top_p 0.9 (flag), top_k 50 (generation_config), min_p 0.0 (default)" in lines["sampling"]
-    )
+    assert "max_tokens 4 (flag), temperature 0.7 (model)" in lines["sampling"]
+    assert "top_p 0.9 (flag), top_k 50 (model), min_p 0.0 (default)" in lines["sampling"]
+    assert lines["sampling"].endswith("seed 0 (engine)")
     assert lines["late compiles"] == "0"
     assert lines["first token"].endswith(" s after process start")
     assert lines["generated"].startswith("4 tokens in ")
     assert {"compile", "load", "prompt", "peak RSS"} < set(lines)
+
+
+def test_stats_tell_the_seed_that_was_used(generate: Generate) -> None:
+    lines = generate("--stats", "--max-tokens=1", "--seed=7", "x").stderr
+    assert "seed 7 (flag)" in lines and "seed None" not in lines
 
 
 @pytest.mark.parametrize("flag", ["--no-overlap", "--no-prefix-caching", "--no-prefill-first"])
@@ -107,7 +111,8 @@ def test_a_bad_prompt_leaves_the_others_unharmed(bad: str, generate: Generate) -
     assert result.exit_code == 1
     good, error, fine = records(result)
     assert len(good["token_ids"]) == len(fine["token_ids"]) == 2
-    assert error["error"].startswith("prompt 1: the prompt ")
+    told = "This model's maximum context length is 128 tokens" if bad else "the prompt is empty"
+    assert error["error"].startswith(f"prompt 1: {told}")
     assert f"jaxinfer: error: {error['error']}\n" in result.stderr
 
 

@@ -52,6 +52,15 @@ def test_text(model_folder: Path) -> None:
     assert "context          256 tokens; 128 served" in lines
 
 
+def test_sampling_defaults(model_folder: Path, tmp_path: Path) -> None:
+    assert report(model_folder, *SIZES)["sampling"] == {"top_k": 50, "temperature": 0.7}
+    lines = inspect(model_folder, *SIZES).stdout.splitlines()
+    assert "sampling         temperature 0.7, top_k 50" in lines
+    folder = write_hf_folder(tmp_path / "bare", tiny_llama_config())
+    assert report(folder, "--load-format=dummy")["sampling"] == {}
+    assert "no defaults of its own" in inspect(folder, "--load-format=dummy").stdout
+
+
 def test_config_alone(tmp_path: Path) -> None:
     folder = write_hf_folder(tmp_path / "bare", tiny_llama_config())
     assert report(folder, "--load-format=dummy")["checkpoint_bytes"] == {}

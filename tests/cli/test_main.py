@@ -50,6 +50,24 @@ def test_version() -> None:
     assert CliRunner().invoke(cli, ["--version"]).stdout == f"jaxinfer {jaxinfer.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--version"], 0, f"jaxinfer {jaxinfer.__version__}\n"),
+        (["--help"], 0, "Usage: python -m jaxinfer [OPTIONS] COMMAND"),
+        (["generate", "--help"], 0, "Usage: python -m jaxinfer generate [OPTIONS]"),
+        (["no-such-command"], 2, "Usage: python -m jaxinfer [OPTIONS] COMMAND"),
+        (["inspect", "no-such-model"], 1, "jaxinfer: error: model 'no-such-model' is neither"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, list) else "",
+)
+def test_the_package_runs_as_the_command(arguments: list[str], code: int, words: str) -> None:
+    command = [sys.executable, "-m", "jaxinfer", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == code
+    assert words in run.stdout + run.stderr
+
+
 SAYS = """
 import click
 from jaxinfer.cli.main import cli, main

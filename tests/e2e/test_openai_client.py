@@ -173,7 +173,7 @@ def test_chat_stop(client: OpenAI, model: str) -> None:
 def test_a_streamed_completion(client: OpenAI, model: str) -> None:
     fields: dict[str, Any] = {
         "model": model, "prompt": ["Once upon", "The capital"], "n": 2, "seed": 5,
-        "max_tokens": 8, "logprobs": 2,
+        "max_tokens": 8, "logprobs": 2, "temperature": 1,
     }  # fmt: skip
     whole = client.completions.create(**fields)
     usage = {"include_usage": True}

@@ -98,7 +98,7 @@ def test_a_bad_prompt_is_named_and_nothing_began(llm: LLM) -> None:
     before = llm.stats().num_requests
     with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):
         llm.generate(["good", "", "good"], GREEDY)
-    with pytest.raises(RequestError, match="prompt 0: the prompt has 70 tokens"):
+    with pytest.raises(RequestError, match="prompt 0: This model's .* the prompt has 70 tokens"):
         llm.generate([[1] * 70], GREEDY)
     assert llm.stats().num_requests == before
     assert llm.generate("good", GREEDY)[0].finished

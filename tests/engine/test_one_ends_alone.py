@@ -22,7 +22,7 @@ from kit.engines import engine_of, tiny_executor, tiny_limits
 from kit.tiny_models import tiny_model
 
 LIMITS = tiny_limits(max_num_seqs=4)
-PROMPTS = {"a": (72, 105, 33), "b": (9, 8, 7, 6), "c": (40, 41, 42, 43, 44), "d": (7,) * 9}
+PROMPTS = {"a": (72, 105, 33), "b": (9, 8, 7, 6), "c": (40, 41, 42, 43, 44), "d": (77,) * 9}
 PLAIN = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 BAD_SEED = 666  # of the request that fails
 ASKING = {
@@ -138,7 +138,7 @@ def test_logits_that_are_not_finite(asking: str, value: float) -> None:
     are used again at once.
     """
     model, params = tiny_model("mistral")  # whose head is not its embedding
-    damaged = {**params, "embed": params["embed"].at[7].set(value)}
+    damaged = {**params, "embed": params["embed"].at[77].set(value)}
     limits = tiny_limits(max_num_seqs=4, num_pages=20, enable_prefix_caching=False)
     executor = tiny_executor(limits, "mistral")
     whole = engine_of(executor, limits)

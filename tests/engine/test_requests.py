@@ -142,6 +142,34 @@ def test_stop_strings_wait_for_min_tokens(engine: Engine, plain: list[int]) -> N
     assert len(output.token_ids) == 1
 
 
+def ends_by_stop(engine: Engine, plain: list[int], stop: str, least: int) -> tuple[int, str, str]:
+    """How many tokens there are, the text and why it ended, where a stop string has to end within
+    a later token than the first ``least``: the definition, token by token.
+    """
+    assert engine.tokenizer is not None
+    detokenizer, text = engine.tokenizer.detokenizer(PROMPT), ""
+    for number, token in enumerate(plain, start=1):
+        seen = len(text)
+        text += detokenizer.push([token])
+        at = text.find(stop, max(seen + 1 - len(stop), 0))
+        if number > least and at >= 0:
+            return number, text[:at], "stop"
+    return len(plain), text + detokenizer.flush(), "length"
+
+
+@pytest.mark.parametrize("least", [0, 2, 3, 4, 5, 6, 7, 9])
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+def test_a_stop_string_may_begin_before_min_tokens(
+    engine: Engine, plain: list[int], least: int, size: int
+) -> None:
+    assert engine.tokenizer is not None
+    text = engine.tokenizer.decode(plain)
+    stop = text[2 : 2 + size]
+    output = run(engine, [PROMPT], greedy(stop=stop, min_tokens=least))[0].outputs[0]
+    ended = (len(output.token_ids), output.text, output.finish_reason)
+    assert ended == ends_by_stop(engine, plain, stop, least)
+
+
 def test_min_tokens_beyond_the_context_disturbs_nobody(engine: Engine, plain: list[int]) -> None:
     endless = greedy(max_tokens=None, min_tokens=2**31 - 1)
     outputs = run(engine, [PROMPT, PROMPT], [GREEDY, endless])

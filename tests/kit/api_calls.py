@@ -1,13 +1,16 @@
 """Calls of the API of a running server, over HTTP.
 
-Owns: ``ask`` for an answer, ``refusal`` for an error. Must not know: what is tested with them.
+Owns: ``ask`` for an answer, ``events`` for a stream, ``refusal`` for an error.
+Must not know: what is tested with them.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
+import pytest
 
 from kit.server import Serving
 from kit.tokenizers import TINY_BOS_ID, TINY_EOS_ID
@@ -38,3 +41,25 @@ def error_of(response: httpx.Response, status: int) -> Any:
 def refusal(server: Serving, path: str, **fields: Any) -> Any:
     """What is wrong with the fields."""
     return error_of(server.post(path, **fields), 400)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The events of a stream; checks the framing and the end."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    frames = response.text.split("\n\n")
+    assert frames[-2:] == ["data: [DONE]", ""]
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+
+
+def same(got: Any, expected: Any) -> bool:
+    """The same but for rounding, which differs with the rows that shared a step: two prompts of a
+    request may reach the engine a step apart.
+    """
+    if isinstance(expected, float):
+        return got == pytest.approx(expected, abs=1e-4)
+    if isinstance(expected, dict):
+        return got.keys() == expected.keys() and all(same(got[key], expected[key]) for key in got)
+    if isinstance(expected, list):
+        return len(got) == len(expected) and all(map(same, got, expected))
+    return got == expected

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
 import pytest
 
 from jaxinfer.core.request import SamplingParams
+from kit.api_calls import events, same
 from kit.engines import run, tiny_engine
 from kit.server import Serving
 
 IDS = [5, 9, 12, 7]
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-
-
-def events(response: httpx.Response) -> list[Any]:
-    """The events of a stream; checks the framing and the end."""
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    frames = response.text.split("\n\n")
-    assert frames[-2:] == ["data: [DONE]", ""]
-    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
 
 
 def body(response: httpx.Response) -> Any:
@@ -41,19 +32,6 @@ def test_a_completion(server: Serving) -> None:
     assert answer["usage"]["prompt_tokens"] == 4
     assert answer["usage"]["completion_tokens"] == 8
     assert answer["object"] == "text_completion" and answer["id"].startswith("cmpl-")
-
-
-def same(got: Any, expected: Any) -> bool:
-    """The same but for rounding, which differs with the rows that shared a step: two prompts of a
-    request may reach the engine a step apart.
-    """
-    if isinstance(expected, float):
-        return got == pytest.approx(expected, abs=1e-4)
-    if isinstance(expected, dict):
-        return got.keys() == expected.keys() and all(same(got[key], expected[key]) for key in got)
-    if isinstance(expected, list):
-        return len(got) == len(expected) and all(map(same, got, expected))
-    return got == expected
 
 
 @pytest.mark.parametrize("n", [1, 3])

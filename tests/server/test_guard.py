@@ -70,7 +70,7 @@ def test_every_route_needs_the_key(path: str) -> None:
     app = create_app(Service(KEYS, EventLog()))
     method = next((method for method, known in ROUTES if known == path), "GET")
     response = ask(KEYS, method, path, app=app)
-    if path in ("/health", "/ready"):
+    if path in ("/health", "/ping", "/ready"):
         assert response.status_code == 503
     else:
         assert response.status_code == 401
@@ -103,9 +103,14 @@ def test_right_keys(given: str) -> None:
     assert ask(KEYS, headers={"Authorization": given}).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/health/", "//health", "/ready/x", "/v1/models?x=/health"])
-def test_only_two_exact_paths_are_open(path: str) -> None:
+@pytest.mark.parametrize("path", ["//health", "/ready/x", "/pings", "/", "/v1/models?x=/health"])
+def test_only_exact_paths_are_open(path: str) -> None:
     assert ask(KEYS, path=path).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/health/", "/ready//", "/ping/"])
+def test_a_slash_at_the_end_closes_nothing(path: str) -> None:
+    assert ask(KEYS, path=path).status_code == 200
 
 
 def test_open_paths_below_a_root_path() -> None:

@@ -34,7 +34,8 @@ ALL_ROUTES = [
     (method, path.replace("{model:path}", "tiny-llama"))
     for method, path in (*ROUTES, ("GET", "/openapi.json"))
 ]
-TAKES_JSON = [path for method, path in ALL_ROUTES if method == "POST"]
+METHODS = {path: {one for one, other in ALL_ROUTES if other == path} for _, path in ALL_ROUTES}
+TAKES_JSON = [path for method, path in ALL_ROUTES if method == "POST" and path != "/ping"]
 
 
 @pytest.fixture(scope="module")
@@ -250,17 +251,56 @@ def test_cors(server: Serving, guarded: Serving) -> None:
 
 @pytest.mark.parametrize(("method", "path"), ALL_ROUTES)
 def test_other_methods(server: Serving, method: str, path: str) -> None:
-    other = "POST" if method == "GET" else "GET"
-    for wrong in (other, "DELETE"):
+    for wrong in {"GET", "POST", "DELETE"} - METHODS[path]:
         response = send(server, wrong, path)
         assert error_of(response, 405)["code"] == "method_not_allowed"
-        assert method in response.headers["allow"].split(", ")
+        assert METHODS[path] <= set(response.headers["allow"].split(", "))
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/v1/completions/", "/healthz"])
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/v1//models", "/healthz"])
 def test_other_paths(server: Serving, path: str) -> None:
     for method in ("GET", "POST"):
         assert error_of(send(server, method, path), 404)["code"] == "not_found"
+
+
+BODIES = {  # that are answered with 200
+    COMPLETIONS: {"prompt": "a", "max_tokens": 1},
+    CHATS: {**CHAT, "max_tokens": 1},
+    "/v1/generate": {"prompt": "a", "max_tokens": 1},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [65]},
+}
+
+
+@pytest.mark.parametrize("slashes", ["/", "//"])
+@pytest.mark.parametrize(("method", "path"), ALL_ROUTES)
+def test_a_slash_at_the_end_makes_no_difference(
+    server: Serving, guarded: Serving, method: str, path: str, slashes: str
+) -> None:
+    options = {"json": BODIES[path]} if path in BODIES else {}
+    plain = send(server, method, path, **options)
+    slashed = send(server, method, path + slashes, **options)
+    assert plain.status_code == slashed.status_code == 200
+    assert plain.headers.get("content-type") == slashed.headers.get("content-type")
+    if path in ("/v1/models", "/v1/models/tiny-llama", "/openapi.json", "/tokenize"):
+        assert plain.json() == slashed.json()
+    for other in ({"GET", "POST", "DELETE"} - METHODS[path]) | {"HEAD", "OPTIONS"}:
+        plain, slashed = send(server, other, path), send(server, other, path + slashes)
+        assert plain.status_code == slashed.status_code
+        assert plain.headers.get("allow") == slashed.headers.get("allow")
+    assert send(guarded, method, path + slashes).status_code == (200 if path in OPEN_PATHS else 401)
+    unknown = send(server, method, "/nowhere" + slashes)
+    assert (
+        error_of(unknown, 404)["message"]
+        == error_of(send(server, method, "/nowhere"), 404)["message"]
+    )
+
+
+def test_slashes_below_a_root_path() -> None:
+    with serving(tiny_engine(), root_path="/llm") as server:  # which a proxy takes off
+        assert get(server, "/v1/models/").json()["object"] == "list"
+        assert get(server, "/health/").status_code == 200
+        assert error_of(get(server, "/"), 404)["code"] == "not_found"
 
 
 @pytest.mark.parametrize("path", TAKES_JSON)
@@ -284,7 +324,7 @@ def test_compressed_bodies(server: Serving, path: str) -> None:
 
 @pytest.mark.parametrize(("method", "path"), ALL_ROUTES)
 def test_head(server: Serving, method: str, path: str) -> None:
-    if method == "GET":
+    if "GET" in METHODS[path]:
         response = send(server, "HEAD", path)
         assert (response.status_code, response.content) == (200, b"")
     else:

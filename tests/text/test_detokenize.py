@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import time
+import unicodedata
 from functools import cache
 from itertools import combinations, groupby, product
 
@@ -118,6 +120,80 @@ def test_leading_space_belongs_to_the_start_of_the_text_only() -> None:
     assert tokenizer.detokenizer(once).push(once) == " Once"
 
 
+def characters(data: bytes, errors: str) -> list[int]:
+    """Where each character of the decoded bytes begins, by the byte."""
+    decoder, starts, held = codecs.getincrementaldecoder("utf-8")(errors), list[int](), 0
+    for at in range(len(data) + 1):
+        is_end = at == len(data)
+        decoded = decoder.decode(data[at : at + 1], is_end)
+        begins = [held] * (len(decoded) > 0) + [at - n for n in range(len(decoded) - 1)][::-1]
+        if errors == "surrogateescape" and len(decoded) > 1:  # one character for each byte
+            begins = [at - is_end - n for n in range(len(decoded))][::-1]
+        starts += begins
+        if decoded:
+            held = at + 1 - len(decoder.getstate()[0])
+    return starts
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+def test_places_are_those_of_the_text(name: str, data: st.DataObject) -> None:
+    """A token's place is the number of characters that have ended where its bytes begin."""
+    tokenizer = tokenizer_of(name)
+    texts = st.text("a \u00e9\u20ac\U0001f917", max_size=4).map(tokenizer.encode)
+    token_id = st.integers(0, 300) | st.integers(0, tokenizer.vocab_size + 5)
+    token_ids = sum(data.draw(st.lists(texts | st.lists(token_id, max_size=4), max_size=4)), [])
+    skip, cut = data.draw(st.booleans()), data.draw(st.integers(1, 3))
+    detokenizer, text, places = tokenizer.detokenizer((), skip), "", []
+    for at in range(0, len(token_ids), cut):
+        part, found = detokenizer.push_located(token_ids[at : at + cut])
+        places += [len(text) + place for place in found]
+        text += part
+    text += detokenizer.flush()
+    assert text == stream(tokenizer, token_ids, skip)
+    shown = [
+        b"" if skip and token_id in tokenizer.special_token_ids else tokenizer.token_bytes(token_id)
+        for token_id in token_ids
+    ]
+    whole = b"".join(shown)
+    starts = characters(whole, "surrogateescape" if name.startswith("stories") else "replace")
+    dropped = len(starts) - len(text)  # spaces at the beginning, in sentencepiece vocabularies
+    at, last = 0, -1
+    for data_of_token, place in zip(shown, places, strict=True):
+        if data_of_token:  # its first byte is in the last character that begins there or before
+            expected = sum(start <= at for start in starts) - 1
+            assert place == max(expected - dropped, 0)
+        assert last <= place <= len(text)
+        at, last = at + len(data_of_token), place
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a\U0001f917b \u65e5\u672c c",
+        "  two  spaces \n \n and lines",
+        "e\u0301 and \ufb01 may be normalised",
+        "<|endoftext|>x<s> <|eos|>y",
+        " ",
+    ],
+)
+@pytest.mark.parametrize("special", [False, True])
+def test_an_encoded_text_tells_the_places_of_its_tokens(
+    name: str, text: str, special: bool
+) -> None:
+    tokenizer = tokenizer_of(name)
+    token_ids, places = tokenizer.encode_located(text, add_special_tokens=special)
+    assert token_ids == tokenizer.encode(text, add_special_tokens=special)
+    assert places == sorted(places) and len(places) == len(token_ids)
+    bounds = [*places, len(text)]
+    pieces = zip(token_ids, places, bounds[1:], strict=True)
+    for token_id, start, end in pieces:
+        piece = tokenizer.token_piece(token_id)
+        if start < end and "\ufffd" not in piece and tokenizer.encode(piece) == [token_id]:
+            assert unicodedata.normalize("NFC", text[start:end]) == piece
+
+
 def test_output_completes_a_character_begun_in_the_prompt() -> None:
     token_ids = list("🤗".encode())
     assert tokenizer_of("tiny").detokenizer(token_ids[:3]).push(token_ids[3:]) == "🤗"
@@ -188,6 +264,35 @@ def test_stop_strings_equal_their_definition(
     stop: tuple[str, ...], parts: list[str], include: bool
 ) -> None:
     assert find(stop, include, parts) == first_stop(stop, include, "".join(parts))
+
+
+@given(
+    stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=4).map(tuple),
+    parts=st.lists(st.text("abc", max_size=4), max_size=8),
+    num_passed=st.integers(0, 8),
+    include=st.booleans(),
+)
+def test_stop_strings_may_begin_where_none_may_end(
+    stop: tuple[str, ...], parts: list[str], num_passed: int, include: bool
+) -> None:
+    text, least = "".join(parts), len("".join(parts[:num_passed]))
+    expected, found = text, None
+    for end in range(least + 1, len(text) + 1):
+        if ending := [string for string in stop if text[:end].endswith(string)]:
+            found = max(ending, key=len)
+            expected = text[: end if include else end - len(found)]
+            break
+    stops, shown, matched, seen = StopStrings(stop, include), "", None, ""
+    beginnings = {string[:size] for string in stop for size in range(1, len(string))} | {""}
+    for number, part in enumerate(parts):
+        new, matched = stops.push(part, may_end=number >= num_passed)
+        shown, seen = shown + new, seen + part
+        if matched is not None:
+            break
+        assert shown == seen[: next(n for n in range(len(seen) + 1) if seen[n:] in beginnings)]
+    if matched is None:
+        shown += stops.flush()
+    assert (shown, matched) == (expected, found)
 
 
 def words(alphabet: str, longest: int) -> list[str]:

