@@ -12,7 +12,7 @@ really take is in a bundle's manifest, and is checked against the plan once they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,17 +32,25 @@ from jaxinfer.exec.batch import BatchLayout
 from jaxinfer.exec.batch_rooms import room_sizes
 from jaxinfer.exec.cuda_driver import card_bytes
 from jaxinfer.exec.extras import BLOCK
-from jaxinfer.exec.program import Program, drawn_from_of
+from jaxinfer.exec.program import (
+    Program,
+    drawn_from_of,
+    extras_name,
+    extras_rows_of,
+    score_name,
+)
+from jaxinfer.exec.sampling import LOGPROBS_WIDTH
 from jaxinfer.exec.slots import SlotState, init_slots
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.nn.kv import KVState, abstract_kv_state, init_kv_state
 from pallas_kernels.registry import current_platform
 
 MB = 1_000_000
-# float32[B, V] that are alive at once when a step samples, and float32[block, V] when prompts are
-# scored; measured on a CPU: 7, and fewer than 4
+# float32[rows, V] that are alive at once when tokens are drawn, and float32[block, V] when prompts
+# are scored; measured on a CPU: 6, with extras 7, and 2
 SAMPLING_COPIES = 8
 SCORE_COPIES = 4
+HISTORY_COPIES = 12  # int32[block, max_model_len], for penalties; measured on a CPU: 10
 # of a GPU: executables' code and constants, what steps in flight return (hidden states of 1,024
 # tokens among it), and what calls beside steps are handed
 RESERVE_BYTES = 256 << 20
@@ -61,7 +69,7 @@ class DeviceMemory:
 class MemoryPlan:
     """What an engine takes of its device, in bytes; ``num_pages`` includes the padding page.
 
-    ``workspaces`` bound what a step of each bucket, by name, takes beside weights and state.
+    ``workspaces`` bound what each executable, by name, takes beside weights and state.
     ``device`` is None where it reports no memory (a CPU).
     """
 
@@ -80,7 +88,7 @@ class MemoryPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Of the hungriest step: only one runs at a time."""
+        """Of the executable that takes most: only one runs at a time."""
         return max(self.workspaces.values())
 
     @property
@@ -90,9 +98,9 @@ class MemoryPlan:
         return state + self.batch_bytes + self.workspace_bytes
 
     def described(self) -> str:
-        """Two lines, before anything is taken: all of it, and the workspace of each bucket."""
+        """Two lines, before anything is taken: all of it, and each executable's workspace."""
         batches = share = ""
-        by_bucket = ", ".join(f"{name} {_shown(most)}" for name, most in self.workspaces.items())
+        by_name = ", ".join(f"{name} {_shown(most)}" for name, most in self.workspaces.items())
         if self.device is not None:
             batches = f"batches {_shown(self.batch_bytes)}, "
             part = self.total_bytes / self.device.total_bytes
@@ -104,7 +112,7 @@ class MemoryPlan:
             f"memory: weights {_shown(self.weight_bytes)}, KV cache {_shown(self.kv_bytes)} "
             f"({self.num_pages} pages), slots {_shown(self.slot_bytes)}, {batches}"
             f"workspace up to {_shown(self.workspace_bytes)}: {_shown(self.total_bytes)}{share}\n"
-            f"workspace up to, by bucket: {by_bucket}"
+            f"workspace up to, by executable: {by_name}"
         )
 
     def measured(self, workspace_bytes: int) -> str:
@@ -138,7 +146,7 @@ def plan_memory(
         num_pages=0,
         slot_bytes=_size(jax.eval_shape(lambda: init_slots(*slots, drawn_from))),
         batch_bytes=_batch_bytes(layouts, device),
-        workspaces=_workspaces(model, buckets, max_model_len),
+        workspaces=_workspaces(model, buckets, *slots),
         device=device,
     )
     reserve = reserve_bytes(model)
@@ -177,7 +185,9 @@ def program_memory(program: Program) -> MemoryPlan:
         num_pages=limits.num_pages,
         slot_bytes=_size(program.slots()),
         batch_bytes=_batch_bytes(map(program.layout, limits.buckets), device := device_memory()),
-        workspaces=_workspaces(program.model, limits.buckets, limits.max_model_len),
+        workspaces=_workspaces(
+            program.model, limits.buckets, limits.max_num_seqs, limits.max_model_len
+        ),
         device=device,
     )
 
@@ -196,23 +206,43 @@ def reserve_bytes(model: Model) -> int:
     return RESERVE_BYTES + MAPPED_BYTES * len(arrays)
 
 
-def _workspaces(model: Model, buckets: Iterable[Bucket], max_model_len: int) -> dict[str, int]:
-    return {bucket.name: workspace_bound(model, bucket, max_model_len) for bucket in buckets}
+def _workspaces(
+    model: Model, buckets: Collection[Bucket], max_num_seqs: int, max_model_len: int
+) -> dict[str, int]:
+    """By name of the executable; those that admit take nothing worth counting."""
+    bounds = {bucket.name: step_bound(model, bucket) for bucket in buckets}
+    for rows in extras_rows_of(current_platform(), max_num_seqs):
+        bounds[extras_name(rows)] = extras_bound(model, rows, max_model_len)
+    for tokens in sorted({bucket.num_prefill_tokens for bucket in buckets if bucket.scores}):
+        bounds[score_name(tokens)] = score_bound(model, tokens)
+    return bounds
 
 
-def workspace_bound(model: Model, bucket: Bucket, max_model_len: int) -> int:
+def step_bound(model: Model, bucket: Bucket) -> int:
     """Bytes that a step of this bucket takes at most beside weights, KV pages and slots.
 
-    Logits: rows of float32[V], either for sampling or for a block of prompt logprobs, beside the
-    rows that are sampled later. Histories: int32[max_model_len] a row, for penalties. Activations:
-    what goes into and comes out of every matrix of one layer, for every token.
+    Logits of each row, to be sampled. Activations: what goes into and comes out of every matrix of
+    one layer, for every token, and the hidden states that a bucket that scores returns. The keys and
+    values that XLA's attention gathers on a CPU are left out: no plan of its memory depends on them.
     """
-    vocab_size, rows = model.config.vocab_size, bucket.num_seqs
-    logits = SAMPLING_COPIES * rows
-    if bucket.num_prefill_tokens:
-        logits = max(logits, rows + SCORE_COPIES * BLOCK)
-    activations = _layer_width(model) * bucket.num_tokens * model.config.dtype.itemsize
-    return 4 * (logits * vocab_size + 4 * rows * max_model_len) + activations
+    config = model.config
+    logits = 4 * SAMPLING_COPIES * bucket.num_seqs * config.vocab_size
+    hidden = config.hidden_size * bucket.num_prefill_tokens if bucket.scores else 0
+    activations = _layer_width(model) * bucket.num_tokens + hidden
+    return logits + activations * config.dtype.itemsize
+
+
+def extras_bound(model: Model, rows: int, max_model_len: int) -> int:
+    """Bytes that drawing so many rows with extras takes at most."""
+    logits = SAMPLING_COPIES * rows * model.config.vocab_size
+    return 4 * (logits + HISTORY_COPIES * min(rows, BLOCK) * max_model_len)
+
+
+def score_bound(model: Model, num_tokens: int) -> int:
+    """Bytes that scoring so many prompt tokens takes at most: logits of a block, and results."""
+    logits = SCORE_COPIES * min(num_tokens, BLOCK) * model.config.vocab_size
+    results = 2 * LOGPROBS_WIDTH * num_tokens
+    return 4 * (logits + results) + model.config.hidden_size * num_tokens * 4
 
 
 def workspace_bytes(compiled: jax.stages.Compiled) -> int:

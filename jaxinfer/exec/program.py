@@ -97,8 +97,7 @@ class Program:
     @property
     def extras_rows(self) -> tuple[int, ...]:
         """Rows of each executable that draws with extras, the smallest first."""
-        first = 1 if self.platform == "cpu" else FIRST_EXTRAS_ROWS
-        return extras_rows(first, self.limits.max_num_seqs)
+        return extras_rows_of(self.platform, self.limits.max_num_seqs)
 
     def extras(self, rows: int) -> ExtrasFunction:
         """What draws so many rows with extras."""
@@ -254,6 +253,11 @@ def keeps_logits(platform: str) -> bool:
     Qwen3-4B are 311 MB, and the head takes an H100 0.26 ms.
     """
     return platform == "cpu"
+
+
+def extras_rows_of(platform: str, max_num_seqs: int) -> tuple[int, ...]:
+    """Rows of each executable that draws with extras on a platform, the smallest first."""
+    return extras_rows(1 if platform == "cpu" else FIRST_EXTRAS_ROWS, max_num_seqs)
 
 
 def drawn_from_of(model: Model, platform: str) -> jax.ShapeDtypeStruct:

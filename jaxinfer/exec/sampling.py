@@ -21,6 +21,7 @@ CHUNK = 128  # logits of which ``_most_likely`` first looks at the largest alone
 # Stands for the token of a row whose logits are NaN or infinite: damaged weights, an overflow. Any
 # token drawn from such logits would be a silent wrong answer.
 NOT_FINITE = INT32_MAX
+LOGPROBS_WIDTH = 2 + 2 * MAX_LOGPROBS  # of a packed row: see ``read_logprobs``
 
 
 class Logprobs[A](NamedTuple):
@@ -84,7 +85,7 @@ def with_extras(
 def token_logprobs(
     logits: jax.Array,  # float32[B, V], unmodified
     chosen: jax.Array,  # int32[B]
-) -> jax.Array:  # int32[B, ...]: see ``read_logprobs``
+) -> jax.Array:  # int32[B, LOGPROBS_WIDTH]: see ``read_logprobs``
     """Logprob and rank of the chosen tokens, and the most likely ones."""
     log_z = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
@@ -98,7 +99,7 @@ def token_logprobs(
     )
 
 
-def read_logprobs(packed: np.ndarray) -> Logprobs[np.ndarray]:  # int32[B, 2 + 2 * MAX_LOGPROBS]
+def read_logprobs(packed: np.ndarray) -> Logprobs[np.ndarray]:  # int32[B, LOGPROBS_WIDTH]
     """What ``token_logprobs`` computed; views of it."""
     floats = packed.view(np.float32)
     top = 2 + MAX_LOGPROBS

@@ -78,7 +78,9 @@ def test_answers_equal_those_of_the_engine_in_this_process(config: EngineConfig)
     link = EngineProcess.start(config, spawn())
     told = link.ready()
     assert (told.facts, told.limits) == (engine.facts, engine.limits)
-    assert told.stats.num_executables == engine.stats().num_executables and told.tokenizer is not None
+    assert (
+        told.stats.num_executables == engine.stats().num_executables and told.tokenizer is not None
+    )
     assert told.tokenizer.decode(PROMPTS[-1]) == "".join(map(chr, PROMPTS[-1]))
 
     async def scenario(client: EngineClient) -> None:

@@ -25,12 +25,14 @@ from jaxinfer.exec.memory import (
     check_workspace,
     claim_memory,
     device_memory,
+    extras_bound,
     plan_memory,
     reserve_bytes,
-    workspace_bound,
+    score_bound,
+    step_bound,
     workspace_bytes,
 )
-from jaxinfer.exec.program import Program
+from jaxinfer.exec.program import Program, extras_name, score_name
 from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
 from kit.tiny_models import tiny_model
@@ -58,9 +60,9 @@ def model_named(name: str) -> Model:
     return build_model(SMOLLM2, "float32") if name == "smollm2" else tiny_model(name)[0]
 
 
-def measured(model: Model, bucket: Bucket, num_pages: int) -> int:
+def measured(model: Model, bucket: Bucket, num_pages: int, name: str | None = None) -> int:
     limits = Limits(num_pages, 16, 16, 256, bucket.num_prefill_tokens or 1, (bucket,))
-    lowered = Program(model, limits).trace(bucket.name).lower()
+    lowered = Program(model, limits).trace(name or bucket.name).lower()
     # buffers are assigned before LLVM, whose optimiser takes a third of the time
     return workspace_bytes(lowered.compile({"xla_backend_optimization_level": 0}))
 
@@ -70,17 +72,27 @@ def measured(model: Model, bucket: Bucket, num_pages: int) -> int:
     [
         ("smollm2", Bucket(16), 2),
         ("smollm2", Bucket(0, 512, 16), LOOSE),
-        ("smollm2", Bucket(16, 512, 16), 2),
+        ("smollm2", Bucket(16, 512, 16, scores=True), 2),
         ("qwen3", Bucket(8), LOOSE),
-        ("qwen3", Bucket(4, 64, 4), LOOSE),
-        ("gpt2", Bucket(4, 64, 4), LOOSE),
+        ("qwen3", Bucket(4, 512, 4, scores=True), LOOSE),
+        ("gpt2", Bucket(4, 512, 4), LOOSE),
     ],
     ids=lambda value: value.name if isinstance(value, Bucket) else str(value),
 )
 def test_bound_of_workspace(name: str, bucket: Bucket, loose: int) -> None:
     model = model_named(name)
-    bound, needed = workspace_bound(model, bucket, 256), measured(model, bucket, 40)
+    bound, needed = step_bound(model, bucket), measured(model, bucket, 40)
     assert needed <= bound <= loose * needed
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen3"])
+def test_bound_of_extras_and_scores(name: str) -> None:
+    model, bucket = model_named(name), Bucket(16, 512, 16, scores=True)
+    for rows in (1, 8, 16):
+        needed = measured(model, bucket, 40, extras_name(rows))
+        assert needed <= extras_bound(model, rows, 256) <= LOOSE * needed
+    needed = measured(model, bucket, 40, score_name(512))
+    assert needed <= score_bound(model, 512) <= LOOSE * needed
 
 
 def test_workspace_does_not_depend_on_pages() -> None:
