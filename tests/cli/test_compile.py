@@ -3,10 +3,11 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from click.testing import CliRunner, Result
 
@@ -27,6 +28,17 @@ def run(*arguments: str | Path) -> Result:
 
 def no_weights(self: SafetensorsCheckpoint, name: str) -> None:
     raise AssertionError(f"{name} was read")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_flags_of_xla() -> Iterator[None]:
+    """A bundle names those it was compiled with, and ``make test`` sets some: for other tests, too,
+    so XLA reads them before.
+    """
+    jax.jit(lambda: 0).lower().compile()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("XLA_FLAGS", raising=False)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +148,6 @@ def test_misfit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One sentence with both values; no weights are read and nothing is compiled instead."""
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setattr(SafetensorsCheckpoint, "read", no_weights)
     monkeypatch.delattr(exec_compile, "compile_all")
     folder = edited(lambda manifest: manifest["fingerprint"][part].update({field: "0.0.1"}))

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from msgspec.structs import replace
 
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
@@ -23,7 +24,11 @@ from kit.counted import Counted
 from kit.engines import engine_of, run, tiny_limits
 from kit.tiny_models import random_params, tiny_config
 
-LIMITS = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16)
+LIMITS = replace(
+    tiny_limits(max_num_seqs=2, max_num_batched_tokens=16),
+    # one of each kind, as compiling twelve layers is the time
+    buckets=(Bucket(2), Bucket(0, 16, 2), Bucket(2, 16, 2)),
+)
 LAYERS = {"qwen3": "num_hidden_layers", "gpt2": "n_layer"}
 PROMPTS = [tuple(range(5, 45)), (9, 8, 7, 6, 5)]  # the first in three chunks
 QUICKLY = {"xla_backend_optimization_level": 0}  # compiled

@@ -75,7 +75,7 @@ def _program_of(name: str, program: Program) -> Program:
 
 @cache
 def _compiled(program: Program, name: str) -> Compiled:
-    # LLVM's optimiser takes a third of the time; what users run is compiled in tests of bundles
+    # LLVM's optimiser takes a third of the time; tests/e2e compiles what users run
     return program.trace(name).lower().compile({"xla_backend_optimization_level": 0})
 
 
