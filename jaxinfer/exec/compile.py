@@ -154,8 +154,8 @@ def compile_all(
     Python, and several threads that take turns at it are slower than one by far; XLA needs no
     interpreter. Kernels in Mosaic, which are the most of it, are lowered and compiled by other
     processes at the same time. Steps with kernels to link come first, as these are
-    compiled when the step is lowered; then what takes XLA longest, which is named last. Nothing is
-    saved before all is traced, since saving keeps Python's lock, 0.1 s for each.
+    compiled when the step is lowered; then what takes XLA longest, which is named last. Saving keeps
+    Python's lock, 0.1 s for each: it begins when all is traced, and waits for what can be lowered.
     """
     threads = os.cpu_count() or 1
     to_link = [name for name in names if program.links_kernels(name)]
@@ -173,9 +173,9 @@ def compile_all(
             for name in (*to_link, *others):
                 steps.trace(name)
             while steps.left:
-                wait(steps.under_way, return_when=FIRST_COMPLETED)
                 steps.move_on()
-                steps.save()
+                if not steps.save_one():
+                    wait(steps.under_way, return_when=FIRST_COMPLETED)
     finally:  # after a failure or Ctrl-C, nobody needs what is still compiling
         pool.shutdown(wait=False, cancel_futures=True)
     return {name: steps.stored[name] for name in names}
@@ -232,13 +232,18 @@ class _Steps:
             lowered, options = self.lowered.pop(name)[0], self.program.compiler_options(name)
             self.compiling[name] = self.pool.submit(lowered.compile, options)
 
-    def save(self) -> None:
-        """Save what is compiled, and let go of it; raises what a compiler raised."""
-        for name in [name for name, compiled in self.compiling.items() if compiled.done()]:
-            compiled = self.compiling.pop(name).result()
-            self.stored[name], content = executable_file(self.program, name, compiled)
-            (self.folder / self.stored[name].file).write_bytes(content)
-            self.advance(1)
+    def save_one(self) -> bool:
+        """Save an executable that is compiled, if there is one, and let go of it; raises what the
+        compiler raised.
+        """
+        name = next((name for name, made in self.compiling.items() if made.done()), None)
+        if name is None:
+            return False
+        compiled = self.compiling.pop(name).result()
+        self.stored[name], content = executable_file(self.program, name, compiled)
+        (self.folder / self.stored[name].file).write_bytes(content)
+        self.advance(1)
+        return True
 
     def _lower(self, name: str, traced: jax.stages.Traced) -> None:
         lowered = traced.lower()
