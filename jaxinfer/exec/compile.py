@@ -153,9 +153,9 @@ def compile_all(
     This thread traces, lowers and saves, others compile: as many as there are cores. Lowering is
     Python, and several threads that take turns at it are slower than one by far; XLA needs no
     interpreter. Kernels in Mosaic, which are the most of it, are lowered and compiled by other
-    processes at the same time. Steps with kernels to link come first, as these are
-    compiled when the step is lowered; then what takes XLA longest, which is named last. Saving keeps
-    Python's lock, 0.1 s for each: it begins when all is traced, and waits for what can be lowered.
+    processes at the same time. Steps with kernels to link come first, as these are compiled when
+    the step is lowered; then what takes XLA longest, which is named last. Saving keeps Python's
+    lock, 0.1 s for each: it begins when all is traced, and waits for what can be lowered.
     """
     threads = os.cpu_count() or 1
     to_link = [name for name in names if program.links_kernels(name)]

@@ -222,8 +222,8 @@ def step_bound(model: Model, bucket: Bucket) -> int:
     """Bytes that a step of this bucket takes at most beside weights, KV pages and slots.
 
     Logits of each row, to be sampled. Activations: what goes into and comes out of every matrix of
-    one layer, for every token, and the hidden states that a bucket that scores returns. The keys and
-    values that XLA's attention gathers on a CPU are left out: no plan of its memory depends on them.
+    one layer, for every token, and the hidden states that a bucket that scores returns. The keys
+    and values that XLA's attention gathers on a CPU are left out: no plan depends on them there.
     """
     config = model.config
     logits = 4 * SAMPLING_COPIES * bucket.num_seqs * config.vocab_size
