@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 # The suite in parts, a process each: `make test` runs two at a time and begins the next as soon as
 # one ends, so the longest come first. What is compiled in a process is shared by its tests. `others`
 # holds every test that no other part names.
-PARTS := models engines kernels executables commands others
+PARTS := kernels engines executables models commands others
 MODELS := tests/e2e tests/models/test_golden.py
 ENGINES := tests/engine tests/server
 KERNELS := tests/kernels
