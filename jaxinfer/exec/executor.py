@@ -1,17 +1,16 @@
 """Runs compiled steps: holds weights, KV state, slots and the bucket -> executable table.
 
-Owns: the device state between steps and the translation of a finished step into a ``StepResult``.
-A step is up to four kinds of calls in a row: ``ADMIT`` for requests that need more of their slot
-than settings, the step of the bucket, then draws with extras and scores of prompts.
+Owns: the device state between steps. A step is up to four kinds of calls in a row: ``ADMIT`` for
+requests that need more of their slot than settings, the step of the bucket, then draws with extras
+and scores of prompts.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import batched
-from math import isfinite
 from typing import Any
 
 import jax
@@ -20,68 +19,20 @@ import numpy as np
 
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
-from jaxinfer.core.step import (
-    RowResult,
-    ScheduledSeq,
-    SlotAdmission,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
+from jaxinfer.core.step import ScheduledSeq, SlotAdmission, StepPlan, StepResult
 from jaxinfer.exec.batch import NO_SETTINGS, NOWHERE, pack
 from jaxinfer.exec.batch_rooms import BatchRooms
 from jaxinfer.exec.compile import Compiled, Executables
-from jaxinfer.exec.extras import ExtrasOutput, pack_extras, pack_targets
+from jaxinfer.exec.extras import pack_extras, pack_targets
 from jaxinfer.exec.forward import StepOutput, flat_kv_state, flat_params
+from jaxinfer.exec.in_flight import LOGGER, ExtrasCall, InFlight, Prepared, RowKey, row_results
 from jaxinfer.exec.program import ADMIT, Program, extras_name, score_name
-from jaxinfer.exec.sampling import NOT_FINITE, Logprobs, read_logprobs
 from jaxinfer.exec.slots import SlotState, needs_admission, settings_of, slot_rows
 from jaxinfer.exec.token_board import TokenBoard
 from jaxinfer.models.base import Params, head_params
 from jaxinfer.nn.kv import KVState
 
-LOGGER = "jaxinfer.exec"
 WARM_UP_RUNS = 2  # of a decode step on a GPU: one that loads its kernels, one that is recorded
-NOT_FINITE_ERROR = (
-    "the model's logits are not finite (NaN or infinite): its weights are damaged, or overflow in "
-    "this dtype; check the checkpoint, or use another dtype"
-)
-
-type RowKey = tuple[str, int]  # (request_id, epoch)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What the host sends of a step; made before anything of it is launched."""
-
-    plan: StepPlan  # without the rows that could not be prepared
-    requests: tuple[Request, ...]  # of each row, decodes first
-    batch: np.ndarray  # int32[...]: see ``BatchLayout``
-    admissions: tuple[np.ndarray, ...]  # int32[A, ...] each: see ``slots.RowSections``
-    extras: tuple[tuple[int, ...], ...]  # indices of the rows of each call that draws with extras
-    wants_logprobs: bool  # whether any of these asks for them
-    targets: np.ndarray | None  # int32[Tp], where prompts are scored
-
-
-@dataclass(frozen=True)
-class ExtrasCall:
-    """A launched call that draws the tokens of some rows with extras."""
-
-    rows: tuple[int, ...]  # their indices among the step's rows
-    output: ExtrasOutput
-    number: int  # on the board, where there is one
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """A launched step whose tokens are still on the device."""
-
-    prepared: Prepared
-    output: StepOutput
-    number: int  # on the board, where there is one
-    extras: tuple[ExtrasCall, ...]
-    scores: jax.Array | None  # int32[Tp, ...] of the targets: see ``sampling.read_logprobs``
-    failed: dict[RowKey, str]  # rows that could not be prepared: why
 
 
 class Executor:
@@ -167,12 +118,7 @@ class Executor:
         for call, tokens in zip(step.extras, redrawn, strict=True):
             for index, token_id in zip(call.rows, tokens.tolist(), strict=False):
                 token_ids[index] = token_id
-        reader = _LogprobReader(step)
-        results = [
-            _row_result(reader, index, row, token_ids[index]) for index, row in enumerate(plan.rows)
-        ]
-        results += [RowResult(*key, None, error=error) for key, error in step.failed.items()]
-        return StepResult(plan.step_id, tuple(results))
+        return StepResult(plan.step_id, row_results(step, token_ids))
 
     def _prepared(self, plan: StepPlan) -> tuple[Prepared, dict[RowKey, str]]:
         """A plan's host side, without the rows that fail on their own, and why these do."""
@@ -327,74 +273,3 @@ def _only(plan: StepPlan, rows: set[RowKey]) -> StepPlan:
 
 def _device_failed(plan: StepPlan, error: Exception) -> EngineError:
     return EngineError(f"the device failed in step {plan.step_id}: {error}")
-
-
-def _row_result(reader: _LogprobReader, index: int, row: ScheduledSeq, token_id: int) -> RowResult:
-    """What one row produced; what cannot be read of it ends its request alone."""
-    key = (row.request_id, row.epoch)
-    if row.samples and token_id == NOT_FINITE:
-        return RowResult(*key, None, error=NOT_FINITE_ERROR)
-    try:
-        sampled, prompt = reader.sampled(index, row, token_id), reader.prompt(index, row)
-    except Exception as error:
-        logging.getLogger(LOGGER).exception("request %s", row.request_id)
-        return RowResult(*key, None, error=f"the result cannot be read: {error}")
-    if any(not isfinite(entry.logprobs[0]) for entry in prompt):
-        return RowResult(*key, None, error=NOT_FINITE_ERROR)
-    return RowResult(*key, token_id if row.samples else None, sampled, prompt)
-
-
-class _LogprobReader:
-    """Reads the logprobs of a step row by row; copies each array once, and only when asked for."""
-
-    def __init__(self, step: InFlight) -> None:
-        self._step = step
-        self._requests = step.prepared.requests
-        # the call and the place in it of each row that is drawn with extras
-        self._places = {
-            index: (number, place)
-            for number, call in enumerate(step.extras)
-            for place, index in enumerate(call.rows)
-        }
-        self._sampled: dict[int, Logprobs[np.ndarray]] = {}  # by call
-        self._prompt: Logprobs[np.ndarray] | None = None
-        self._prompt_start = 0  # where the next prefill row's chunk starts in the prefill part
-
-    def sampled(self, index: int, row: ScheduledSeq, token_id: int) -> TokenLogprobs | None:
-        """Of the token that a row drew."""
-        top = self._requests[index].sampling.logprobs
-        if top is None or not row.samples:
-            return None
-        number, place = self._places[index]
-        if number not in self._sampled:
-            packed = np.asarray(self._step.extras[number].output.logprobs)
-            self._sampled[number] = read_logprobs(packed)
-        return _token_logprobs(self._sampled[number], place, token_id, top)
-
-    def prompt(self, index: int, row: ScheduledSeq) -> tuple[TokenLogprobs, ...]:
-        """Of the prompt tokens that follow a chunk's own; rows come in the plan's order."""
-        if row.token_ids is None:
-            return ()
-        start = self._prompt_start
-        self._prompt_start += row.num_scheduled_tokens
-        top = self._requests[index].sampling.prompt_logprobs
-        if top is None or row.target_ids is None:
-            return ()
-        if self._prompt is None:
-            assert self._step.scores is not None, "targets were not scored"
-            self._prompt = read_logprobs(np.asarray(self._step.scores))
-        return tuple(
-            _token_logprobs(self._prompt, start + offset, token_id, top)
-            for offset, token_id in enumerate(row.target_ids.tolist())
-            if token_id >= 0
-        )
-
-
-def _token_logprobs(
-    source: Logprobs[np.ndarray], index: int, token_id: int, top: int
-) -> TokenLogprobs:
-    """One position: the chosen token first, then the ``top`` most likely ones."""
-    ids: list[int] = source.top_ids[index, :top].tolist()
-    values: list[float] = source.top_logprobs[index, :top].tolist()
-    chosen = float(source.chosen[index])
-    return TokenLogprobs((token_id, *ids), (chosen, *values), int(source.rank[index]))

@@ -16,6 +16,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.outputs import Delta
 from jaxinfer.engine.processor import SequenceProcessor
 from jaxinfer.exec import executor as executor_module
+from jaxinfer.exec import in_flight
 from jaxinfer.exec.executor import Executor
 from jaxinfer.exec.slots import settings_of, slot_rows
 from kit.engines import engine_of, tiny_executor, tiny_limits
@@ -85,7 +86,7 @@ FAULTS = {
     ),
     "logprobs": (
         "_token_logprobs",
-        executor_module._token_logprobs,
+        in_flight._token_logprobs,
         lambda _, index, token_id, top: top == 3,
     ),
 }
@@ -106,7 +107,8 @@ def test_what_fails_for_a_row_on_the_host(
     expected = answered(engine_of(tiny_executor(LIMITS), LIMITS), sampling, late)
     engine = engine_of(tiny_executor(LIMITS), LIMITS)
     name, function, is_bad = FAULTS[fault]
-    monkeypatch.setattr(executor_module, name, failing(function, is_bad))
+    module = in_flight if fault == "logprobs" else executor_module
+    monkeypatch.setattr(module, name, failing(function, is_bad))
     found = answered(engine, sampling, late)
     check_others(found, expected, "c", "injected")
     assert "injected" in caplog.text, "the log has where it was"

@@ -1,0 +1,144 @@
+"""A step between its launch and its result: what was sent, what runs, what its rows produced.
+
+Owns: ``Prepared``, ``InFlight``, and reading a finished step row by row, so that what is wrong with
+one row ends its request alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import jax
+import numpy as np
+
+from jaxinfer.core.request import Request
+from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, TokenLogprobs
+from jaxinfer.exec.extras import ExtrasOutput
+from jaxinfer.exec.forward import StepOutput
+from jaxinfer.exec.sampling import NOT_FINITE, Logprobs, read_logprobs
+
+LOGGER = "jaxinfer.exec"
+NOT_FINITE_ERROR = (
+    "the model's logits are not finite (NaN or infinite): its weights are damaged, or overflow in "
+    "this dtype; check the checkpoint, or use another dtype"
+)
+
+type RowKey = tuple[str, int]  # (request_id, epoch)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the host sends of a step; made before anything of it is launched."""
+
+    plan: StepPlan  # without the rows that could not be prepared
+    requests: tuple[Request, ...]  # of each row, decodes first
+    batch: np.ndarray  # int32[...]: see ``BatchLayout``
+    admissions: tuple[np.ndarray, ...]  # int32[A, ...] each: see ``slots.RowSections``
+    extras: tuple[tuple[int, ...], ...]  # indices of the rows of each call that draws with extras
+    wants_logprobs: bool  # whether any of these asks for them
+    targets: np.ndarray | None  # int32[Tp], where prompts are scored
+
+
+@dataclass(frozen=True)
+class ExtrasCall:
+    """A launched call that draws the tokens of some rows with extras."""
+
+    rows: tuple[int, ...]  # their indices among the step's rows
+    output: ExtrasOutput
+    number: int  # on the board, where there is one
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A launched step whose tokens are still on the device."""
+
+    prepared: Prepared
+    output: StepOutput
+    number: int  # on the board, where there is one
+    extras: tuple[ExtrasCall, ...]
+    scores: jax.Array | None  # int32[Tp, ...] of the targets: see ``sampling.read_logprobs``
+    failed: dict[RowKey, str]  # rows that could not be prepared: why
+
+
+def row_results(step: InFlight, token_ids: Sequence[int]) -> tuple[RowResult, ...]:
+    """What the rows of a finished step produced, and why the others could not be prepared;
+    ``token_ids``: the one that each row drew.
+    """
+    reader, rows = _LogprobReader(step), step.prepared.plan.rows
+    results = [_row_result(reader, i, row, token_ids[i]) for i, row in enumerate(rows)]
+    results += [RowResult(*key, None, error=error) for key, error in step.failed.items()]
+    return tuple(results)
+
+
+def _row_result(reader: _LogprobReader, index: int, row: ScheduledSeq, token_id: int) -> RowResult:
+    """What one row produced; what cannot be read of it ends its request alone."""
+    key = (row.request_id, row.epoch)
+    if row.samples and token_id == NOT_FINITE:
+        return RowResult(*key, None, error=NOT_FINITE_ERROR)
+    try:
+        sampled, prompt = reader.sampled(index, row, token_id), reader.prompt(index, row)
+    except Exception as error:
+        logging.getLogger(LOGGER).exception("request %s", row.request_id)
+        return RowResult(*key, None, error=f"the result cannot be read: {error}")
+    if any(not isfinite(entry.logprobs[0]) for entry in prompt):
+        return RowResult(*key, None, error=NOT_FINITE_ERROR)
+    return RowResult(*key, token_id if row.samples else None, sampled, prompt)
+
+
+class _LogprobReader:
+    """Reads the logprobs of a step row by row; copies each array once, and only when asked for."""
+
+    def __init__(self, step: InFlight) -> None:
+        self._step = step
+        self._requests = step.prepared.requests
+        # the call and the place in it of each row that is drawn with extras
+        self._places = {
+            index: (number, place)
+            for number, call in enumerate(step.extras)
+            for place, index in enumerate(call.rows)
+        }
+        self._sampled: dict[int, Logprobs[np.ndarray]] = {}  # by call
+        self._prompt: Logprobs[np.ndarray] | None = None
+        self._prompt_start = 0  # where the next prefill row's chunk starts in the prefill part
+
+    def sampled(self, index: int, row: ScheduledSeq, token_id: int) -> TokenLogprobs | None:
+        """Of the token that a row drew."""
+        top = self._requests[index].sampling.logprobs
+        if top is None or not row.samples:
+            return None
+        number, place = self._places[index]
+        if number not in self._sampled:
+            packed = np.asarray(self._step.extras[number].output.logprobs)
+            self._sampled[number] = read_logprobs(packed)
+        return _token_logprobs(self._sampled[number], place, token_id, top)
+
+    def prompt(self, index: int, row: ScheduledSeq) -> tuple[TokenLogprobs, ...]:
+        """Of the prompt tokens that follow a chunk's own; rows come in the plan's order."""
+        if row.token_ids is None:
+            return ()
+        start = self._prompt_start
+        self._prompt_start += row.num_scheduled_tokens
+        top = self._requests[index].sampling.prompt_logprobs
+        if top is None or row.target_ids is None:
+            return ()
+        if self._prompt is None:
+            assert self._step.scores is not None, "targets were not scored"
+            self._prompt = read_logprobs(np.asarray(self._step.scores))
+        return tuple(
+            _token_logprobs(self._prompt, start + offset, token_id, top)
+            for offset, token_id in enumerate(row.target_ids.tolist())
+            if token_id >= 0
+        )
+
+
+def _token_logprobs(
+    source: Logprobs[np.ndarray], index: int, token_id: int, top: int
+) -> TokenLogprobs:
+    """One position: the chosen token first, then the ``top`` most likely ones."""
+    ids: list[int] = source.top_ids[index, :top].tolist()
+    values: list[float] = source.top_logprobs[index, :top].tolist()
+    chosen = float(source.chosen[index])
+    return TokenLogprobs((token_id, *ids), (chosen, *values), int(source.rank[index]))
