@@ -27,7 +27,7 @@ from kit.tiny_models import random_params, tiny_config
 LIMITS = replace(
     tiny_limits(max_num_seqs=2, max_num_batched_tokens=16),
     # one of each kind, as compiling twelve layers is the time
-    buckets=(Bucket(2), Bucket(0, 16, 2), Bucket(2, 16, 2)),
+    buckets=(Bucket(2), Bucket(0, 16, 2), Bucket(2, 16, 2, scores=True)),
 )
 LAYERS = {"qwen3": "num_hidden_layers", "gpt2": "n_layer"}
 PROMPTS = [tuple(range(5, 45)), (9, 8, 7, 6, 5)]  # the first in three chunks
