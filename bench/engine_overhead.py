@@ -92,7 +92,10 @@ def engine_ms_per_step(engine: Engine, prompts: list[list[int]], num_tokens: int
         engine.add_request(str(i), prompt, params)
     waiting = len(prompts)
     while waiting:
-        waiting -= sum(bool(delta.token_ids) for delta in engine.step().deltas)
+        deltas = engine.step().deltas
+        if errors := [delta.error for delta in deltas if delta.error]:
+            raise RuntimeError(errors[0])
+        waiting -= sum(bool(delta.token_ids) for delta in deltas)
     started = time.perf_counter()
     while engine.has_work:
         engine.step()
@@ -124,7 +127,7 @@ def host_split(
     def collect_when_ready(step: InFlight) -> Any:
         wait(step.output)
         result = collect(step)
-        if step.plan.prefills:
+        if step.prepared.plan.prefills:
             seconds.clear()  # the decode steps begin here
         return result
 
