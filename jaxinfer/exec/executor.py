@@ -219,7 +219,7 @@ class Executor:
         return NOWHERE if self._board is None else self._board.next_place()
 
     def _handed(self, wire: np.ndarray) -> Any:  # int32[...]
-        """What a call is handed of an array of the host."""
+        """The argument of a call for an array of the host."""
         return wire if self._rooms is None else self._rooms.filled(wire)
 
     def _handed_to(self, result: jax.Array, handed: Any) -> None:

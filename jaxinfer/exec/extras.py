@@ -1,4 +1,4 @@
-"""What a step leaves to executables behind it: drawing with extras, and scoring prompts.
+"""Executables behind a step: they draw tokens with extras, and score prompts.
 
 A step draws a token for each row from its logits as they are. Rows whose requests ask for
 logit_bias, min_tokens, penalties or logprobs are drawn again by ``ExtrasFunction``, which has a
@@ -35,7 +35,7 @@ ROWS_FACTOR = 8  # from one number of rows to the next
 
 
 class ExtrasOutput(NamedTuple):
-    """What the host reads of a call."""
+    """Results of a call, for the host."""
 
     token_ids: jax.Array  # int32[N]
     logprobs: jax.Array  # int32[N, ...] of token_ids: see ``sampling.read_logprobs``

@@ -56,7 +56,7 @@ def flat_kv_state(kv_state: KVState) -> Arrays:
 
 
 class StepOutput(NamedTuple):
-    """What a step returns beside its state."""
+    """Results of a step beside its state."""
 
     token_ids: jax.Array  # int32[B]: the token each row drew; meaningless where it draws none
     hidden: jax.Array | None = None  # [Tp, D] of all prompt tokens, of a bucket that scores
