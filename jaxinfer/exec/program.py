@@ -94,7 +94,7 @@ class Program:
         """Whether slots keep the logits that a token was drawn from, or its hidden state."""
         return keeps_logits(self.platform)
 
-    @property
+    @cached_property  # each step asks
     def extras_rows(self) -> tuple[int, ...]:
         """Rows of each executable that draws with extras, the smallest first."""
         return extras_rows_of(self.platform, self.limits.max_num_seqs)
