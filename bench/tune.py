@@ -26,8 +26,6 @@ from bench.kernels import bench_cases, seconds_in_a_chain
 from pallas_kernels.append_decode import api as append_decode
 from pallas_kernels.append_decode import launch as append_decode_launch
 from pallas_kernels.append_decode import mosaic_launch as append_decode_mosaic_launch
-from pallas_kernels.paged_decode import api as paged_decode
-from pallas_kernels.paged_decode import launch as paged_decode_launch
 from pallas_kernels.paged_prefill import api as paged_prefill
 from pallas_kernels.paged_prefill import launch as paged_prefill_launch
 from pallas_kernels.registry import Case, KernelOp, imported_when_called
@@ -79,11 +77,6 @@ def _append_mosaic_starts(
     return (append_decode_mosaic_launch.by_rule(qkv, k_pages, page_table),)
 
 
-def _decode_starts(case: Any, args: Sequence[Any]) -> Sequence[paged_decode_launch.Launch]:
-    q, k_pages, _, page_table, _ = args
-    return (paged_decode_launch.by_rule(q, k_pages, page_table),)
-
-
 def _prefill_starts(case: Any, args: Sequence[Any]) -> Sequence[paged_prefill_launch.Launch]:
     """Small and large tiles, since the best number of warps depends on them."""
     tiles = ((64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3))
@@ -102,15 +95,17 @@ def _swiglu_starts(case: Any, args: Sequence[Any]) -> Sequence[swiglu_gemm_launc
     return (swiglu_gemm_launch.by_rule(sizes), small)
 
 
-_DECODE_VALUES = (
-    ("splits", (1, 2, 4, 8, 16, 32, 64)),
-    ("block", (16, 32, 64, 128)),
-    ("num_stages", (2, 3, 5, 7)),
-    ("num_warps", (2, 4, 8)),
-)
 TUNABLE = {
     "append_decode": Tunable(
-        append_decode.OP, _append_starts, append_decode_launch.shapes_of, _DECODE_VALUES
+        append_decode.OP,
+        _append_starts,
+        append_decode_launch.shapes_of,
+        (
+            ("splits", (1, 2, 4, 8, 16, 32, 64)),
+            ("block", (16, 32, 64, 128)),
+            ("num_stages", (2, 3, 5, 7)),
+            ("num_warps", (2, 4, 8)),
+        ),
     ),
     "append_decode/mosaic": Tunable(
         append_decode.OP,
@@ -123,9 +118,6 @@ TUNABLE = {
             ("programs", (132, 264, 1 << 20)),
         ),
         impl="mosaic",
-    ),
-    "paged_decode": Tunable(
-        paged_decode.OP, _decode_starts, paged_decode_launch.shapes_of, _DECODE_VALUES
     ),
     "paged_prefill": Tunable(
         paged_prefill.OP,

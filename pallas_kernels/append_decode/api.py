@@ -64,10 +64,12 @@ def append_decode(
     The same as ``qk_rope_append`` (``kv_append`` where ``cos`` and ``sin`` are None) at the last
     slot of each row's context, then ``paged_decode``; ``seq_lens`` count the new token. Rows of
     length 0 are padding and yield zeros; page 0 may be written in their place. In place when the
-    caller donates the pools. ``arrivals`` are zeros by which programs that share a row find out who
-    is the last; they are zeros again afterwards, so one array serves every layer of a step (None:
-    one is made for this call). ``impl`` pins an implementation. Raises ValueError on arguments that
-    do not fit together.
+    caller donates the pools. A row's bits do not depend on what the other rows hold; with ``xla``
+    they do not depend on how many there are either, while the kernels for GPUs cut contexts into
+    more pieces the fewer rows there are. ``arrivals`` are zeros by which programs that share a row
+    find out who is the last; they are zeros again afterwards, so one array serves every layer of a
+    step (None: one is made for this call). ``impl`` pins an implementation. Raises ValueError on
+    arguments that do not fit together.
     """
     num_kv_heads, head_dim = k_pages.shape[2:]
     rows = seq_lens.shape[0]

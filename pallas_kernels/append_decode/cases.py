@@ -31,21 +31,27 @@ _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
 
 
 def _decode_steps() -> tuple[AppendCase, ...]:
-    """The steps that paged_decode is timed on."""
+    """A decode step on a GPU, over the contexts of docs/performance.md."""
+    shapes_of_steps = (
+        *((rows, 1056, 16, "") for rows in (1, 8, 16, 32, 64, 128, 256, 512)),
+        (64, 1056, 64, ""),
+        (64, 1056, 16, _FP8),
+        (1, 16416, 16, ""),
+        (8, 16416, 16, ""),
+    )
     return tuple(
         AppendCase(
-            case.name,
-            case.heads,
-            case.seq_lens,
-            page_size=case.page_size,
-            max_pages=case.max_pages,
-            dtype=case.dtype,
-            kv_dtype=case.kv_dtype,
-            tags=case.tags,
+            f"qwen3_4b_step_b{rows}_ctx{context}_page{size}{'_fp8' if kv_dtype else ''}",
+            shapes.QWEN3_4B,
+            (context,) * rows,
+            page_size=size,
+            max_pages=2048 * 16 // size,
+            dtype="bfloat16",
+            kv_dtype=kv_dtype,
+            tags=("bench", "gpu"),
             norms=True,
         )
-        for case in paged_decode.CASES
-        if "gpu" in case.tags
+        for rows, context, size, kv_dtype in shapes_of_steps
     )
 
 

@@ -13,10 +13,9 @@ import jax
 
 from pallas_kernels import tuned
 from pallas_kernels.append_decode.cases import CASES
-from pallas_kernels.append_decode.launch import call_shapes, queries_of
+from pallas_kernels.append_decode.launch import call_shapes, queries_of, shapes_of
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.device import current_device
-from pallas_kernels.paged_decode.launch import shapes_of
 from pallas_kernels.tiles import power_of_two
 
 DTYPES = ("bfloat16", "float16")

@@ -1,9 +1,12 @@
 """append_decode in Triton: one launch for norm, rope, append, attention and its combination.
 
-A program is that of ``paged_decode``: one span of one row's keys for one kv head. Each turns the
-head's queries itself. The last span also turns the new key and takes it and the new value from its
-registers, so that nobody has to wait for them to reach memory. Of the programs that share a row and
-a head, the last to arrive combines what all of them found, always in the same order.
+One program reads one span of one row's keys for one kv head, with all of that head's queries in
+one tile (padded to 16, the smallest tile of the matrix units), so each key and value is read once.
+It turns the queries itself. The last span also turns the new key and takes it and the new value
+from its registers, so that nobody has to wait for them to reach memory. With few rows a context is
+cut into several spans (flash-decoding: Dao et al., 2023); of the programs that share a row and a
+head, the last to arrive combines what all of them found, always in the same order. Softmax runs in
+base 2, sums in float32.
 Must not know: how spans and tiles are chosen (``launch``).
 """
 
@@ -18,9 +21,9 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.append_decode import launch
-from pallas_kernels.paged_decode.launch import Launch
-from pallas_kernels.paged_decode.triton import SMALLEST_TILE
 from pallas_kernels.tiles import power_of_two
+
+SMALLEST_TILE = 16  # of tl.dot, in every direction
 
 
 @triton.jit
@@ -145,7 +148,7 @@ def _append_and_attend(
         at_heads, dims[None, :], in_group, cos, sin, qk_norms, 1, EPS, HAS_NORMS, ROTATE, HEAD_DIM
     )
     if k_pages.dtype.element_ty.primitive_bitwidth == 8 and qkv.dtype.element_ty == tl.bfloat16:
-        query = query.to(tl.float16)  # as in paged_decode
+        query = query.to(tl.float16)  # as in paged_prefill
 
     top = tl.full((GROUP_TILE,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_TILE,), tl.float32)
@@ -229,7 +232,7 @@ def append_decode(
 
 
 def launched(
-    choice: Launch,
+    choice: launch.Launch,
     qkv: jax.Array,  # [B, N + 2K, H]
     cos: jax.Array | None,  # float32[B, H / 2]
     sin: jax.Array | None,  # float32[B, H / 2]

@@ -1,22 +1,20 @@
-"""paged_decode: attention of one query per row over the row's pages."""
+"""paged_decode: attention of one query per row over the row's pages.
+
+Steps run it within ``append_decode``, which has the kernels for GPUs.
+"""
 
 from __future__ import annotations
 
 import jax
 
 from pallas_kernels.checks import check_paged
-from pallas_kernels.paged_decode import cases, launch, ref, xla
-from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
-
-_triton = imported_when_called("pallas_kernels.paged_decode.triton", "paged_decode")
+from pallas_kernels.paged_decode import cases, ref, xla
+from pallas_kernels.registry import Impl, KernelOp, dispatch
 
 OP = KernelOp(
     name="paged_decode",
     ref=ref.paged_decode,
-    impls=(
-        Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
-        Impl("xla", xla.paged_decode),
-    ),
+    impls=(Impl("xla", xla.paged_decode),),
     cases=cases.CASES,
     build=cases.build,
     cost=cases.cost,
@@ -42,10 +40,9 @@ def paged_decode(
     lies in page ``page_table[b, p // S]`` at offset p % S; entries past the row's pages may be
     junk, and slots past its length may hold anything, NaN included. A row of length 0 is padding
     and yields zeros. N is a multiple of K; query head n reads kv head n // (N // K). Sums are in
-    float32; the result has q's dtype, and the pages that or a narrower one. A row's bits do not
-    depend on what the other rows hold; with ``xla`` they do not depend on how many there are
-    either, while ``triton`` cuts contexts into more pieces the fewer rows there are.
-    ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
+    float32; the result has q's dtype, and the pages that or a narrower one. A row's bits depend
+    neither on what the other rows hold nor on how many there are. ``impl`` pins an implementation.
+    Raises ValueError on arguments that do not fit together.
 
     The online softmax is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691), paging that of
     PagedAttention (Kwon et al., 2023, arXiv:2309.06180).

@@ -28,30 +28,6 @@ def _bench(model: str, heads: Heads, dtype: str) -> tuple[PagedCase, ...]:
     )
 
 
-def _decode_steps(model: str, heads: Heads) -> tuple[PagedCase, ...]:
-    """The attention of a decode step on a GPU, over the contexts of docs/performance.md."""
-    shapes_of_steps = (
-        *((rows, 1056, 16, "") for rows in (1, 8, 16, 32, 64, 128, 256, 512)),
-        (64, 1056, 64, ""),
-        (64, 1056, 16, _FP8),
-        (1, 16416, 16, ""),
-        (8, 16416, 16, ""),
-    )
-    return tuple(
-        PagedCase(
-            f"{model}_step_b{rows}_ctx{context}_page{size}{'_fp8' if kv_dtype else ''}",
-            heads,
-            (context,) * rows,
-            page_size=size,
-            max_pages=2048 * 16 // size,
-            dtype="bfloat16",
-            kv_dtype=kv_dtype,
-            tags=("bench", "gpu"),
-        )
-        for rows, context, size, kv_dtype in shapes_of_steps
-    )
-
-
 CASES = (
     PagedCase("smollm2_length1", shapes.SMOLLM2_135M, (1,)),
     PagedCase("smollm2_page_edges", shapes.SMOLLM2_135M, (15, 16, 17, 1, 33), max_pages=40),
@@ -74,7 +50,6 @@ CASES = (
     PagedCase("gemma3_head256_bf16", shapes.GEMMA3_4B, (40,), window=32, dtype="bfloat16"),
     PagedCase("gemma3_head256_window", shapes.GEMMA3_4B, (40, 90), window=32),
     PagedCase("qwen3_4b_long", shapes.QWEN3_4B, (8192, 1, 4097, 0), max_pages=1024, tags=("full",)),
-    *_decode_steps("qwen3_4b", shapes.QWEN3_4B),
     *_bench("smollm2", shapes.SMOLLM2_135M, "float32"),
     *_bench("qwen3_0_6b", shapes.QWEN3_0_6B, "float32"),
 )

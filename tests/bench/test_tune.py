@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from bench import tune
-from pallas_kernels.paged_decode.cases import CASES
-from pallas_kernels.paged_decode.launch import Launch
+from pallas_kernels.append_decode.cases import CASES
+from pallas_kernels.append_decode.launch import Launch
 from pallas_kernels.paged_prefill.cases import CASES as PREFILL_CASES
 from pallas_kernels.paged_prefill.launch import Launch as PrefillLaunch
 from pallas_kernels.skinny_gemm.launch import Launch as GemmLaunch
@@ -36,7 +36,7 @@ def test_each_value_ends_at_its_best(monkeypatch, capsys: pytest.CaptureFixture[
     monkeypatch.setattr(tune, "seconds_in_a_chain", _seconds)
     lengths = ((9,) * 8, (40,) * 8)
     cases = [replace(STEP, seq_lens=each, max_pages=2048) for each in lengths]
-    found = tune.tune(tune.TUNABLE["paged_decode"], cases)
+    found = tune.tune(tune.TUNABLE["append_decode"], cases)
     assert found == Launch(splits=16, block=32, num_warps=8, num_stages=3)
     printed = capsys.readouterr().out
     assert "RESOURCE_EXHAUSTED: shared memory\n" in printed and "more lines" not in printed
@@ -86,6 +86,6 @@ def test_a_choice_replaces_that_of_another_case_of_the_same_shapes() -> None:
 
 
 def test_wants_a_gpu(monkeypatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["tune", "--op", "paged_decode"])
+    monkeypatch.setattr(sys, "argv", ["tune", "--op", "append_decode"])
     with pytest.raises(SystemExit, match="needs a GPU, not"):
         tune.main()

@@ -276,21 +276,21 @@ def test_inspect(bundle: Path, edited: Callable[..., Path]) -> None:
 
     def other_jax(manifest: dict[str, Any]) -> None:
         manifest["fingerprint"]["machine"]["jax"] = "0.0.1"
-        manifest["tuned"] = {"paged_decode": {"qwen": {"splits": 4}}}
+        manifest["tuned"] = {"append_decode": {"qwen": {"splits": 4}}}
 
     other = edited(other_jax)
     lines = run("inspect", "--bundle", other).stdout.splitlines()
     assert any(line.startswith("jax              0.0.1, but ") for line in lines)
-    assert "paged_decode     tuned for qwen" in lines
+    assert "append_decode    tuned for qwen" in lines
     assert lines[-1].startswith("fits             no")
 
 
 def test_tuned_choices_of_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned = {"pallas_kernels/paged_decode/tuned/cpu.json": {"qwen": {"splits": 4}}}
+    tuned = {"pallas_kernels/append_decode/tuned/cpu.json": {"qwen": {"splits": 4}}}
     monkeypatch.setattr(
         aot, "read_choices", lambda file: tuned.get("/".join(Path(str(file)).parts[-4:]), {})
     )
-    assert tuned_choices() == {"paged_decode": {"qwen": {"splits": 4}}}
+    assert tuned_choices() == {"append_decode": {"qwen": {"splits": 4}}}
 
 
 @pytest.mark.parametrize("arguments", [[], ["m", "--bundle=b"], ["--bundle=b", "--dtype=float32"]])

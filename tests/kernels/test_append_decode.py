@@ -1,16 +1,13 @@
-"""append_decode's arguments are checked; its rule is paged_decode's but for float32."""
+"""append_decode's arguments are checked."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.append_decode import launch
 from pallas_kernels.append_decode.api import append_decode
-from pallas_kernels.paged_decode import launch as paged_decode
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 8
 ANGLES = jnp.zeros((ROWS, HEAD_DIM // 2))
@@ -51,14 +48,3 @@ def test_arguments_that_fit() -> None:
 def test_arguments_that_do_not_fit(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         append_decode(**{**FITTING, "scale": 1.0, "eps": 1e-6, **change})
-
-
-@pytest.mark.parametrize(("dtype", "block"), [("bfloat16", 64), ("float32", 16)])
-def test_rule(dtype: str, block: int) -> None:
-    qkv = jax.ShapeDtypeStruct((8, 48, 128), jnp.dtype(dtype))
-    k_pages = jax.ShapeDtypeStruct((9, 16, 8, 128), jnp.dtype(dtype))
-    page_table = jax.ShapeDtypeStruct((8, 64), jnp.int32)
-    choice = launch.by_rule(qkv, k_pages, page_table)  # type: ignore[arg-type]
-    queries = jax.ShapeDtypeStruct((8, 32, 128), jnp.dtype(dtype))
-    expected = paged_decode.by_rule(queries, k_pages, page_table)  # type: ignore[arg-type]
-    assert (choice.block, choice.splits) == (block, expected.splits)

@@ -12,11 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import shapes, tuned
-from pallas_kernels.append_decode import launch as append_launch
-from pallas_kernels.append_decode.cases import CASES as APPEND_CASES
+from pallas_kernels.append_decode import launch
+from pallas_kernels.append_decode.cases import CASES
 from pallas_kernels.device import Device, described
-from pallas_kernels.paged_decode import launch
-from pallas_kernels.paged_decode.cases import CASES
 from pallas_kernels.paged_prefill import launch as prefill_launch
 from pallas_kernels.paged_prefill.cases import CASES as PREFILL_CASES
 from pallas_kernels.qk_rope_append.launch import heads_per_program
@@ -32,14 +30,14 @@ STEP = next(case for case in CASES if case.name == "qwen3_4b_step_b64_ctx1056_pa
 class Call(NamedTuple):
     """Shapes of a call: all that a choice may depend on."""
 
-    q: jax.ShapeDtypeStruct
+    qkv: jax.ShapeDtypeStruct
     k_pages: jax.ShapeDtypeStruct
     page_table: jax.ShapeDtypeStruct
 
 
 def call_of(rows: int, kv_heads: int, head_dim: int, pages: int, dtype: str = "bfloat16") -> Call:
     return Call(
-        jax.ShapeDtypeStruct((rows, 4 * kv_heads, head_dim), jnp.dtype(dtype)),
+        jax.ShapeDtypeStruct((rows, 6 * kv_heads, head_dim), jnp.dtype(dtype)),
         jax.ShapeDtypeStruct((100, 16, kv_heads, head_dim), jnp.dtype(dtype)),
         jax.ShapeDtypeStruct((rows, pages), jnp.int32),
     )
@@ -57,7 +55,7 @@ def call_of(rows: int, kv_heads: int, head_dim: int, pages: int, dtype: str = "b
         pytest.param(call_of(64, 8, 64, 64), 1, 64, id="narrow_heads_take_no_more_keys"),
         pytest.param(call_of(64, 8, 96, 64), 1, 64, id="head_dim_is_padded"),
         pytest.param(call_of(64, 4, 256, 64), 1, 32, id="wide_heads_take_fewer_keys"),
-        pytest.param(call_of(64, 4, 256, 64, "float32"), 1, 16, id="wide_float32"),
+        pytest.param(call_of(8, 8, 128, 64, "float32"), 4, 16, id="float32"),
     ],
 )
 def test_rule(call: Call, splits: int, block: int) -> None:
@@ -116,7 +114,7 @@ def test_choices_that_name_no_call_of_their_own(names: tuple[str, ...], message:
     [
         ("skinny_gemm", '{"qwen9_4b": {}}', "tuned choices name 'qwen9_4b', which is no case"),
         ("append_decode/mosaic", '{"qwen9_4b": {}}', "tuned choices name 'qwen9_4b', which is no"),
-        ("paged_decode", '{"qwen3', "Unterminated string"),
+        ("append_decode", '{"qwen3', "Unterminated string"),
         ("paged_prefill", "[]", "it is no JSON object"),
     ],
 )
@@ -134,15 +132,14 @@ def test_a_file_that_cannot_be_used(
 
 
 def test_files_lie_beside_their_op() -> None:
-    file = tuned.tuned_file("paged_decode", "NVIDIA H200")
-    assert str(file).endswith("pallas_kernels/paged_decode/tuned/nvidia_h200.json")
+    file = tuned.tuned_file("append_decode", "NVIDIA H200")
+    assert str(file).endswith("pallas_kernels/append_decode/tuned/nvidia_h200.json")
 
 
 @pytest.mark.parametrize(
     ("op", "cases"),
     [
-        pytest.param(append_launch, APPEND_CASES, id="append_decode"),
-        pytest.param(launch, CASES, id="paged_decode"),
+        pytest.param(launch, CASES, id="append_decode"),
         pytest.param(prefill_launch, PREFILL_CASES, id="paged_prefill"),
         pytest.param(gemm_launch, GEMM_CASES, id="skinny_gemm"),
         pytest.param(swiglu_launch, SWIGLU_CASES, id="swiglu_gemm"),
