@@ -21,6 +21,9 @@ from pallas_kernels.shapes import PagedCase
 
 HEAD_DIMS = (16, 256)  # smallest and largest
 LARGEST_GROUP = 16  # query heads of a kv head: the smallest tile holds one token of each
+# A program reads all of query_start_loc at once, padded to this or more: all buckets of up to 511
+# rows share a kernel. What is too much is masked, a dozen instructions before any key is read.
+STARTS_TILE = 512
 MOSAIC_DTYPES = ("bfloat16", "float16")
 MOSAIC_HEAD_DIMS = (64, 128)  # 256 would need more shared memory than there is
 # The Mosaic kernel is cut up alike for all calls. 8192 tokens of context 8192 (32 query and 8 kv

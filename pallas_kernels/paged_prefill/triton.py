@@ -95,12 +95,12 @@ def _attend_tile(
     seq_lens,  # int32[R]
     query_start_loc,  # int32[R + 1]
     out,  # [T, N, H]
+    num_tokens,  # T; these three are no constants: a kernel for all buckets
+    num_starts,  # R + 1, and not R, as 1 is a constant to jax-triton
+    table_width,  # M
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,  # T
-    NUM_SEQS: tl.constexpr,  # R
-    SEQS_TILE: tl.constexpr,  # R + 1, padded
-    TABLE_WIDTH: tl.constexpr,
+    STARTS_TILE: tl.constexpr,  # at least R + 1
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a kv head
     HEAD_DIM: tl.constexpr,
@@ -116,16 +116,17 @@ def _attend_tile(
 
     # Row r owns the tiles from query_start_loc[r] // TOKENS + r on: at least as many as it fills.
     # The padding behind the last row is one more row, of no context.
-    rows = tl.arange(0, SEQS_TILE)
-    starts = tl.load(query_start_loc + rows, mask=rows <= NUM_SEQS, other=NUM_TOKENS)
-    owned = (starts // TOKENS + rows <= tile) & (rows <= NUM_SEQS)
+    rows = tl.arange(0, STARTS_TILE)
+    starts = tl.load(query_start_loc + rows, mask=rows < num_starts, other=num_tokens)
+    owned = (starts // TOKENS + rows <= tile) & (rows < num_starts)
     row = tl.sum(owned.to(tl.int32), 0) - 1
     row_start = tl.load(query_start_loc + row)
-    row_end = tl.load(query_start_loc + row + 1, mask=row < NUM_SEQS, other=NUM_TOKENS)
+    is_row = row + 1 < num_starts  # or padding
+    row_end = tl.load(query_start_loc + row + 1, mask=is_row, other=num_tokens)
     first_token = row_start + (tile - row_start // TOKENS - row) * TOKENS
     if first_token >= row_end:
         return
-    length = tl.load(seq_lens + row, mask=row < NUM_SEQS, other=0)
+    length = tl.load(seq_lens + row, mask=is_row, other=0)
     count = tl.minimum(row_end - first_token, TOKENS)
     position = length - (row_end - first_token)  # of the first query in its context
     end = position + count
@@ -156,7 +157,7 @@ def _attend_tile(
     newest = position + token
     k_head = k_pages + kv_head * HEAD_DIM
     v_head = v_pages + kv_head * HEAD_DIM
-    page_ids = page_table + row * TABLE_WIDTH
+    page_ids = page_table + row * table_width
     SLOT_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -209,6 +210,7 @@ def launched(
     """``paged_prefill`` cut up as ``choice`` says; for it and for a tuner."""
     (t, n, h), (page_size, num_kv_heads) = q.shape, k_pages.shape[1:3]
     num_seqs, table_width = page_table.shape
+    num_starts = num_seqs + 1
     group = n // num_kv_heads
     tokens = choice.rows // group
     return jt.triton_call(
@@ -220,15 +222,15 @@ def launched(
         query_start_loc,
         kernel=_attend_tile,
         out_type=q,
-        grid=(num_kv_heads, t // tokens + num_seqs + 1),
+        grid=(num_kv_heads, t // tokens + num_starts),
         num_warps=choice.num_warps,
         num_stages=choice.num_stages,
         SCALE=scale * math.log2(math.e),
         WINDOW=window or 0,
-        NUM_TOKENS=t,
-        NUM_SEQS=num_seqs,
-        SEQS_TILE=power_of_two(num_seqs + 1),
-        TABLE_WIDTH=table_width,
+        num_tokens=t,
+        num_starts=num_starts,
+        table_width=table_width,
+        STARTS_TILE=max(launch.STARTS_TILE, power_of_two(num_starts)),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=h,

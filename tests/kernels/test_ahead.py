@@ -69,6 +69,19 @@ def test_sample_has_one_kernel_for_all_batches_but_where_tiles_differ() -> None:
     assert names(few - many) == names(many - few) == ["_summarize"]
 
 
+def test_prefill_has_one_kernel_for_all_buckets() -> None:
+    from pallas_kernels.paged_prefill.triton import paged_prefill
+
+    def kernels(tokens: int, rows: int, pages: int) -> set[Any]:
+        ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        queries = jax.ShapeDtypeStruct((tokens, 4, 64), jnp.float32)
+        pool = jax.ShapeDtypeStruct((9, 16, 2, 64), jnp.float32)
+        arrays = (queries, pool, pool, ints((rows, pages)), ints((rows,)), ints((rows + 1,)))
+        return set(kernels_in(jax.jit(partial(paged_prefill, scale=1.0)).trace(*arrays).jaxpr))
+
+    assert kernels(16, 1, 128) == kernels(8192, 256, 128) == kernels(64, 4, 2048)
+
+
 def test_what_decides_the_machine_code_is_told_apart() -> None:
     def norm(x: jax.Array, *, row: int, eps: float) -> Any:
         from pallas_kernels.residual_norm.triton import residual_norm
