@@ -41,8 +41,10 @@ class Serving:
     loop: asyncio.AbstractEventLoop
 
     def client(self, **options: Any) -> httpx.Client:
-        """A client with the server as its base."""
-        return httpx.Client(base_url=self.url, timeout=SECONDS, trust_env=False, **options)
+        """A client with the server as its base; it reads no certificates, which takes 30 ms."""
+        return httpx.Client(
+            base_url=self.url, timeout=SECONDS, trust_env=False, verify=False, **options
+        )
 
     def post(self, path: str, **fields: Any) -> httpx.Response:
         """POST the fields as JSON."""
