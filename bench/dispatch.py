@@ -43,7 +43,7 @@ from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.step import StepPlan
 from jaxinfer.engine.build import plan_engine
 from jaxinfer.exec.batch import pack
-from jaxinfer.exec.forward import flat_kv_state, flat_params
+from jaxinfer.exec.forward import flat_params
 from jaxinfer.exec.memory import init_state
 from jaxinfer.exec.program import Program
 from jaxinfer.weights.load import load_params
@@ -58,8 +58,7 @@ class Device:
     def __init__(self, program: Program, params: Any) -> None:
         self._program = program
         self._weights = flat_params(program.model, params)
-        pages, slots = init_state(program)
-        self._state = (flat_kv_state(pages), slots)
+        self._state = init_state(program)
         self.num_leaves = len(jax.tree.leaves((self._weights, self._state)))
 
     def calls(self, name: str) -> Mapping[str, Callable[[], float]]:

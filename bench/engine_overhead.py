@@ -23,7 +23,7 @@ from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.core.step import ScheduledSeq, StepPlan
+from jaxinfer.core.step import Pages, ScheduledSeq, StepPlan
 from jaxinfer.engine import loop as loop_module
 from jaxinfer.engine.build import model_facts, plan_engine
 from jaxinfer.engine.engine import Engine
@@ -31,7 +31,7 @@ from jaxinfer.exec import executor as executor_module
 from jaxinfer.exec.batch import pack
 from jaxinfer.exec.compile import Executables, build_executables, cached_bundle
 from jaxinfer.exec.executor import Executor, InFlight
-from jaxinfer.exec.forward import flat_kv_state, flat_params
+from jaxinfer.exec.forward import flat_params
 from jaxinfer.exec.memory import init_state
 from jaxinfer.exec.program import Program
 from jaxinfer.models.base import Params
@@ -45,8 +45,7 @@ class BareSteps:
     def __init__(self, program: Program, executables: Executables, params: Params) -> None:
         self._program, self._executables = program, executables
         self._weights = flat_params(program.model, params)
-        pages, self._slots = init_state(program)
-        self._pages = flat_kv_state(pages)
+        self._state, self._slots = init_state(program)
 
     def ms_per_step(self, batch: int, contexts: range) -> float:
         """Mean over one step per context length; batches are packed before the clock starts."""
@@ -55,13 +54,13 @@ class BareSteps:
         layout = self._program.layout(bucket)
         step = self._executables.by_name[bucket.name]
         batches = [pack(decode_plan(limits, batch, n), layout) for n in contexts]
-        pages, slots = self._pages, self._slots
+        state, slots = self._state, self._slots
         started = time.perf_counter()
         for flat in batches:
-            pages, slots, output = step(self._weights, pages, slots, flat)
+            state, slots, output = step(self._weights, state, slots, flat)
             np.asarray(output.token_ids)
         seconds = time.perf_counter() - started
-        self._pages, self._slots = pages, slots
+        self._state, self._slots = state, slots
         return 1e3 * seconds / len(batches)
 
 
@@ -78,7 +77,7 @@ def decode_plan(limits: Limits, batch: int, context: int) -> StepPlan:
             slot=i,
             num_computed_tokens=context - 1,
             num_scheduled_tokens=1,
-            page_ids=IntLog(range(1 + i * num_pages, 1 + (i + 1) * num_pages)),
+            pages=(Pages(IntLog(range(1 + i * num_pages, 1 + (i + 1) * num_pages))),),
         )
         for i in range(batch)
     )

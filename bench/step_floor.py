@@ -43,7 +43,6 @@ class Costs:
 def costs_of(model: Model) -> Costs:
     """From the model's own parameters; tables of which a step gathers a few rows do not count."""
     config: Any = model.config  # the protocol knows neither heads nor tying
-    spec = model.kv_spec
     weight_bytes = matrix_size = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(model)):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -54,10 +53,10 @@ def costs_of(model: Model) -> Costs:
             matrix_size += leaf.size
     return Costs(
         weight_bytes=weight_bytes,
-        kv_bytes=spec.bytes_per_token(),
+        kv_bytes=model.state.bytes_per_token,
         token_flops=2 * matrix_size,
         head_flops=2 * config.hidden_size * config.vocab_size,
-        pair_flops=sum(4 * config.num_attention_heads * layer.head_dim for layer in spec.layers),
+        pair_flops=4 * config.num_attention_heads * config.head_dim * config.num_hidden_layers,
     )
 
 

@@ -7,7 +7,6 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.engine.build import plan_engine
 from jaxinfer.models import forward
-from jaxinfer.nn.attention import DenseCausal
 from jaxinfer.weights.load import load_params
 
 # the very weights and functions that serve, without an engine around them
@@ -33,9 +32,5 @@ gradient = jax.grad(surprise)(params["embed"])[tokens]  # [T, D]
 for token, row in zip(tokens.tolist(), gradient, strict=True):
     print(f"{plan.tokenizer.decode([token])!r:>10}: saliency {float(jnp.linalg.norm(row)):.4f}")
 
-positions = jnp.arange(len(tokens), dtype=jnp.int32)
-(_, taps) = plan.model.module.apply(
-    {"params": params}, tokens, positions, None, DenseCausal(), mutable=["taps"]
-)
-(residual,) = taps["taps"]["layers_9"]["residual"]
-print("residual stream after layer 9:", residual.shape)
+_, taps = forward(plan.model, params, tokens, taps=("layers.9.resid_post",))
+print("residual stream after layer 9:", taps["layers.9.resid_post"].shape)

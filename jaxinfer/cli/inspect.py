@@ -79,7 +79,7 @@ def describe(plan: EnginePlan) -> dict[str, Any]:
         "parameter_bytes": dict(size),
         "checkpoint_bytes": _checkpoint_bytes(plan),
         "sampling": _sampling(plan),
-        "kv_bytes_per_token": plan.model.kv_spec.bytes_per_token(),
+        "kv_bytes_per_token": plan.model.state.bytes_per_token,
         "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,

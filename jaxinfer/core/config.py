@@ -7,6 +7,7 @@ reads the environment. Must not know: jax, model weights.
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
@@ -146,6 +147,8 @@ class Limits(msgspec.Struct, frozen=True):
     buckets: tuple[Bucket, ...]
     enable_prefix_caching: bool = True
     prefill_first: bool = False
+    # how far back the layers of each group of pages look, in tokens (None: all of the context)
+    windows: tuple[int | None, ...] = (None,)
 
     @property
     def max_pages_per_seq(self) -> int:
@@ -156,6 +159,29 @@ class Limits(msgspec.Struct, frozen=True):
     def num_usable_pages(self) -> int:
         """Pages a sequence can own: all but the padding sink."""
         return self.num_pages - 1
+
+    def most_pages(self, window: int | None) -> int:
+        """Pages that a sequence owns at most in a group that looks so far back: what a window and
+        one chunk of a prompt fill.
+        """
+        if window is None:
+            return self.max_pages_per_seq
+        span = window - 1 + min(self.max_num_batched_tokens, self.max_model_len)
+        return min(cdiv(span, self.page_size) + 1, self.max_pages_per_seq)
+
+    def longest_context(self) -> int:
+        """Tokens of the longest sequence that all pages together hold, up to ``max_model_len``."""
+        fitting = bisect_right(
+            range(1, self.max_pages_per_seq + 1),
+            self.num_usable_pages,
+            key=lambda pages: self.pages_needed(pages * self.page_size),
+        )
+        return min(fitting * self.page_size, self.max_model_len)
+
+    def pages_needed(self, num_tokens: int) -> int:
+        """Pages that a sequence of so many tokens owns at most, over all groups."""
+        pages = cdiv(num_tokens, self.page_size)
+        return sum([min(pages, self.most_pages(window)) for window in self.windows])
 
 
 def cache_root(configured: str | None = None) -> Path:

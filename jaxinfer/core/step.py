@@ -67,6 +67,20 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
         )
 
 
+class Pages(msgspec.Struct, frozen=True, gc=False):
+    """The pages of a sequence in one group of layers, from its page number ``first`` on; those
+    before are beyond the group's window and have gone back to the pool.
+    """
+
+    ids: IntLog
+    first: int = 0
+
+    @property
+    def end(self) -> int:
+        """The number of the page behind the last."""
+        return self.first + len(self.ids)
+
+
 class ScheduledSeq(msgspec.Struct, frozen=True, gc=False):
     """One row of a step: ``num_scheduled_tokens`` tokens after ``num_computed_tokens``.
 
@@ -79,7 +93,7 @@ class ScheduledSeq(msgspec.Struct, frozen=True, gc=False):
     slot: int
     num_computed_tokens: int
     num_scheduled_tokens: int
-    page_ids: IntLog
+    pages: tuple[Pages, ...]  # of each group, from the first that the row's tokens look at
     token_ids: np.ndarray | None = None  # int32[num_scheduled_tokens], prefill rows only
     samples: bool = True  # whether the row's last token draws the next one
     # prompt_logprobs: target_ids[i] is the prompt token that follows token_ids[i], -1 where the

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 from jax.extend.backend import clear_backends
 
 from jaxinfer.core.config import (
@@ -139,8 +140,6 @@ def _sizes(config: EngineConfig, model: Model) -> tuple[MemoryPlan, Limits]:
         buckets=buckets,
         device=device_memory(),
     )
-    if config.max_model_len is None:  # derived: as much of the model's context as fits
-        context = min(context, (memory.num_pages - 1) * page_size)
     limits = Limits(
         num_pages=memory.num_pages,
         page_size=page_size,
@@ -148,9 +147,13 @@ def _sizes(config: EngineConfig, model: Model) -> tuple[MemoryPlan, Limits]:
         max_model_len=context,
         max_num_batched_tokens=chunk,
         buckets=buckets,
-        enable_prefix_caching=config.enable_prefix_caching,
+        # what slots hold of a prefix is not kept beyond its sequence
+        enable_prefix_caching=config.enable_prefix_caching and not model.state.bytes_per_slot,
         prefill_first=bool(config.prefill_first),
+        windows=model.state.windows,
     )
+    if config.max_model_len is None:  # derived: as much of the model's context as fits
+        limits = msgspec.structs.replace(limits, max_model_len=limits.longest_context())
     return memory, limits
 
 

@@ -37,11 +37,11 @@ from jaxinfer.exec.memory import (
 from jaxinfer.exec.program import Program
 from jaxinfer.exec.slots import SlotState
 from jaxinfer.models.base import Params
-from jaxinfer.nn.kv import KVState
+from jaxinfer.nn import state as layer_state
 from jaxinfer.weights.load import load_params
 
 type Timed[T] = tuple[T, float]  # and the seconds that it took
-type State = tuple[Params, KVState, SlotState]
+type State = tuple[Params, layer_state.State, SlotState]
 
 
 def load(
@@ -133,12 +133,12 @@ class _Loader:
         (params, seconds), pages_and_slots = _beside(self._pages_and_slots, self.weights)
         return (params, *pages_and_slots), seconds
 
-    def _pages_and_slots(self) -> tuple[KVState, SlotState]:
+    def _pages_and_slots(self) -> tuple[layer_state.State, SlotState]:
         make = self._state_maker()
         self._claimed.result()  # XLA's own allocator takes 2 s for 130 GB, without Python's lock
         return make()
 
-    def _state_maker(self) -> Callable[[], tuple[KVState, SlotState]]:
+    def _state_maker(self) -> Callable[[], tuple[layer_state.State, SlotState]]:
         self.plan.read_tokenizer()
         return compile_init_state(self.program)
 

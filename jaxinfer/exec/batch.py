@@ -2,7 +2,7 @@
 
 Owns: the wire layout between host and device. The host sends what only it knows (page tables,
 lengths, prompt tokens and their requests' settings) in a single transfer; positions and page slots
-are derived on the device. Must not know: the model, what settings say (``slots`` does).
+are derived on the device.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.core.shapes import cdiv
+from jaxinfer.core.config import Limits
+from jaxinfer.core.shapes import cdiv, round_up
 from jaxinfer.core.step import Bucket, StepPlan
 from jaxinfer.exec.slots import NUM_SETTINGS
-from jaxinfer.nn.attention import AttentionBatch
+from jaxinfer.nn.context import Pages, Rows
 
 # int32 values, 256 bytes: XLA hands a section to a kernel where it lies, and kernels are compiled
 # for arguments that begin at a multiple of 16 bytes (Triton) or 256 (Mosaic): INVALID_ARGUMENT.
@@ -36,9 +37,9 @@ class DeviceBatch(NamedTuple):
 
     token_ids: jax.Array  # int32[T]
     positions: jax.Array  # int32[T]
-    attention: AttentionBatch
-    logits_indices: jax.Array  # int32[B]: the last token of each row
-    seq_slots: jax.Array  # int32[B]
+    seq_lens: jax.Array  # int32[B]: context length, this step's tokens included; 0 of padding
+    rows: Rows
+    pages: tuple[Pages, ...]  # of each group
     settings: jax.Array  # int32[R, NUM_SETTINGS]: of the prefill rows
     samples: jax.Array  # bool[B]: whether the row's last token draws the next one
     place: jax.Array  # int32[3]: where tokens are published
@@ -54,7 +55,19 @@ class Fields[A](NamedTuple):
     settings: A  # [R * NUM_SETTINGS]
     query_start_loc: A  # [R + 1]
     token_ids: A  # [Tp]
-    page_table: A  # [B * M]
+    page_tables: A  # [B * M] of each group, one after the other
+
+
+class GroupTable(NamedTuple):
+    """The page table of one group of layers."""
+
+    most_pages: int  # of a row
+    window: int | None  # in tokens
+
+    @property
+    def width(self) -> int:
+        """M: columns, padding included."""
+        return round_up(self.most_pages, ALIGN)
 
 
 @dataclass(frozen=True)
@@ -62,13 +75,15 @@ class BatchLayout:
     """The wire layout of one bucket."""
 
     bucket: Bucket
-    max_pages_per_seq: int
+    groups: tuple[GroupTable, ...]
     sink_slot: int
+    page_size: int
 
-    @property
-    def pages_per_seq(self) -> int:
-        """Width of the page table, padding included."""
-        return cdiv(self.max_pages_per_seq, ALIGN) * ALIGN
+    @classmethod
+    def of(cls, bucket: Bucket, limits: Limits) -> BatchLayout:
+        """That of an engine with these limits."""
+        groups = (GroupTable(limits.most_pages(window), window) for window in limits.windows)
+        return cls(bucket, tuple(groups), limits.max_num_seqs, limits.page_size)
 
     def sizes(self) -> Fields[int]:
         """Length of each section."""
@@ -81,7 +96,7 @@ class BatchLayout:
             settings=self.bucket.num_prefills * NUM_SETTINGS,
             query_start_loc=self.bucket.num_prefills + 1,
             token_ids=tp,
-            page_table=b * self.pages_per_seq,
+            page_tables=b * sum(group.width for group in self.groups),
         )
 
     def abstract(self) -> jax.ShapeDtypeStruct:
@@ -95,6 +110,15 @@ class BatchLayout:
     def split[A: (np.ndarray, jax.Array)](self, flat: A) -> Fields[A]:
         """The sections of a flat array; views where it is a numpy array."""
         return Fields(*(flat[section] for section in self._sections))
+
+    def tables[A: (np.ndarray, jax.Array)](self, page_tables: A) -> list[A]:
+        """The page table [B, M] of each group."""
+        b, start, found = self.bucket.num_seqs, 0, []
+        for group in self.groups:
+            end = start + b * group.width
+            found.append(page_tables[start:end].reshape(b, group.width))
+            start = end
+        return found
 
     @cached_property
     def _sections(self) -> tuple[slice, ...]:
@@ -117,15 +141,16 @@ def pack(
     wire = layout.split(flat)
     wire.settings[: settings.size] = settings.ravel()
     wire.seq_slots[:] = layout.sink_slot
-    table = wire.page_table.reshape(layout.bucket.num_seqs, layout.pages_per_seq)
+    tables = layout.tables(wire.page_tables)
     for first, rows in ((0, plan.decodes), (layout.bucket.num_decodes, plan.prefills)):
         span = slice(first, first + len(rows))
         wire.seq_slots[span] = [row.slot for row in rows]
         wire.seq_lens[span] = [row.num_computed_tokens + row.num_scheduled_tokens for row in rows]
         wire.samples[span] = [row.samples for row in rows]
         for index, row in enumerate(rows, first):
-            pages = row.page_ids.array()
-            table[index, : len(pages)] = pages
+            for table, pages in zip(tables, row.pages, strict=True):
+                ids = pages.ids.array()
+                table[index, : len(ids)] = ids
     start = 0
     for index, row in enumerate(plan.prefills):
         end = start + row.num_scheduled_tokens
@@ -154,7 +179,6 @@ def unpack(
     flat: jax.Array,  # int32[...]
     layout: BatchLayout,
     history: jax.Array,  # int32[S + 1, max_model_len + 1]: SlotState.token_ids
-    page_size: int,
 ) -> DeviceBatch:
     """The batch of a flat array; traced inside the step."""
     wire, bucket = layout.split(flat), layout.bucket
@@ -162,11 +186,13 @@ def unpack(
     seq_lens, starts = wire.seq_lens, wire.query_start_loc
     rows = jnp.arange(d, dtype=jnp.int32)
     positions = jnp.maximum(seq_lens[:d] - 1, 0)
+    begins = positions  # where each row's tokens begin in its context
     token_ids = history[wire.seq_slots[:d], positions]
     real = seq_lens[:d] > 0
     last = rows
     if bucket.num_prefill_tokens:
         row, position, in_row = _prefill_tokens(bucket, seq_lens[d:], starts)
+        begins = jnp.concatenate((begins, seq_lens[d:] - (starts[1:] - starts[:-1])))
         rows, positions, token_ids, real, last = (
             jnp.concatenate(parts)
             for parts in (
@@ -177,27 +203,46 @@ def unpack(
                 (last, d + jnp.maximum(starts[1:] - 1, 0)),
             )
         )
-    table = wire.page_table.reshape(bucket.num_seqs, layout.pages_per_seq)
-    if bucket.num_prefills:
-        # A section that a kernel of Mosaic's reads becomes part of its call in XLA, and such a call
-        # is recorded at every step, 10 us of the host for each layer. Linked calls are few.
-        table = lax.optimization_barrier(table)
-    slot_mapping = table[rows, positions // page_size] * page_size + positions % page_size
+    pages = []
+    for group, table in zip(layout.groups, layout.tables(wire.page_tables), strict=True):
+        if bucket.num_prefills:
+            # A section that a kernel of Mosaic's reads becomes part of its call in XLA, and such a
+            # call is recorded at every step, 10 us of the host a layer. Linked calls are few.
+            table = lax.optimization_barrier(table)
+        pages.append(
+            _pages(group, table, seq_lens, begins, rows, positions, real, layout.page_size)
+        )
     return DeviceBatch(
         token_ids=token_ids,
         positions=positions,
-        attention=AttentionBatch(
-            slot_mapping=jnp.where(real, slot_mapping, 0),
-            page_table=table,
-            seq_lens=seq_lens,
-            query_start_loc=starts,
-        ),
-        logits_indices=last,
-        seq_slots=wire.seq_slots,
+        seq_lens=seq_lens,
+        rows=Rows(rows, real, wire.seq_slots, begins, last, starts),
+        pages=tuple(pages),
         settings=wire.settings.reshape(-1, NUM_SETTINGS),
         samples=wire.samples > 0,
         place=wire.place,
     )
+
+
+def _pages(
+    group: GroupTable,
+    table: jax.Array,  # int32[B, M]
+    seq_lens: jax.Array,  # int32[B]
+    begins: jax.Array,  # int32[B]: position of each row's first token
+    rows: jax.Array,  # int32[T]
+    positions: jax.Array,  # int32[T]
+    real: jax.Array,  # bool[T]
+    page_size: int,
+) -> Pages:
+    """Where a group finds the context of each row, in a table that begins with the first page that
+    the row's tokens look at (``core.shapes.first_page``).
+    """
+    page = positions // page_size
+    if group.window is not None:
+        first = jnp.maximum(begins + 1 - group.window, 0) // page_size
+        seq_lens, page = seq_lens - first * page_size, page - first[rows]
+    slot_mapping = table[rows, page] * page_size + positions % page_size
+    return Pages(jnp.where(real, slot_mapping, 0), table, seq_lens)
 
 
 def _prefill_tokens(

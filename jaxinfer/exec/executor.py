@@ -24,13 +24,13 @@ from jaxinfer.exec.batch import NO_SETTINGS, NOWHERE, pack
 from jaxinfer.exec.batch_rooms import BatchRooms
 from jaxinfer.exec.compile import Compiled, Executables
 from jaxinfer.exec.extras import pack_extras, pack_targets
-from jaxinfer.exec.forward import StepOutput, flat_kv_state, flat_params
+from jaxinfer.exec.forward import StepOutput, flat_params
 from jaxinfer.exec.in_flight import LOGGER, ExtrasCall, InFlight, Prepared, RowKey, row_results
 from jaxinfer.exec.program import ADMIT, Program, extras_name, score_name
 from jaxinfer.exec.slots import SlotState, needs_admission, settings_of, slot_rows
 from jaxinfer.exec.token_board import TokenBoard
 from jaxinfer.models.base import Params, head_params
-from jaxinfer.nn.kv import KVState
+from jaxinfer.nn.state import State
 
 WARM_UP_RUNS = 2  # of a decode step on a GPU: one that loads its kernels, one that is recorded
 
@@ -43,17 +43,17 @@ class Executor:
         program: Program,
         executables: Executables,
         params: Params,
-        pages: KVState,
+        state: State,
         slots: SlotState,
     ) -> None:
         self._program = program
         self._executables = executables
         self._weights = flat_params(program.model, params)
         self._weights_of_parts = [
-            tuple(self._weights[i] for i in own) for own in program.weights_of_parts
+            tuple(self._weights[i] for i in own.weights) for own in program.parts
         ]
         limits = program.limits
-        self._pages = flat_kv_state(pages)
+        self._state = state
         self._slots = slots
         # the host's mirror of which request a slot's parameters belong to
         self._requests: list[Request | None] = [None] * limits.max_num_seqs
@@ -168,7 +168,7 @@ class Executor:
         if self._program.begins_apart(bucket):
             output = self._launch_parts(by_name[self._program.first_name(bucket)], step, handed)
         else:
-            self._pages, self._slots, output = step(self._weights, self._pages, self._slots, handed)
+            self._state, self._slots, output = step(self._weights, self._state, self._slots, handed)
         self._handed_to(output.token_ids, handed)
         extras = tuple(
             self._draw_with_extras(indices, [plan.rows[i] for i in indices])
@@ -206,13 +206,18 @@ class Executor:
         return scores  # type: ignore[no-any-return]
 
     def _launch_parts(self, first: Compiled, second: Compiled, handed: Any) -> StepOutput:
-        """See ``cut.CutStep``: the device runs the first while the host prepares the second."""
-        count = 2 * self._program.first_layers  # pools
-        pages, others = self._pages[:count], self._pages[count:]
+        """The device runs the first while the host prepares the second."""
+        (_, own_first), (_, own_second) = self._program.parts
         of_first, of_second = self._weights_of_parts
-        pages, carried = first(of_first, pages, self._slots, handed)
-        others, self._slots, output = second(of_second, pages, others, self._slots, handed, carried)
-        self._pages = (*pages, *others)
+        state = list(self._state)
+        arrays, stream = first(of_first, tuple(state[i] for i in own_first), self._slots, handed)
+        for i, array in zip(own_first, arrays, strict=True):
+            state[i] = array
+        arrays = tuple(state[i] for i in own_second)
+        arrays, self._slots, output = second(of_second, arrays, self._slots, handed, stream)
+        for i, array in zip(own_second, arrays, strict=True):
+            state[i] = array
+        self._state = tuple(state)
         return output  # type: ignore[no-any-return]
 
     def _next_place(self) -> tuple[int, int, int]:
@@ -242,7 +247,7 @@ class Executor:
 
     def _has_state(self) -> bool:
         """Whether the device's state is still there: no failed call has taken it."""
-        return not any(a.is_deleted() for a in jax.tree.leaves((self._pages, self._slots)))
+        return not any(a.is_deleted() for a in jax.tree.leaves((self._state, self._slots)))
 
     def _slot_rows(self, admissions: Sequence[SlotAdmission], count: int) -> np.ndarray:
         """What admits these, as ``count`` rows."""

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxinfer.core.config import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     EngineConfig,
+    Limits,
     allocator_share,
 )
 from jaxinfer.core.errors import ConfigError, EngineError
@@ -42,7 +43,7 @@ from jaxinfer.exec.program import (
 from jaxinfer.exec.sampling import LOGPROBS_WIDTH
 from jaxinfer.exec.slots import SlotState, init_slots
 from jaxinfer.models.base import Model, abstract_params
-from jaxinfer.nn.kv import KVState, abstract_kv_state, init_kv_state
+from jaxinfer.nn.state import State
 from pallas_kernels.registry import current_platform
 
 MB = 1_000_000
@@ -137,14 +138,24 @@ def plan_memory(
     each sequence, or a context of ``config.max_model_len`` do not fit; a derived context may
     shrink to the pages instead.
     """
-    buckets, pages_per_seq = tuple(buckets), cdiv(max_model_len, page_size)
-    layouts = (BatchLayout(bucket, pages_per_seq, max_num_seqs) for bucket in buckets)
+    buckets = tuple(buckets)
+    limits = Limits(
+        num_pages=0,
+        page_size=page_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max(bucket.num_prefill_tokens for bucket in buckets),
+        buckets=buckets,
+        windows=model.state.windows,
+    )
+    layouts = (BatchLayout.of(bucket, limits) for bucket in buckets)
     slots, drawn_from = (max_num_seqs, max_model_len), drawn_from_of(model, current_platform())
     fixed = MemoryPlan(
         weight_bytes=_size(abstract_params(model)),
-        page_bytes=page_size * model.kv_spec.bytes_per_token(),
+        page_bytes=page_size * model.state.bytes_per_token,
         num_pages=0,
-        slot_bytes=_size(jax.eval_shape(lambda: init_slots(*slots, drawn_from))),
+        slot_bytes=_size(jax.eval_shape(lambda: init_slots(*slots, drawn_from)))
+        + (max_num_seqs + 1) * model.state.bytes_per_slot,
         batch_bytes=_batch_bytes(layouts, device),
         workspaces=_workspaces(model, buckets, *slots),
         device=device,
@@ -153,10 +164,14 @@ def plan_memory(
     room = _kv_budget(config, fixed, reserve) // fixed.page_bytes
     if config.num_pages is not None:
         room = config.num_pages
+    pages_per_seq = limits.pages_needed(max_model_len)
     num_pages = min(1 + max_num_seqs * pages_per_seq, room)  # every slot with a full context
     derived = config.max_model_len is None or config.num_pages is not None
-    needed, what = 1 + max_num_seqs, f"{max_num_seqs} sequences (max_num_seqs) of one page each"
-    if not derived and pages_per_seq > max_num_seqs:
+    groups = len(limits.windows)
+    each = "one page" if groups == 1 else f"{groups} pages"
+    needed = 1 + groups * max_num_seqs
+    what = f"{max_num_seqs} sequences (max_num_seqs) of {each} each"
+    if not derived and pages_per_seq >= needed:
         needed, what = 1 + pages_per_seq, f"a context of {max_model_len} tokens"
     if num_pages < needed:
         raise ConfigError(
@@ -181,9 +196,10 @@ def program_memory(program: Program) -> MemoryPlan:
     limits = program.limits
     return MemoryPlan(
         weight_bytes=_size(program.params()),
-        page_bytes=limits.page_size * program.model.kv_spec.bytes_per_token(),
+        page_bytes=limits.page_size * program.model.state.bytes_per_token,
         num_pages=limits.num_pages,
-        slot_bytes=_size(program.slots()),
+        slot_bytes=_size(program.slots())
+        + (limits.max_num_seqs + 1) * program.model.state.bytes_per_slot,
         batch_bytes=_batch_bytes(map(program.layout, limits.buckets), device := device_memory()),
         workspaces=_workspaces(
             program.model, limits.buckets, limits.max_num_seqs, limits.max_model_len
@@ -202,8 +218,8 @@ def _batch_bytes(layouts: Iterable[BatchLayout], device: DeviceMemory | None) ->
 
 def reserve_bytes(model: Model) -> int:
     """Of a GPU, beside what is planned: for what is not, and the end of each array's last page."""
-    arrays = jax.tree.leaves((abstract_params(model), abstract_kv_state(model.kv_spec, 1, 1)))
-    return RESERVE_BYTES + MAPPED_BYTES * len(arrays)
+    num_arrays = len(jax.tree.leaves(abstract_params(model))) + len(model.state.arrays)
+    return RESERVE_BYTES + MAPPED_BYTES * num_arrays
 
 
 def _workspaces(
@@ -295,7 +311,7 @@ def claim_memory(plan: MemoryPlan) -> None:
         jax.block_until_ready(jnp.zeros((wanted // MB, MB), jnp.uint8)).delete()
 
 
-def compile_init_state(program: Program) -> Callable[[], tuple[KVState, SlotState]]:
+def compile_init_state(program: Program) -> Callable[[], tuple[State, SlotState]]:
     """What makes pages and slots, zeroed. It takes no memory until it is called; then it raises
     ``EngineError`` when the device has none such free.
 
@@ -303,21 +319,22 @@ def compile_init_state(program: Program) -> Callable[[], tuple[KVState, SlotStat
     """
     limits = program.limits
 
-    def zeros() -> tuple[KVState, SlotState]:
-        pages = init_kv_state(program.model.kv_spec, limits.num_pages, limits.page_size)
+    def zeros() -> tuple[State, SlotState]:
+        sizes = (limits.num_pages, limits.page_size, limits.max_num_seqs)
+        state = program.model.state.zeros(*sizes)
         drawn_from = drawn_from_of(program.model, program.platform)
-        return pages, init_slots(limits.max_num_seqs, limits.max_model_len, drawn_from)
+        return state, init_slots(limits.max_num_seqs, limits.max_model_len, drawn_from)
 
     compiled = jax.jit(zeros).lower().compile()
 
-    def make() -> tuple[KVState, SlotState]:
-        with taking(_size((program.kv_state(), program.slots()))):
+    def make() -> tuple[State, SlotState]:
+        with taking(_size((program.state(), program.slots()))):
             return jax.block_until_ready(compiled())
 
     return make
 
 
-def init_state(program: Program) -> tuple[KVState, SlotState]:
+def init_state(program: Program) -> tuple[State, SlotState]:
     """Pages and slots, zeroed; see ``compile_init_state``."""
     return compile_init_state(program)()
 

@@ -6,7 +6,7 @@ Owns: ``Program``, which names and traces every executable. Needs no weights and
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -18,12 +18,11 @@ from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.batch import BatchLayout
-from jaxinfer.exec.cut import CutStep, WeightsOfParts, cut_step
 from jaxinfer.exec.extras import ExtrasFunction, ScoreFunction, extras_rows
-from jaxinfer.exec.forward import StepFunction, flat_kv_state, flat_params, weights_of_parts
+from jaxinfer.exec.forward import Part, StepFunction, flat_params, parts_of
 from jaxinfer.exec.slots import SlotState, admit, empty_rows, init_slots
 from jaxinfer.models.base import Model, Params, abstract_params, head_params
-from jaxinfer.nn.kv import KVState, abstract_kv_state
+from jaxinfer.nn.state import State
 from pallas_kernels.pins import LINKS, Pins
 from pallas_kernels.registry import UnfitKernel, current_platform
 
@@ -45,7 +44,7 @@ AS_PLANNED = MappingProxyType({"xla_disable_hlo_passes": "rematerialization"})
 # before the device. A CUDA graph of them starts no sooner, and is memory of the host.
 NO_GRAPH_FROM = 1024
 FIRST_EXTRAS_ROWS = 8  # of the smallest executable that draws with extras; a CPU's has 1
-# A quarter of the layers begin a prompt's step, in an executable of their own (``exec.cut``): they
+# A quarter of the layers begin a prompt's step, in an executable of their own (``forward``): they
 # take the device as long as the host needs for the others. 512 tokens of Qwen3-4B on an H200 take
 # 7.7 ms, 7.9 with a sixth, and 8.3 in one executable.
 LAYERS_FOR_ONE_BEGUN = 4
@@ -70,18 +69,24 @@ class Program:
     platform: str = field(default_factory=current_platform)
     pins: Pins = Pins()
 
+    def __post_init__(self) -> None:
+        """The scheduler must plan pages for the model's own groups of layers."""
+        own, planned = self.model.state.windows, self.limits.windows
+        assert own == planned, f"limits are for windows {planned}, the model has {own}"
+
     def layout(self, bucket: Bucket) -> BatchLayout:
         """Wire layout of a bucket's batch."""
-        return BatchLayout(bucket, self.limits.max_pages_per_seq, self.limits.max_num_seqs)
+        return BatchLayout.of(bucket, self.limits)
 
     def params(self) -> Params:
         """Weights."""
         return abstract_params(self.model)
 
-    def kv_state(self) -> KVState:
-        """The page pool."""
+    def state(self) -> State:
+        """What layers remember: the page pool, and entries of slots."""
         limits = self.limits
-        return abstract_kv_state(self.model.kv_spec, limits.num_pages, limits.page_size)
+        sizes = (limits.num_pages, limits.page_size, limits.max_num_seqs)
+        return self.model.state.abstract(*sizes)
 
     def slots(self) -> SlotState:
         """The slot state."""
@@ -128,35 +133,34 @@ class Program:
         step, begins = self._step_of(name)
         if not self.begins_apart(self._steps[step]):
             return self._trace_step(step)
-        cut = self._cut.pop(step, None)
-        if cut is None:
-            traced = self._trace_step(step)
-            cut = self._cut[step] = cut_step(traced, 2 * self.first_layers, self.weights_of_parts)
-        return self._trace_part(step, cut, begins=begins)
+        return self._trace_part(step, begins=begins)
 
-    def _trace_part(self, step: str, cut: CutStep, *, begins: bool) -> jax.stages.Traced:
-        weights, pages = flat_params(self.model, self.params()), flat_kv_state(self.kv_state())
-        of_first, of_second = ([weights[i] for i in own] for own in self.weights_of_parts)
-        first, others = pages[: 2 * self.first_layers], pages[2 * self.first_layers :]
-        rest = (self.slots(), self.layout(self._steps[step]).abstract())
+    def _trace_part(self, step: str, *, begins: bool) -> jax.stages.Traced:
+        function = self._function(step)
+        weights, arrays = flat_params(self.model, self.params()), self.state()
+        rest = (self.slots(), function.layout.abstract())
+        (first, first_rest), (second, second_rest) = (
+            (tuple(weights[i] for i in own.weights), tuple(arrays[i] for i in own.arrays))
+            for own in self.parts
+        )
+        first_part = partial(function.first_part, num_first=self.first_layers)
         if begins:
-            return jax.jit(cut.first, donate_argnums=1).trace(tuple(of_first), first, *rest)
-        arguments = (tuple(of_second), first, others, *rest, cut.carried)
-        return jax.jit(cut.second, donate_argnums=(2, 3)).trace(*arguments)
+            return jax.jit(first_part, donate_argnums=1).trace(first, first_rest, *rest)
+        _, stream = jax.eval_shape(first_part, first, first_rest, *rest)
+        second_part = partial(function.second_part, num_first=self.first_layers)
+        arguments = (second, second_rest, *rest, stream)
+        return jax.jit(second_part, donate_argnums=(1, 2)).trace(*arguments)
 
     def _trace_step(self, name: str) -> jax.stages.Traced:
-        layout = self.layout(self._steps[name])
-        step = StepFunction(
-            self.model,
-            layout,
-            self.limits.page_size,
-            self.keeps_logits,
-            self.pins,
-            copies_in=self.platform != "cpu",
-        )
-        weights, pages = flat_params(self.model, self.params()), flat_kv_state(self.kv_state())
-        arguments = (weights, pages, self.slots(), layout.abstract())
-        return jax.jit(step.flat_step, donate_argnums=(1, 2)).trace(*arguments)
+        function = self._function(name)
+        weights = flat_params(self.model, self.params())
+        arguments = (weights, self.state(), self.slots(), function.layout.abstract())
+        return jax.jit(function.flat_step, donate_argnums=(1, 2)).trace(*arguments)
+
+    def _function(self, name: str) -> StepFunction:
+        """The step of a bucket, by name."""
+        layout, copies_in = self.layout(self._steps[name]), self.platform != "cpu"
+        return StepFunction(self.model, layout, self.keeps_logits, self.pins, copies_in=copies_in)
 
     def compiler_options(self, name: str) -> dict[str, Any]:
         """XLA's options for one executable, by name."""
@@ -195,12 +199,12 @@ class Program:
     @property
     def first_layers(self) -> int:
         """Layers that the first executable of such a step computes."""
-        return len(self.model.kv_spec.layers) // LAYERS_FOR_ONE_BEGUN
+        return self.model.config.num_hidden_layers // LAYERS_FOR_ONE_BEGUN
 
     @cached_property
-    def weights_of_parts(self) -> WeightsOfParts:
-        """Weights that the two executables of such a step are given."""
-        return weights_of_parts(self.model, self.first_layers)
+    def parts(self) -> tuple[Part, Part]:
+        """What the two executables of such a step are given."""
+        return parts_of(self.model, self.first_layers)
 
     def carried_bytes(self, name: str, compiled: jax.stages.Compiled) -> int:
         """What an executable that ends such a step is given of the first; 0 of others."""
@@ -235,11 +239,6 @@ class Program:
     def _step_of(self, name: str) -> tuple[str, bool]:
         """The step that an executable belongs to, and whether it begins it."""
         return name.removesuffix(FIRST), name.endswith(FIRST)
-
-    @cached_property
-    def _cut(self) -> dict[str, CutStep]:
-        """Steps of which one part is traced: the other, which is next, needs no second trace."""
-        return {}
 
     @cached_property
     def _steps(self) -> dict[str, Bucket]:

@@ -1,12 +1,12 @@
 """What a model family is: the one record that each file in this folder exports.
 
 Owns: ``ModelFamily``, ``TensorRule``, the config protocol, and the functions that work for every
-family (``abstract_params``, ``forward``). Must not know: files, devices, the engine.
+family (``abstract_params``, ``forward``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.models.tree import nested
-from jaxinfer.nn.attention import Attend, DenseCausal
-from jaxinfer.nn.kv import KVSpec, KVState
-from pallas_kernels.pins import ALL_XLA, Pins
+from jaxinfer.models.tree import by_path, nested
+from jaxinfer.nn.context import StepContext, dense_context
+from jaxinfer.nn.decoder_config import DecoderSpec
+from jaxinfer.nn.linear import Stream
+from jaxinfer.nn.state import State, StateLayout
 
 if TYPE_CHECKING:
-    import flax.linen as nn  # by families, when they make a module: see ``gqa.decoder``
+    import flax.linen as nn  # when a module is made: see ``nn.decoder_config``
 
 type Params = dict[str, Any]  # nested dict of arrays, one array per layer and weight
 
@@ -45,6 +46,11 @@ class ModelConfig(Protocol):
     @property
     def dtype(self) -> jnp.dtype:
         """Dtype of weights and activations."""
+        ...
+
+    @property
+    def decoder(self) -> DecoderSpec:
+        """The layers, as data."""
         ...
 
     def for_context(self, length: int) -> Self:
@@ -71,13 +77,8 @@ class TensorRule:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """A family of architectures that share one module.
+    """A family of architectures: how their config is read, and where their tensors go.
 
-    ``module`` makes the linen module of a config. It is called with (token_ids, positions, kv,
-    attend, pins, last), the first two int32[T] packed over sequences that ``attend`` tells apart,
-    and returns the hidden states [T, D] after the final norm and the new KV state; its ``unembed``
-    maps hidden states [..., D] to logits float32[..., V]. ``pins`` are those of kernels outside of
-    attention, ``ALL_XLA`` unless given; ``last`` see ``hidden_states``.
     ``ignored_tensors`` are regular expressions of checkpoint tensors that carry nothing (buffers,
     an lm_head tied to the embedding).
     ``optional_prefix`` begins every tensor name in some checkpoints and none in others.
@@ -86,9 +87,7 @@ class ModelFamily:
     name: str
     architectures: tuple[str, ...]
     config_from_hf: Callable[[Mapping[str, Any], jnp.dtype], ModelConfig]
-    module: Callable[[Any], nn.Module]
     tensor_rules: Callable[[Any], tuple[TensorRule, ...]]
-    kv_spec: Callable[[Any], KVSpec]
     ignored_tensors: tuple[str, ...] = ()
     optional_prefix: str = ""
 
@@ -104,12 +103,17 @@ class Model:
     @property
     def module(self) -> nn.Module:
         """The linen module; cheap, holds no arrays."""
-        return self.family.module(self.config)
+        return self.decoder.module()
 
     @property
-    def kv_spec(self) -> KVSpec:
-        """What the model keeps per token."""
-        return self.family.kv_spec(self.config)
+    def state(self) -> StateLayout:
+        """What the model remembers between steps, and where."""
+        return self.decoder.layout
+
+    @cached_property
+    def decoder(self) -> DecoderSpec:
+        """Its layers, as data."""
+        return self.config.decoder
 
     @cached_property
     def tensor_rules(self) -> tuple[TensorRule, ...]:
@@ -148,20 +152,55 @@ def hidden_states(
     model: Model,
     params: Params,
     token_ids: jax.Array,  # int32[T]
-    positions: jax.Array,  # int32[T]
-    kv: KVState | None,
-    attend: Attend,
-    pins: Pins = ALL_XLA,
-    last: jax.Array | None = None,  # int32[B]
-) -> tuple[jax.Array, KVState | None]:  # [T, D], or with last [B, D]
-    """Run the decoder; with ``PagedAttend`` this is the very function that serves.
+    ctx: StepContext,
+    state: State | None = None,
+    only: jax.Array | None = None,  # int32[B]
+) -> tuple[jax.Array, State | None]:  # [T, D], or with only [B, D]
+    """Run the decoder; with a step's context and state this is the very function that serves.
 
-    ``pins``: of the kernels outside of attention; unless given, plain XLA, which differentiates.
-    ``last``: the last token of each row that ``attend`` tells apart, where only their hidden states
-    are wanted. The last layer then computes keys and values of the others, and nothing else.
+    ``only``: the last token of each row, where only their hidden states are wanted. The last layer
+    then computes what it remembers of the others, and nothing else.
     """
-    arguments = (token_ids, positions, kv, attend, pins, last)
+    arguments = (token_ids, state, ctx, only)
     return model.module.apply({"params": params}, *arguments)  # type: ignore[return-value]
+
+
+def first_layers(
+    model: Model,
+    params: Params,
+    token_ids: jax.Array,  # int32[T]
+    ctx: StepContext,
+    state: State,
+    count: int,
+) -> tuple[Stream, State]:
+    """The first ``count`` layers; ``other_layers`` goes on from what they return. ``params`` and
+    ``state`` need no more than these layers have: other arrays of the state may be None.
+    """
+
+    def run(module: Any) -> tuple[Stream, State]:
+        stream = Stream(module.embedded(token_ids, ctx.positions))
+        return module.run_layers(stream, state, ctx, layers=range(count))  # type: ignore[no-any-return]
+
+    return model.module.apply({"params": params}, method=run)  # type: ignore[return-value]
+
+
+def other_layers(
+    model: Model,
+    params: Params,
+    stream: Stream,
+    ctx: StepContext,
+    state: State,
+    first: int,
+    only: jax.Array | None = None,  # int32[B]
+) -> tuple[jax.Array, State]:  # as ``hidden_states``
+    """The layers from ``first`` on, and the final norm."""
+
+    def run(module: Any) -> tuple[jax.Array, State]:
+        layers = range(first, model.config.num_hidden_layers)
+        behind, new = module.run_layers(stream, state, ctx, layers=layers, only=only)
+        return module.finished(behind, ctx), new
+
+    return model.module.apply({"params": params}, method=run)  # type: ignore[return-value]
 
 
 def unembed(model: Model, params: Params, hidden: jax.Array) -> jax.Array:  # float32[..., V]
@@ -169,8 +208,27 @@ def unembed(model: Model, params: Params, hidden: jax.Array) -> jax.Array:  # fl
     return model.module.apply({"params": params}, hidden, method="unembed")  # type: ignore[return-value]
 
 
-def forward(model: Model, params: Params, token_ids: jax.Array) -> jax.Array:  # float32[T, V]
-    """Logits of one whole sequence int32[T]; pure: jit, vmap and differentiate it freely."""
-    positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
-    hidden, _ = hidden_states(model, params, token_ids, positions, None, DenseCausal())
-    return unembed(model, params, hidden)
+def forward(
+    model: Model, params: Params, token_ids: jax.Array, taps: Sequence[str] = ()
+) -> Any:  # float32[T, V], or with taps (float32[T, V], dict)
+    """Logits of one whole sequence int32[T]; pure: jit, vmap and differentiate it freely.
+
+    ``taps`` names activations to return beside the logits, each [T, D]: ``layers.3.resid_pre``,
+    ``.attn_out`` (what the mixer adds), ``.mlp_out``, ``.resid_post``, and ``final_norm``. Raises
+    ``KeyError`` naming one that there is not.
+    """
+    ctx = dense_context(token_ids.shape[0])
+    if not taps:
+        hidden, _ = hidden_states(model, params, token_ids, ctx)
+        return unembed(model, params, hidden)
+    arguments = ({"params": params}, token_ids, None, ctx)
+    (hidden, _), recorded = model.module.apply(*arguments, mutable=["taps"])  # type: ignore[misc]
+    found = {_tap_name(path): value for path, value in by_path(recorded["taps"]).items()}
+    if unknown := [name for name in taps if name not in found]:
+        raise KeyError(f"there is no tap {unknown[0]!r}; taps are {', '.join(sorted(found))}")
+    return unembed(model, params, hidden), {name: found[name] for name in taps}
+
+
+def _tap_name(path: str) -> str:
+    """``layers.3.resid_post`` for ``layers_3/resid_post``."""
+    return path.replace("layers_", "layers.").replace("/", ".")

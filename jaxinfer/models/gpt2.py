@@ -16,22 +16,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily, TensorRule
 from jaxinfer.models.rules import as_is, join_outputs, stack
-from jaxinfer.nn.activations import ACTIVATIONS
-from jaxinfer.nn.attention import Attend
-from jaxinfer.nn.kv import KVSpec, KVState, LayerKV, LayerKVSpec
-from jaxinfer.nn.layers import head_logits, layer_norm, take_rows, tied_logits
-from pallas_kernels.pins import ALL_XLA, Pins
-
-_INIT = nn.initializers.normal(0.02)
-_ZEROS = nn.initializers.zeros
+from jaxinfer.nn.decoder_config import (
+    AttentionConfig,
+    DecoderSpec,
+    FeedForwardConfig,
+    LayerSpec,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,92 +62,33 @@ class GPT2Config:
         return self.hidden_size // self.num_attention_heads
 
     @property
-    def kv_spec(self) -> KVSpec:
-        """What the layers keep per token."""
-        layer = LayerKVSpec(self.num_attention_heads, self.head_dim)
-        return KVSpec((layer,) * self.num_hidden_layers, self.dtype)
-
-
-@nn.jit  # one trace serves every layer of a step
-class GPT2Layer(nn.Module):
-    """Attention and feed-forward, each added to the residual stream."""
-
-    config: GPT2Config
-    scale: float
-
-    @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,  # [T, D]
-        kv: LayerKV | None,
-        attend: Attend,
-        last: jax.Array | None = None,  # int32[B]
-    ) -> tuple[jax.Array, LayerKV | None]:  # [T, D], or with last [B, D]
-        """One layer; its output is sown as ``taps/residual`` for those who ask."""
-        c = self.config
-        d, n, h, eps = c.hidden_size, c.num_attention_heads, c.head_dim, c.layer_norm_epsilon
-        norms = self.param("norms", _init_norms, (4, d), c.dtype)
-        qkv = self._linear("qkv", layer_norm(x, norms[0], norms[1], eps), 3 * d)
-        qkv = qkv.reshape(-1, 3 * n, h)
-        heads, kv = attend(
-            qkv, kv, num_kv_heads=n, rotary=None, scale=self.scale, window=None, last=last
+    def decoder(self) -> DecoderSpec:
+        """See ``ModelConfig``."""
+        ffn = FeedForwardConfig(
+            width=self.intermediate_size, activation=self.activation, gated=False, bias=True
         )
-        if last is not None:
-            x = take_rows(x, last)
-        x = x + self._linear("o", heads.reshape(-1, d), d)
-        up = self._linear("up", layer_norm(x, norms[2], norms[3], eps), c.intermediate_size)
-        x = x + self._linear("down", ACTIVATIONS[c.activation](up), d)
-        self.sow("taps", "residual", x)
-        return x, kv
-
-    def _linear(self, name: str, x: jax.Array, width: int) -> jax.Array:  # [T, in] -> [T, width]
-        dtype = self.config.dtype
-        weight = self.param(name, _INIT, (x.shape[-1], width), dtype)
-        return x @ weight + self.param(name + "_bias", _ZEROS, (width,), dtype)
-
-
-class GPT2(nn.Module):
-    """Tokens to hidden states (``__call__``), hidden states to logits (``unembed``)."""
-
-    config: GPT2Config
-
-    def setup(self) -> None:
-        """Declare the parameters that both methods need."""
-        c = self.config
-        d, length = c.hidden_size, c.max_position_embeddings
-        self.embed = self.param("embed", _INIT, (c.vocab_size, d), c.dtype)
-        self.positions = self.param("positions", _INIT, (length, d), c.dtype)
-        self.layers = [GPT2Layer(c, scale) for scale in c.attention_scales]
-        self.final_norm = self.param("final_norm", _init_norms, (2, d), c.dtype)
-        if not c.tie_word_embeddings:
-            self.lm_head = self.param("lm_head", _INIT, (d, c.vocab_size), c.dtype)
-
-    def __call__(
-        self,
-        token_ids: jax.Array,  # int32[T]
-        positions: jax.Array,  # int32[T]
-        kv: KVState | None,
-        attend: Attend,
-        pins: Pins = ALL_XLA,
-        last: jax.Array | None = None,  # int32[B]
-    ) -> tuple[jax.Array, KVState | None]:  # [T, D], or with last [B, D]
-        """Hidden states after the final norm, and the KV state with this step's tokens in it."""
-        del pins  # no kernels outside of attention
-        x = take_rows(self.embed, token_ids) + take_rows(self.positions, positions)
-        new_kv: list[LayerKV | None] = []
-        for i, layer in enumerate(self.layers):
-            wanted = last if layer is self.layers[-1] else None
-            x, layer_kv = layer(x, None if kv is None else kv[i], attend, wanted)
-            new_kv.append(layer_kv)
-        weight, bias = self.final_norm
-        hidden = layer_norm(x, weight, bias, self.config.layer_norm_epsilon)
-        return hidden, None if kv is None else tuple(new_kv)  # type: ignore[return-value]
-
-    def unembed(self, hidden: jax.Array) -> jax.Array:  # [..., D] -> float32[..., V]
-        """Logits."""
-        if self.config.tie_word_embeddings:
-            return tied_logits(hidden, self.embed)
-        return head_logits(hidden, self.lm_head)
+        heads, dim = self.num_attention_heads, self.head_dim
+        mixers = (
+            AttentionConfig(
+                num_heads=heads,
+                num_kv_heads=heads,
+                head_dim=dim,
+                scale=scale,
+                qkv_bias=True,
+                o_bias=True,
+            )
+            for scale in self.attention_scales
+        )
+        return DecoderSpec(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            layers=tuple(LayerSpec(mixer, ffn) for mixer in mixers),
+            norm="layer",
+            norm_eps=self.layer_norm_epsilon,
+            tie_word_embeddings=self.tie_word_embeddings,
+            dtype=self.dtype,
+            num_positions=self.max_position_embeddings,
+        )
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> GPT2Config:
@@ -222,19 +159,11 @@ def tensor_rules(config: GPT2Config) -> tuple[TensorRule, ...]:
     return tuple(rules)
 
 
-def _init_norms(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Weights one and biases zero, row after row."""
-    del key
-    return jnp.zeros(shape, dtype).at[::2].set(1)
-
-
 FAMILY = ModelFamily(
     name="gpt2",
     architectures=("GPT2LMHeadModel",),
     config_from_hf=config_from_hf,
-    module=GPT2,
     tensor_rules=tensor_rules,
-    kv_spec=lambda config: config.kv_spec,
     ignored_tensors=(r"h\.\d+\.attn\.(masked_)?bias", r"lm_head\.weight"),
     optional_prefix="transformer.",
 )

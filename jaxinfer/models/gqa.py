@@ -1,25 +1,21 @@
 """What the families on ``nn.decoder`` share: their config keys and their checkpoint tensors.
 
-Owns: ``gqa_config``, ``decoder`` and ``gqa_tensor_rules``. Must not know: which family asks; a
-family states its oddities as arguments.
+Owns: ``gqa_config`` and ``gqa_tensor_rules``. A family states its oddities as arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import TensorRule
+from jaxinfer.models.gqa_config import DecoderConfig
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.rules import as_is, join, join_outputs, stack
-from jaxinfer.nn.decoder_config import DecoderConfig
-
-if TYPE_CHECKING:
-    from jaxinfer.nn.decoder import Decoder
 
 # Buffers that old checkpoints carry, and the head that some tied checkpoints repeat. An untied
 # model's head is consumed by its rule.
@@ -74,15 +70,6 @@ def gqa_config(
         qk_norm=qk_norm,
         dtype=dtype,
     )
-
-
-def decoder(config: DecoderConfig) -> Decoder:
-    """The module. It is imported here: Flax takes half as long as JAX to import, and an engine
-    whose steps are compiled already does not need it.
-    """
-    from jaxinfer.nn.decoder import Decoder
-
-    return Decoder(config)
 
 
 def upper_layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

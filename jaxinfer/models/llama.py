@@ -15,13 +15,12 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
-    decoder,
     gqa_config,
     gqa_tensor_rules,
     sliding_window,
     windows_by_layer,
 )
-from jaxinfer.nn.decoder_config import DecoderConfig
+from jaxinfer.models.gqa_config import DecoderConfig
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig:
@@ -57,8 +56,6 @@ FAMILY = ModelFamily(
     name="llama",
     architectures=("LlamaForCausalLM", "MistralForCausalLM"),
     config_from_hf=config_from_hf,
-    module=decoder,
     tensor_rules=gqa_tensor_rules,
-    kv_spec=lambda config: config.kv_spec,
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

@@ -14,12 +14,11 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
-    decoder,
     gqa_config,
     gqa_tensor_rules,
     upper_layer_windows,
 )
-from jaxinfer.nn.decoder_config import DecoderConfig
+from jaxinfer.models.gqa_config import DecoderConfig
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig:
@@ -33,8 +32,6 @@ FAMILY = ModelFamily(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
     config_from_hf=config_from_hf,
-    module=decoder,
     tensor_rules=gqa_tensor_rules,
-    kv_spec=lambda config: config.kv_spec,
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

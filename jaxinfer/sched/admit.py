@@ -1,9 +1,10 @@
 """How a request gets in: refused, queued, or given a slot and pages.
 
-Owns: the checks on arrival and the conditions of admission. All pages of a sequence's known tokens
-are taken at admission, so a prefill once begun never waits for memory; pages for drawn tokens are
-taken as decoding reaches them (``choose``). The queue is strict: nobody overtakes its head, or a
-long prompt could wait for ever. Must not know: chunks, buckets.
+Owns: the checks on arrival and the conditions of admission. At admission a sequence takes the
+pages of all its known tokens, or in a group with a window as many as it will ever hold at once. So
+a prefill rarely waits for memory later: only where pages that it gave back are still shared. Pages
+for drawn tokens are taken as decoding reaches them (``choose``). The queue is strict: no request
+overtakes its head, or a long prompt could wait for ever.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import msgspec
 from jaxinfer.core.config import Limits
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason, Request
-from jaxinfer.core.shapes import cdiv
-from jaxinfer.core.step import TokenEvent
+from jaxinfer.core.shapes import cdiv, first_page
+from jaxinfer.core.step import Pages, TokenEvent
 from jaxinfer.sched.prefix import following_page_hashes
 from jaxinfer.sched.state import Draft, Sequence
+from jaxinfer.sched.windows import longest_hit
 
 WATERMARK = 100  # one page in so many stays free at admission, for the running ones to grow into
 
@@ -55,7 +57,7 @@ def refusal(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> str:
             f"{limits.max_model_len - 1} tokens or raise max_model_len"
         )
     num_tokens = min(num_prompt_tokens + max_tokens, limits.max_model_len)
-    num_pages = cdiv(num_tokens, limits.page_size)
+    num_pages = limits.pages_needed(num_tokens)
     if num_pages > limits.num_usable_pages:
         return (
             f"prompt and max_tokens may reach {num_tokens} tokens, which need {num_pages} pages of "
@@ -68,22 +70,24 @@ def refusal(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> str:
 def with_page_hashes(draft: Draft, seq: Sequence) -> Sequence:
     """``seq`` with the hashes of the pages it might reuse; computed once, also while it waits.
 
-    They end with the first that no page has. What follows cannot be reused, and is hashed when it
-    has been computed: by then the device has the next step, now it may be waiting for this one.
+    They end with the first that no page has, if a group looks at everything. What follows cannot be
+    reused, and is hashed when it has been computed: by then the device has the next step, now it
+    may be waiting for this one.
 
     At least one token stays to be computed, or there would be no logits to draw from. Prompt
     logprobs need the logits of every prompt token, so nothing is reused (as in vLLM).
     """
     limits, known = draft.limits, seq.page_hashes
     num_pages = _num_reusable_pages(seq, limits)
-    if num_pages <= len(known) or (known and not draft.pages.knows(known[-1])):
+    chained = limits.windows[0] is None  # without its first pages a prefix is of no use
+    if num_pages <= len(known) or (chained and known and not draft.pages.knows(known[-1])):
         return seq
     page_hashes = list(known)
     for page_hash in following_page_hashes(
         known, seq.request.cache_salt, seq.token_ids, num_pages, limits.page_size
     ):
         page_hashes.append(page_hash)
-        if not draft.pages.knows(page_hash):
+        if chained and not draft.pages.knows(page_hash):
             break
     return msgspec.structs.replace(seq, page_hashes=tuple(page_hashes))
 
@@ -97,25 +101,31 @@ def admit(draft: Draft, seq: Sequence) -> Sequence | None:
     limits = draft.limits
     if not draft.free_slots:
         return None
-    shared = draft.pages.lookup(seq.page_hashes[: _num_reusable_pages(seq, limits)])
-    num_new_pages = cdiv(len(seq.token_ids), limits.page_size) - len(shared)
+    reusable = seq.page_hashes[: _num_reusable_pages(seq, limits)]
+    num_cached_pages, hits = longest_hit(draft.pages, reusable, limits)
+    num_cached_tokens = num_cached_pages * limits.page_size
+    firsts = [first_page(num_cached_tokens, w, limits.page_size) for w in limits.windows]
+    num_new = _num_new_pages(seq, firsts, hits, limits)
+    shared = [page for ids in hits for page in ids]
     num_free = draft.pages.num_free - draft.pages.num_cached_among(shared)
     nobody_runs = len(draft.free_slots) == limits.max_num_seqs
     watermark = 0 if nobody_runs else _watermark(limits)
-    if num_new_pages + watermark > num_free:
+    if sum(num_new) + watermark > num_free:
         return None
     draft.pages.share(shared)
-    pages = shared + draft.pages.take(num_new_pages)
-    num_cached_tokens = len(shared) * limits.page_size
+    pages = [
+        Pages(IntLog(ids + draft.pages.take(count)), first)
+        for ids, count, first in zip(hits, num_new, firsts, strict=True)
+    ]
     epoch, draft.next_epoch = draft.next_epoch, draft.next_epoch + 1
     return msgspec.structs.replace(
         seq,
         epoch=epoch,
         slot=draft.free_slots.pop(),
-        page_ids=IntLog(pages),
+        pages=tuple(pages),
         num_prefill_tokens=len(seq.token_ids),
         num_computed_tokens=num_cached_tokens,
-        num_offered_pages=len(shared),
+        num_offered_pages=num_cached_pages,
         num_cached_tokens=(
             num_cached_tokens if seq.num_cached_tokens is None else seq.num_cached_tokens
         ),
@@ -131,13 +141,25 @@ def fits_whole(draft: Draft) -> bool:
     limits, waiting = draft.limits, draft.waiting
     if len(waiting) > len(draft.free_slots):
         return False
-    num_wanted = sum([cdiv(seq.max_num_tokens, limits.page_size) for seq in waiting])
+    num_wanted = sum([limits.pages_needed(seq.max_num_tokens) for seq in waiting])
     for seq in draft.running.values():
-        num_wanted += cdiv(seq.max_num_tokens, limits.page_size) - len(seq.page_ids)
+        held = sum([len(pages.ids) for pages in seq.pages])
+        num_wanted += limits.pages_needed(seq.max_num_tokens) - held
     if waiting:
-        num_head_pages = cdiv(len(waiting[0].token_ids), limits.page_size)
+        num_head_pages = limits.pages_needed(len(waiting[0].token_ids))
         num_wanted = max(num_wanted, num_head_pages + _watermark(limits))
     return num_wanted <= draft.pages.num_free
+
+
+def _num_new_pages(
+    seq: Sequence, firsts: list[int], hits: list[list[int]], limits: Limits
+) -> list[int]:
+    """Pages of its own that a sequence takes at admission, in each group."""
+    num_pages = cdiv(len(seq.token_ids), limits.page_size)
+    return [
+        min(num_pages - first, limits.most_pages(window)) - len(ids)
+        for first, ids, window in zip(firsts, hits, limits.windows, strict=True)
+    ]
 
 
 def _watermark(limits: Limits) -> int:

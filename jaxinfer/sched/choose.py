@@ -17,6 +17,7 @@ import numpy as np
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan
 from jaxinfer.sched.admit import admit, fits_whole, with_page_hashes
 from jaxinfer.sched.state import Draft, Sequence
+from jaxinfer.sched.windows import extended, num_missing, without_passed
 
 NO_BUCKET = Bucket(0)
 
@@ -34,9 +35,13 @@ def choose_step(draft: Draft) -> StepPlan | None:
     if draft.waiting and not preempted:
         new_prefills, admissions = _new_prefills(draft, budget)
         prefills += new_prefills
-    if alone and not prefills:  # nobody who waits can be admitted
+    if alone and not prefills:  # no request that waits can be admitted
         decodes, _ = _decode_rows(draft)
     if not decodes and not prefills:
+        if not draft.in_flight and any(seq.is_prefilling for seq in draft.running.values()):
+            # prompts that wait for each other's pages: the last gives its own up
+            draft.preempt_last()
+            return choose_step(draft)
         return None
     step_id, draft.next_step_id = draft.next_step_id, draft.next_step_id + 1
     size = (len(decodes), budget.used, len(prefills))
@@ -122,8 +127,8 @@ def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
     page is left, the sequence last in order gives its pages up; rows already made are of earlier
     ones, so they stand.
     """
-    page_size = draft.limits.page_size
-    running, pages = draft.running, draft.pages
+    limits, running, pages = draft.limits, draft.running, draft.pages
+    page_size, has_windows = limits.page_size, any(limits.windows)
     rows: list[ScheduledSeq] = []
     preempted = False
     for request_id, seq in tuple(running.items()):
@@ -132,18 +137,22 @@ def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
         position = seq.num_computed_tokens
         if position < seq.num_prefill_tokens or position + 1 >= seq.max_num_tokens:
             continue
-        page_ids = seq.page_ids
-        if position == len(page_ids) * page_size:
-            while not pages.num_free and request_id in running:
+        held = seq.pages
+        if has_windows:
+            held = without_passed(pages, held, position, limits)
+        if position % page_size == 0 and (missing := num_missing(held, position + 1, limits)):
+            if held is not seq.pages:  # what went back must not go back twice
+                running[request_id] = seq = msgspec.structs.replace(seq, pages=held)
+            while pages.num_free < missing and request_id in running:
                 draft.preempt_last()
                 preempted = True
             if request_id not in running:
                 break
-            page_ids = page_ids.extend(pages.take(1))
-        rows.append(ScheduledSeq(request_id, seq.epoch, seq.slot, position, 1, page_ids))
+            held = extended(pages, held, position + 1, limits)
+        rows.append(ScheduledSeq(request_id, seq.epoch, seq.slot, position, 1, held))
         running[request_id] = msgspec.structs.replace(
             seq,
-            page_ids=page_ids,
+            pages=held,
             num_computed_tokens=position + 1,
             num_in_flight_tokens=seq.num_in_flight_tokens + 1,
         )
@@ -156,6 +165,10 @@ def _continued_prefills(draft: Draft, budget: Budget) -> list[ScheduledSeq]:
         if seq.is_prefilling:
             if (most := budget.left_for(seq)) <= 0:
                 break
+            if any(draft.limits.windows):
+                seq = _with_pages_of_chunk(draft, seq, most)
+                if num_missing(seq.pages, _chunk_end(seq, most), draft.limits):
+                    break  # until others give theirs back
             row, draft.running[request_id] = _prefill_row(seq, most)
             budget.add(seq, row.num_scheduled_tokens)
             rows.append(row)
@@ -188,10 +201,25 @@ def _new_prefills(
     return rows, tuple(admissions)
 
 
+def _chunk_end(seq: Sequence, most: int) -> int:
+    return min(seq.num_computed_tokens + most, seq.num_prefill_tokens)
+
+
+def _with_pages_of_chunk(draft: Draft, seq: Sequence, most: int) -> Sequence:
+    """``seq`` without the pages that its next chunk does not look at, and with those that it fills,
+    if there are so many.
+    """
+    limits, pages, end = draft.limits, draft.pages, _chunk_end(seq, most)
+    held = without_passed(pages, seq.pages, seq.num_computed_tokens, limits)
+    if num_missing(held, end, limits) <= pages.num_free:
+        held = extended(pages, held, end, limits)
+    seq = draft.running[seq.request_id] = msgspec.structs.replace(seq, pages=held)
+    return seq
+
+
 def _prefill_row(seq: Sequence, most: int) -> tuple[ScheduledSeq, Sequence]:
     """The next chunk of at most ``most`` tokens, and the sequence with it counted as computed."""
-    start = seq.num_computed_tokens
-    end = min(start + most, seq.num_prefill_tokens)
+    start, end = seq.num_computed_tokens, _chunk_end(seq, most)
     samples = end == seq.num_prefill_tokens
     row = ScheduledSeq(
         seq.request_id,
@@ -199,7 +227,7 @@ def _prefill_row(seq: Sequence, most: int) -> tuple[ScheduledSeq, Sequence]:
         seq.slot,
         start,
         end - start,
-        seq.page_ids,
+        seq.pages,
         token_ids=seq.token_ids.array()[start:end],
         samples=samples,
         target_ids=_target_ids(seq, start, end),

@@ -14,6 +14,7 @@ from jaxinfer.core.request import FinishReason
 from jaxinfer.core.step import RowResult, ScheduledSeq, StepResult, TokenEvent, TokenLogprobs
 from jaxinfer.sched.prefix import extend_page_hashes
 from jaxinfer.sched.state import Draft, Sequence
+from jaxinfer.sched.windows import name_in_group
 
 
 def commit_step(draft: Draft, result: StepResult) -> None:
@@ -125,6 +126,10 @@ def _offer_pages(draft: Draft, seq: Sequence, num_computed_tokens: int) -> Seque
     page_hashes = extend_page_hashes(
         seq.page_hashes, seq.request.cache_salt, seq.token_ids, num_pages, limits.page_size
     )
-    new = slice(seq.num_offered_pages, num_pages)
-    draft.pages.register(seq.page_ids.array()[new].tolist(), page_hashes[new])
+    for group, pages in enumerate(seq.pages):
+        first = max(seq.num_offered_pages, pages.first)  # what has gone back cannot be shared
+        if first < num_pages:
+            ids = pages.ids.array()[first - pages.first : num_pages - pages.first].tolist()
+            names = [name_in_group(page_hash, group) for page_hash in page_hashes[first:num_pages]]
+            draft.pages.register(ids, names)
     return msgspec.structs.replace(seq, page_hashes=page_hashes, num_offered_pages=num_pages)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NoReturn
 
+from jaxinfer.core.shapes import first_page
 from jaxinfer.sched.pages import PagePool
 from jaxinfer.sched.state import NO_SLOT, SchedulerState, Sequence
 
@@ -21,7 +22,7 @@ def check(state: SchedulerState) -> None:
         _check_running(seq, state)
     for seq in state.waiting:
         counts = (
-            len(seq.page_ids),
+            len(seq.pages),
             seq.num_prefill_tokens,
             seq.num_computed_tokens,
             seq.num_in_flight_tokens,
@@ -33,7 +34,7 @@ def check(state: SchedulerState) -> None:
 
 def _check_pool(state: SchedulerState) -> None:
     pool = state.pages
-    owners = Counter(page for seq in state.running for page in set(seq.page_ids))
+    owners = Counter(page for seq in state.running for page in set(_page_ids(seq)))
     fresh = pool.fresh.array()[pool.fresh_head :].tolist()
     cached = [
         page
@@ -88,8 +89,9 @@ def _check_queues(state: SchedulerState) -> None:
 
 def _check_running(seq: Sequence, state: SchedulerState) -> None:
     name = f"request {seq.request_id!r}"
-    if len(set(seq.page_ids)) != len(seq.page_ids):
-        _fail(f"{name} lists a page twice: {list(seq.page_ids)}")
+    page_ids = _page_ids(seq)
+    if len(set(page_ids)) != len(page_ids):
+        _fail(f"{name} lists a page twice: {page_ids}")
     rows = [
         row
         for plan in state.in_flight
@@ -103,12 +105,22 @@ def _check_running(seq: Sequence, state: SchedulerState) -> None:
         _fail(f"{name} decodes at {seq.num_computed_tokens} with {num_tokens} tokens")
     if num_tokens > seq.max_num_tokens or len(seq.token_ids) >= seq.max_num_tokens:
         _fail(f"{name} has {num_tokens} tokens of at most {seq.max_num_tokens}")
-    capacity = len(seq.page_ids) * state.limits.page_size
-    if seq.num_computed_tokens > capacity:
-        _fail(f"{name} computes {seq.num_computed_tokens} tokens in {capacity} places")
+    for pages, window in zip(seq.pages, state.limits.windows, strict=True):
+        capacity = pages.end * state.limits.page_size
+        if seq.num_computed_tokens > capacity:
+            _fail(f"{name} computes {seq.num_computed_tokens} tokens in {capacity} places")
+        if pages.first > first_page(seq.num_computed_tokens, window, state.limits.page_size):
+            _fail(f"{name} has given back page {pages.first - 1}, which its next token looks at")
+        if len(pages.ids) > state.limits.most_pages(window):
+            _fail(f"{name} holds {len(pages.ids)} pages of a window of {window} tokens")
     done = seq.num_computed_tokens - sum(row.num_scheduled_tokens for row in rows)
     if seq.num_offered_pages * state.limits.page_size > done:
         _fail(f"{name} offers {seq.num_offered_pages} pages with {done} tokens computed")
+
+
+def _page_ids(seq: Sequence) -> list[int]:
+    """The pages that a sequence owns, over all groups."""
+    return [page for pages in seq.pages for page in pages.ids]
 
 
 def _fail(message: str) -> NoReturn:

@@ -16,13 +16,13 @@ from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason, Request
-from jaxinfer.core.step import Bucket, StepPlan, TokenEvent
+from jaxinfer.core.step import Bucket, Pages, StepPlan, TokenEvent
 from jaxinfer.sched.pages import PagePool, PageWriter, new_pool
 
 type Order = tuple[int, int, str]  # (priority, arrival, request_id): lower is served first
 
 NO_SLOT = -1
-NO_PAGES = IntLog()
+NO_PAGES: tuple[Pages, ...] = ()
 _order_of = attrgetter("order")
 
 
@@ -42,7 +42,7 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
     max_num_tokens: int  # prompt and output together
     epoch: int = 0  # number of the admission: never given twice, whatever ids requests reuse
     slot: int = NO_SLOT
-    page_ids: IntLog = NO_PAGES
+    pages: tuple[Pages, ...] = NO_PAGES  # of each group, none while it waits
     num_prefill_tokens: int = 0
     num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0
@@ -220,7 +220,7 @@ class Draft:
             msgspec.structs.replace(
                 seq,
                 slot=NO_SLOT,
-                page_ids=NO_PAGES,
+                pages=NO_PAGES,
                 num_prefill_tokens=0,
                 num_computed_tokens=0,
                 num_in_flight_tokens=0,
@@ -267,7 +267,8 @@ class Draft:
     def _vacate(self, seq: Sequence) -> None:
         del self.running[seq.request_id]
         self.free_slots.append(seq.slot)
-        self.pages.release(seq.page_ids.array())
+        for pages in seq.pages:
+            self.pages.release(pages.ids.array())
 
     def _pull_waiting(self, request_id: str) -> Sequence:
         at = bisect_left(self.waiting, self.orders[request_id], key=_order_of)

@@ -133,7 +133,7 @@ def test_a_bare_step_owns_pages_of_its_own() -> None:
         ),
     )
     plan = decode_plan(limits, 3, 65)
-    pages = [row.page_ids.array().tolist() for row in plan.decodes]
+    pages = [row.pages[0].ids.array().tolist() for row in plan.decodes]
     assert pages == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13, 14, 15]]
     assert all(row.num_computed_tokens == 64 for row in plan.decodes)
     assert plan.bucket.fits(3, 0, 0)

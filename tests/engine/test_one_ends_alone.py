@@ -141,7 +141,7 @@ def test_logits_that_are_not_finite(asking: str, value: float) -> None:
     """
     model, params = tiny_model("mistral")  # whose head is not its embedding
     damaged = {**params, "embed": params["embed"].at[77].set(value)}
-    limits = tiny_limits(max_num_seqs=4, num_pages=20, enable_prefix_caching=False)
+    limits = tiny_limits(max_num_seqs=4, num_pages=20, enable_prefix_caching=False, windows=(7,))
     executor = tiny_executor(limits, "mistral")
     whole = engine_of(executor, limits)
     sampling = {name: PLAIN for name in PROMPTS} | {"d": ASKING[asking]}

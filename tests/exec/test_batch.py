@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.core.intlog import IntLog
-from jaxinfer.core.step import Bucket, ScheduledSeq, StepPlan
-from jaxinfer.exec.batch import ALIGN, BatchLayout, copied_in, pack, unpack
+from jaxinfer.core.step import Bucket, Pages, ScheduledSeq, StepPlan
+from jaxinfer.exec.batch import ALIGN, BatchLayout, GroupTable, copied_in, pack, unpack
 
 SLOTS, PAGE_SIZE, MAX_PAGES, NUM_PAGES = 64, 16, 70, 4000
 BUCKETS = (Bucket(1), Bucket(0, 64, 4), Bucket(3, 65, 5))
@@ -20,21 +20,24 @@ BUCKETS = (Bucket(1), Bucket(0, 64, 4), Bucket(3, 65, 5))
 @pytest.mark.parametrize("bucket", BUCKETS, ids=lambda bucket: bucket.name)
 def test_sections_are_aligned_and_apart(bucket: Bucket) -> None:
     """A GPU's kernels read a section where it lies and refuse an odd beginning."""
-    layout = BatchLayout(bucket, max_pages_per_seq=7, sink_slot=4)
+    layout = BatchLayout(bucket, (GroupTable(7, None), GroupTable(70, 9)), 4, PAGE_SIZE)
     numbered = np.arange(*layout.abstract().shape, dtype=np.int32)
     sections = layout.split(numbered)
     assert [section.size for section in sections] == list(layout.sizes())
     filled = [section for section in sections if section.size]
     assert all(section[0] % ALIGN == 0 for section in filled)
     assert all(first[-1] < second[0] for first, second in pairwise(filled))
-    assert layout.pages_per_seq % ALIGN == 0  # so is any row of the page table
+    tables = layout.tables(sections.page_tables)
+    assert [table[0, 0] % ALIGN for table in tables] == [0, 0]
+    assert [table.shape[1] % ALIGN for table in tables] == [0, 0]  # so is any row of them
+    assert sum(table.size for table in tables) == sections.page_tables.size
 
 
 def _row(slot: int, computed: int, scheduled: int, decode: bool = False) -> ScheduledSeq:
     """A row with the pool's last pages among its own."""
     pages = range(NUM_PAGES - -(-(computed + scheduled) // PAGE_SIZE), NUM_PAGES)
     tokens = None if decode else np.arange(1, scheduled + 1, dtype=np.int32)
-    return ScheduledSeq("r", 0, slot, computed, scheduled, IntLog(pages), tokens)
+    return ScheduledSeq("r", 0, slot, computed, scheduled, (Pages(IntLog(pages)),), tokens)
 
 
 @pytest.mark.parametrize(
@@ -52,40 +55,40 @@ def test_no_index_of_a_batch_leaves_what_it_is_for(
     decodes: tuple[tuple[int, int, int], ...],
     prefills: tuple[tuple[int, int, int], ...],
 ) -> None:
-    layout = BatchLayout(bucket, MAX_PAGES, sink_slot=SLOTS)
+    layout = BatchLayout(bucket, (GroupTable(MAX_PAGES, None),), SLOTS, PAGE_SIZE)
     rows = [_row(*row, decode=True) for row in decodes], [_row(*row) for row in prefills]
     plan = StepPlan(0, bucket, (), *map(tuple, rows))
     flat = pack(plan, layout)
     history = jnp.zeros((SLOTS + 1, MAX_PAGES * PAGE_SIZE + 1), jnp.int32)
-    batch = unpack(jnp.asarray(flat), layout, history, PAGE_SIZE)
-    attention = batch.attention
+    batch = unpack(jnp.asarray(flat), layout, history)
+    (attention,), batch_rows = batch.pages, batch.rows
     spans = [range(at, at + 1) for at in range(len(decodes))]
     ends = np.cumsum([bucket.num_decodes, *(count for *_, count in prefills)])
     spans += [range(*span) for span in pairwise(ends)]
     slots, positions = np.zeros(bucket.num_tokens, int), np.zeros(bucket.num_tokens, int)
     for span, row in zip(spans, plan.rows, strict=True):
         positions[span] = row.num_computed_tokens + np.arange(len(span))
-        slots[span] = row.page_ids.array()[positions[span] // PAGE_SIZE] * PAGE_SIZE
+        slots[span] = row.pages[0].ids.array()[positions[span] // PAGE_SIZE] * PAGE_SIZE
         slots[span] += positions[span] % PAGE_SIZE
     np.testing.assert_array_equal(attention.slot_mapping, slots)
     np.testing.assert_array_equal(batch.positions, positions)
     for indices, end in (
         (attention.page_table, NUM_PAGES),
-        (batch.seq_slots, SLOTS + 1),
-        (batch.logits_indices, bucket.num_tokens),
-        (attention.query_start_loc, bucket.num_prefill_tokens + 1),
+        (batch_rows.slots, SLOTS + 1),
+        (batch_rows.last_tokens, bucket.num_tokens),
+        (batch_rows.query_start_loc, bucket.num_prefill_tokens + 1),
         (attention.seq_lens, MAX_PAGES * PAGE_SIZE + 1),
     ):
         assert np.all((np.asarray(indices) >= 0) & (np.asarray(indices) < end))
     taken = [*range(len(decodes)), *range(bucket.num_decodes, bucket.num_decodes + len(prefills))]
-    last = np.asarray(batch.logits_indices)[taken]
+    last = np.asarray(batch_rows.last_tokens)[taken]
     assert last.tolist() == [span[-1] for span in spans]
-    padding = np.delete(np.asarray(batch.seq_slots), taken)
+    padding = np.delete(np.asarray(batch_rows.slots), taken)
     assert np.all(padding == SLOTS) and not np.delete(np.asarray(attention.seq_lens), taken).any()
 
 
 def test_copied_in_has_the_same_sections() -> None:
-    layout = BatchLayout(Bucket(2, 64, 2), MAX_PAGES, sink_slot=SLOTS)
+    layout = BatchLayout(Bucket(2, 64, 2), (GroupTable(MAX_PAGES, None),), SLOTS, PAGE_SIZE)
     flat = np.arange(layout.abstract().size, dtype=np.int32)
     for came, copied in zip(
         layout.split(flat), layout.split(jax.jit(copied_in)(jnp.asarray(flat))), strict=True

@@ -29,7 +29,7 @@ def test_state_is_updated_in_place(name: str) -> None:
     # buffers are assigned before LLVM, whose optimiser takes a third of the time
     compiled = PROGRAM.trace(name).lower().compile({"xla_backend_optimization_level": 0})
     is_step = any(bucket.name == name for bucket in LIMITS.buckets)
-    state = [PROGRAM.slots(), PROGRAM.kv_state()] if is_step else [PROGRAM.slots()]
+    state = [PROGRAM.slots(), PROGRAM.state()] if is_step else [PROGRAM.slots()]
     leaves = jax.tree.leaves(state)
     analysis = compiled.memory_analysis()
     assert analysis.alias_size_in_bytes == sum(leaf.size * 4 for leaf in leaves)

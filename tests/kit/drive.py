@@ -80,7 +80,7 @@ class Drive:
 
     def __post_init__(self) -> None:
         self.state = initial_state(self.limits)
-        self.executor = FakeExecutor(self.limits.page_size)
+        self.executor = FakeExecutor(self.limits.page_size, self.limits.windows)
         self.flying: list[StepResult] = []
 
     def call(self, *events: Event) -> ScheduleOutput:

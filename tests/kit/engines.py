@@ -37,6 +37,7 @@ def tiny_limits(
     page_size: int = 4,
     max_model_len: int = 128,
     enable_prefix_caching: bool = True,
+    windows: tuple[int | None, ...] = (None,),
 ) -> Limits:
     """Small enough that page edges, chunks and full slots are met at once."""
     return Limits(
@@ -54,6 +55,7 @@ def tiny_limits(
             mixed_start=16,
         ),
         enable_prefix_caching=enable_prefix_caching,
+        windows=windows,
     )
 
 
@@ -87,7 +89,8 @@ def tiny_engine(
     tokenizer: bool = True,
 ) -> Engine:
     """An engine over a tiny model."""
-    limits = limits or tiny_limits()
+    windows = tiny_model(model_name)[0].state.windows
+    limits = replace(limits or tiny_limits(), windows=windows)
     executor = tiny_executor(limits, model_name)
     name = f"tiny-{model_name}"
     return engine_of(executor, limits, name=name, overlap=overlap, tokenizer=tokenizer)

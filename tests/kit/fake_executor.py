@@ -8,6 +8,7 @@ shared or reused wrongly is an error at once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import (
@@ -74,12 +75,15 @@ class Slot:
 
 
 class FakeExecutor:
-    """Holds slots and a shadow of the pages: (page, offset) -> digest of the prefix it ends."""
+    """Holds slots and a shadow of the pages: (page, offset) -> the group of layers that wrote it,
+    and the digest of the prefix it ends.
+    """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
         self.page_size = page_size
+        self.windows = windows
         self.slots: dict[int, Slot] = {}
-        self.store: dict[tuple[int, int], int] = {}
+        self.store: dict[tuple[int, int], tuple[int, int]] = {}
 
     def run(self, plan: StepPlan, hashed_pages: frozenset[int] = frozenset()) -> StepResult:
         """Run a step; ``hashed_pages`` are those that nobody may write to."""
@@ -115,20 +119,23 @@ class FakeExecutor:
         else:
             assert row.token_ids.tolist() == slot.token_ids[start:end]
             assert row.samples == (end == len(slot.token_ids))
-        for position in range(start, end):
-            place = self._place(row, position)
+        for group, position in product(range(len(self.windows)), range(start, end)):
+            place = self._place(row, group, position)
             assert place not in written, f"two rows write to {place}"
             assert place[0] not in hashed_pages, f"{place} is written but hashed"
             written.add(place)
-            self.store[place] = slot.prefixes[position]
+            self.store[place] = group, slot.prefixes[position]
 
     def _attend(self, row: ScheduledSeq) -> RowResult:
         slot, end = self.slots[row.slot], row.num_computed_tokens + row.num_scheduled_tokens
-        for position in range(end):
-            found = self.store.get(self._place(row, position))
-            assert found == slot.prefixes[position], (
-                f"request {row.request_id!r} reads another prefix at position {position}"
-            )
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else max(0, row.num_computed_tokens + 1 - window)
+            assert row.pages[group].first == first // self.page_size, "as the device expects"
+            for position in range(first, end):
+                found = self.store.get(self._place(row, group, position))
+                assert found == (group, slot.prefixes[position]), (
+                    f"request {row.request_id!r} reads another prefix at position {position}"
+                )
         token_id = None
         if row.samples:
             num_generated = end - len(slot.request.prompt_token_ids)
@@ -151,7 +158,8 @@ class FakeExecutor:
             for i, target in enumerate(targets)
         )
 
-    def _place(self, row: ScheduledSeq, position: int) -> tuple[int, int]:
-        page = row.page_ids[position // self.page_size]
+    def _place(self, row: ScheduledSeq, group: int, position: int) -> tuple[int, int]:
+        pages = row.pages[group]
+        page = pages.ids[position // self.page_size - pages.first]
         assert page > 0, "page 0 is the padding sink"
         return page, position % self.page_size

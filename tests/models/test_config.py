@@ -104,9 +104,8 @@ def test_a_family_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPat
 
 def test_derived_and_stated_values() -> None:
     llama = build_model({**tiny_config("llama"), "num_key_value_heads": None}, "float32")
-    assert llama.kv_spec.layers[0].num_kv_heads == 4  # no key: multi-head attention
-    assert llama.kv_spec.layers[0].head_dim == 8  # hidden_size / num_attention_heads
-    assert build_model(tiny_config("qwen3"), "float32").kv_spec.layers[0].head_dim == 16
+    assert llama.state.arrays[0].shape == (4, 8)  # no key: multi-head attention
+    assert build_model(tiny_config("qwen3"), "float32").state.arrays[0].shape == (2, 16)
 
 
 @pytest.mark.parametrize("key", ["hidden_act", "mlp_bias", "rope_scaling", "attention_bias"])
@@ -119,7 +118,7 @@ def test_null_means_absent(key: str) -> None:
 def test_sliding_windows_reach_the_kv_spec() -> None:
     def windows(name: str, **change: object) -> list[int | None]:
         model = build_model({**tiny_config(name), **change}, "float32")
-        return [layer.window for layer in model.kv_spec.layers]
+        return [layer.mixer.window for layer in model.decoder.layers]
 
     assert windows("mistral") == [7, 7]
     assert windows("mistral", sliding_window=None) == [None, None]

@@ -21,9 +21,10 @@ from jaxinfer.models import (
     known_architectures,
 )
 from jaxinfer.models.base import hidden_states, unembed
-from jaxinfer.nn.attention import AttentionBatch, DenseCausal, PagedAttend
-from jaxinfer.nn.kv import KVState, init_kv_state
+from jaxinfer.nn.context import Pages, Rows, StepContext, dense_context
+from jaxinfer.nn.state import State
 from kit import tiny_models
+from pallas_kernels.pins import ALL_XLA
 
 PAGE_SIZE = 4
 NUM_PAGES = 24
@@ -31,6 +32,8 @@ MAX_PAGES = 7
 LENGTH = 18
 CHUNK = 6  # ends inside a page and at its edge, by turns
 TOLERANCE = 1e-4  # float32 logits of order 10, sums in another order
+
+PLACES = ("resid_pre", "attn_out", "mlp_out", "resid_post")  # taps of a layer
 
 every_family = pytest.mark.parametrize("name", tiny_models.NAMES)
 
@@ -54,14 +57,14 @@ class Sequence:
 def run_step(
     model: Model,
     params: Params,
-    kv: KVState,
+    kv: State,
     decodes: list[tuple[Sequence, int]],
     prefills: list[tuple[Sequence, int, int]],
     *,
     pad_tokens: int = 0,
     pad_rows: int = 0,
     last_alone: bool = False,
-) -> tuple[np.ndarray, KVState]:
+) -> tuple[np.ndarray, State]:
     """Logits of every real token, or with ``last_alone`` of each row's last; prefills follow
     decodes. A decode is (sequence, position), a prefill a range of it.
 
@@ -93,11 +96,23 @@ def run_step(
         add(row, *span)
     starts = np.cumsum([0, *(stop - start for _, start, stop in prefills), *[0] * pad_rows])
     pad(pad_tokens)
-    batch = AttentionBatch(*(jnp.asarray(x, jnp.int32) for x in (slots, table, lens, starts)))
-    ends = d + starts[1:] - 1
-    last = jnp.asarray(np.where(lens > 0, np.r_[0:d, ends], 0)) if last_alone else None
-    tokens = jnp.asarray(ids), jnp.asarray(positions)
-    logits, kv = _jit_step(model, d, params, kv, *tokens, batch, last)
+    # each group of layers has pages of its own for all of a sequence, NUM_PAGES further on
+    real, held = np.array(slots) > 0, table < 10**6
+    groups = range(len(model.state.windows))
+    moved = [
+        (slots + real * g * NUM_PAGES * PAGE_SIZE, table + held * g * NUM_PAGES) for g in groups
+    ]
+    pages = [Pages(*(jnp.asarray(x, jnp.int32) for x in (*both, lens))) for both in moved]
+    last = jnp.asarray(np.where(lens > 0, np.r_[0:d, d + starts[1:] - 1], 0))
+    unused = jnp.zeros(0, jnp.int32)
+    ctx = StepContext(
+        jnp.asarray(positions),
+        Rows(unused, unused, unused, unused, last, jnp.asarray(starts, jnp.int32)),
+        tuple(pages),
+        num_decodes=d,
+        pins=ALL_XLA,
+    )
+    logits, kv = _jit_step(model, params, kv, jnp.asarray(ids), ctx, last if last_alone else None)
     if last_alone:
         return np.asarray(logits)[lens > 0], kv
     prefill_tokens = sum(stop - start for _, start, stop in prefills)
@@ -105,25 +120,24 @@ def run_step(
     return np.asarray(logits)[real], kv
 
 
-def _step(model, num_decodes, params, kv, ids, positions, batch, last):
-    attend = PagedAttend(batch, num_decodes)
-    hidden, kv = hidden_states(model, params, ids, positions, kv, attend, last=last)
+def _step(model, params, kv, ids, ctx, last):
+    hidden, kv = hidden_states(model, params, ids, ctx, kv, last)
     return unembed(model, params, hidden), kv
 
 
 # These tests are compile time: without LLVM's optimiser they take two thirds of it.
 _jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-_jit_step = _jit(_step, static_argnums=(0, 1))
+_jit_step = _jit(_step, static_argnums=0)
 _jit_forward = _jit(forward, static_argnums=0)
 
 
-def nan_pool(model: Model) -> KVState:
+def nan_pool(model: Model) -> State:
     """A pool where what was never written is NaN; page 0 takes the padding's writes."""
-    kv = init_kv_state(model.kv_spec, NUM_PAGES, PAGE_SIZE)
+    kv = model.state.zeros(NUM_PAGES * len(model.state.windows), PAGE_SIZE, 0)
     return jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), kv)
 
 
-def prefilled(model: Model, params: Params, kv: KVState, seq: Sequence) -> KVState:
+def prefilled(model: Model, params: Params, kv: State, seq: Sequence) -> State:
     """The pool after the first two chunks of a sequence."""
     for start in (0, CHUNK):
         _, kv = run_step(model, params, kv, [], [(seq, start, start + CHUNK)])
@@ -197,10 +211,10 @@ def test_last_tokens_alone_equal_those_among_all(name: str) -> None:
 @every_family
 def test_dense_last_token_alone_equals_it_among_all(name: str) -> None:
     model, params = tiny_models.tiny_model(name)
-    ids, positions = jnp.asarray(tokens_of(23)), jnp.arange(LENGTH)
+    ids, ctx = jnp.asarray(tokens_of(23)), dense_context(LENGTH)
     whole, alone = (
-        hidden_states(model, params, ids, positions, None, DenseCausal(), last=last)[0]
-        for last in (None, jnp.array([LENGTH - 1]))
+        hidden_states(model, params, ids, ctx, only=only)[0]
+        for only in (None, jnp.array([LENGTH - 1]))
     )
     np.testing.assert_allclose(alone, whole[-1:], atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -259,11 +273,19 @@ def test_forward_differentiates(name: str) -> None:
 def test_taps_hold_each_layer_when_asked_for(name: str) -> None:
     model, params = tiny_models.tiny_model(name)
     ids = jnp.asarray(tokens_of(12))
-    _, state = model.module.apply(
-        {"params": params}, ids, jnp.arange(LENGTH), None, DenseCausal(), mutable=["taps"]
+    names = [f"layers.{i}.{what}" for i in range(2) for what in PLACES]
+    logits, taps = forward(model, params, ids, taps=(*names, "final_norm"))
+    np.testing.assert_array_equal(logits, forward(model, params, ids))
+    np.testing.assert_array_equal(unembed(model, params, taps["final_norm"]), logits)
+    before, mixed, fed, after = (
+        np.stack([taps[f"layers.{i}.{w}"] for i in (0, 1)]) for w in PLACES
     )
-    residuals = [state["taps"][f"layers_{i}"]["residual"] for i in range(2)]
-    assert all(len(sown) == 1 and sown[0].shape[0] == LENGTH for sown in residuals)
+    np.testing.assert_allclose(before + mixed + fed, after, atol=TOLERANCE, rtol=TOLERANCE)
+    np.testing.assert_array_equal(after[0], before[1])
+    with pytest.raises(
+        KeyError, match=r"no tap 'layers.2.attn_out'; taps are final_norm, layers.0"
+    ):
+        forward(model, params, ids, taps=("layers.2.attn_out",))
 
 
 @every_family
@@ -282,7 +304,7 @@ def test_rules_state_what_the_module_declares(name: str) -> None:
     model = build_model(tiny_models.tiny_config(name), "bfloat16")
 
     def all_params(module: Any, ids: jax.Array) -> jax.Array:
-        hidden, _ = module(ids, ids, None, DenseCausal())
+        hidden, _ = module(ids, None, dense_context(1))
         return module.unembed(hidden)
 
     def init() -> Any:

@@ -11,11 +11,10 @@ import pytest
 
 from jaxinfer.models import abstract_params, build_model, forward
 from jaxinfer.models.base import hidden_states
-from jaxinfer.nn.attention import AttentionBatch, PagedAttend, Rotary
-from jaxinfer.nn.kv import LayerKV, abstract_kv_state
+from jaxinfer.nn.context import Angles, Pages, Rows, StepContext
+from jaxinfer.nn.mixers.attention import QKNorm, attend
 from kit import tiny_models
 from pallas_kernels import registry
-from pallas_kernels.pins import Pins
 from pallas_kernels.registry import dispatch
 from pallas_kernels.skinny_gemm import api as skinny_api
 from pallas_kernels.swiglu_gemm import api as swiglu_api
@@ -29,16 +28,22 @@ ROWS, HEADS, KV_HEADS, HEAD_DIM = 8, 32, 8, 128
 MODEL = build_model(tiny_models.tiny_config("qwen3"), "bfloat16")
 
 
+def decode_context(ids: jax.Array, width: int) -> StepContext:
+    """A step of rows that decode, each with its id for a position."""
+    pages = Pages(ids, jnp.zeros((ROWS, width), jnp.int32), ids)
+    rows = Rows(ids, ids, ids, ids, ids, ids[:1])
+    return StepContext(ids, rows, (pages,), num_decodes=ROWS)
+
+
 @pytest.mark.parametrize("rotary", [True, False], ids=["rope", "no_rope"])
 def test_decode_layer(rotary: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
 
-    def layer(qkv: jax.Array, cos: jax.Array, norms: jax.Array, kv: LayerKV):
-        ids = jnp.zeros(ROWS, jnp.int32)
-        batch = AttentionBatch(ids, jnp.zeros((ROWS, 64), jnp.int32), ids, ids[:1])
-        turn = Rotary(cos, cos, norms, 1e-6) if rotary else None
-        attend = PagedAttend(batch, ROWS)
-        return attend(qkv, kv, num_kv_heads=KV_HEADS, rotary=turn, scale=0.1, window=None)
+    def layer(qkv: jax.Array, cos: jax.Array, norms: jax.Array, kv: dict[str, jax.Array]):
+        ctx = decode_context(jnp.zeros(ROWS, jnp.int32), 64)
+        ctx = ctx.with_angles((Angles(cos, cos),) if rotary else ())
+        norm = QKNorm(norms, 1e-6)
+        return attend(qkv, kv, ctx, num_kv_heads=KV_HEADS, qk_norm=norm, scale=0.1, window=None)
 
     def array(*shape: int, dtype: type = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -47,9 +52,9 @@ def test_decode_layer(rotary: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     qkv = array(ROWS, HEADS + 2 * KV_HEADS, HEAD_DIM)
     cos = array(ROWS, HEAD_DIM // 2, dtype=jnp.float32)
     with in_place_of_triton_call(recorder := Recorder()):
-        out, kv = jax.eval_shape(layer, qkv, cos, array(2, HEAD_DIM), LayerKV(pool, pool))
+        out, kv = jax.eval_shape(layer, qkv, cos, array(2, HEAD_DIM), {"k": pool, "v": pool})
     assert [call.kernel.__name__ for call in recorder.calls] == ["_append_and_attend"]
-    assert out.shape == (ROWS, HEADS, HEAD_DIM) and kv.k_pages.shape == pool.shape
+    assert out.shape == (ROWS, HEADS, HEAD_DIM) and kv["k"].shape == pool.shape
 
 
 def test_every_norm_of_a_served_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,11 +62,10 @@ def test_every_norm_of_a_served_decoder(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
 
     def step(params, kv, ids):
-        batch = AttentionBatch(ids, jnp.zeros((ROWS, 4), jnp.int32), ids, ids[:1])
-        return hidden_states(MODEL, params, ids, ids, kv, PagedAttend(batch, ROWS), Pins())
+        return hidden_states(MODEL, params, ids, decode_context(ids, 4), kv)
 
     ids = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
-    kv = abstract_kv_state(MODEL.kv_spec, 4, 16)
+    kv = MODEL.state.abstract(4, 16, 0)
     with in_place_of_triton_call(recorder := Recorder()):
         traced = jax.make_jaxpr(step)(abstract_params(MODEL), kv, ids)
     norms = [dict(c.constants) for c in recorder.calls if c.kernel.__name__ == "_add_and_norm"]
@@ -85,13 +89,12 @@ def products_of(monkeypatch: pytest.MonkeyPatch, **changes: object) -> set[str]:
         monkeypatch.setattr(module, "dispatch", noted)
 
     def step(params, kv, ids):
-        batch = AttentionBatch(ids, jnp.zeros((ROWS, 4), jnp.int32), ids, ids[:1])
-        return hidden_states(model, params, ids, ids, kv, PagedAttend(batch, ROWS), Pins())
+        return hidden_states(model, params, ids, decode_context(ids, 4), kv)
 
     ids = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
     with in_place_of_triton_call(Recorder()):
         hidden, _ = jax.eval_shape(
-            step, abstract_params(model), abstract_kv_state(model.kv_spec, 4, 16), ids
+            step, abstract_params(model), model.state.abstract(4, 16, 0), ids
         )
     assert hidden.shape == (ROWS, 1024) and hidden.dtype == jnp.bfloat16
     return chosen

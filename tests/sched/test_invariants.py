@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from immutables import Map
 
-from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.step import Pages
 from jaxinfer.sched.invariants import check
 from jaxinfer.sched.schedule import SchedulerState
 from kit.drive import Drive, make_limits, make_request
@@ -45,13 +45,13 @@ def written(array: np.ndarray, index: int, value: int) -> np.ndarray:
     return copy
 
 
-def twice(page_ids: IntLog) -> IntLog:
-    return IntLog((*page_ids, page_ids[0]))
+def more_pages(state: SchedulerState, *page_ids: int) -> tuple[Pages, ...]:
+    return (Pages(state.running[0].pages[0].ids.extend(page_ids)),)
 
 
 DAMAGES: tuple[tuple[Callable[[SchedulerState], SchedulerState], str], ...] = (
     (lambda s: pool(s, fresh_head=s.pages.fresh_head + 1), "not in exactly one of"),
-    (lambda s: first(s, page_ids=s.running[0].page_ids.extend((40,))), "not in exactly one of"),
+    (lambda s: first(s, pages=more_pages(s, 40)), "not in exactly one of"),
     (lambda s: pool(s, num_cached=0), "num_cached is 0"),
     (lambda s: pool(s, num_sharers=s.pages.num_sharers * 0), "has 2 owners"),
     (lambda s: pool(s, stamps=s.pages.stamps + 99), "not in exactly one of"),
@@ -74,7 +74,7 @@ DAMAGES: tuple[tuple[Callable[[SchedulerState], SchedulerState], str], ...] = (
         lambda s: pool(s, page_by_hash=Map(), hash_by_page=Map()),
         "shared by 2 sequences but not hashed",
     ),
-    (lambda s: first(s, page_ids=twice(s.running[0].page_ids)), "lists a page twice"),
+    (lambda s: first(s, pages=more_pages(s, s.running[0].pages[0].ids[0])), "lists a page twice"),
 )
 
 

@@ -288,7 +288,7 @@ def test_pages_are_shared_while_their_first_owner_runs_but_not_before_they_are_w
         Arrive(make_request("b", [1] * 20, max_tokens=30, arrival=1)),
     )
     drive.arrive(make_request("c", [1] * 20, max_tokens=30, arrival=2))
-    a, b, c = (list(seq.page_ids) for seq in drive.state.running)
+    a, b, c = (list(seq.pages[0].ids) for seq in drive.state.running)
     assert not set(a) & set(b), "nothing was committed when b was admitted"
     assert c[:4] == a[:4] and c[4] != a[4]
     drive.finish()

@@ -20,6 +20,7 @@ from kit.fake_executor import expected_tokens
 
 NIGHTLY_TRACES = 100_000
 MAX_MODEL_LEN = 48
+WINDOWS = ((None,), (None,), (None, 6), (None, 9, 9), (5,), (None, None, 1))
 PAGE_SIZE = 4
 STREAM = tuple((7 * i * i + i) % 50 for i in range(MAX_MODEL_LEN))  # prompts share its beginnings
 
@@ -36,6 +37,7 @@ class Trace:
     max_num_batched_tokens: int
     enable_prefix_caching: bool
     prefill_first: bool
+    windows: tuple[int | None, ...]
 
     def drive(self, **changes: object) -> Drive:
         """A fresh drive with the trace's limits."""
@@ -47,6 +49,7 @@ class Trace:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "enable_prefix_caching": self.enable_prefix_caching,
             "prefill_first": self.prefill_first,
+            "windows": self.windows,
         }
         limits = make_limits(**(values | changes))
         return Drive(limits, depth=self.depth)
@@ -72,8 +75,16 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
         turn += draw(st.integers(0, 3))
         prompt = (*STREAM[: draw(st.integers(0, 30))], draw(st.integers(0, 3)))
         requests.append((turn, _request(draw, i, prompt, in_order)))
+    max_num_batched_tokens = draw(st.sampled_from((1, 7, 16, 64)))
+    windows = draw(st.sampled_from(WINDOWS))
+    limits = make_limits(
+        max_num_batched_tokens=max_num_batched_tokens,
+        page_size=PAGE_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        windows=windows,
+    )
     largest = max(
-        cdiv(min(len(r.prompt_token_ids) + r.max_tokens, MAX_MODEL_LEN), PAGE_SIZE)
+        limits.pages_needed(min(len(r.prompt_token_ids) + r.max_tokens, MAX_MODEL_LEN))
         for _, r in requests
     )
     aborted = [] if in_order else draw(st.lists(st.sampled_from(requests), max_size=2))
@@ -83,7 +94,8 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
         depth=draw(st.integers(1, 3)),
         num_pages=1 + largest + draw(st.sampled_from((0, 1, 2, 4, 8, 20))),
         max_num_seqs=draw(st.integers(1, 5)),
-        max_num_batched_tokens=draw(st.sampled_from((1, 7, 16, 64))),
+        max_num_batched_tokens=max_num_batched_tokens,
+        windows=windows,
         enable_prefix_caching=draw(st.booleans()),
         prefill_first=draw(st.booleans()),
     )

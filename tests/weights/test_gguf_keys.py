@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from jaxinfer.core.errors import CheckpointError, JaxinferError, SourceError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.models import forward
+from jaxinfer.models.gqa_config import DecoderConfig
 from jaxinfer.models.registry import build_model
-from jaxinfer.nn.decoder_config import DecoderConfig
 from jaxinfer.nn.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from jaxinfer.nn.rope import inverse_frequencies as frequencies
 from jaxinfer.weights.gguf_config import hf_config_from_gguf

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 from msgspec.structs import replace
 
@@ -14,7 +13,6 @@ from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile import build_executables
-from jaxinfer.exec.cut import WeightsOfParts, cut_step
 from jaxinfer.exec.executor import Executor
 from jaxinfer.exec.memory import init_state
 from jaxinfer.exec.program import MOST_TOKENS_IN_TWO, Program
@@ -68,7 +66,7 @@ def test_pages_are_updated_in_place_and_neither_has_the_others_weights(family: s
     program = Program(deep_model(family)[0], LIMITS, platform="gpu")
     bucket = next(b for b in LIMITS.buckets if b.num_prefills and not b.num_decodes)
     whole = program._trace_step(bucket.name)
-    pools = {",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves(program.kv_state())}
+    pools = {",".join(map(str, leaf.shape)) for leaf in program.state()}
     made = 0
     for name, slots in ((program.first_name(bucket), False), (bucket.name, True)):
         lowered = program.trace(name).lower()
@@ -76,17 +74,17 @@ def test_pages_are_updated_in_place_and_neither_has_the_others_weights(family: s
         weights, *_ = lowered.args_info[0]
         assert len(weights) < len(whole.args_info[0][0])
         kept = [*jax.tree.leaves(program.slots())] if slots else []
-        own = 2 * (program.first_layers if not slots else 12 - program.first_layers)
+        own = program.parts[slots].arrays
         carried = program.carried_bytes(name, compiled)
         assert carried >= 4 * 32 * bucket.num_tokens if slots else carried == 0
-        kept += jax.tree.leaves(program.kv_state())[:own]
+        kept += [program.state()[i] for i in own]
         analysis = compiled.memory_analysis()
         assert analysis is not None
         assert analysis.alias_size_in_bytes == sum(leaf.size * 4 for leaf in kept)
         copied = re.findall(r"= [fs]32\[([\d,]+)\]\S* copy\(", compiled.as_text() or "")
         assert not pools.intersection(copied)
-        made += own
-    assert made == len(jax.tree.leaves(program.kv_state()))
+        made += len(own)
+    assert made == len(program.state())
 
 
 def test_only_prompts_alone_of_a_gpu_and_of_enough_layers_are_two() -> None:
@@ -104,28 +102,3 @@ def test_only_prompts_alone_of_a_gpu_and_of_enough_layers_are_two() -> None:
         assert any(name.endswith("_first") for name in program.names()) == expected
         assert not program.begins_apart(Bucket(0, 2 * MOST_TOKENS_IN_TWO, 1))
         assert not program.begins_apart(Bucket(0, 64, 1, scores=True))
-
-
-def test_what_cannot_be_cut_is_refused() -> None:
-    def step(
-        weights: list[jax.Array], pages: list[jax.Array], x: jax.Array
-    ) -> tuple[list, jax.Array]:
-        made = []
-        for weight, page in zip(weights, pages, strict=True):
-            x = x @ weight
-            made.append(page + x)
-        return made, x
-
-    square = jnp.eye(3)
-    traced = jax.jit(step).trace([square] * 2, [square] * 2, square)
-    assert cut_step(traced, 1, WeightsOfParts((0,), (1,))).carried
-    with pytest.raises(ValueError, match="the other part's layers"):
-        cut_step(traced, 1, WeightsOfParts((1,), (1,)))
-
-    def with_an_effect(weights: list, pages: list, x: jax.Array) -> tuple[list, jax.Array]:
-        jax.debug.print("{}", x[0, 0])
-        return step(weights, pages, x)
-
-    traced = jax.jit(with_an_effect).trace([square] * 2, [square] * 2, square)
-    with pytest.raises(ValueError, match="for its effect alone"):
-        cut_step(traced, 1, WeightsOfParts((0,), (1,)))

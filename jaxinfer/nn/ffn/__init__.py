@@ -1,0 +1,1 @@
+"""What a layer does to each token on its own: feed-forward networks."""

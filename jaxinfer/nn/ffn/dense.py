@@ -1,0 +1,48 @@
+"""The dense feed-forward network, gated (SwiGLU, GeGLU, ...) or plain.
+
+Owns: ``FeedForward``. Parameters:
+
+    gated  gate_up [D, 2F]: gate, up   gate_up_bias [2F]   down [F, D]   down_bias [D]
+    plain  up      [D, F]              up_bias      [F]    down [F, D]   down_bias [D]
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.nn.activations import ACTIVATIONS
+from jaxinfer.nn.context import StepContext
+from jaxinfer.nn.decoder_config import FeedForwardConfig
+from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm
+
+_INIT = nn.initializers.normal(0.02)
+_ZEROS = nn.initializers.zeros
+
+
+class FeedForward(nn.Module):
+    """The feed-forward block of a layer, its norm before it included."""
+
+    config: FeedForwardConfig
+
+    @nn.compact
+    def __call__(
+        self, stream: Stream, norm: Norm, ctx: StepContext
+    ) -> tuple[jax.Array, jax.Array]:  # [T, D], and [T, D] or float32[S, T, D]
+        """The stream with its delta added, and what the network adds to it."""
+        c, d, dtype = self.config, stream.x.shape[1], stream.x.dtype
+        name, columns = ("gate_up", 2 * c.width) if c.gated else ("up", c.width)
+        w = self.param(name, _INIT, (d, columns), dtype)
+        bias = self.param(f"{name}_bias", _ZEROS, (columns,), dtype) if c.bias else None
+        swiglu = c.gated and c.activation == "silu" and not c.bias  # in one kernel
+        stream, hidden = linear_of_norm(stream, norm, w, ctx, bias=bias, swiglu=swiglu)
+        activation = ACTIVATIONS[c.activation]
+        if c.gated and not swiglu:
+            gate, up = jnp.split(hidden, 2, axis=-1)
+            hidden = activation(gate) * up
+        elif not c.gated:
+            hidden = activation(hidden)
+        w = self.param("down", _INIT, (c.width, d), dtype)
+        bias = self.param("down_bias", _ZEROS, (d,), dtype) if c.bias else None
+        return stream.x, linear(hidden, w, ctx, bias=bias, partial=True)

@@ -1,0 +1,1 @@
+"""How a layer mixes tokens: attention, and what else there will be."""

@@ -1,0 +1,206 @@
+"""Grouped-query attention: queries, keys and values of one product, rope, pages or none.
+
+Owns: ``Attention``, the module, and ``attend``, the way from a token's heads to its output: over
+pages when serving, over the sequence itself when dense.
+
+Parameters of ``Attention``:
+
+    qkv [D, (N + 2K) * H]   qkv_bias [(N + 2K) * H] with qkv_bias   qk_norms [2, H] with qk_norm
+    o   [N * H, D]          o_bias   [D]            with o_bias
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.nn.context import Angles, StepContext
+from jaxinfer.nn.decoder_config import AttentionConfig
+from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm
+from jaxinfer.nn.state import LayerArrays
+from pallas_kernels.append_decode.api import append_decode
+from pallas_kernels.kv_append.api import kv_append
+from pallas_kernels.numerics import split_and_rotate, split_heads
+from pallas_kernels.paged_prefill.api import paged_prefill
+from pallas_kernels.qk_rope_append.api import qk_rope_append
+
+_INIT = nn.initializers.normal(0.02)
+_ZEROS = nn.initializers.zeros
+
+
+class QKNorm(NamedTuple):
+    """An RMS norm over H of each query and key, before rope."""
+
+    weights: jax.Array | None  # [2, H]: of queries, of keys; None without the norm
+    eps: float  # static
+
+
+class Attention(nn.Module):
+    """The attention block of a layer, its norm before it included."""
+
+    config: AttentionConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        stream: Stream,
+        norm: Norm,
+        state: LayerArrays | None,
+        ctx: StepContext,
+        only: jax.Array | None = None,  # int32[B]
+    ) -> tuple[jax.Array, jax.Array, LayerArrays | None]:
+        """The stream [T, D] with its delta added, what attention adds to it, the layer's new state.
+
+        With ``only``, both are of these tokens alone: the last of each row, in the last layer,
+        where nothing reads the others. Their keys and values are appended all the same.
+        """
+        c, d = self.config, stream.x.shape[1]
+        dtype = stream.x.dtype
+        heads = c.num_heads + 2 * c.num_kv_heads
+        w = self.param("qkv", _INIT, (d, heads * c.head_dim), dtype)
+        bias = self.param("qkv_bias", _ZEROS, w.shape[1:], dtype) if c.qkv_bias else None
+        stream, qkv = linear_of_norm(stream, norm, w, ctx, bias=bias)
+        norms = None
+        if c.qk_norm:
+            norms = self.param("qk_norms", nn.initializers.ones, (2, c.head_dim), dtype)
+        out, state = attend(
+            qkv.reshape(-1, heads, c.head_dim),
+            state,
+            ctx,
+            num_kv_heads=c.num_kv_heads,
+            qk_norm=QKNorm(norms, norm.eps),
+            scale=c.scale,
+            window=c.window,
+            only=only,
+        )
+        x = stream.x if only is None else stream.take(only)
+        w = self.param("o", _INIT, (c.num_heads * c.head_dim, d), dtype)
+        bias = self.param("o_bias", _ZEROS, (d,), dtype) if c.o_bias else None
+        return x, linear(out.reshape(len(out), -1), w, ctx, bias=bias, partial=True), state
+
+
+def attend(
+    qkv: jax.Array,  # [T, N + 2K, H]: a token's heads, of queries, keys and values
+    state: LayerArrays | None,
+    ctx: StepContext,
+    *,
+    num_kv_heads: int,
+    qk_norm: QKNorm,
+    scale: float,
+    window: int | None,
+    only: jax.Array | None = None,  # int32[B]
+) -> tuple[jax.Array, LayerArrays | None]:  # [T, N, H], or with only [B, N, H]
+    """Append this step's keys and values to the pages and attend over them.
+
+    The heads come together, so that one kernel may do all that lies before attention. Without
+    state, a whole sequence attends to itself.
+    """
+    angles = ctx.angles[0] if ctx.angles else None
+    if state is None:
+        return _dense(qkv, angles, qk_norm, num_kv_heads, scale, window, only), None
+    pages, d = ctx.pages[0], ctx.num_decodes
+    if qkv.shape[0] == d:
+        return _decode(qkv, state, ctx, angles, qk_norm, scale=scale, window=window)
+    # Both parts are appended before the prompts' is read: a write after a read makes XLA copy
+    # pools. (``append_decode`` reads what it has written itself.)
+    prompts, pools = qkv[d:], (state["k"], state["v"])
+    q, pools = _append(prompts, pools, pages.slot_mapping[d:], ctx, angles, qk_norm, num_kv_heads)
+    state = {"k": pools[0], "v": pools[1]}
+    if only is not None:  # a decode step of all rows; it appends their tokens once more
+        angles = None if angles is None else angles.take(only)
+        return _decode(qkv[only], state, ctx, angles, qk_norm, scale=scale, window=window)
+    parts: list[jax.Array] = []
+    if d:
+        first = None if angles is None else angles.take(slice(d))
+        out, state = _decode(qkv[:d], state, ctx, first, qk_norm, scale=scale, window=window)
+        parts.append(out)
+    assert ctx.rows is not None
+    where = (pages.page_table[d:], pages.seq_lens[d:], ctx.rows.query_start_loc)
+    impl = ctx.pinned("paged_prefill")
+    kv = (state["k"], state["v"])
+    parts.append(paged_prefill(q, *kv, *where, scale=scale, window=window, impl=impl))
+    return jnp.concatenate(parts) if d else parts[0], state
+
+
+def _append(
+    qkv: jax.Array,  # [T, N + 2K, H]
+    pools: tuple[jax.Array, jax.Array],  # [P, page_size, K, H] each
+    slots: jax.Array,  # int32[T]
+    ctx: StepContext,
+    angles: Angles | None,
+    qk_norm: QKNorm,
+    num_kv_heads: int,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # [T, N, H]
+    """Queries, and the pools with the keys and values of prompts in them."""
+    if angles is None:
+        q, k, v = split_heads(qkv, num_kv_heads)
+        k_pages, v_pages = kv_append(k, v, *pools, slots, impl=ctx.pinned("kv_append"))
+        return q, (k_pages, v_pages)
+    cos, sin = angles.take(slice(ctx.num_decodes, None))
+    norms, impl = qk_norm.weights, ctx.pinned("qk_rope_append")
+    q, k_pages, v_pages = qk_rope_append(
+        qkv, cos, sin, norms, *pools, slots, eps=qk_norm.eps, impl=impl
+    )
+    return q, (k_pages, v_pages)
+
+
+def _decode(
+    qkv: jax.Array,  # [rows, N + 2K, H]
+    state: LayerArrays,
+    ctx: StepContext,
+    angles: Angles | None,  # of these rows
+    qk_norm: QKNorm,
+    *,
+    scale: float,
+    window: int | None,
+) -> tuple[jax.Array, LayerArrays]:  # [rows, N, H]
+    """Append and attend, for one token of each of the first rows."""
+    rows, pages = qkv.shape[0], ctx.pages[0]
+    cos, sin, norms = (None, None, None) if angles is None else (*angles, qk_norm.weights)
+    out, k_pages, v_pages = append_decode(
+        qkv,
+        cos,
+        sin,
+        norms,
+        state["k"],
+        state["v"],
+        pages.page_table[:rows],
+        pages.seq_lens[:rows],
+        ctx.arrivals if rows == ctx.num_decodes else None,
+        scale=scale,
+        eps=0.0 if angles is None else qk_norm.eps,
+        window=window,
+        impl=ctx.pinned("append_decode"),
+    )
+    return out, {"k": k_pages, "v": v_pages}
+
+
+def _dense(
+    qkv: jax.Array,  # [T, N + 2K, H]
+    angles: Angles | None,
+    qk_norm: QKNorm,
+    num_kv_heads: int,
+    scale: float,
+    window: int | None,
+    only: jax.Array | None,  # int32[B]
+) -> jax.Array:  # [T, N, H], or with only [B, N, H]
+    """Causal attention of one whole sequence over itself. Differentiates and vmaps."""
+    if angles is None:
+        q, k, v = split_heads(qkv, num_kv_heads)
+    else:
+        cos, sin = angles
+        q, k, v = split_and_rotate(qkv, cos, sin, qk_norm.weights, num_kv_heads, qk_norm.eps)
+    t, n, h = q.shape
+    grouped = q.reshape(t, k.shape[1], n // k.shape[1], h)
+    scores = jnp.einsum("TKGH,SKH->KGTS", grouped, k, preferred_element_type=jnp.float32)
+    distance = jnp.arange(t)[:, None] - jnp.arange(t)[None, :]  # [T, S]
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    scores = jnp.where(visible, scores * scale, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("KGTS,SKH->TKGH", weights, v).reshape(t, n, h)
+    return out if only is None else out[only]
