@@ -1,7 +1,9 @@
-"""One lowering of a kernel for all the executables of a process.
+"""A kernel in Mosaic that is lowered once for all the executables of a process.
 
-Owns: ``call_lowered``, ``Kernel`` and ``LoweredKernel``. Must not know: which kernels come here,
-which process lowers them.
+To lower such a kernel takes 0.1 to 1.5 s of Python, and JAX would lower it again for each
+executable. ``call_lowered`` calls an exported function instead. All executables then hold the same
+bytes, by which XLA recognises a kernel that it has compiled. (What JAX lowers itself has a running
+number in it.)
 """
 
 from __future__ import annotations
@@ -17,32 +19,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import export
-from jax.extend.mlir import deserialize_portable_artifact, serialize_portable_artifact
-from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters.mlir import make_ir_context
 
-from pallas_kernels.custom_calls import (
+from pallas_kernels.device import Device, current_device, described
+from pallas_kernels.toolchain.jax_internals import (
     HASH,
+    LOWERING_SETTINGS,
     MODULE,
     MOSAIC_CALL,
+    TRACE_SETTINGS,
     attribute_of,
     custom_calls,
+    make_ir_context,
+    read_module,
     set_attribute,
-    set_module,
+    set_kernel,
+    write_module,
 )
-from pallas_kernels.device import Device, current_device, described
-from pallas_kernels.link_mosaic import unlinked_module
-from pallas_kernels.machine_code import KernelCall, Run, run_here
+from pallas_kernels.toolchain.link_modules import unlinked_module
+from pallas_kernels.toolchain.machine_code import KernelCall, Run, run_here
 
-SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_numpy_dtype_promotion")
-TO_LOWER = (
-    # What is lowered runs with this version of JAX: it need not suit an older one. (Mosaic's older
-    # form names things that the newer reader does not know.)
-    ("jax_export_ignore_forward_compatibility", True),
-    # Else a kernel's bytes, and so its hash, tell who called for it.
-    ("jax_include_full_tracebacks_in_locations", False),
-)
-_LOWERING = threading.RLock()  # settings are the process's, and lowering is all Python
+_LOWERING = threading.RLock()  # the settings are the process's, and lowering holds Python's lock
 
 
 def call_lowered(
@@ -52,20 +48,17 @@ def call_lowered(
     static: Mapping[str, Any],
     results: Callable[..., Any] | None = None,
 ) -> Any:
-    """A module's function of arrays in a trace; lowered once for each shape, whoever calls it.
+    """Call a module's function of arrays in a trace; it is lowered once for each shape.
 
-    A kernel in Mosaic takes 0.1 to 1.5 s of Python to lower, and JAX lowers for each executable
-    what it traced once. Here executables call an exported function instead. They hold the same
-    bytes then, by which XLA knows a kernel that it has compiled already. (What JAX lowers itself
-    has a running number in it.) The function takes and returns arrays alone, no references.
-    ``results``, called as the function is, says what it returns, as shapes: to trace a large kernel
-    in order to know takes 0.15 s.
+    The function takes and returns arrays alone, no references. ``results``, called as the function
+    is, returns the shapes of its results; without it the function is traced for them, which takes
+    0.15 s for a large kernel.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    settings = tuple((setting, getattr(jax.config, setting)) for setting in SETTINGS)
+    settings = tuple((setting, getattr(jax.config, setting)) for setting in TRACE_SETTINGS)
     returned = None if results is None else results(*shapes, **static)
-    asked = (shapes, tuple(static.items()), current_device(), settings, returned)
-    return _shared(Kernel(module, name, *asked)).call(*args)
+    decisive = (shapes, tuple(static.items()), current_device(), settings, returned)
+    return _shared(Kernel(module, name, *decisive)).call(*args)
 
 
 @dataclass(frozen=True)
@@ -84,18 +77,18 @@ class Kernel:
         return f"{self.module}.{self.name}({_listed(jax.tree.leaves(self.shapes))})"
 
     def results(self) -> Any:
-        """What it returns, as shapes."""
+        """The shapes of its results."""
         if self.returned is not None:
             return self.returned
         with described(self.device):
             return jax.eval_shape(self._function(), *self.shapes)
 
     def lower(self) -> bytes:
-        """The module in StableHLO, serialised as ``export`` does.
+        """The module in StableHLO, serialized as ``export`` does.
 
-        Raises ValueError when it does not return what it was said to.
+        Raises ValueError when its results are not those that ``returned`` says.
         """
-        with _LOWERING, described(self.device), _set((*self.settings, *TO_LOWER)):
+        with _LOWERING, described(self.device), _set((*self.settings, *LOWERING_SETTINGS)):
             exported = self.exported(self._function())
         said, made = (_listed(x) for x in (jax.tree.leaves(self.returned), exported.out_avals))
         if self.returned is not None and said != made:
@@ -106,7 +99,7 @@ class Kernel:
         """A function of these arguments under the kernel's name."""
         named = partial(function)
         named.__name__ = self.name  # type: ignore[attr-defined]
-        # All arguments are kept: which ones are used is known to who lowers the kernel alone.
+        # All arguments are kept: only the process that lowers the kernel knows which are used.
         return export.export(
             jax.jit(named, keep_unused=True), platforms=[self.device.xla_platform]
         )(*self.shapes)
@@ -160,53 +153,53 @@ class LoweredKernel(export.Exported):
         raise ValueError(f"{self.kernel} has no derivative")
 
     def compile(self, run: Run = run_here) -> None:
-        """Have its machine code in this process; what is lowered from then on names it by its hash.
+        """Load its machine code into this process; modules lowered from then on hold its hash.
 
-        Mosaic keeps what it compiled by that hash, looks there first, and an executable is saved
-        with the machine code of its kernels. So their source, up to 260 KB in each of 36 layers,
-        is dead weight: without it XLA compiles a step of 1,024 tokens in 2.4 s, not 5.2. ``run``
-        may have another process lower and compile the kernel.
+        Mosaic keeps what it has compiled by that hash and looks there first, and an executable is
+        saved with the machine code of its kernels. So their source, up to 260 KB in each of 36
+        layers, is no longer needed: without it XLA compiles a step of 1,024 tokens in 2.4 s, not
+        5.2. ``run`` may lower and compile the kernel in another process.
         """
         self.lower(run)
         assert self._whole is not None
         for call in self._calls():
             call.compile(run)
-        self._module = _by_hash(self._whole)
+        self._module = _without_sources(self._whole)
         self.compiled = True
 
     def lower(self, run: Run = run_here) -> None:
-        """Have its module, if nobody has yet."""
+        """Lower its module, unless that is done."""
         with self._changing:
             if self._whole is None:
                 self._module = self._whole = run(self.kernel.lower)
 
     def sources(self) -> dict[bytes, bytes]:
-        """The modules of its calls of Mosaic by their hashes, once it is lowered."""
+        """The Mosaic modules of its calls by their hashes, once it is lowered."""
         assert self._whole is not None, f"{self.kernel} is not lowered"
         with make_ir_context():
-            module = deserialize_portable_artifact(self._whole)
+            module = read_module(self._whole)
             calls = custom_calls(module.operation, MOSAIC_CALL)
             return {attribute_of(call, HASH): attribute_of(call, MODULE) for call in calls}
 
     def _calls(self) -> list[KernelCall]:
-        """Its calls of Mosaic, each alone."""
+        """Its Mosaic calls, each alone."""
+        assert self._whole is not None
         with make_ir_context():
-            module = deserialize_portable_artifact(self._whole)
+            module = read_module(self._whole)
             calls = custom_calls(module.operation, MOSAIC_CALL)
             return [KernelCall.of(call, str(self.kernel), self.kernel.device) for call in calls]
 
 
-def name_by_hash(module: Any) -> set[bytes]:  # an ir.Module
-    """Take the sources of kernels out of a module, in place; the hashes by which it names them now.
-
-    Whoever compiles it has compiled them before.
+def drop_sources(module: Any) -> set[bytes]:  # an ir.Module
+    """Remove the sources of Mosaic kernels from a module, in place; returns the hashes that are
+    left in it. Their kernels must be compiled in this process before the module is.
     """
-    named = set[bytes]()
+    hashes = set[bytes]()
     with module.context:
         for call in custom_calls(module.operation, MOSAIC_CALL):
-            named.add(attribute_of(call, HASH))
+            hashes.add(attribute_of(call, HASH))
             set_attribute(call, MODULE, "")
-    return named
+    return hashes
 
 
 def _listed(shapes: Iterable[Any]) -> str:
@@ -214,26 +207,26 @@ def _listed(shapes: Iterable[Any]) -> str:
 
 
 def _unlinked(artifact: bytes) -> bytes:
-    """The module without the marks of kernels that may begin early: beside others than those that
-    they are linked with (``link``) they must not.
+    """The module without the marks of kernels that may begin early, which they must not do unless
+    they are linked (``link``).
     """
     with make_ir_context():
-        module = deserialize_portable_artifact(artifact)
+        module = read_module(artifact)
         for call in custom_calls(module.operation, MOSAIC_CALL):
-            set_module(call, unlinked_module(attribute_of(call, MODULE)))
-        return serialize_portable_artifact(module, stablehlo.get_current_version())
+            set_kernel(call, unlinked_module(attribute_of(call, MODULE)))
+        return write_module(module)
 
 
-def _by_hash(artifact: bytes) -> bytes:
-    """The module without the sources of its kernels."""
+def _without_sources(artifact: bytes) -> bytes:
     with make_ir_context():
-        module = deserialize_portable_artifact(artifact)
-        name_by_hash(module)
-        return serialize_portable_artifact(module, stablehlo.get_current_version())
+        module = read_module(artifact)
+        drop_sources(module)
+        return write_module(module)
 
 
 @cache
 def _shared(kernel: Kernel) -> LoweredKernel:
+    """One for the process, as JAX's traces and Mosaic's cache of machine code are."""
     return LoweredKernel(kernel)
 
 
