@@ -4,7 +4,7 @@
 through ``registry.imported_when_called``.
 
     find            the kernels in a trace, and how to compile one in Triton
-    kernel_call     a Mosaic kernel, lowered once for all executables of a process
+    kernel_call     a Mosaic kernel as a primitive: lowered once for all executables of a process
     pool, worker    processes that lower and compile Mosaic kernels
     machine_code    a Mosaic kernel compiled in one process and loaded in another
     link*           neighbouring Mosaic kernels as one custom call, in which each may begin early:

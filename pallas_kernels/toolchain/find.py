@@ -15,7 +15,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
 from pallas_kernels.toolchain.jax_internals import TRITON_PRIMITIVE
-from pallas_kernels.toolchain.kernel_call import LoweredKernel
+from pallas_kernels.toolchain.kernel_call import LoweredKernel, kernel_call_p
 from pallas_kernels.toolchain.torch_hidden import torch_hidden
 
 
@@ -30,7 +30,8 @@ def kernels_in(traced: ClosedJaxpr) -> dict[Hashable, Callable[[], Any]]:
     for call in _calls(traced.jaxpr, set()):
         if call.primitive.name == TRITON_PRIMITIVE:
             found.setdefault(_key(call), partial(_compile, call))
-        elif isinstance(kernel := call.params.get("exported"), LoweredKernel):
+        elif call.primitive is kernel_call_p:
+            kernel: LoweredKernel = call.params["kernel"]
             found.setdefault(kernel, kernel.compile)
     return found
 

@@ -1,24 +1,27 @@
-"""A kernel in Mosaic that is lowered once for all the executables of a process.
+"""A kernel in Mosaic as a primitive that is lowered once for all the executables of a process.
 
 To lower such a kernel takes 0.1 to 1.5 s of Python, and JAX would lower it again for each
-executable. ``call_lowered`` calls an exported function instead. All executables then hold the same
-bytes, by which XLA recognises a kernel that it has compiled. (What JAX lowers itself has a running
-number in it.)
+executable. ``call_lowered`` binds a primitive instead, whose rule calls an exported module. All
+executables then hold the same bytes, by which XLA recognises a kernel that it has compiled. (What
+JAX lowers itself has a running number in it.)
 """
 
 from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import export
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 
 from pallas_kernels.device import Device, current_device, described
 from pallas_kernels.toolchain.jax_internals import (
@@ -58,7 +61,9 @@ def call_lowered(
     settings = tuple((setting, getattr(jax.config, setting)) for setting in TRACE_SETTINGS)
     returned = None if results is None else results(*shapes, **static)
     decisive = (shapes, tuple(static.items()), current_device(), settings, returned)
-    return _shared(Kernel(module, name, *decisive)).call(*args)
+    kernel = _shared(Kernel(module, name, *decisive))
+    flat = kernel_call_p.bind(*jax.tree.leaves(args), kernel=kernel)
+    return jax.tree.unflatten(jax.tree.structure(kernel.results), flat)
 
 
 @dataclass(frozen=True)
@@ -110,47 +115,36 @@ class Kernel:
         )
 
 
-class LoweredKernel(export.Exported):
-    """A kernel as executables hold it: whole, until it is compiled; then by its hash.
+class LoweredKernel:
+    """A kernel in this process. Its module is whole until it is compiled, then without its source.
 
-    What it takes and returns is known at once, its module when it is asked for. One of them equals
-    itself alone, since what it holds changes.
+    A trace needs only the shapes of its results; its module is lowered by the first who needs it.
+    It equals only itself, since its content changes.
     """
 
     def __init__(self, kernel: Kernel) -> None:
-        results = kernel.results()
-        like = kernel.exported(
-            lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), results)
-        )
-        types = {field.name: getattr(like, field.name) for field in fields(like)}
-        del types["mlir_module_serialized"]  # zeros
-        self.__dict__.update(types)
         self.kernel = kernel
+        self.results = kernel.results()
+        self.compiled = False  # for this process
         self._module: bytes | None = None
         self._whole: bytes | None = None
         self._changing = threading.Lock()
-        self.compiled = False  # for this process
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    def __str__(self) -> str:
+        return str(self.kernel)
 
-    def __hash__(self) -> int:
-        return id(self)
-
-    @property
-    def mlir_module_serialized(self) -> bytes:
-        """Lowered here and now, if nobody has compiled the kernel."""
+    def exported(self) -> export.Exported:
+        """The kernel to be called, as it is now; lowered in this process if it is not lowered."""
         self.lower()
         assert self._module is not None
-        return self._module
+        return replace(self._zeros, mlir_module_serialized=self._module)
 
-    def has_vjp(self) -> bool:
-        """No kernel differentiates."""
-        return False
-
-    def vjp(self) -> export.Exported:
-        """Raises ValueError."""
-        raise ValueError(f"{self.kernel} has no derivative")
+    @cached_property
+    def _zeros(self) -> export.Exported:
+        """A function with the kernel's arguments and results."""
+        return self.kernel.exported(
+            lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.results)
+        )
 
     def compile(self, run: Run = run_here) -> None:
         """Load its machine code into this process; modules lowered from then on hold its hash.
@@ -175,7 +169,7 @@ class LoweredKernel(export.Exported):
 
     def sources(self) -> dict[bytes, bytes]:
         """The Mosaic modules of its calls by their hashes, once it is lowered."""
-        assert self._whole is not None, f"{self.kernel} is not lowered"
+        assert self._whole is not None, f"{self} is not lowered"
         with make_ir_context():
             module = read_module(self._whole)
             calls = custom_calls(module.operation, MOSAIC_CALL)
@@ -187,7 +181,7 @@ class LoweredKernel(export.Exported):
         with make_ir_context():
             module = read_module(self._whole)
             calls = custom_calls(module.operation, MOSAIC_CALL)
-            return [KernelCall.of(call, str(self.kernel), self.kernel.device) for call in calls]
+            return [KernelCall.of(call, str(self), self.kernel.device) for call in calls]
 
 
 def drop_sources(module: Any) -> set[bytes]:  # an ir.Module
@@ -242,3 +236,35 @@ def _set(settings: tuple[tuple[str, Any], ...]) -> Generator[None]:
     finally:
         for name in changed:
             jax.config.update(name, before[name])
+
+
+kernel_call_p = Primitive("kernel_call")
+kernel_call_p.multiple_results = True
+
+
+@kernel_call_p.def_impl
+def _run(*args: jax.Array, kernel: LoweredKernel) -> Sequence[jax.Array]:
+    """Outside of a trace."""
+    return _call(kernel.exported(), kernel, *args)
+
+
+@kernel_call_p.def_abstract_eval
+def _result_types(*_: Any, kernel: LoweredKernel) -> Sequence[ShapedArray]:
+    return [ShapedArray(x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(kernel.results)]
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *args: Any, kernel: LoweredKernel) -> Any:
+    return mlir.lower_fun(partial(_call, kernel.exported(), kernel))(ctx, *args)
+
+
+def _differentiate(*_: Any, kernel: LoweredKernel) -> Any:
+    raise ValueError(f"{kernel} has no derivative")
+
+
+def _call(exported: export.Exported, kernel: LoweredKernel, *args: Any) -> Sequence[jax.Array]:
+    structure = jax.tree.structure(kernel.kernel.shapes)
+    return jax.tree.leaves(exported.call(*jax.tree.unflatten(structure, args)))
+
+
+mlir.register_lowering(kernel_call_p, _lower)
+ad.primitive_jvps[kernel_call_p] = _differentiate
