@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.pdl import await_kernel_before, let_next_begin
+from pallas_kernels.skinny_gemm.cases import Sizes, sizes_of
 from pallas_kernels.skinny_gemm.launch import COLUMNS, TOKENS, Launch, choose, result_of
-from pallas_kernels.skinny_gemm.sizes import Sizes, sizes_of
 
 type Ref = Any
 
