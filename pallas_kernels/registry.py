@@ -22,7 +22,6 @@ OP_NAMES = (
     "append_decode",
     "kv_append",
     "norm_gemm",
-    "paged_decode",
     "paged_prefill",
     "publish",
     "qk_rope_append",
