@@ -1,8 +1,4 @@
-"""Checks that several ops share.
-
-Owns: ``check_paged``, ``check_parts``, ``unfit_for_triton``, ``without_triton``, ``not_hopper``.
-Must not know: implementations.
-"""
+"""Checks that several ops share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The device that kernels are chosen and made for: jax's default one, or one that is described.
-
-Owns: ``Device``, ``current_device`` and ``described``. Must not know: kernels.
-"""
+"""The device that kernels are compiled for: jax's default one, or one that is described."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _DESCRIBED: ContextVar[Device | None] = ContextVar("described_device", default=N
 
 @dataclass(frozen=True)
 class Device:
-    """All that decides which kernels are taken, how they are launched and what they are made of."""
+    """All that decides which kernels are chosen, how they are launched and what is compiled."""
 
     platform: str  # "cpu", "gpu" or "tpu"
     kind: str  # as its driver calls it
@@ -38,9 +35,9 @@ def current_device() -> Device:
 
 @contextmanager
 def described(device: Device) -> Generator[None]:
-    """Within it, and in this thread alone, ``device`` is the current one; it need not be there.
+    """Within it, and in this thread alone, ``device`` is the current one; it need not be present.
 
-    What ``jax.jit`` has traced for one device it takes for another: describe one in a process.
+    ``jax.jit`` reuses traces whatever device is described: describe only one in a process.
     """
     token = _DESCRIBED.set(device)
     try:

@@ -1,7 +1,6 @@
-"""Formulas that the models and the kernels' plain implementations share.
+"""Formulas that the models and several ops share.
 
-Owns: ``rms_norm``, ``add_parts``, ``rotate``, and how a token's heads lie together. Statistics and
-angles are float32 whatever the dtype; results keep the input's dtype. Must not know: ops, models.
+Statistics and angles are float32 whatever the dtype; results keep the input's dtype.
 """
 
 from __future__ import annotations
@@ -59,3 +58,8 @@ def split_and_rotate(
     if qk_norms is not None:
         q, k = rms_norm(q, qk_norms[0], eps), rms_norm(k, qk_norms[1], eps)
     return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n, as Triton's tiles must be."""
+    return 1 << (n - 1).bit_length()

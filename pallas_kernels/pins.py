@@ -1,14 +1,9 @@
-"""Kernels pinned for a measurement or a test: by op, the implementation to use whatever is faster.
-
-Owns: ``Pins``, ``NO_PINS``, ``ALL_XLA``, ``LINKS``, ``checked_pins``. Must not know: how an
-implementation is chosen where none is pinned.
-"""
+"""Pins: for a measurement or a test, the implementation that an op uses, faster or not."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from pallas_kernels.registry import OP_NAMES, all_ops
 
@@ -25,18 +20,17 @@ class Pins:
 
 
 NO_PINS = Pins()
-WITHIN = MappingProxyType({"paged_decode": "append_decode"})  # that steps run in another alone
-# Plain jnp on every platform: what research needs, since kernels neither differentiate nor vmap.
-# Not a kernel: those of a step that are neighbours become one call (``link``), unless pinned so.
+# Not an op: neighbouring kernels of a step become one call (``toolchain.link``), unless pinned so.
 LINKS, UNLINKED = "links", "none"
-ALL_XLA = Pins(tuple((name, "xla") for name in OP_NAMES if name not in WITHIN))
+# Plain jnp on every platform: what research needs, since kernels neither differentiate nor vmap.
+ALL_XLA = Pins(tuple((name, "xla") for name in OP_NAMES))
 
 
 def checked_pins(by_op: Mapping[str, str], platform: str) -> Pins:
-    """The pins; raises ValueError for what is unknown, would change nothing, or never runs on the
-    platform.
+    """The pins; raises ValueError for a name that is unknown and for an implementation that does
+    not run on the platform.
 
-    Whether an implementation takes a model's shapes shows when it is traced.
+    Whether an implementation supports a model's shapes is known when a step is traced.
     """
     ops = {op.name: op for op in all_ops()}
     for name, pinned in by_op.items():
@@ -46,8 +40,6 @@ def checked_pins(by_op: Mapping[str, str], platform: str) -> Pins:
             continue
         if name not in ops:
             raise ValueError(f"there is no kernel {name!r}; the kernels are {', '.join(ops)}")
-        if name in WITHIN:
-            raise ValueError(f"steps run {name} within {WITHIN[name]}; pin {WITHIN[name]}")
         impls = {impl.name: impl for impl in ops[name].impls}
         if pinned not in impls:
             raise ValueError(f"{name} has no implementation {pinned!r}; it has {', '.join(impls)}")

@@ -1,7 +1,6 @@
 """What a kernel op is, and how an implementation of it is chosen.
 
-Owns: ``KernelOp``, ``Impl``, ``Cost``, ``select`` and the list of ops. An op is a frozen record in
-its own folder (``<op>/api.py``); nothing registers itself. Must not know: what any op computes.
+An op is a frozen record in its own folder (``<op>/api.py``); nothing registers itself.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ import jax
 
 from pallas_kernels.checks import NOT_INSTALLED
 from pallas_kernels.device import current_device
-from pallas_kernels.lowered import call_lowered
+from pallas_kernels.toolchain.kernel_call import call_lowered
 
 OP_NAMES = (
     "append_decode",
     "kv_append",
     "norm_gemm",
-    "paged_decode",
     "paged_prefill",
     "publish",
     "qk_rope_append",
@@ -45,12 +43,13 @@ def _runs_always(*args: Any, **static: Any) -> None:
 def imported_when_called(
     module: str, name: str, results: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """A function of a module that is imported no earlier than the function is called.
+    """A function of a module that is imported when the function is first called.
 
     The languages of GPU kernels are optional and slow to import. Mosaic is slow to lower as well,
-    so on a GPU all executables share one lowering of each shape, where no reference is handed in.
-    (XLA's code has little to lower, and jax-triton remembers what it compiled.) ``results`` says
-    what such a kernel returns, as shapes; without it the kernel is traced to know.
+    so on a GPU all executables share one lowering for each shape (``toolchain``), unless an
+    argument is a reference. (XLA's code has little to lower, and jax-triton keeps the kernels that
+    it has compiled.) ``results`` returns the shapes of such a kernel's results; without it the
+    kernel is traced for them.
     """
     in_mosaic = module.endswith(".mosaic")
 

@@ -31,9 +31,8 @@ from jaxinfer.exec.aot import (
     program_fingerprint,
     write_manifest,
 )
-from jaxinfer.exec.kernels import KernelsAhead
 from jaxinfer.exec.program import Program
-from pallas_kernels.triton_text import drop_triton_text
+from pallas_kernels.toolchain.api import Toolchain
 
 type Compiled = Callable[..., Any]  # jax.stages.Compiled: refuses any other shape, never compiles
 
@@ -165,11 +164,11 @@ def compile_all(
         with (
             progress.task("compile", len(names)) as advance,
             nothing_collected(),
-            KernelsAhead(threads) as kernels,
+            Toolchain(threads) as toolchain,
         ):
-            steps = _Steps(program, folder, kernels, pool, advance)
+            steps = _Steps(program, folder, toolchain, pool, advance)
             if to_link:  # kernels in Mosaic alone are
-                kernels.expect_mosaic()
+                toolchain.start_workers()
             for name in (*to_link, *others):
                 steps.trace(name)
             while steps.left:
@@ -194,7 +193,7 @@ class _Steps:
 
     program: Program
     folder: Path
-    kernels: KernelsAhead
+    toolchain: Toolchain
     pool: ThreadPoolExecutor
     advance: Callable[[int], None]
     traced: dict[str, tuple[jax.stages.Traced, _Kernels]] = field(default_factory=dict)
@@ -219,7 +218,7 @@ class _Steps:
         until all are traced, as to begin kernels is more urgent than to lower what calls them.
         """
         traced = self.program.trace(name)
-        wanted = self.kernels.begin(traced.jaxpr, to_link=self.program.links_kernels(name))
+        wanted = self.toolchain.begin(traced, link=self.program.links_kernels(name))
         self.traced[name] = traced, wanted
         if not wanted:
             self.move_on()
@@ -246,11 +245,8 @@ class _Steps:
         return True
 
     def _lower(self, name: str, traced: jax.stages.Traced) -> None:
-        lowered = traced.lower()
-        drop_triton_text(lowered.compiler_ir())
         links = self.program.links_kernels(name)
-        linked = self.kernels.link(traced.jaxpr, lowered.compiler_ir()) if links else []
-        self.lowered[name] = lowered, linked
+        self.lowered[name] = self.toolchain.lower(traced, link=links)
 
 
 def _ready(steps: Mapping[str, tuple[Any, _Kernels]]) -> list[str]:

@@ -181,7 +181,7 @@ class Program:
 
     def links_kernels(self, name: str) -> bool:
         """Whether neighbouring kernels of an executable are to become one call, so that each may
-        begin early (``pallas_kernels.link``): in steps that only decode, whose kernels are short.
+        begin early (``pallas_kernels.pdl``): in steps that only decode, whose kernels are short.
         """
         step = self._steps.get(name)
         decodes = step is not None and step.num_prefills == 0

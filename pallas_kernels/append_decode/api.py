@@ -1,4 +1,4 @@
-"""append_decode: all that lies between a decode layer's two products, in one call."""
+"""append_decode: a decode layer from its QKV matmul to its output matmul, in one call."""
 
 from __future__ import annotations
 
@@ -62,14 +62,17 @@ def append_decode(
     """Attention [B, N, H] of each row's newest token, and the pools with that token in them.
 
     The same as ``qk_rope_append`` (``kv_append`` where ``cos`` and ``sin`` are None) at the last
-    slot of each row's context, then ``paged_decode``; ``seq_lens`` count the new token. Rows of
-    length 0 are padding and yield zeros; page 0 may be written in their place. In place when the
+    slot of each row's context, then ``attend_ref.attend``; ``seq_lens`` count the new token. Rows
+    of length 0 are padding and yield zeros; page 0 may be written in their place. In place when the
     caller donates the pools. A row's bits do not depend on what the other rows hold; with ``xla``
-    they do not depend on how many there are either, while the kernels for GPUs cut contexts into
-    more pieces the fewer rows there are. ``arrivals`` are zeros by which programs that share a row
-    find out who is the last; they are zeros again afterwards, so one array serves every layer of a
-    step (None: one is made for this call). ``impl`` pins an implementation. Raises ValueError on
-    arguments that do not fit together.
+    they do not depend on how many there are either, while the kernels for GPUs split contexts into
+    more pieces the fewer rows there are. ``arrivals`` are zeros with which the CTAs that share a
+    row determine the last of them; they are zeros again afterwards, so one array serves every layer
+    of a step (None: one is made for this call). ``impl`` pins an implementation. Raises ValueError
+    on arguments that do not fit together.
+
+    The online softmax is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691), paging that of
+    PagedAttention (Kwon et al., 2023, arXiv:2309.06180).
     """
     num_kv_heads, head_dim = k_pages.shape[2:]
     rows = seq_lens.shape[0]

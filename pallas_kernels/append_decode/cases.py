@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import shapes
-from pallas_kernels.paged_decode import cases as paged_decode
 from pallas_kernels.registry import Cost, Inputs
-from pallas_kernels.shapes import PagedCase, paged_arrays
+from pallas_kernels.shapes import Heads, PagedCase, paged_arrays
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,21 @@ def _decode_steps() -> tuple[AppendCase, ...]:
             norms=True,
         )
         for rows, context, size, kv_dtype in shapes_of_steps
+    )
+
+
+def _contexts(model: str, heads: Heads) -> tuple[AppendCase, ...]:
+    """The grid that serving on a CPU meets: batch 1, 8 and 64 at contexts 128, 1024 and 4096."""
+    return tuple(
+        AppendCase(
+            f"{model}_b{rows}_ctx{context}",
+            heads,
+            (context,) * rows,
+            max_pages=512,
+            tags=("bench",),
+        )
+        for rows in (1, 8, 64)
+        for context in (128, 1024, 4096)
     )
 
 
@@ -97,6 +111,8 @@ CASES = (
         tags=("full",),
     ),
     *_decode_steps(),
+    *_contexts("smollm2", _SMOL),
+    *_contexts("qwen3_0_6b", _QWEN),
 )
 
 
@@ -130,9 +146,17 @@ def observable(outputs: Any) -> Any:
 
 
 def cost(case: AppendCase) -> Cost:
-    """Attention's, and each new token's key, value and angles."""
+    """Every visible key and value read once, queries, new keys and values and angles read, outputs
+    and the new slots written.
+    """
     heads, rows = case.heads, len(case.seq_lens)
-    attention, kv = paged_decode.cost(case), 2 * heads.num_kv_heads
-    # the queries are counted there, and the new key and value as if they were read from pages
-    token = (kv * jnp.dtype(case.dtype).itemsize + 4) * heads.head_dim
-    return Cost(attention.bytes + rows * token, attention.flops)
+    item = jnp.dtype(case.dtype).itemsize
+    kv_item = jnp.dtype(case.kv_dtype or case.dtype).itemsize
+    keys = sum(case.touched_keys(row) for row in range(rows))
+    # The new token is one of the keys: its slots are written as others are read.
+    pages = 2 * keys * heads.num_kv_heads * kv_item
+    tokens = rows * (2 * (heads.num_heads + heads.num_kv_heads) * item + 4)
+    return Cost(
+        bytes=(pages + tokens) * heads.head_dim,
+        flops=4 * keys * heads.num_heads * heads.head_dim,
+    )

@@ -1,7 +1,6 @@
-"""Which calls the Triton kernel of append_decode takes, and how it cuts them up.
+"""Which calls the Triton kernel of append_decode takes, and how it tiles them.
 
-Owns: ``supports``, ``Launch``, ``choose`` (a tuned choice, else a rule). Needs no Triton, so that a
-machine without it can ask. Must not know: the kernel.
+It imports no Triton, so that a machine without it can ask.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import jax
 from pallas_kernels import tuned
 from pallas_kernels.append_decode.cases import CASES
 from pallas_kernels.checks import unfit_for_triton
+from pallas_kernels.numerics import power_of_two
 from pallas_kernels.shapes import PagedCase
-from pallas_kernels.tiles import power_of_two
 
 HEAD_DIMS = (16, 256)  # smallest and largest
 LARGEST_GROUP = 64

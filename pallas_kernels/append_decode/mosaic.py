@@ -16,7 +16,6 @@ Programs that share a row and a kv head take its blocks in turn and are a cluste
 reads what the others found from their shared memory, always in the same order. The last of them,
 which has the fewest blocks, also turns and appends the new key, and begins with its score and the
 new value, so that nobody waits for them to reach memory.
-Must not know: which calls come here (``mosaic_launch``).
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ from pallas_kernels.append_decode.mosaic_plan import (
     stage_of,
     turns_of,
 )
-from pallas_kernels.linked import await_kernel_before, let_next_begin
 from pallas_kernels.page_streams import Pages, Stream, copied_by_warps
+from pallas_kernels.pdl import await_kernel_before, let_next_begin
 
 LOADER = 1  # the warpgroup that copies
 # What a maximum over keys takes: two heads of each thread. Twice as much, the default, would leave

@@ -1,7 +1,6 @@
-"""Which calls the Mosaic kernel of append_decode takes, and how it cuts them up.
+"""Which calls the Mosaic kernel of append_decode takes, and how it tiles them.
 
-Owns: ``supports``, ``results``, ``Launch``, ``choose`` (a tuned choice, else a rule). Must not
-know: the kernel.
+A launch is a tuned choice, else that of a rule.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pallas_kernels.append_decode.cases import CASES
 from pallas_kernels.append_decode.launch import call_shapes, queries_of, shapes_of
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.device import current_device
-from pallas_kernels.tiles import power_of_two
+from pallas_kernels.numerics import power_of_two
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)

@@ -1,4 +1,4 @@
-"""The definition of append_decode: append the new tokens, then attend to all there is."""
+"""The definition of append_decode: append the new tokens, then attend to all of the context."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.append_decode.attend_ref import attend
 from pallas_kernels.kv_append.ref import kv_append
 from pallas_kernels.numerics import split_heads
-from pallas_kernels.paged_decode.ref import paged_decode
 from pallas_kernels.qk_rope_append.ref import qk_rope_append
 
 
@@ -28,7 +28,7 @@ def append_decode(
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """A row of length 0 is padding: its token goes to page 0, which nobody reads."""
-    del arrivals  # nothing here arrives in parallel
+    del arrivals  # of kernels that split a row
     lens, page_size = np.asarray(seq_lens), k_pages.shape[1]
     last = np.maximum(lens - 1, 0)
     page = np.asarray(page_table)[np.arange(len(lens)), last // page_size]
@@ -38,5 +38,5 @@ def append_decode(
         pools = kv_append(k, v, k_pages, v_pages, slots)
     else:
         q, *pools = qk_rope_append(qkv, cos, sin, qk_norms, k_pages, v_pages, slots, eps=eps)
-    out = paged_decode(q, *pools, page_table, lens, scale=scale, window=window)
+    out = attend(q, *pools, page_table, lens, scale=scale, window=window)
     return out, pools[0], pools[1]

@@ -7,7 +7,6 @@ from its registers, so that nobody has to wait for them to reach memory. With fe
 cut into several spans (flash-decoding: Dao et al., 2023); of the programs that share a row and a
 head, the last to arrive combines what all of them found, always in the same order. Softmax runs in
 base 2, sums in float32.
-Must not know: how spans and tiles are chosen (``launch``).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.append_decode import launch
-from pallas_kernels.tiles import power_of_two
+from pallas_kernels.numerics import power_of_two
 
 SMALLEST_TILE = 16  # of tl.dot, in every direction
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.append_decode.attend_xla import attend
 from pallas_kernels.kv_append.xla import kv_append
 from pallas_kernels.numerics import split_heads
-from pallas_kernels.paged_decode.xla import paged_decode
 from pallas_kernels.qk_rope_append.xla import qk_rope_append
 
 
@@ -27,7 +27,7 @@ def append_decode(
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
-    del arrivals  # nothing here arrives in parallel
+    del arrivals  # of kernels that split a row
     page_size = k_pages.shape[1]
     last = jnp.maximum(seq_lens - 1, 0)
     page = jnp.take_along_axis(page_table, (last // page_size)[:, None], axis=1)[:, 0]
@@ -37,5 +37,5 @@ def append_decode(
         pools = kv_append(k, v, k_pages, v_pages, slots)
     else:
         q, *pools = qk_rope_append(qkv, cos, sin, qk_norms, k_pages, v_pages, slots, eps=eps)
-    out = paged_decode(q, *pools, page_table, seq_lens, scale=scale, window=window)
+    out = attend(q, *pools, page_table, seq_lens, scale=scale, window=window)
     return out, pools[0], pools[1]

@@ -7,7 +7,7 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
-from pallas_kernels.tiles import power_of_two
+from pallas_kernels.numerics import power_of_two
 
 LARGEST_PIECE = 1024  # components of one program
 

@@ -9,7 +9,6 @@ product is turned around, so that 64 columns of weights are what the matrix unit
 They take tokens by eight, in swizzled tiles [8, 64]. In the first row of such a tile nothing has
 moved. So the token is written there as if tiles were not swizzled, and the other rows, whose
 results nobody looks at, are left as they are.
-Must not know: which calls come here (``launch``).
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.linked import let_next_begin
 from pallas_kernels.norm_gemm.launch import COLUMNS, ROWS, Launch, Sizes, choose, sizes_of
+from pallas_kernels.pdl import let_next_begin
 from pallas_kernels.residual_norm.token import added_and_normed
 
 type Ref = Any

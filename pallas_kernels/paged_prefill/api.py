@@ -47,8 +47,8 @@ def paged_prefill(
     tokens of a context of ``seq_lens[r]`` tokens whose K and V, this chunk's included, are already
     in the pages. A query at position p sees keys p - window + 1 to p. Rows may be empty; queries
     past ``query_start_loc[R]`` are padding and yield zeros. Pages, heads, NaN and dtypes are as in
-    ``paged_decode``. ``impl`` pins an implementation. Raises ValueError on arguments that do not
-    fit together.
+    ``append_decode.attend_ref``. ``impl`` pins an implementation. Raises ValueError on arguments
+    that do not fit together.
 
     The online softmax is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
     """

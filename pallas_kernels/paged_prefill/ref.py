@@ -1,9 +1,9 @@
-"""The definition of paged_prefill: every query is a decode at its own position."""
+"""The definition of paged_prefill: each query attends as a decode row of its own position."""
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_decode.ref import paged_decode
+from pallas_kernels.append_decode.attend_ref import attend
 
 
 def paged_prefill(
@@ -25,4 +25,4 @@ def paged_prefill(
     before_end = jnp.asarray(query_start_loc)[row + 1] - 1 - index
     seen = jnp.where(real, jnp.asarray(seq_lens)[row] - before_end, 0)
     table = jnp.asarray(page_table)[row]
-    return paged_decode(q, k_pages, v_pages, table, seen, scale=scale, window=window)
+    return attend(q, k_pages, v_pages, table, seen, scale=scale, window=window)

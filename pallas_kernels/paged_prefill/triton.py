@@ -5,7 +5,7 @@ heads that share the kv head, so that a key read once serves them all. It finds 
 ``query_start_loc`` itself: the grid follows the bucket alone, and programs without queries leave.
 Keys that every query of the tile sees are taken without masks, those about the diagonal and the
 window's edge with them (FlashAttention-2: Dao, 2023, arXiv:2307.08691). Softmax runs in base 2,
-sums in float32. Must not know: how large tiles and blocks are (``launch``).
+sums in float32.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
+from pallas_kernels.numerics import power_of_two
 from pallas_kernels.paged_prefill import launch
-from pallas_kernels.tiles import power_of_two
 
 
 @triton.jit

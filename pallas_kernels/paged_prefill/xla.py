@@ -1,7 +1,7 @@
 """paged_prefill in plain XLA: tiles of one row's queries over blocks of keys, on every platform.
 
 The number of tiles and of blocks is data, not shape: work follows the queries and the context that
-are there, not the widths of the bucket. Blocks are those of paged_decode.
+are there, not the widths of the bucket. Blocks are those of ``append_decode.attend_xla``.
 """
 
 from __future__ import annotations

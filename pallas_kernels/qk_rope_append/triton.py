@@ -1,7 +1,6 @@
 """qk_rope_append in Triton: one launch, pools written in place.
 
 One program takes a few heads of one token, all of one kind (queries, keys or values).
-Must not know: which calls come here, how many heads a program takes (``launch``).
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
+from pallas_kernels.numerics import power_of_two
 from pallas_kernels.qk_rope_append import launch
-from pallas_kernels.tiles import power_of_two
 
 
 @triton.jit

@@ -1,8 +1,7 @@
 """residual_norm in Pallas Mosaic GPU, for NVIDIA Hopper: one program of one warpgroup a row.
 
 By itself it is no faster than the kernel in Triton. But it can be linked with its neighbours
-(``link``), whose weights are then on their way meanwhile. Must not know: which calls come here
-(``mosaic_launch``).
+(``pdl``), which then load their weights meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.linked import let_next_begin
+from pallas_kernels.pdl import let_next_begin
 from pallas_kernels.residual_norm.mosaic_launch import COLUMNS
 from pallas_kernels.residual_norm.token import added_and_normed
 

@@ -1,7 +1,6 @@
-"""RMSNorm of one token by one warpgroup, in Pallas Mosaic GPU, with what is to be added to it.
+"""RMSNorm of one token by one warpgroup, with the sum before it, in Pallas Mosaic GPU.
 
-A token is cut into tiles of ``COLUMNS`` components. Owns: how a warpgroup holds it, and
-``added_and_normed``. Must not know: kernels.
+A warpgroup holds a token in tiles of ``COLUMNS`` components.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.linked import await_kernel_before
+from pallas_kernels.pdl import await_kernel_before
 from pallas_kernels.residual_norm.mosaic_launch import COLUMNS, TILES
 
 type Ref = Any

@@ -3,8 +3,7 @@
 Few rows are a matter of latency, so all loads of a row are to be under way before the first is
 waited for. The assembler would rather save registers: it has loads wait for additions, and that of
 the weights for the whole sum. ``volatile`` keeps loads in their order, and the additions begin with
-the part that was loaded last. Must not know: which calls come here, how a row is cut up
-(``launch``).
+the part that was loaded last.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
+from pallas_kernels.numerics import power_of_two
 from pallas_kernels.residual_norm import launch
-from pallas_kernels.tiles import power_of_two
 
 
 @triton.jit

@@ -17,7 +17,6 @@
 1, 3, 4 and 6 work on a row with as many programs as fill the chip. Probabilities are added in an
 order that is the same in every batch, or as integers, which have none: a row's token does not
 depend on how a batch was cut up.
-Must not know: which calls come here, how they are cut up (``launch``).
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
+from pallas_kernels.numerics import power_of_two
 from pallas_kernels.sample import launch
 from pallas_kernels.sample.few import BOUNDS, choose_among_few
 from pallas_kernels.sample.levels import inverse, least_of, nucleus_alone, scale, scaled_at
 from pallas_kernels.sample.listed import BRACKET, find_threshold
 from pallas_kernels.sample.noise import can_exceed, row_key, take_better, threefry, uniform
-from pallas_kernels.tiles import power_of_two
 
 FEW_OF_TILE = tl.constexpr(4)  # a part of a tile: noise for no more waits until a tile is full
 

@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import normal
-from pallas_kernels.skinny_gemm.sizes import Sizes
+
+
+class Sizes(NamedTuple):
+    """What a choice may depend on: [T, I] @ [I, O], or [I, 2 * O] with ``swiglu``."""
+
+    tokens: int
+    inner: int
+    outer: int
+    swiglu: bool
+    split: bool
+    dtype: str
+
+
+def sizes_of(
+    x: jax.Array,  # [T, I]
+    w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]
+    *,
+    swiglu: bool,
+    split: bool,
+) -> Sizes:
+    """The sizes of a call."""
+    tokens, inner = x.shape
+    outer = w.shape[1] // 2 if swiglu else w.shape[1]
+    return Sizes(tokens, inner, outer, swiglu, split, str(x.dtype))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
-"""Which calls the Mosaic kernel of skinny_gemm takes, and how it cuts them up.
+"""Which calls the Mosaic kernel of skinny_gemm takes, and how it tiles them.
 
-Owns: ``supports``, ``results``, ``Launch``, ``choose`` (a tuned choice, else a rule). Must not
-know: the kernel.
+A launch is a tuned choice, else that of a rule.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels import tuned
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.device import current_device
-from pallas_kernels.skinny_gemm.cases import CASES, GemmCase
-from pallas_kernels.skinny_gemm.sizes import Sizes, sizes_of
+from pallas_kernels.skinny_gemm.cases import CASES, GemmCase, Sizes, sizes_of
 
 DTYPES = ("bfloat16", "float16")
 ITEM_BYTES = 2

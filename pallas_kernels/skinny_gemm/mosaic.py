@@ -5,7 +5,6 @@ but ask for them by TMA, many steps ahead; the others multiply. The product is t
 columns of weights are what the matrix units always take at once, and tokens, of which they take any
 multiple of 8, the other side. So no unit works on padding, and weights go from memory to shared
 memory to the units without passing through registers.
-Must not know: which calls come here (``launch``).
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.linked import await_kernel_before, let_next_begin
+from pallas_kernels.pdl import await_kernel_before, let_next_begin
+from pallas_kernels.skinny_gemm.cases import Sizes, sizes_of
 from pallas_kernels.skinny_gemm.launch import COLUMNS, TOKENS, Launch, choose, result_of
-from pallas_kernels.skinny_gemm.sizes import Sizes, sizes_of
 
 type Ref = Any
 

@@ -6,7 +6,6 @@ of the tile's tokens with all its columns. A tile's gates lie beside its ups in 
 that one instruction of the matrix units multiplies both, or two where they are wider, and a thread
 finds the gate and the up of a result in its own registers. While one warpgroup makes results of its
 sums, the other has the matrix units. The shape of this is that of CUTLASS's cooperative kernels.
-Must not know: which calls come here (``launch``).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import current_device
-from pallas_kernels.linked import await_kernel_before, let_next_begin
+from pallas_kernels.pdl import await_kernel_before, let_next_begin
 from pallas_kernels.swiglu_gemm.launch import (
     ITEM_BYTES,
     WIDEST,

@@ -20,13 +20,14 @@ def _op(name: str) -> KernelOp:
 
 
 def test_attention_feeds_its_result_to_the_next_call() -> None:
-    op = _op("paged_decode")
+    op = _op("paged_prefill")
     case = next(case for case in op.cases if case.name == "smollm2_page_edges")
     inputs = op.build(case, 0)
     function = partial(op.impls[-1].fn, **inputs.static)
     q, *others = map(jnp.asarray, inputs.args)
     fixed = [{1: others[0], 2: others[1]}, {1: -others[0], 2: -others[1]}]
-    _, fed = kernels.chained(op, function, 3)([{}, {}], fixed, {0: q, 3: others[2], 4: others[3]})
+    rest = {0: q, 3: others[2], 4: others[3], 5: others[4]}
+    _, fed = kernels.chained(op, function, 3)([{}, {}], fixed, rest)
     for pools in (fixed[0], fixed[1], fixed[0]):
         q = function(q, pools[1], pools[2], *others[2:])
     np.testing.assert_allclose(fed[0], q, rtol=1e-5, atol=1e-6)
@@ -64,11 +65,11 @@ def test_calls_that_feed_nothing_all_run() -> None:
 def test_large_queries_are_fed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of 256 has 2 MB of queries; taken for a pool, a chain of calls would be one call."""
     monkeypatch.setattr(kernels, "LARGE_BYTES", 0)
-    op = _op("paged_decode")
+    op = _op("paged_prefill")
     case = next(case for case in op.cases if case.name == "smollm2_page_edges")
     inputs = kernels.on_device(op.build(case, 0))
     updated, fixed, rest = kernels.parts(op, inputs.args)
-    assert (updated.keys(), fixed.keys(), rest.keys()) == (set(), {1, 2, 3, 4}, {0})
+    assert (updated.keys(), fixed.keys(), rest.keys()) == (set(), {1, 2, 3, 4, 5}, {0})
     function = partial(op.impls[-1].fn, **inputs.static)
     _, fed = kernels.chained(op, function, 2)([{}], [fixed], rest)
     again = function(function(*inputs.args), *inputs.args[1:])

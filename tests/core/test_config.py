@@ -21,7 +21,7 @@ from jaxinfer.core.shapes import cdiv, ladder, round_up
         ({"load_format": "pickle"}, "load_format 'pickle' is unknown"),
         ({"max_model_len": 0}, "max_model_len must be at least 1"),
         ({"page_size": -16}, "page_size"),
-        ({"kernels": "paged_decode"}, "kernels must be op=implementation,..."),
+        ({"kernels": "append_decode"}, "kernels must be op=implementation,..."),
         ({"kernels": "a=xla,a=triton"}, "kernels must be op=implementation,... of different ops"),
         ({"kernels": ""}, "kernels must be"),
         ({"kernels": {"a": "xla"}}, "kernels must be"),

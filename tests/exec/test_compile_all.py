@@ -15,11 +15,10 @@ import pytest
 
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.exec import compile as exec_compile
-from jaxinfer.exec import kernels as exec_kernels
 from jaxinfer.exec.program import Program
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_model
-from pallas_kernels import link
+from pallas_kernels.toolchain import api as toolchain
 
 PROGRAM = Program(
     tiny_model("llama")[0], tiny_limits(max_num_seqs=1, max_num_batched_tokens=16), platform="cpu"
@@ -28,7 +27,7 @@ PROGRAM = Program(
 
 def steps_with(kernels: dict[str, Callable[[], Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step has these kernels in it."""
-    monkeypatch.setattr(exec_kernels, "kernels_in", lambda _: kernels)
+    monkeypatch.setattr(toolchain, "kernels_in", lambda _: kernels)
 
 
 def test_kernels_are_compiled_once_elsewhere_and_before_what_needs_them(
@@ -99,7 +98,7 @@ def test_a_step_waits_for_its_own_kernels_alone(
         events.append("kernel")
 
     kernels = iter([{"slow": slow}])
-    monkeypatch.setattr(exec_kernels, "kernels_in", lambda _: next(kernels, {}))
+    monkeypatch.setattr(toolchain, "kernels_in", lambda _: next(kernels, {}))
     compiled_and(events, monkeypatch)
     exec_compile.compile_all(PROGRAM, PROGRAM.names(), tmp_path, NoProgress())
     assert events[-2:] == ["kernel", first_traced]
@@ -125,8 +124,8 @@ def test_steps_to_link_come_first_and_wait_for_what_is_linked(
         return trace(self, name)
 
     monkeypatch.setattr(Program, "links_kernels", lambda _, name: name == linked)
-    monkeypatch.setattr(link, "link_kernels", lambda *_: [Call()])
-    monkeypatch.setattr(exec_kernels, "KernelPool", Mock())
+    monkeypatch.setattr(toolchain, "link_kernels", lambda *_: [Call()])
+    monkeypatch.setattr(toolchain, "KernelPool", Mock())
     monkeypatch.setattr(Program, "trace", traced)
     compiled_and(events, monkeypatch)
     stored = exec_compile.compile_all(PROGRAM, names, tmp_path, NoProgress())

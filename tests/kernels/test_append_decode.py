@@ -35,6 +35,7 @@ def test_arguments_that_fit() -> None:
         pytest.param({"qkv": FITTING["qkv"][:2]}, "do not fit pages", id="rows"),
         pytest.param({"qkv": FITTING["qkv"][:, :4]}, "do not fit pages", id="no_queries"),
         pytest.param({"qkv": FITTING["qkv"][:, :7]}, "not a multiple of 2 kv heads", id="group"),
+        pytest.param({"qkv": FITTING["qkv"][:, :, :4]}, "do not fit pages", id="head_dim"),
         pytest.param({"v_pages": PAGES[1:]}, "and v_pages .* differ", id="pools"),
         pytest.param({"page_table": jnp.zeros((2, 2), jnp.int32)}, "page_table", id="page_table"),
         pytest.param({"sin": None}, "cos and sin come together", id="cos_alone"),

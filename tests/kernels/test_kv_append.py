@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.append_decode.attend_xla import attend
 from pallas_kernels.kv_append.api import kv_append
-from pallas_kernels.paged_decode.api import paged_decode
 from pallas_kernels.paged_prefill.api import paged_prefill
 
 TOKENS, POOL = (4, 3, 64), (512, 16, 3, 64)
@@ -18,7 +18,7 @@ POOL_BYTES = 4 * 512 * 16 * 3 * 64
 
 def _decode(q: jax.Array, *pools: jax.Array) -> jax.Array:
     table = jnp.zeros((4, 8), jnp.int32)
-    return paged_decode(q, *pools, table, jnp.ones(4, jnp.int32), scale=1.0)
+    return attend(q, *pools, table, jnp.ones(4, jnp.int32), scale=1.0)
 
 
 def _prefill(q: jax.Array, *pools: jax.Array) -> jax.Array:
@@ -27,12 +27,12 @@ def _prefill(q: jax.Array, *pools: jax.Array) -> jax.Array:
     return paged_prefill(q, *pools, table, jnp.full(1, 4, jnp.int32), starts, scale=1.0)
 
 
-@pytest.mark.parametrize("attend", [None, _decode, _prefill], ids=["alone", "decode", "prefill"])
-def test_in_place(attend) -> None:
+@pytest.mark.parametrize("read", [None, _decode, _prefill], ids=["alone", "decode", "prefill"])
+def test_in_place(read) -> None:
     @partial(jax.jit, donate_argnums=(2, 3))
     def step(k, v, k_pages, v_pages, slots):
         pools = kv_append(k, v, k_pages, v_pages, slots)
-        return pools, attend(k, *pools) if attend else None
+        return pools, read(k, *pools) if read else None
 
     token, pool = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (TOKENS, POOL))
     slots = jax.ShapeDtypeStruct(TOKENS[:1], jnp.int32)

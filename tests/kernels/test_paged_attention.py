@@ -1,5 +1,5 @@
-"""What paged_decode and paged_prefill promise beyond single results: rows do not feel each other,
-chunks add up to the whole, arguments are checked."""
+"""Attention over pages beyond single results: the definition of a decode row, rows that do not
+depend on each other, chunks that add up to the whole, checked arguments."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import shapes
-from pallas_kernels.paged_decode import cases as decode_cases
-from pallas_kernels.paged_decode.api import paged_decode
+from pallas_kernels.append_decode import attend_ref
+from pallas_kernels.append_decode.attend_xla import attend
 from pallas_kernels.paged_prefill import cases as prefill_cases
 from pallas_kernels.paged_prefill.api import paged_prefill
 from pallas_kernels.paged_prefill.xla import QUERIES_PER_TILE
-from pallas_kernels.shapes import PagedCase
+from pallas_kernels.shapes import PagedCase, paged_arrays
 from pallas_kernels.softmax import KEYS_PER_BLOCK
 
 SMOL = shapes.SMOLLM2_135M
@@ -27,13 +27,57 @@ def _bits(x: jax.Array) -> bytes:
     return np.asarray(x).tobytes()
 
 
+def _decode_arguments(case: PagedCase) -> tuple[jax.Array, ...]:
+    """Queries, pools, page table and lengths; NaN in padding rows and in slots without a token."""
+    rng = np.random.default_rng(0)
+    heads, lens = case.heads, np.asarray(case.seq_lens, np.int32)
+    arrays = paged_arrays(case, len(lens), rng)
+    q = rng.standard_normal((len(lens), heads.num_heads, heads.head_dim), np.float32)
+    q[lens == 0] = np.nan
+    queries = q.astype(jnp.dtype(case.dtype))
+    pools = (arrays.k_pages, arrays.v_pages)
+    return tuple(map(jnp.asarray, (queries, *pools, arrays.page_table, lens)))
+
+
+BF16, FP8 = {"dtype": "bfloat16"}, {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PagedCase("page_edges", SMOL, (15, 16, 17, 0, 1, 33), max_pages=40),
+        PagedCase("blocks", SMOL, (127, 128, 129, 255, 256, 257, 511, 513, 912)),
+        PagedCase("window", SMOL, (1, 7, 8, 9, 300, 600), window=8),
+        PagedCase("window_blocks", SMOL, (1, 200, 600, 1000), window=300),
+        PagedCase("smollm2_bf16", SMOL, (90, 17), **BF16),
+        PagedCase("llama3_8b_bf16", shapes.LLAMA3_8B, (17, 200, 0), **BF16),
+        PagedCase("qwen3_4b_page64_bf16", shapes.QWEN3_4B, (64, 1), page_size=64, **BF16),
+        PagedCase("llama3_8b_fp8_pages", shapes.LLAMA3_8B, (17, 70), **FP8),
+        PagedCase("gpt2_f16", shapes.GPT2, (60, 17), dtype="float16"),
+        PagedCase("phi3_head96", shapes.PHI3_MINI, (40, 3)),
+        PagedCase("gemma3_head256_bf16", shapes.GEMMA3_4B, (40,), window=32, **BF16),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_decode_row_attends_as_defined(case: PagedCase) -> None:
+    """Beside the cases of append_decode, which appends a token and then attends in the same way."""
+    arguments = _decode_arguments(case)
+    static = {"scale": case.heads.head_dim**-0.5, "window": case.window}
+    out, defined = (f(*arguments, **static) for f in (attend, attend_ref.attend))
+    assert out.dtype == defined.dtype == jnp.dtype(case.dtype)
+    bound = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}[case.dtype]
+    out, defined = (np.asarray(x, np.float32) for x in (out, defined))
+    assert np.isfinite(defined).all()
+    assert (np.abs(out - defined) / (1 + np.abs(defined))).max() <= bound
+    assert (out[np.asarray(case.seq_lens) == 0] == 0).all()
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_decode_row_has_the_same_bits_alone_and_in_any_company(window: int | None) -> None:
     lengths = (1, 0, EDGE - 1, EDGE, EDGE + 1, 3 * EDGE + 5, 16, 700)
     case = PagedCase("rows", SMOL, lengths, max_pages=64, window=window)
-    inputs = decode_cases.build(case, 0)
-    q, k_pages, v_pages, table, lens = map(jnp.asarray, inputs.args)
-    decode = jax.jit(partial(paged_decode, **inputs.static))
+    q, k_pages, v_pages, table, lens = _decode_arguments(case)
+    decode = jax.jit(partial(attend, scale=0.125, window=window))
     together = decode(q, k_pages, v_pages, table, lens)
     for row in range(len(lengths)):
         one = slice(row, row + 1)
@@ -46,11 +90,11 @@ def test_a_decode_row_has_the_same_bits_alone_and_in_any_company(window: int | N
 
 def test_work_follows_the_context_not_the_page_table() -> None:
     """A wider page table full of junk changes no bit."""
-    inputs = decode_cases.build(PagedCase("narrow", SMOL, (40, 300), max_pages=19), 0)
-    q, k_pages, v_pages, table, lens = map(jnp.asarray, inputs.args)
+    case = PagedCase("narrow", SMOL, (40, 300), max_pages=19)
+    q, k_pages, v_pages, table, lens = _decode_arguments(case)
     wide = jnp.pad(table, ((0, 0), (0, 493)), constant_values=-1)
-    narrow_out = paged_decode(q, k_pages, v_pages, table, lens, **inputs.static)
-    wide_out = paged_decode(q, k_pages, v_pages, wide, lens, **inputs.static)
+    narrow_out = attend(q, k_pages, v_pages, table, lens, scale=0.125)
+    wide_out = attend(q, k_pages, v_pages, wide, lens, scale=0.125)
     assert _bits(narrow_out) == _bits(wide_out)
 
 
@@ -68,7 +112,7 @@ def test_chunks_agree_with_decode(window: int | None) -> None:
     case = PagedCase("prompt", SMOL, (200,), (200,), window=window)
     inputs = prefill_cases.build(case, 0)
     q, k_pages, v_pages, table, _, _ = map(jnp.asarray, inputs.args)
-    decode = jax.jit(partial(paged_decode, **inputs.static))
+    decode = jax.jit(partial(attend, **inputs.static))
     rows = jnp.broadcast_to(table, (200, table.shape[1]))
     expected = decode(q, k_pages, v_pages, rows, jnp.arange(1, 201, dtype=jnp.int32))
     prefill = jax.jit(partial(paged_prefill, **inputs.static))
@@ -98,19 +142,18 @@ def test_padding_queries_are_exactly_zero() -> None:
     [
         pytest.param({"q": (2, 9, 32)}, "do not fit pages", id="head_dim"),
         pytest.param({"q": (2, 8, 64)}, "8 query heads are not a multiple of 3", id="heads"),
-        pytest.param({"q": (3, 9, 64)}, "3 queries for 2 rows", id="rows"),
         pytest.param({"v_pages": (4, 8, 3, 64)}, "k_pages .* and v_pages .* differ", id="pools"),
         pytest.param({"page_table": (3, 2)}, "does not fit seq_lens", id="page_table"),
         pytest.param({"window": 0}, "window must be at least 1, got 0", id="window"),
     ],
 )
-def test_decode_arguments_that_do_not_fit(change, message) -> None:
+def test_arguments_that_do_not_fit(change, message) -> None:
     pages = (4, 16, 3, 64)
     sizes = {"q": (2, 9, 64), "k_pages": pages, "v_pages": pages, "page_table": (2, 2)}
-    window = change.get("window")
     arrays = {name: jnp.zeros(change.get(name, size)) for name, size in sizes.items()}
+    rows = {"seq_lens": jnp.zeros(2), "query_start_loc": jnp.zeros(3, int)}
     with pytest.raises(ValueError, match=message):
-        paged_decode(**arrays, seq_lens=jnp.zeros(2), scale=1.0, window=window)
+        paged_prefill(**arrays, **rows, scale=1.0, window=change.get("window"))
 
 
 def test_prefill_wants_one_start_more_than_rows() -> None:

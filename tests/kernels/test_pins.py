@@ -10,7 +10,7 @@ from pallas_kernels.pins import ALL_XLA, Pins, checked_pins
 def test_only_what_is_named_is_pinned() -> None:
     pins = checked_pins({"paged_prefill": "xla", "kv_append": "xla"}, "gpu")
     assert pins == checked_pins({"kv_append": "xla", "paged_prefill": "xla"}, "gpu")
-    assert (pins.of("kv_append"), pins.of("paged_decode"), Pins().of("kv_append")) == (
+    assert (pins.of("kv_append"), pins.of("append_decode"), Pins().of("kv_append")) == (
         "xla",
         None,
         None,
@@ -26,11 +26,10 @@ def test_all_may_be_pinned_at_once() -> None:
     [
         ({"flash": "xla"}, "there is no kernel 'flash'; the kernels are append_decode, kv_append"),
         ({"kv_append": "cuda"}, "kv_append has no implementation 'cuda'; it has triton, xla"),
-        ({"paged_decode": "xla"}, "steps run paged_decode within append_decode; pin append_decode"),
         ({"kv_append": "triton"}, "kv_append=triton runs on gpu, not on cpu"),
         ({"links": "xla"}, "links can be pinned to none alone, not to 'xla'"),
     ],
-    ids=["op", "implementation", "within", "platform", "links"],
+    ids=["op", "implementation", "platform", "links"],
 )
 def test_refused(by_op: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):

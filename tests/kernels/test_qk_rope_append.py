@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.paged_decode.api import paged_decode
+from pallas_kernels.append_decode.attend_xla import attend
 from pallas_kernels.qk_rope_append.api import qk_rope_append
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 4, 9, 3, 64
@@ -23,7 +23,7 @@ def test_in_place_in_front_of_attention(norms: bool) -> None:
         weights = qk_norms if norms else None
         q, *pools = qk_rope_append(qkv, cos, cos, weights, k_pages, v_pages, slots, eps=1e-6)
         table, lens = jnp.zeros((TOKENS, 8), jnp.int32), jnp.ones(TOKENS, jnp.int32)
-        return pools, paged_decode(q, *pools, table, lens, scale=1.0)
+        return pools, attend(q, *pools, table, lens, scale=1.0)
 
     qkv = jnp.zeros((TOKENS, HEADS + 2 * KV_HEADS, HEAD_DIM))
     cos, weights = jnp.zeros((TOKENS, HEAD_DIM // 2)), jnp.ones((2, HEAD_DIM))

@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels import registry
 from pallas_kernels.checks import NOT_INSTALLED
-from pallas_kernels.paged_decode.api import paged_decode
+from pallas_kernels.paged_prefill.api import paged_prefill
 from pallas_kernels.registry import (
     Cost,
     Impl,
@@ -75,9 +75,10 @@ def test_what_cannot_run_is_an_error_with_reasons(
 
 def test_pin_reaches_through_the_api() -> None:
     pages = jnp.zeros((2, 16, 1, 64))
-    args = (jnp.zeros((1, 1, 64)), pages, pages, jnp.zeros((1, 1), int), jnp.ones(1, int))
-    with pytest.raises(ValueError, match="paged_decode has no implementation 'nope'"):
-        paged_decode(*args, scale=1.0, impl="nope")
+    table, lens, starts = jnp.zeros((1, 1), int), jnp.ones(1, int), jnp.arange(2)
+    args = (jnp.zeros((1, 1, 64)), pages, pages, table, lens, starts)
+    with pytest.raises(ValueError, match="paged_prefill has no implementation 'nope'"):
+        paged_prefill(*args, scale=1.0, impl="nope")
 
 
 def test_each_choice_is_logged_once(

@@ -11,9 +11,8 @@ import pytest
 
 from pallas_kernels.skinny_gemm import launch
 from pallas_kernels.skinny_gemm.api import skinny_gemm
-from pallas_kernels.skinny_gemm.cases import CASES, GemmCase
+from pallas_kernels.skinny_gemm.cases import CASES, GemmCase, Sizes
 from pallas_kernels.skinny_gemm.launch import Launch
-from pallas_kernels.skinny_gemm.sizes import Sizes
 
 QKV = Sizes(8, 2560, 6144, swiglu=False, split=False, dtype="bfloat16")
 GATE_UP = QKV._replace(outer=9728, swiglu=True)

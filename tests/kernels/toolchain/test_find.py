@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.ahead import kernels_in
+from pallas_kernels.toolchain.find import kernels_in
 
 if sys.platform != "linux":
     pytest.skip("Triton has no packages for this system", allow_module_level=True)

@@ -1,4 +1,6 @@
-"""The definition of paged_decode: masked softmax attention over a row's whole page table."""
+"""The definition of decode attention: masked softmax over a row's whole page table."""
+
+from __future__ import annotations
 
 from functools import partial
 
@@ -7,7 +9,7 @@ import jax.numpy as jnp
 
 
 @partial(jax.jit, static_argnames=("scale", "window"))
-def paged_decode(
+def attend(
     q: jax.Array,  # [B, N, H]
     k_pages: jax.Array,  # [P, S, K, H]
     v_pages: jax.Array,  # [P, S, K, H]
@@ -17,10 +19,17 @@ def paged_decode(
     scale: float,
     window: int | None = None,
 ) -> jax.Array:  # [B, N, H]
-    """Row by row in float32; keys and values that the query does not see count as zeros."""
+    """Each row's query attends to the last ``window`` (None: all) of its ``seq_lens[b]`` tokens.
+
+    The query is the context's last token, whose K and V are already in the pages. Token p of row b
+    lies in page ``page_table[b, p // S]`` at offset p % S; entries past the row's pages may be
+    junk, and slots past its length may hold anything, NaN included. A row of length 0 is padding
+    and yields zeros. N is a multiple of K; query head n reads kv head n // (N // K). Sums are in
+    float32; the result has q's dtype, and the pages that or a narrower one.
+    """
     _, page_size, num_kv_heads, head_dim = k_pages.shape
 
-    def attend(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    def attend_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         query, page_ids, length = row
         position = jnp.arange(page_ids.size * page_size)
         seen = position < length
@@ -37,4 +46,4 @@ def paged_decode(
         mixed = jnp.einsum("KGS,SKH->KGH", weights, read(v_pages), precision="highest")
         return jnp.where(length > 0, mixed.reshape(query.shape), 0.0).astype(q.dtype)
 
-    return jax.lax.map(attend, (q, page_table, seq_lens))
+    return jax.lax.map(attend_row, (q, page_table, seq_lens))

@@ -1,9 +1,8 @@
-"""Kernels compiled ahead of the steps that they are in.
+"""The kernels in a trace, and how to compile each of them.
 
-jax-triton compiles a kernel when a step around it is lowered, and remembers it; Mosaic does so when
-XLA compiles the step. Most of that time is LLVM's, outside of Python's lock. So whoever has many
-steps to lower may trace them first and let other threads compile the kernels that are in them.
-Owns: ``kernels_in``. Must not know: steps, threads.
+jax-triton compiles a kernel when a step around it is lowered, and keeps it; Mosaic does so when XLA
+compiles the step. LLVM, which does not hold Python's lock, takes most of that time. So threads can
+compile the kernels of steps that are traced but not lowered yet.
 """
 
 from __future__ import annotations
@@ -13,36 +12,38 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, subjaxprs
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
-from pallas_kernels.lowered import LoweredKernel
-from pallas_kernels.torch_hidden import torch_hidden
-
-TRITON_CALL = "triton_kernel_call"  # jax-triton's primitive
+from pallas_kernels.toolchain.jax_internals import TRITON_PRIMITIVE
+from pallas_kernels.toolchain.kernel_call import LoweredKernel, kernel_call_p
+from pallas_kernels.toolchain.torch_hidden import torch_hidden
 
 
 def kernels_in(traced: ClosedJaxpr) -> dict[Hashable, Callable[[], Any]]:
-    """Every kernel in what was traced: how to compile it, by what decides its machine code.
+    """Every kernel in a trace, in its order: a key that determines its machine code, and how to
+    compile it.
 
-    A kernel that two traces have in common is the same key in both.
+    A kernel that two traces have in common has the same key in both. The key of a kernel in Mosaic
+    is its ``LoweredKernel``.
     """
     found: dict[Hashable, Callable[[], Any]] = {}
     for call in _calls(traced.jaxpr, set()):
-        lowered = call.params.get("exported")
-        if call.primitive.name == TRITON_CALL:
+        if call.primitive.name == TRITON_PRIMITIVE:
             found.setdefault(_key(call), partial(_compile, call))
-        elif isinstance(lowered, LoweredKernel):
-            found.setdefault(lowered, lowered.compile)
+        elif call.primitive is kernel_call_p:
+            kernel: LoweredKernel = call.params["kernel"]
+            found.setdefault(kernel, kernel.compile)
     return found
 
 
 def _calls(jaxpr: Jaxpr, seen: set[Jaxpr]) -> Iterator[JaxprEqn]:
-    if jaxpr in seen:  # a layer's function, say, which is called for every layer
+    if jaxpr in seen:  # such as the function of a layer, which every layer calls
         return
     seen.add(jaxpr)
-    yield from jaxpr.eqns
-    for inner in subjaxprs(jaxpr):
-        yield from _calls(inner, seen)
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from _calls(inner, seen)
 
 
 def _key(call: JaxprEqn) -> Hashable:
@@ -56,7 +57,7 @@ def _avals(call: JaxprEqn) -> list[Any]:
 
 
 def _compile(call: JaxprEqn) -> None:
-    """Lower the call alone, so that jax-triton knows its kernel."""
+    """Lower the call alone: jax-triton then keeps its kernel."""
     avals = _avals(call)
     is_ref = [hasattr(aval, "inner_aval") for aval in avals]
 

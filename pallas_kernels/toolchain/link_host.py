@@ -1,7 +1,6 @@
-"""The host's side of linked kernels, as text: all of their module but themselves.
+"""The host code of linked kernels, as MLIR text: all of their module but the kernels.
 
-CUDA's driver is called by the names that Mosaic's runtime exports. Owns: ``outline`` and
-``Placed``. Must not know: kernels, where they come from.
+It calls the CUDA driver by the names that Mosaic's runtime exports, and is for Hopper alone.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ CONFIG_FIELDS = (
 )
 
 
-class Placed(NamedTuple):
-    """A launch: of which kernel, on which of the call's arrays, and whether it may begin before the
-    one ahead of it has ended.
+class HostLaunch(NamedTuple):
+    """A launch: the kernel's number, indices of its arrays among the call's, and whether it may
+    begin before the previous one has ended.
     """
 
     kernel: int
@@ -34,9 +33,9 @@ class Placed(NamedTuple):
     begins_early: bool
 
 
-def outline(launches: Sequence[Placed]) -> str:
-    """The module, in which kernels and their host code are still to be filled in: as functions
-    ``host0``, ``host1`` ..., and beside ``nothing`` in ``kernels``, in the order of their numbers.
+def host_module(launches: Sequence[HostLaunch]) -> str:
+    """The module, without the kernels and their own host code. The host code belongs into the
+    functions ``host0``, ``host1`` ..., the kernels beside ``nothing`` in ``kernels``.
     """
     names, hosts, calls, places = [], [], [], list[int]()
     for number in range(1 + max(launch.kernel for launch in launches)):

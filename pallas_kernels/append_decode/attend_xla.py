@@ -1,9 +1,9 @@
-"""paged_decode in plain XLA: row by row, blocks of keys under an online softmax.
+"""Decode attention in plain XLA: row by row, blocks of keys under an online softmax.
 
-Rows run one after the other: work then follows each row's own length, a row's bits cannot depend
-on its neighbours, and what a step touches stays in a core's cache, which on a CPU beats the loop
-over all rows at once several times over (docs/performance.md). Scores and sums are written as
-multiply and reduce because XLA on CPU fuses those without transposing the block first.
+Rows run one after the other: the work then follows each row's own length, a row's bits cannot
+depend on the other rows, and a block stays in a core's cache, which on a CPU is several times
+faster than a loop over all rows at once (docs/performance.md). Scores and sums are written as
+multiply and reduce, which XLA fuses on a CPU without transposing the block first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pallas_kernels.softmax import Running
 
 
 @partial(jax.jit, static_argnames=("scale", "window"))  # one trace serves every layer
-def paged_decode(
+def attend(
     q: jax.Array,  # [B, N, H]
     k_pages: jax.Array,  # [P, S, K, H]
     v_pages: jax.Array,  # [P, S, K, H]
@@ -28,7 +28,7 @@ def paged_decode(
     scale: float,
     window: int | None = None,
 ) -> jax.Array:  # [B, N, H]
-    """See ``paged_decode.api``."""
+    """See ``attend_ref``; a row's bits depend neither on the other rows nor on their number."""
     b, n, h = q.shape
     page_size, num_kv_heads = k_pages.shape[1:3]
     block_pages = softmax.pages_per_block(page_size)

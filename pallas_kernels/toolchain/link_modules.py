@@ -1,42 +1,38 @@
-"""Several kernels in Mosaic as one module, which launches them one after the other.
+"""Several Mosaic kernels as one Mosaic module, which launches them one after the other.
 
-Mosaic's compiler takes a module with one ``gpu.launch``: host code that describes arrays to TMA,
-and the kernel's body. Here the bodies become kernels of one ``gpu.module``, each source once, and
-the host code of each a function that ends with a launch of its own. What Mosaic launches itself is
-a kernel that does nothing. For that it calls ``mosaic_gpu_launch_kernel``, which resolves to the
-function of that name in here, and this one runs the host code of every launch in turn. (The byte 1
-that its name begins with is LLVM's mark for a name to be taken as it is; without it the module
-would have two functions of one name.) Handles of the other kernels come from the module of the
-first.
+Mosaic compiles a module with one ``gpu.launch``: host code that makes TMA descriptors, and the
+kernel's body. Here the bodies become kernels of one ``gpu.module``, each source once, and the host
+code of each becomes a function that ends with its launch. What Mosaic launches itself is an empty
+kernel. For that it calls ``mosaic_gpu_launch_kernel``, which resolves to the function of that name
+in this module, and that runs the host code of every launch in order. (Its name begins with the byte
+1, by which LLVM takes a name as it is; without it the module would define the name twice.) The
+handles of the other kernels come from the CUDA module of the empty one.
 
-Owns: ``Launch``, ``linked_module`` and ``unlinked_module``. Must not know: StableHLO, which calls
-are neighbours. Made for the modules of jaxlib 0.11 (``jaxlib/mosaic/gpu``: launch_lowering.cc,
-passes.cc).
+Written for the modules of jaxlib 0.11 (``jaxlib/mosaic/gpu``: launch_lowering.cc, passes.cc).
 """
 
 from __future__ import annotations
 
-import importlib
-import io
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jax.interpreters.mlir import ir, make_ir_context
-
-from pallas_kernels.link_outline import Placed, outline
-
-WAIT = "griddepcontrol.wait"  # what ``linked.await_kernel_before`` is in a module
-USES_PDL = "mosaic_gpu.uses_pdl"  # mark of a module whose kernel may begin early
-
+from pallas_kernels.toolchain.jax_internals import (
+    USES_PDL,
+    WAIT,
+    ir,
+    mosaic_bytecode,
+    mosaic_context,
+    mosaic_serde,
+)
+from pallas_kernels.toolchain.link_host import HostLaunch, host_module
 
 type Value = Any  # an ir.Value that an operation made
 type Attributes = dict[str, Any]
 
 
 class Launch(NamedTuple):
-    """One kernel of several: its module as Mosaic was to get it, and for each of its arrays which
-    of the linked call's arrays that is.
+    """One kernel of a linked call: its Mosaic module, and for each of its arrays the index of that
+    array among the call's.
     """
 
     source: bytes
@@ -44,72 +40,45 @@ class Launch(NamedTuple):
 
 
 def linked_module(launches: Sequence[Launch]) -> bytes:
-    """The module of all launches, in order, as Mosaic takes it.
+    """The module of all launches, in order, as Mosaic compiles it.
 
-    Each but the first may begin before the one ahead of it has ended, if it waits for that by
-    itself (``pallas_kernels.linked``).
+    Each but the first may begin before the previous one has ended, if its kernel waits for that
+    (``pallas_kernels.pdl``).
     """
-    with _mosaic_context():
+    with mosaic_context():
         sources = dict.fromkeys(launch.source for launch in launches)
         kernels = {source: _Kernel(source, i) for i, source in enumerate(sources)}
-        placed = [_placed(i, launch, kernels) for i, launch in enumerate(launches)]
-        module = ir.Module.parse(outline(placed))
+        module = ir.Module.parse(
+            host_module([_host_launch(i, launch, kernels) for i, launch in enumerate(launches)])
+        )
         for kernel in kernels.values():
             kernel.move_to(module)
         module.operation.verify()
-        _serde(module, serialize=True)
-        return _bytecode(module)
+        mosaic_serde(module, serialize=True)
+        return mosaic_bytecode(module)
 
 
-def _placed(i: int, launch: Launch, kernels: dict[bytes, _Kernel]) -> Placed:
+def _host_launch(i: int, launch: Launch, kernels: dict[bytes, _Kernel]) -> HostLaunch:
     kernel = kernels[launch.source]
-    return Placed(kernel.number, launch.arrays, begins_early=i > 0 and kernel.waits)
+    return HostLaunch(kernel.number, launch.arrays, begins_early=i > 0 and kernel.waits)
 
 
 def unlinked_module(source: bytes) -> bytes:
-    """A kernel's module for when it is linked with none: launched as any other, whatever is ahead
-    of it.
-    """
-    with _mosaic_context():
+    """A kernel's module for a call of its own: launched without a programmatic edge."""
+    with mosaic_context():
         module = ir.Module.parse(source)
         if USES_PDL not in module.operation.attributes:
             return source
         del module.operation.attributes[USES_PDL]
-        return _bytecode(module)
-
-
-@contextmanager
-def _mosaic_context() -> Generator[None]:
-    with make_ir_context() as context, ir.Location.unknown():
-        _mosaic().dialect.register_dialect(context)
-        context.allow_unregistered_dialects = True
-        yield
-
-
-def _mosaic() -> Any:
-    """Where JAX makes modules for Mosaic: 0.2 s to import, which a start from a bundle saves."""
-    return importlib.import_module("jax.experimental.mosaic.gpu.core")
-
-
-def _bytecode(module: ir.Module) -> bytes:
-    out = io.BytesIO()
-    module.operation.write_bytecode(out, desired_version=0)
-    return out.getvalue()
-
-
-def _serde(module: ir.Module, *, serialize: bool) -> None:
-    """From Mosaic's stable form of a module, or back to it; in place."""
-    switch = "true" if serialize else "false"
-    passes = f"builtin.module(mosaic_gpu-serde{{serialize={switch}}})"
-    _mosaic().passmanager.PassManager.parse(passes).run(module.operation)
+        return mosaic_bytecode(module)
 
 
 class _Kernel:
     """A module of one kernel, to be taken apart."""
 
     def __init__(self, source: bytes, number: int) -> None:
-        self._module = ir.Module.parse(source)  # keeps what is in it alive
-        _serde(self._module, serialize=False)
+        self._module = ir.Module.parse(source)  # keeps its operations alive
+        mosaic_serde(self._module, serialize=False)
         self.number = number
         functions = (op.operation for op in self._module.body.operations)
         hosts = [op.regions[0].blocks for op in functions if op.name == "func.func"]
@@ -119,14 +88,14 @@ class _Kernel:
         self.waits = WAIT.encode() in source  # a body has tens of thousands of operations
 
     def move_to(self, target: ir.Module) -> None:
-        """The body to ``target``'s kernels, the host code to its place there."""
+        """Move the body to ``target``'s kernels, and the host code to its function there."""
         symbols = ir.SymbolTable(target.operation)
         sizes = self._sizes()
         taken = self._move_body(symbols["kernels"].regions[0].blocks[0], sizes)
         self._move_host(symbols[f"host{self.number}"].regions[0].blocks[0], taken, sizes)
 
     def _sizes(self) -> dict[str, list[int]]:
-        """Constants of the launch by what they are."""
+        """The sizes of the launch, all constants."""
         operands, counts = iter(self._launch.operands), self._launch.attributes
         groups = [
             [next(operands) for _ in range(count)]
@@ -140,9 +109,8 @@ class _Kernel:
         return found
 
     def _move_body(self, kernels: ir.Block, sizes: dict[str, list[int]]) -> list[Value]:
-        """What the kernel takes: values that the host has loaded, arrays and TMA's descriptors.
-
-        All else that the body uses is made from these by operations that follow it there.
+        """Returns the kernel's parameters: the values that the host code loads, arrays and TMA
+        descriptors. The other values that the body uses are computed from these in the kernel.
         """
         body = self._launch.regions[0].blocks[0]
         uses = self._uses_from_outside()
@@ -176,8 +144,8 @@ class _Kernel:
         return taken
 
     def _uses_from_outside(self) -> dict[Value, list[tuple[Any, int]]]:
-        """What the host has made that the body uses, and where. Asked of the host's few values: the
-        body is long, and all steps' kernels wait for this.
+        """The values of the host code that the body uses, and where. It asks the host code's few
+        values for their uses: the body has tens of thousands of operations.
         """
         made = [value for op in self._host.operations for value in op.operation.results]
         found: dict[Value, list[tuple[Any, int]]] = {}
@@ -195,7 +163,7 @@ class _Kernel:
         return False
 
     def _move_host(self, to: ir.Block, taken: list[Value], sizes: dict[str, list[int]]) -> None:
-        """All until the launch, and a launch of what has just been made a kernel."""
+        """Move everything before the launch, and launch the kernel that was the body."""
         module, stream, arrays, begins_early = to.arguments
         end = to.operations[len(to.operations) - 1]
         for operation in list(self._host.operations):
@@ -235,7 +203,7 @@ def _find_loaded(value: Value, found: list[Value]) -> None:
 
 
 def _make_again(value: Value, block: ir.Block, there: dict[Value, Value]) -> None:
-    """Have ``value`` in ``there``, by copies at the end of a block of what it is made from."""
+    """Compute ``value`` at the end of a block from what is ``there``, by copies of operations."""
     if value in there:
         return
     maker = value.owner
@@ -268,11 +236,11 @@ def _array_of(addresses: Sequence[Value]) -> Value:
     """An array of pointers on the host's stack."""
     pointer = ir.Type.parse("!llvm.ptr")
     element: Attributes = {"elem_type": ir.TypeAttr.get(pointer)}
-    room = ir.Operation.create(
+    array = ir.Operation.create(
         "llvm.alloca", [pointer], [_constant(len(addresses), 64)], element
     ).results[0]
     for i, address in enumerate(addresses):
         at = {**element, "rawConstantIndices": ir.DenseI32ArrayAttr.get([i])}
-        to = ir.Operation.create("llvm.getelementptr", [pointer], [room], at).results[0]
+        to = ir.Operation.create("llvm.getelementptr", [pointer], [array], at).results[0]
         ir.Operation.create("llvm.store", operands=[address, to])
-    return room
+    return array

@@ -23,17 +23,23 @@ from jax.extend.mlir import deserialize_portable_artifact, serialize_portable_ar
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters.mlir import ir, make_ir_context
 
-from pallas_kernels.ahead import kernels_in
 from pallas_kernels.append_decode.api import append_decode
-from pallas_kernels.custom_calls import MOSAIC_CALL, attribute_of, custom_calls, set_attribute
 from pallas_kernels.device import Device, described
-from pallas_kernels.kernel_pool import KernelError, KernelPool
-from pallas_kernels.link_mosaic import _bytecode, _mosaic_context
-from pallas_kernels.lowered import Kernel, LoweredKernel
 from pallas_kernels.norm_gemm.api import norm_gemm
 from pallas_kernels.paged_prefill.api import paged_prefill
 from pallas_kernels.skinny_gemm.api import skinny_gemm
 from pallas_kernels.swiglu_gemm.api import swiglu_gemm
+from pallas_kernels.toolchain.find import kernels_in
+from pallas_kernels.toolchain.jax_internals import (
+    MOSAIC_CALL,
+    attribute_of,
+    custom_calls,
+    mosaic_bytecode,
+    mosaic_context,
+    set_attribute,
+)
+from pallas_kernels.toolchain.kernel_call import Kernel, LoweredKernel
+from pallas_kernels.toolchain.pool import KernelError, KernelPool
 
 H200 = Device("gpu", "NVIDIA H200", "9.0")
 
@@ -84,10 +90,10 @@ def taken_apart(artifact: bytes) -> tuple[bytes, bytes]:
         for name in ("module", "kernel_hash"):
             set_attribute(call, name, "")
         rest = serialize_portable_artifact(module, stablehlo.get_current_version())
-    with _mosaic_context():
+    with mosaic_context():
         kernel = ir.Module.parse(source)
         del kernel.operation.attributes["mosaic_gpu.dump_basename"]
-        return _bytecode(kernel), rest
+        return mosaic_bytecode(kernel), rest
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +159,8 @@ folder, end = sys.argv[1:]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 sys.path.append(folder)  # which the process must have, too
 from pallas_kernels.device import Device
-from pallas_kernels.kernel_pool import KernelPool
-from pallas_kernels.lowered import Kernel
+from pallas_kernels.toolchain.kernel_call import Kernel
+from pallas_kernels.toolchain.pool import KernelPool
 cpu = Device("cpu", "cpu")
 with suppress(KeyboardInterrupt), KernelPool(2, cpu) as pool:
     kernel = Kernel("forever", "forever", (1.0,), (), cpu, ())

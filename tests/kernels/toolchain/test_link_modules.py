@@ -14,13 +14,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import deserialize_portable_artifact
 from jax.interpreters.mlir import ir, make_ir_context
 
-from pallas_kernels import link_mosaic
-from pallas_kernels.custom_calls import HASH, MODULE, MOSAIC_CALL, attribute_of, custom_calls
 from pallas_kernels.device import Device
-from pallas_kernels.link import link_kernels
-from pallas_kernels.link_mosaic import USES_PDL, Launch, linked_module
-from pallas_kernels.linked import await_kernel_before, let_next_begin
-from pallas_kernels.lowered import SETTINGS, Kernel
+from pallas_kernels.pdl import await_kernel_before, let_next_begin
+from pallas_kernels.toolchain import link_modules
+from pallas_kernels.toolchain.jax_internals import (
+    HASH,
+    MODULE,
+    MOSAIC_CALL,
+    TRACE_SETTINGS,
+    USES_PDL,
+    attribute_of,
+    custom_calls,
+    mosaic_context,
+    mosaic_serde,
+)
+from pallas_kernels.toolchain.kernel_call import Kernel
+from pallas_kernels.toolchain.link import link_kernels
+from pallas_kernels.toolchain.link_modules import Launch, linked_module
 
 H200 = Device("gpu", "NVIDIA H200", "9.0", multiprocessors=132)
 X = jax.ShapeDtypeStruct((4, 256), jnp.bfloat16)
@@ -46,7 +56,7 @@ def scaled(x: jax.Array, *, scale: float, early: bool) -> jax.Array:
 
 def source(*, scale: float = 2.0, early: bool = True) -> bytes:
     """The kernel's module as executables hold it."""
-    settings = tuple((name, getattr(jax.config, name)) for name in SETTINGS)
+    settings = tuple((name, getattr(jax.config, name)) for name in TRACE_SETTINGS)
     static = (("scale", scale), ("early", early))
     kernel = Kernel(__name__, "scaled", (X,), static, H200, settings)
     with make_ir_context():
@@ -68,9 +78,9 @@ def does_not_wait() -> bytes:
 
 
 def text(module: bytes) -> str:
-    with link_mosaic._mosaic_context():
+    with mosaic_context():
         parsed = ir.Module.parse(module)
-        link_mosaic._serde(parsed, serialize=False)
+        mosaic_serde(parsed, serialize=False)
         return str(parsed)
 
 
@@ -127,7 +137,7 @@ def test_blocks_of_two_dimensions_are_refused(
     waits: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = iter((4, 1, 1, 128, 2, 1, 0, 0, 0))
-    monkeypatch.setattr(link_mosaic, "_number", lambda _: next(numbers))
+    monkeypatch.setattr(link_modules, "_number", lambda _: next(numbers))
     with pytest.raises(ValueError, match="more than one dimension"):
         linked_module([Launch(waits, (0, 1))])
 

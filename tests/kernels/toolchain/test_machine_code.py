@@ -13,12 +13,12 @@ import pytest
 from jax import export
 from jax.experimental import serialize_executable
 
-from pallas_kernels.ahead import kernels_in
 from pallas_kernels.device import Device, current_device, described
-from pallas_kernels.kernel_pool import KernelPool
-from pallas_kernels.lowered import LoweredKernel
-from pallas_kernels.machine_code import KernelCall, take_over
 from pallas_kernels.skinny_gemm.api import skinny_gemm
+from pallas_kernels.toolchain.find import kernels_in
+from pallas_kernels.toolchain.kernel_call import LoweredKernel
+from pallas_kernels.toolchain.machine_code import KernelCall, preload_kernels
+from pallas_kernels.toolchain.pool import KernelPool
 
 X = jax.ShapeDtypeStruct((4,), jnp.float32)
 HAS_CUDA = any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
@@ -53,7 +53,7 @@ def test_it_is_taken_over_for_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     call_of(lambda x: x + 1.0).compile()
     assert loads == [{"backend": jax.devices()[0].client, "execution_devices": jax.devices()[:1]}]
     with pytest.raises(pickle.UnpicklingError):
-        take_over(b"no executable")
+        preload_kernels(b"no executable")
 
 
 def test_arrays_are_changed_in_place() -> None:
@@ -70,7 +70,7 @@ def test_a_kernel_is_compiled_for_a_gpu_that_is_not_there(monkeypatch: pytest.Mo
         (kernel,) = kernels_in(jax.jit(skinny_gemm).trace(*shapes).jaxpr)
     assert isinstance(kernel, LoweredKernel)
     made: list[bytes] = []
-    monkeypatch.setattr("pallas_kernels.machine_code.take_over", made.append)
+    monkeypatch.setattr("pallas_kernels.toolchain.machine_code.preload_kernels", made.append)
     kernel.compile()
     (executable,) = made
     assert b"\x7fELF" in executable and b"skinny_gemm" in executable

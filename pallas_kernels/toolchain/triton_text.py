@@ -1,8 +1,7 @@
-"""Triton's own text of a kernel, which each call of it carries and nobody reads.
+"""Drops Triton's IR from the calls of its kernels, which nothing reads at run time.
 
-An executable holds what a call carries once for each layer, several times over: 87 of the 152 KB of
-``append_decode`` are that text, and jax-triton has no switch for it. Owns: ``drop_triton_text``.
-Must not know: which kernels there are.
+An executable holds the attributes of a call once for each layer, several times over: 87 of the
+152 KB of ``append_decode`` are that text, and jax-triton has no option to leave it out.
 """
 
 from __future__ import annotations
@@ -11,19 +10,24 @@ import zlib
 from functools import cache
 from typing import Any
 
-from pallas_kernels.custom_calls import attribute_of, custom_calls, set_attribute
+from pallas_kernels.toolchain.jax_internals import (
+    OPAQUE,
+    TRITON_CALL,
+    attribute_of,
+    custom_calls,
+    set_attribute,
+)
 
-TRITON_TARGET = "triton_kernel_call_ffi"  # the custom call of a kernel in Triton
-OPAQUE = "opaque"  # its attribute: a compressed TritonAnyKernelCall (jaxlib/gpu/triton.proto)
-KERNEL = (1, 1)  # in it: TritonAnyKernelCall.kernel_call, TritonKernelCall.kernel
+# Field numbers of jaxlib/gpu/triton.proto.
+KERNEL = (1, 1)  # TritonAnyKernelCall.kernel_call, TritonKernelCall.kernel
 TEXT = 5  # TritonKernel.ttir
 VARINT, BYTES = 0, 2  # protobuf's wire types
 
 
 def drop_triton_text(module: Any) -> None:  # ir.Module
-    """Take the text out of every call in a lowered module, before it is compiled."""
+    """Remove the text from every call in a lowered module, before it is compiled."""
     with module.context:
-        for call in custom_calls(module.operation, TRITON_TARGET):
+        for call in custom_calls(module.operation, TRITON_CALL):
             set_attribute(call, OPAQUE, _shortened(attribute_of(call, OPAQUE)))
 
 
@@ -57,7 +61,7 @@ def _without(message: bytes, path: tuple[int, ...]) -> bytes:
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """The number at a place, and the place behind it."""
+    """The number at an offset, and the offset behind it."""
     number = shift = 0
     while True:
         byte, at = message[at], at + 1

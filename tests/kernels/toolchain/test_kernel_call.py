@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from jax.interpreters.mlir import ir, make_ir_context
 
-from pallas_kernels import lowered, machine_code
-from pallas_kernels.ahead import kernels_in
 from pallas_kernels.device import Device, described
-from pallas_kernels.lowered import TO_LOWER, call_lowered
 from pallas_kernels.registry import imported_when_called
+from pallas_kernels.toolchain import machine_code
+from pallas_kernels.toolchain.find import kernels_in
+from pallas_kernels.toolchain.jax_internals import LOWERING_SETTINGS
+from pallas_kernels.toolchain.kernel_call import LoweredKernel, call_lowered
 
 
 class Kernel:
@@ -159,11 +160,11 @@ def test_a_compiled_kernel_is_named_by_its_hash(
         return b"machine code"
 
     taken: list[bytes] = []
-    monkeypatch.setattr(machine_code, "take_over", taken.append)
+    monkeypatch.setattr(machine_code, "preload_kernels", taken.append)
     traced = jax.jit(step).trace(X)
     before = traced.lower().as_text()
     (kernel,) = kernels_in(traced.jaxpr)
-    assert isinstance(kernel, lowered.LoweredKernel)
+    assert isinstance(kernel, LoweredKernel)
     kernel.compile(run)
     kernel.compile(run)
     after = jax.jit(lambda x: step(x) * 2.0).trace(X).lower().as_text()
@@ -179,7 +180,7 @@ def test_no_setting_stays_changed(module: Module) -> None:
     during: list[dict[str, Any]] = []
 
     def settings() -> dict[str, Any]:
-        return {name: getattr(jax.config, name) for name, _ in TO_LOWER}
+        return {name: getattr(jax.config, name) for name, _ in LOWERING_SETTINGS}
 
     def double(x: jax.Array) -> jax.Array:
         during.append(settings())
@@ -187,7 +188,7 @@ def test_no_setting_stays_changed(module: Module) -> None:
 
     before = settings()
     call_lowered(module(double=double), "double", (jnp.asarray(X),), {})
-    assert during == [before, dict(TO_LOWER)]
+    assert during == [before, dict(LOWERING_SETTINGS)]
     assert settings() == before
 
 
@@ -204,7 +205,7 @@ def test_a_trace_needs_the_types_alone(module: Module) -> None:
     traced = step.trace(X, Y)
     assert kernel.traces == 1
     (made,) = kernels_in(traced.jaxpr)
-    assert isinstance(made, lowered.LoweredKernel)
+    assert isinstance(made, LoweredKernel)
     made.compile(run)
     np.testing.assert_allclose(traced.lower().compile()(X, Y)[0], 3.0 * X @ Y)
     assert kernel.traces == TRACES

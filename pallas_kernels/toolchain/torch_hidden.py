@@ -1,8 +1,7 @@
-"""Triton as it is where PyTorch is not installed.
+"""Keeps Triton from importing PyTorch.
 
-Triton knows PyTorch's tensors: the first time that it looks at a kernel's arguments it imports
-PyTorch, if there is one. That takes seconds, for tensors that nobody hands it here.
-Owns: ``torch_hidden``. Must not know: kernels.
+Triton accepts PyTorch's tensors: the first time that it looks at a kernel's arguments it imports
+PyTorch, if that is installed. That takes seconds, and no kernel here is given such a tensor.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from importlib.abc import MetaPathFinder
 from typing import Any
 
 HIDDEN = "torch"
-_CHANGING = threading.Lock()  # sys.meta_path
+_CHANGING = threading.Lock()  # held while sys.meta_path is replaced
 
 
 @contextmanager
 def torch_hidden() -> Generator[None]:
-    """Meanwhile this thread cannot import PyTorch, unless somebody has before; others can."""
+    """Within it this thread cannot import PyTorch, unless it is imported already; others can."""
     finder = _Hiding(threading.get_ident())
     with _CHANGING:
-        # Another list, since somebody may be looking through this one.
+        # A new list, since another thread may be iterating over this one.
         sys.meta_path = [finder, *sys.meta_path]
     try:
         yield
@@ -33,7 +32,7 @@ def torch_hidden() -> Generator[None]:
 
 
 class _Hiding(MetaPathFinder):
-    """Finds nothing; to one thread it says that PyTorch is not there."""
+    """Finds nothing; in one thread it makes an import of PyTorch fail."""
 
     def __init__(self, thread: int) -> None:
         self._thread = thread

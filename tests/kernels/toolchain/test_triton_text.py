@@ -8,8 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.custom_calls import attribute_of, custom_calls
-from pallas_kernels.triton_text import OPAQUE, TRITON_TARGET, drop_triton_text
+from pallas_kernels.toolchain.jax_internals import (
+    OPAQUE,
+    TRITON_CALL,
+    attribute_of,
+    custom_calls,
+)
+from pallas_kernels.toolchain.triton_text import drop_triton_text
 
 X = jnp.ones(3)
 
@@ -45,10 +50,10 @@ def lowered(opaque: bytes, target: str) -> jax.stages.Lowered:
 
 @pytest.mark.parametrize("text", [b"tt.func", b"tt.func" * 1000, None], ids=["short", "long", "no"])
 def test_text_is_dropped_and_all_else_is_kept(text: bytes | None) -> None:
-    made = lowered(zlib.compress(call(text, parameters=b"grid" * 50)), TRITON_TARGET)
+    made = lowered(zlib.compress(call(text, parameters=b"grid" * 50)), TRITON_CALL)
     drop_triton_text(made.compiler_ir())
     module = made.compiler_ir()
-    (found,) = custom_calls(module.operation, TRITON_TARGET)
+    (found,) = custom_calls(module.operation, TRITON_CALL)
     assert zlib.decompress(attribute_of(found, OPAQUE)) == call(None, parameters=b"grid" * 50)
     assert attribute_of(found, "other") == b"kept"
 
@@ -74,7 +79,7 @@ def test_what_is_compiled_is_what_was_changed() -> None:
 
 def test_the_call_is_jax_triton_s() -> None:
     jax_triton = pytest.importorskip("jax_triton")
-    assert jax_triton.CUSTOM_CALL_TARGET_NAME == TRITON_TARGET
+    assert jax_triton.CUSTOM_CALL_TARGET_NAME == TRITON_CALL
 
 
 def test_the_field_is_jaxlib_s() -> None:
@@ -83,10 +88,10 @@ def test_the_field_is_jaxlib_s() -> None:
     kernel = triton.TritonKernel("name", 4, 1, 0, "the ptx", "the text", 90)
     made = lowered(
         zlib.compress(triton.TritonKernelCall(kernel, 1, 1, 1, []).to_proto("name", b"")),
-        TRITON_TARGET,
+        TRITON_CALL,
     )
     drop_triton_text(made.compiler_ir())
-    (found,) = custom_calls(made.compiler_ir().operation, TRITON_TARGET)
+    (found,) = custom_calls(made.compiler_ir().operation, TRITON_CALL)
     left = zlib.decompress(attribute_of(found, OPAQUE))
     assert b"the ptx" in left
     assert b"the text" not in left

@@ -1,13 +1,11 @@
-"""Machine code of kernels in Mosaic: made in one process, used in another.
+"""A Mosaic kernel compiled in one process and loaded in another.
 
-Mosaic compiles a kernel when XLA compiles what calls it, and remembers it by its hash as long as
-the process lives. An executable is saved with the kernels in it, and whoever loads it remembers
-them, too. So a process without a GPU can compile a call of a kernel for one that is described, and
-the process that has the GPU takes the kernel over without a compiler. That matters since Mosaic and
-XLA take turns at LLVM, whose options are a process's: where both compile, each waits for the other.
-
-Owns: ``KernelCall`` and ``take_over``. Must not know: how kernels are lowered or linked, which
-process is which.
+Mosaic compiles a kernel when XLA compiles a module that calls it, and caches it by its hash for
+the life of the process. A saved executable contains its kernels, and to load one puts them into
+that cache. So a worker without a GPU compiles an executable of one kernel for a GPU that is
+described to it, and the process that has the GPU loads that executable: it never compiles the
+kernel. This matters because Mosaic and XLA use LLVM with different options, which are the
+process's: in one process the two would wait for each other.
 """
 
 from __future__ import annotations
@@ -23,17 +21,21 @@ import jax
 import jax.numpy as jnp
 from jax import export
 from jax.experimental import serialize_executable, topologies
-from jax.extend.mlir import serialize_portable_artifact
-from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters.mlir import dtype_to_ir_type, ir
 from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels.custom_calls import MODULE, attribute_of, in_place_of
 from pallas_kernels.device import Device
+from pallas_kernels.toolchain.jax_internals import (
+    MODULE,
+    aliases_of,
+    attribute_of,
+    dtype_to_ir_type,
+    ir,
+    write_module,
+)
 
-DTYPES = ("bfloat16", "float16", "float32", "int32", "float8_e4m3fn")  # of what kernels take
-# An NVIDIA GPU that need not be there, as XLA describes one. Where nothing but kernels is compiled,
-# only the compute capability counts; without the other limits XLA warns of arrays beyond them.
+DTYPES = ("bfloat16", "float16", "float32", "int32", "float8_e4m3fn")  # of kernels' arguments
+# An NVIDIA GPU that need not be present, as XLA describes one. For kernels alone only the compute
+# capability counts; without the other limits XLA warns of arrays beyond them.
 TARGET = """
 platform_name: "CUDA"
 gpu_device_info {{
@@ -56,19 +58,20 @@ gpu_device_info {{
 # Instructions that no other GPU has (sm_90a), and the first compute capability with some.
 OWN_FEATURES, FIRST_WITH_FEATURES = "feature_extension: ACCELERATED_FEATURES", 9
 
-type Run = Callable[[MethodType], bytes]  # calls a method of what can be pickled, here or elsewhere
+# Calls a method of an object that can be pickled, in this process or in another.
+type Run = Callable[[MethodType], bytes]
 
 
 def run_here(method: MethodType) -> bytes:
-    """In this process."""
+    """Call the method in this process."""
     return method()
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """The call of a kernel, or of linked ones, and nothing else, by all that decides what is
-    compiled. (What is made around it in a step is compiled there; XLA would take as long for that
-    as for the kernel.)
+    """One custom call of a kernel, or of linked ones, by all that decides its machine code.
+
+    It leaves out the operations around the call: XLA takes as long for those as for the kernel.
     """
 
     name: str
@@ -77,7 +80,7 @@ class KernelCall:
     module: bytes  # a module of this call alone, as ``export`` serialises it
     arguments: tuple[jax.ShapeDtypeStruct, ...]
     results: tuple[jax.ShapeDtypeStruct, ...]
-    in_place: tuple[int, ...]  # arguments that are changed
+    in_place: tuple[int, ...]  # arguments that are written
 
     @classmethod
     def of(cls, call: Any, name: str, device: Device) -> Self:  # of an ir.Operation
@@ -94,21 +97,21 @@ class KernelCall:
             for i, argument in enumerate(block.arguments):
                 copy.operands[i] = argument
             ir.Operation.create("func.return", operands=list(copy.results))
-        artifact = serialize_portable_artifact(module, stablehlo.get_current_version())
-        shapes, in_place = (_shapes(inputs), _shapes(outputs)), sorted(in_place_of(call).values())
-        return cls(name, device, attribute_of(call, MODULE), artifact, *shapes, tuple(in_place))
+        shapes, in_place = (_shapes(inputs), _shapes(outputs)), sorted(aliases_of(call).values())
+        kernel, alone = attribute_of(call, MODULE), write_module(module)
+        return cls(name, device, kernel, alone, *shapes, tuple(in_place))
 
     def __str__(self) -> str:
         return self.name
 
     def compile(self, run: Run = run_here) -> None:
-        """Have the machine code of its kernels in this process, which has the device; ``run`` may
-        have another one compile it.
+        """Load the machine code of its kernels into this process, which has the device; ``run`` may
+        compile it in another one.
         """
-        take_over(run(self.compiled))
+        preload_kernels(run(self.compiled))
 
     def compiled(self) -> bytes:
-        """An executable for the device, which need not be there, to be taken over."""
+        """An executable for the device, which need not be present, for ``preload_kernels``."""
         placed: dict[str, Any] = {}
         if self.device.platform != "cpu":
             sharding = SingleDeviceSharding(described_device(self.device))
@@ -116,7 +119,7 @@ class KernelCall:
         platform = self.device.xla_platform
         like = export.export(jax.jit(self._zeros, keep_unused=True), platforms=[platform])
         exported = replace(like(*self.arguments), mlir_module_serialized=self.module)
-        # As in a step, pools are changed in place.
+        # As in a step, pools are written in place.
         call = jax.jit(exported.call, donate_argnums=self.in_place, **placed)
         return pickle.dumps(serialize_executable.serialize(call.lower(*self.arguments).compile()))
 
@@ -132,8 +135,11 @@ def _shapes(types: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
     )
 
 
-def take_over(executable: bytes) -> None:
-    """Have this process, which has the device, know the kernels of what was compiled for it."""
+def preload_kernels(executable: bytes) -> None:
+    """Put the kernels of an executable into Mosaic's cache in this process, which has the device.
+
+    To load the executable is enough: its own entry point is dropped, the cache keeps the kernels.
+    """
     device = jax.devices()[0]
     serialize_executable.deserialize_and_load(
         *pickle.loads(executable), backend=device.client, execution_devices=[device]
@@ -142,7 +148,7 @@ def take_over(executable: bytes) -> None:
 
 @cache
 def described_device(device: Device) -> Any:
-    """Jax's device for ``device``, one NVIDIA GPU, to compile for; it need not be there."""
+    """Jax's device for ``device``, one NVIDIA GPU, to compile for; it need not be present."""
     major, minor = device.compute_capability.split(".")
     features = OWN_FEATURES if int(major) >= FIRST_WITH_FEATURES else ""
     target = TARGET.format(

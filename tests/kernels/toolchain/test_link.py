@@ -17,16 +17,16 @@ import jax.numpy as jnp
 import pytest
 from jax.interpreters.mlir import ir
 
-from pallas_kernels import link
-from pallas_kernels.custom_calls import (
+from pallas_kernels.toolchain import link
+from pallas_kernels.toolchain.jax_internals import (
     HASH,
     MODULE,
     MOSAIC_CALL,
+    aliases_of,
     attribute_of,
     custom_calls,
-    in_place_of,
 )
-from pallas_kernels.link_mosaic import Launch
+from pallas_kernels.toolchain.link_modules import Launch
 
 X = jax.ShapeDtypeStruct((4, 64), jnp.bfloat16)
 POOL = jax.ShapeDtypeStruct((16, 64), jnp.bfloat16)
@@ -97,7 +97,7 @@ class Step:
         if module not in self.launches:
             return _computed(module, values, len(call.results))
         arrays = [*values, *("unwritten" for _ in call.results)]
-        in_place = in_place_of(call)
+        in_place = aliases_of(call)
         for output, operand in in_place.items():
             arrays[len(values) + output] = arrays[operand]
         for source, places in self.launches[module]:
@@ -127,7 +127,7 @@ def linked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Step], int]:
         sources = {}
         for call in step.calls():
             module = attribute_of(call, MODULE)
-            KERNELS[module] = len(call.operands), tuple(in_place_of(call).values())
+            KERNELS[module] = len(call.operands), tuple(aliases_of(call).values())
             sources[attribute_of(call, HASH)] = module
 
         def linked_module(launches: Sequence[Launch]) -> bytes:
@@ -191,7 +191,7 @@ def test_pools_are_changed_in_place(linked: Callable[[Step], int]) -> None:
     step = Step(layers(2), (X, X, POOL, POOL))
     linked(step)
     (call,) = step.calls()
-    pools = [call.operands[i] for i in in_place_of(call).values()]
+    pools = [call.operands[i] for i in aliases_of(call).values()]
     assert [ir.RankedTensorType(pool.type).shape for pool in pools] == 2 * [[16, 64]]
 
 

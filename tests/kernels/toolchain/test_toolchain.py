@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.exec import kernels
-from jaxinfer.exec.kernels import FEWEST_PROCESSES, MOST_PROCESSES, KernelsAhead
-from pallas_kernels import link
-from pallas_kernels.custom_calls import MODULE, MOSAIC_CALL, attribute_of, custom_calls
 from pallas_kernels.device import Device, current_device
-from pallas_kernels.kernel_pool import KernelError
-from pallas_kernels.lowered import Kernel, LoweredKernel, call_lowered
+from pallas_kernels.toolchain import api
+from pallas_kernels.toolchain.api import FEWEST_WORKERS, MOST_WORKERS, Toolchain
+from pallas_kernels.toolchain.jax_internals import MODULE, MOSAIC_CALL, attribute_of, custom_calls
+from pallas_kernels.toolchain.kernel_call import Kernel, LoweredKernel, call_lowered
+from pallas_kernels.toolchain.pool import KernelError
 
 X = np.ones((2, 3), np.float32)
 
@@ -54,7 +53,7 @@ class Pool:
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    monkeypatch.setattr(kernels, "KernelPool", Pool)
+    monkeypatch.setattr(api, "KernelPool", Pool)
     monkeypatch.setattr(Pool, "sizes", [], raising=False)
     return Pool.sizes
 
@@ -70,8 +69,8 @@ def test_processes_make_what_a_step_needs(monkeypatch: pytest.MonkeyPatch) -> No
         return lower(kernel)
 
     monkeypatch.setattr(Kernel, "lower", noted)
-    with KernelsAhead(cores=2) as ahead:
-        for kernel in ahead.begin(step.jaxpr):
+    with Toolchain(cores=2) as toolchain:
+        for kernel in toolchain.begin(step):
             kernel.result()
     np.testing.assert_allclose(step.lower().compile()(X), np.cos(np.sin(X)), rtol=1e-6)
     assert not called  # as this process has no need to lower
@@ -79,7 +78,7 @@ def test_processes_make_what_a_step_needs(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("cores", "made"),
-    [(2, FEWEST_PROCESSES), (8, 6), (128, MOST_PROCESSES)],
+    [(2, FEWEST_WORKERS), (8, 6), (128, MOST_WORKERS)],
 )
 def test_as_many_processes_as_cores_to_spare(
     cores: int, made: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
@@ -90,9 +89,9 @@ def test_as_many_processes_as_cores_to_spare(
         compiled.append(self.kernel.name)
 
     monkeypatch.setattr(LoweredKernel, "compile", compile_kernel)
-    with KernelsAhead(cores) as ahead:
-        first = ahead.begin(traced("sinh", "cosh").jaxpr)
-        second = ahead.begin(traced("tanh", "cosh").jaxpr)
+    with Toolchain(cores) as toolchain:
+        first = toolchain.begin(traced("sinh", "cosh"))
+        second = toolchain.begin(traced("tanh", "cosh"))
         for kernel in (*first, *second):
             kernel.result()
     assert sorted(compiled) == ["cosh", "sinh", "tanh"]
@@ -101,34 +100,34 @@ def test_as_many_processes_as_cores_to_spare(
 
 
 def test_without_a_kernel_in_mosaic_there_is_no_process(sizes: list[int]) -> None:
-    with KernelsAhead(cores=16) as ahead:
-        assert ahead.begin(jax.jit(jnp.sin).trace(X).jaxpr) == []
+    with Toolchain(cores=16) as toolchain:
+        assert toolchain.begin(jax.jit(jnp.sin).trace(X)) == []
     assert not sizes
 
 
 def test_processes_may_start_ahead_of_the_first_kernel(sizes: list[int]) -> None:
-    with KernelsAhead(cores=2) as ahead:
-        ahead.expect_mosaic()
-        for kernel in ahead.begin(traced("expm1").jaxpr):
+    with Toolchain(cores=2) as toolchain:
+        toolchain.start_workers()
+        for kernel in toolchain.begin(traced("expm1")):
             kernel.result()
-    assert sizes == [FEWEST_PROCESSES, 0]
+    assert sizes == [FEWEST_WORKERS, 0]
 
 
 def test_no_process_starts_after_the_end(sizes: list[int]) -> None:
-    with KernelsAhead(cores=2) as ahead:
+    with Toolchain(cores=2) as toolchain:
         pass
     with pytest.raises(KernelError):  # as a thread may come to, which was asked to in time
-        ahead._processes_for_kernels()
+        toolchain._workers()
     assert not sizes
 
 
 def test_what_another_has_compiled_is_not_begun(sizes: list[int]) -> None:
-    step = traced("arcsinh").jaxpr
-    with KernelsAhead(cores=2) as ahead:
-        (kernel,) = ahead.begin(step)
+    step = traced("arcsinh")
+    with Toolchain(cores=2) as toolchain:
+        (kernel,) = toolchain.begin(step)
         kernel.result()
     assert sizes.pop() == 0 and sizes.pop()
-    with KernelsAhead(cores=2) as other:
+    with Toolchain(cores=2) as other:
         assert other.begin(step) == []
     assert not sizes
 
@@ -143,12 +142,12 @@ def test_kernels_of_a_step_to_link_are_only_lowered(
 
     monkeypatch.setattr(LoweredKernel, "lower", lower)
     monkeypatch.setattr(LoweredKernel, "compile", None)
-    with KernelsAhead(cores=2) as ahead:
+    with Toolchain(cores=2) as toolchain:
         for step in (traced("arccosh", "arctan"), traced("arctan")):
-            for kernel in ahead.begin(step.jaxpr, to_link=True):
+            for kernel in toolchain.begin(step, link=True):
                 kernel.result()
     assert sorted(lowered) == ["arccosh", "arctan"]
-    assert sizes == [FEWEST_PROCESSES, 0]
+    assert sizes == [FEWEST_WORKERS, 0]
 
 
 @dataclass(frozen=True)
@@ -167,20 +166,20 @@ class Call:
 
 def test_linked_calls_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
-    monkeypatch.setattr(link, "link_kernels", lambda *_: [Call("a", compiled), Call("b", compiled)])
+    monkeypatch.setattr(api, "link_kernels", lambda *_: [Call("a", compiled), Call("b", compiled)])
     step = jax.jit(jnp.sin).trace(X)
-    with KernelsAhead(cores=2) as ahead:
-        calls = [ahead.link(step.jaxpr, step.lower().compiler_ir()) for _ in range(2)]
+    with Toolchain(cores=2) as toolchain:
+        calls = [toolchain.lower(step, link=True)[1] for _ in range(2)]
         assert calls[0] == calls[1] and len(calls[0]) == 2
         wait(calls[0])
     assert sorted(compiled) == ["a", "b"]
 
 
 def test_a_linked_call_that_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "link_kernels", lambda *_: [Call("a", [], fails=True)])
+    monkeypatch.setattr(api, "link_kernels", lambda *_: [Call("a", [], fails=True)])
     step = jax.jit(jnp.sin).trace(X)
-    with KernelsAhead(cores=2) as ahead:
-        (call,) = ahead.link(step.jaxpr, step.lower().compiler_ir())
+    with Toolchain(cores=2) as toolchain:
+        _, (call,) = toolchain.lower(step, link=True)
         with pytest.raises(ValueError, match="a cannot be compiled"):
             call.result()
 
@@ -198,16 +197,18 @@ def test_a_kernel_without_neighbours_is_compiled_by_itself(monkeypatch: pytest.M
 
     monkeypatch.setattr(LoweredKernel, "compile", compile_kernel)
     monkeypatch.setattr(LoweredKernel, "sources", sources)
-    monkeypatch.setattr(link, "link_kernels", lambda *_: [Call("linked", compiled)])
+    monkeypatch.setattr(api, "link_kernels", lambda *_: [Call("linked", compiled)])
 
     def left(x: jax.Array) -> jax.Array:
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
         call = jax.ffi.ffi_call(MOSAIC_CALL, out)
         return call(call(x, kernel_hash="linked", module="a"), kernel_hash="one", module="b")
 
-    module = jax.jit(left).trace(X).lower(lowering_platforms=("cuda",)).compiler_ir()
-    with KernelsAhead(cores=2) as ahead:
-        wait(ahead.link(step.jaxpr, module))
+    lowered = jax.jit(left).trace(X).lower(lowering_platforms=("cuda",))
+    monkeypatch.setattr(jax.stages.Traced, "lower", lambda _: lowered)
+    with Toolchain(cores=2) as toolchain:
+        wait(toolchain.lower(step, link=True)[1])
+    module = lowered.compiler_ir()
     assert sorted(compiled) == ["arctanh", "linked"]
     with module.context:
         assert [attribute_of(c, MODULE) for c in custom_calls(module.operation, MOSAIC_CALL)] == [

@@ -1,9 +1,7 @@
-"""Kernels in Mosaic made side by side, in processes of their own.
+"""Worker processes that lower and compile Mosaic kernels in parallel.
 
-To lower one is Python, which a process does with one core. To compile one takes a turn at LLVM,
-whose options are a process's, and XLA wants others (``machine_code``).
-
-Owns: ``KernelPool`` and its processes. Must not know: kernels, what they are made of.
+Lowering is Python, for which a process uses one core. Compiling uses LLVM, whose options are the
+process's, and XLA needs other ones (``machine_code``).
 """
 
 from __future__ import annotations
@@ -22,42 +20,42 @@ from types import MethodType
 from typing import Self
 
 from pallas_kernels.device import Device
-from pallas_kernels.kernel_worker import Failure
+from pallas_kernels.toolchain.worker import Failure
 
-# Not multiprocessing's way to start one: it would run the caller's script again.
+# multiprocessing's own start would run the caller's script again.
 PROGRAM = """
 import json, sys
 descriptors, device, *sys.path = sys.argv[1:]
 from pallas_kernels.device import Device
-from pallas_kernels.kernel_worker import serve
+from pallas_kernels.toolchain.worker import serve
 serve(json.loads(descriptors), Device(**json.loads(device)))
 """
 
 
 class KernelError(RuntimeError):
-    """A kernel could not be made in its process."""
+    """A worker could not lower or compile a kernel."""
 
 
 class KernelPool:
-    """Processes that lower or compile a kernel each, for a device that they need not see; as a
-    context manager it ends them.
+    """Workers that lower or compile one kernel at a time, for a device that they need not have; as
+    a context manager it ends them.
 
-    One is started, which imports what all need and then becomes all of them: an import takes 2 s of
-    a core of an H200's host, and twelve at once had its 16 cores busy for as long.
+    A template process imports JAX once and forks the workers: the import takes 2 s of a core of an
+    H200's host, and twelve at once kept its 16 cores busy for as long.
     """
 
     def __init__(self, size: int, device: Device) -> None:
         self._idle: SimpleQueue[Connection] = SimpleQueue()
         pipes = [Pipe() for _ in range(size)]
-        theirs = [end.fileno() for _, end in pipes]
-        arguments = (theirs, asdict(device))
+        descriptors = [end.fileno() for _, end in pipes]
+        arguments = (descriptors, asdict(device))
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, *map(json.dumps, arguments), *sys.path],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # which is the caller's; troubles go to stderr
-                pass_fds=theirs,
-                process_group=0,  # Ctrl-C is for the caller, who then closes the pool
+                stdout=subprocess.DEVNULL,  # belongs to the caller; errors go to stderr
+                pass_fds=descriptors,
+                process_group=0,  # Ctrl-C is for the caller, which then closes the pool
             )
         except BaseException:
             for end, _ in pipes:
@@ -76,11 +74,10 @@ class KernelPool:
         self.close()
 
     def run(self, method: MethodType) -> bytes:
-        """What a method of something that can be pickled returns in the next process that is idle;
-        as many threads as there are processes may call this, and more wait.
+        """Call a method of an object that can be pickled in the next idle worker; returns its
+        result. Threads wait while all workers are busy.
 
-        Raises ``KernelError``, with the name of whose method it is, for what was raised there, or
-        when the process died.
+        Raises ``KernelError``, which names the object, when the method raises or the worker dies.
         """
         end = self._idle.get()
         try:
@@ -100,8 +97,8 @@ class KernelPool:
         return answer
 
     def close(self) -> None:
-        """End the processes, whatever they are at; whoever waits for one gets ``KernelError``."""
-        if self._process.returncode is None:  # else the group's number may be another's by now
+        """Kill the workers; threads that wait for one get ``KernelError``."""
+        if self._process.returncode is None:  # else the group's number may be in use again
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

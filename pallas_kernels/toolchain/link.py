@@ -1,11 +1,10 @@
-"""Neighbouring kernels of a lowered step as one call, in which each may begin early.
+"""Neighbouring Mosaic kernels of a lowered step as one custom call, in which each may begin early.
 
-XLA makes of each custom call a CUDA graph of its own within the step's, and a kernel of one such
-graph begins when the one before has ended. Within a graph it may begin before, and load weights
-until what it needs is there (``pallas_kernels.linked``). So runs of kernels in Mosaic that nothing
-else comes between become one call.
-
-Owns: ``link_kernels``. Must not know: Mosaic's modules (``link_mosaic``), which kernels there are.
+XLA makes each custom call a child graph of the step's CUDA graph, and a kernel begins when the
+child graph before it has ended. Kernels of one child graph may overlap: the next one loads weights
+while the previous one still runs (``pallas_kernels.pdl``). So each run of Mosaic calls with nothing
+else in between is replaced by one call. This is the StableHLO part; ``link_modules`` makes the
+Mosaic module of such a call.
 """
 
 from __future__ import annotations
@@ -14,31 +13,31 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters.mlir import ir
-
-from pallas_kernels.custom_calls import (
+from pallas_kernels.device import current_device
+from pallas_kernels.toolchain.jax_internals import (
     ALIASES,
     HASH,
+    LAYOUTS,
     MOSAIC_CALL,
+    aliases_of,
     attribute_of,
     custom_calls,
-    in_place_of,
-    set_module,
+    ir,
+    set_kernel,
+    stablehlo,
     within,
 )
-from pallas_kernels.device import current_device
-from pallas_kernels.link_mosaic import Launch, linked_module
-from pallas_kernels.machine_code import KernelCall
+from pallas_kernels.toolchain.link_modules import Launch, linked_module
+from pallas_kernels.toolchain.machine_code import KernelCall
 
-LAYOUTS = ("operand_layouts", "result_layouts")
-AFTERWARDS = 1 << 30  # when that is read which is read outside the run
+LIVE_OUT = 1 << 30  # time of a read outside the run
 
 type Source = Callable[[bytes], bytes]  # a kernel's module, by its hash
 
 
 def link_kernels(module: Any, source_of: Source) -> list[KernelCall]:
-    """Make runs of kernels in ``module``'s main function one call each, in place; the calls.
+    """Replace each run of kernels in ``module``'s main function by one call, in place; returns the
+    different calls.
 
     ``module`` is an ``ir.Module`` of StableHLO, as ``jax.stages.Lowered.compiler_ir`` gives it.
     """
@@ -50,7 +49,7 @@ def link_kernels(module: Any, source_of: Source) -> list[KernelCall]:
         }
         block = functions["main"].regions[0].blocks[0]
         _inline(block, functions)
-        made: dict[tuple[Launch, ...], KernelCall] = {}  # a layer's kernels, say, for all layers
+        made: dict[tuple[Launch, ...], KernelCall] = {}  # layers share theirs
         for run in list(_runs(block)):
             _Linked(run).replace(source_of, made)
         _drop_unused(functions)
@@ -58,7 +57,7 @@ def link_kernels(module: Any, source_of: Source) -> list[KernelCall]:
 
 
 def _inline(block: ir.Block, functions: dict[str, Any]) -> None:
-    """Put the bodies of functions that call kernels in place of their calls."""
+    """Inline the functions that call kernels."""
     inlined = _with_kernels(functions)
     for call in [each for each in _calls(block) if _callee(each) in inlined]:
         body = functions[_callee(call)].regions[0].blocks[0]
@@ -102,7 +101,7 @@ def _copied(
     functions: dict[str, Any],
     inlined: set[str],
 ) -> list[ir.Value]:
-    """A copy of a function's body ahead of an operation; what it returns."""
+    """Copy a function's body to before an operation; returns its results."""
     there: dict[ir.Value, ir.Value] = dict(zip(body.arguments, arguments, strict=True))
     for each in body.operations:
         operation = each.operation
@@ -126,9 +125,10 @@ def _copied(
 
 
 def _runs(block: ir.Block) -> Iterator[list[Any]]:
-    """Kernels, and reshapes between them, that nothing comes between which needs their results.
+    """Maximal runs of Mosaic calls, with reshapes between them, whose results no other operation
+    in between reads.
 
-    A kernel that changes what others read as it was is in none: XLA gives it a copy.
+    A kernel that writes an operand in place which others read is in no run: XLA copies it.
     """
     run: list[Any] = []
     made: set[ir.Value] = set()
@@ -136,7 +136,7 @@ def _runs(block: ir.Block) -> Iterator[list[Any]]:
         operation = op.operation
         reads = (x for part in (operation, *within(operation)) for x in part.operands)
         needs = any(value in made for value in reads)
-        is_kernel = _is_kernel(operation) and not _changes_what_others_read(operation)
+        is_kernel = _is_kernel(operation) and not _writes_shared_operand(operation)
         if is_kernel or (needs and operation.name == "stablehlo.reshape"):
             run.append(operation)
             made.update(operation.results)
@@ -153,28 +153,29 @@ def _is_kernel(operation: Any) -> bool:
     )
 
 
-def _changes_what_others_read(kernel: Any) -> bool:
-    changed = (kernel.operands[i] for i in in_place_of(kernel).values())
-    return any(use.owner.operation != kernel for operand in changed for use in operand.uses)
+def _writes_shared_operand(kernel: Any) -> bool:
+    written = (kernel.operands[i] for i in aliases_of(kernel).values())
+    return any(use.owner.operation != kernel for operand in written for use in operand.uses)
 
 
 @dataclass
 class _Linked:
-    """One call for a run of kernels.
+    """The call that replaces a run of kernels.
 
-    Its arrays are what the run reads from outside, then what it writes: arrays of which one may
-    hold the result of several kernels in turn, as each is through before a later one writes.
+    Its operands are what the run reads from outside, its results what the run writes. A result may
+    hold the results of several kernels, one after the other, since each has been read before the
+    next is written.
     """
 
     run: Sequence[Any]
     inputs: list[ir.Value] = field(default_factory=list)
     outputs: list[ir.Type] = field(default_factory=list)
     aliases: dict[int, int] = field(default_factory=dict)  # of outputs to inputs
-    free: list[tuple[int, int]] = field(default_factory=list)  # read last when, which output
-    places: dict[ir.Value, tuple[bool, int]] = field(default_factory=dict)  # is it an output, which
+    free: list[tuple[int, int]] = field(default_factory=list)  # time of the last read, output
+    places: dict[ir.Value, tuple[bool, int]] = field(default_factory=dict)  # is it an output, index
 
     def replace(self, source_of: Source, made: dict[tuple[Launch, ...], KernelCall]) -> None:
-        """Put the call in place of the run; ``made`` has those of other runs, and then this one."""
+        """Replace the run; ``made`` holds the calls of other runs, and then this one's."""
         kernels = [operation for operation in self.run if _is_kernel(operation)]
         last_reads = self._last_reads()
         launched = []
@@ -197,7 +198,7 @@ class _Linked:
             made[launches] = KernelCall.of(call, "linked kernels", current_device())
 
     def _last_reads(self) -> dict[ir.Value, int]:
-        """When each value of the run is read last, also as what a reshape makes of it."""
+        """The time of each value's last read, including reads of its reshapes."""
         last: dict[ir.Value, int] = {}
         inside = {operation: time for time, operation in enumerate(self.run)}
         for operation in reversed(self.run):
@@ -206,7 +207,7 @@ class _Linked:
                 for use in value.uses:
                     user = use.owner.operation
                     if user not in inside:
-                        times.append(AFTERWARDS)
+                        times.append(LIVE_OUT)
                     elif _is_kernel(user):
                         times.append(inside[user])
                     else:
@@ -221,10 +222,8 @@ class _Linked:
         return self.places[value]
 
     def _place_results(self, kernel: Any, time: int, last_reads: dict[ir.Value, int]) -> None:
-        """Where a kernel writes: what it is to change in place, or an array that is free, or one
-        more.
-        """
-        in_place = in_place_of(kernel)
+        """Choose where a kernel writes: the aliased operand, a free output, or a new one."""
+        in_place = aliases_of(kernel)
         for i, result in enumerate(kernel.results):
             if i in in_place:
                 is_output, place = self._place(kernel.operands[in_place[i]])
@@ -261,7 +260,7 @@ class _Linked:
         )
         with ir.InsertionPoint(like):
             call = ir.Operation.create(like.name, self.outputs, self.inputs, attributes)
-        set_module(call, module)
+        set_kernel(call, module)
         return call
 
     def _replace_by(self, call: Any, behind: Any) -> None:
@@ -284,7 +283,7 @@ def _row_major(kind: Any) -> ir.Attribute:
 
 
 def _drop_unused(functions: dict[str, Any]) -> None:
-    """Take out functions that nobody calls any more."""
+    """Remove functions that are no longer called."""
     while True:
         inside = (each for function in functions.values() for each in within(function))
         called = {_callee(each) for each in inside if each.name == "func.call"}

@@ -1,1 +1,0 @@
-"""Attention of one query per row over the row's pages."""
