@@ -42,7 +42,7 @@ from jaxinfer.core.config import (
     cache_root,
 )
 from jaxinfer.core.progress import NoProgress
-from jaxinfer.engine.build import plan_engine, write_planned
+from jaxinfer.engine.start.build import plan_engine, write_planned
 from jaxinfer.models.registry import build_model
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.sources import resolve_source

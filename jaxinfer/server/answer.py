@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxinfer.core.request import FinishReason
-from jaxinfer.engine.client import Stream
+from jaxinfer.engine.link.client import Stream
 from jaxinfer.engine.outputs import Delta, SequenceTimes
 from jaxinfer.server.metrics import FinishedRequest, FinishedSequence, Metrics
 

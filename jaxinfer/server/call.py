@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.core.errors import JaxinferError
-from jaxinfer.engine.client import MOST_APART
+from jaxinfer.engine.link.client import MOST_APART
 from jaxinfer.server.answer import Answer, Gain
 from jaxinfer.server.errors import ApiError
 from jaxinfer.server.guard import answer_error

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import msgspec
 
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.loop import LOGGER as ENGINE_LOGGER
+from jaxinfer.engine.loop.loop import LOGGER as ENGINE_LOGGER
 
 LOGGER = "jaxinfer.server"
 # the engine's own is there when it runs on a thread; another process tells it on stderr as text

@@ -22,7 +22,7 @@ from jaxinfer.core.errors import (
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.core.version import VERSION
-from jaxinfer.engine.client import EngineClient, Stream
+from jaxinfer.engine.link.client import EngineClient, Stream
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.answer import Answer
 from jaxinfer.server.errors import ApiError, api_error

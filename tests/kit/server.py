@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.engine.client import EngineClient
-from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.thread import EngineThread
+from jaxinfer.engine.link.client import EngineClient
+from jaxinfer.engine.link.thread import EngineThread
+from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.server.app import create_app
 from jaxinfer.server.log import EventLog
 from jaxinfer.server.metrics import Metrics

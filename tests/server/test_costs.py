@@ -15,12 +15,12 @@ from jaxinfer.cli import serve
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.request import FinishReason
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.engine import client as client_module
-from jaxinfer.engine.client import EngineClient
 from jaxinfer.engine.facts import check_request
+from jaxinfer.engine.link import client as client_module
+from jaxinfer.engine.link.client import EngineClient
+from jaxinfer.engine.link.process import EngineFacts
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta
-from jaxinfer.engine.process import EngineFacts
 from jaxinfer.server import schema
 from jaxinfer.server.app import KnownPaths, create_app
 from jaxinfer.server.log import EventLog

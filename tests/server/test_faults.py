@@ -15,9 +15,9 @@ from typing import Any, cast
 import pytest
 
 from jaxinfer.core.errors import EngineError
-from jaxinfer.engine.client import Stream
+from jaxinfer.engine.link.client import Stream
+from jaxinfer.engine.link.thread import EngineThread
 from jaxinfer.engine.outputs import Delta, joined
-from jaxinfer.engine.thread import EngineThread
 from jaxinfer.server import info
 from jaxinfer.server.answer import Gain
 from jaxinfer.server.call import Call

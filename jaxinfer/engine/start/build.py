@@ -29,11 +29,11 @@ from jaxinfer.core.config import (
 )
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.progress import NoProgress, Progress
-from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.facts import ModelFacts, facts_of_configs
-from jaxinfer.engine.loading import load
+from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.news import EngineStats
-from jaxinfer.engine.plan import EnginePlan
+from jaxinfer.engine.start.loading import load
+from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.aot import Bundle, Manifest, load_kernel_runtime, open_bundle
 from jaxinfer.exec.buckets import bucket_table
 from jaxinfer.exec.compile import compile_bundle

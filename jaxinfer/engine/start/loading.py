@@ -20,7 +20,7 @@ import jax
 from jaxinfer.core.heap import release_free_heap
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import prepare_folder
-from jaxinfer.engine.plan import EnginePlan
+from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile import (
     Executables,
     build_executables,

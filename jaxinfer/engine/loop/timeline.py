@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxinfer.core.step import StepPlan
-from jaxinfer.engine.loop import Turn
+from jaxinfer.engine.loop.loop import Turn
 from jaxinfer.engine.news import StepKind, StepRecord
 from jaxinfer.engine.outputs import SequenceTimes
 

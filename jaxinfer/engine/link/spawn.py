@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-ENGINE_PROGRAM = (sys.executable, "-m", "jaxinfer.engine.child")
+ENGINE_PROGRAM = (sys.executable, "-m", "jaxinfer.engine.link.child")
 
 
 @dataclass(frozen=True)

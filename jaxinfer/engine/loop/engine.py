@@ -25,19 +25,19 @@ from jaxinfer.engine.facts import (
     check_request,
     resolved_max_tokens,
 )
-from jaxinfer.engine.late_compiles import LateCompiles
-from jaxinfer.engine.loop import LOGGER, EngineLoop, StepExecutor
+from jaxinfer.engine.loop.late_compiles import LateCompiles
+from jaxinfer.engine.loop.loop import LOGGER, EngineLoop, StepExecutor
+from jaxinfer.engine.loop.processor import SequenceProcessor
+from jaxinfer.engine.loop.timeline import Timeline
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta
-from jaxinfer.engine.processor import SequenceProcessor
-from jaxinfer.engine.timeline import Timeline
 
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer
 
 
 class Engine:
-    """Requests in, deltas out. Build one with ``engine.build.build_engine``."""
+    """Requests in, deltas out. Build one with ``engine.start.build.build_engine``."""
 
     def __init__(
         self,

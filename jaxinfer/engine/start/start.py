@@ -26,13 +26,13 @@ from jaxinfer.core.config import (
 from jaxinfer.core.progress import Progress
 
 if TYPE_CHECKING:
-    from jaxinfer.engine.engine import Engine
+    from jaxinfer.engine.loop.engine import Engine
 
 
 def start_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
     """See ``build.build_engine``, which this imports."""
     with backend_starting(config) as platform:
-        from jaxinfer.engine.build import build_engine
+        from jaxinfer.engine.start.build import build_engine
     return build_engine(config, progress, platform)
 
 

@@ -19,8 +19,8 @@ import msgspec
 from jaxinfer.core import errors
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
-from jaxinfer.engine.commands import Leave, Ping, Stop, Submission
 from jaxinfer.engine.facts import ModelFacts
+from jaxinfer.engine.link.commands import Leave, Ping, Stop, Submission
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.text.spec import TokenizerSpec
 

@@ -16,14 +16,14 @@ from jaxinfer.core.collector import nothing_collected, old_left_alone
 from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.core.request import SamplingParams
+from jaxinfer.engine.api.interrupts import interrupts_deferred
+from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.facts import CheckedRequest
-from jaxinfer.engine.interrupts import interrupts_deferred
 from jaxinfer.engine.news import EngineStats
 from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
-from jaxinfer.engine.progress import progress_on
 from jaxinfer.engine.prompts import Prompt, encode, parse_prompts
-from jaxinfer.engine.start import start_engine
-from jaxinfer.engine.vllm_args import engine_config
+from jaxinfer.engine.start.progress import progress_on
+from jaxinfer.engine.start.start import start_engine
 
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.client import EngineClient
+from jaxinfer.engine.api.vllm_args import engine_config
+from jaxinfer.engine.link.client import EngineClient
+from jaxinfer.engine.link.thread import EngineThread
 from jaxinfer.engine.news import EngineStats
 from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
 from jaxinfer.engine.prompts import Prompt, parse_prompt
-from jaxinfer.engine.start import start_engine
-from jaxinfer.engine.thread import EngineThread
-from jaxinfer.engine.vllm_args import engine_config
+from jaxinfer.engine.start.start import start_engine
 
 if TYPE_CHECKING:
-    from jaxinfer.engine.engine import Engine
+    from jaxinfer.engine.loop.engine import Engine
 
 
 class AsyncLLM:

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.core.request import SamplingParams, check_identity
-from jaxinfer.engine.client import Listener
-from jaxinfer.engine.commands import Command, Leave, Ping, Stop, Submission
 from jaxinfer.engine.facts import ModelFacts
-from jaxinfer.engine.news import EngineStats, News
-from jaxinfer.engine.spawn import Spawned
-from jaxinfer.engine.wire import (
+from jaxinfer.engine.link.client import Listener
+from jaxinfer.engine.link.commands import Command, Leave, Ping, Stop, Submission
+from jaxinfer.engine.link.spawn import Spawned
+from jaxinfer.engine.link.wire import (
     Build,
     Failed,
     Planned,
@@ -33,6 +32,7 @@ from jaxinfer.engine.wire import (
     error_of,
     server_end,
 )
+from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
 
 STOP_SECONDS = 10.0  # for the step at hand

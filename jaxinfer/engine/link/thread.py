@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.client import Listener
-from jaxinfer.engine.commands import Command, Leave, Ping, Stop, Submission
+from jaxinfer.engine.link.client import Listener
+from jaxinfer.engine.link.commands import Command, Leave, Ping, Stop, Submission
 
 if TYPE_CHECKING:
-    from jaxinfer.engine.engine import Engine
+    from jaxinfer.engine.loop.engine import Engine
 
 
 class EngineThread:

@@ -1,4 +1,4 @@
-"""The engine's own process: ``python -m jaxinfer.engine.child FD``, started by ``spawn``.
+"""The engine's own process: ``python -m jaxinfer.engine.link.child FD``, started by ``spawn``.
 
 Owns: what the process does with the socket ``FD``: build what is asked for, run it, and end as soon
 as the server's process has gone, whatever it is at.
@@ -28,10 +28,7 @@ from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.heap import keep_heap_small
 from jaxinfer.core.progress import NoProgress, Progress
-from jaxinfer.engine.news import News
-from jaxinfer.engine.progress import progress_on
-from jaxinfer.engine.start import backend_starting
-from jaxinfer.engine.wire import (
+from jaxinfer.engine.link.wire import (
     Build,
     Channel,
     FromEngine,
@@ -44,11 +41,14 @@ from jaxinfer.engine.wire import (
     failed,
     refused,
 )
+from jaxinfer.engine.news import News
+from jaxinfer.engine.start.progress import progress_on
+from jaxinfer.engine.start.start import backend_starting
 from jaxinfer.text.spec import TokenizerSpec
 
 if TYPE_CHECKING:
-    from jaxinfer.engine.engine import Engine
-    from jaxinfer.engine.thread import EngineThread
+    from jaxinfer.engine.link.thread import EngineThread
+    from jaxinfer.engine.loop.engine import Engine
 
 AFTER_IGNORED = 0.01  # seconds until the collection that ignored an interrupt is over, or goes on
 TIDY_SECONDS = 0.5  # to remove temporary files, when the server has gone during a build
@@ -75,7 +75,7 @@ def load_planner(settings: Callable[[], EngineConfig]) -> Planner:
     with nothing_collected():
         import_module("jax")  # the longest of all, for which no settings are needed
     with backend_starting(settings()) as platform:
-        from jaxinfer.engine.build import build_planned, plan_engine
+        from jaxinfer.engine.start.build import build_planned, plan_engine
     gc.freeze()  # modules stay
 
     def plan(config: EngineConfig, progress: Progress) -> Blueprint:
@@ -129,7 +129,7 @@ class EngineChild:
             return EngineError(f"the engine cannot be built ({type(error).__name__}: {error})")
         finally:
             self._building = False
-        from jaxinfer.engine.thread import EngineThread
+        from jaxinfer.engine.link.thread import EngineThread
 
         gc.freeze()  # JAX's 140,000 objects stay; looking at them takes 0.1 s of a full collection
         thread = EngineThread(engine)
