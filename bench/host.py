@@ -35,11 +35,11 @@ from jaxinfer.engine.link.process import EngineProcess
 from jaxinfer.engine.link.spawn import spawn
 from jaxinfer.engine.link.thread import EngineThread
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.server.app import create_app
-from jaxinfer.server.log import EventLog
-from jaxinfer.server.metrics import Metrics
-from jaxinfer.server.run import Server, bound_sockets, uvicorn_config
-from jaxinfer.server.service import Service
+from jaxinfer.server.http.log import EventLog
+from jaxinfer.server.http.run import Server, bound_sockets, uvicorn_config
+from jaxinfer.server.metrics.registry import Metrics
+from jaxinfer.server.routes.app import create_app
+from jaxinfer.server.routes.service import Service
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.sim_executor import (
     SIM_PROGRAM,

@@ -26,6 +26,7 @@ FLOORS = (  # lowest first; "jaxinfer" is the package's own __init__, the public
 )
 LAYERS = {  # of a folder that has folders itself, lowest first; "" holds the folder's own files
     "jaxinfer.engine": ({""}, {"loop"}, {"start"}, {"link"}, {"api"}),
+    "jaxinfer.server": ({""}, {"metrics", "http"}, {"openai"}, {"routes"}),
 }
 FLOOR_OF = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
 LAYER_OF = {
@@ -229,6 +230,7 @@ def test_tree_obeys(rule) -> None:
         (layers, "jaxinfer/engine/loop/a.py", "from jaxinfer.engine.api.b import f"),
         (layers, "jaxinfer/engine/a.py", "def f():\n    from jaxinfer.engine.api import b"),
         (layers, "jaxinfer/engine/extra/a.py", ""),
+        (layers, "jaxinfer/server/http/a.py", "import jaxinfer.server.metrics.b"),
         (cycles, "jaxinfer/core/b.py", "import jaxinfer.core.c"),
         (libraries, "jaxinfer/nn/a.py", "from jax._src import core"),
         (libraries, "jaxinfer/nn/a.py", "import jax\njax._src.core.f()"),
@@ -254,6 +256,7 @@ def test_rule_can_fail(rule, path: str, source: str, tmp_path: Path) -> None:
         "jaxinfer/exec/b.py": "from jaxinfer.nn import b",
         "jaxinfer/engine/api/b.py": "from jaxinfer.engine.link.b import f",
         "jaxinfer/engine/link/b.py": "",
+        "jaxinfer/server/metrics/b.py": "import jaxinfer.engine.api.b",
         "jaxinfer/__main__.py": "from jaxinfer.cli.b import f",
         "jaxinfer/cli/b.py": "",
         "pallas_kernels/part.py": "import triton",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.link.client import Link
     from jaxinfer.engine.link.process import EngineFacts
     from jaxinfer.engine.link.spawn import Spawned
-    from jaxinfer.server.service import Service
+    from jaxinfer.server.routes.service import Service
 
     type Start = Callable[[EngineConfig], tuple[Link, EngineFacts]]
 
@@ -145,10 +145,10 @@ def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
 
 def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start) -> None:
     """Serve what ``start`` gives, which is called once the port is taken."""
-    from jaxinfer.server.app import create_app
-    from jaxinfer.server.log import EventLog, configure_logging
-    from jaxinfer.server.run import run
-    from jaxinfer.server.service import Service
+    from jaxinfer.server.http.log import EventLog, configure_logging
+    from jaxinfer.server.http.run import run
+    from jaxinfer.server.routes.app import create_app
+    from jaxinfer.server.routes.service import Service
 
     configure_logging(sys.stderr, server_config.uvicorn_log_level)
     service = Service(server_config, EventLog(requests=server_config.enable_log_requests))
@@ -167,7 +167,7 @@ async def _loaded(config: EngineConfig, start: Start, service: Service) -> Async
     import asyncio
 
     from jaxinfer.engine.link.client import EngineClient
-    from jaxinfer.server.metrics import Metrics
+    from jaxinfer.server.metrics.registry import Metrics
 
     link, engine = await asyncio.to_thread(start, config)
     limits, facts = engine.limits, engine.facts

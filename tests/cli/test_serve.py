@@ -251,7 +251,7 @@ def test_a_template_from_a_file(started: Started, tmp_path: Path) -> None:
 def test_the_server_process_needs_no_jax() -> None:
     """Everything that ``_serve`` imports before the engine's own process does."""
     script = (
-        "import sys, jaxinfer.cli.serve, jaxinfer.server.app, jaxinfer.server.run, "
+        "import sys, jaxinfer.cli.serve, jaxinfer.server.routes.app, jaxinfer.server.http.run, "
         "jaxinfer.engine.link.process; print('jax' in sys.modules, 'flax' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "False False\n"

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxinfer.engine.outputs import Logprob, PositionLogprobs, joined
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.answer import Answer, Gain
-from jaxinfer.server.responses import (
+from jaxinfer.server.http.sse import frame
+from jaxinfer.server.openai.answer import Answer, Gain
+from jaxinfer.server.openai.responses import (
     ChatChunk,
     ChatChunkChoice,
     ChatLogprobs,
@@ -27,7 +28,6 @@ from jaxinfer.server.responses import (
     encode,
     usage,
 )
-from jaxinfer.server.sse import frame
 from jaxinfer.text.tokenizer import Tokenizer
 
 

@@ -15,10 +15,10 @@ import msgspec
 
 from jaxinfer.core.request import INT32_MAX
 from jaxinfer.core.version import VERSION
-from jaxinfer.server import responses as answers
-from jaxinfer.server.errors import ErrorBody
-from jaxinfer.server.openapi_words import ANSWER_FIELDS
-from jaxinfer.server.schema import (
+from jaxinfer.server.http.errors import ErrorBody
+from jaxinfer.server.openai import responses as answers
+from jaxinfer.server.openai.openapi_words import ANSWER_FIELDS
+from jaxinfer.server.openai.schema import (
     MAX_PROMPTS,
     AnyRequest,
     ChatCompletionRequest,

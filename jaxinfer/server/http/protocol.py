@@ -13,7 +13,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from jaxinfer.server.errors import ApiError
+from jaxinfer.server.http.errors import ApiError
 
 HEAD_SECONDS = 30.0  # from the connection, or the head's first byte, to the head's end
 

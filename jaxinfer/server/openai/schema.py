@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxinfer.core.request import WHOLE_BOUNDS
-from jaxinfer.server.fields import (
+from jaxinfer.server.openai.fields import (
     DEFAULT_MAX_TOKENS,
     IGNORED,
     UNSUPPORTED,

@@ -24,12 +24,12 @@ from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.core.version import VERSION
 from jaxinfer.engine.link.client import EngineClient, Stream
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.answer import Answer
-from jaxinfer.server.errors import ApiError, api_error
-from jaxinfer.server.fields import Asked
-from jaxinfer.server.log import EventLog
-from jaxinfer.server.metrics import Metrics
-from jaxinfer.server.metrics_tally import Rejection
+from jaxinfer.server.http.errors import ApiError, api_error
+from jaxinfer.server.http.log import EventLog
+from jaxinfer.server.metrics.registry import Metrics
+from jaxinfer.server.metrics.tally import Rejection
+from jaxinfer.server.openai.answer import Answer
+from jaxinfer.server.openai.fields import Asked
 from jaxinfer.text.tokenizer import Tokenizer
 
 INLINE_CHARACTERS = 2000  # more text is tokenised off the loop: 2,000 take about 0.5 ms

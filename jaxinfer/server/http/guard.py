@@ -18,8 +18,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.server.errors import ApiError
-from jaxinfer.server.log import EventLog
+from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.http.log import EventLog
 
 OPEN_PATHS = ("/health", "/ping", "/ready")  # what load balancers ask, without a key
 QUIET_PATHS = (*OPEN_PATHS, "/metrics")  # asked every few seconds; their access is a debug line

@@ -8,10 +8,10 @@ from __future__ import annotations
 from starlette.types import ASGIApp
 
 from jaxinfer.core.errors import RequestError
-from jaxinfer.server.call import Call, json_response
-from jaxinfer.server.prompting import chat_prompt
-from jaxinfer.server.responses import Detokenized, Tokenized
-from jaxinfer.server.schema import DetokenizeRequest, TokenizeRequest
+from jaxinfer.server.openai.responses import Detokenized, Tokenized
+from jaxinfer.server.openai.schema import DetokenizeRequest, TokenizeRequest
+from jaxinfer.server.routes.call import Call, json_response
+from jaxinfer.server.routes.prompting import chat_prompt
 
 
 async def tokenize(call: Call) -> ASGIApp:

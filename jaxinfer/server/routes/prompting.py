@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.fields import refused
-from jaxinfer.server.schema import ChatFields
-from jaxinfer.server.service import Service
+from jaxinfer.server.openai.fields import refused
+from jaxinfer.server.openai.schema import ChatFields
+from jaxinfer.server.routes.service import Service
 
 
 async def chat_prompt(

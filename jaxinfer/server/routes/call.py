@@ -18,14 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.core.errors import JaxinferError
 from jaxinfer.engine.link.client import MOST_APART
-from jaxinfer.server.answer import Answer, Gain
-from jaxinfer.server.errors import ApiError
-from jaxinfer.server.guard import answer_error
-from jaxinfer.server.parse import parse
-from jaxinfer.server.schema import AnyRequest
-from jaxinfer.server.service import Service
-from jaxinfer.server.sse import EventStream, leaving_noticed
-from jaxinfer.server.writer import merged
+from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.http.guard import answer_error
+from jaxinfer.server.http.sse import EventStream, leaving_noticed
+from jaxinfer.server.openai.answer import Answer, Gain
+from jaxinfer.server.openai.parse import parse
+from jaxinfer.server.openai.schema import AnyRequest
+from jaxinfer.server.openai.writer import merged
+from jaxinfer.server.routes.service import Service
 
 CLIENT_GONE = 499  # nginx's status for a request whose client left; nobody reads it
 MEDIA_TYPE = "application/json"

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.server.protocol import BoundedHeads
+from jaxinfer.server.http.protocol import BoundedHeads
 
 BACKLOG = 2048  # connections that the kernel holds until they are accepted
 # Connections that a turn of the loop accepts, of all that wait. uvloop's libuv takes one of each

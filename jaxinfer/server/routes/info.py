@@ -11,10 +11,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jaxinfer.core.version import VERSION
-from jaxinfer.server.call import Call, json_response
-from jaxinfer.server.errors import ApiError
-from jaxinfer.server.responses import ModelCard, ModelList, Version
-from jaxinfer.server.service import Service
+from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.openai.responses import ModelCard, ModelList, Version
+from jaxinfer.server.routes.call import Call, json_response
+from jaxinfer.server.routes.service import Service
 
 HEALTH_SECONDS = 10.0  # a step of a long chunk on a slow CPU takes a few
 

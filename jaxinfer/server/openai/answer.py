@@ -15,7 +15,7 @@ from typing import NamedTuple
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.link.client import Stream
 from jaxinfer.engine.outputs import Delta, SequenceTimes
-from jaxinfer.server.metrics import FinishedRequest, FinishedSequence, Metrics
+from jaxinfer.server.metrics.registry import FinishedRequest, FinishedSequence, Metrics
 
 
 class Gain(NamedTuple):

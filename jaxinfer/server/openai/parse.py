@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from jaxinfer.server.errors import ApiError
-from jaxinfer.server.fields import PATTERNS, StreamOptions, refused
-from jaxinfer.server.schema import AnyRequest
+from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.openai.fields import PATTERNS, StreamOptions, refused
+from jaxinfer.server.openai.schema import AnyRequest
 
 MAX_LOCATED_CHARACTERS = 1 << 17  # of a body that is no JSON, to look for the bad field: 60 ms
 MAX_NAMES_TOLD = 16  # unknown fields that an error or the log spells out

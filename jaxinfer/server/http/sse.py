@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 
 from starlette.types import Receive, Scope, Send
 
-from jaxinfer.server.errors import ApiError
-from jaxinfer.server.guard import answer_error
+from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.http.guard import answer_error
 
 DONE = b"data: [DONE]\n\n"
 # proxies must pass each event on at once (X-Accel-Buffering is nginx's switch)

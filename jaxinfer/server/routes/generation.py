@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp
 
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.answer import Answer, Gain
-from jaxinfer.server.call import Call, json_response
-from jaxinfer.server.fields import GenerationFields, to_sampling, within
-from jaxinfer.server.prompting import chat_prompt, truncated
-from jaxinfer.server.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
-from jaxinfer.server.write_chat import ChatWriter
-from jaxinfer.server.write_completion import CompletionWriter
-from jaxinfer.server.write_generate import GenerateWriter
-from jaxinfer.server.writer import Reply, Writer
+from jaxinfer.server.openai.answer import Answer, Gain
+from jaxinfer.server.openai.fields import GenerationFields, to_sampling, within
+from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
+from jaxinfer.server.openai.write_chat import ChatWriter
+from jaxinfer.server.openai.write_completion import CompletionWriter
+from jaxinfer.server.openai.write_generate import GenerateWriter
+from jaxinfer.server.openai.writer import Reply, Writer
+from jaxinfer.server.routes.call import Call, json_response
+from jaxinfer.server.routes.prompting import chat_prompt, truncated
 
 INLINE_TOKENS = 256  # of an answer that is written in the loop: with 20 logprobs each about 5 ms
 

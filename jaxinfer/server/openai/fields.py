@@ -28,7 +28,7 @@ from jaxinfer.core.request import (
     WHOLE_BOUNDS,
     SamplingParams,
 )
-from jaxinfer.server.errors import ApiError
+from jaxinfer.server.http.errors import ApiError
 
 # Python's $ also matches before a last newline, JSON Schema's does not: hence the lookahead
 TOKEN_ID_TEXT = "^[0-9]{1,10}$(?![^0-9])"

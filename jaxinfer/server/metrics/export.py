@@ -20,8 +20,8 @@ from prometheus_client.utils import floatToGoString
 
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.news import StepKind
-from jaxinfer.server.metrics_tally import MODEL_LABELS, Histograms, Rejection, Tally
-from jaxinfer.server.metrics_values import HistogramFamily
+from jaxinfer.server.metrics.tally import MODEL_LABELS, Histograms, Rejection, Tally
+from jaxinfer.server.metrics.values import HistogramFamily
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from msgspec import UNSET, UnsetType
 
 from jaxinfer.engine.outputs import Delta, PositionLogprobs
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.answer import Answer, Gain
-from jaxinfer.server.responses import (
+from jaxinfer.server.http.sse import frame
+from jaxinfer.server.openai.answer import Answer, Gain
+from jaxinfer.server.openai.responses import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -23,9 +24,8 @@ from jaxinfer.server.responses import (
     Usage,
     encode,
 )
-from jaxinfer.server.schema import ChatCompletionRequest
-from jaxinfer.server.sse import frame
-from jaxinfer.server.writer import Envelope, Reply, chat_logprobs, merged, usage_of
+from jaxinfer.server.openai.schema import ChatCompletionRequest
+from jaxinfer.server.openai.writer import Envelope, Reply, chat_logprobs, merged, usage_of
 
 
 class ChatWriter:

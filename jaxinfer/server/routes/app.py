@@ -17,12 +17,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxinfer.server import generation, info, tokens
-from jaxinfer.server.call import Call, Endpoint, Handler, json_response
-from jaxinfer.server.errors import ApiError
-from jaxinfer.server.guard import guarded
-from jaxinfer.server.openapi import openapi_document
-from jaxinfer.server.service import Service
+from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.http.guard import guarded
+from jaxinfer.server.openai.openapi import openapi_document
+from jaxinfer.server.routes import generation, info, tokens
+from jaxinfer.server.routes.call import Call, Endpoint, Handler, json_response
+from jaxinfer.server.routes.service import Service
 
 ROUTES = MappingProxyType(  # a path has one handler, whatever its methods
     {

@@ -12,11 +12,11 @@ from msgspec import UNSET, UnsetType
 
 from jaxinfer.engine.outputs import PositionLogprobs
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.answer import Answer, Gain
-from jaxinfer.server.responses import Generated, GenerateResponse, Usage, encode
-from jaxinfer.server.schema import GenerateRequest
-from jaxinfer.server.sse import frame
-from jaxinfer.server.writer import Reply, merged, usage_of
+from jaxinfer.server.http.sse import frame
+from jaxinfer.server.openai.answer import Answer, Gain
+from jaxinfer.server.openai.responses import Generated, GenerateResponse, Usage, encode
+from jaxinfer.server.openai.schema import GenerateRequest
+from jaxinfer.server.openai.writer import Reply, merged, usage_of
 
 
 class GenerateWriter:

@@ -27,9 +27,9 @@ from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig, L
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.news import EngineStats, News, StepKind
 from jaxinfer.engine.outputs import SequenceTimes
-from jaxinfer.server.metrics_export import Exporter
-from jaxinfer.server.metrics_tally import Histograms, Rejection, Tally
-from jaxinfer.server.metrics_values import Histogram, Rates
+from jaxinfer.server.metrics.export import Exporter
+from jaxinfer.server.metrics.tally import Histograms, Rejection, Tally
+from jaxinfer.server.metrics.values import Histogram, Rates
 
 _METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"))
 _ENGINE = "0"  # vLLM numbers the engines behind a server; there is one

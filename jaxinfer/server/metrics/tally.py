@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from jaxinfer.core.config import Limits
 from jaxinfer.engine.news import EngineStats
-from jaxinfer.server.metrics_values import (
+from jaxinfer.server.metrics.values import (
     HTTP_BOUNDS,
     HTTP_FINE_BOUNDS,
     N_BOUNDS,

@@ -12,8 +12,9 @@ from msgspec import UNSET, UnsetType
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.outputs import Delta, PositionLogprobs
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.answer import Answer, Gain
-from jaxinfer.server.responses import (
+from jaxinfer.server.http.sse import frame
+from jaxinfer.server.openai.answer import Answer, Gain
+from jaxinfer.server.openai.responses import (
     Completion,
     CompletionChoice,
     CompletionChunk,
@@ -23,9 +24,8 @@ from jaxinfer.server.responses import (
     Usage,
     encode,
 )
-from jaxinfer.server.schema import CompletionRequest
-from jaxinfer.server.sse import frame
-from jaxinfer.server.writer import (
+from jaxinfer.server.openai.schema import CompletionRequest
+from jaxinfer.server.openai.writer import (
     Echo,
     Envelope,
     Places,
