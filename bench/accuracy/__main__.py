@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from bench.accuracy_cases import Workload, make_prompts
-from bench.accuracy_judge import Answer, Judge, Scores
-from bench.step import setting
-from bench.step_cases import GREEDY
-from bench.step_file import Row, begun, environment, facts, merged, write_report
+from bench.accuracy.cases import Workload, make_prompts
+from bench.accuracy.judge import Answer, Judge, Scores
+from bench.step.__main__ import setting
+from bench.step.cases import GREEDY
+from bench.step.file import Row, begun, environment, facts, merged, write_report
 from jaxinfer import LLM
 from jaxinfer.core.config import (
     COMPILED,
@@ -174,7 +174,9 @@ def measure(
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.accuracy", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--model", required=True, help="as ``jaxinfer generate`` takes it")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--text", type=Path, help="prompts are pieces of it; else random ids")

@@ -37,7 +37,7 @@ def start_once(settings: Mapping[str, Any], folder: Path) -> Start:
         "TRITON_CACHE_DIR": os.fspath(folder / "triton"),
         "CUDA_CACHE_PATH": os.fspath(folder / "cuda"),
     }
-    command = [sys.executable, "-m", "bench.step_start", json.dumps(settings)]
+    command = [sys.executable, "-m", "bench.step.start", json.dumps(settings)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"an engine did not start: {done.stderr.strip()[-2000:]}")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.serve_client import Answer, Client
+from bench.serve.client import Answer, Client
 
 RETRY_SECONDS = 0.5
 

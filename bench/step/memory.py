@@ -65,7 +65,7 @@ def measure_memory(settings: Mapping[str, Any], sequences: int) -> list[dict[str
         return None
     with watched() as card:
         before = card.taken_peak()
-    command = [sys.executable, "-m", "bench.step_memory", json.dumps(settings), str(sequences)]
+    command = [sys.executable, "-m", "bench.step.memory", json.dumps(settings), str(sequences)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"an engine failed: {done.stderr.strip()[-2000:]}")

@@ -22,10 +22,10 @@ from typing import Any
 
 from bench.circumstances import host_circumstances
 from bench.process_tree import tree_memory
-from bench.serve_client import Client
-from bench.serve_report import TITLES, details, summarize, table
-from bench.serve_run import Outcome, offer, rate_of, wait_until_ready
-from bench.serve_workload import (
+from bench.serve.client import Client
+from bench.serve.report import TITLES, details, summarize, table
+from bench.serve.run import Outcome, offer, rate_of, wait_until_ready
+from bench.serve.workload import (
     Query,
     RandomLengths,
     arrivals,
@@ -45,7 +45,9 @@ def level_size(rate: float) -> int:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; names and defaults follow `vllm bench serve`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.serve", description=(__doc__ or "").splitlines()[0]
+    )
     server = parser.add_argument_group("server")
     server.add_argument("--base-url", help="instead of --host and --port")
     server.add_argument("--host", default="127.0.0.1")

@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bench.circumstances import circumstances
-from bench.cpu_report import (
+from bench.cpu.report import (
     OURS,
     overhead_rows,
     overhead_table,
@@ -45,7 +45,7 @@ PEERS = {"transformers": "transformers_peer.py", "llama.cpp": "llama_cpp_peer.py
 BATCHES = (1, 4, 8)
 PROMPT_TOKENS = 64
 NEW_TOKENS = 64
-HERE = Path(__file__).parent
+BENCH = Path(__file__).parents[1]
 
 # A prompt is these sentences from a different one on, so that no two share a prefix.
 SENTENCES = (
@@ -99,7 +99,7 @@ def start_peers(
     for name, script in PEERS.items():
         arguments = (os.fspath(gguf), str(os.cpu_count()))
         try:
-            peer = PeerProcess(interpreters[name], HERE / "peers" / script, *arguments)
+            peer = PeerProcess(interpreters[name], BENCH / "peers" / script, *arguments)
         except PeerUnavailable as error:
             unavailable[name] = str(error)
         else:
@@ -110,13 +110,15 @@ def start_peers(
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.cpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--transformers-python", default=sys.executable, metavar="PATH")
     parser.add_argument("--llama-cpp-python", default=sys.executable, metavar="PATH")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a known model or a GGUF file")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "local" / "cpu.json")
+    parser.add_argument("--output", type=Path, default=BENCH / "results" / "local" / "cpu.json")
     options = parser.parse_args()
     interpreters = {
         "transformers": options.transformers_python,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.serve_client import Answer
+from bench.serve.client import Answer
 
 TITLES = {
     "ttft": "Time to First Token",

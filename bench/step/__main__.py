@@ -7,7 +7,7 @@ Run from the repository root, all of it or some groups, which join in one file:
 
 Weights are random and prompts are random token ids: speed depends on neither. Prefix caching is off
 except where it is the subject: the same prompts are run again and again, and a cache would skip the
-prefill that is measured. Floors are for the devices in ``step_floor.CEILINGS``.
+prefill that is measured. Floors are for the devices in ``floor.CEILINGS``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from bench import step_cases as cases
-from bench.step_busy import busy_seconds
-from bench.step_cases import GREEDY, SAMPLED, Prompts, Repeats, middle
-from bench.step_file import Row, begun, environment, facts, merged, write_report
-from bench.step_floor import CEILINGS, Costs, Floor, costs_of, decode_bytes
-from bench.step_memory import SMI, measure_memory
-from bench.step_start import measure_starts, start_rows
+from bench.step import cases
+from bench.step.busy import busy_seconds
+from bench.step.cases import GREEDY, SAMPLED, Prompts, Repeats, middle
+from bench.step.file import Row, begun, environment, facts, merged, write_report
+from bench.step.floor import CEILINGS, Costs, Floor, costs_of, decode_bytes
+from bench.step.memory import SMI, measure_memory
+from bench.step.start import measure_starts, start_rows
 from jaxinfer import LLM
 from jaxinfer.core.config import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
@@ -39,7 +39,7 @@ from jaxinfer.core.config import (
 )
 from jaxinfer.models.registry import build_model
 
-SHAPES = Path(__file__).with_name("shapes")
+SHAPES = Path(__file__).parents[1] / "shapes"
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 # What takes the place of the kernels that a decode step of these models or a lone prompt runs: the
 # next choice, of attention Triton's, as XLA's steps of 64 rows take half a second. A pin of what
@@ -245,7 +245,7 @@ def gpt2(bench: Bench) -> Iterator[Row]:
 
 
 def start(bench: Bench) -> Iterator[Row]:
-    """Process starts of an engine of default sizes; see ``step_start``."""
+    """Process starts of an engine of default sizes; see ``bench.step.start``."""
     rows = start_rows(measure_starts(bench.settings(bench.config), bench.work.warm_starts))
     bench.used = bench.settings(bench.config)
     for each in rows:
@@ -255,7 +255,7 @@ def start(bench: Bench) -> Iterator[Row]:
 
 
 def memory(bench: Bench) -> Iterator[Row]:
-    """Share of the card that an engine of default sizes takes; see ``step_memory``."""
+    """Share of the card that an engine of default sizes takes; see ``bench.step.memory``."""
     bench.used = bench.settings(bench.config)
     rows = measure_memory(bench.used, bench.work.memory_sequences)
     if rows is None:
@@ -319,7 +319,9 @@ GROUPS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.step", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--only", type=_groups, default=list(GROUPS), metavar="GROUP,...")
     parser.add_argument("--config", type=Path, default=SHAPES / "qwen3-4b" / "config.json")
     parser.add_argument("--gpt2-config", type=Path, default=SHAPES / "gpt2" / "config.json")
