@@ -41,7 +41,7 @@ from bench.throughput import in_turn
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.step import StepPlan
-from jaxinfer.engine.build import plan_engine
+from jaxinfer.engine.start.build import plan_engine
 from jaxinfer.exec.batch import pack
 from jaxinfer.exec.forward import flat_params
 from jaxinfer.exec.memory import init_state

@@ -24,9 +24,9 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Pages, ScheduledSeq, StepPlan
-from jaxinfer.engine import loop as loop_module
-from jaxinfer.engine.build import model_facts, plan_engine
-from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.loop import loop as loop_module
+from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.engine.start.build import model_facts, plan_engine
 from jaxinfer.exec import executor as executor_module
 from jaxinfer.exec.batch import pack
 from jaxinfer.exec.compile import Executables, build_executables, cached_bundle

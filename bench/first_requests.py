@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from bench.circumstances import host_circumstances
-from bench.serve_client import Client
+from bench.serve.client import Client
 from bench.server_process import ServerProcess
 
 FIRST_REQUESTS = 20

@@ -30,16 +30,16 @@ from bench.circumstances import host_circumstances
 sys.path.append(str(Path(__file__).parent.parent / "tests"))  # the simulated device is a test's
 
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.engine.client import EngineClient
-from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.process import EngineProcess
-from jaxinfer.engine.spawn import spawn
-from jaxinfer.engine.thread import EngineThread
-from jaxinfer.server.app import create_app
-from jaxinfer.server.log import EventLog
-from jaxinfer.server.metrics import Metrics
-from jaxinfer.server.run import Server, bound_sockets, uvicorn_config
-from jaxinfer.server.service import Service
+from jaxinfer.engine.link.client import EngineClient
+from jaxinfer.engine.link.process import EngineProcess
+from jaxinfer.engine.link.spawn import spawn
+from jaxinfer.engine.link.thread import EngineThread
+from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.server.http.log import EventLog
+from jaxinfer.server.http.run import Server, bound_sockets, uvicorn_config
+from jaxinfer.server.metrics.registry import Metrics
+from jaxinfer.server.routes.app import create_app
+from jaxinfer.server.routes.service import Service
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.sim_executor import (
     SIM_PROGRAM,

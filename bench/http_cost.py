@@ -25,10 +25,10 @@ from typing import Any
 from bench.circumstances import host_circumstances
 from bench.peer_process import PeerProcess
 from bench.process_tree import tree_cpu
-from bench.serve import first_model
-from bench.serve_client import Client
-from bench.serve_run import Outcome, offer
-from bench.serve_workload import Query, RandomLengths, body_of, random_queries
+from bench.serve.__main__ import first_model
+from bench.serve.client import Client
+from bench.serve.run import Outcome, offer
+from bench.serve.workload import Query, RandomLengths, body_of, random_queries
 from bench.server_process import ServerProcess
 from jaxinfer.core.config import DEFAULT_MODEL
 

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.step_file import facts, write_report
+from bench.step.file import facts, write_report
 from pallas_kernels.registry import (
     OP_NAMES,
     Case,

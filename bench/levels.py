@@ -22,12 +22,12 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.serve_run import rate_of
-from bench.serve_workload import arrivals
+from bench.serve.run import rate_of
+from bench.serve.workload import arrivals
 from jaxinfer.core.config import Limits
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.step import Arrive, Event, RowResult, StepPlan, StepResult
-from jaxinfer.engine.loop import EngineLoop
+from jaxinfer.engine.loop.loop import EngineLoop
 from jaxinfer.exec.buckets import bucket_table
 
 SIZES = Path(__file__).parent.parent / "configs" / "engine" / "gpu.toml"

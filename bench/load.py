@@ -27,9 +27,9 @@ import numpy as np
 
 from bench.circumstances import host_circumstances
 from bench.process_tree import tree_memory
-from bench.serve import first_model
-from bench.serve_client import Answer, Client
-from bench.serve_workload import Query, body_of
+from bench.serve.__main__ import first_model
+from bench.serve.client import Answer, Client
+from bench.serve.workload import Query, body_of
 
 TEXTS = Path("tests/data/evals/hellaswag_200.jsonl.gz")
 WINDOW = 60  # seconds at the start and at the end that are compared

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.serve_client import Client
+from bench.serve.client import Client
 
 READY_SECONDS = 300.0
 END_SECONDS = 60.0

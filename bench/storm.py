@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.circumstances import host_circumstances
-from bench.serve_client import Answer, Client
+from bench.serve.client import Answer, Client
 from bench.server_process import ServerProcess
 
 STREAM_TOKENS = 400

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.progress import NoProgress
-from jaxinfer.engine.build import plan_engine
+from jaxinfer.engine.start.build import plan_engine
 from jaxinfer.models import forward
 from jaxinfer.weights.load import load_params
 

@@ -12,8 +12,8 @@ from jaxinfer.core.version import VERSION
 if TYPE_CHECKING:
     from jaxinfer.core.config import EngineConfig
     from jaxinfer.core.request import SamplingParams
-    from jaxinfer.engine.async_llm import AsyncLLM
-    from jaxinfer.engine.llm import LLM
+    from jaxinfer.engine.api.async_llm import AsyncLLM
+    from jaxinfer.engine.api.llm import LLM
     from jaxinfer.engine.outputs import CompletionOutput, Logprob, RequestOutput
 
 __version__ = VERSION
@@ -36,9 +36,9 @@ def __getattr__(name: str) -> Any:
         case "SamplingParams":
             module = "jaxinfer.core.request"
         case "LLM":
-            module = "jaxinfer.engine.llm"
+            module = "jaxinfer.engine.api.llm"
         case "AsyncLLM":
-            module = "jaxinfer.engine.async_llm"
+            module = "jaxinfer.engine.api.async_llm"
         case "CompletionOutput" | "Logprob" | "RequestOutput":
             module = "jaxinfer.engine.outputs"
         case _:

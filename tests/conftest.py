@@ -32,8 +32,8 @@ def each_module_is_compiled_once() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def no_late_compiles() -> Iterator[None]:
     """No engine of the whole session may compile anything while it serves."""
-    from jaxinfer.engine import engine
-    from jaxinfer.engine.late_compiles import LateCompiles
+    from jaxinfer.engine.loop import engine
+    from jaxinfer.engine.loop.late_compiles import LateCompiles
 
     watches: list[LateCompiles] = []
 

@@ -1,4 +1,4 @@
-"""The rules of the source tree, read from the syntax alone: floors, purity, size.
+"""The rules of the source tree, read from the syntax alone: floors, layers, purity, size.
 
 ``docs/architecture.md`` explains the rules; each one is a function below and is itself tested on a
 synthetic module that breaks it.
@@ -24,7 +24,17 @@ FLOORS = (  # lowest first; "jaxinfer" is the package's own __init__, the public
     {"jaxinfer.cli"},
     {"jaxinfer.__main__"},
 )
+LAYERS = {  # of a folder that has folders itself, lowest first; "" holds the folder's own files
+    "jaxinfer.engine": ({""}, {"loop"}, {"start"}, {"link"}, {"api"}),
+    "jaxinfer.server": ({""}, {"metrics", "http"}, {"openai"}, {"routes"}),
+}
 FLOOR_OF = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
+LAYER_OF = {
+    f"{folder}.{name}".rstrip("."): layer
+    for folder, order in LAYERS.items()
+    for layer, names in enumerate(order)
+    for name in names
+}
 TRITON = ("triton", "jax_triton")  # optional packages
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter"}
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
@@ -42,6 +52,11 @@ class Module(NamedTuple):
     def folder(self) -> str:
         """The unit that stands on a floor: ``pallas_kernels`` or ``jaxinfer.<folder>``."""
         return self.name if self.name == "jaxinfer" else folder_of(self.name)
+
+    @property
+    def package(self) -> str:
+        """The folder that holds the file, however deep."""
+        return self.name if self.path.stem == "__init__" else self.name.rpartition(".")[0]
 
 
 def folder_of(name: str) -> str:
@@ -85,6 +100,20 @@ def floors(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, st
                 yield line, f"imports {target}, which does not exist"
             elif folder != module.folder and FLOOR_OF[folder] >= FLOOR_OF[module.folder]:
                 yield line, f"imports {target}, which is not on a lower floor"
+
+
+def layers(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
+    """The floors within a folder of ``LAYERS``."""
+    if module.folder not in LAYERS:
+        return
+    if module.package not in LAYER_OF:
+        yield 1, f"{module.package} is no layer of {module.folder}"
+        return
+    for line, target in imports(module, modules):
+        package = modules[target].package if target in modules else ""
+        inside = folder_of(package) == module.folder and package in LAYER_OF
+        if inside and package != module.package and LAYER_OF[package] >= LAYER_OF[module.package]:
+            yield line, f"imports {target}, which is not on a lower layer"
 
 
 def cycles(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
@@ -168,7 +197,7 @@ def size(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]
         yield 1, "no docstring"
 
 
-RULES = (floors, cycles, libraries, module_state, environment, size)
+RULES = (floors, layers, cycles, libraries, module_state, environment, size)
 
 
 def broken(rule, root: Path) -> list[str]:
@@ -198,6 +227,10 @@ def test_tree_obeys(rule) -> None:
         (floors, "jaxinfer/core/a.py", "import jaxinfer.core.missing"),
         (floors, "jaxinfer/extra/a.py", ""),
         (floors, "jaxinfer/cli/a.py", "import jaxinfer.__main__"),
+        (layers, "jaxinfer/engine/loop/a.py", "from jaxinfer.engine.api.b import f"),
+        (layers, "jaxinfer/engine/a.py", "def f():\n    from jaxinfer.engine.api import b"),
+        (layers, "jaxinfer/engine/extra/a.py", ""),
+        (layers, "jaxinfer/server/http/a.py", "import jaxinfer.server.metrics.b"),
         (cycles, "jaxinfer/core/b.py", "import jaxinfer.core.c"),
         (libraries, "jaxinfer/nn/a.py", "from jax._src import core"),
         (libraries, "jaxinfer/nn/a.py", "import jax\njax._src.core.f()"),
@@ -221,6 +254,9 @@ def test_rule_can_fail(rule, path: str, source: str, tmp_path: Path) -> None:
         "jaxinfer/core/c.py": "import jaxinfer.core.b",
         "jaxinfer/nn/b.py": "import jax\nfrom jaxinfer.core.b import f",
         "jaxinfer/exec/b.py": "from jaxinfer.nn import b",
+        "jaxinfer/engine/api/b.py": "from jaxinfer.engine.link.b import f",
+        "jaxinfer/engine/link/b.py": "",
+        "jaxinfer/server/metrics/b.py": "import jaxinfer.engine.api.b",
         "jaxinfer/__main__.py": "from jaxinfer.cli.b import f",
         "jaxinfer/cli/b.py": "",
         "pallas_kernels/part.py": "import triton",

@@ -14,7 +14,7 @@ import click
 
 from jaxinfer.cli.options import MODEL_FORMS, SHAPE_OPTIONS, SIZE_OPTIONS, given
 from jaxinfer.cli.units import format_bytes
-from jaxinfer.engine.progress import progress_on
+from jaxinfer.engine.start.progress import progress_on
 
 
 @click.command(
@@ -27,7 +27,7 @@ from jaxinfer.engine.progress import progress_on
 def compile_(model: str, output: str, **fields: Any) -> None:
     """Write the bundle whole or not at all; the same bundle may be there already."""
     from jaxinfer.core.config import EngineConfig
-    from jaxinfer.engine.build import plan_engine, write_planned
+    from jaxinfer.engine.start.build import plan_engine, write_planned
 
     start = time.perf_counter()
     progress = progress_on(sys.stderr)

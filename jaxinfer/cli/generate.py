@@ -14,11 +14,11 @@ import click
 from jaxinfer.cli.answers import Answers
 from jaxinfer.cli.options import ENGINE_OPTIONS, MODEL_FORMS, SAMPLING_OPTIONS, given
 from jaxinfer.core.errors import ConfigError, RequestError
-from jaxinfer.engine.progress import progress_on
+from jaxinfer.engine.start.progress import progress_on
 
 if TYPE_CHECKING:
     from jaxinfer.core.request import SamplingParams
-    from jaxinfer.engine.llm import LLM
+    from jaxinfer.engine.api.llm import LLM
     from jaxinfer.engine.prompts import Prompt
 
 SINGLE_CHUNK = 256  # tokens; loading a second chunk size takes longer than padding to this one
@@ -63,7 +63,7 @@ def generate(
 
     from jaxinfer.cli.stats import RunClock, describe_run, describe_sampling
     from jaxinfer.core.request import SamplingParams
-    from jaxinfer.engine.llm import LLM
+    from jaxinfer.engine.api.llm import LLM
 
     SamplingParams(**chosen)  # a wrong flag fails before the model is loaded
     settings = given(ENGINE_OPTIONS, fields)

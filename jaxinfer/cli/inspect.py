@@ -1,7 +1,7 @@
 """``jaxinfer inspect``: what a model is and how it would be served, without loading its weights.
 
 Owns: the report; that on a bundle is ``inspect_bundle``'s. Must not know: how sizes are planned
-(``engine.build``).
+(``engine.start.build``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import click
 
 from jaxinfer.cli.options import MODEL_FORMS, SIZE_OPTIONS, given
 from jaxinfer.cli.units import format_bytes, format_count
-from jaxinfer.engine.progress import progress_on
+from jaxinfer.engine.start.progress import progress_on
 
 if TYPE_CHECKING:
-    from jaxinfer.engine.plan import EnginePlan
+    from jaxinfer.engine.start.plan import EnginePlan
 
 
 @click.command(params=[*SIZE_OPTIONS], help=f"Describe MODEL, or a bundle. MODEL: {MODEL_FORMS}.")
@@ -50,7 +50,7 @@ def inspect(model: str | None, bundle: str | None, as_json: bool, **fields: Any)
 
 def _plan(model: str, sizes: dict[str, Any]) -> EnginePlan:
     from jaxinfer.core.config import EngineConfig
-    from jaxinfer.engine.build import plan_engine
+    from jaxinfer.engine.start.build import plan_engine
 
     config = EngineConfig(model=model, skip_tokenizer_init=True, **sizes)
     return plan_engine(config, progress_on(sys.stderr))

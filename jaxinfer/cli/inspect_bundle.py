@@ -18,7 +18,7 @@ def describe(folder: Path) -> dict[str, Any]:
     """
     import msgspec
 
-    from jaxinfer.engine.build import check_device
+    from jaxinfer.engine.start.build import check_device
     from jaxinfer.exec.aot import open_bundle
     from jaxinfer.exec.fingerprint import differences, of_machine
 

@@ -24,10 +24,10 @@ from jaxinfer.core.errors import ConfigError
 if TYPE_CHECKING:
     from jaxinfer.core.config import EngineConfig
     from jaxinfer.core.server_config import ServerConfig
-    from jaxinfer.engine.client import Link
-    from jaxinfer.engine.process import EngineFacts
-    from jaxinfer.engine.spawn import Spawned
-    from jaxinfer.server.service import Service
+    from jaxinfer.engine.link.client import Link
+    from jaxinfer.engine.link.process import EngineFacts
+    from jaxinfer.engine.link.spawn import Spawned
+    from jaxinfer.server.routes.service import Service
 
     type Start = Callable[[EngineConfig], tuple[Link, EngineFacts]]
 
@@ -87,7 +87,7 @@ def check_settings(settings: Mapping[str, Value]) -> tuple[EngineConfig, ServerC
     from dataclasses import fields
 
     from jaxinfer.core.server_config import ServerConfig
-    from jaxinfer.engine.vllm_args import engine_config
+    from jaxinfer.engine.api.vllm_args import engine_config
 
     of_server = {field.name for field in fields(ServerConfig)}
     values = {name: value.value for name, value in settings.items()}
@@ -105,7 +105,7 @@ def describe(
     settings: Mapping[str, Value], engine_config: EngineConfig, server_config: ServerConfig
 ) -> Iterator[str]:
     """A line for each setting in force, with its source, and for each that has no effect."""
-    from jaxinfer.engine.vllm_args import RENAMED, notices
+    from jaxinfer.engine.api.vllm_args import RENAMED, notices
 
     for setting in SETTINGS:
         name = RENAMED.get(setting.name, setting.name)
@@ -136,7 +136,7 @@ def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     if server_config.disable_frontend_multiprocessing:
         _run(engine_config, server_config, _engine_thread)
         return
-    from jaxinfer.engine.spawn import spawn
+    from jaxinfer.engine.link.spawn import spawn
 
     # first of all, so that it imports JAX while this process imports the server
     with spawn() as spawned:
@@ -145,10 +145,10 @@ def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
 
 def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start) -> None:
     """Serve what ``start`` gives, which is called once the port is taken."""
-    from jaxinfer.server.app import create_app
-    from jaxinfer.server.log import EventLog, configure_logging
-    from jaxinfer.server.run import run
-    from jaxinfer.server.service import Service
+    from jaxinfer.server.http.log import EventLog, configure_logging
+    from jaxinfer.server.http.run import run
+    from jaxinfer.server.routes.app import create_app
+    from jaxinfer.server.routes.service import Service
 
     configure_logging(sys.stderr, server_config.uvicorn_log_level)
     service = Service(server_config, EventLog(requests=server_config.enable_log_requests))
@@ -166,8 +166,8 @@ async def _loaded(config: EngineConfig, start: Start, service: Service) -> Async
     """The engine, attached to the service; gives the words for the ready line."""
     import asyncio
 
-    from jaxinfer.engine.client import EngineClient
-    from jaxinfer.server.metrics import Metrics
+    from jaxinfer.engine.link.client import EngineClient
+    from jaxinfer.server.metrics.registry import Metrics
 
     link, engine = await asyncio.to_thread(start, config)
     limits, facts = engine.limits, engine.facts
@@ -190,7 +190,7 @@ async def _loaded(config: EngineConfig, start: Start, service: Service) -> Async
 
 def _engine_process(spawned: Spawned, config: EngineConfig) -> tuple[Link, EngineFacts]:
     from jaxinfer.core.after_start import release_memory_of_start
-    from jaxinfer.engine.process import EngineProcess
+    from jaxinfer.engine.link.process import EngineProcess
 
     process = EngineProcess.start(config, spawned, progress=True)
     facts = process.ready()
@@ -199,10 +199,10 @@ def _engine_process(spawned: Spawned, config: EngineConfig) -> tuple[Link, Engin
 
 
 def _engine_thread(config: EngineConfig) -> tuple[Link, EngineFacts]:
-    from jaxinfer.engine.process import EngineFacts
-    from jaxinfer.engine.progress import progress_on
-    from jaxinfer.engine.start import start_engine
-    from jaxinfer.engine.thread import EngineThread
+    from jaxinfer.engine.link.process import EngineFacts
+    from jaxinfer.engine.link.thread import EngineThread
+    from jaxinfer.engine.start.progress import progress_on
+    from jaxinfer.engine.start.start import start_engine
 
     engine = start_engine(config, progress_on(sys.stderr))
     facts = EngineFacts(engine.facts, engine.limits, engine.tokenizer, engine.stats())

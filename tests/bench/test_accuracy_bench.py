@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import accuracy
-from bench.accuracy_judge import Answer, Judge, Scores
+from bench.accuracy import __main__ as accuracy
+from bench.accuracy.judge import Answer, Judge, Scores
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.registry import build_model
 from jaxinfer.text.tokenizer import load_tokenizer

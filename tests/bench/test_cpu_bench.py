@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cpu_report import (
+from bench.cpu.report import (
     OURS,
     overhead_rows,
     overhead_table,

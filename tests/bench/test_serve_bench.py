@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from bench import load, serve
+from bench import load
 from bench.process_tree import tree_cpu, tree_memory
-from bench.serve_client import Answer, Client
-from bench.serve_report import samples, summarize
-from bench.serve_run import NotReady, offer, wait_until_ready
-from bench.serve_workload import RandomLengths, arrivals, body_of, random_queries, read_queries
+from bench.serve import __main__ as serve
+from bench.serve.client import Answer, Client
+from bench.serve.report import samples, summarize
+from bench.serve.run import NotReady, offer, wait_until_ready
+from bench.serve.workload import RandomLengths, arrivals, body_of, random_queries, read_queries
 
 from .stub_server import GAP, StubServer
 

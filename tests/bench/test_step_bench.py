@@ -12,9 +12,14 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from bench import render, step, step_busy, step_cases, step_file, step_memory
-from bench.step_cases import Prompts, Repeats
-from bench.step_floor import CEILINGS, Ceiling, Costs, Floor, costs_of
+from bench import render
+from bench.step import __main__ as step
+from bench.step import busy as step_busy
+from bench.step import cases as step_cases
+from bench.step import file as step_file
+from bench.step import memory as step_memory
+from bench.step.cases import Prompts, Repeats
+from bench.step.floor import CEILINGS, Ceiling, Costs, Floor, costs_of
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import tiny_gpt2_config, tiny_llama_config

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from jaxinfer.cli.main import cli
 from jaxinfer.core.errors import CacheError, ConfigError
-from jaxinfer.engine.llm import LLM
+from jaxinfer.engine.api.llm import LLM
 from jaxinfer.exec import aot
 from jaxinfer.exec import compile as exec_compile
 from jaxinfer.exec.aot import tuned_choices

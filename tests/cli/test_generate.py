@@ -179,7 +179,7 @@ def test_a_lone_prompt_gets_the_context_it_may_need(
         tokens = pages and (pages - 1) * DEFAULT_PAGE_SIZE
         raise ConfigError(f"{tokens} tokens for {settings['max_num_seqs']} sequence")
 
-    monkeypatch.setattr("jaxinfer.engine.llm.LLM", built)
+    monkeypatch.setattr("jaxinfer.engine.api.llm.LLM", built)
     result = CliRunner().invoke(cli, ["generate", *arguments, "x" * length])
     assert result.stderr == f"jaxinfer: error: {enough} tokens for 1 sequence\n"
 

@@ -251,8 +251,8 @@ def test_a_template_from_a_file(started: Started, tmp_path: Path) -> None:
 def test_the_server_process_needs_no_jax() -> None:
     """Everything that ``_serve`` imports before the engine's own process does."""
     script = (
-        "import sys, jaxinfer.cli.serve, jaxinfer.server.app, jaxinfer.server.run, "
-        "jaxinfer.engine.process; print('jax' in sys.modules, 'flax' in sys.modules)"
+        "import sys, jaxinfer.cli.serve, jaxinfer.server.routes.app, jaxinfer.server.http.run, "
+        "jaxinfer.engine.link.process; print('jax' in sys.modules, 'flax' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "False False\n"
 
@@ -261,7 +261,7 @@ def test_the_server_process_needs_no_jax() -> None:
 SPAWNING = """
 import sys
 from jaxinfer.cli.main import main
-from jaxinfer.engine import spawn
+from jaxinfer.engine.link import spawn
 
 class Noting(spawn.Spawned):
     def __exit__(self, *error):
@@ -302,7 +302,7 @@ def test_what_reading_the_tokenizer_took_is_given_back(monkeypatch: pytest.Monke
             done.append("the tokenizer is read")
             return "facts"
 
-    monkeypatch.setattr("jaxinfer.engine.process.EngineProcess", Process)
+    monkeypatch.setattr("jaxinfer.engine.link.process.EngineProcess", Process)
     for name in ("release_free_heap", "release_library_pages"):
         release = partial(done.append, name)
         monkeypatch.setattr(f"jaxinfer.core.after_start.{name}", release)

@@ -11,8 +11,8 @@ import pytest
 
 from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.async_llm import AsyncLLM
-from jaxinfer.engine.processor import SequenceProcessor
+from jaxinfer.engine.api.async_llm import AsyncLLM
+from jaxinfer.engine.loop.processor import SequenceProcessor
 from kit.engines import run, tiny_engine, tokens
 
 PROMPTS = [[5 + i, 9, 12 + i] for i in range(10)]

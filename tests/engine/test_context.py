@@ -9,8 +9,8 @@ import pytest
 
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.engine.build import plan_engine
-from jaxinfer.engine.plan import EnginePlan
+from jaxinfer.engine.start.build import plan_engine
+from jaxinfer.engine.start.plan import EnginePlan
 from kit.checkpoints import tiny_llama_config, write_hf_folder
 
 POSITIONS = 256  # of ``tiny_llama_config``

@@ -26,7 +26,7 @@ KIND, SHARE, OLD_SHARE, PREALLOCATE, NO_LINE_INFO, XLA_LOG = NAMES = (
 PROGRAM = f"""
 import json, os, jax
 from jaxinfer import EngineConfig
-from jaxinfer.engine import build
+from jaxinfer.engine.start import build
 
 def check_device(_):
     jax.config.update("jax_num_cpu_devices", 1)

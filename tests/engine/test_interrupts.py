@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine import llm as llm_module
-from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.interrupts import interrupts_deferred
-from jaxinfer.engine.llm import ADDED_AT_ONCE, LLM
+from jaxinfer.engine.api import llm as llm_module
+from jaxinfer.engine.api.interrupts import interrupts_deferred
+from jaxinfer.engine.api.llm import ADDED_AT_ONCE, LLM
+from jaxinfer.engine.loop.engine import Engine
 from kit.watched_executor import watched_engine
 
 

@@ -21,12 +21,12 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import CacheError, ConfigError, EngineError, JaxinferError, RequestError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.step import StepPlan
-from jaxinfer.engine import llm as llm_module
-from jaxinfer.engine import loading
-from jaxinfer.engine.build import model_facts, plan_engine
-from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.api import llm as llm_module
+from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import Collector
 from jaxinfer.engine.prompts import Prompt, parse_prompts
+from jaxinfer.engine.start import loading
+from jaxinfer.engine.start.build import model_facts, plan_engine
 from jaxinfer.exec.executor import Executor
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf, write_hf_folder

@@ -13,8 +13,8 @@ import pytest
 
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import EngineError
-from jaxinfer.engine import build, loading
-from jaxinfer.engine.plan import EnginePlan
+from jaxinfer.engine.start import build, loading
+from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.memory import DeviceMemory
 from kit.checkpoints import tiny_llama_config
 

@@ -13,14 +13,14 @@ from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import FinishReason, SamplingParams
 from jaxinfer.core.step import Abort, Arrive, StepPlan, StepResult, TokenEvent
-from jaxinfer.engine import engine as engine_module
-from jaxinfer.engine.commands import Stop
-from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.facts import ModelFacts
-from jaxinfer.engine.late_compiles import LateCompiles
-from jaxinfer.engine.loop import EngineLoop
-from jaxinfer.engine.thread import EngineThread
-from jaxinfer.engine.timeline import Timeline
+from jaxinfer.engine.link.commands import Stop
+from jaxinfer.engine.link.thread import EngineThread
+from jaxinfer.engine.loop import engine as engine_module
+from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.engine.loop.late_compiles import LateCompiles
+from jaxinfer.engine.loop.loop import EngineLoop
+from jaxinfer.engine.loop.timeline import Timeline
 from kit.drive import make_limits, make_request
 from kit.fake_executor import VOCAB, FakeExecutor, expected_tokens
 

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import FinishReason, SamplingParams
 from jaxinfer.core.step import StepPlan
-from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.engine.loop.processor import SequenceProcessor
 from jaxinfer.engine.outputs import Delta
-from jaxinfer.engine.processor import SequenceProcessor
 from jaxinfer.exec import executor as executor_module
 from jaxinfer.exec import in_flight
 from jaxinfer.exec.executor import Executor

@@ -24,10 +24,10 @@ from jaxinfer.core.errors import (
     RequestError,
     SourceError,
 )
-from jaxinfer.engine.build import build_engine
-from jaxinfer.engine.client import EngineClient
-from jaxinfer.engine.process import EngineProcess
-from jaxinfer.engine.spawn import spawn
+from jaxinfer.engine.link.client import EngineClient
+from jaxinfer.engine.link.process import EngineProcess
+from jaxinfer.engine.link.spawn import spawn
+from jaxinfer.engine.start.build import build_engine
 from jaxinfer.models import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
 from kit.engine_process import GREEDY, PROMPTS, answer, talk
@@ -139,11 +139,11 @@ def test_a_process_that_ends_while_it_starts(config: EngineConfig) -> None:
 # tells what it has imported, with a look at the real start: JAX, then the order, then the rest
 IMPORTING = """
 import sys
-from jaxinfer.engine import child
+from jaxinfer.engine.link import child
 
 def load(settings):
     def told():
-        heavy = sorted({"jax", "flax", "jaxinfer.engine.build", "orbax"} & set(sys.modules))
+        heavy = sorted({"jax", "flax", "jaxinfer.engine.start.build", "orbax"} & set(sys.modules))
         print("before the order:", *heavy, file=sys.stderr, flush=True)
         return settings()
 
@@ -211,7 +211,7 @@ def test_a_stop_while_it_is_built(
 
 COLLECTING = """
 import gc, time
-from jaxinfer.engine.child import Blueprint, main
+from jaxinfer.engine.link.child import Blueprint, main
 from kit.sim_executor import sim_limits
 from kit.tokenizers import tiny_tokenizer_spec
 
@@ -248,9 +248,9 @@ def test_a_stop_while_garbage_is_collected(
 PARENT = """
 import sys, time
 from jaxinfer.core.config import EngineConfig
-from jaxinfer.engine.client import EngineClient
-from jaxinfer.engine.process import EngineProcess
-from jaxinfer.engine.spawn import spawn
+from jaxinfer.engine.link.client import EngineClient
+from jaxinfer.engine.link.process import EngineProcess
+from jaxinfer.engine.link.spawn import spawn
 import msgspec
 config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
 link = EngineProcess.start(config, spawn())

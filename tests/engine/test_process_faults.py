@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine import process
-from jaxinfer.engine.client import EngineClient
+from jaxinfer.engine.link import process
+from jaxinfer.engine.link.client import EngineClient
+from jaxinfer.engine.link.process import EngineProcess
+from jaxinfer.engine.link.spawn import spawn
 from jaxinfer.engine.news import News
 from jaxinfer.engine.outputs import SequenceTimes
-from jaxinfer.engine.process import EngineProcess
-from jaxinfer.engine.spawn import spawn
 from kit.engine_process import GREEDY, PROMPTS, Running, answer, talk
 from kit.server_process import gone, wait_until
 from kit.sim_executor import SIM_PROGRAM, SimExecutor, sim_config

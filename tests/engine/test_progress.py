@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jaxinfer.engine.progress import BarProgress, LineProgress, progress_on
+from jaxinfer.engine.start.progress import BarProgress, LineProgress, progress_on
 
 
 class Terminal(io.StringIO):

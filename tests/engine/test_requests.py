@@ -12,9 +12,9 @@ import pytest
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import Request, SamplingParams
-from jaxinfer.engine import engine as engine_module
-from jaxinfer.engine import processor as processor_module
-from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.loop import engine as engine_module
+from jaxinfer.engine.loop import processor as processor_module
+from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import PositionLogprobs
 from jaxinfer.exec.executor import Executor
 from jaxinfer.models.base import forward

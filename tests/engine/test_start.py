@@ -17,9 +17,9 @@ import pytest
 from jaxinfer.core.collector import NEVER, nothing_collected, old_left_alone
 from jaxinfer.core.config import ALLOCATOR_PREALLOCATES, ALLOCATOR_SHARES, EngineConfig
 from jaxinfer.core.errors import EngineError, TokenizerError
-from jaxinfer.engine import build
-from jaxinfer.engine import loading as engine_loading
-from jaxinfer.engine.start import backend_starting, start_engine
+from jaxinfer.engine.start import build
+from jaxinfer.engine.start import loading as engine_loading
+from jaxinfer.engine.start.start import backend_starting, start_engine
 from jaxinfer.models import build_model
 from jaxinfer.text import tokenizer
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
@@ -133,7 +133,7 @@ UNUSED += ("flax", "jinja2", "tokenizers", "gguf")
 
 
 def test_an_engine_of_plain_weights_imports_nothing_that_it_does_not_use() -> None:
-    script = "import sys, jaxinfer.engine.build, jaxinfer.models.qwen3; print(*sys.modules)"
+    script = "import sys, jaxinfer.engine.start.build, jaxinfer.models.qwen3; print(*sys.modules)"
     modules = subprocess.check_output([sys.executable, "-c", script], text=True).split()
     assert "jax" in modules
     assert not {*UNUSED} & {*modules}

@@ -8,7 +8,7 @@ import pytest
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
-from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.exec.compile import build_executables
 from jaxinfer.exec.executor import Executor
 from jaxinfer.exec.memory import init_state

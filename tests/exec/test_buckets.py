@@ -15,7 +15,7 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
-from jaxinfer.engine.build import with_device_defaults
+from jaxinfer.engine.start.build import with_device_defaults
 from jaxinfer.exec.buckets import bucket_table
 from jaxinfer.sched.choose import Budget, smallest_bucket
 from jaxinfer.sched.state import Draft, Sequence, initial_state

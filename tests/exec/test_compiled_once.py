@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxinfer.engine.late_compiles import LateCompiles
+from jaxinfer.engine.loop.late_compiles import LateCompiles
 
 X = jnp.arange(4.0)
 

@@ -14,7 +14,7 @@ import jax
 import jax.monitoring
 import pytest
 
-from jaxinfer.engine.late_compiles import COMPILE_EVENT
+from jaxinfer.engine.loop.late_compiles import COMPILE_EVENT
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.client import EngineClient
+from jaxinfer.engine.link.client import EngineClient
+from jaxinfer.engine.link.process import EngineFacts, EngineProcess
 from jaxinfer.engine.outputs import Collector, RequestOutput
-from jaxinfer.engine.process import EngineFacts, EngineProcess
 from jaxinfer.engine.prompts import Prompt
 
 PROMPTS = [tuple(range(3 + i, 12 + i)) for i in range(6)]

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.facts import ModelFacts
+from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import Collector, RequestOutput
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.exec.buckets import bucket_table

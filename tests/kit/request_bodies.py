@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.server.errors import ApiError
-from jaxinfer.server.parse import parse
-from jaxinfer.server.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
+from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.openai.parse import parse
+from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
 
 PROMPT = {"prompt": "a"}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}

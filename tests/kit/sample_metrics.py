@@ -14,7 +14,7 @@ from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.news import EngineStats, News, StepKind, StepRecord
 from jaxinfer.engine.outputs import SequenceTimes
-from jaxinfer.server.metrics import FinishedRequest, FinishedSequence, Metrics, Rejection
+from jaxinfer.server.metrics.registry import FinishedRequest, FinishedSequence, Metrics, Rejection
 
 LIMITS = Limits(
     num_pages=101,

@@ -18,14 +18,14 @@ from typing import Any
 import httpx
 
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.engine.client import EngineClient
-from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.thread import EngineThread
-from jaxinfer.server.app import create_app
-from jaxinfer.server.log import EventLog
-from jaxinfer.server.metrics import Metrics
-from jaxinfer.server.run import Server, bound_sockets, uvicorn_config
-from jaxinfer.server.service import Service
+from jaxinfer.engine.link.client import EngineClient
+from jaxinfer.engine.link.thread import EngineThread
+from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.server.http.log import EventLog
+from jaxinfer.server.http.run import Server, bound_sockets, uvicorn_config
+from jaxinfer.server.metrics.registry import Metrics
+from jaxinfer.server.routes.app import create_app
+from jaxinfer.server.routes.service import Service
 
 SECONDS = 30.0  # after which a test gives up waiting
 

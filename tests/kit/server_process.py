@@ -33,7 +33,7 @@ SIM_SERVE = (
 def sim_main() -> None:
     """The command line, with engines that are simulated; the model is the script."""
     from jaxinfer.cli.main import main
-    from jaxinfer.engine import spawn
+    from jaxinfer.engine.link import spawn
 
     spawn.spawn = partial(spawn.spawn, SIM_PROGRAM)
     main()

@@ -18,8 +18,8 @@ from jaxinfer.core.errors import EngineError
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket, RowResult, ScheduledSeq, StepPlan, StepResult
-from jaxinfer.engine.child import Blueprint, main
 from jaxinfer.engine.facts import ModelFacts
+from jaxinfer.engine.link.child import Blueprint, main
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
 from kit.tokenizers import real_spec
 
@@ -134,7 +134,7 @@ def child_main() -> None:
         facts = sim_facts(tokenizer)
 
         def build():
-            from jaxinfer.engine.engine import Engine
+            from jaxinfer.engine.loop.engine import Engine
 
             return Engine(executor, limits, facts, tokenizer)
 

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from jaxinfer.core.config import Limits
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket, ScheduledSeq, StepPlan, StepResult
-from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.facts import ModelFacts
-from jaxinfer.engine.loop import StepExecutor
+from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.engine.loop.loop import StepExecutor
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.sim_executor import SimExecutor
 from kit.tokenizers import tiny_tokenizer_spec

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from starlette.types import Receive, Scope, Send
 
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.server.run import ACCEPTED_AT_ONCE, Server, bound_sockets, uvicorn_config
+from jaxinfer.server.http.run import ACCEPTED_AT_ONCE, Server, bound_sockets, uvicorn_config
 
 NUM_CLIENTS = 8 * ACCEPTED_AT_ONCE
 

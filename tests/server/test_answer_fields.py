@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.server.fields import UNSUPPORTED
-from jaxinfer.server.schema import CHAT_UNSUPPORTED
+from jaxinfer.server.openai.fields import UNSUPPORTED
+from jaxinfer.server.openai.schema import CHAT_UNSUPPORTED
 from kit.api_calls import (
     CHAT,
     CHAT_IDS,

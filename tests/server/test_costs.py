@@ -15,20 +15,20 @@ from jaxinfer.cli import serve
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.request import FinishReason
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.engine import client as client_module
-from jaxinfer.engine.client import EngineClient
 from jaxinfer.engine.facts import check_request
+from jaxinfer.engine.link import client as client_module
+from jaxinfer.engine.link.client import EngineClient
+from jaxinfer.engine.link.process import EngineFacts
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta
-from jaxinfer.engine.process import EngineFacts
-from jaxinfer.server import schema
-from jaxinfer.server.app import KnownPaths, create_app
-from jaxinfer.server.log import EventLog
-from jaxinfer.server.metrics import Metrics
-from jaxinfer.server.responses import CompletionChunk, CompletionChunkChoice, encode
-from jaxinfer.server.service import Service
-from jaxinfer.server.sse import frame
-from jaxinfer.server.writer import Envelope
+from jaxinfer.server.http.log import EventLog
+from jaxinfer.server.http.sse import frame
+from jaxinfer.server.metrics.registry import Metrics
+from jaxinfer.server.openai import schema
+from jaxinfer.server.openai.responses import CompletionChunk, CompletionChunkChoice, encode
+from jaxinfer.server.openai.writer import Envelope
+from jaxinfer.server.routes.app import KnownPaths, create_app
+from jaxinfer.server.routes.service import Service
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.sim_executor import sim_facts, sim_limits
 from kit.tokenizers import real_spec

@@ -15,13 +15,13 @@ from typing import Any, cast
 import pytest
 
 from jaxinfer.core.errors import EngineError
-from jaxinfer.engine.client import Stream
+from jaxinfer.engine.link.client import Stream
+from jaxinfer.engine.link.thread import EngineThread
 from jaxinfer.engine.outputs import Delta, joined
-from jaxinfer.engine.thread import EngineThread
-from jaxinfer.server import info
-from jaxinfer.server.answer import Gain
-from jaxinfer.server.call import Call
-from jaxinfer.server.writer import merged
+from jaxinfer.server.openai.answer import Gain
+from jaxinfer.server.openai.writer import merged
+from jaxinfer.server.routes import info
+from jaxinfer.server.routes.call import Call
 from kit.raw_http import SECONDS, RawClient, get, post
 from kit.server import Serving, serving
 from kit.server_process import wait_until

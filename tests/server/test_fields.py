@@ -8,9 +8,9 @@ import pytest
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.server.errors import ApiError
-from jaxinfer.server.fields import to_sampling
-from jaxinfer.server.schema import ChatCompletionRequest, CompletionRequest
+from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.openai.fields import to_sampling
+from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from kit.request_bodies import CHAT, KINDS, PROMPT, minimal, read, refusal
 
 

@@ -25,7 +25,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from jaxinfer.server.app import ROUTES
+from jaxinfer.server.routes.app import ROUTES
 from kit.engines import tiny_engine
 from kit.server import SECONDS, Serving, serving
 

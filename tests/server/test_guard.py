@@ -13,11 +13,11 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.server import guard
-from jaxinfer.server.app import ROUTES, create_app
-from jaxinfer.server.guard import WholeBody, guarded
-from jaxinfer.server.log import LOGGER, EventLog, JsonLines
-from jaxinfer.server.service import Service
+from jaxinfer.server.http import guard
+from jaxinfer.server.http.guard import WholeBody, guarded
+from jaxinfer.server.http.log import LOGGER, EventLog, JsonLines
+from jaxinfer.server.routes.app import ROUTES, create_app
+from jaxinfer.server.routes.service import Service
 
 
 class Echo:

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.server.log import LOGGER, MOST_NAMES, ROUTED, EventLog, TextLines, configure_logging
+from jaxinfer.server.http.log import (
+    LOGGER,
+    MOST_NAMES,
+    ROUTED,
+    EventLog,
+    TextLines,
+    configure_logging,
+)
 
 
 @pytest.fixture

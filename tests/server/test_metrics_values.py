@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinfer.server.metrics_values import Histogram, Rates, token_count_bounds
+from jaxinfer.server.metrics.values import Histogram, Rates, token_count_bounds
 
 
 class TestHistogram:

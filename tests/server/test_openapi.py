@@ -10,12 +10,12 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
 from jaxinfer.core.request import FinishReason
-from jaxinfer.server import responses
-from jaxinfer.server.app import ROUTES
-from jaxinfer.server.errors import ERROR_TYPES, ApiError
-from jaxinfer.server.openapi import ERRORS, OPERATIONS, openapi_document
-from jaxinfer.server.openapi_words import ANSWER_FIELDS
-from jaxinfer.server.parse import parse
+from jaxinfer.server.http.errors import ERROR_TYPES, ApiError
+from jaxinfer.server.openai import responses
+from jaxinfer.server.openai.openapi import ERRORS, OPERATIONS, openapi_document
+from jaxinfer.server.openai.openapi_words import ANSWER_FIELDS
+from jaxinfer.server.openai.parse import parse
+from jaxinfer.server.routes.app import ROUTES
 
 VOCABULARY = 100
 DOCUMENT = openapi_document(OPERATIONS, secured=True, models=["m", "n"], vocab_size=VOCABULARY)

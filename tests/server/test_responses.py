@@ -10,8 +10,8 @@ import pytest
 from jaxinfer.core.errors import EngineError, RequestError, TokenizerError
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.outputs import Logprob
-from jaxinfer.server import responses
-from jaxinfer.server.errors import api_error
+from jaxinfer.server.http.errors import api_error
+from jaxinfer.server.openai import responses
 
 # errors
 

@@ -12,8 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer import __version__
-from jaxinfer.server.app import ROUTES
-from jaxinfer.server.guard import OPEN_PATHS
+from jaxinfer.server.http.guard import OPEN_PATHS
+from jaxinfer.server.routes.app import ROUTES
 from kit.api_calls import (
     CHAT,
     CHAT_IDS,

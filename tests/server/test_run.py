@@ -17,7 +17,7 @@ import pytest
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.server.run import uvicorn_config
+from jaxinfer.server.http.run import uvicorn_config
 
 CERTIFICATE = Path(__file__).parents[1] / "data" / "tls"
 
@@ -25,7 +25,7 @@ PROGRAM = """
 import asyncio, contextlib, json, sys
 from jaxinfer.cli.main import Commands
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.server import protocol, run
+from jaxinfer.server.http import protocol, run
 
 class Service:
     def __init__(self):

@@ -7,7 +7,7 @@ import pytest
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.server.run import bound_sockets
+from jaxinfer.server.http.run import bound_sockets
 
 
 def test_a_taken_port_is_one_sentence() -> None:

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from jaxinfer.core.progress import NoProgress
-from jaxinfer.engine.late_compiles import COMPILE_EVENT
+from jaxinfer.engine.loop.late_compiles import COMPILE_EVENT
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.models.registry import build_model
 from jaxinfer.models.tree import by_path

@@ -1,0 +1,1 @@
+"""``python -m bench.accuracy``: what an engine's numerics cost."""

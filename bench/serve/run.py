@@ -1,0 +1,82 @@
+"""Sends a workload to a server at its arrival times and gathers the answers.
+
+Owns: pacing, the limit on open requests, waiting for the server. Must not know: the command line,
+statistics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.serve.client import Answer, Client
+
+RETRY_SECONDS = 0.5
+
+
+class NotReady(Exception):
+    """The server did not answer a request in time."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Answers in the order of the requests; wall seconds; CPU seconds of this process."""
+
+    answers: list[Answer]
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def cpu_us_per_chunk(self) -> float:
+        """What the client itself cost."""
+        chunks = sum(len(answer.times) for answer in self.answers)
+        return 1e6 * self.cpu_seconds / max(1, chunks)
+
+
+async def offer(
+    client: Client,
+    path: str,
+    bodies: Sequence[bytes],
+    times: Sequence[float],
+    max_concurrency: int | None = None,
+) -> Outcome:
+    """Send each body at its time; a request that waits for a place has not started its clock."""
+    limit = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
+
+    async def ask(body: bytes) -> Answer:
+        async with limit:
+            return await client.post(path, body)
+
+    tasks: list[asyncio.Task[Answer]] = []
+    start, cpu = time.perf_counter(), time.process_time()
+    for body, when in zip(bodies, times, strict=True):
+        if (delay := start + when - time.perf_counter()) > 0:
+            await asyncio.sleep(delay)
+        tasks.append(asyncio.create_task(ask(body)))
+    answers = await asyncio.gather(*tasks)
+    return Outcome(answers, time.perf_counter() - start, time.process_time() - cpu)
+
+
+async def wait_until_ready(client: Client, path: str, body: bytes, seconds: float) -> None:
+    """Ask ``body`` until it is answered well. Raises ``NotReady`` with the last reason."""
+    deadline = time.monotonic() + seconds
+    while True:
+        answer = await client.post(path, body)
+        if not answer.error:
+            return
+        # a refusal of the request itself does not become better by waiting
+        if 400 <= answer.status < 500 or time.monotonic() > deadline:
+            raise NotReady(f"the server does not answer: {answer.error}")
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+def rate_of(text: str) -> float:
+    """A request rate of the command line; ``inf`` sends all at once."""
+    rate = float(text)
+    if not rate > 0 or math.isnan(rate):
+        raise ValueError(f"a request rate is above 0, or inf; this is {text}")
+    return rate

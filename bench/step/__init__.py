@@ -1,0 +1,1 @@
+"""``python -m bench.step``: what the public API gives on one device."""

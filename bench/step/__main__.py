@@ -1,0 +1,377 @@
+"""What the public API gives on one device: TPOT, TTFT, offline tokens per second, start, memory.
+
+Run from the repository root, all of it or some groups, which join in one file:
+
+    .venv/bin/python -m bench.step --output FILE
+    .venv/bin/python -m bench.step --only tpot,ttft --output FILE
+
+Weights are random and prompts are random token ids: speed depends on neither. Prefix caching is off
+except where it is the subject: the same prompts are run again and again, and a cache would skip the
+prefill that is measured. Floors are for the devices in ``floor.CEILINGS``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from bench.step import cases
+from bench.step.busy import busy_seconds
+from bench.step.cases import GREEDY, SAMPLED, Prompts, Repeats, middle
+from bench.step.file import Row, begun, environment, facts, merged, write_report
+from bench.step.floor import CEILINGS, Costs, Floor, costs_of, decode_bytes
+from bench.step.memory import SMI, measure_memory
+from bench.step.start import measure_starts, start_rows
+from jaxinfer import LLM
+from jaxinfer.core.config import (
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    DEFAULT_PAGE_SIZE,
+    bound_gpu_allocator,
+)
+from jaxinfer.models.registry import build_model
+
+SHAPES = Path(__file__).parents[1] / "shapes"
+SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
+# What takes the place of the kernels that a decode step of these models or a lone prompt runs: the
+# next choice, of attention Triton's, as XLA's steps of 64 rows take half a second. A pin of what
+# norm_gemm stands for switches that off as well.
+KERNELS = {
+    "append_decode": "triton",
+    "norm_gemm": "apart",
+    "paged_prefill": "triton",
+    "publish": "xla",
+    "qk_rope_append": "xla",
+    "residual_norm": "xla",
+    "sample": "xla",
+    "skinny_gemm": "xla",
+    "swiglu_gemm": "xla",
+}
+ABLATIONS: Mapping[str, dict[str, Any]] = {
+    "default": {},
+    "no-overlap": {"overlap": False},
+    "no-links": {"kernels": "links=none"},
+    "prefix-caching": {"enable_prefix_caching": True},
+    "page-64": {"page_size": 64},
+    **{f"{name}-by-{impl}": {"kernels": f"{name}={impl}"} for name, impl in KERNELS.items()},
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The sizes of every case; those of the results unless a test asks for smaller ones."""
+
+    tpot_batches: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256)
+    tpot_input: int = 1024
+    long_batches: tuple[int, ...] = (1, 16)  # of tpot_batches
+    long_input: int = 16384
+    ttft_inputs: tuple[int, ...] = (512, 1024, 4096, 16384)
+    offline: tuple[int, int, int] = (128, 256, 64)  # prompts, tokens in, tokens out
+    gpt2_input: int = 256
+    ablation_batches: tuple[int, ...] = (1, 64)
+    ablation_input: int = 4096  # of the lone prompt
+    warm_starts: int = 5
+    memory_sequences: int = 512  # as many as an engine of default sizes runs at once on a GPU
+    repeats: Repeats = Repeats()
+
+    @property
+    def max_model_len(self) -> int:
+        """Of the large model's engine: the longest case, and room to decode."""
+        return max(self.long_input, *self.ttft_inputs) + 2 * cases.DECODED
+
+    def num_pages(self, page_size: int) -> int:
+        """Enough for every case: the pool's size changes no time, and a small one loads sooner."""
+        batches = [(batch, self.tpot_input) for batch in self.tpot_batches]
+        batches += [(batch, self.long_input) for batch in self.long_batches]
+        count, tokens_in, tokens_out = self.offline
+        batches += [(count, tokens_in + tokens_out), (1, max(self.ttft_inputs))]
+        spare = cases.DECODED + page_size  # the pages in use end in one that is not full
+        return 1 + max(n * (-(-(tokens + spare) // page_size)) for n, tokens in batches)
+
+
+class Bench:
+    """One call: the model shapes, the settings given, and how an engine is had."""
+
+    def __init__(self, arguments: argparse.Namespace, work: Workload) -> None:
+        self.work, self.seed = work, arguments.seed
+        self._commit: str | None = arguments.commit
+        self.label: str | None = arguments.label
+        self.config: Path = arguments.config
+        self.gpt2_config: Path = arguments.gpt2_config
+        self._given: dict[str, Any] = dict(arguments.engine)
+        self.used: dict[str, Any] = {}  # settings of the engines of the group under way
+
+    def facts(self) -> dict[str, Any]:
+        """What all rows of a file share."""
+        return {**facts(self._commit), "model": self.config.parent.name}
+
+    def settings(self, config: Path, **more: Any) -> dict[str, Any]:
+        """Arguments of ``LLM``: the group's, and over them what was given on the command line."""
+        always = {"load_format": "dummy", "skip_tokenizer_init": True, "seed": self.seed}
+        return {"model": str(config), **always, **more, **self._given}
+
+    @contextmanager
+    def engine(self, config: Path, **more: Any) -> Generator[LLM]:
+        """An engine, and its memory free again afterwards."""
+        settings = self.settings(config, **{"enable_prefix_caching": False, **more})
+        if config == self.config:
+            settings.setdefault("max_model_len", self.work.max_model_len)
+            page_size = settings.get("page_size", DEFAULT_PAGE_SIZE)
+            settings.setdefault("num_pages", self.work.num_pages(page_size))
+        self.used = settings
+        llm = LLM(**settings)
+        try:
+            yield llm
+        finally:
+            del llm
+            gc.collect()
+
+    def prompts(self, config: Path) -> Prompts:
+        """Prompts of the model's vocabulary."""
+        return Prompts(json.loads(config.read_text())["vocab_size"], self.seed)
+
+    def costs(self, config: Path) -> Costs:
+        """Of the model in the dtype that an engine gets."""
+        dtype = self._given.get("dtype", "bfloat16")
+        return costs_of(build_model(json.loads(config.read_text()), dtype))
+
+    def floor(self, config: Path) -> Floor | None:
+        """None on a device whose ceilings nobody has measured."""
+        import jax
+
+        ceiling = CEILINGS.get(jax.devices()[0].device_kind)
+        return ceiling and Floor(self.costs(config), ceiling)
+
+
+def row(metric: str, case: str, samples: list[float], floor: float | None, **more: Any) -> Row:
+    """A row of the file, also shown."""
+    value = middle(samples)
+    least = None if floor is None else round(floor, 4)
+    samples = [round(sample, 4) for sample in samples]
+    beside = "" if least is None else f"  floor {least:10.3f}"
+    print(f"{metric:16} {case:20} {value:12.3f}{beside}", flush=True)
+    return {"metric": metric, "case": case, "value": value, "floor": least, **more} | {
+        "samples": samples
+    }
+
+
+def _decode_floor_ms(floor: Floor | None, batch: int, tokens_in: int) -> float | None:
+    return floor and 1e3 * floor.decode(batch, _mean_context(tokens_in))
+
+
+def _mean_context(tokens_in: int) -> float:
+    """Of the steps that TPOT is taken over: the k-th reads k tokens more than the prompt."""
+    return tokens_in + (1 + cases.DECODED) / 2
+
+
+def tpot(bench: Bench) -> Iterator[Row]:
+    """TPOT by batch, and at a long context beside what the shorter one predicts for it."""
+    work, config = bench.work, bench.config
+    prompts, floor, costs = bench.prompts(config), bench.floor(config), bench.costs(config)
+    short: dict[int, float] = {}
+    with bench.engine(config) as llm:
+        for batch in work.tpot_batches:
+            samples = cases.tpot_ms(llm, prompts(batch, work.tpot_input), work.repeats)
+            least = _decode_floor_ms(floor, batch, work.tpot_input)
+            yield row("tpot_ms", f"b{batch}", samples, least, input=work.tpot_input)
+            short[batch] = middle(samples)
+        for batch in work.long_batches:
+            samples = cases.tpot_ms(llm, prompts(batch, work.long_input), work.repeats)
+            least = _decode_floor_ms(floor, batch, work.long_input)
+            size, longer = (
+                decode_bytes(costs, batch, _mean_context(tokens))
+                for tokens in (work.tpot_input, work.long_input)
+            )
+            predicted = round(short[batch] * longer / size, 4)  # the floors' ratio
+            case = f"b{batch}/{work.long_input}"
+            yield row("tpot_ms", case, samples, least, predicted=predicted)
+
+
+def ttft(bench: Bench) -> Iterator[Row]:
+    """TTFT of a lone prompt by its length, in an engine that could hold a full batch."""
+    work, config = bench.work, bench.config
+    prompts, floor = bench.prompts(config), bench.floor(config)
+    with bench.engine(config) as llm:
+        for length in work.ttft_inputs:
+            samples = cases.ttft_ms(llm, prompts(1, length)[0], work.repeats)
+            least = floor and 1e3 * floor.prefill(1, length)
+            yield row("ttft_ms", str(length), samples, least)
+
+
+def offline(bench: Bench) -> Iterator[Row]:
+    """Output tokens per second of many prompts at once, greedy and sampled."""
+    with bench.engine(bench.config) as llm:
+        for case in SAMPLINGS:
+            yield _offline(bench, llm, bench.config, case, case)
+
+
+def _offline(bench: Bench, llm: LLM, config: Path, sampling: str, case: str) -> Row:
+    count, tokens_in, tokens_out = bench.work.offline
+    prompts, floor = bench.prompts(config)(count, tokens_in), bench.floor(config)
+    samples = cases.offline_tok_s(llm, prompts, SAMPLINGS[sampling], tokens_out, bench.work.repeats)
+    most = floor and count * tokens_out / floor.generate(count, tokens_in, tokens_out)
+    return row("offline_tok_s", case, samples, most, size=[count, tokens_in, tokens_out])
+
+
+def gpt2(bench: Bench) -> Iterator[Row]:
+    """A model so small that the host decides: speeds, and the share of time the device computes."""
+    work, config = bench.work, bench.gpt2_config
+    lone, floor = bench.prompts(config)(1, work.gpt2_input), bench.floor(config)
+    many, tokens_out = bench.prompts(config)(*work.offline[:2]), work.offline[2]
+    with bench.engine(config) as llm:
+        samples = cases.tpot_ms(llm, lone, work.repeats)
+        least = _decode_floor_ms(floor, 1, work.gpt2_input)
+        yield row("tpot_ms", "gpt2/b1", samples, least, input=work.gpt2_input)
+        yield _offline(bench, llm, config, "sampled", "gpt2/sampled")
+        calls: dict[str, Callable[[], float]] = {
+            "gpt2/b1": lambda: cases.seconds_of(llm, lone, GREEDY, 1 + cases.DECODED),
+            "gpt2/sampled": lambda: cases.seconds_of(llm, many, SAMPLED, tokens_out),
+        }
+        for case, call in calls.items():
+            seconds = middle(work.repeats.of(call))
+            busy = busy_seconds(call)
+            if busy is None:
+                print(f"device_busy      {case:20} the profiler shows no GPU here")
+            else:
+                yield row("device_busy", case, [busy / seconds], None, busy_s=busy)
+
+
+def start(bench: Bench) -> Iterator[Row]:
+    """Process starts of an engine of default sizes; see ``bench.step.start``."""
+    rows = start_rows(measure_starts(bench.settings(bench.config), bench.work.warm_starts))
+    bench.used = bench.settings(bench.config)
+    for each in rows:
+        each["floor"] = None
+        print(f"{each['metric']:24} {each['case']:12} {each['value']:12.3f}", flush=True)
+    yield from rows
+
+
+def memory(bench: Bench) -> Iterator[Row]:
+    """Share of the card that an engine of default sizes takes; see ``bench.step.memory``."""
+    bench.used = bench.settings(bench.config)
+    rows = measure_memory(bench.used, bench.work.memory_sequences)
+    if rows is None:
+        print(f"card_share       there is no {SMI} here, so no card to ask")
+    for each in rows or ():
+        print(f"{each['metric']:16} {each['case']:20} {each['value']:12.3f}  asked {each['asked']}")
+        yield each | {"floor": None, "samples": [each["value"]]}
+
+
+def ablation(bench: Bench) -> Iterator[Row]:
+    """TPOT and TTFT, one setting changed at a time; with ``--label``, the defaults by that name."""
+    changes = ABLATIONS if bench.label is None else {bench.label: {}}
+    for name, change in changes.items():
+        yield from _ablated(bench, name, change)
+
+
+def _ablated(bench: Bench, name: str, change: Mapping[str, Any]) -> Iterator[Row]:
+    work = bench.work
+    most, length = max(work.ablation_batches), work.ablation_input
+    # no shapes but those that are measured, so that the engine starts sooner
+    sizes = {"max_num_seqs": most, "decode_bucket_start": most, "mixed_bucket_start": most}
+    sizes |= {"prefill_bucket_start": length, "prefill_bucket_factor": 1 << 20}
+    fresh = _fresh_prompts(bench.prompts(bench.config))
+    with bench.engine(bench.config, **sizes, **change) as llm:
+
+        def ttft_ms() -> float:
+            return 1e3 * cases.seconds_of(llm, next(fresh)(1, length), GREEDY, 1)
+
+        for batch in work.ablation_batches:
+            samples = _fresh_tpot(llm, fresh, batch, work)
+            case = f"{name}/b{batch}"
+            yield row("ablation_tpot_ms", case, samples, None, environment=environment())
+        samples, case = work.repeats.of(ttft_ms), f"{name}/{length}"
+        yield row("ablation_ttft_ms", case, samples, None, environment=environment())
+
+
+def _fresh_prompts(prompts: Prompts) -> Iterator[Prompts]:
+    """Prompts that no call has seen: a prefix cache must find nothing."""
+    return (Prompts(prompts.vocab_size, prompts.seed + i) for i in count(1))
+
+
+def _fresh_tpot(llm: LLM, fresh: Iterator[Prompts], batch: int, work: Workload) -> list[float]:
+    def run(tokens: int) -> float:
+        return cases.seconds_of(llm, next(fresh)(batch, work.tpot_input), GREEDY, tokens)
+
+    return work.repeats.of(lambda: 1e3 * cases.tpot_seconds(run))
+
+
+# These first: their processes need the device, and this one has not taken it yet
+OWN_PROCESSES = ("start", "memory")
+GROUPS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
+    "start": start,
+    "memory": memory,
+    "tpot": tpot,
+    "ttft": ttft,
+    "offline": offline,
+    "gpt2": gpt2,
+    "ablation": ablation,
+}
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.step", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--only", type=_groups, default=list(GROUPS), metavar="GROUP,...")
+    parser.add_argument("--config", type=Path, default=SHAPES / "qwen3-4b" / "config.json")
+    parser.add_argument("--gpt2-config", type=Path, default=SHAPES / "gpt2" / "config.json")
+    parser.add_argument(
+        "--engine", type=setting, action="append", default=[], metavar="NAME=VALUE",
+        help="a setting of every engine, such as max_num_batched_tokens=4096",
+    )  # fmt: skip
+    parser.add_argument("--label", help="of an ablation made outside: by a variable, by --engine")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="of the files, where they are no checkout of it")
+    parser.add_argument("--output", type=Path, default=Path("bench/results/local/step.json"))
+    return parser.parse_args(argv)
+
+
+def _groups(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(GROUPS):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(GROUPS)}")
+    return [name for name in GROUPS if name in names]
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """NAME=VALUE of a command line; the value is JSON, or else text."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def main(argv: list[str] | None = None, work: Workload | None = None) -> None:
+    """Measure group by group; the file is whole after each row."""
+    arguments = parse_arguments(argv)
+    bound_gpu_allocator(DEFAULT_GPU_MEMORY_UTILIZATION)  # before `facts` starts JAX's backend
+    bench = Bench(arguments, work or Workload())
+    for group in arguments.only:
+        if group not in OWN_PROCESSES:
+            begun(arguments.output, bench.facts())  # what cannot be joined is not measured either
+        begin, rows = time.perf_counter(), list[Row]()
+        for each in GROUPS[group](bench):
+            rows.append(each)
+            note = {
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "seconds": round(time.perf_counter() - begin, 1),
+                "engine": {k: v for k, v in bench.used.items() if k not in ("model", "cache_dir")},
+                "environment": environment(),
+            }
+            report = merged(begun(arguments.output, bench.facts()), group, note, rows)
+            write_report(arguments.output, report)
+
+
+if __name__ == "__main__":
+    main()

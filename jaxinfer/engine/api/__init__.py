@@ -1,0 +1,1 @@
+"""What users call: ``LLM`` and ``AsyncLLM``, under vLLM's names."""

@@ -1,0 +1,1 @@
+"""An engine that runs elsewhere, on a thread or in a process, and an asyncio loop's side of it."""

@@ -1,0 +1,225 @@
+"""An engine in a process of its own, so that nothing the server does takes the GIL from its loop.
+
+Owns: ``EngineProcess``: ordering, following and ending that process (``spawn`` starts it).
+Must not know: jax (this side never imports it), asyncio, HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+
+from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
+from jaxinfer.core.request import SamplingParams, check_identity
+from jaxinfer.engine.facts import ModelFacts
+from jaxinfer.engine.link.client import Listener
+from jaxinfer.engine.link.commands import Command, Leave, Ping, Stop, Submission
+from jaxinfer.engine.link.spawn import Spawned
+from jaxinfer.engine.link.wire import (
+    Build,
+    Failed,
+    Planned,
+    Pong,
+    Ready,
+    Refused,
+    Told,
+    error_of,
+    server_end,
+)
+from jaxinfer.engine.news import EngineStats, News
+from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
+
+STOP_SECONDS = 10.0  # for the step at hand
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What ``EngineClient`` needs to know of an engine that is ready."""
+
+    facts: ModelFacts
+    limits: Limits
+    tokenizer: Tokenizer | None  # this process's own
+    stats: EngineStats
+
+
+class EngineProcess:
+    """An engine elsewhere. A ``Link``: ``start``, ``ready``, then ``connect``; ``stop`` always."""
+
+    def __init__(self, spawned: Spawned) -> None:
+        self._process = spawned.process
+        self._channel = server_end(spawned.end)
+        self._messages = self._channel.messages()
+        self._lock = threading.Lock()  # between "is anybody reading" and noting who is open
+        self._ended: EngineError | None = None  # why nobody is reading
+        self._open: dict[str, int] = {}  # unfinished completions of each request
+        self._reader: threading.Thread | None = None
+
+    @classmethod
+    def start(
+        cls, config: EngineConfig, spawned: Spawned, *, progress: bool = False
+    ) -> EngineProcess:
+        """Tell what to build, and return at once. ``progress``: whether it is drawn on stderr."""
+        started = cls(spawned)
+        started._channel.send(Build(config, progress))
+        return started
+
+    def ready(self) -> EngineFacts:
+        """Wait for the engine; raises what ``build_engine`` raises, after which all is over."""
+        try:
+            return self._facts()
+        except JaxinferError:
+            self.stop()
+            raise
+
+    def _facts(self) -> EngineFacts:
+        planned, tokenizer = None, None
+        for message in self._messages:
+            match message:
+                case Planned():
+                    planned = message
+                    if planned.tokenizer is not None:  # while the engine compiles
+                        tokenizer = load_tokenizer(planned.tokenizer)
+                case Ready():
+                    assert planned is not None
+                    return EngineFacts(message.facts, planned.limits, tokenizer, message.stats)
+                case Failed():
+                    raise error_of(message)
+                case _:
+                    raise AssertionError(f"{message} before the engine was ready")
+        raise self._ending("while it was starting")
+
+    def connect(self, listener: Listener) -> None:
+        """Start following the engine; ``listener`` is called on a thread of its own."""
+        self._reader = threading.Thread(
+            target=self._follow, args=(listener,), name="jaxinfer-engine-news", daemon=True
+        )
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """The process's number, which is its group's too."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are still answered."""
+        return self._ended is None
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Send a request; raises ``EngineError`` when nobody would answer it."""
+        priority, salt = check_identity(priority, cache_salt)
+        submission = Submission(request_id, prompt_token_ids, sampling, priority, salt)
+        with self._lock:
+            self._open[request_id] = sampling.n  # before an answer can come
+            try:
+                self._send(submission)
+            except JaxinferError:
+                del self._open[request_id]
+                raise
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its pages are free within one step. Unknown ids are ignored."""
+        with suppress(EngineError):
+            self._send(Leave(request_id))
+
+    def ping(self) -> None:
+        """Ask for a ``pong``; raises ``EngineError`` when nobody would answer."""
+        self._send(Ping())
+
+    def stop(self) -> None:
+        """Refuse what is open and end the process; one that does not end in time is killed."""
+        with self._lock:
+            was_alive = self._ended is None
+            self._ended = self._ended or EngineError("the engine is shut down; build a new one")
+        if self._reader is None:  # nothing is open
+            self._channel.hang_up()
+        elif was_alive:
+            self._channel.send(Stop())
+        self._reap()
+        if self._reader is not None:
+            self._reader.join()
+
+    def _send(self, command: Command) -> None:
+        if self._ended is not None:
+            raise self._ended
+        try:
+            self._channel.send(command)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise RequestError(f"the request cannot be sent to the engine: {error}") from error
+
+    def _follow(self, listener: Listener) -> None:
+        """Pass messages on until the engine has gone."""
+        error: JaxinferError | None = None
+        try:
+            for message in self._messages:
+                match message:
+                    case Told():
+                        self._note(message.news)
+                        listener.news(message.news)
+                    case Refused():
+                        self._open.pop(message.request_id, None)
+                        listener.refuse(message.request_id, error_of(message))
+                    case Pong():
+                        listener.pong()
+                    case Failed():
+                        error = error_of(message)
+                    case _:
+                        raise AssertionError(f"{message} while the engine runs")
+        finally:
+            self._end(error, listener)
+
+    def _note(self, news: News) -> None:
+        """Forget the requests that have ended."""
+        for delta in news.deltas:
+            if delta.finish_reason is not None and delta.request_id in self._open:
+                self._open[delta.request_id] -= 1
+                if not self._open[delta.request_id]:
+                    del self._open[delta.request_id]
+
+    def _end(self, error: JaxinferError | None, listener: Listener) -> None:
+        """Nobody answers any more: refuse what is open, and all that comes."""
+        if not isinstance(error, EngineError):
+            error = self._ending("before the answer was done")
+        with self._lock:
+            if self._ended is None:  # nobody asked for it, and maybe no request is there to tell
+                print(f"jaxinfer: {error}", file=sys.stderr)
+            self._ended = self._ended or error
+            left, self._open = tuple(self._open), {}
+        for request_id in left:
+            listener.refuse(request_id, error)
+        listener.pong()  # who waits for one may now see that nobody is alive
+        self._channel.hang_up()
+
+    def _ending(self, when: str) -> EngineError:
+        """What became of a process that hung up without a word."""
+        self._reap()
+        code = self._process.returncode
+        if code >= 0:
+            return EngineError(f"the engine's process exited with code {code} {when}; start again")
+        name = signal.Signals(-code).name
+        cause = "; the system may have run out of memory" if -code == signal.SIGKILL else ""
+        return EngineError(f"the engine's process was killed by {name} {when}{cause}; start again")
+
+    def _reap(self) -> None:
+        """Wait for the process to end, but not for ever."""
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            print(f"the engine did not end in {STOP_SECONDS:g} s and is killed", file=sys.stderr)
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()

@@ -1,0 +1,275 @@
+"""From settings to a running engine: find the model, plan memory, load, run.
+
+Owns: the order of start-up (everything is checked before anything slow begins) and the defaults
+that depend on the device. Must not know: what is loaded beside what, requests, users.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+from jax.extend.backend import clear_backends
+
+from jaxinfer.core.config import (
+    COMPILED,
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    DEFAULT_PAGE_SIZE,
+    EngineConfig,
+    Limits,
+    bound_gpu_allocator,
+    cache_root,
+    keep_xla_quiet,
+    leave_out_line_info,
+)
+from jaxinfer.core.errors import ConfigError, EngineError
+from jaxinfer.core.progress import NoProgress, Progress
+from jaxinfer.engine.facts import ModelFacts, facts_of_configs
+from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.engine.news import EngineStats
+from jaxinfer.engine.start.loading import load
+from jaxinfer.engine.start.plan import EnginePlan
+from jaxinfer.exec.aot import Bundle, Manifest, load_kernel_runtime, open_bundle
+from jaxinfer.exec.buckets import bucket_table
+from jaxinfer.exec.compile import compile_bundle
+from jaxinfer.exec.executor import Executor
+from jaxinfer.exec.memory import MemoryPlan, device_memory, plan_memory
+from jaxinfer.exec.program import Program
+from jaxinfer.models.base import Model
+from jaxinfer.models.registry import build_model
+from jaxinfer.weights.plan import plan_params
+from jaxinfer.weights.sources import resolve_source
+from pallas_kernels.pins import Pins, checked_pins
+from pallas_kernels.tuned import check_choices
+
+
+def plan_engine(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    platform_of_backend: Callable[[], str] | None = None,
+) -> EnginePlan:
+    """Resolve the model and the sizes; raises a ``JaxinferError`` naming what does not fit.
+
+    ``platform_of_backend``: of a backend that is starting already, see ``start.backend_starting``.
+    """
+    progress = progress or NoProgress()
+    cache_dir = cache_root(config.cache_dir)
+    bundle = None if config.bundle is None else open_bundle(Path(config.bundle))
+    if bundle is not None:
+        config = with_bundle_settings(config, bundle)
+    bound_gpu_allocator(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
+    leave_out_line_info()
+    keep_xla_quiet()
+    platform = check_device(platform_of_backend)
+    if bundle is not None:
+        bundle.refuse_machine()
+    config = with_device_defaults(config, platform)
+    pins = _pins(config, platform)
+    _check_tuned()
+    source = resolve_source(
+        config.model,
+        load_format=config.load_format,
+        cache_dir=cache_dir,
+        progress=progress,
+        tokenizer=config.tokenizer,
+    )
+    model = build_model(source.hf_config, config.dtype, config.max_model_len)
+    if bundle is not None:
+        bundle.refuse_model(model)
+    if source.checkpoint is not None:
+        plan_params(model, source.checkpoint)  # names and shapes, before anything slow begins
+    spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
+    memory, limits = _sizes(config, model)
+    if bundle is not None:
+        program = Program(model, limits, pins=pins)
+        bundle.refuse_program(program, program.names())
+    facts = facts_of_configs(
+        source.name,
+        model.config.vocab_size,
+        source.hf_config,
+        source.generation_config,
+        samples_as_told=config.generation_config == "auto",
+    )
+    load_kernel_runtime()  # it changes the environment too, and from here on threads compile
+    return EnginePlan(config, source, model, limits, pins, memory, spec, facts, cache_dir, bundle)
+
+
+def _pins(config: EngineConfig, platform: str) -> Pins:
+    try:
+        return checked_pins(config.pinned_kernels, platform)
+    except ValueError as error:
+        raise ConfigError(f"kernels {config.kernels!r} cannot be used: {error}") from error
+
+
+def _check_tuned() -> None:
+    try:
+        check_choices()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _sizes(config: EngineConfig, model: Model) -> tuple[MemoryPlan, Limits]:
+    """What is compiled for, and the memory that it takes."""
+    max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
+    decode_start, mixed_start = config.decode_bucket_start, config.mixed_bucket_start
+    prefill_start, prefill_factor = config.prefill_bucket_start, config.prefill_bucket_factor
+    assert max_num_seqs and chunk and decode_start and mixed_start, "with_device_defaults"
+    assert prefill_start and prefill_factor, "with_device_defaults"
+    context, page_size = _context(config, model), config.page_size or DEFAULT_PAGE_SIZE
+    buckets = bucket_table(
+        max_num_seqs,
+        chunk,
+        decode_start=decode_start,
+        prefill_start=prefill_start,
+        prefill_factor=prefill_factor,
+        mixed_start=mixed_start,
+        max_num_mixed_tokens=config.max_num_mixed_tokens,
+    )
+    memory = plan_memory(
+        config,
+        model,
+        page_size=page_size,
+        max_model_len=context,
+        max_num_seqs=max_num_seqs,
+        buckets=buckets,
+        device=device_memory(),
+    )
+    limits = Limits(
+        num_pages=memory.num_pages,
+        page_size=page_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=context,
+        max_num_batched_tokens=chunk,
+        buckets=buckets,
+        # what slots hold of a prefix is not kept beyond its sequence
+        enable_prefix_caching=config.enable_prefix_caching and not model.state.bytes_per_slot,
+        prefill_first=bool(config.prefill_first),
+        windows=model.state.windows,
+    )
+    if config.max_model_len is None:  # derived: as much of the model's context as fits
+        limits = msgspec.structs.replace(limits, max_model_len=limits.longest_context())
+    return memory, limits
+
+
+def build_engine(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    platform_of_backend: Callable[[], str] | None = None,
+) -> Engine:
+    """A ready engine: weights on the device, and every executable that a request may need compiled,
+    loaded and run.
+    """
+    return build_planned(plan_engine(config, progress, platform_of_backend), progress)
+
+
+def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
+    """``build_engine``, when the plan is already made."""
+    progress = progress or NoProgress()
+    program = Program(plan.model, plan.limits, pins=plan.pins)
+    (executables, compile_seconds), (state, load_seconds) = load(
+        plan, program, bundle_settings(plan), progress
+    )
+    executor = Executor(program, executables, *state)
+    executor.warm_up()
+    start_stats = EngineStats(
+        num_executables=len(program.names()),
+        num_compiled=executables.compiled,
+        compile_seconds=compile_seconds,
+        load_seconds=load_seconds,
+    )
+    return Engine(
+        executor,
+        plan.limits,
+        model_facts(plan),
+        plan.tokenizer,
+        seed=plan.config.seed,
+        overlap=plan.config.overlap,
+        start=start_stats,
+    )
+
+
+def write_planned(
+    plan: EnginePlan, folder: Path, progress: Progress | None = None
+) -> tuple[Manifest, bool]:
+    """Compile what a plan needs into a bundle; see ``compile_bundle``. Reads no weights."""
+    program = Program(plan.model, plan.limits, pins=plan.pins)
+    return compile_bundle(
+        program, folder, settings=bundle_settings(plan), progress=progress or NoProgress()
+    )
+
+
+def bundle_settings(plan: EnginePlan) -> dict[str, Any]:
+    """The settings that a bundle of this plan decides, as it was planned."""
+    sizes = ("num_pages", "page_size", "max_model_len")
+    planned = {name: getattr(plan.limits, name) for name in sizes}
+    return {name: getattr(plan.config, name) for name in COMPILED} | planned
+
+
+def with_bundle_settings(config: EngineConfig, bundle: Bundle) -> EngineConfig:
+    """The settings with the bundle's where the user gave none; refuses those that contradict it."""
+    changes: dict[str, Any] = {}
+    for name in COMPILED:
+        given, made = getattr(config, name), bundle.manifest.settings.get(name)
+        if given in (None, "auto"):
+            changes[name] = made
+        elif given != made and name != "num_pages":  # a plan may need fewer: compared after it
+            raise ConfigError(
+                f"{name} is {'not set' if made is None else made} in the bundle {bundle.folder} "
+                f"and {given} was asked for; leave it out, or compile another bundle"
+            )
+    return replace(config, **changes)
+
+
+def with_device_defaults(config: EngineConfig, platform: str) -> EngineConfig:
+    """The settings with the platform's defaults (configs/engine) where the user gave none."""
+    name = "cpu" if platform == "cpu" else "gpu"
+    text = files("jaxinfer.configs").joinpath("engine", f"{name}.toml").read_text()
+    defaults: dict[str, Any] = tomllib.loads(text)
+    if config.dtype != "auto":
+        del defaults["dtype"]
+    missing = {
+        key: value for key, value in defaults.items() if getattr(config, key) in (None, "auto")
+    }
+    return replace(config, **missing)
+
+
+def check_device(platform_of_backend: Callable[[], str] | None = None) -> str:
+    """The platform of the first device; raises ``EngineError`` when there is none."""
+    try:
+        return (platform_of_backend or jax.default_backend)()
+    except Exception as error:  # jax has no class of its own for this
+        clear_backends()  # a CPU is there already, and would be the answer the next time
+        asked = jax.config.jax_platforms  # type: ignore[attr-defined]
+        wanted = f" for JAX_PLATFORMS={asked}" if asked else ""
+        words = " ".join(f"{type(error).__name__} {error}".split())
+        raise EngineError(
+            f"JAX finds no device{wanted} ({words}); check JAX_PLATFORMS, that jax[cuda12] or "
+            "jax[cuda13] is installed for a GPU, and `jaxinfer doctor`"
+        ) from error
+
+
+def model_facts(plan: EnginePlan) -> ModelFacts:
+    """What requests are checked against, from the model's own files and its tokenizer."""
+    if plan.tokenizer is None:
+        return plan.facts
+    ends = (*plan.facts.eos_token_ids, *sorted(plan.tokenizer.end_token_ids))
+    return replace(plan.facts, eos_token_ids=tuple(dict.fromkeys(ends)))
+
+
+def _context(config: EngineConfig, model: Model) -> int:
+    """The context asked for; a model cannot be asked for more positions than it has."""
+    default, longest = model.config.lengths
+    if config.max_model_len is None:
+        return default
+    if config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is beyond the model's {longest} positions; "
+            f"use {longest} or less"
+        )
+    return config.max_model_len

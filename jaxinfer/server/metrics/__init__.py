@@ -1,0 +1,1 @@
+"""What the server counts: the numbers, and how Prometheus and people read them."""

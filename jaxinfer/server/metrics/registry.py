@@ -1,0 +1,254 @@
+"""What the server counts, and how it is shown: ``/metrics`` for Prometheus, ``/stats`` for people.
+
+Owns: ``Metrics`` and the record of a finished request. Everything is called in the event loop and
+is cheap there: a step costs microseconds, however many sequences it served, because the engine
+counts for itself. Nothing is global: two servers of one process count apart.
+Must not know: jax, handlers, the exposition formats (prometheus_client does).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.openmetrics import exposition as openmetrics
+
+from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig, Limits
+from jaxinfer.core.request import FinishReason
+from jaxinfer.engine.news import EngineStats, News, StepKind
+from jaxinfer.engine.outputs import SequenceTimes
+from jaxinfer.server.metrics.export import Exporter
+from jaxinfer.server.metrics.tally import Histograms, Rejection, Tally
+from jaxinfer.server.metrics.values import Histogram, Rates
+
+_METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"))
+_ENGINE = "0"  # vLLM numbers the engines behind a server; there is one
+_QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSequence:
+    """One of a request's n sequences. One that ended before its first token has no ``times``."""
+
+    finish_reason: FinishReason
+    num_tokens: int
+    num_cached_tokens: int = 0
+    times: SequenceTimes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """A request that ended in any way. ``seconds``: from its arrival at the server to its end."""
+
+    num_prompt_tokens: int
+    max_tokens: int | None  # as asked for
+    seconds: float
+    sequences: tuple[FinishedSequence, ...]
+
+
+class Metrics:
+    """Counts of one server. ``start`` is what the engine told when it was built."""
+
+    def __init__(
+        self,
+        model_name: str,
+        limits: Limits,
+        config: EngineConfig | None = None,
+        *,
+        start: EngineStats | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._tally = Tally(start or EngineStats(), limits.enable_prefix_caching)
+        self._rates = Rates()
+        self._rates.mark(clock(), self._counters())
+        self._families = families = Histograms(limits)
+        model = (model_name, _ENGINE)
+        self._first_token = families.first_token.child(*model)
+        self._token_gap = families.token_gap.child(*model)
+        self._time_per_token = families.time_per_token.child(*model)
+        self._whole = families.whole.child(*model)
+        self._queue = families.queue.child(*model)
+        self._inference = families.inference.child(*model)
+        self._prefill = families.prefill.child(*model)
+        self._decode = families.decode.child(*model)
+        self._prompt_tokens = families.prompt_tokens.child(*model)
+        self._generated_tokens = families.generated_tokens.child(*model)
+        self._longest_generated = families.longest_generated.child(*model)
+        self._n = families.n.child(*model)
+        self._max_tokens = families.max_tokens.child(*model)
+        self._step_tokens = families.step_tokens.child(*model)
+        self._preemptions = families.preemptions.child(*model)
+        self._computed_prompt = families.computed_prompt.child(*model)
+        self._step_seconds = {
+            kind: families.step_seconds.child(*model, kind.value) for kind in StepKind
+        }
+        self._http_fine = families.http_fine.child()
+        self._registry = CollectorRegistry()
+        self._registry.register(
+            Exporter(self._tally, families, model, _cache_config(limits, config))
+        )
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self._registry)
+
+    def observe(self, news: News) -> None:
+        """A turn of the engine has ended."""
+        tally = self._tally
+        tally.engine = news.stats
+        for step in news.steps:
+            kind = step.kind
+            tally.scheduled_tokens[kind] += step.num_tokens
+            tally.bucket_tokens[kind] += step.num_bucket_tokens
+            tally.num_decode_steps += kind is not StepKind.PREFILL
+            self._step_tokens.observe(step.num_tokens)
+            self._step_seconds[kind].observe(step.seconds)
+        self._rates.mark(self._clock(), self._counters())
+
+    def request_received(self) -> None:
+        """A request was accepted; ``request_finished`` follows, whatever becomes of it."""
+        self._tally.num_received += 1
+
+    def request_rejected(self, reason: Rejection) -> None:
+        """A request was answered 429."""
+        self._tally.rejected[reason] += 1
+
+    def first_tokens(self, seconds: float) -> None:
+        """A sequence's first token came, ``seconds`` after the request."""
+        self._first_token.observe(seconds)
+
+    def inter_token(self, seconds: float, count: int = 1) -> None:
+        """``count`` more tokens of a sequence came, ``seconds`` after the ones before."""
+        self._token_gap.observe(seconds / count, count)
+
+    def request_finished(self, request: FinishedRequest) -> None:
+        """A request that was received has ended."""
+        self._tally.num_closed += 1
+        self._whole.observe(request.seconds)
+        self._n.observe(len(request.sequences))
+        if request.max_tokens is not None:
+            self._max_tokens.observe(request.max_tokens)
+        self._longest_generated.observe(max(item.num_tokens for item in request.sequences))
+        for sequence in request.sequences:
+            self._sequence_finished(sequence, request.num_prompt_tokens)
+
+    def http_response(self, path: str | None, method: str, status: int, seconds: float) -> None:
+        """A response has ended. ``path`` is the route's template, None where no route matched."""
+        handler = path or "none"
+        known_method = method if method in _METHODS else "other"  # clients must not make series
+        self._tally.responses[handler, known_method, f"{status // 100}xx"] += 1
+        self._families.http.child(handler, known_method).observe(seconds)
+        self._http_fine.observe(seconds)
+
+    def render(self, accept: str = "") -> tuple[str, bytes]:
+        """Content type and body of ``/metrics``; OpenMetrics where ``accept`` asks for it."""
+        if "application/openmetrics-text" not in accept:
+            return CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self._registry)
+        # not by choose_encoder: unless asked for UTF-8, it writes vllm:x as vllm_x in the samples
+        body = openmetrics.generate_latest(self._registry, escaping=openmetrics.ALLOWUTF8)
+        return openmetrics.CONTENT_TYPE_LATEST, body
+
+    def snapshot(self) -> dict[str, Any]:
+        """The same numbers for people, as JSON. Quantiles are estimates within a bucket."""
+        tally, stats, now = self._tally, self._tally.engine, self._clock()
+        generated, prefilled, received = self._rates.read(now, self._counters())
+        return {
+            "requests": {
+                "received": tally.num_received,
+                "active": tally.num_received - tally.num_closed,
+                "running": stats.num_running,
+                "waiting": stats.num_waiting,
+                "preemptions": stats.num_preemptions,
+                "finished": {reason.value: tally.finished[reason] for reason in FinishReason},
+                "rejected": {reason.value: tally.rejected[reason] for reason in Rejection},
+            },
+            "pages": {
+                "live": stats.num_live_pages,
+                "cached": stats.num_cached_pages,
+                "fresh": stats.num_fresh_pages,
+                "usage": tally.kv_usage,
+            },
+            "tokens": {
+                "prompt": stats.num_prefilled_tokens,
+                "cached": stats.num_cached_tokens,
+                "generated": stats.num_generated_tokens,
+            },
+            "per_second": {
+                "generated_tokens": generated,
+                "prompt_tokens": prefilled,
+                "requests": received,
+            },
+            "seconds": {
+                "time_to_first_token": _summary(self._first_token),
+                "inter_token": _summary(self._token_gap),
+                "end_to_end": _summary(self._whole),
+                "queue": _summary(self._queue),
+            },
+            "steps": {
+                kind.value: {
+                    **_summary(self._step_seconds[kind]),
+                    "scheduled_tokens": tally.scheduled_tokens[kind],
+                    "bucket_tokens": tally.bucket_tokens[kind],
+                }
+                for kind in StepKind
+            },
+            "padding_waste": tally.padding_waste,
+            "late_compiles": stats.num_late_compiles,
+            "executables": {
+                "compiled": stats.num_compiled,
+                "bundle": stats.num_executables - stats.num_compiled,
+            },
+            "startup_seconds": {"load": stats.load_seconds, "compile": stats.compile_seconds},
+        }
+
+    def _sequence_finished(self, sequence: FinishedSequence, num_prompt_tokens: int) -> None:
+        self._tally.finished[sequence.finish_reason] += 1
+        self._prompt_tokens.observe(num_prompt_tokens)
+        self._generated_tokens.observe(sequence.num_tokens)
+        times = sequence.times
+        if times is None:
+            return
+        decode = times.finished - times.first_token
+        self._queue.observe(times.started - times.arrived)
+        self._prefill.observe(times.first_token - times.started)
+        self._decode.observe(decode)
+        self._inference.observe(times.finished - times.started)
+        if sequence.num_tokens > 1:
+            self._time_per_token.observe(decode / (sequence.num_tokens - 1))
+        self._preemptions.observe(times.num_preemptions)
+        self._computed_prompt.observe(num_prompt_tokens - sequence.num_cached_tokens)
+
+    def _counters(self) -> tuple[float, ...]:
+        """What rates are shown of."""
+        stats = self._tally.engine
+        return stats.num_generated_tokens, stats.num_prefilled_tokens, self._tally.num_received
+
+
+def _summary(histogram: Histogram) -> dict[str, float | None]:
+    count = histogram.count
+    quantiles = {name: histogram.quantile(share) for name, share in _QUANTILES}
+    return {"count": count, "mean": histogram.total / count if count else None, **quantiles}
+
+
+def _cache_config(limits: Limits, config: EngineConfig | None) -> dict[str, str]:
+    """Labels of ``cache_config_info``, vLLM's names; what nobody set is "None", as there."""
+    labels: dict[str, object] = {
+        "engine": _ENGINE,
+        "block_size": limits.page_size,
+        "num_gpu_blocks": limits.num_pages,
+        "enable_prefix_caching": limits.enable_prefix_caching,
+    }
+    if config is not None:
+        share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
+        labels["gpu_memory_utilization"] = share
+        labels["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
+    return {name: str(value) for name, value in labels.items()}

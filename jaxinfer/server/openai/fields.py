@@ -1,0 +1,319 @@
+"""The fields that every generation request shares, and what they mean to the engine.
+
+Owns: names, defaults, bounds and descriptions (vLLM's and OpenAI's; the bounds come from
+``core.request``), the fields that are known and not supported, and ``to_sampling``.
+Must not know: prompts and chats (``schema`` does), HTTP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from jaxinfer.core.request import (
+    ABOVE_ZERO_BOUNDS,
+    BIAS_BOUNDS,
+    INT32_MAX,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_TOKEN_IDS,
+    PRIORITY_BOUNDS,
+    REAL_BOUNDS,
+    WHOLE_BOUNDS,
+    SamplingParams,
+)
+from jaxinfer.server.http.errors import ApiError
+
+# Python's $ also matches before a last newline, JSON Schema's does not: hence the lookahead
+TOKEN_ID_TEXT = "^[0-9]{1,10}$(?![^0-9])"
+VISIBLE_TEXT = "^[!-~]*$(?![^!-~])"
+PATTERNS: Mapping[str, str] = MappingProxyType(
+    {TOKEN_ID_TEXT: "a token id", VISIBLE_TEXT: "printable ASCII without spaces"}
+)
+DEFAULT_MAX_TOKENS = 16  # of completions, as with OpenAI and vLLM
+MAX_STOP_STRINGS = 64  # of a request; vLLM's default is 4, some clients send dozens
+
+# values by which a field that is not supported asks for nothing
+type Neutral = Mapping[str, tuple[Any, ...]]
+
+UNSUPPORTED: Neutral = MappingProxyType(
+    {
+        "allowed_token_ids": (None,),
+        "bad_words": (None, []),
+        "early_stopping": (None, False),
+        "guided_choice": (None,),
+        "guided_grammar": (None,),
+        "guided_json": (None,),
+        "guided_regex": (None,),
+        "kv_transfer_params": (None,),
+        "length_penalty": (None, 1, 1.0),
+        "logits_processors": (None, []),
+        "logprob_token_ids": (None,),
+        "response_format": (None, {"type": "text"}),
+        "spaces_between_special_tokens": (None, True),
+        "structured_outputs": (None,),
+        "use_beam_search": (None, False),
+        "vllm_xargs": (None, {}),
+    }
+)
+IGNORED = ("metadata", "session_id", "user")  # they ask for nothing that changes an answer
+
+
+def whole(name: str, description: str) -> Meta:
+    """Bounds of a whole number of ``SamplingParams``."""
+    low, high = WHOLE_BOUNDS[name]
+    return Meta(ge=low, le=high, description=description)
+
+
+def real(name: str, description: str) -> Meta:
+    """Bounds of a real number of ``SamplingParams``."""
+    if name in ABOVE_ZERO_BOUNDS:
+        high = ABOVE_ZERO_BOUNDS[name]
+        return Meta(gt=0.0, le=None if high == math.inf else high, description=description)
+    low, high = REAL_BOUNDS[name]
+    return Meta(ge=low, le=None if high == math.inf else high, description=description)
+
+
+def about(description: str) -> Meta:
+    """A field without bounds."""
+    return Meta(description=description)
+
+
+TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Bias = Annotated[float, Meta(ge=BIAS_BOUNDS[0], le=BIAS_BOUNDS[1])]
+BiasKey = Annotated[str, Meta(pattern=TOKEN_ID_TEXT)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stream tells besides the text; needs stream=true."""
+
+    ignored: ClassVar[tuple[str, ...]] = ("include_obfuscation",)  # it pads what OpenAI sends
+
+    include_usage: Annotated[
+        bool | None, about("Send the usage in a last chunk without choices.")
+    ] = True
+    continuous_usage_stats: Annotated[
+        bool | None, about("Send the usage so far in every chunk.")
+    ] = False
+
+
+class Asked(NamedTuple):
+    """How many tokens a request asks for, and by which field."""
+
+    field: str
+    num_tokens: int
+
+
+class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What completions, chats and ``/v1/generate`` have in common.
+
+    A field that is absent or null has its default; for sampling fields of type ``| None`` that is
+    the model's own (its generation_config over vLLM's defaults).
+    """
+
+    unsupported: ClassVar[Neutral] = UNSUPPORTED
+    ignored: ClassVar[tuple[str, ...]] = IGNORED
+    logprobs_field: ClassVar[str] = "logprobs"  # which one asks for how many
+
+    model: (
+        Annotated[str, about("A name that /v1/models lists; absent: the served model.")] | None
+    ) = None
+    max_tokens: Annotated[int, whole("max_tokens", "Most tokens to generate.")] | None = None
+    min_tokens: Annotated[
+        int, whole("min_tokens", "Tokens to generate before a stop id can end the output.")
+    ] = 0
+    n: Annotated[int, whole("n", "Completions of each prompt.")] = 1
+    temperature: Annotated[float, real("temperature", "0 takes the most likely token.")] | None = (
+        None
+    )
+    top_p: (
+        Annotated[float, real("top_p", "Sample from the smallest set of this probability.")] | None
+    ) = None
+    top_k: (
+        Annotated[int, whole("top_k", "Sample from the k likeliest tokens; 0 or -1: all.")] | None
+    ) = None
+    min_p: (
+        Annotated[float, real("min_p", "Least probability, relative to the likeliest token's.")]
+        | None
+    ) = None
+    presence_penalty: (
+        Annotated[float, real("presence_penalty", "Taken from the logits of tokens in the output.")]
+        | None
+    ) = None
+    frequency_penalty: (
+        Annotated[float, real("frequency_penalty", "As presence_penalty, for each occurrence.")]
+        | None
+    ) = None
+    repetition_penalty: (
+        Annotated[float, real("repetition_penalty", "Divides the logits of tokens seen so far.")]
+        | None
+    ) = None
+    seed: Annotated[int, whole("seed", "The same seed gives the same output.")] | None = None
+    logit_bias: (
+        Annotated[
+            dict[BiasKey, Bias],
+            Meta(max_length=MAX_LOGIT_BIAS, description="Token id to what is added to its logit."),
+        ]
+        | None
+    ) = None
+    stop: Annotated[
+        StopString | Annotated[tuple[StopString, ...], Meta(max_length=MAX_STOP_STRINGS)],
+        about(
+            f"A string, or up to {MAX_STOP_STRINGS} of them with {MAX_STOP_CHARACTERS} characters "
+            "in all, that end the output."
+        ),
+    ] = ()
+    stop_token_ids: Annotated[
+        tuple[TokenId, ...],
+        Meta(max_length=MAX_STOP_TOKEN_IDS, description="Token ids that end the output."),
+    ] = ()
+    include_stop_str_in_output: Annotated[
+        bool, about("Keep the stop string at the end of the text.")
+    ] = False
+    ignore_eos: Annotated[bool, about("Go on after the model's end of sequence.")] = False
+    skip_special_tokens: Annotated[bool, about("Leave special tokens out of the text.")] = True
+    prompt_logprobs: (
+        Annotated[
+            int,
+            whole("prompt_logprobs", "Likeliest tokens to list at each position of the prompt."),
+        ]
+        | None
+    ) = None
+    truncate_prompt_tokens: (
+        Annotated[
+            int,
+            Meta(
+                ge=-1,
+                le=INT32_MAX,
+                description="Keep only this many of the prompt's last tokens; "
+                "-1: as many as the context has. 0 is refused.",
+            ),
+        ]
+        | None
+    ) = None
+    stream: Annotated[bool, about("Answer with server-sent events.")] = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: Annotated[
+        bool, about("List the token ids of the prompt and of each output.")
+    ] = False
+    return_tokens_as_token_ids: (
+        Annotated[bool, about('Spell tokens in logprobs as "token_id:<id>".')] | None
+    ) = None
+    priority: Annotated[
+        int,
+        Meta(ge=PRIORITY_BOUNDS[0], le=PRIORITY_BOUNDS[1], description="Lower is served first."),
+    ] = 0
+    cache_salt: (
+        Annotated[
+            str,
+            Meta(max_length=1024, description="Share cached prefixes only with equal salts."),
+        ]
+        | None
+    ) = None
+    request_id: (
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                max_length=128,
+                pattern=VISIBLE_TEXT,
+                description="The id in the answer and the log; printable ASCII.",
+            ),
+        ]
+        | None
+    ) = None
+    timeout: (
+        Annotated[float, Meta(gt=0.0, description="Seconds after which to give up with 408.")]
+        | None
+    ) = None
+
+    @property
+    def sends_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and self.stream_options.include_usage is not False
+
+    @property
+    def sends_continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has usage; needs ``sends_usage``, as in vLLM."""
+        return self.sends_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    def check(self) -> None:
+        """Raise ``ApiError`` for fields that contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", "stream_options needs stream=true; leave it out")
+        if self.stream and self.prompt_logprobs is not None:
+            raise refused(
+                "prompt_logprobs", "prompt_logprobs cannot be streamed; set stream to false"
+            )
+        if self.truncate_prompt_tokens == 0:
+            raise refused(
+                "truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1, got 0"
+            )
+
+    def output_limit(self) -> int | None:
+        """``SamplingParams.max_tokens``; None is the rest of the context."""
+        return self.max_tokens
+
+    def asked_tokens(self) -> Asked | None:
+        """The most tokens that the request itself asks for, if it does."""
+        return None if self.max_tokens is None else Asked("max_tokens", self.max_tokens)
+
+    def num_logprobs(self) -> int | None:
+        """``SamplingParams.logprobs``."""
+        return None
+
+    def num_prompt_logprobs(self) -> int | None:
+        """``SamplingParams.prompt_logprobs``."""
+        return self.prompt_logprobs
+
+
+# fields whose meaning SamplingParams has under the same name, where absent means its default
+_SAME = (
+    *("n", "temperature", "top_k", "top_p", "min_p", "seed", "logit_bias", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids"),
+    *("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
+)
+
+
+def to_sampling(
+    request: GenerationFields, defaults: SamplingParams, *, max_logprobs: int = MAX_LOGPROBS
+) -> SamplingParams:
+    """How to continue the prompt of ``request``; what it leaves open is as in ``defaults``.
+
+    ``max_logprobs`` is the server's own bound. Raises ``ApiError`` or ``RequestError``.
+    """
+    logprobs, prompt_logprobs = request.num_logprobs(), request.num_prompt_logprobs()
+    counts = ((request.logprobs_field, logprobs), ("prompt_logprobs", prompt_logprobs))
+    for name, count in counts:
+        if count is not None and count > max_logprobs:
+            raise refused(name, f"{name} must be at most {max_logprobs} here, got {count}")
+    given = {name: getattr(request, name) for name in _SAME}
+    return msgspec.structs.replace(
+        defaults,
+        max_tokens=request.output_limit(),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def within(sampling: SamplingParams, most: int | None) -> SamplingParams:
+    """With ``max_tokens`` no larger than the model's own limit, where it has one."""
+    asked = sampling.max_tokens
+    if most is None or (asked is not None and asked <= most):
+        return sampling
+    return msgspec.structs.replace(sampling, max_tokens=most)
+
+
+def refused(param: str | None, message: str) -> ApiError:
+    """400 for what a field asks for."""
+    return ApiError(400, message, param=param)

@@ -1,0 +1,386 @@
+"""``/openapi.json``: what every route takes and answers, as OpenAPI 3.1.
+
+Owns: the table of operations and the document made from it and from the structs.
+Must not know: the handlers. A route that has no operation cannot be described: ``KeyError``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from jaxinfer.core.request import INT32_MAX
+from jaxinfer.core.version import VERSION
+from jaxinfer.server.http.errors import ErrorBody
+from jaxinfer.server.openai import responses as answers
+from jaxinfer.server.openai.openapi_words import ANSWER_FIELDS
+from jaxinfer.server.openai.schema import (
+    MAX_PROMPTS,
+    AnyRequest,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
+
+ERRORS: Mapping[int, str] = MappingProxyType(
+    {
+        400: "A field is wrong, or the body is not JSON; param names the field.",
+        401: "The API key is missing or wrong.",
+        404: "No such route, or no such model.",
+        405: "The route has other methods; the header Allow lists them.",
+        408: "The deadline of the request or of the server has passed.",
+        413: "The body is larger than the server allows.",
+        415: "The content type is not application/json, or the body is compressed.",
+        429: "The queue is full; try again after Retry-After seconds.",
+        431: "The request's head is larger than the server allows.",
+        500: "The engine or the server failed; the request can be sent again.",
+        503: "The model is loading, the server is shutting down, or the engine has stopped.",
+    }
+)
+OPEN = (405, 431, 500, 503)  # needs no API key
+GUARDED = (*OPEN, 401)
+TAKES_JSON = (*GUARDED, 400, 404, 408, 413, 415)
+GENERATES = (*TAKES_JSON, 429)
+
+
+class Operation(NamedTuple):
+    """One method of one path. ``answer`` is a struct, or the media type of what has none."""
+
+    name: str
+    summary: str
+    answer: type[msgspec.Struct] | str | None  # None: an empty body
+    errors: tuple[int, ...]
+    request: type[AnyRequest] | None = None
+    event: type[msgspec.Struct] | None = None  # the data of each event of a stream
+
+
+OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
+    {
+        ("POST", "/v1/completions"): Operation(
+            "createCompletion",
+            "Continue prompts.",
+            answers.Completion,
+            GENERATES,
+            CompletionRequest,
+            answers.CompletionChunk,
+        ),
+        ("POST", "/v1/chat/completions"): Operation(
+            "createChatCompletion",
+            "Answer a chat.",
+            answers.ChatCompletion,
+            GENERATES,
+            ChatCompletionRequest,
+            answers.ChatChunk,
+        ),
+        ("POST", "/v1/generate"): Operation(
+            "generate",
+            "Continue one prompt; text, token ids and times come back plainly.",
+            answers.GenerateResponse,
+            GENERATES,
+            GenerateRequest,
+            answers.GenerateResponse,
+        ),
+        ("POST", "/tokenize"): Operation(
+            "tokenize",
+            "Token ids of a prompt, or of messages as the model would see them.",
+            answers.Tokenized,
+            TAKES_JSON,
+            TokenizeRequest,
+        ),
+        ("POST", "/detokenize"): Operation(
+            "detokenize",
+            "The text of token ids.",
+            answers.Detokenized,
+            TAKES_JSON,
+            DetokenizeRequest,
+        ),
+        ("GET", "/v1/models"): Operation(
+            "listModels", "The names under which the model is served.", answers.ModelList, GUARDED
+        ),
+        ("GET", "/v1/models/{model}"): Operation(
+            "retrieveModel", "One of those names.", answers.ModelCard, (*GUARDED, 404)
+        ),
+        ("GET", "/health"): Operation("health", "Whether the engine's loop answers.", None, OPEN),
+        ("GET", "/ping"): Operation("ping", "As /health, under SageMaker's name.", None, OPEN),
+        ("POST", "/ping"): Operation("postPing", "As GET /ping.", None, OPEN),
+        ("GET", "/ready"): Operation("ready", "Whether new requests are taken.", None, OPEN),
+        ("GET", "/metrics"): Operation(
+            "metrics", "Counters, gauges and histograms for Prometheus.", "text/plain", GUARDED
+        ),
+        ("GET", "/stats"): Operation(
+            "stats", "The same counters as JSON, with quantiles.", "application/json", GUARDED
+        ),
+        ("GET", "/version"): Operation(
+            "version", "The server's version.", answers.Version, GUARDED
+        ),
+        ("GET", "/openapi.json"): Operation(
+            "openapi", "This document.", "application/json", GUARDED
+        ),
+    }
+)
+
+
+def openapi_document(
+    routes: Iterable[tuple[str, str]],
+    *,
+    secured: bool = False,
+    models: Sequence[str] = (),
+    vocab_size: int | None = None,
+    root_path: str = "",
+) -> dict[str, Any]:
+    """The document for ``routes``, pairs of method and path.
+
+    ``secured``: whether there is an API key. ``models`` and ``vocab_size`` make the bounds those
+    of the served model. Raises ``KeyError`` for a route without an operation.
+    """
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path in routes:
+        operation = OPERATIONS[method, path]
+        paths.setdefault(path, {})[method.lower()] = _operation(operation, path, secured)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "jaxinfer",
+            "version": VERSION,
+            "description": "OpenAI's endpoints over one model. A field that is null counts as "
+            "absent. Unknown fields are ignored unless the server runs with --strict-fields.",
+        },
+        "servers": [{"url": root_path or "/"}],
+        "paths": paths,
+        "components": {
+            "schemas": _schemas(models, vocab_size),
+            "responses": {_error_name(status): _error(status) for status in ERRORS},
+            "securitySchemes": {
+                "apiKey": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "One of the server's --api-key values, if it has any.",
+                }
+            },
+        },
+    }
+
+
+_REF = "#/components/schemas/{name}"
+
+
+def _ref(kind: type) -> dict[str, Any]:
+    return {"$ref": _REF.format(name=kind.__name__)}
+
+
+def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
+    """Every struct that a body is made of."""
+    operations = OPERATIONS.values()
+    structs = {kind for one in operations for kind in (one.request, one.event, one.answer)}
+    kinds = [kind for kind in structs | {ErrorBody} if isinstance(kind, type)]
+    kinds.sort(key=lambda kind: kind.__name__)
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
+    requests = {one.request.__name__: one.request for one in operations if one.request is not None}
+    for name, schema in schemas.items():
+        if name in requests:
+            _complete(schema, requests[name], models)
+        else:
+            _describe(schema.get("properties", {}))
+    if vocab_size is not None:
+        _bound_token_ids(schemas, vocab_size - 1)
+    return schemas
+
+
+def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "parameters": [
+            *map(_path_parameter, re.findall(r"{(\w+)}", path)),
+            {
+                "name": "X-Request-Id",
+                "in": "header",
+                "description": "The id of this request in the log; the answer has it too.",
+                "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"},
+            },
+        ],
+        "responses": {
+            "200": _success(operation),
+            **{
+                str(status): {"$ref": f"#/components/responses/{_error_name(status)}"}
+                for status in sorted(operation.errors)
+            },
+        },
+        "security": [{"apiKey": []}] if secured and 401 in operation.errors else [],
+    }
+    if operation.request is not None:
+        described["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(operation.request)}},
+        }
+    return described
+
+
+def _path_parameter(name: str) -> dict[str, Any]:
+    schema = {"type": "string", "minLength": 1}
+    return {"name": name, "in": "path", "required": True, "schema": schema}
+
+
+def _success(operation: Operation) -> dict[str, Any]:
+    """The answer with status 200."""
+    success: dict[str, Any] = {"description": operation.summary, "headers": _headers()}
+    content: dict[str, Any] = {}
+    if isinstance(operation.answer, str):
+        kind = "string" if operation.answer.startswith("text/") else "object"
+        content[operation.answer] = {"schema": {"type": kind}}
+    elif operation.answer is not None:
+        content["application/json"] = {"schema": _ref(operation.answer)}
+    if operation.event is not None:
+        content["text/event-stream"] = {"schema": _event(operation.event)}
+    if content:
+        success["content"] = content
+    return success
+
+
+def _event(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """One event of a stream; a struct in its data is JSON."""
+    gain = {"contentMediaType": "application/json", "contentSchema": _ref(kind)}
+    failure = {"contentMediaType": "application/json", "contentSchema": _ref(ErrorBody)}
+    return {
+        "type": "object",
+        "description": "With stream=true: an event for each gain, then one whose data is [DONE]. "
+        "A failure midway is an event with an error.",
+        "properties": {"data": {"type": "string", "anyOf": [gain, failure, {"const": "[DONE]"}]}},
+        "required": ["data"],
+    }
+
+
+def _headers() -> dict[str, Any]:
+    description = "The id of this request in the log."
+    return {"X-Request-Id": {"description": description, "schema": {"type": "string"}}}
+
+
+def _error_name(status: int) -> str:
+    return f"Error{status}"
+
+
+def _error(status: int) -> dict[str, Any]:
+    """What a failure answers."""
+    headers = _headers()
+    if status in (429, 503):
+        headers["Retry-After"] = {
+            "description": "Seconds to wait before trying again.",
+            "schema": {"type": "integer", "minimum": 0},
+        }
+    return {
+        "description": ERRORS[status],
+        "headers": headers,
+        "content": {"application/json": {"schema": _ref(ErrorBody)}},
+    }
+
+
+def _describe(properties: dict[str, Any]) -> None:
+    """Say what the fields of an answer mean, in place."""
+    for name, schema in properties.items():
+        if "description" not in schema:
+            schema["description"] = ANSWER_FIELDS[name]
+
+
+def _complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequence[str]) -> None:
+    """Add to a request's schema what its types cannot say, in place."""
+    properties: dict[str, Any] = schema["properties"]
+    if request is CompletionRequest:
+        properties["prompt"]["anyOf"] = _prompt_forms()
+    if request is TokenizeRequest:
+        schema["oneOf"] = [_only("prompt", "messages"), _only("messages", "prompt")]
+    if "messages" in properties:
+        messages = properties["messages"]
+        for form in messages.get("anyOf", [messages]):
+            if form["type"] == "array":
+                form["items"] = _message()
+    if models:
+        properties["model"]["anyOf"][0]["enum"] = list(models)
+    for name in properties.keys() - set(schema["required"]):
+        properties[name] = _or_null(properties[name])
+    for name, neutral in request.unsupported.items():
+        properties[name] = {
+            "enum": list(neutral),
+            "description": "Not supported: only these values, which ask for nothing, are taken.",
+        }
+    for name in request.ignored:
+        properties[name] = {"description": "Accepted, without an effect."}
+
+
+def _only(given: str, absent: str) -> dict[str, Any]:
+    """That of two fields one is there and the other is not."""
+    forms = {given: {"not": {"type": "null"}}, absent: {"type": "null"}}
+    return {"required": [given], "properties": forms}
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a field that may be null, which is its default."""
+    default, description = schema.pop("default", None), schema.pop("description", None)
+    forms = schema.pop("anyOf", None) or [schema]
+    if {"type": "null"} not in forms:
+        forms = [*forms, {"type": "null"}]
+    for form in forms:
+        description = form.pop("description", description)
+    nullable: dict[str, Any] = {"anyOf": forms}
+    if description is not None:
+        nullable["description"] = description
+    if default is not None:
+        nullable["default"] = default
+    return nullable
+
+
+def _prompt_forms() -> list[dict[str, Any]]:
+    """The four forms of a prompt; the decoder's type is the wider list of any of them."""
+    token_ids = {"type": "array", "items": _token_id(), "minItems": 1}
+    several = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
+    return [
+        {"type": "string"},
+        {**several, "items": {"type": "string"}},
+        token_ids,
+        {**several, "items": token_ids},
+    ]
+
+
+def _token_id() -> dict[str, Any]:
+    return {"type": "integer", "minimum": 0, "maximum": INT32_MAX}
+
+
+def _message() -> dict[str, Any]:
+    """One message of a chat, as the chat template's checks take it."""
+    part = {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+    }
+    content = [{"type": "string"}, {"type": "array", "items": part}]
+    may_lack_content = {
+        "type": "object",
+        "properties": {
+            "role": {"enum": ["assistant", "tool"]},
+            "content": {"anyOf": [*content, {"type": "null"}]},
+        },
+        "required": ["role"],
+    }
+    others = {
+        "type": "object",
+        "properties": {"role": {"type": "string"}, "content": {"anyOf": content}},
+        "required": ["role", "content"],
+    }
+    return {"anyOf": [others, may_lack_content]}
+
+
+def _bound_token_ids(schema: Any, last: int) -> None:
+    """Lower the bound of every list of token ids to the vocabulary's, in place."""
+    if isinstance(schema, list):
+        for inner in cast("list[Any]", schema):
+            _bound_token_ids(inner, last)
+    elif isinstance(schema, dict):
+        for key, inner in cast("dict[str, Any]", schema).items():
+            if key == "items" and inner == _token_id():
+                inner["maximum"] = last
+            _bound_token_ids(inner, last)

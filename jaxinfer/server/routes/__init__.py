@@ -1,0 +1,1 @@
+"""The application: every route's handler, and what all handlers share."""

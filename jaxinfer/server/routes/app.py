@@ -1,0 +1,119 @@
+"""The application: routes, and what answers where there is none.
+
+Owns: the table of routes. Must not know: how any of them answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.http.guard import guarded
+from jaxinfer.server.openai.openapi import openapi_document
+from jaxinfer.server.routes import generation, info, tokens
+from jaxinfer.server.routes.call import Call, Endpoint, Handler, json_response
+from jaxinfer.server.routes.service import Service
+
+ROUTES = MappingProxyType(  # a path has one handler, whatever its methods
+    {
+        ("GET", "/health"): info.health,
+        ("GET", "/ping"): info.health,  # what SageMaker asks, in either way
+        ("POST", "/ping"): info.health,
+        ("GET", "/ready"): info.ready,
+        ("GET", "/metrics"): info.metrics,
+        ("GET", "/stats"): info.stats,
+        ("GET", "/version"): info.version,
+        ("GET", "/v1/models"): info.models,
+        ("GET", "/v1/models/{model:path}"): info.model,  # names may hold slashes
+        ("POST", "/tokenize"): tokens.tokenize,
+        ("POST", "/detokenize"): tokens.detokenize,
+        ("POST", "/v1/completions"): generation.completions,
+        ("POST", "/v1/chat/completions"): generation.chat_completions,
+        ("POST", "/v1/generate"): generation.generate,
+    }
+)
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The whole server as an ASGI app, guards included."""
+    handlers = {**ROUTES, ("GET", "/openapi.json"): _document(service)}
+    by_path = {path: Endpoint(service, path, handler) for (_, path), handler in handlers.items()}
+    methods = {path: [method for method, other in handlers if other == path] for path in by_path}
+    routes = [Route(path, endpoint, methods=methods[path]) for path, endpoint in by_path.items()]
+
+    async def no_route(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        service.note_response(None, request.method, error.status_code, 0.0)
+        return _refusal(request, error)
+
+    app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
+    app.router.redirect_slashes = False
+
+    def refused(method: str, status: int) -> None:
+        service.note_response(None, method, status, 0.0)
+
+    root = service.config.root_path
+    known = {(method, root + path): by_path[path] for method, path in handlers}
+    return guarded(KnownPaths(known, app), service.config, service.log, refused)
+
+
+class KnownPaths:
+    """Endpoints by method and whole path; all else is the router's: parameters, HEAD, 404, 405.
+
+    The router tries every route for each request, and two of its seven layers handle every event
+    of a stream on its way out.
+    """
+
+    def __init__(self, endpoints: Mapping[tuple[str, str], ASGIApp], router: ASGIApp) -> None:
+        self._endpoints = endpoints
+        self._router = router
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        is_http = scope["type"] == "http"
+        key = (scope["method"], scope["path"]) if is_http else ("", "")
+        return self._endpoints.get(key, self._router)(scope, receive, send)
+
+
+def _document(service: Service) -> Handler:
+    @cache
+    def describe(models: tuple[str, ...], vocab_size: int) -> dict[str, Any]:
+        routes = [(method, path.replace(":path}", "}")) for method, path in ROUTES]
+        return openapi_document(
+            (*routes, ("GET", "/openapi.json")),
+            secured=bool(service.config.api_key),
+            models=models,
+            vocab_size=vocab_size,
+            root_path=service.config.root_path,
+        )
+
+    async def openapi(call: Call) -> ASGIApp:
+        del call
+        return json_response(describe(service.model_names, service.client.facts.vocab_size))
+
+    return openapi
+
+
+def _refusal(request: Request, error: HTTPException) -> Response:
+    """404 and 405 in OpenAI's form."""
+    path = request.url.path[:200]
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"{path} does not take {request.method}; use {allowed}"
+        told = ApiError(405, message, code="method_not_allowed")
+    else:
+        told = ApiError(
+            error.status_code,
+            f"there is no route {path}; /openapi.json lists the routes",
+            code="not_found",
+        )
+    return Response(told.body, told.status, error.headers, media_type="application/json")

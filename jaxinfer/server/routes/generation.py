@@ -1,0 +1,135 @@
+"""``/v1/completions``, ``/v1/chat/completions`` and ``/v1/generate``.
+
+Owns: the order of each: parse, make prompts, enter the queue, answer whole or as a stream.
+Must not know: how an answer is written (``writer`` and the ``write_`` modules).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp
+
+from jaxinfer.engine.prompts import Prompt
+from jaxinfer.server.openai.answer import Answer, Gain
+from jaxinfer.server.openai.fields import GenerationFields, to_sampling, within
+from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
+from jaxinfer.server.openai.write_chat import ChatWriter
+from jaxinfer.server.openai.write_completion import CompletionWriter
+from jaxinfer.server.openai.write_generate import GenerateWriter
+from jaxinfer.server.openai.writer import Reply, Writer
+from jaxinfer.server.routes.call import Call, json_response
+from jaxinfer.server.routes.prompting import chat_prompt, truncated
+
+INLINE_TOKENS = 256  # of an answer that is written in the loop: with 20 logprobs each about 5 ms
+
+
+async def completions(call: Call) -> ASGIApp:
+    """Continue prompts."""
+    request = await call.parse(CompletionRequest)
+    located = request.echo and request.logprobs is not None
+    prompts = await _prompts(call, request.prompts, request.add_special_tokens, located)
+    return await _answer(call, request, prompts, CompletionWriter)
+
+
+async def chat_completions(call: Call) -> ASGIApp:
+    """Answer a conversation."""
+    call.prompt_field = "messages"
+    request = await call.parse(ChatCompletionRequest)
+    prompt = await chat_prompt(call.service, request, request.messages, request.add_special_tokens)
+    return await _answer(call, request, [prompt], ChatWriter)
+
+
+async def generate(call: Call) -> ASGIApp:
+    """Continue one prompt; plain text, ids and times."""
+    request = await call.parse(GenerateRequest)
+    prompts = await _prompts(call, [request.prompt], request.add_special_tokens)
+    return await _answer(call, request, prompts, GenerateWriter)
+
+
+async def _prompts(
+    call: Call,
+    given: Sequence[str | tuple[int, ...]],
+    add_special_tokens: bool,
+    located: bool = False,
+) -> list[Prompt]:
+    """Prompts of one kind: texts or token ids."""
+    texts = [one for one in given if isinstance(one, str)]
+    if texts:
+        return await call.service.encode_all(
+            texts, add_special_tokens=add_special_tokens, located=located
+        )
+    return [Prompt(None, tuple(one)) for one in given if not isinstance(one, str)]
+
+
+async def _answer[R: GenerationFields](
+    call: Call, request: R, prompts: Sequence[Prompt], kind: type[Writer[R]]
+) -> ASGIApp:
+    service = call.service
+    sampling = to_sampling(request, service.defaults, max_logprobs=service.config.max_logprobs)
+    sampling = within(sampling, service.client.facts.max_new_tokens)
+    prompts = [
+        truncated(service, prompt, request.truncate_prompt_tokens, sampling.max_tokens)
+        for prompt in prompts
+    ]
+    reply = Reply(
+        request_id=request.request_id or call.request_id,
+        created=int(time.time()),
+        model=request.model or service.model_names[0],
+        fingerprint=service.fingerprint,
+        role=service.config.response_role,
+        sends_usage=request.sends_usage or service.config.enable_force_include_usage,
+        tokens_as_ids=(
+            service.config.return_tokens_as_token_ids
+            if request.return_tokens_as_token_ids is None
+            else request.return_tokens_as_token_ids
+        ),
+        tokenizer=service.client.tokenizer,
+    )
+    writer = kind(reply, request, prompts)
+    answer = service.open(
+        reply.request_id,
+        call.route,
+        prompts,
+        sampling,
+        asked=request.asked_tokens(),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        timeout=request.timeout,
+    )
+    if request.stream:
+        return call.stream(answer, _Frames(answer, writer).read)
+    return await _whole(writer, await call.gains(answer), answer)
+
+
+async def _whole[R: GenerationFields](
+    writer: Writer[R], gains: Sequence[Gain], answer: Answer
+) -> ASGIApp:
+    """The body of an answer that is not streamed; other streams go on while a long one is made."""
+
+    def write() -> ASGIApp:
+        return json_response(writer.whole(gains, answer))
+
+    is_short = answer.num_prompt_tokens + answer.num_tokens <= INLINE_TOKENS
+    return write() if is_short else await asyncio.to_thread(write)
+
+
+class _Frames[R: GenerationFields]:
+    """What is sent for each read of an answer; several events may share a frame's bytes."""
+
+    def __init__(self, answer: Answer, writer: Writer[R]) -> None:
+        self._answer = answer
+        self._writer = writer
+        self._ended = False
+
+    async def read(self) -> bytes:
+        """The next events; nothing at the end."""
+        while gains := await self._answer.read():
+            if data := self._writer.frames(gains, self._answer):
+                return data
+        if self._ended or not self._answer.finished:
+            return b""
+        self._ended = True
+        return self._writer.last_frames(self._answer)

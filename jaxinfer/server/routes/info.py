@@ -1,0 +1,76 @@
+"""Routes that tell about the server: health, readiness, models, counters, versions.
+
+Owns: those handlers. Must not know: generation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from jaxinfer.core.version import VERSION
+from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.openai.responses import ModelCard, ModelList, Version
+from jaxinfer.server.routes.call import Call, json_response
+from jaxinfer.server.routes.service import Service
+
+HEALTH_SECONDS = 10.0  # a step of a long chunk on a slow CPU takes a few
+
+
+async def health(call: Call) -> ASGIApp:
+    """200 while the engine's loop answers."""
+    client = call.service.client
+    if not await client.responds(HEALTH_SECONDS):
+        why = f"has not answered for {HEALTH_SECONDS:g} s" if client.alive else "has stopped"
+        raise ApiError(503, f"the engine {why}; restart the server", code="engine_dead")
+    return Response(status_code=200)
+
+
+async def ready(call: Call) -> ASGIApp:
+    """200 while new requests are welcome."""
+    if not call.service.ready:
+        raise ApiError(503, "the server takes no new requests", code="not_ready")
+    return Response(status_code=200)
+
+
+async def models(call: Call) -> ASGIApp:
+    """The names under which the model is served."""
+    cards = [_card(call.service, name) for name in call.service.model_names]
+    return json_response(ModelList(data=cards))
+
+
+async def model(call: Call) -> ASGIApp:
+    """One of those names."""
+    name = call.path_parameters["model"]
+    call.service.check_model(name)
+    return json_response(_card(call.service, name))
+
+
+async def metrics(call: Call) -> ASGIApp:
+    """Prometheus' text."""
+    content_type, body = call.service.metrics.render(call.headers.get("accept", ""))
+    return Response(body, headers={"content-type": content_type})
+
+
+async def stats(call: Call) -> ASGIApp:
+    """The same counters for people, with quantiles."""
+    service = call.service
+    counted: dict[str, Any] = {"model": service.model_names[0], **service.metrics.snapshot()}
+    return json_response(counted)
+
+
+async def version(call: Call) -> ASGIApp:
+    """The server's version."""
+    del call
+    return json_response(Version(version=VERSION))
+
+
+def _card(service: Service, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=service.created,
+        root=service.client.facts.name,
+        max_model_len=service.client.limits.max_model_len,
+    )
