@@ -2,8 +2,8 @@
 
 Rows run one after the other: work then follows each row's own length, a row's bits cannot depend
 on its neighbours, and what a step touches stays in a core's cache, which on a CPU beats the loop
-over all rows at once several times over (docs/performance.md). Scores and sums are written as
-multiply and reduce because XLA on CPU fuses those without transposing the block first.
+over all rows at once several times over (docs/notes/0017-cpu-backend.md). Scores and sums are
+written as multiply and reduce because XLA on CPU fuses those without transposing the block first.
 """
 
 from __future__ import annotations
