@@ -2,8 +2,8 @@
 
 Rows run one after the other: the work then follows each row's own length, a row's bits cannot
 depend on the other rows, and a block stays in a core's cache, which on a CPU is several times
-faster than a loop over all rows at once (docs/notes/0017-cpu-backend.md). Scores and sums are written as
-multiply and reduce, which XLA fuses on a CPU without transposing the block first.
+faster than a loop over all rows at once (docs/notes/0017-cpu-backend.md). Scores and sums are
+written as multiply and reduce, which XLA fuses on a CPU without transposing the block first.
 """
 
 from __future__ import annotations

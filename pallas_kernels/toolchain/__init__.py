@@ -26,7 +26,7 @@ which is read in one place:
     find                      the parameters of jax-triton's primitive
 
 With JAX 0.12: delete ``link*`` and ``pallas_kernels/pdl.py`` if a step's CUDA graph lets Mosaic
-kernels begin early there (docs/h200.md, "JAX 0.12"); check ``mosaic_gpu_v2``, its attributes and
+kernels begin early there (docs/notes/0018-jax-0.12.md); check ``mosaic_gpu_v2``, its attributes and
 Mosaic's cache by hash, without which a call must hold its kernel's source again; delete
 ``triton_text`` when jax-triton leaves the text out.
 """
