@@ -64,8 +64,8 @@ class TensorRule:
 
     ``param`` is the path in the params tree, joined by "/", ``shape`` what the module declares
     there. ``build`` receives the tensors in the order of ``sources`` and returns the parameter; it
-    moves and joins, it does no arithmetic. ``shapes`` are the sources' expected shapes, checked
-    before anything is read.
+    moves and joins, and adds what a family means and does not store (Gemma's norms). ``shapes`` are
+    the sources' expected shapes, checked before anything is read.
     """
 
     param: str
@@ -73,6 +73,7 @@ class TensorRule:
     sources: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     build: Callable[..., np.ndarray]
+    dtype: jnp.dtype | None = None  # of the parameter; None: the model's
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,9 @@ class Model:
 
     @cached_property  # each executable asks
     def _abstract_params(self) -> Params:
-        dtype = self.config.dtype
+        own = self.config.dtype
         rules = self.tensor_rules
-        return nested({rule.param: jax.ShapeDtypeStruct(rule.shape, dtype) for rule in rules})
+        return nested({r.param: jax.ShapeDtypeStruct(r.shape, r.dtype or own) for r in rules})
 
 
 def abstract_params(model: Model) -> Params:

@@ -5,10 +5,11 @@ Owns: ``gqa_config`` and ``gqa_tensor_rules``. A family states its oddities as a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
@@ -16,6 +17,7 @@ from jaxinfer.models.base import TensorRule
 from jaxinfer.models.gqa_config import DecoderConfig
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.rules import as_is, join, join_outputs, stack
+from jaxinfer.nn.rope import RopeConfig
 
 # Buffers that old checkpoints carry, and the head that some tied checkpoints repeat. An untied
 # model's head is consumed by its rule.
@@ -37,8 +39,13 @@ def gqa_config(
     windows: tuple[int | None, ...],
     mlp_bias: bool = False,
     head_dim: int | None = None,
+    rope: RopeConfig | None = None,
+    activation: str | None = None,
+    tied: bool = False,
+    **more: Any,
 ) -> DecoderConfig:
-    """A ``DecoderConfig`` from ``config.json``; ``head_dim`` None is derived from the width.
+    """A ``DecoderConfig`` from ``config.json``. ``head_dim`` None is derived from the width,
+    ``rope`` and ``activation`` None are read; ``more`` are further fields.
 
     Raises ``ConfigError`` naming the key.
     """
@@ -60,15 +67,16 @@ def gqa_config(
         head_dim=head_dim,
         max_position_embeddings=hf.positive_int(config, "max_position_embeddings"),
         rms_norm_eps=hf.positive_float(config, "rms_norm_eps"),
-        rope=rope_config(config, head_dim),
+        rope=rope or rope_config(config, head_dim),
         windows=windows,
-        tie_word_embeddings=hf.flag(config, "tie_word_embeddings", False),
-        activation=hf.activation(config, "hidden_act", "silu"),
+        tie_word_embeddings=hf.flag(config, "tie_word_embeddings", tied),
+        activation=activation or hf.activation(config, "hidden_act", "silu"),
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         dtype=dtype,
+        **more,
     )
 
 
@@ -112,30 +120,48 @@ def windows_by_layer(
     return tuple(window if kind == _SLIDING else None for kind in kinds)
 
 
-def gqa_tensor_rules(config: DecoderConfig) -> tuple[TensorRule, ...]:
+class NormRules(NamedTuple):
+    """A layer's norms in the order in which they come, and how one and several are built."""
+
+    names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    one: Callable[..., np.ndarray] = as_is
+    several: Callable[..., np.ndarray] = stack
+
+
+PRE_NORMS = NormRules()
+
+
+def gqa_tensor_rules(config: DecoderConfig, norms: NormRules = PRE_NORMS) -> tuple[TensorRule, ...]:
     """Where each parameter of ``Decoder`` comes from, by Hugging Face's names."""
     v, d = config.vocab_size, config.hidden_size
     rules = [
         TensorRule("embed", (v, d), ("model.embed_tokens.weight",), ((v, d),), as_is),
-        TensorRule("final_norm", (d,), ("model.norm.weight",), ((d,),), as_is),
+        TensorRule(
+            "final_norm", (d,), ("model.norm.weight",), ((d,),), norms.one, config.norm_dtype
+        ),
     ]
     if not config.tie_word_embeddings:
         head = TensorRule("lm_head", (d, v), ("lm_head.weight",), ((v, d),), join_outputs)
         rules.append(head)
     for i in range(config.num_hidden_layers):
-        rules.extend(_layer_rules(config, f"layers_{i}/", f"model.layers.{i}."))
+        rules.extend(_layer_rules(config, f"layers_{i}/", f"model.layers.{i}.", norms))
     return tuple(rules)
 
 
-def _layer_rules(c: DecoderConfig, param: str, source: str) -> list[TensorRule]:
+def _layer_rules(c: DecoderConfig, param: str, source: str, norms: NormRules) -> list[TensorRule]:
     d, f, h = c.hidden_size, c.intermediate_size, c.head_dim
     q, kv = c.num_attention_heads * h, c.num_key_value_heads * h
     attn, mlp = source + "self_attn.", source + "mlp."
 
     def rule(
-        name: str, shape: tuple[int, ...], sources: tuple[str, ...], shapes: Any, build: Any
+        name: str,
+        shape: tuple[int, ...],
+        sources: tuple[str, ...],
+        shapes: Any,
+        build: Any,
+        dtype: Any = None,
     ) -> TensorRule:
-        return TensorRule(param + name, shape, sources, shapes, build)
+        return TensorRule(param + name, shape, sources, shapes, build, dtype)
 
     qkv = (attn + "q_proj", attn + "k_proj", attn + "v_proj")
     qkv_weights = tuple(name + ".weight" for name in qkv)
@@ -143,14 +169,21 @@ def _layer_rules(c: DecoderConfig, param: str, source: str) -> list[TensorRule]:
     gate_up = (mlp + "gate_proj", mlp + "up_proj")
     gate_up_weights = tuple(name + ".weight" for name in gate_up)
     gate_up_biases = tuple(name + ".bias" for name in gate_up)
-    norms = (source + "input_layernorm.weight", source + "post_attention_layernorm.weight")
+    of_layer = tuple(f"{source}{name}.weight" for name in norms.names)
     qk_norms = (attn + "q_norm.weight", attn + "k_norm.weight")
     rules = [
         rule("qkv", (d, q + 2 * kv), qkv_weights, ((q, d), (kv, d), (kv, d)), join_outputs),
         rule("o", (q, d), (attn + "o_proj.weight",), ((d, q),), join_outputs),
         rule("gate_up", (d, 2 * f), gate_up_weights, ((f, d), (f, d)), join_outputs),
         rule("down", (f, d), (mlp + "down_proj.weight",), ((d, f),), join_outputs),
-        rule("norms", (2, d), norms, ((d,), (d,)), stack),
+        rule(
+            "norms",
+            (len(of_layer), d),
+            of_layer,
+            ((d,),) * len(of_layer),
+            norms.several,
+            c.norm_dtype,
+        ),
     ]
     if c.qkv_bias:
         rules.append(rule("qkv_bias", (q + 2 * kv,), qkv_biases, ((q,), (kv,), (kv,)), join))
@@ -160,5 +193,6 @@ def _layer_rules(c: DecoderConfig, param: str, source: str) -> list[TensorRule]:
         rules.append(rule("gate_up_bias", (2 * f,), gate_up_biases, ((f,), (f,)), join))
         rules.append(rule("down_bias", (d,), (mlp + "down_proj.bias",), ((d,),), as_is))
     if c.qk_norm:
-        rules.append(rule("qk_norms", (2, h), qk_norms, ((h,), (h,)), stack))
+        shapes = ((h,), (h,))
+        rules.append(rule("qk_norms", (2, h), qk_norms, shapes, norms.several, c.norm_dtype))
     return rules

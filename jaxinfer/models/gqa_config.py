@@ -43,6 +43,11 @@ class DecoderConfig:
     mlp_bias: bool  # of gate, up and down
     qk_norm: bool
     dtype: jnp.dtype
+    local_rope: RopeConfig | None = None  # of layers with a window; None: ``rope``
+    attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
+    post_norms: bool = False  # also behind attention and feed-forward network
+    norm_dtype: jnp.dtype | None = None  # of norms; None: ``dtype``
+    embed_scale: float | None = None  # of embeddings
 
     @property
     def num_hidden_layers(self) -> int:
@@ -56,7 +61,8 @@ class DecoderConfig:
 
     def for_context(self, length: int) -> DecoderConfig:
         """See ``ModelConfig``."""
-        return replace(self, rope=self.rope.for_context(length))
+        local = None if self.local_rope is None else self.local_rope.for_context(length)
+        return replace(self, rope=self.rope.for_context(length), local_rope=local)
 
     @property
     def decoder(self) -> DecoderSpec:
@@ -70,11 +76,15 @@ class DecoderConfig:
         return DecoderSpec(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
-            layers=tuple(LayerSpec(self._mixer(window), ffn) for window in self.windows),
+            layers=tuple(
+                LayerSpec(self._mixer(window), ffn, self.post_norms) for window in self.windows
+            ),
             norm="rms",
             norm_eps=self.rms_norm_eps,
             tie_word_embeddings=self.tie_word_embeddings,
             dtype=self.dtype,
+            norm_dtype=self.norm_dtype,
+            embed_scale=self.embed_scale,
         )
 
     def _mixer(self, window: int | None) -> AttentionConfig:
@@ -82,9 +92,9 @@ class DecoderConfig:
             num_heads=self.num_attention_heads,
             num_kv_heads=self.num_key_value_heads,
             head_dim=self.head_dim,
-            scale=self.head_dim**-0.5,
+            scale=self.attention_scale or self.head_dim**-0.5,
             window=window,
-            rope=self.rope,
+            rope=self.rope if window is None else self.local_rope or self.rope,
             qkv_bias=self.qkv_bias,
             o_bias=self.o_bias,
             qk_norm=self.qk_norm,

@@ -21,6 +21,7 @@ _MODULES = (
     ("Qwen2ForCausalLM", "jaxinfer.models.qwen2"),
     ("Qwen3ForCausalLM", "jaxinfer.models.qwen3"),
     ("GPT2LMHeadModel", "jaxinfer.models.gpt2"),
+    ("Gemma3ForCausalLM", "jaxinfer.models.gemma3"),
 )
 
 

@@ -23,6 +23,16 @@ def join(*tensors: np.ndarray) -> np.ndarray:  # [out_i] each -> [sum of out_i]
     return np.concatenate(tensors)
 
 
+def one_more(weight: np.ndarray) -> np.ndarray:  # [D] -> float32[D]
+    """A norm's weight that is stored less one."""
+    return 1.0 + weight.astype(np.float32)
+
+
+def stack_one_more(*weights: np.ndarray) -> np.ndarray:  # [D] each -> float32[number of them, D]
+    """Norms on top of each other, whose weights are stored less one."""
+    return np.stack([one_more(weight) for weight in weights])
+
+
 def stack(*tensors: np.ndarray) -> np.ndarray:  # [D] each -> [number of tensors, D]
     """Norms on top of each other."""
     return np.stack(tensors)

@@ -11,6 +11,7 @@ therefore damaged, which is reported rather than repaired in silence.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -27,18 +28,27 @@ from jaxinfer.models.tree import by_path, nested
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.plan import PlannedParam
 
-_FORMAT = 1  # of the entry; raise it when groups or manifest change
+_FORMAT = 2  # of the entry; raise it when groups or manifest change
 _GROUP_BYTES = 64 << 20
 _MANIFEST = "manifest.json"
 
 
+class _Saved(msgspec.Struct, frozen=True):
+    """One parameter of a group."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def abstract(self, where: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, jax.numpy.dtype(self.dtype), sharding=where)
+
+
 class _Manifest(msgspec.Struct, frozen=True):
-    """``groups[i]`` maps the parameters of group i to their shapes; ``files`` to their sizes."""
+    """``groups[i]`` has the parameters of group i; ``files`` maps files to their sizes."""
 
     architecture: str
     config: str
-    dtype: str
-    groups: tuple[dict[str, tuple[int, ...]], ...]
+    groups: tuple[dict[str, _Saved], ...]
     files: dict[str, int]
 
 
@@ -60,27 +70,27 @@ def convert(
 
     Raises ``CacheError`` when the cache cannot be written.
     """
-    dtype = np.dtype(model.config.dtype)
     params: dict[str, jax.Array] = {}
 
     def fill(folder: Path) -> None:
         groups = []
         total = sum(planned.nbytes for planned in plan)
         with progress.task("Converting weights", total) as advance, _orbax() as orbax:
-            for index, members in enumerate(_groups(plan, dtype)):
+            for index, members in enumerate(_groups(plan)):
                 group: dict[str, np.ndarray] = {}
                 for planned in members:
-                    group[planned.rule.param] = planned.build(checkpoint, dtype)
+                    group[planned.rule.param] = planned.build(checkpoint)
                     advance(planned.nbytes)
                 # From the host: given a GPU's arrays, Orbax would copy them back, and the process
                 # died of it on an H200 (a segmentation fault, under XLA's vmm allocator).
                 _save(orbax, folder / _group_name(index), group)
-                groups.append({path: leaf.shape for path, leaf in group.items()})
+                groups.append(
+                    {path: _Saved(leaf.dtype.name, leaf.shape) for path, leaf in group.items()}
+                )
                 params.update({path: jax.device_put(array) for path, array in group.items()})
         manifest = _Manifest(
             architecture=model.architecture,
             config=repr(model.config),
-            dtype=dtype.name,
             groups=tuple(groups),
             files=_file_sizes(folder),
         )
@@ -97,12 +107,12 @@ def restore(entry: Path, progress: Progress) -> Params:
     try:
         manifest = msgspec.json.decode((entry / _MANIFEST).read_bytes(), type=_Manifest)
         _check_files(entry, manifest)
-        dtype = jax.numpy.dtype(manifest.dtype)
         params: dict[str, jax.Array] = {}
-        total = sum(_nbytes(shape, dtype) for group in manifest.groups for shape in group.values())
+        saved = [one.abstract() for group in manifest.groups for one in group.values()]
+        total = sum(leaf.size * leaf.dtype.itemsize for leaf in saved)
         with progress.task("Loading weights", total) as advance, _orbax() as orbax:
-            for index, shapes in enumerate(manifest.groups):
-                group = _restore(orbax, entry / _group_name(index), shapes, dtype)
+            for index, members in enumerate(manifest.groups):
+                group = _restore(orbax, entry / _group_name(index), members)
                 params.update(group)
                 advance(sum(leaf.nbytes for leaf in group.values()))
     except (OSError, ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
@@ -138,19 +148,16 @@ def _save(orbax: ocp.Checkpointer, folder: Path, group: dict[str, np.ndarray]) -
 
 
 def _restore(
-    orbax: ocp.Checkpointer, folder: Path, shapes: dict[str, tuple[int, ...]], dtype: np.dtype
+    orbax: ocp.Checkpointer, folder: Path, saved: dict[str, _Saved]
 ) -> dict[str, jax.Array]:
     here = jax.device_put(0).sharding  # the default device
-    leaves = {
-        path: jax.ShapeDtypeStruct(shape, dtype, sharding=here) for path, shape in shapes.items()
-    }
-    tree = nested(leaves)
+    tree = nested({path: one.abstract(here) for path, one in saved.items()})
     how = ocp.checkpoint_utils.construct_restore_args(tree)
     restored = orbax.restore(folder.absolute(), args=ocp.args.PyTreeRestore(tree, restore_args=how))
     return by_path(restored)
 
 
-def _groups(plan: Iterable[PlannedParam], dtype: np.dtype) -> list[list[PlannedParam]]:
+def _groups(plan: Iterable[PlannedParam]) -> list[list[PlannedParam]]:
     """Neighbours together until a group is full; every parameter is in one group."""
     groups: list[list[PlannedParam]] = []
     room = 0
@@ -159,20 +166,17 @@ def _groups(plan: Iterable[PlannedParam], dtype: np.dtype) -> list[list[PlannedP
             groups.append([])
             room = _GROUP_BYTES
         groups[-1].append(planned)
-        room -= sum(_nbytes(shape, dtype) for shape in planned.rule.shapes)
+        room -= math.prod(planned.rule.shape) * planned.dtype.itemsize
     return groups
 
 
 def _rule_identity(rule: TensorRule) -> str:
-    return f"{rule.param} {rule.sources} {rule.shapes} {rule.build.__qualname__}"
+    built = f"{rule.build.__qualname__} {rule.dtype}"
+    return f"{rule.param} {rule.sources} {rule.shapes} {built}"
 
 
 def _group_name(index: int) -> str:
     return f"group_{index:04d}"
-
-
-def _nbytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    return int(np.prod(shape)) * dtype.itemsize
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.base import Model, Params
@@ -27,7 +26,7 @@ LOAD_THREADS = 8  # each holds one parameter in host memory
 def load_params(
     model: Model, source: ModelSource, *, cache_dir: Path, seed: int, progress: Progress
 ) -> Params:
-    """The model's parameters on the default device, in ``model.config.dtype``.
+    """The model's parameters on the default device.
 
     Quantised weights are converted once and then restored from the cache; ``seed`` is that of
     random weights. Raises ``CheckpointError`` before any data is read when the checkpoint does not
@@ -42,11 +41,11 @@ def load_params(
         entry = converted.entry_path(cache_dir, source.fingerprint, model)
         params = converted.convert(entry, plan, source.checkpoint, model, progress)
         return converted.restore(entry, progress) if params is None else params
-    return nested(_stream(plan, source.checkpoint, np.dtype(model.config.dtype), progress))
+    return nested(_stream(plan, source.checkpoint, progress))
 
 
 def _stream(
-    plan: Sequence[PlannedParam], checkpoint: Checkpoint, dtype: np.dtype, progress: Progress
+    plan: Sequence[PlannedParam], checkpoint: Checkpoint, progress: Progress
 ) -> dict[str, jax.Array]:
     """Read, lay out and put each parameter on the device, a few at a time.
 
@@ -56,7 +55,7 @@ def _stream(
     with progress.task("Loading weights", sum(param.nbytes for param in plan)) as advance:
 
         def one(planned: PlannedParam) -> jax.Array:
-            array = jax.device_put(planned.build(checkpoint, dtype))
+            array = jax.device_put(planned.build(checkpoint))
             advance(planned.nbytes)
             return array
 

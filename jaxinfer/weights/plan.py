@@ -22,13 +22,14 @@ class PlannedParam:
     """One parameter, the checkpoint's own names of its sources, and how much is read for it."""
 
     rule: TensorRule
+    dtype: np.dtype
     names: tuple[str, ...]
-    nbytes: int
+    nbytes: int  # of the sources
 
-    def build(self, checkpoint: Checkpoint, dtype: np.dtype) -> np.ndarray:
-        """Read the sources and make the parameter, contiguous and in ``dtype``."""
+    def build(self, checkpoint: Checkpoint) -> np.ndarray:
+        """Read the sources and make the parameter, contiguous."""
         tensors = [checkpoint.read(name) for name in self.names]
-        return np.ascontiguousarray(self.rule.build(*tensors), dtype)
+        return np.ascontiguousarray(self.rule.build(*tensors), self.dtype)
 
 
 def plan_params(model: Model, checkpoint: Checkpoint) -> tuple[PlannedParam, ...]:
@@ -68,7 +69,8 @@ def _plan_param(
                 f"tensor {name}{_place(info)} is stored as {info.dtype}, which cannot be read; "
                 "convert the model to F32, F16 or BF16"
             )
-    return PlannedParam(rule, names, sum(info.nbytes for info in infos))
+    dtype = np.dtype(rule.dtype or model.config.dtype)
+    return PlannedParam(rule, dtype, names, sum(info.nbytes for info in infos))
 
 
 def _refuse_unexpected(model: Model, checkpoint: Checkpoint, names: list[str]) -> None:

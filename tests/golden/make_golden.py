@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -93,6 +94,22 @@ def cases() -> dict[str, PreTrainedConfig]:
             rope_parameters=DEEPSEEK_ROPE,
             attention_bias=True,
             hidden_act="gelu_pytorch_tanh",
+        ),
+        "gemma3": Gemma3TextConfig(
+            **SIZES | {"num_hidden_layers": 5},
+            head_dim=16,
+            query_pre_attn_scalar=24,
+            sliding_window=7,
+            sliding_window_pattern=3,
+            rope_scaling={"rope_type": "linear", "factor": 8.0},
+        ),
+        "gemma3_untied": Gemma3TextConfig(
+            **SIZES | {"num_hidden_layers": 4},
+            head_dim=8,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            attention_bias=True,
+            tie_word_embeddings=False,
         ),
         "gpt2_scales": GPT2Config(
             **gpt2, n_inner=48, activation_function="relu", scale_attn_by_inverse_layer_idx=True

@@ -57,6 +57,16 @@ CONFIGS = MappingProxyType(
         "mistral": {**_DECODER, "architectures": ["MistralForCausalLM"], "sliding_window": 7},
         "qwen2": {**_DECODER, **_WINDOW, "architectures": ["Qwen2ForCausalLM"]},
         "qwen3": {**_DECODER, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+        "gemma3": {
+            **_DECODER,
+            "architectures": ["Gemma3ForCausalLM"],
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "num_hidden_layers": 5,
+            "sliding_window": 7,
+            "sliding_window_pattern": 3,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
         "gpt2": {**_GPT2, "architectures": ["GPT2LMHeadModel"]},
     }
 )

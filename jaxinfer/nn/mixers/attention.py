@@ -65,7 +65,8 @@ class Attention(nn.Module):
         stream, qkv = linear_of_norm(stream, norm, w, ctx, bias=bias)
         norms = None
         if c.qk_norm:
-            norms = self.param("qk_norms", nn.initializers.ones, (2, c.head_dim), dtype)
+            shape = (2, c.head_dim)
+            norms = self.param("qk_norms", nn.initializers.ones, shape, norm.weights.dtype)
         out, state = attend(
             qkv.reshape(-1, heads, c.head_dim),
             state,

@@ -1,0 +1,120 @@
+"""Gemma 3 (text): windows in five of six layers, norms before and behind each block.
+
+Source: ``modeling_gemma3`` of Hugging Face transformers. Norms multiply by 1 + w in float32, so
+their weights are kept as 1 + w in float32; embeddings are multiplied by the root of the width,
+rounded to the dtype; layers with a window rotate by frequencies of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.models import hf_config as hf
+from jaxinfer.models.base import ModelFamily
+from jaxinfer.models.gqa import (
+    GQA_IGNORED_TENSORS,
+    NormRules,
+    gqa_config,
+    gqa_tensor_rules,
+    sliding_window,
+    windows_by_layer,
+)
+from jaxinfer.models.gqa_config import DecoderConfig
+from jaxinfer.models.hf_rope import rope_config
+from jaxinfer.models.rules import one_more, stack_one_more
+from jaxinfer.nn.rope import RopeConfig
+
+# What transformers assumes where a config does not say.
+_HEAD_DIM, _SCALAR, _PATTERN = 256, 256, 6
+_GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
+
+_NORMS = NormRules(
+    names=(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    one=one_more,
+    several=stack_one_more,
+)
+
+
+def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig:
+    """Raises ``ConfigError`` naming the key that is missing or asks for something else."""
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if (cap := config.get(key)) is not None:
+            raise ConfigError(
+                f"config key {key!r} is {cap!r}; logits are not capped here, only null"
+            )
+    hf.supported_only(config, "use_bidirectional_attention", False)
+    bias = hf.flag(config, "attention_bias", False)
+    head_dim = hf.positive_int(config, "head_dim", _HEAD_DIM)
+    rope, local_rope = _ropes(config, head_dim)
+    return gqa_config(
+        config,
+        dtype,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        head_dim=head_dim,
+        windows=_windows(config),
+        rope=rope,
+        local_rope=local_rope,
+        activation=hf.activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+        tied=True,
+        attention_scale=hf.positive_float(config, "query_pre_attn_scalar", _SCALAR) ** -0.5,
+        post_norms=True,
+        norm_dtype=jnp.dtype(jnp.float32),
+        embed_scale=hf.positive_int(config, "hidden_size") ** 0.5,
+    )
+
+
+def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """The window of each layer; by default every sixth layer looks at everything."""
+    window = sliding_window(config)
+    if config.get("layer_types") is not None:
+        hf.layer_index(config, "sliding_window_pattern", _PATTERN)
+        hf.layer_index(config, "_sliding_window_pattern", _PATTERN)
+        return windows_by_layer(config, window)
+    other = config.get("_sliding_window_pattern", _PATTERN)
+    pattern = hf.positive_int(config, "sliding_window_pattern", other)
+    num_layers = hf.positive_int(config, "num_hidden_layers")
+    return tuple(window if (i + 1) % pattern else None for i in range(num_layers))
+
+
+def _ropes(config: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
+    """The rotation of full layers, and that of layers with a window."""
+    sections = config.get("rope_parameters")
+    theta = hf.positive_float(config, "rope_theta", _GLOBAL_THETA)
+    local_theta = hf.positive_float(config, "rope_local_base_freq", _LOCAL_THETA)
+    if sections is not None and not isinstance(sections, Mapping):
+        raise ConfigError(f"config key 'rope_parameters' must be an object, got {sections!r}")
+    if sections and all(isinstance(one, Mapping) for one in sections.values()):
+        if unknown := sections.keys() - {"full_attention", "sliding_attention"}:
+            raise ConfigError(
+                f"config key 'rope_parameters' has values for {', '.join(sorted(unknown))}; "
+                "Gemma 3 has layers of full_attention and sliding_attention"
+            )
+        full, local = (sections.get(name, {}) for name in ("full_attention", "sliding_attention"))
+    else:  # as the published files have it: a scaling of full layers alone
+        full, local = sections or config.get("rope_scaling") or {}, {}
+    beside = {"max_position_embeddings": config.get("max_position_embeddings")}
+    return (
+        rope_config({**beside, "rope_parameters": {"rope_theta": theta, **full}}, head_dim),
+        rope_config({**beside, "rope_parameters": {"rope_theta": local_theta, **local}}, head_dim),
+    )
+
+
+FAMILY = ModelFamily(
+    name="gemma3",
+    architectures=("Gemma3ForCausalLM",),
+    config_from_hf=config_from_hf,
+    tensor_rules=partial(gqa_tensor_rules, norms=_NORMS),
+    ignored_tensors=GQA_IGNORED_TENSORS,
+)
