@@ -50,7 +50,8 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if (cap := config.get(key)) is not None:
             raise ConfigError(
-                f"config key {key!r} is {cap!r}; logits are not capped here, only null"
+                f"config key {key!r} is {cap!r}, and logits are not capped here; remove it from "
+                "config.json if these weights do not need it"
             )
     hf.supported_only(config, "use_bidirectional_attention", False)
     bias = hf.flag(config, "attention_bias", False)
