@@ -6,13 +6,14 @@ STAMP := .venv/.installed
 # The suite in parts, a process each: `make test` runs two at a time and begins the next as soon as
 # one ends, so the longest come first. What is compiled in a process is shared by its tests. `others`
 # holds every test that no other part names.
-PARTS := kernels engines executables models commands others
+PARTS := triton engines mosaic models executables commands others
 MODELS := tests/e2e tests/models/test_golden.py
 ENGINES := tests/engine tests/server
-KERNELS := tests/kernels
+TRITON := tests/kernels/test_triton.py tests/kernels/test_sample.py tests/kernels/test_sweep.py
+MOSAIC := tests/kernels $(TRITON:%=--ignore=%)
 EXECUTABLES := tests/exec tests/nn
 COMMANDS := tests/cli tests/weights tests/bench
-NAMED := $(MODELS) $(ENGINES) $(KERNELS) $(EXECUTABLES) $(COMMANDS)
+NAMED := $(MODELS) $(ENGINES) tests/kernels $(EXECUTABLES) $(COMMANDS)
 # XLA compiles tiny models and interpreted kernels in half the time without LLVM's optimiser and with
 # its older emitter of fusions: its plan of buffers and copies stays the same, the machine code does
 # not. `models`, in which every family meets its golden values, is compiled as for users.
@@ -53,8 +54,11 @@ test-models: $(STAMP)
 test-engines: $(STAMP)
 	@$(QUICKLY) $(BIN)/pytest -q $(ENGINES)
 
-test-kernels: $(STAMP)
-	@$(QUICKLY) $(BIN)/pytest -q $(KERNELS)
+test-triton: $(STAMP)
+	@$(QUICKLY) $(BIN)/pytest -q $(TRITON)
+
+test-mosaic: $(STAMP)
+	@$(QUICKLY) $(BIN)/pytest -q $(MOSAIC)
 
 test-executables: $(STAMP)
 	@$(QUICKLY) $(BIN)/pytest -q $(EXECUTABLES)

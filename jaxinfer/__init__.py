@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxinfer.core.request import SamplingParams
     from jaxinfer.engine.api.async_llm import AsyncLLM
     from jaxinfer.engine.api.llm import LLM
+    from jaxinfer.engine.api.load import load
     from jaxinfer.engine.outputs import CompletionOutput, Logprob, RequestOutput
 
 __version__ = VERSION
@@ -26,6 +27,7 @@ __all__ = (
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "load",
 )
 
 
@@ -37,6 +39,8 @@ def __getattr__(name: str) -> Any:
             module = "jaxinfer.core.request"
         case "LLM":
             module = "jaxinfer.engine.api.llm"
+        case "load":
+            module = "jaxinfer.engine.api.load"
         case "AsyncLLM":
             module = "jaxinfer.engine.api.async_llm"
         case "CompletionOutput" | "Logprob" | "RequestOutput":
