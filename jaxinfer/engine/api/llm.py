@@ -1,7 +1,6 @@
 """The offline API under vLLM's names: ``LLM(...).generate(prompts, SamplingParams(...))``.
 
-Owns: ``LLM``. Drives the engine in the caller's thread; between calls nothing runs, but what makes
-the steps for extras after a first start. Must not know: how the engine is built or what runs it.
+Owns: ``LLM``. It drives the engine in the caller's thread; between calls nothing runs.
 """
 
 from __future__ import annotations
