@@ -155,7 +155,9 @@ _COUNTERS = (
         lambda t: {reason.value: t.rejected[reason] for reason in Rejection},
         "reason",
     ),
-    _Reading("vllm:corrupted_requests", "Not counted, 0: such a request ends with an error.", _zero),
+    _Reading(
+        "vllm:corrupted_requests", "Not counted, 0: such a request ends with an error.", _zero
+    ),
     _Reading("vllm:spec_decode_num_drafts", "There is no speculation: 0.", _zero),
     _Reading("vllm:spec_decode_num_draft_tokens", "There is no speculation: 0.", _zero),
     _Reading("vllm:spec_decode_num_accepted_tokens", "There is no speculation: 0.", _zero),

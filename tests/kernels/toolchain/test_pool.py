@@ -98,6 +98,8 @@ def taken_apart(artifact: bytes) -> tuple[bytes, bytes]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[KernelPool]:
+    # what this process has traced before, in the interpreter or for another device, it would lower
+    jax.clear_caches()
     with KernelPool(1, H200) as pool:
         yield pool
 
