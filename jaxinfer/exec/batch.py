@@ -81,7 +81,7 @@ class BatchLayout:
 
     @classmethod
     def of(cls, bucket: Bucket, limits: Limits) -> BatchLayout:
-        """That of an engine with these limits."""
+        """The layout of a bucket in an engine with these limits."""
         groups = (GroupTable(limits.most_pages(window), window) for window in limits.windows)
         return cls(bucket, tuple(groups), limits.max_num_seqs, limits.page_size)
 

@@ -46,7 +46,7 @@ def flat_params(model: Model, params: Params) -> Arrays:
 
 
 class Part(NamedTuple):
-    """What one executable of a step in two is given: indices into weights and state arrays."""
+    """The arguments of one half of a split step: indices into weights and state arrays."""
 
     weights: tuple[int, ...]
     arrays: tuple[int, ...]

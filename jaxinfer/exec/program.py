@@ -83,7 +83,7 @@ class Program:
         return abstract_params(self.model)
 
     def state(self) -> State:
-        """What layers remember: the page pool, and entries of slots."""
+        """The layers' state: the page pool, and the entries of slots."""
         limits = self.limits
         sizes = (limits.num_pages, limits.page_size, limits.max_num_seqs)
         return self.model.state.abstract(*sizes)

@@ -79,7 +79,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """The window of each layer; by default every sixth layer looks at everything."""
     window = sliding_window(config)
-    if config.get("layer_types") is not None:
+    if config.get("layer_types") is not None:  # which wins; a pattern beside it is only checked
         hf.layer_index(config, "sliding_window_pattern", _PATTERN)
         hf.layer_index(config, "_sliding_window_pattern", _PATTERN)
         return windows_by_layer(config, window)

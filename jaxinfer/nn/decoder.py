@@ -16,7 +16,6 @@ fused products read each activation once. Weights lie [in, out]; products are ``
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -76,9 +75,8 @@ class DecoderLayer(nn.Module):
     ) -> Stream:
         """The stream with a block's result, whose own norm comes first where it has one."""
         if post is not None:
-            zero = Stream(jnp.zeros_like(x), delta)
-            _, delta = normalised(zero, post, ctx)
-        self._tap(name, Stream(jnp.zeros_like(x), delta).total)
+            _, delta = normalised(Stream(jnp.zeros_like(x), delta), post, ctx)
+        self._tap(name, lambda: Stream(jnp.zeros_like(x), delta).total())
         return Stream(x, delta)
 
     def _tap(self, name: str, value: Any) -> None:
@@ -179,13 +177,11 @@ def _replaced(before: Any, value: jax.Array) -> jax.Array:
 
 def _init_norms(kind: str) -> Any:
     """Weights one; and biases, every second row of layer norms, zero."""
-    if kind == "rms":
-        return nn.initializers.ones
+    return nn.initializers.ones if kind == "rms" else _weights_and_biases
 
-    def weights_and_biases(
-        key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype
-    ) -> jax.Array:  # [2 * norms, D]
-        del key
-        return jnp.zeros(shape, dtype).at[::2].set(1)
 
-    return partial(weights_and_biases)
+def _weights_and_biases(
+    key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype
+) -> jax.Array:  # [2 * norms, D]
+    del key
+    return jnp.zeros(shape, dtype).at[::2].set(1)

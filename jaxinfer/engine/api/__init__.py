@@ -1,1 +1,1 @@
-"""What users call: ``LLM`` and ``AsyncLLM``, under vLLM's names."""
+"""The Python API: ``LLM`` and ``AsyncLLM`` under vLLM's names, and ``load`` for research."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Loaded(NamedTuple):
-    """What ``load`` returns; ``jaxinfer.models.forward(model, params, token_ids)`` runs it."""
+    """A model in memory; ``jaxinfer.models.forward(model, params, token_ids)`` runs it."""
 
     model: Model
     params: Params
@@ -40,7 +40,7 @@ def load(
         plan.model,
         plan.source,
         cache_dir=plan.cache_dir,
-        seed=plan.config.seed or 0,
+        seed=plan.config.seed,
         progress=progress,
     )
     return Loaded(plan.model, params, plan.tokenizer)
