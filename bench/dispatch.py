@@ -18,7 +18,7 @@ holds those that it calls): ``--spans 30``. XLA runs no CUDA graphs while it is 
 
     XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true
 
-Owns: the three calls, their clock and their spans. Must not know: engines, requests.
+Owns: the three calls, their clock and their spans.
 """
 
 from __future__ import annotations

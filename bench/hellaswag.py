@@ -6,8 +6,7 @@ MORE goes to lm-eval, `--limit 20` for instance:
     .venv/bin/python -m bench.hellaswag --python PATH [--base-url URL] [-- MORE]
 
 Exits with 1 when a score differs by more than one item from what transformers computed on the same
-weights, SmolLM2-135M-Instruct dequantised to float32. Must not know: the engine; lm-eval asks the
-server, and every figure here is read from lm-eval's own files.
+weights, SmolLM2-135M-Instruct dequantised to float32.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ Run from the repository root:
 The device is simulated (``kit.sim_executor``): a step takes a given time and holds no core. The
 server is the real one: it streams every sequence to a client, and is asked five times a second to
 tokenise a text of 100,000 characters. Every run is a process of its own, and the clients are one.
-Must not know: jax, models.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ Run from the repository root:
 
     .venv/bin/python -m bench.load --streams 64 --seconds 300 --server-pid PID [--output FILE]
 
-Each stream starts its next request when the last one ends; prompts are texts of mixed length.
-Exits with 1 when a bound is not kept: no errors, p99 gap <= 4 x the median, memory flat within 5 %.
-Must not know: the engine, jax.
+Each stream starts its next request when the last one ends; prompts are texts of mixed length. Exits
+with 1 when a bound is not kept: no errors, p99 gap <= 4 x the median, memory flat within 5 %.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Resident memory and CPU time of a process and of all its descendants, from /proc (Linux).
 
-Owns: reading it. Must not know: what the processes are.
+Owns: reading it.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ Run from the repository root with files of ``bench.step``, ``bench.serve --sweep
 
     .venv/bin/python -m bench.render bench/results/h200/*.json \\
         --peer bench/results/peers/vllm_h200.json [--plot docs/tpot.svg]
-
-Must not know: how anything was measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A line plot as SVG text: x doubles from tick to tick, y starts at zero.
-
-Must not know: what is plotted.
-"""
+"""A line plot as SVG text: x doubles from tick to tick, y starts at zero."""
 
 from __future__ import annotations
 

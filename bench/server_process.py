@@ -1,6 +1,6 @@
 """A server of our own for the length of a measurement.
 
-Owns: starting the command, waiting until it answers, ending it. Must not know: what is measured.
+Owns: starting the command, waiting until it answers, ending it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ Run from the repository root:
 The first run starts from an empty cache folder (download, conversion, compilation), the warm ones
 from what it left, the last ones from a bundle as well. Every run is a process of its own; its
 memory is what the system accounted to it.
-Must not know: the engine; it reads what `--stats` prints.
 """
 
 from __future__ import annotations

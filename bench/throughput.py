@@ -1,7 +1,6 @@
 """Tokens per second of several engines on the same prompts, run by run in turns.
 
-Owns: the order of runs, the samples and what is derived from them. Must not know: which engines
-there are, how tables look.
+Owns: the order of runs, the samples and what is derived from them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """jaxinfer: large language models served by pure JAX.
 
 Owns: the version and the public names, loaded on first use, so that ``import jaxinfer`` costs
-nothing and the command line starts at once. Must not know: anything about how they work.
+nothing and the command line starts at once.
 """
 
 from importlib import import_module

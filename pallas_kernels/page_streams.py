@@ -1,6 +1,6 @@
 """How the warps of a loading warpgroup share the pages of keys and values, in Pallas Mosaic GPU.
 
-Owns: ``Stream`` and ``copied_by_warps``. Must not know: which blocks are copied, where to, when.
+Owns: ``Stream`` and ``copied_by_warps``.
 """
 
 from __future__ import annotations

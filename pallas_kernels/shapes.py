@@ -1,7 +1,6 @@
 """Attention shapes of real models, and the arrays that cases are tried on.
 
 Owns: ``Heads``, ``PagedCase``, the poisoned page pool of decode and prefill, ``normal``.
-Must not know: ops, implementations.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention over keys that arrive block by block: the running state of an online softmax.
 
 Owns: ``Running`` and its three steps, and the reading of a block of pages. The method is that of
-FlashAttention-2 (Dao, 2023, arXiv:2307.08691). Must not know: rows, tiles, which keys are visible.
+FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Trying an implementation: run it and the reference on a poisoned case, compare.
 
 Owns: ``mismatch`` and ``runnable``; the sweep test and the bench are loops over these.
-Must not know: what any op computes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tuned choices: which launch was fastest for a case on a device, as data beside the op.
 
-Owns: the files ``<op>/tuned/<device>.json``, {case name: {choice: value}}, which
-``bench/tune.py`` writes; where two implementations of an op are tuned, the second's lie in
-``<op>/tuned/<impl>``. Must not know: what a choice means, how it was found.
+Owns: the files ``<op>/tuned/<device>.json``, {case name: {choice: value}}, which ``bench/tune.py``
+writes; where two implementations of an op are tuned, the second's lie in ``<op>/tuned/<impl>``.
 """
 
 from __future__ import annotations

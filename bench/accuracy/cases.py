@@ -1,6 +1,6 @@
 """What ``bench.accuracy`` asks: prompts of many lengths, and engines just large enough for them.
 
-Owns: ``Workload``, the prompts. Must not know: how answers are judged.
+Owns: ``Workload``, the prompts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scores an engine's tokens under ``models.forward``, in float32 and in the engine's own dtype.
 
-Owns: ``Answer``, ``Scores``, ``Judge``. Must not know: engines, prompts, files of results.
+Owns: ``Answer``, ``Scores``, ``Judge``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The CPU benchmark's samples as JSON rows, and those rows as two tables.
-
-Must not know: how anything is measured.
-"""
+"""The CPU benchmark's samples as JSON rows, and those rows as two tables."""
 
 from __future__ import annotations
 

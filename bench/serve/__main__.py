@@ -6,7 +6,7 @@ Run from the repository root, one level or the sweep of docs/performance.md:
     .venv/bin/python -m bench.serve --tokenizer PATH --sweep --ignore-eos --output FILE
 
 Random prompts are token ids, so that each has exactly its length. Any server with OpenAI's routes
-can be measured. Must not know: the engine, jax; it leaves the device to the server.
+can be measured.
 """
 
 from __future__ import annotations

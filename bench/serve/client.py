@@ -1,7 +1,7 @@
 """A streaming HTTP client that costs the benchmark little: one asyncio protocol, no library on top.
 
 Owns: connections, HTTP/1.1 responses (sized or chunked), server-sent events of the OpenAI routes
-and the time each of them came. Must not know: workloads, arrival times, statistics.
+and the time each of them came.
 """
 
 from __future__ import annotations

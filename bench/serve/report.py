@@ -3,7 +3,7 @@
 TTFT: sending a request to its first chunk. E2EL: to its last chunk. TPOT: (E2EL - TTFT) / (output
 tokens - 1), of requests with more than one. ITL: each gap between two chunks of a request.
 Throughput counts the requests that succeeded, over the time from the first request sent to the last
-answered. Must not know: how answers were got.
+answered.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Sends a workload to a server at its arrival times and gathers the answers.
 
-Owns: pacing, the limit on open requests, waiting for the server. Must not know: the command line,
-statistics.
+Owns: pacing, the limit on open requests, waiting for the server.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a benchmark asks a server, and when: prompts, lengths, arrival times.
 
-Owns: the datasets and the arrival process. Must not know: HTTP, statistics. Everything follows from
-the seed, and the first k prompts of a workload do not depend on how many more there are.
+Owns: the datasets and the arrival process. Everything follows from the seed, and the first k
+prompts of a workload do not depend on how many more there are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """For how long a device computes during a call, from JAX's profiler.
 
 Owns: reading a trace. A trace slows the host down, so only the device's own seconds are taken from
-it; the call's length is that of a call without it. Must not know: what is called.
+it; the call's length is that of a call without it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The JSON file of ``bench.step``: several calls fill it, each with its groups of rows. Others
 share its circumstances and how it is written.
 
-Owns: the circumstances and how rows of a later call join those of an earlier one. Must not know:
-how anything is measured.
+Owns: the circumstances and how rows of a later call join those of an earlier one.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: the child process (this file as a module) and its parent. The engine has a process of its own,
 since JAX's allocator keeps what earlier ones had. The card's driver is asked, not JAX: it counts
-CUDA's own memory and the executables' code too. Must not know: what else is measured.
+CUDA's own memory and the executables' code too.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: the child process (this file as a module) and its parent. Every start is a process of its own
 with an empty compile cache, or with the bundles that the first one left there. The parent must not
-have a device yet: on a GPU it would hold the memory. Must not know: what else is measured.
+have a device yet: on a GPU it would hold the memory.
 """
 
 from __future__ import annotations

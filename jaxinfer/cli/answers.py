@@ -1,6 +1,6 @@
 """Answers on stdout, in the prompts' order, and failures on stderr.
 
-Owns: the JSON record of an answer and when each one is shown. Must not know: the engine.
+Owns: the JSON record of an answer and when each one is shown.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``jaxinfer compile``: everything an engine would compile, in a folder, without weights.
 
-Owns: the command and its report. Must not know: what a bundle holds (``exec.aot``).
+Owns: the command and its report.
 """
 
 from __future__ import annotations

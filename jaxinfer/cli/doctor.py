@@ -1,7 +1,7 @@
 """``jaxinfer doctor``: what this machine can run, and what is broken.
 
-Owns: the checks. Must not know: models, the engine. A check reports what it finds and never raises;
-anything ``broken`` makes the command fail.
+Owns: the checks. A check reports what it finds and never raises; anything ``broken`` makes the
+command fail.
 """
 
 from __future__ import annotations

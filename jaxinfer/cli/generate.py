@@ -1,6 +1,6 @@
 """``jaxinfer generate``: prompts in, text or JSON out.
 
-Owns: where prompts come from and the order of a run. Must not know: how answers are computed.
+Owns: where prompts come from and the order of a run.
 """
 
 from __future__ import annotations

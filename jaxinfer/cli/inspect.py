@@ -1,7 +1,6 @@
 """``jaxinfer inspect``: what a model is and how it would be served, without loading its weights.
 
-Owns: the report; that on a bundle is ``inspect_bundle``'s. Must not know: how sizes are planned
-(``engine.start.build``).
+Owns: the report; that on a bundle is ``inspect_bundle``'s.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What ``jaxinfer inspect --bundle`` reports: what is inside, and whether it fits this machine.
 
-Owns: the report. Must not know: how a bundle is stored (``exec.aot``).
+Owns: the report.
 """
 
 from __future__ import annotations

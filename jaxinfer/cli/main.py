@@ -1,7 +1,7 @@
 """``jaxinfer``: the command group, its exit codes, and how text and errors reach the terminal.
 
 Owns: 0 for success, 1 for a ``JaxinferError`` or a broken installation, 2 for wrong usage, 130 for
-Ctrl-C. Must not know: what a command does.
+Ctrl-C.
 """
 
 from __future__ import annotations

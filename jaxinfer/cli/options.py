@@ -1,9 +1,8 @@
 """Options that several commands share. An option is named as the field that it sets.
 
 Owns: the options of ``EngineConfig`` (``SIZE_OPTIONS`` are those that decide what fits,
-``SHAPE_OPTIONS`` the finer ones of what is compiled) and of
-``SamplingParams``, and picking the given ones. Must not know: defaults and bounds, which those
-classes own; so every default here is "not given".
+``SHAPE_OPTIONS`` the finer ones of what is compiled) and of ``SamplingParams``, and picking the
+given ones.
 """
 
 from __future__ import annotations

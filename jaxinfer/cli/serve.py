@@ -1,7 +1,7 @@
 """``jaxinfer serve``: settings from everywhere, then an OpenAI-compatible server.
 
 Owns: the order of a start: everything is read, checked and shown before the port is taken and the
-model loaded. Must not know: how answers are computed or sent.
+model loaded.
 """
 
 from __future__ import annotations

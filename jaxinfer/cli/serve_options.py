@@ -1,7 +1,6 @@
 """The settings of ``jaxinfer serve``, in the groups that ``--help`` shows, under vLLM's names.
 
-Owns: names, readers and words for the help; how flags are spelled. Must not know: defaults and
-bounds (the config classes), which of vLLM's settings are neutral or refused (``vllm_args``).
+Owns: names, readers and words for the help; how flags are spelled.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Where the server's settings come from: flags, environment, a YAML file; and how they are read.
 
 Owns: the readers that turn text or YAML into values, and precedence: flag, environment, file.
-Must not know: which settings there are (``serve_options`` does), bounds and defaults (the config
-classes do), the process's environment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What ``generate --stats`` reports about a run.
 
-Owns: the clock of a run, the process's age and memory, and the text. Must not know: how prompts are
-answered.
+Owns: the clock of a run, the process's age and memory, and the text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers for people. Owns: the formats. Must not know: what is counted."""
+"""Numbers for people. Owns: the formats."""
 
 
 def format_bytes(count: float) -> str:

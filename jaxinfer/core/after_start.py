@@ -1,6 +1,6 @@
 """What a process needed to start, given back to the system when it has.
 
-Owns: ``release_memory_of_start``. Must not know: what was started.
+Owns: ``release_memory_of_start``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Values that came from outside, made plain numbers.
 
 Owns: what counts as a number: Python's and numpy's, never a bool or a string.
-Must not know: whose value it is; the caller words the error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Python's cyclic collector, where what is made stays.
 
-Owns: ``nothing_collected`` and ``old_left_alone``. Must not know: what is made meanwhile.
+Owns: ``nothing_collected`` and ``old_left_alone``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Settings: ``EngineConfig``, the limits derived from it, and the cache folders.
 
 Owns: names, defaults and bounds of every setting; the only library module besides ``cli`` that
-reads the environment. Must not know: jax, model weights.
+reads the environment.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The one exception tree. Every message is a clear sentence that names the thing and the remedy.
 
-Owns: the classes. Must not know: who raises them or how they reach the user.
+Owns: the classes.
 """
 
 

@@ -1,7 +1,7 @@
 """The C heap, where the C library is glibc: what it keeps, and what it gives back.
 
 Owns: ``keep_heap_small``, for a process that is ours alone (a library must not change its host's
-allocator; a command may), and ``release_free_heap``. Must not know: commands.
+allocator; a command may), and ``release_free_heap``.
 """
 
 from __future__ import annotations

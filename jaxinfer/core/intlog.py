@@ -2,7 +2,7 @@
 
 Owns: ``IntLog``. A state keeps a view of the first ``len`` entries of a shared buffer, so appending
 costs amortised O(1) along one history, and a second history grown from the same view copies first.
-Every view therefore behaves as a frozen tuple. Must not know: tokens, pages or the scheduler.
+Every view therefore behaves as a frozen tuple.
 """
 
 from __future__ import annotations

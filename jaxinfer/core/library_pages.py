@@ -1,6 +1,6 @@
 """Pages of its libraries that a process holds and may give back.
 
-Owns: ``release_library_pages``. Must not know: which libraries there are, what a process is for.
+Owns: ``release_library_pages``.
 """
 
 from __future__ import annotations

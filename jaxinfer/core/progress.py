@@ -1,6 +1,6 @@
 """The word for "how far along": what loaders report and what the CLI draws.
 
-Owns: the ``Progress`` protocol and the silent implementation. Must not know: terminals.
+Owns: the ``Progress`` protocol and the silent implementation.
 """
 
 from __future__ import annotations

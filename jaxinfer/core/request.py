@@ -1,7 +1,6 @@
 """What a user asks for: ``SamplingParams`` and ``Request``.
 
 Owns: the fields, their defaults (vLLM's names and values) and their bounds.
-Must not know: tokenizers, pages, devices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Settings of the HTTP server. Names and meanings follow ``vllm serve`` where it has them.
 
-Owns: names, defaults and bounds. Must not know: where a value came from (flags, environment, file),
-sockets.
+Owns: names, defaults and bounds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Cache entries that are either whole or absent.
 
-Owns: how a folder of the cache comes to be. Must not know: what it holds.
+Owns: how a folder of the cache comes to be.
 
 An entry is built in ``<entry>.partial`` under an exclusive lock on ``<entry>.lock`` and renamed
 when whole; the lock file goes then. The system drops the lock of a killed process, so a partial

@@ -1,7 +1,7 @@
 """The words that scheduler and executor share: a bucket, a step's plan, a step's result.
 
 Owns: the records that cross between ``sched``, ``exec`` and ``engine``. Scheduler and executor meet
-only here. Must not know: jax, pages' owners, text.
+only here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What requests are checked against, and the check: pure, so that any process can do it.
 
 Owns: ``ModelFacts``, what a model's configs say of it, and ``check_request``.
-Must not know: jax, the engine's state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a model's own files say of sampling and of where texts end.
 
 Owns: which fields of ``generation_config.json`` are taken (those that vLLM takes), which change
-nothing, and which are refused. Must not know: requests, the engine's state.
+nothing, and which are refused.
 
 vLLM passes over the fields that it does not take. One of those that would change the text is
 refused here by name, since the answers would not be the model's and nothing would say so.

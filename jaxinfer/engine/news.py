@@ -1,8 +1,7 @@
 """What one turn of the engine has to tell, and the counters behind it.
 
-Owns: ``News`` and its parts: plain records that may cross to another thread or process.
-Must not know: jax, who reads them. Times are seconds of ``time.monotonic``, one clock for all
-processes of a machine.
+Owns: ``News`` and its parts: plain records that may cross to another thread or process. Times are
+seconds of ``time.monotonic``, one clock for all processes of a machine.
 """
 
 from __future__ import annotations

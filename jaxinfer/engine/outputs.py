@@ -1,7 +1,6 @@
 """What a user gets back, under vLLM's names: ``RequestOutput`` and its parts.
 
-Owns: the records, and ``Collector``, which grows one from deltas. Must not know: tokenizers,
-schedulers, how the records are shown.
+Owns: the records, and ``Collector``, which grows one from deltas.
 """
 
 from __future__ import annotations

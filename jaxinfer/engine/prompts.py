@@ -1,7 +1,6 @@
 """The forms a prompt may come in, made one: text and token ids.
 
 Owns: ``Prompt`` and its parsing (vLLM's forms: a string, a list of ids, or a dict of either).
-Must not know: the engine, sampling.
 """
 
 from __future__ import annotations

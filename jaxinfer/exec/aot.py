@@ -1,8 +1,8 @@
 """The bundle: compiled executables on disk, so that the next start compiles nothing.
 
 Owns: the folder's layout (``manifest.json`` and one file for each executable), and what is said of
-a folder that is damaged or does not fit. Must not know: how executables are made or used, where
-folders are. A bundle holds code that is run: load only those of people you trust.
+a folder that is damaged or does not fit. A bundle holds code that is run: load only those of people
+you trust.
 """
 
 from __future__ import annotations

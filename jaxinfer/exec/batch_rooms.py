@@ -1,6 +1,6 @@
 """Rooms on a GPU that batches are copied into while the step before still runs.
 
-Owns: ``BatchRooms``. Must not know: what is in a batch, what a step is.
+Owns: ``BatchRooms``.
 """
 
 from __future__ import annotations

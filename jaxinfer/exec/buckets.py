@@ -1,6 +1,6 @@
 """The bucket table: which shapes are compiled; no step has another.
 
-Owns: the ladder of shapes. Must not know: jax, models, pages, devices.
+Owns: the ladder of shapes.
 """
 
 from __future__ import annotations

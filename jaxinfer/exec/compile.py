@@ -1,7 +1,7 @@
 """The executables of an engine: loaded from a bundle, which is compiled first if need be.
 
 Owns: ``Executables`` and the ways to get them: from a bundle, from the user's cache (which is
-folders of bundles) or by compiling. Must not know: requests, the scheduler, weights.
+folders of bundles) or by compiling.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What CUDA's driver alone tells or gives of a device.
 
-Owns: the calls of ``libcuda``, by ctypes. Must not know: what its answers are for.
+Owns: the calls of ``libcuda``, by ctypes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What an executable depends on, field by field: the reason why a bundle fits or does not.
 
-Owns: ``Fingerprint``, reading it here, and finding the field that differs. Must not know: files of
-a bundle, who refuses it.
+Owns: ``Fingerprint``, reading it here, and finding the field that differs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How many pages fit: the memory plan made before anything is loaded.
 
 Owns: ``MemoryPlan``, the arithmetic, the bound on a step's workspace, claiming it all from JAX's
-allocator, and making pages and slots. Must not know: who uses them.
+allocator, and making pages and slots.
 
 The number of pages is part of every compiled shape, so it must be known before any executable is,
 and the workspace before the number of pages. Compiling the largest step twice to learn it would

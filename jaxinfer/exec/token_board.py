@@ -1,7 +1,6 @@
 """Tokens in memory that the host and a GPU share, so that nobody has to ask the device for them.
 
-Owns: ``TokenBoard``: where a step is to write its tokens, and reading them there. Must not know:
-what writes them (``pallas_kernels.publish``), what a step is.
+Owns: ``TokenBoard``: where a step is to write its tokens, and reading them there.
 """
 
 from __future__ import annotations

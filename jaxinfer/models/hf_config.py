@@ -1,6 +1,6 @@
 """Reads Hugging Face ``config.json`` dictionaries; every error names the key and what is possible.
 
-Owns: typed access to keys. Must not know: which family asks, weights, the rope section.
+Owns: typed access to keys.
 """
 
 from __future__ import annotations

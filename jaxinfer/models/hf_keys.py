@@ -1,6 +1,6 @@
 """Which keys of a ``config.json`` change nothing, and what becomes of a key that no family reads.
 
-Owns: the lists, ``KeysRead`` and ``refuse_unread``. Must not know: what the other keys mean.
+Owns: the lists, ``KeysRead`` and ``refuse_unread``.
 
 A key that a family reads is honoured, or refused where it is read. Of the others, those that
 change nothing are listed here; one that is unknown and by its words changes what a layer computes

@@ -1,7 +1,6 @@
 """The rope section of a Hugging Face ``config.json``, in its old and new spellings.
 
 Owns: which keys each kind of scaling has, and what transformers derives where one is missing.
-Must not know: which family asks, weights.
 """
 
 from __future__ import annotations

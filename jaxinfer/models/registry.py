@@ -1,6 +1,6 @@
 """Which family serves which architecture; a family's module is imported when it is first asked for.
 
-Owns: the table, one line per architecture. Must not know: anything else about a family.
+Owns: the table, one line per architecture.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The ways a parameter is put together from checkpoint tensors; they move data, nothing else.
 
-Owns: the ``build`` functions of ``TensorRule``. Must not know: names, files, families.
+Owns: the ``build`` functions of ``TensorRule``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parameters by path ("layers_0/qkv") and as the nested dict that Flax applies.
 
-Owns: the two directions. Must not know: what the leaves are, Flax: see ``gqa.decoder``.
+Owns: the two directions.
 """
 
 from __future__ import annotations

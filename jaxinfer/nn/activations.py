@@ -1,7 +1,6 @@
 """The activations of feed-forward blocks, by name.
 
 Owns: ``ACTIVATIONS`` and the other names that Hugging Face's configs have for them.
-Must not know: config files, modules.
 """
 
 from __future__ import annotations

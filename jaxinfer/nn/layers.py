@@ -1,7 +1,7 @@
 """The small functions that decoders are made of: layer norm, embedding rows, the output head.
 
 Owns: numerics of these pieces. Statistics and logits are float32 whatever the dtype of weights and
-activations; results keep the input's dtype. Must not know: model families, attention, KV.
+activations; results keep the input's dtype.
 """
 
 from __future__ import annotations

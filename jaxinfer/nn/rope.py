@@ -2,7 +2,7 @@
 
 Owns: ``RopeConfig``, the known scalings, how long a context each allows, ``rope_tables``. The
 rotation itself, in the half-split layout of Hugging Face checkpoints, is
-``pallas_kernels.numerics.rotate``. Must not know: config files, model families.
+``pallas_kernels.numerics.rotate``.
 
 The cache holds rotated keys, so that a position has the same frequencies for as long as an engine
 runs. Two scalings (``DynamicScaling``, ``LongRopeScaling``) follow the length of the sequence; here

@@ -1,7 +1,6 @@
 """What a finished step changes: known tokens, ended sequences, pages that can be shared.
 
 Owns: matching results to sequences by (request_id, epoch), and the rules of ending.
-Must not know: how steps are chosen.
 """
 
 from __future__ import annotations

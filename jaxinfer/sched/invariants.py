@@ -1,7 +1,6 @@
 """What must hold of every state between calls, checked the slow and plain way.
 
 Owns: ``check``. For tests and for finding bugs; the engine does not call it in service.
-Must not know: how a state came about.
 """
 
 from __future__ import annotations

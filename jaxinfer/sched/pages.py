@@ -12,7 +12,6 @@ Both free places are append-only logs with a head, so popping and pushing cost O
 value stays as it was. A page that is shared again leaves a stale entry in the cached log;
 ``stamps`` tells which entry counts. Decoding takes pages without writing to either array, since
 copying arrays of the whole pool would cost more than all the rest of a step.
-Must not know: sequences, tokens, steps.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the hash. The digest of a page covers the salt and every token up to the page's end, so equal
 digests mean equal KV. The chain is vLLM's idea (automatic prefix caching).
-Must not know: which page holds what (``pages``), when pages are looked up (``admit``).
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ With ``prefill_first`` a planned step may leave decodes out, the first one too, 
 wait or prefill. It then computes for the first of those that prefill, and ends its prefill or gives
 it a chunk, so it adds ``cdiv(tokens, chunk)`` steps for every request that arrives before the k-th
 ends: no more for a batch, but a stream of arrivals that never stops has no bound.
-
-Must not know: what an event's sender or a plan's executor does.
 """
 
 from __future__ import annotations

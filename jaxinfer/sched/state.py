@@ -1,7 +1,6 @@
 """What the scheduler remembers: ``Sequence``, ``SchedulerState``, and ``Draft``, its next value.
 
 Owns: the records and the moves of a sequence between waiting, running and gone.
-Must not know: why a sequence moves (``commit``, ``admit``, ``choose``).
 """
 
 from __future__ import annotations

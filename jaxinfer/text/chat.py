@@ -1,7 +1,7 @@
 """Chat templates: a list of messages becomes one prompt string.
 
-Owns: the Jinja environment, as Hugging Face's transformers defines it.
-Must not know: token ids. The clock comes from the caller.
+Owns: the Jinja environment, as Hugging Face's transformers defines it. The clock comes from the
+caller.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Text from a growing sequence of tokens: ``IncrementalDetokenizer`` and ``StopStrings``.
 
 Owns: which characters are final and may be shown. Both are state of one sequence.
-Must not know: requests, the engine, how the text is sent.
 """
 
 from __future__ import annotations

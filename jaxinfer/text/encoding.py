@@ -1,6 +1,6 @@
 """What a call of a tokenizer gives and takes, under transformers' names.
 
-Owns: ``Encoding``, the options that are not supported. Must not know: the tokenizer.
+Owns: ``Encoding``, the options that are not supported.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Templates differ in what they do with a call's arguments, with a content that is
 with a content in parts; nothing in a model's files says which.
 
 Owns: the trials, and bringing messages into the form that the template takes.
-Must not know: how a template is rendered.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The special tokens of a GGUF vocabulary: which ids have a role, and which ids end a text.
 
 Owns: the ids that ``tokenizer.ggml.*_token_id`` keys name, their defaults, and the rule of ends.
-Must not know: GGUF files themselves, how texts are tokenized.
 
 Source of the rules: ``llama_vocab::impl::load`` in llama.cpp's src/llama-vocab.cpp.
 """

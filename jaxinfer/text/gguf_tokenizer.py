@@ -1,7 +1,6 @@
 """A tokenizer from the metadata of a GGUF file.
 
 Owns: what the ``tokenizer.ggml.*`` keys mean, as llama.cpp defines them.
-Must not know: GGUF files themselves; the metadata comes as a mapping of plain Python values.
 """
 
 from __future__ import annotations

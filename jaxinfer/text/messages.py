@@ -1,6 +1,6 @@
 """The messages of a chat in one form, whatever of OpenAI's optional fields a client sends.
 
-Owns: what a message must and may hold. Must not know: templates and what they expect.
+Owns: what a message must and may hold.
 """
 
 from __future__ import annotations

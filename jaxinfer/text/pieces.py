@@ -1,7 +1,6 @@
 """What one token adds to the text, as bytes.
 
 Owns: reading a tokenizer's decoder into a rule that maps each token to its bytes alone.
-Must not know: sequences, streams, prompts.
 """
 
 from __future__ import annotations

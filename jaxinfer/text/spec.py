@@ -1,7 +1,6 @@
 """What a tokenizer is made of, before it is made.
 
-Owns: ``TokenizerSpec``. Must not know: the libraries that read it, Jinja among them: importing
-those waits until somebody does.
+Owns: ``TokenizerSpec``.
 """
 
 from __future__ import annotations

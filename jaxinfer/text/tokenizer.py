@@ -1,7 +1,6 @@
 """Token ids from text and back: ``Tokenizer``, over Hugging Face's ``tokenizers`` library.
 
 Owns: one model's vocabulary, its special tokens and its chat template.
-Must not know: where the files came from (weights), what a request is (core), who decodes (engine).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What a model's files say about its special tokens and chat templates.
 
 Owns: the forms of these entries, and which file wins, as in transformers.
-Must not know: where the files are (weights), the vocabulary, Jinja.
 """
 
 from __future__ import annotations

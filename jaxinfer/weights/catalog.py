@@ -1,6 +1,6 @@
 """Short names of known models: one TOML file each, shipped with the package.
 
-Owns: finding and reading the files. Must not know: how a source is downloaded.
+Owns: finding and reading the files.
 """
 
 from __future__ import annotations

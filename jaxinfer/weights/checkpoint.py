@@ -1,7 +1,6 @@
 """What a checkpoint is to the loader: named tensors with known shapes, read one at a time.
 
 Owns: the ``Checkpoint`` protocol, ``TensorInfo`` and reading a byte range of a file.
-Must not know: file formats, models, devices.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The cache of converted weights: dequantised, laid out and cast as one model needs them.
 
-Owns: the form of a cache entry, written and read with Orbax. Must not know: GGUF, tensor names.
+Owns: the form of a cache entry, written and read with Orbax.
 
 An entry holds ``manifest.json`` and one Orbax checkpoint per group of parameters. Groups of some
 64 MiB are built, put on the device and saved one after another, so host memory holds one group

@@ -1,6 +1,6 @@
 """Random weights for a model of which only the config is known: tests of speed and memory.
 
-Owns: how a parameter's name decides its values. Must not know: checkpoints.
+Owns: how a parameter's name decides its values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A GGUF file as a ``Checkpoint``: Hugging Face names, shapes and layout, dequantised on reading.
 
-Owns: reading and dequantising. Must not know: the header's encoding, model families.
+Owns: reading and dequantising.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A Hugging Face config from GGUF metadata.
 
 Owns: one function per GGUF architecture, and which keys become which of config.json and
-generation_config.json. Must not know: tensor data formats.
+generation_config.json.
 """
 
 from __future__ import annotations

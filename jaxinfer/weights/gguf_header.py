@@ -1,7 +1,6 @@
 """The header of a GGUF file: its metadata and where each tensor lies.
 
 Owns: parsing, and checking that the file holds what its header promises.
-Must not know: architectures, Hugging Face names.
 
 The ``gguf`` package reads headers too, but makes a numpy view per vocabulary string, which takes
 seconds; this reader takes a tenth of one and so needs no cache of its own.

@@ -1,7 +1,6 @@
 """GGUF metadata keys that no config key answers to: which may be there, and with which values.
 
 Owns: the lists of keys, and the refusal of every key of the architecture that is in none of them.
-Must not know: config.json, tensors, the tokenizer (see ``text.gguf_tokenizer``).
 
 A key of the architecture (``llama.*`` in a file of llama) describes what the model computes. It is
 read by ``gguf_config`` or ``gguf_rope``, or listed here; any other one is refused by its name,

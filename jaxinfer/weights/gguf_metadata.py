@@ -1,7 +1,6 @@
 """Typed access to the metadata of one architecture, which remembers what has been read.
 
 Owns: checking types and ranges; every error names the file and the key.
-Must not know: what a key means.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GGUF's names for tensors, Hugging Face's names for the same, and how their layouts differ.
 
-Owns: one ``NameTable`` per GGUF architecture. Must not know: files, dtypes, devices.
-Source: the conversion scripts of llama.cpp (``convert_hf_to_gguf.py``), read backwards.
+Owns: one ``NameTable`` per GGUF architecture. Source: the conversion scripts of llama.cpp
+(``convert_hf_to_gguf.py``), read backwards.
 """
 
 from __future__ import annotations

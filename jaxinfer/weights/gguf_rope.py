@@ -1,8 +1,7 @@
 """Rotary embeddings in GGUF: their metadata keys and the tensor rope_freqs.weight, read as a
 config.json's ``rope_scaling``.
 
-Owns: what each ``rope.*`` key means, the older names among them. Must not know: how rope is
-computed beyond comparing frequencies, tensor data formats.
+Owns: what each ``rope.*`` key means, the older names among them.
 
 Source: ``load_hparams`` in llama.cpp's src/llama-model.cpp, ``llama_context`` for YaRN's factors,
 ``ggml_rope_ext`` for what multiplies what.

@@ -1,6 +1,6 @@
 """From a ``ModelSource`` to parameters on the device.
 
-Owns: ``load_params``. Must not know: file formats, how a cache entry looks.
+Owns: ``load_params``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Matches a model's tensor rules with a checkpoint, before any data is read.
 
-Owns: names, shapes, dtypes and completeness. Must not know: file formats, devices, the cache.
+Owns: names, shapes, dtypes and completeness.
 """
 
 from __future__ import annotations

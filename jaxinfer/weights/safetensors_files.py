@@ -1,8 +1,7 @@
 """Safetensors checkpoints: one file, or shards listed by an index.
 
-Owns: the file header, the index, and which files of a folder belong to the checkpoint.
-Must not know: models, config.json, the cache.
-Format: https://github.com/huggingface/safetensors (8 bytes header length, JSON header, data).
+Owns: the file header, the index, and which files of a folder belong to the checkpoint. Format:
+https://github.com/huggingface/safetensors (8 bytes header length, JSON header, data).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Model references: what the user names, and the ``ModelSource`` it stands for.
 
-Owns: the forms of a reference and their order. Must not know: parameters, devices.
+Owns: the forms of a reference and their order.
 
     smollm2-135m-instruct                a short name from ``configs/models``
     pypi:PACKAGE==VERSION/FILE           a GGUF file inside a package-index wheel, see ``wheel``

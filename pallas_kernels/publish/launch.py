@@ -1,6 +1,6 @@
 """Which calls the Triton kernel of publish takes.
 
-Needs no Triton, so that a machine without it can ask. Must not know: the kernel.
+Needs no Triton, so that a machine without it can ask.
 """
 
 from __future__ import annotations

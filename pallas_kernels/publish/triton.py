@@ -1,6 +1,4 @@
-"""publish in Triton: one launch, the same machine code for any number of rows. Must not know: whose
-memory it writes to.
-"""
+"""publish in Triton: one launch, the same machine code for any number of rows."""
 
 from __future__ import annotations
 

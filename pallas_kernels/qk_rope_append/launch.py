@@ -1,6 +1,6 @@
 """Which calls the Triton kernel of qk_rope_append takes, and how it cuts them up.
 
-Needs no Triton, so that a machine without it can ask. Must not know: the kernel.
+Needs no Triton, so that a machine without it can ask.
 """
 
 from __future__ import annotations

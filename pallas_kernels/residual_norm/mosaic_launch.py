@@ -1,7 +1,6 @@
 """Which calls the Mosaic kernel of residual_norm takes.
 
-Owns: ``supports``, ``results`` and how a row is cut up, for ``norm_gemm``, too. Must not know: the
-kernel.
+Owns: ``supports``, ``results`` and how a row is cut up, for ``norm_gemm``, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A row's token where few of its logits matter, in Triton, by one program a row.
 
 Owns: a row's first level, the list of what reaches it, and the choice from a short list, which
-stays in registers from its search to its draw. Must not know: what is done with the other rows.
+stays in registers from its search to its draw.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which calls the Triton kernels of sample take, and how they cut them up.
 
-Needs no Triton, so that a machine without it can ask. Must not know: the kernels.
+Needs no Triton, so that a machine without it can ask.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Searches in Triton over the bits of a float, and what a row's blocks say of its threshold.
 
-Owns: keys that compare as floats do, and levels that a threshold cannot be below. Must not know:
-where logits lie.
+Owns: keys that compare as floats do, and levels that a threshold cannot be below.
 """
 
 from __future__ import annotations

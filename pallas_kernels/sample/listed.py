@@ -1,8 +1,7 @@
 """A row's threshold, and where they are all there is its token, from a list of logits, in Triton.
 
 Owns: the search of such a list, or of the whole row where the list overflowed, by one program a
-row. Probabilities are added as integers, whose sum has no order. Must not know: how the list came
-about.
+row. Probabilities are added as integers, whose sum has no order.
 """
 
 from __future__ import annotations

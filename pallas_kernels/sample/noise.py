@@ -1,6 +1,6 @@
 """Gumbel noise in Triton, and which of two tokens wins with it.
 
-Owns: the noise of a token id under a row's key. Must not know: logits, where thresholds come from.
+Owns: the noise of a token id under a row's key.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Calls of the API of a running server, over HTTP.
 
 Owns: ``ask`` for an answer, ``events`` for a stream, ``refusal`` for an error.
-Must not know: what is tested with them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Modules that are compiled once for all tests of a process.
 
-Owns: ``compiled_once``. Must not know: who compiles, or why.
+Owns: ``compiled_once``.
 """
 
 from __future__ import annotations

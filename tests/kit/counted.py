@@ -1,6 +1,6 @@
 """Executables that count their calls.
 
-Owns: ``Counted``. Must not know: engines.
+Owns: ``Counted``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Talking to an engine in a process of its own.
 
-Owns: ``talk`` and ``answer``. Must not know: which engine runs there.
+Owns: ``talk`` and ``answer``.
 """
 
 from __future__ import annotations

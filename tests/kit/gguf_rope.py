@@ -1,7 +1,7 @@
 """Tiny GGUF files whose metadata scales rope in every way that llama.cpp reads.
 
 Owns: the cases, and the tokens on which they are compared. Run as a program, it writes the files
-into a folder for ``golden/make_gguf_rope.py``. Must not know: what is compared.
+into a folder for ``golden/make_gguf_rope.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The golden greedy answers of SmolLM2, as arrays.
 
-Owns: reading them. Must not know: what is compared with them.
+Owns: reading them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a reference names, resolved as the engine does it.
 
-Owns: ``resolve``, and ``load`` as far as headers allow. Must not know: how files are made.
+Owns: ``resolve``, and ``load`` as far as headers allow.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What tests share that ask one server with the official ``openai`` client.
 
-Owns: how that server is set, a chat to begin with, ``endless``. Must not know: who starts it.
+Owns: how that server is set, a chat to begin with, ``endless``.
 """
 
 from __future__ import annotations

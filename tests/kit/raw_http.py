@@ -1,6 +1,6 @@
 """HTTP by hand: clients that vanish, dawdle, or send what no library would.
 
-Owns: ``RawClient``, and reading event streams. Must not know: which server answers.
+Owns: ``RawClient``, and reading event streams.
 """
 
 from __future__ import annotations

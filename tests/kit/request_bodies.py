@@ -1,6 +1,6 @@
 """Bodies of requests, read as the server reads them.
 
-Owns: the least bodies, ``read`` and ``refusal``. Must not know: HTTP, or who answers.
+Owns: the least bodies, ``read`` and ``refusal``.
 """
 
 from __future__ import annotations

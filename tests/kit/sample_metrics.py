@@ -1,6 +1,6 @@
 """Metrics of a server to which much has happened, and what they export.
 
-Owns: the events, ``busy_metrics``, and reading series. Must not know: what is expected of them.
+Owns: the events, ``busy_metrics``, and reading series.
 """
 
 from __future__ import annotations

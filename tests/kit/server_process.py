@@ -1,6 +1,6 @@
 """``jaxinfer serve`` in a process of its own, over a simulated device or a model on disk.
 
-Owns: ``ServerProcess`` and the commands that start one. Must not know: what is tested with it.
+Owns: ``ServerProcess`` and the commands that start one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A device that takes its time: scripted tokens, steps of a given length, nothing computed.
 
 Owns: ``SimExecutor``, ``sim_engine``, and a program for ``EngineProcess`` that runs one
-(``SIM_PROGRAM``). What is left of an engine's step is the host's own work. Must not know: jax.
+(``SIM_PROGRAM``). What is left of an engine's step is the host's own work.
 """
 
 from __future__ import annotations

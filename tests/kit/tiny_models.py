@@ -1,6 +1,6 @@
 """A tiny random model for each architecture: data, so that tests run over all of them.
 
-Owns: the configs and the random parameters. Must not know: what is tested with them.
+Owns: the configs and the random parameters.
 """
 
 from __future__ import annotations

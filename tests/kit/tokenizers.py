@@ -1,6 +1,6 @@
 """Tokenizers for tests: a hermetic byte-level one, and the real ones under tests/data/tokenizers.
 
-Owns: building and reading them. Must not know: what is tested with them.
+Owns: building and reading them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The memory of a launch in Triton's interpreter, which must not leave its arrays.
 
 On a GPU an access beyond an array mostly reaches another array of the process, and nobody notices
-until an allocator leaves a hole there. Here it is an error. Must not know: how kernels are run.
+until an allocator leaves a hole there. Here it is an error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An executor around another one: it notes the plans, holds steps back and fails when told to.
 
-Owns: ``WatchedExecutor`` and ``watched_engine``. Must not know: how steps are computed.
+Owns: ``WatchedExecutor`` and ``watched_engine``.
 """
 
 from __future__ import annotations

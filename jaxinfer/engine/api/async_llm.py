@@ -1,7 +1,6 @@
 """The streaming API: ``async for output in llm.generate(...)``, many requests at once.
 
 Owns: ``AsyncLLM``, an engine on a thread of this process for callers of one asyncio loop.
-Must not know: HTTP.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: ``interrupts_deferred``. Python raises KeyboardInterrupt between any two instructions; inside
 a turn that could lose a step whose tokens the scheduler still waits for, and the engine with it.
-Must not know: the engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """vLLM's constructor arguments, for scripts that only change their import.
 
 Owns: which of vLLM's names mean something here, which are neutral, which are refused with advice.
-Must not know: what the settings do.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: what the process does with the socket ``FD``: build what is asked for, run it, and end as soon
 as the server's process has gone, whatever it is at.
-Must not know: asyncio, HTTP, how it was started.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One asyncio loop's side of an engine that runs elsewhere: streams in, streams out.
 
-Owns: ``EngineClient`` and its ``Stream``: which requests are open and which of them still wait,
-the routing of news to readers, and the wake of the loop (one for each step, not one a token).
-Must not know: jax, where the engine runs (a ``Link`` does), HTTP.
+Owns: ``EngineClient`` and its ``Stream``: which requests are open and which of them still wait, the
+routing of news to readers, and the wake of the loop (one for each step, not one a token).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What is asked of a running engine, whichever thread or process it runs on.
 
 Owns: the commands: plain records that may cross to another thread or process.
-Must not know: jax, who sends them.
 """
 
 from __future__ import annotations

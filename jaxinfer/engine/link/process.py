@@ -1,7 +1,6 @@
 """An engine in a process of its own, so that nothing the server does takes the GIL from its loop.
 
 Owns: ``EngineProcess``: ordering, following and ending that process (``spawn`` starts it).
-Must not know: jax (this side never imports it), asyncio, HTTP.
 """
 
 from __future__ import annotations

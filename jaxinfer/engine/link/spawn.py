@@ -2,7 +2,6 @@
 
 Owns: ``spawn``, the command and the socket. A module of its own, which imports nothing that takes
 long, so that the other process can come first and both import at the same time.
-Must not know: what is said over the socket, what the process is for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine on its own thread of this process: an inbox of commands in, news out.
 
 Owns: ``EngineThread``. Everything that changes the engine runs on the thread; callers only put
-commands into the inbox. Must not know: asyncio, HTTP, prompts.
+commands into the inbox.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the records that cross, their form as bytes (msgpack, each frame behind its length), and
 ``Channel``, which sends without ever making the sender wait.
-Must not know: jax, who listens, what a message brings about.
 """
 
 from __future__ import annotations

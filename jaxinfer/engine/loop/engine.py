@@ -1,7 +1,6 @@
 """The engine: validated requests in, deltas out. Drives the loop; one thread at a time.
 
 Owns: the seeds of unseeded requests, the n sequences of a request, late-compile watching, counters.
-Must not know: how it was built, sockets, files.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: a counter fed by jax's own compile events. Buckets cannot compile late (a compiled function
 refuses any other shape), so what this catches is host code with a jax operation in a turn.
-Must not know: what is compiled.
 """
 
 from __future__ import annotations

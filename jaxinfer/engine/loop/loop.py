@@ -2,7 +2,6 @@
 
 Owns: the scheduler's state, the steps in flight, and the order of a turn. With overlap, step n + 1
 is planned and launched before step n's tokens are read, so the host works while the device does.
-Must not know: text, users, threads.
 """
 
 from __future__ import annotations

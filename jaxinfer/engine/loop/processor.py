@@ -1,6 +1,6 @@
 """Token events of one sequence become text: detokenize, find stop strings, decode logprobs.
 
-Owns: ``SequenceProcessor``. Must not know: the scheduler's state, who reads the deltas.
+Owns: ``SequenceProcessor``.
 """
 
 from __future__ import annotations

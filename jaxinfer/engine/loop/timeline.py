@@ -2,7 +2,6 @@
 
 Owns: the engine's clock. A sequence's times follow it from arrival to its end; a step's time is
 what it added to the run: with overlap it is launched early and starts when its predecessor ends.
-Must not know: text, threads, who reads the records.
 """
 
 from __future__ import annotations

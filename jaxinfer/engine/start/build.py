@@ -1,7 +1,7 @@
 """From settings to a running engine: find the model, plan memory, load, run.
 
 Owns: the order of start-up (everything is checked before anything slow begins) and the defaults
-that depend on the device. Must not know: what is loaded beside what, requests, users.
+that depend on the device.
 """
 
 from __future__ import annotations

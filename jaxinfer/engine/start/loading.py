@@ -1,7 +1,7 @@
 """What an engine needs in memory: executables, weights, pages and slots, and what of it is made
 beside what.
 
-Owns: ``load``. Must not know: how a plan was made, what runs in the engine.
+Owns: ``load``.
 """
 
 from __future__ import annotations

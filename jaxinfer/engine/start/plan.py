@@ -1,6 +1,6 @@
 """What is decided before anything is loaded.
 
-Owns: ``EnginePlan``. Must not know: how it is made, what is done with it.
+Owns: ``EnginePlan``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Progress on stderr: bars on a terminal, else a line for each finished task, and while it is long.
 
-Owns: the two drawings of ``core.progress.Progress``. Must not know: what is in progress.
+Owns: the two drawings of ``core.progress.Progress``.
 """
 
 from __future__ import annotations

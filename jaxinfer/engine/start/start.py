@@ -1,7 +1,7 @@
 """The way to an engine in a process that has not imported JAX yet, which takes over a second.
 
 Owns: ``start_engine`` and ``backend_starting``: JAX's backend starts while Python imports. A GPU's
-takes most of a second that needs no GIL. Must not know: how an engine is built.
+takes most of a second that needs no GIL.
 """
 
 from __future__ import annotations

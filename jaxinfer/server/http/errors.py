@@ -1,7 +1,6 @@
 """What goes wrong, as OpenAI's clients read it: a status and ``{"error": {...}}``.
 
 Owns: ``ApiError``, its JSON form, and how the engine's errors become one.
-Must not know: Starlette, the requests' fields beyond their names.
 """
 
 from __future__ import annotations

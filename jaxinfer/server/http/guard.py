@@ -1,7 +1,7 @@
 """What every request passes on its way in: a label, CORS, the API key, the limits of its body.
 
 Owns: plain ASGI layers around the app and their order. Nothing here buffers answers, so streams and
-disconnects pass unchanged. Must not know: routes other than those that need no key, schemas.
+disconnects pass unchanged.
 """
 
 from __future__ import annotations

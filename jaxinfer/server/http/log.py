@@ -1,7 +1,6 @@
 """The server's log: one event a line, as JSON or as ``key=value`` text.
 
 Owns: the form of a line, and what is told about a request: counts and parameters, never its text.
-Must not know: who logs what when.
 """
 
 from __future__ import annotations

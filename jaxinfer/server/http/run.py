@@ -1,7 +1,7 @@
 """The server's life: sockets, TLS, loading behind an open port, and an orderly end.
 
 Owns: uvicorn and the signals. The port is taken before the model is loaded, so that a taken one
-fails at once. Must not know: routes, how the engine is built.
+fails at once.
 """
 
 from __future__ import annotations

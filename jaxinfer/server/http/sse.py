@@ -3,7 +3,6 @@
 Owns: framing, the response's headers, how a failure is told before and after the first event, and
 what happens when the client goes away. The response is not cancelled then: ``close`` ends its
 answer, so reading ends by itself and its pages are free after the engine's next step.
-Must not know: what the events say.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From the numbers to Prometheus's families, under vLLM's series names.
 
 Owns: the names, types and labels of gauges and counters, and the ``Exporter`` that
-prometheus_client calls at each scrape. Must not know: who feeds the numbers, HTTP.
+prometheus_client calls at each scrape.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: ``Metrics`` and the record of a finished request. Everything is called in the event loop and
 is cheap there: a step costs microseconds, however many sequences it served, because the engine
 counts for itself. Nothing is global: two servers of one process count apart.
-Must not know: jax, handlers, the exposition formats (prometheus_client does).
 """
 
 from __future__ import annotations

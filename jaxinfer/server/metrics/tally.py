@@ -1,7 +1,7 @@
 """All numbers behind ``/metrics`` and ``/stats``, as one record that grows.
 
 Owns: ``Tally``: the engine's last counters, what the server counts itself, and the histograms with
-their names. Must not know: who feeds it, the exposition formats.
+their names.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: ``Histogram``, ``HistogramFamily``, ``Rates``, the bucket bounds. One thread feeds and reads
 them; prometheus_client's own histogram locks twice per value, takes one value at a time and cannot
-be read back, which ``/stats`` needs. Must not know: the engine, HTTP, the exposition formats.
+be read back, which ``/stats`` needs.
 """
 
 from __future__ import annotations

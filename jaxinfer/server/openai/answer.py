@@ -1,7 +1,7 @@
 """One HTTP request's answer: several prompts, each with n completions, read as one.
 
 Owns: ``Answer``: the streams of a request, its deadline, the ways it can end early, and what the
-metrics are told about it. Must not know: JSON, SSE, sockets.
+metrics are told about it.
 """
 
 from __future__ import annotations

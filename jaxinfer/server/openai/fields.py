@@ -2,7 +2,6 @@
 
 Owns: names, defaults, bounds and descriptions (vLLM's and OpenAI's; the bounds come from
 ``core.request``), the fields that are known and not supported, and ``to_sampling``.
-Must not know: prompts and chats (``schema`` does), HTTP.
 """
 
 from __future__ import annotations

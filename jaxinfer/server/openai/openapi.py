@@ -1,7 +1,7 @@
 """``/openapi.json``: what every route takes and answers, as OpenAPI 3.1.
 
-Owns: the table of operations and the document made from it and from the structs.
-Must not know: the handlers. A route that has no operation cannot be described: ``KeyError``.
+Owns: the table of operations and the document made from it and from the structs. A route that has
+no operation cannot be described: ``KeyError``.
 """
 
 from __future__ import annotations

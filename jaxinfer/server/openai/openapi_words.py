@@ -1,6 +1,6 @@
 """What the fields of answers mean, for ``/openapi.json``; a name means the same in every answer.
 
-Owns: the words. Must not know: the structs (their requests' fields describe themselves).
+Owns: the words.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """A body becomes a request, or an error that names the field.
 
 Owns: JSON, wording, the paths of fields, unknown and unsupported fields.
-Must not know: what the fields mean.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The answers of each endpoint, field for field as OpenAI's clients (and vLLM's) read them.
 
-Owns: the structs and their encoding. Must not know: the engine beyond its records, HTTP.
+Owns: the structs and their encoding.
 
 A field of type ``UnsetType`` is left out of the JSON until it is set; None is sent as null.
 """

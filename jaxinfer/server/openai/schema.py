@@ -1,7 +1,6 @@
 """The requests of each endpoint.
 
 Owns: their structs, the fields only one of them has, and the checks across fields.
-Must not know: JSON and its errors (``parse`` does), HTTP, the engine.
 """
 
 from __future__ import annotations

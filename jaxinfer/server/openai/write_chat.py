@@ -1,6 +1,6 @@
 """How ``/v1/chat/completions`` is written, whole and as events.
 
-Owns: ``ChatWriter``. Must not know: queues, sockets.
+Owns: ``ChatWriter``.
 """
 
 from __future__ import annotations

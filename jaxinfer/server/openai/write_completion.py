@@ -1,6 +1,6 @@
 """How ``/v1/completions`` is written, whole and as events.
 
-Owns: ``CompletionWriter``. Must not know: queues, sockets.
+Owns: ``CompletionWriter``.
 """
 
 from __future__ import annotations

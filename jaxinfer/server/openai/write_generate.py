@@ -1,6 +1,6 @@
 """How ``/v1/generate`` is written, whole and as events.
 
-Owns: ``GenerateWriter``. Must not know: queues, sockets.
+Owns: ``GenerateWriter``.
 """
 
 from __future__ import annotations

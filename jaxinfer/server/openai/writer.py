@@ -2,7 +2,6 @@
 
 Owns: the ``Writer`` protocol, what every reply and every event of it carries, and logprobs in
 OpenAI's two forms.
-Must not know: routes, queues, sockets.
 """
 
 from __future__ import annotations

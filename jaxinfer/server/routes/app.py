@@ -1,6 +1,6 @@
 """The application: routes, and what answers where there is none.
 
-Owns: the table of routes. Must not know: how any of them answers.
+Owns: the table of routes.
 """
 
 from __future__ import annotations

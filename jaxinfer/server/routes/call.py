@@ -1,7 +1,7 @@
 """One HTTP request on its way through a handler.
 
 Owns: ``Call`` (what a handler is given), ``Endpoint`` (a handler as an ASGI app: errors become
-JSON, times become metrics) and how handlers answer. Must not know: which routes exist.
+JSON, times become metrics) and how handlers answer.
 """
 
 from __future__ import annotations

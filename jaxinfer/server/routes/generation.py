@@ -1,7 +1,6 @@
 """``/v1/completions``, ``/v1/chat/completions`` and ``/v1/generate``.
 
 Owns: the order of each: parse, make prompts, enter the queue, answer whole or as a stream.
-Must not know: how an answer is written (``writer`` and the ``write_`` modules).
 """
 
 from __future__ import annotations

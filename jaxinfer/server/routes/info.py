@@ -1,6 +1,6 @@
 """Routes that tell about the server: health, readiness, models, counters, versions.
 
-Owns: those handlers. Must not know: generation.
+Owns: those handlers.
 """
 
 from __future__ import annotations

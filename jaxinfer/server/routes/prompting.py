@@ -1,6 +1,6 @@
 """What a request asks about becomes token ids.
 
-Owns: the chat options and their guards, and truncation. Must not know: sampling, answers.
+Owns: the chat options and their guards, and truncation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What all handlers share: the engine's client, the settings, and the way into the queue.
 
 Owns: ``Service``: texts to token ids, who may enter, which answers are open, and the end of all.
-Must not know: routes, JSON, SSE.
 """
 
 from __future__ import annotations

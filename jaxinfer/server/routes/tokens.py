@@ -1,6 +1,6 @@
 """``/tokenize`` and ``/detokenize``.
 
-Owns: those handlers. Must not know: the engine.
+Owns: those handlers.
 """
 
 from __future__ import annotations
