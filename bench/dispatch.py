@@ -42,10 +42,10 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.step import StepPlan
 from jaxinfer.engine.start.build import plan_engine
-from jaxinfer.exec.batch import pack
-from jaxinfer.exec.forward import flat_params
-from jaxinfer.exec.memory import init_state
-from jaxinfer.exec.program import Program
+from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.run.device_memory import init_state
+from jaxinfer.exec.step.batch import pack
+from jaxinfer.exec.step.forward import flat_params
 from jaxinfer.weights.load import load_params
 
 CALLS = ("leaves", "step", "resident")

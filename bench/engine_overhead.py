@@ -27,13 +27,13 @@ from jaxinfer.core.step import Pages, ScheduledSeq, StepPlan
 from jaxinfer.engine.loop import loop as loop_module
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.start.build import model_facts, plan_engine
-from jaxinfer.exec import executor as executor_module
-from jaxinfer.exec.batch import pack
-from jaxinfer.exec.compile import Executables, build_executables, cached_bundle
-from jaxinfer.exec.executor import Executor, InFlight
-from jaxinfer.exec.forward import flat_params
-from jaxinfer.exec.memory import init_state
-from jaxinfer.exec.program import Program
+from jaxinfer.exec.compile.build import Executables, build_executables, cached_bundle
+from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.run import executor as executor_module
+from jaxinfer.exec.run.device_memory import init_state
+from jaxinfer.exec.run.executor import Executor, InFlight
+from jaxinfer.exec.step.batch import pack
+from jaxinfer.exec.step.forward import flat_params
 from jaxinfer.models.base import Params
 from jaxinfer.sched.choose import smallest_bucket
 from jaxinfer.weights.load import load_params
@@ -179,11 +179,11 @@ def build_parts(gguf: Path) -> tuple[Engine, Executor, BareSteps]:
     plan, progress = plan_engine(config), NoProgress()
     program = Program(plan.model, plan.limits, pins=plan.pins)
     folder = cached_bundle(program, plan.cache_dir / "executables")
-    executables = build_executables(program, folder=folder, progress=progress)
+    executables = build_executables(program, folder=folder, memory=plan.memory, progress=progress)
     params = load_params(
         plan.model, plan.source, cache_dir=plan.cache_dir, seed=plan.config.seed, progress=progress
     )
-    executor = Executor(program, executables, params, *init_state(program))
+    executor = Executor(program, plan.placement, executables, params, *init_state(program))
     executor.warm_up()
     engine = Engine(executor, plan.limits, model_facts(plan), plan.tokenizer)
     return engine, executor, BareSteps(program, executables, params)

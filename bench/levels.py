@@ -28,7 +28,7 @@ from jaxinfer.core.config import Limits
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.step import Arrive, Event, RowResult, StepPlan, StepResult
 from jaxinfer.engine.loop.loop import EngineLoop
-from jaxinfer.exec.buckets import bucket_table
+from jaxinfer.exec.compile.buckets import bucket_table
 
 SIZES = Path(__file__).parent.parent / "configs" / "engine" / "gpu.toml"
 NUM_PAGES, MAX_MODEL_LEN = 52_000, 16_384

@@ -113,7 +113,7 @@ def _devices() -> Iterator[Finding]:
     try:
         import jax
 
-        from jaxinfer.exec.memory import device_memory
+        from jaxinfer.exec.run.device_memory import device_memory
 
         devices = jax.devices()
     except Exception as error:  # jax has no class of its own for this

@@ -19,8 +19,8 @@ def describe(folder: Path) -> dict[str, Any]:
     import msgspec
 
     from jaxinfer.engine.start.build import check_device
-    from jaxinfer.exec.aot import open_bundle
-    from jaxinfer.exec.fingerprint import differences, of_machine
+    from jaxinfer.exec.compile.bundle import open_bundle
+    from jaxinfer.exec.compile.fingerprint import differences, of_machine
 
     manifest = open_bundle(folder).manifest
     check_device()

@@ -60,7 +60,7 @@ class EngineConfig:
     Sizes are tokens unless said. ``None`` means "derived from the model and the device".
     ``max_num_batched_tokens`` bounds the prompt tokens of one step (the chunk of chunked prefill),
     ``max_num_mixed_tokens`` those of a step in which rows decode too, fewer beside very many rows
-    (``exec.buckets``); None is the same. Decoding
+    (``exec.compile.buckets``); None is the same. Decoding
     rows ride along in addition, so a step never stalls them for more than that: the more, the
     sooner a first token for those who wait, the later the next one for those who have begun.
     ``decode_bucket_start``: decode steps are compiled for 1, start, 2 * start, ... rows.

@@ -19,7 +19,7 @@ from bench.engine_overhead import decode_plan
 from bench.peer_process import PeerProcess, PeerUnavailable, Run
 from bench.throughput import Measured, agreement, in_turn, measure, paired_ratio, spread
 from jaxinfer.core.config import Limits
-from jaxinfer.exec.buckets import bucket_table
+from jaxinfer.exec.compile.buckets import bucket_table
 
 FAKE = Path(__file__).parent / "fake_peer.py"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import dispatch
-from jaxinfer.exec.program import Program
+from jaxinfer.exec.compile.program import Program
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_model
 

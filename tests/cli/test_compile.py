@@ -14,9 +14,9 @@ from click.testing import CliRunner, Result
 from jaxinfer.cli.main import cli
 from jaxinfer.core.errors import CacheError, ConfigError
 from jaxinfer.engine.api.llm import LLM
-from jaxinfer.exec import aot
-from jaxinfer.exec import compile as exec_compile
-from jaxinfer.exec.aot import tuned_choices
+from jaxinfer.exec.compile import build as exec_compile
+from jaxinfer.exec.compile import bundle as bundles
+from jaxinfer.exec.compile.bundle import tuned_choices
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
 
 SIZES = ("--max-num-seqs=1", "--max-num-batched-tokens=64", "--max-model-len=128")
@@ -288,7 +288,7 @@ def test_inspect(bundle: Path, edited: Callable[..., Path]) -> None:
 def test_tuned_choices_of_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = {"pallas_kernels/append_decode/tuned/cpu.json": {"qwen": {"splits": 4}}}
     monkeypatch.setattr(
-        aot, "read_choices", lambda file: tuned.get("/".join(Path(str(file)).parts[-4:]), {})
+        bundles, "read_choices", lambda file: tuned.get("/".join(Path(str(file)).parts[-4:]), {})
     )
     assert tuned_choices() == {"append_decode": {"qwen": {"splits": 4}}}
 

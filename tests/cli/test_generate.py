@@ -238,7 +238,7 @@ def test_interrupt_while_streaming(tiny_arguments: list[str]) -> None:
 SLOW_COMPILER = """
 import os, time
 from jaxinfer.cli.main import main
-from jaxinfer.exec.program import Program
+from jaxinfer.exec.compile.program import Program
 
 def trace(self, name):
     os.write(2, b"compiling\\n")  # whole lines from several threads

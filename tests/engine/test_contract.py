@@ -18,11 +18,12 @@ from jaxinfer.core.config import Limits
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.exec.compile import Executables
-from jaxinfer.exec.executor import Executor
-from jaxinfer.exec.memory import init_state
-from jaxinfer.exec.program import Program
+from jaxinfer.exec.compile.build import Executables
+from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.run.device_memory import init_state
+from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models import forward
+from jaxinfer.nn.placement import default_placement
 from kit.engines import engine_of, run, tiny_limits
 from kit.mixed_family import WINDOW, mixed_model
 
@@ -78,7 +79,7 @@ def executables(name: str, num_pages: int) -> tuple[Program, Executables]:
 def engine(name: str, num_pages: int = 120, *, overlap: bool = True) -> Engine:
     program, compiled = executables(name, num_pages)
     _, params = mixed_model(*KINDS[name])
-    executor = Executor(program, compiled, params, *init_state(program))
+    executor = Executor(program, default_placement(), compiled, params, *init_state(program))
     reusable = not program.model.state.bytes_per_slot  # as ``engine.start.build`` has it
     limits: Limits = replace(program.limits, enable_prefix_caching=reusable)
     return engine_of(executor, limits, overlap=overlap)

@@ -27,7 +27,7 @@ from jaxinfer.engine.outputs import Collector
 from jaxinfer.engine.prompts import Prompt, parse_prompts
 from jaxinfer.engine.start import loading
 from jaxinfer.engine.start.build import model_facts, plan_engine
-from jaxinfer.exec.executor import Executor
+from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf, write_hf_folder
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json

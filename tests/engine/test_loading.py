@@ -15,7 +15,7 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import EngineError
 from jaxinfer.engine.start import build, loading
 from jaxinfer.engine.start.plan import EnginePlan
-from jaxinfer.exec.memory import DeviceMemory
+from jaxinfer.exec.compile.memory_plan import DeviceMemory
 from kit.checkpoints import tiny_llama_config
 
 SECONDS = 10  # until a test gives up

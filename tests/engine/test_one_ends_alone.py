@@ -15,10 +15,10 @@ from jaxinfer.core.step import StepPlan
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.loop.processor import SequenceProcessor
 from jaxinfer.engine.outputs import Delta
-from jaxinfer.exec import executor as executor_module
-from jaxinfer.exec import in_flight
-from jaxinfer.exec.executor import Executor
-from jaxinfer.exec.slots import settings_of, slot_rows
+from jaxinfer.exec.run import executor as executor_module
+from jaxinfer.exec.run import in_flight
+from jaxinfer.exec.run.executor import Executor
+from jaxinfer.exec.step.slots import settings_of, slot_rows
 from kit.engines import engine_of, tiny_executor, tiny_limits
 from kit.tiny_models import tiny_model
 

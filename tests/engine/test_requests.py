@@ -16,7 +16,7 @@ from jaxinfer.engine.loop import engine as engine_module
 from jaxinfer.engine.loop import processor as processor_module
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import PositionLogprobs
-from jaxinfer.exec.executor import Executor
+from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.base import forward
 from jaxinfer.text.detokenize import StopStrings
 from kit.engines import run, tiny_engine, tiny_limits, tokens

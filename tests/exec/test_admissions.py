@@ -9,10 +9,12 @@ from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.exec.compile import build_executables
-from jaxinfer.exec.executor import Executor
-from jaxinfer.exec.memory import init_state
-from jaxinfer.exec.program import ADMIT, ADMITTED_AT_ONCE, Program
+from jaxinfer.exec.compile.build import build_executables
+from jaxinfer.exec.compile.memory_plan import program_memory
+from jaxinfer.exec.compile.program import ADMIT, ADMITTED_AT_ONCE, Program
+from jaxinfer.exec.run.device_memory import init_state
+from jaxinfer.exec.run.executor import Executor
+from jaxinfer.nn.placement import default_placement
 from kit.counted import Counted
 from kit.engines import engine_of, run, tiny_limits, tokens
 from kit.tiny_models import tiny_model
@@ -39,11 +41,18 @@ PROMPTS = [tuple(range(5 + i, 8 + 2 * i)) for i in range(MOST)]
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Counted:
     folder = tmp_path_factory.mktemp("bundles") / "bundle"
-    return Counted(build_executables(PROGRAM, folder=folder, progress=NoProgress()))
+    return Counted(
+        build_executables(
+            PROGRAM, folder=folder, memory=program_memory(PROGRAM, None), progress=NoProgress()
+        )
+    )
 
 
 def engine_on(device: Counted) -> Engine:
-    return engine_of(Executor(PROGRAM, device.executables, PARAMS, *init_state(PROGRAM)), LIMITS)
+    return engine_of(
+        Executor(PROGRAM, default_placement(), device.executables, PARAMS, *init_state(PROGRAM)),
+        LIMITS,
+    )
 
 
 @pytest.mark.parametrize("count, calls", [(1, 1), (MOST - 1, 1), (MOST, 2)])

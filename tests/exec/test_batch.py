@@ -11,7 +11,7 @@ import pytest
 
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.step import Bucket, Pages, ScheduledSeq, StepPlan
-from jaxinfer.exec.batch import ALIGN, BatchLayout, GroupTable, copied_in, pack, unpack
+from jaxinfer.exec.step.batch import ALIGN, BatchLayout, GroupTable, copied_in, pack, unpack
 
 SLOTS, PAGE_SIZE, MAX_PAGES, NUM_PAGES = 64, 16, 70, 4000
 BUCKETS = (Bucket(1), Bucket(0, 64, 4), Bucket(3, 65, 5))

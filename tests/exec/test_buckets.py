@@ -16,7 +16,7 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
 from jaxinfer.engine.start.build import with_device_defaults
-from jaxinfer.exec.buckets import bucket_table
+from jaxinfer.exec.compile.buckets import bucket_table
 from jaxinfer.sched.choose import Budget, smallest_bucket
 from jaxinfer.sched.state import Draft, Sequence, initial_state
 from kit.drive import make_limits, make_request

@@ -14,8 +14,8 @@ import jax
 import pytest
 
 from jaxinfer.core.progress import NoProgress
-from jaxinfer.exec import compile as exec_compile
-from jaxinfer.exec.program import Program
+from jaxinfer.exec.compile import build as exec_compile
+from jaxinfer.exec.compile.program import Program
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_model
 from pallas_kernels.toolchain import api as toolchain

@@ -15,16 +15,13 @@ import pytest
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.step import Bucket
-from jaxinfer.exec import memory
-from jaxinfer.exec.buckets import bucket_table
-from jaxinfer.exec.memory import (
+from jaxinfer.exec.compile.buckets import bucket_table
+from jaxinfer.exec.compile.memory_plan import (
     MAPPED_BYTES,
     RESERVE_BYTES,
     DeviceMemory,
     MemoryPlan,
     check_workspace,
-    claim_memory,
-    device_memory,
     extras_bound,
     plan_memory,
     reserve_bytes,
@@ -32,7 +29,9 @@ from jaxinfer.exec.memory import (
     step_bound,
     workspace_bytes,
 )
-from jaxinfer.exec.program import Program, extras_name, score_name
+from jaxinfer.exec.compile.program import Program, extras_name, score_name
+from jaxinfer.exec.run import device_memory
+from jaxinfer.exec.run.device_memory import claim_memory
 from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
 from kit.tiny_models import tiny_model
@@ -107,17 +106,11 @@ def plan(
     if device_bytes is not None:
         device = DeviceMemory(device_bytes, int(device_bytes * allocator_share))
     max_num_seqs, max_model_len = config.max_num_seqs or 256, config.max_model_len or 8192
-    return plan_memory(
-        config,
-        model_named("smollm2"),
-        page_size=16,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        buckets=bucket_table(
-            max_num_seqs, 2048, decode_start=2, prefill_start=64, prefill_factor=8, mixed_start=16
-        ),
-        device=device,
+    buckets = bucket_table(
+        max_num_seqs, 2048, decode_start=2, prefill_start=64, prefill_factor=8, mixed_start=16
     )
+    limits = Limits(0, 16, max_num_seqs, max_model_len, 2048, buckets)
+    return plan_memory(config, Program(model_named("smollm2"), limits), device)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.92, 1.0])
@@ -163,7 +156,7 @@ def test_an_allocator_that_may_take_less_than_the_share() -> None:
 def test_without_a_device_memory_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan(None, kv_cache_memory_bytes=1 << 26)
     monkeypatch.setattr(jax.numpy, "zeros", lambda *_: pytest.fail("claimed"))
-    claim_memory(made)
+    claim_memory(made, FakeDevice(None))
 
 
 class FakeDevice:
@@ -194,14 +187,14 @@ def test_memory_of_a_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = SimpleNamespace(local_hardware_id=0, platform="gpu", memory_stats=lambda: stats)
-    monkeypatch.setattr(memory, "card_bytes", lambda ordinal: card)
-    monkeypatch.setattr(memory, "allocator_share", lambda: 0.25)
-    assert device_memory(device) == expected  # type: ignore[arg-type]
+    monkeypatch.setattr(device_memory, "card_bytes", lambda ordinal: card)
+    monkeypatch.setattr(device_memory, "allocator_share", lambda: 0.25)
+    assert device_memory.device_memory(device) == expected  # type: ignore[arg-type]
 
 
 def test_a_cpu_reports_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "card_bytes", lambda ordinal: DEVICE)  # beside a card unused
-    assert device_memory() is None
+    monkeypatch.setattr(device_memory, "card_bytes", lambda ordinal: DEVICE)  # beside a card unused
+    assert device_memory.device_memory(jax.devices("cpu")[0]) is None
 
 
 @pytest.mark.parametrize(
@@ -227,9 +220,8 @@ def test_a_plan_is_claimed_as_one_array(
         return jax.device_put(np.zeros(1, dtype))
 
     made = plan(**settings)
-    monkeypatch.setattr(jax, "devices", lambda: [FakeDevice(pool_bytes)])
     monkeypatch.setattr(jax.numpy, "zeros", zeros)
-    claim_memory(made)
+    claim_memory(made, FakeDevice(pool_bytes))
     assert sizes == [size(made) // 1_000_000 * 1_000_000 for size in claimed]
 
 
@@ -238,10 +230,9 @@ def test_a_device_whose_memory_others_hold(monkeypatch: pytest.MonkeyPatch) -> N
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     made = plan()
-    monkeypatch.setattr(jax, "devices", lambda: [FakeDevice(0)])
     monkeypatch.setattr(jax.numpy, "zeros", zeros)
     with pytest.raises(EngineError, match=r"3.65 GB are planned and the device has not so much"):
-        claim_memory(made)
+        claim_memory(made, FakeDevice(0))
 
 
 def test_fewer_sequences_take_less() -> None:

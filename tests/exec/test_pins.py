@@ -7,7 +7,7 @@ import pytest
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.engine.start.build import plan_engine
-from jaxinfer.exec.program import Program
+from jaxinfer.exec.compile.program import Program
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_model
 from pallas_kernels.pins import Pins

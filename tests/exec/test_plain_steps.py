@@ -18,13 +18,15 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.step import ScheduledSeq
-from jaxinfer.exec.compile import build_executables
-from jaxinfer.exec.executor import WARM_UP_RUNS, Executor
-from jaxinfer.exec.extras import BLOCK, ExtrasOutput, pack_extras
-from jaxinfer.exec.memory import init_state
-from jaxinfer.exec.program import ADMIT, Program, extras_name, score_name
-from jaxinfer.exec.sampling import read_logprobs
-from jaxinfer.exec.slots import SlotState, settings_of
+from jaxinfer.exec.compile.build import build_executables
+from jaxinfer.exec.compile.memory_plan import program_memory
+from jaxinfer.exec.compile.program import ADMIT, Program, extras_name, score_name
+from jaxinfer.exec.run.device_memory import init_state
+from jaxinfer.exec.run.executor import WARM_UP_RUNS, Executor
+from jaxinfer.exec.step.extras import BLOCK, ExtrasOutput, pack_extras
+from jaxinfer.exec.step.sampling import read_logprobs
+from jaxinfer.exec.step.slots import SlotState, settings_of
+from jaxinfer.nn.placement import default_placement
 from kit.counted import Counted
 from kit.engines import engine_of, run, tiny_limits
 from kit.tiny_models import tiny_model
@@ -107,16 +109,26 @@ def test_extras_run_for_those_alone_that_ask_and_tokens_are_the_same(tmp_path: P
     limits = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16)
     of_gpu, of_cpu = (Program(model, limits, platform=platform) for platform in ("gpu", "cpu"))
     device, host = (
-        Counted(build_executables(one, folder=tmp_path / one.platform, progress=NoProgress()))
+        Counted(
+            build_executables(
+                one,
+                folder=tmp_path / one.platform,
+                memory=program_memory(one, None),
+                progress=NoProgress(),
+            )
+        )
         for one in (of_gpu, of_cpu)
     )
     assert set(device.executables.by_name) == set(of_gpu.names())
     engine, other = (
-        engine_of(Executor(one, counted.executables, params, *init_state(one)), limits)
+        engine_of(
+            Executor(one, default_placement(), counted.executables, params, *init_state(one)),
+            limits,
+        )
         for one, counted in ((of_gpu, device), (of_cpu, host))
     )
 
-    Executor(of_gpu, device.executables, params, *init_state(of_gpu)).warm_up()
+    Executor(of_gpu, default_placement(), device.executables, params, *init_state(of_gpu)).warm_up()
     assert set(device.calls) == set(of_gpu.names()), "each has run once"
     assert {device.calls[b.name] for b in limits.buckets if not b.num_prefills} == {WARM_UP_RUNS}
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.step import Bucket
-from jaxinfer.exec.program import ADMIT, Program
+from jaxinfer.exec.compile.program import ADMIT, Program
 from jaxinfer.models import build_model
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_config, tiny_model

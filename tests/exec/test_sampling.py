@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import MAX_LOGPROBS, Request, SamplingParams
 from jaxinfer.core.step import SlotAdmission
-from jaxinfer.exec.sampling import (
+from jaxinfer.exec.step.sampling import (
     CHUNK,
     NOT_FINITE,
     read_logprobs,
@@ -19,7 +19,7 @@ from jaxinfer.exec.sampling import (
     token_logprobs,
     with_extras,
 )
-from jaxinfer.exec.slots import (
+from jaxinfer.exec.step.slots import (
     SlotState,
     admit,
     init_slots,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfer.exec import fingerprint
-from jaxinfer.exec.fingerprint import TRACED_FOLDERS, of_machine
+from jaxinfer.exec.compile import fingerprint
+from jaxinfer.exec.compile.fingerprint import TRACED_FOLDERS, of_machine
 
 
 @pytest.fixture

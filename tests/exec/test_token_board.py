@@ -13,8 +13,8 @@ import pytest
 
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.exec import cuda_driver, token_board
-from jaxinfer.exec.token_board import STEPS, TokenBoard
+from jaxinfer.exec.run import cuda_driver, token_board
+from jaxinfer.exec.run.token_board import STEPS, TokenBoard
 from kit.engines import run, tiny_engine
 
 TOKENS = (5, 0, 2**31 - 1)

@@ -12,12 +12,14 @@ from msgspec.structs import replace
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
-from jaxinfer.exec.compile import build_executables
-from jaxinfer.exec.executor import Executor
-from jaxinfer.exec.memory import init_state
-from jaxinfer.exec.program import MOST_TOKENS_IN_TWO, Program
+from jaxinfer.exec.compile.build import build_executables
+from jaxinfer.exec.compile.memory_plan import program_memory
+from jaxinfer.exec.compile.program import MOST_TOKENS_IN_TWO, Program
+from jaxinfer.exec.run.device_memory import init_state
+from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.registry import build_model
+from jaxinfer.nn.placement import default_placement
 from kit.counted import Counted
 from kit.engines import engine_of, run, tiny_limits
 from kit.tiny_models import random_params, tiny_config
@@ -49,8 +51,14 @@ def test_tokens_are_those_of_steps_in_one(tmp_path: Path, monkeypatch: pytest.Mo
     for platform in ("gpu", "cpu"):
         program = Program(model, LIMITS, platform=platform)
         folder = tmp_path / platform
-        counted = Counted(build_executables(program, folder=folder, progress=NoProgress()))
-        executor = Executor(program, counted.executables, params, *init_state(program))
+        counted = Counted(
+            build_executables(
+                program, folder=folder, memory=program_memory(program, None), progress=NoProgress()
+            )
+        )
+        executor = Executor(
+            program, default_placement(), counted.executables, params, *init_state(program)
+        )
         engines.append(engine_of(executor, LIMITS))
         counts.append(counted)
     cut, whole = (run(engine, PROMPTS, ASKED) for engine in engines)

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from jaxinfer.exec.compile import Executables
+from jaxinfer.exec.compile.build import Executables
 
 
 class Counted:

@@ -16,11 +16,12 @@ from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import Collector, RequestOutput
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.exec.buckets import bucket_table
-from jaxinfer.exec.compile import Compiled, Executables
-from jaxinfer.exec.executor import Executor
-from jaxinfer.exec.memory import init_state
-from jaxinfer.exec.program import Program
+from jaxinfer.exec.compile.buckets import bucket_table
+from jaxinfer.exec.compile.build import Compiled, Executables
+from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.run.device_memory import init_state
+from jaxinfer.exec.run.executor import Executor
+from jaxinfer.nn.placement import default_placement
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.tiny_models import tiny_model
 from kit.tokenizers import tiny_tokenizer_spec
@@ -66,7 +67,7 @@ def tiny_executor(limits: Limits, model_name: str = "llama") -> Executor:
     program = Program(model, replace(limits, num_pages=MAX_PAGES, enable_prefix_caching=True))
     by_name = {name: _compiled(_program_of(name, program), name) for name in program.names()}
     executables = Executables(by_name, compiled=0, workspace_bytes=0)
-    return Executor(program, executables, params, *init_state(program))
+    return Executor(program, default_placement(), executables, params, *init_state(program))
 
 
 def _program_of(name: str, program: Program) -> Program:

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.exec.token_board import TokenBoard
+from jaxinfer.exec.run.token_board import TokenBoard
 from kit.triton_memory import LaunchMemory
 from kit.triton_shims import in_place_of_triton_call, interpreted
 from pallas_kernels.publish.triton import publish

@@ -35,14 +35,16 @@ from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.news import EngineStats
 from jaxinfer.engine.start.loading import load
 from jaxinfer.engine.start.plan import EnginePlan
-from jaxinfer.exec.aot import Bundle, Manifest, load_kernel_runtime, open_bundle
-from jaxinfer.exec.buckets import bucket_table
-from jaxinfer.exec.compile import compile_bundle
-from jaxinfer.exec.executor import Executor
-from jaxinfer.exec.memory import MemoryPlan, device_memory, plan_memory
-from jaxinfer.exec.program import Program
+from jaxinfer.exec.compile.buckets import bucket_table
+from jaxinfer.exec.compile.build import compile_bundle
+from jaxinfer.exec.compile.bundle import Bundle, Manifest, load_kernel_runtime, open_bundle
+from jaxinfer.exec.compile.memory_plan import MemoryPlan, plan_memory, program_memory
+from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.run.device_memory import device_memory
+from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
+from jaxinfer.nn.placement import Placement, default_placement
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import resolve_source
 from pallas_kernels.pins import Pins, checked_pins
@@ -70,6 +72,7 @@ def plan_engine(
     if bundle is not None:
         bundle.refuse_machine()
     config = with_device_defaults(config, platform)
+    placement = default_placement()
     pins = _pins(config, platform)
     _check_tuned()
     source = resolve_source(
@@ -85,7 +88,7 @@ def plan_engine(
     if source.checkpoint is not None:
         plan_params(model, source.checkpoint)  # names and shapes, before anything slow begins
     spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
-    memory, limits = _sizes(config, model)
+    memory, limits = _sizes(config, model, pins, placement)
     if bundle is not None:
         program = Program(model, limits, pins=pins)
         bundle.refuse_program(program, program.names())
@@ -97,7 +100,19 @@ def plan_engine(
         samples_as_told=config.generation_config == "auto",
     )
     load_kernel_runtime()  # it changes the environment too, and from here on threads compile
-    return EnginePlan(config, source, model, limits, pins, memory, spec, facts, cache_dir, bundle)
+    return EnginePlan(
+        config=config,
+        source=source,
+        model=model,
+        limits=limits,
+        placement=placement,
+        pins=pins,
+        memory=memory,
+        tokenizer_spec=spec,
+        facts=facts,
+        cache_dir=cache_dir,
+        bundle=bundle,
+    )
 
 
 def _pins(config: EngineConfig, platform: str) -> Pins:
@@ -114,47 +129,41 @@ def _check_tuned() -> None:
         raise ConfigError(str(error)) from error
 
 
-def _sizes(config: EngineConfig, model: Model) -> tuple[MemoryPlan, Limits]:
+def _sizes(
+    config: EngineConfig, model: Model, pins: Pins, placement: Placement
+) -> tuple[MemoryPlan, Limits]:
     """What is compiled for, and the memory that it takes."""
     max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
     decode_start, mixed_start = config.decode_bucket_start, config.mixed_bucket_start
     prefill_start, prefill_factor = config.prefill_bucket_start, config.prefill_bucket_factor
     assert max_num_seqs and chunk and decode_start and mixed_start, "with_device_defaults"
     assert prefill_start and prefill_factor, "with_device_defaults"
-    context, page_size = _context(config, model), config.page_size or DEFAULT_PAGE_SIZE
-    buckets = bucket_table(
-        max_num_seqs,
-        chunk,
-        decode_start=decode_start,
-        prefill_start=prefill_start,
-        prefill_factor=prefill_factor,
-        mixed_start=mixed_start,
-        max_num_mixed_tokens=config.max_num_mixed_tokens,
-    )
-    memory = plan_memory(
-        config,
-        model,
-        page_size=page_size,
-        max_model_len=context,
-        max_num_seqs=max_num_seqs,
-        buckets=buckets,
-        device=device_memory(),
-    )
     limits = Limits(
-        num_pages=memory.num_pages,
-        page_size=page_size,
+        num_pages=0,
+        page_size=config.page_size or DEFAULT_PAGE_SIZE,
         max_num_seqs=max_num_seqs,
-        max_model_len=context,
+        max_model_len=_context(config, model),
         max_num_batched_tokens=chunk,
-        buckets=buckets,
-        # what slots hold of a prefix is not kept beyond its sequence
+        buckets=bucket_table(
+            max_num_seqs,
+            chunk,
+            decode_start=decode_start,
+            prefill_start=prefill_start,
+            prefill_factor=prefill_factor,
+            mixed_start=mixed_start,
+            max_num_mixed_tokens=config.max_num_mixed_tokens,
+        ),
+        # the state of a slot is not kept beyond its sequence
         enable_prefix_caching=config.enable_prefix_caching and not model.state.bytes_per_slot,
         prefill_first=bool(config.prefill_first),
         windows=model.state.windows,
     )
+    device = device_memory(placement.device)
+    memory = plan_memory(config, Program(model, limits, pins=pins), device)
+    limits = msgspec.structs.replace(limits, num_pages=memory.num_pages)
     if config.max_model_len is None:  # derived: as much of the model's context as fits
         limits = msgspec.structs.replace(limits, max_model_len=limits.longest_context())
-    return memory, limits
+    return program_memory(Program(model, limits, pins=pins), device), limits
 
 
 def build_engine(
@@ -175,7 +184,7 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
     (executables, compile_seconds), (state, load_seconds) = load(
         plan, program, bundle_settings(plan), progress
     )
-    executor = Executor(program, executables, *state)
+    executor = Executor(program, plan.placement, executables, *state)
     executor.warm_up()
     start_stats = EngineStats(
         num_executables=len(program.names()),
@@ -200,7 +209,11 @@ def write_planned(
     """Compile what a plan needs into a bundle; see ``compile_bundle``. Reads no weights."""
     program = Program(plan.model, plan.limits, pins=plan.pins)
     return compile_bundle(
-        program, folder, settings=bundle_settings(plan), progress=progress or NoProgress()
+        program,
+        folder,
+        memory=plan.memory,
+        settings=bundle_settings(plan),
+        progress=progress or NoProgress(),
     )
 
 

@@ -10,32 +10,30 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from os.path import isdir
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from jaxinfer.core.heap import release_free_heap
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import prepare_folder
 from jaxinfer.engine.start.plan import EnginePlan
-from jaxinfer.exec.compile import (
+from jaxinfer.exec.compile.build import (
     Executables,
     build_executables,
     cached_bundle,
     load_executables,
 )
-from jaxinfer.exec.memory import (
-    check_workspace,
+from jaxinfer.exec.compile.memory_plan import check_workspace
+from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.run.device_memory import (
     claim_memory,
     compile_init_state,
     init_state,
     taking,
 )
-from jaxinfer.exec.program import Program
-from jaxinfer.exec.slots import SlotState
+from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import Params
 from jaxinfer.nn import state as layer_state
 from jaxinfer.weights.load import load_params
@@ -62,8 +60,8 @@ def load(
     plan.read_tokenizer()  # compiling takes a minute: what does not fit is said before
     prepare_folder(loader.folder.parent)  # and that nothing can be saved
     progress.note(plan.memory.described())
-    claim_memory(plan.memory)
-    if jax.default_backend() == "cpu":
+    claim_memory(plan.memory, plan.placement.device)
+    if program.platform == "cpu":
         return loader.executables(), loader.state()
     made, (params, seconds) = _beside(loader.weights, loader.executables)
     return made, ((params, *init_state(program)), seconds)
@@ -90,17 +88,16 @@ class _Loader:
     def executables(self) -> Timed[Executables]:
         """Loaded, and compiled and saved before where there is no bundle."""
         start, program, progress = time.perf_counter(), self.program, self.progress
-        check = partial(check_workspace, self.plan.memory)
         if self.plan.bundle is not None:
             made = load_executables(program, self.plan.bundle, progress)
-            check(made.workspace_bytes)
+            check_workspace(self.plan.memory, made.workspace_bytes)
         else:
             made = build_executables(
                 program,
                 folder=self.folder,
+                memory=self.plan.memory,
                 progress=progress,
                 settings=self.settings,
-                check_workspace=check,
             )
         progress.note(self.plan.memory.measured(made.workspace_bytes))
         return made, time.perf_counter() - start
@@ -109,7 +106,7 @@ class _Loader:
         """Claims the memory of all first."""
         start, plan = time.perf_counter(), self.plan
         try:
-            claim_memory(plan.memory)
+            claim_memory(plan.memory, plan.placement.device)
             self._claimed.set_result(None)
         except BaseException as error:
             self._claimed.set_exception(error)  # somebody waits

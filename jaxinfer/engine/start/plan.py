@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.engine.facts import ModelFacts
-from jaxinfer.exec.aot import Bundle
-from jaxinfer.exec.memory import MemoryPlan
+from jaxinfer.exec.compile.bundle import Bundle
+from jaxinfer.exec.compile.memory_plan import MemoryPlan
 from jaxinfer.models.base import Model
+from jaxinfer.nn.placement import Placement
 from jaxinfer.text.spec import TokenizerSpec
 from jaxinfer.weights.sources import ModelSource
 from pallas_kernels.pins import Pins
@@ -31,6 +32,7 @@ class EnginePlan:
     source: ModelSource
     model: Model
     limits: Limits
+    placement: Placement
     pins: Pins
     memory: MemoryPlan
     tokenizer_spec: TokenizerSpec | None  # for whoever needs a tokenizer of their own

@@ -1,4 +1,4 @@
-"""Rooms that batches are copied into: none is overwritten before its reader has ended."""
+"""Staging buffers: none is overwritten before its reader has ended."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.exec import cuda_driver
-from jaxinfer.exec.batch_rooms import ROOMS, BatchRooms
-from jaxinfer.exec.executor import Executor
+from jaxinfer.exec.compile.memory_plan import NUM_BUFFERS
+from jaxinfer.exec.run import cuda_driver
+from jaxinfer.exec.run.batch_staging import BatchStaging
+from jaxinfer.exec.run.executor import Executor
 from kit.engines import run, tiny_engine
 
 
@@ -36,23 +37,23 @@ def _batch(first: int, size: int = 4) -> np.ndarray:
     return np.arange(first, first + size, dtype=np.int32)
 
 
-def test_a_room_is_filled_anew_when_the_step_that_read_it_has_ended() -> None:
-    rooms, waited_for = BatchRooms(_copy), list[str]()
+def test_a_buffer_is_overwritten_when_the_step_that_read_it_has_ended() -> None:
+    staging, waited_for = BatchStaging(_copy), list[str]()
     filled = []
-    for number in range(ROOMS):
-        filled.append(rooms.filled(_batch(10 * number)))
-        rooms.read_by(_Result(str(number), waited_for), filled[-1])  # type: ignore[arg-type]
-    addresses = [room.unsafe_buffer_pointer() for room in filled]
+    for number in range(NUM_BUFFERS):
+        filled.append(staging.copy_in(_batch(10 * number)))
+        staging.read_by(_Result(str(number), waited_for), filled[-1])  # type: ignore[arg-type]
+    addresses = [one.unsafe_buffer_pointer() for one in filled]
     assert [(ctypes.c_int32 * 4).from_address(x)[0] for x in addresses] == [0, 10, 20]
-    assert len(set(addresses)) == ROOMS and not waited_for
+    assert len(set(addresses)) == NUM_BUFFERS and not waited_for
 
-    again = rooms.filled(_batch(90))
+    again = staging.copy_in(_batch(90))
     assert waited_for == ["0"]
     assert again.unsafe_buffer_pointer() == addresses[0]
     held = (ctypes.c_int32 * 4).from_address(addresses[0])
     assert list(held) == [90, 91, 92, 93]
-    rooms.read_by(_Result("3", waited_for), again)  # type: ignore[arg-type]
-    other = rooms.filled(_batch(7, size=5))  # of another size: a room of its own
+    staging.read_by(_Result("3", waited_for), again)  # type: ignore[arg-type]
+    other = staging.copy_in(_batch(7, size=5))  # of another size: a buffer of its own
     assert other.size == 5 and waited_for == ["0"]
     assert (ctypes.c_int32 * 5).from_address(other.unsafe_buffer_pointer())[4] == 11
 
@@ -69,11 +70,11 @@ def test_tokens_are_those_of_batches_handed_over(monkeypatch: pytest.MonkeyPatch
 
     original = Executor.__init__
 
-    def with_rooms(self: Executor, *args: Any) -> None:
+    def with_staging(self: Executor, *args: Any) -> None:
         original(self, *args)
-        self._rooms = BatchRooms(copy)
+        self._staging = BatchStaging(copy)
 
-    monkeypatch.setattr(Executor, "__init__", with_rooms)
+    monkeypatch.setattr(Executor, "__init__", with_staging)
     assert run(tiny_engine(), prompts, requests) == expected
     assert len(copied) > 3
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.core.request import INT32_MAX, MAX_LOGPROBS
-from jaxinfer.exec.slots import SlotFloats, SlotInts, SlotState, read_settings
+from jaxinfer.exec.step.slots import SlotFloats, SlotInts, SlotState, read_settings
 from pallas_kernels.sample.api import sample as draw
 
 CHUNK = 128  # logits of which ``_most_likely`` first looks at the largest alone

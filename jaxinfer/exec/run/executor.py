@@ -20,16 +20,17 @@ import numpy as np
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import ScheduledSeq, SlotAdmission, StepPlan, StepResult
-from jaxinfer.exec.batch import NO_SETTINGS, NOWHERE, pack
-from jaxinfer.exec.batch_rooms import BatchRooms
-from jaxinfer.exec.compile import Compiled, Executables
-from jaxinfer.exec.extras import pack_extras, pack_targets
-from jaxinfer.exec.forward import StepOutput, flat_params
-from jaxinfer.exec.in_flight import LOGGER, ExtrasCall, InFlight, Prepared, RowKey, row_results
-from jaxinfer.exec.program import ADMIT, Program, extras_name, score_name
-from jaxinfer.exec.slots import SlotState, needs_admission, settings_of, slot_rows
-from jaxinfer.exec.token_board import TokenBoard
+from jaxinfer.exec.compile.build import Compiled, Executables
+from jaxinfer.exec.compile.program import ADMIT, Program, extras_name, score_name
+from jaxinfer.exec.run.batch_staging import BatchStaging
+from jaxinfer.exec.run.in_flight import LOGGER, ExtrasCall, InFlight, Prepared, RowKey, row_results
+from jaxinfer.exec.run.token_board import TokenBoard
+from jaxinfer.exec.step.batch import NO_SETTINGS, NOWHERE, pack
+from jaxinfer.exec.step.extras import pack_extras, pack_targets
+from jaxinfer.exec.step.forward import StepOutput, flat_params
+from jaxinfer.exec.step.slots import SlotState, needs_admission, settings_of, slot_rows
 from jaxinfer.models.base import Params, head_params
+from jaxinfer.nn.placement import Placement
 from jaxinfer.nn.state import State
 
 WARM_UP_RUNS = 2  # of a decode step on a GPU: one that loads its kernels, one that is recorded
@@ -41,6 +42,7 @@ class Executor:
     def __init__(
         self,
         program: Program,
+        placement: Placement,
         executables: Executables,
         params: Params,
         state: State,
@@ -58,8 +60,8 @@ class Executor:
         # the host's mirror of which request a slot's parameters belong to
         self._requests: list[Request | None] = [None] * limits.max_num_seqs
         rows = max(*(bucket.num_seqs for bucket in limits.buckets), *program.extras_rows)
-        self._board = TokenBoard.of_device(jax.devices()[0], rows)
-        self._rooms = BatchRooms.of_device(jax.devices()[0])
+        self._board = TokenBoard.of_device(placement.device, rows)
+        self._staging = BatchStaging.of_device(placement.device)
         self._head = head_params(params)
         self._layouts = {bucket: program.layout(bucket) for bucket in limits.buckets}
 
@@ -225,12 +227,12 @@ class Executor:
 
     def _handed(self, wire: np.ndarray) -> Any:  # int32[...]
         """The argument of a call for an array of the host."""
-        return wire if self._rooms is None else self._rooms.filled(wire)
+        return wire if self._staging is None else self._staging.copy_in(wire)
 
     def _handed_to(self, result: jax.Array, handed: Any) -> None:
         """A launched call reads what it was handed; ``result`` is for the host."""
-        if self._rooms is not None:
-            self._rooms.read_by(result, handed)
+        if self._staging is not None:
+            self._staging.read_by(result, handed)
         if self._board is None:
             self._copy_to_host(result)
 

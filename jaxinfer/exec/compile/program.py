@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.step import Bucket
-from jaxinfer.exec.batch import BatchLayout
-from jaxinfer.exec.extras import ExtrasFunction, ScoreFunction, extras_rows
-from jaxinfer.exec.forward import Part, StepFunction, flat_params, parts_of
-from jaxinfer.exec.slots import SlotState, admit, empty_rows, init_slots
+from jaxinfer.exec.step.batch import BatchLayout
+from jaxinfer.exec.step.extras import ExtrasFunction, ScoreFunction, extras_rows
+from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, parts_of
+from jaxinfer.exec.step.slots import SlotState, admit, empty_rows, init_slots
 from jaxinfer.models.base import Model, Params, abstract_params, head_params
 from jaxinfer.nn.state import State
 from pallas_kernels.pins import LINKS, Pins
@@ -58,10 +58,8 @@ class Program:
     """The model and the limits that fix every compiled shape, for a platform of jax.
 
     Each bucket has one step, which serves every request. What requests ask for beside a token is
-    the business of a few small executables behind the step (``exec.extras``), so that nothing about
-    a request but its tokens decides what others' step runs in. (Until November 2026 a GPU had steps
-    with extras behind branches for a third of its buckets: 9 more executables of all layers, a host
-    that waited for each branch's condition, and steps that none of them held.)
+    the business of a few small executables behind the step (``exec.step.extras``), so that
+    nothing about a request but its tokens decides in which step it runs.
     """
 
     model: Model

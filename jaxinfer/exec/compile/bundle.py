@@ -28,7 +28,7 @@ from jaxinfer.core.config import BUNDLE_MANIFEST, Limits
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.version import VERSION
-from jaxinfer.exec.fingerprint import (
+from jaxinfer.exec.compile.fingerprint import (
     Fingerprint,
     differences,
     of_limits,
@@ -36,8 +36,8 @@ from jaxinfer.exec.fingerprint import (
     of_model,
     of_pins,
 )
-from jaxinfer.exec.memory import MemoryPlan, program_memory, workspace_bytes
-from jaxinfer.exec.program import Program
+from jaxinfer.exec.compile.memory_plan import MemoryPlan, workspace_bytes
+from jaxinfer.exec.compile.program import Program
 from jaxinfer.models.base import Model
 from pallas_kernels.tuned import NAMES, read_choices, tuned_file
 
@@ -73,7 +73,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def workspace_bytes(self) -> int:
-        """What the hungriest executable takes; one runs at a time."""
+        """What the largest executable takes; one runs at a time."""
         return max(stored.workspace_bytes for stored in self.executables.values())
 
 
@@ -197,6 +197,7 @@ def executable_file(
 def write_manifest(
     folder: Path,
     program: Program,
+    memory: MemoryPlan,
     executables: Mapping[str, StoredExecutable],
     settings: Mapping[str, Any],
 ) -> Manifest:
@@ -211,7 +212,7 @@ def write_manifest(
         fingerprint=program_fingerprint(program),
         limits=program.limits,
         settings=dict(settings),
-        memory=program_memory(program),
+        memory=memory,
         tuned=tuned_choices(),
         executables=dict(executables),
     )

@@ -12,18 +12,18 @@ import pytest
 
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import NoProgress
-from jaxinfer.exec import aot
+from jaxinfer.exec.compile import bundle
 
 PROGRAM = """
 import sys
 import jax
-from jaxinfer.exec import aot
+from jaxinfer.exec.compile import bundle
 from jaxinfer.core.progress import NoProgress
 jax.default_backend = lambda: sys.argv[1]
 class Empty:
     class manifest:
         executables = {}
-aot.load_bundle(Empty, NoProgress(), ())
+bundle.load_bundle(Empty, NoProgress(), ())
 print("jax.experimental.mosaic.gpu" in sys.modules)
 """
 
@@ -43,8 +43,8 @@ def test_the_library_of_kernels_is_there_before_they_are(platform: str, loaded: 
     ids=["junk", "changed"],
 )
 def test_an_unusable_file_is_told(content: bytes, words: str, tmp_path: Path) -> None:
-    stored = {"d1": aot.StoredExecutable("d1.bin", 0, sha256(b"junk").hexdigest(), 0)}
+    stored = {"d1": bundle.StoredExecutable("d1.bin", 0, sha256(b"junk").hexdigest(), 0)}
     manifest = SimpleNamespace(executables=stored)
     (tmp_path / "d1.bin").write_bytes(content)
     with pytest.raises(CacheError, match=f"d1.bin.*{words}"):
-        aot.load_bundle(aot.Bundle(tmp_path, manifest), NoProgress(), ["d1"])  # type: ignore[arg-type]
+        bundle.load_bundle(bundle.Bundle(tmp_path, manifest), NoProgress(), ["d1"])  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.exec.cuda_driver import shared_zeros
+from jaxinfer.exec.run.cuda_driver import shared_zeros
 
 STEPS = 8  # calls whose tokens it holds; two steps are in flight, of two calls each at most
 LAST_NUMBER = 2**31 - 1  # of a step; then they begin anew

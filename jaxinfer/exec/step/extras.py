@@ -23,9 +23,9 @@ from jax import lax
 
 from jaxinfer.core.shapes import ladder, round_up
 from jaxinfer.core.step import ScheduledSeq
-from jaxinfer.exec.batch import ALIGN, NOWHERE
-from jaxinfer.exec.sampling import sample_changed, token_logprobs, with_extras
-from jaxinfer.exec.slots import SlotState
+from jaxinfer.exec.step.batch import ALIGN, NOWHERE
+from jaxinfer.exec.step.sampling import sample_changed, token_logprobs, with_extras
+from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import Model, Params, unembed
 from pallas_kernels.pins import Pins
 from pallas_kernels.publish.api import publish

@@ -16,9 +16,9 @@ import numpy as np
 
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, TokenLogprobs
-from jaxinfer.exec.extras import ExtrasOutput
-from jaxinfer.exec.forward import StepOutput
-from jaxinfer.exec.sampling import NOT_FINITE, Logprobs, read_logprobs
+from jaxinfer.exec.step.extras import ExtrasOutput
+from jaxinfer.exec.step.forward import StepOutput
+from jaxinfer.exec.step.sampling import NOT_FINITE, Logprobs, read_logprobs
 
 LOGGER = "jaxinfer.exec"
 NOT_FINITE_ERROR = (

@@ -20,7 +20,7 @@ from jax import lax
 from jaxinfer.core.config import Limits
 from jaxinfer.core.shapes import cdiv, round_up
 from jaxinfer.core.step import Bucket, StepPlan
-from jaxinfer.exec.slots import NUM_SETTINGS
+from jaxinfer.exec.step.slots import NUM_SETTINGS
 from jaxinfer.nn.context import Pages, Rows
 
 # int32 values, 256 bytes: XLA hands a section to a kernel where it lies, and kernels are compiled

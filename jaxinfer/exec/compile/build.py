@@ -21,7 +21,7 @@ from jaxinfer.core.errors import CacheError
 from jaxinfer.core.heap import release_free_heap
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import OTHER_CACHE, build_once
-from jaxinfer.exec.aot import (
+from jaxinfer.exec.compile.bundle import (
     Bundle,
     Manifest,
     StoredExecutable,
@@ -31,7 +31,8 @@ from jaxinfer.exec.aot import (
     program_fingerprint,
     write_manifest,
 )
-from jaxinfer.exec.program import Program
+from jaxinfer.exec.compile.memory_plan import MemoryPlan, check_workspace
+from jaxinfer.exec.compile.program import Program
 from pallas_kernels.toolchain.api import Toolchain
 
 type Compiled = Callable[..., Any]  # jax.stages.Compiled: refuses any other shape, never compiles
@@ -43,16 +44,16 @@ class Executables:
 
     by_name: Mapping[str, Compiled]  # see ``Program.names``
     compiled: int
-    workspace_bytes: int  # what the hungriest takes: see ``aot.StoredExecutable``
+    workspace_bytes: int  # of the largest: see ``bundle.StoredExecutable``
 
 
 def build_executables(
     program: Program,
     *,
     folder: Path,
+    memory: MemoryPlan,
     progress: Progress,
     settings: Mapping[str, Any] | None = None,
-    check_workspace: Callable[[int], None] = lambda _: None,
 ) -> Executables:
     """Load the executables from the bundle ``folder`` (see ``cached_bundle``); where there is none,
     compile and save them first.
@@ -61,13 +62,13 @@ def build_executables(
     compiler leaves behind: an engine on an H200 held 3.4 GB with such and 3.0 with loaded ones, and
     launching a step of prompts took the host 1 ms less. The bundle's folder is made before anything
     is compiled, so an unwritable cache is known at once; a second process that wants the same
-    bundle waits for the first. ``settings`` are those that the bundle's manifest is to keep;
-    ``check_workspace`` raises for a workspace, in bytes, that does not fit.
+    bundle waits for the first. ``settings`` are those that the bundle's manifest keeps, and
+    ``memory`` is the plan that the executables are checked against: ``ConfigError``.
     """
     names = program.names()
-    made = _compile_into(folder, program, names, settings or {}, progress)
+    made = _compile_into(folder, program, memory, names, settings or {}, progress)
     bundle = bundle_for(program, folder, names)
-    check_workspace(bundle.manifest.workspace_bytes)
+    check_workspace(memory, bundle.manifest.workspace_bytes)
     executables = load_executables(program, bundle, progress)
     return executables if made is None else replace(executables, compiled=len(made.executables))
 
@@ -98,7 +99,12 @@ def load_executables(program: Program, bundle: Bundle, progress: Progress) -> Ex
 
 
 def compile_bundle(
-    program: Program, folder: Path, *, settings: Mapping[str, Any], progress: Progress
+    program: Program,
+    folder: Path,
+    *,
+    memory: MemoryPlan,
+    settings: Mapping[str, Any],
+    progress: Progress,
 ) -> tuple[Manifest, bool]:
     """Write a bundle, whole or not at all; returns its manifest and whether it was made now.
 
@@ -109,7 +115,7 @@ def compile_bundle(
         raise CacheError(f"{folder} exists already and is no bundle; choose another folder")
     names = program.names()
     made = _compile_into(
-        folder, program, names, settings, progress, elsewhere="choose another folder"
+        folder, program, memory, names, settings, progress, elsewhere="choose another folder"
     )
     if made is not None:
         return made, True
@@ -124,6 +130,7 @@ def compile_bundle(
 def _compile_into(
     folder: Path,
     program: Program,
+    memory: MemoryPlan,
     names: Sequence[str],
     settings: Mapping[str, Any],
     progress: Progress,
@@ -135,7 +142,7 @@ def _compile_into(
 
     def fill(partial: Path) -> None:
         stored = compile_all(program, names, partial, progress)
-        made.append(write_manifest(partial, program, stored, settings))
+        made.append(write_manifest(partial, program, memory, stored, settings))
 
     build_once(folder, fill, elsewhere=elsewhere)
     return made[0] if made else None

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.exec.batch import BatchLayout, DeviceBatch, copied_in, unpack
-from jaxinfer.exec.sampling import sample
-from jaxinfer.exec.slots import SlotState, with_settings
+from jaxinfer.exec.step.batch import BatchLayout, DeviceBatch, copied_in, unpack
+from jaxinfer.exec.step.sampling import sample
+from jaxinfer.exec.step.slots import SlotState, with_settings
 from jaxinfer.models.base import (
     Model,
     Params,

@@ -1,0 +1,1 @@
+"""What is compiled: buckets, executables, the memory they need, bundles on disk."""

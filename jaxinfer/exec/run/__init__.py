@@ -1,0 +1,1 @@
+"""Runs compiled steps on the device."""
