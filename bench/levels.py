@@ -77,7 +77,7 @@ class Device:
         """Go on to the time at which the step is done."""
         plan, done = step
         self.now = max(self.now, done)
-        rows = (RowResult(r.request_id, r.epoch, 5 if r.samples else None) for r in plan.rows)
+        rows = (RowResult(r.request_id, r.epoch, (5,) if r.samples else ()) for r in plan.rows)
         return StepResult(plan.step_id, tuple(rows))
 
 

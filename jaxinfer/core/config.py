@@ -136,6 +136,9 @@ class EngineConfig:
         object.__setattr__(self, name, checked)
 
 
+MAX_STEPS_IN_FLIGHT = 3  # while a step is planned, that step included
+
+
 class Limits(msgspec.Struct, frozen=True):
     """What the scheduler may use; frozen inside its state. Page 0 is the padding sink."""
 
@@ -149,6 +152,7 @@ class Limits(msgspec.Struct, frozen=True):
     prefill_first: bool = False
     # how far back the layers of each group of pages look, in tokens (None: all of the context)
     windows: tuple[int | None, ...] = (None,)
+    query_tokens: int = 1  # of a decode row: the last token drawn, and drafts
 
     @property
     def max_pages_per_seq(self) -> int:
@@ -162,11 +166,12 @@ class Limits(msgspec.Struct, frozen=True):
 
     def most_pages(self, window: int | None) -> int:
         """Pages that a sequence owns at most in a group that looks so far back: what a window and
-        one chunk of a prompt fill.
+        one chunk of a prompt fill, or the drafts of the steps in flight.
         """
         if window is None:
             return self.max_pages_per_seq
-        span = window - 1 + min(self.max_num_batched_tokens, self.max_model_len)
+        drafts = MAX_STEPS_IN_FLIGHT * self.query_tokens
+        span = window - 1 + min(max(self.max_num_batched_tokens, drafts), self.max_model_len)
         return min(cdiv(span, self.page_size) + 1, self.max_pages_per_seq)
 
     def longest_context(self) -> int:

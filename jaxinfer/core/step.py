@@ -19,7 +19,8 @@ if TYPE_CHECKING:  # settings name a Bucket, and a command reads them before it 
 
 
 class Bucket(msgspec.Struct, frozen=True, order=True):
-    """One compiled shape. Rows [0, num_decodes) hold one token each; the prefill rows follow.
+    """One compiled shape. Rows [0, num_decodes) hold ``query_tokens`` tokens each: the last one
+    drawn and drafts of those that follow. The prefill rows come behind them.
 
     ``num_prefill_tokens`` are packed back to back (ragged) over ``num_prefills`` rows. A bucket
     that ``scores`` keeps the hidden states of all its prompt tokens, which prompt logprobs are
@@ -30,11 +31,22 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
     num_prefill_tokens: int = 0
     num_prefills: int = 0
     scores: bool = False
+    query_tokens: int = 1
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens of the decode rows, padding included."""
+        return self.num_decodes * self.query_tokens
 
     @property
     def num_tokens(self) -> int:
         """T: tokens of the step, padding included."""
-        return self.num_decodes + self.num_prefill_tokens
+        return self.num_decode_tokens + self.num_prefill_tokens
+
+    @property
+    def num_draws(self) -> int:
+        """Tokens that the step draws: one for each decode token and for each prefill row."""
+        return self.num_decode_tokens + self.num_prefills
 
     @property
     def num_seqs(self) -> int:
@@ -48,22 +60,30 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
 
     @property
     def name(self) -> str:
-        """Short and unique: ``d8``, ``p512x8``, ``d8p512x8``."""
-        decodes = f"d{self.num_decodes}" if self.num_decodes else ""
+        """Short and unique: ``d8``, ``d8q4``, ``p512x8``, ``d8p512x8``."""
+        query = f"q{self.query_tokens}" if self.query_tokens > 1 else ""
+        decodes = f"d{self.num_decodes}{query}" if self.num_decodes else ""
         prefills = f"p{self.num_prefill_tokens}x{self.num_prefills}" if self.num_prefills else ""
         return decodes + prefills
 
     def fits(
-        self, decodes: int, prefill_tokens: int, prefills: int, *, scores: bool = False
+        self,
+        decodes: int,
+        prefill_tokens: int,
+        prefills: int,
+        *,
+        scores: bool = False,
+        query_tokens: int = 1,
     ) -> bool:
-        """Whether a step of this size, with a row that asks for prompt logprobs if it ``scores``,
-        can run in this shape.
+        """Whether a step of this size can run in this shape. It ``scores`` if a row requests prompt
+        logprobs; ``query_tokens`` is the most tokens of a decode row.
         """
         return (
             decodes <= self.num_decodes
             and prefill_tokens <= self.num_prefill_tokens
             and prefills <= self.num_prefills
             and scores <= self.scores
+            and query_tokens <= self.query_tokens
         )
 
 
@@ -86,6 +106,9 @@ class ScheduledSeq(msgspec.Struct, frozen=True, gc=False):
 
     A decode row's input token is the one its slot drew last, which only the device knows when the
     step is planned; ``token_ids`` is therefore empty for it and holds the chunk for a prefill row.
+    A decode row of several tokens has drafts behind that one. How many of them are accepted is
+    known on the device alone, so while such rows are in flight ``num_computed_tokens`` is the most
+    that can have been computed.
     """
 
     request_id: str
@@ -93,12 +116,19 @@ class ScheduledSeq(msgspec.Struct, frozen=True, gc=False):
     slot: int
     num_computed_tokens: int
     num_scheduled_tokens: int
-    pages: tuple[Pages, ...]  # of each group, from the first that the row's tokens look at
+    pages: tuple[Pages, ...]  # of each group, from the first that the row's tokens may look at
     token_ids: np.ndarray | None = None  # int32[num_scheduled_tokens], prefill rows only
-    samples: bool = True  # whether the row's last token draws the next one
+    samples: bool = True  # whether the row draws: after its last token, a decode row after each
     # prompt_logprobs: target_ids[i] is the prompt token that follows token_ids[i], -1 where the
     # chunk's last token is the prompt's last one
     target_ids: np.ndarray | None = None  # int32[num_scheduled_tokens] or None
+
+    @property
+    def most_drawn(self) -> int:
+        """Tokens that the row draws, if every draft is accepted."""
+        if not self.samples:
+            return 0
+        return self.num_scheduled_tokens if self.token_ids is None else 1
 
 
 class SlotAdmission(msgspec.Struct, frozen=True, gc=False):
@@ -146,14 +176,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):
-    """What one row produced. ``token_id`` is None for a chunk that does not end its prompt, and for
-    a row with an ``error``, which ends its request alone.
+    """What one row produced. ``token_ids`` is empty for a chunk that does not end its prompt, and
+    for a row with an ``error``, which ends its request alone. A decode row has one token, and one
+    more for each draft that was accepted. ``logprobs`` has an entry for each token, if requested.
     """
 
     request_id: str
     epoch: int
-    token_id: int | None
-    logprobs: TokenLogprobs | None = None
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens after this chunk's own
     error: str = ""
 

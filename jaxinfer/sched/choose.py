@@ -14,6 +14,7 @@ from operator import attrgetter
 import msgspec
 import numpy as np
 
+from jaxinfer.core.config import Limits
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan
 from jaxinfer.sched.admit import admit, fits_whole, with_page_hashes
 from jaxinfer.sched.state import Draft, Sequence
@@ -27,7 +28,8 @@ def choose_step(draft: Draft) -> StepPlan | None:
     alone = _prefills_alone(draft)
     decodes, preempted = ([], False) if alone else _decode_rows(draft)
     prefills: list[ScheduledSeq] = []
-    budget = Budget(draft, len(decodes))
+    query_tokens = max([row.num_scheduled_tokens for row in decodes], default=1)
+    budget = Budget(draft, len(decodes), query_tokens)
     if len(decodes) < len(draft.running):
         prefills = _continued_prefills(draft, budget)
     admissions: tuple[SlotAdmission, ...] = ()
@@ -37,6 +39,7 @@ def choose_step(draft: Draft) -> StepPlan | None:
         prefills += new_prefills
     if alone and not prefills:  # no request that waits can be admitted
         decodes, _ = _decode_rows(draft)
+        query_tokens = max([row.num_scheduled_tokens for row in decodes], default=1)
     if not decodes and not prefills:
         if not draft.in_flight and any(seq.is_prefilling for seq in draft.running.values()):
             # prompts that wait for each other's pages: the last gives its own up
@@ -45,7 +48,7 @@ def choose_step(draft: Draft) -> StepPlan | None:
         return None
     step_id, draft.next_step_id = draft.next_step_id, draft.next_step_id + 1
     size = (len(decodes), budget.used, len(prefills))
-    bucket = smallest_bucket(draft.buckets, *size, scores=budget.scores)
+    bucket = smallest_bucket(draft.buckets, *size, scores=budget.scores, query_tokens=query_tokens)
     plan = StepPlan(step_id, bucket, admissions, tuple(decodes), tuple(prefills))
     draft.in_flight = (*draft.in_flight, plan)
     return plan
@@ -58,22 +61,27 @@ def smallest_bucket(
     prefills: int,
     *,
     scores: bool = False,
+    query_tokens: int = 1,
 ) -> Bucket:
     """The first of ``buckets``, which are sorted by size, that holds the step."""
+    size = (decodes, prefill_tokens, prefills)
     for bucket in buckets:
-        if bucket.fits(decodes, prefill_tokens, prefills, scores=scores):
+        if bucket.fits(*size, scores=scores, query_tokens=query_tokens):
             return bucket
     raise AssertionError("a step is only built as large as its bucket")
 
 
 class Budget:
-    """Prompt tokens that a step with ``num_decodes`` decodes may still take."""
+    """Prompt tokens that a step with ``num_decodes`` decodes, of ``query_tokens`` at most, may
+    still take.
+    """
 
-    def __init__(self, draft: Draft, num_decodes: int) -> None:
+    def __init__(self, draft: Draft, num_decodes: int, query_tokens: int) -> None:
         self._buckets = draft.buckets
         self._widest = NO_BUCKET  # of those that have one more prefill row, and score if need be
         self._limit = draft.limits.max_num_batched_tokens
         self._num_decodes = num_decodes
+        self._query_tokens = query_tokens
         self._num_prefills = 0
         self.used = 0
         self.scores = False  # whether a row asks for prompt logprobs
@@ -98,7 +106,13 @@ class Budget:
         fitting = (
             bucket
             for bucket in self._buckets
-            if bucket.fits(self._num_decodes, 0, self._num_prefills + 1, scores=scores)
+            if bucket.fits(
+                self._num_decodes,
+                0,
+                self._num_prefills + 1,
+                scores=scores,
+                query_tokens=self._query_tokens,
+            )
         )
         return max(fitting, key=attrgetter("num_prefill_tokens"), default=NO_BUCKET)
 
@@ -123,9 +137,9 @@ def _prefills_alone(draft: Draft) -> bool:
 def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
     """A row for every decoding sequence, oldest first, and whether one was preempted for it.
 
-    A sequence whose tokens in flight will reach its last position gets no further row. When no
-    page is left, the sequence last in order gives its pages up; rows already made are of earlier
-    ones, so they stand.
+    A sequence whose tokens in flight will reach its last position gets no further row, nor does one
+    whose drafts in flight may. When no page is left, the sequence last in order gives its pages up;
+    rows already made are of earlier ones, so they stand.
     """
     limits, running, pages = draft.limits, draft.running, draft.pages
     page_size, has_windows = limits.page_size, any(limits.windows)
@@ -137,10 +151,14 @@ def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
         position = seq.num_computed_tokens
         if position < seq.num_prefill_tokens or position + 1 >= seq.max_num_tokens:
             continue
-        held = seq.pages
+        held, num_tokens = seq.pages, 1
+        if limits.query_tokens > 1:
+            num_tokens = _num_query_tokens(seq, limits)
         if has_windows:
-            held = without_passed(pages, held, position, limits)
-        if position % page_size == 0 and (missing := num_missing(held, position + 1, limits)):
+            held = without_passed(pages, held, seq.surely_computed(limits.query_tokens), limits)
+        end = position + num_tokens
+        begins_page = -position % page_size < num_tokens
+        if begins_page and (missing := num_missing(held, end, limits)):
             if held is not seq.pages:  # what went back must not go back twice
                 running[request_id] = seq = msgspec.structs.replace(seq, pages=held)
             while pages.num_free < missing and request_id in running:
@@ -148,15 +166,24 @@ def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
                 preempted = True
             if request_id not in running:
                 break
-            held = extended(pages, held, position + 1, limits)
-        rows.append(ScheduledSeq(request_id, seq.epoch, seq.slot, position, 1, held))
+            held = extended(pages, held, end, limits)
+        rows.append(ScheduledSeq(request_id, seq.epoch, seq.slot, position, num_tokens, held))
         running[request_id] = msgspec.structs.replace(
             seq,
             pages=held,
-            num_computed_tokens=position + 1,
-            num_in_flight_tokens=seq.num_in_flight_tokens + 1,
+            num_computed_tokens=end,
+            num_in_flight_tokens=seq.num_in_flight_tokens + num_tokens,
         )
     return rows, preempted
+
+
+def _num_query_tokens(seq: Sequence, limits: Limits) -> int:
+    """Tokens of a decode row of ``seq``. Drafts stay within its last position; a row with extras
+    has none, since an executable behind the step draws its one token again.
+    """
+    if seq.request.sampling.needs_extras:
+        return 1
+    return min(limits.query_tokens, seq.max_num_tokens - 1 - seq.num_computed_tokens)
 
 
 def _continued_prefills(draft: Draft, budget: Budget) -> list[ScheduledSeq]:

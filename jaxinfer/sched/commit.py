@@ -31,7 +31,7 @@ def commit_step(draft: Draft, result: StepResult) -> None:
         if found is not None and found.epoch == row.epoch and found.error:
             draft.end(row.request_id, FinishReason.ERROR, found.error)
             continue
-        if found is None or found.epoch != row.epoch or (found.token_id is None) == row.samples:
+        if found is None or found.epoch != row.epoch or bool(found.token_ids) != row.samples:
             raise EngineError(
                 f"the result of step {result.step_id} has no fitting row for request "
                 f"{row.request_id!r} of epoch {row.epoch}; report every row of the step"
@@ -69,27 +69,33 @@ def finish_reason(seq: Sequence, token_ids: IntLog) -> tuple[FinishReason | None
 
 
 def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult) -> None:
-    token_id = found.token_id
+    drawn = found.token_ids
     prompt_logprobs, num_prompt_logprobs = _fresh_prompt_logprobs(seq, row, found)
     token_ids, reason, stop_token_id = seq.token_ids, None, None
-    num_in_flight_tokens = seq.num_in_flight_tokens
-    if token_id is not None:
+    num_refused = 0  # drafts of the row
+    if row.token_ids is None:
+        num_refused = row.num_scheduled_tokens - len(drawn)
+    for number, token_id in enumerate(drawn, 1):
         token_ids = token_ids.append(token_id)
-        num_in_flight_tokens -= 1
         reason, stop_token_id = finish_reason(seq, token_ids)
+        if reason is not None:
+            drawn = drawn[:number]
+            break
     seq = msgspec.structs.replace(
         seq,
         token_ids=token_ids,
-        num_in_flight_tokens=num_in_flight_tokens,
+        num_computed_tokens=seq.num_computed_tokens - num_refused,
+        num_in_flight_tokens=seq.num_in_flight_tokens - len(found.token_ids) - num_refused,
         num_prompt_logprobs=num_prompt_logprobs,
     )
-    seq = _offer_pages(draft, seq, row.num_computed_tokens + row.num_scheduled_tokens)
-    if token_id is not None or prompt_logprobs:
+    known = row.num_computed_tokens + row.num_scheduled_tokens
+    seq = _offer_pages(draft, seq, known if row.token_ids is not None else len(token_ids) - 1)
+    if drawn or prompt_logprobs:
         draft.events.append(
             TokenEvent(
                 row.request_id,
-                () if token_id is None else (token_id,),
-                () if found.logprobs is None else (found.logprobs,),
+                drawn,
+                found.logprobs[: len(drawn)],
                 prompt_logprobs,
                 seq.num_cached_tokens or 0,
                 reason,

@@ -97,7 +97,7 @@ def _check_running(seq: Sequence, state: SchedulerState) -> None:
         for row in plan.rows
         if (row.request_id, row.epoch) == (seq.request_id, seq.epoch)
     ]
-    if seq.num_in_flight_tokens != sum(row.samples for row in rows):
+    if seq.num_in_flight_tokens != sum(row.most_drawn for row in rows):
         _fail(f"{name} has {seq.num_in_flight_tokens} tokens in flight, but rows say otherwise")
     num_tokens = len(seq.token_ids) + seq.num_in_flight_tokens
     if not seq.is_prefilling and seq.num_computed_tokens != num_tokens - 1:
@@ -108,7 +108,8 @@ def _check_running(seq: Sequence, state: SchedulerState) -> None:
         capacity = pages.end * state.limits.page_size
         if seq.num_computed_tokens > capacity:
             _fail(f"{name} computes {seq.num_computed_tokens} tokens in {capacity} places")
-        if pages.first > first_page(seq.num_computed_tokens, window, state.limits.page_size):
+        least = seq.surely_computed(state.limits.query_tokens)
+        if pages.first > first_page(least, window, state.limits.page_size):
             _fail(f"{name} has given back page {pages.first - 1}, which its next token looks at")
         if len(pages.ids) > state.limits.most_pages(window):
             _fail(f"{name} holds {len(pages.ids)} pages of a window of {window} tokens")

@@ -15,6 +15,7 @@ from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason, Request
+from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket, Pages, StepPlan, TokenEvent
 from jaxinfer.sched.pages import PagePool, PageWriter, new_pool
 
@@ -59,6 +60,13 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
     def is_prefilling(self) -> bool:
         """Whether known tokens are still to be computed."""
         return self.num_computed_tokens < self.num_prefill_tokens
+
+    def surely_computed(self, query_tokens: int) -> int:
+        """Tokens that steps in flight will have computed, however many drafts they refuse: each row
+        draws ``query_tokens`` at most, and the first of them is not refused.
+        """
+        rows = cdiv(self.num_in_flight_tokens, query_tokens)
+        return self.num_computed_tokens - self.num_in_flight_tokens + rows
 
     @property
     def scores(self) -> bool:
@@ -131,7 +139,8 @@ def initial_state(limits: Limits) -> SchedulerState:
     slots = limits.max_num_seqs
     for decodes, prefills in ((slots, 0), (slots - 1, 1)):
         scores = bool(prefills)
-        if not any(b.fits(decodes, prefills, prefills, scores=scores) for b in limits.buckets):
+        size, query_tokens = (decodes, prefills, prefills), limits.query_tokens if decodes else 1
+        if not any(b.fits(*size, scores=scores, query_tokens=query_tokens) for b in limits.buckets):
             what = " with prompt logprobs" if scores else ""
             raise ConfigError(
                 f"no bucket holds {decodes} decodes and {prefills} prefills{what}, which "

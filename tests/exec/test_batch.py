@@ -12,6 +12,7 @@ import pytest
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.step import Bucket, Pages, ScheduledSeq, StepPlan
 from jaxinfer.exec.step.batch import ALIGN, BatchLayout, GroupTable, copied_in, pack, unpack
+from jaxinfer.exec.step.slots import init_slots
 
 SLOTS, PAGE_SIZE, MAX_PAGES, NUM_PAGES = 64, 16, 70, 4000
 BUCKETS = (Bucket(1), Bucket(0, 64, 4), Bucket(3, 65, 5))
@@ -59,8 +60,8 @@ def test_no_index_of_a_batch_leaves_what_it_is_for(
     rows = [_row(*row, decode=True) for row in decodes], [_row(*row) for row in prefills]
     plan = StepPlan(0, bucket, (), *map(tuple, rows))
     flat = pack(plan, layout)
-    history = jnp.zeros((SLOTS + 1, MAX_PAGES * PAGE_SIZE + 1), jnp.int32)
-    batch = unpack(jnp.asarray(flat), layout, history)
+    slots = init_slots(SLOTS, MAX_PAGES * PAGE_SIZE, jax.ShapeDtypeStruct((0,), jnp.float32))
+    batch = unpack(jnp.asarray(flat), layout, slots)
     (attention,), batch_rows = batch.pages, batch.rows
     spans = [range(at, at + 1) for at in range(len(decodes))]
     ends = np.cumsum([bucket.num_decodes, *(count for *_, count in prefills)])

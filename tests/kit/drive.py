@@ -22,13 +22,15 @@ from kit.fake_executor import FakeExecutor
 EOS = 7
 
 
-def bucket_table(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
+def bucket_table(
+    max_num_seqs: int, max_num_batched_tokens: int, query_tokens: int = 1
+) -> tuple[Bucket, ...]:
     """Decode buckets, prefill buckets and mixed ones for all decodes, as the engine makes them."""
     tokens = [t for t in ladder(1, max_num_batched_tokens, 2) if t >= 8] or [max_num_batched_tokens]
     return (
-        *(Bucket(d) for d in ladder(1, max_num_seqs, 2)),
+        *(Bucket(d, query_tokens=query_tokens) for d in ladder(1, max_num_seqs, 2)),
         *(Bucket(0, t, min(4, t)) for t in tokens),
-        *(Bucket(max_num_seqs, t, min(4, t), scores=True) for t in tokens),
+        *(Bucket(max_num_seqs, t, min(4, t), True, query_tokens) for t in tokens),
     )
 
 
@@ -43,7 +45,12 @@ def make_limits(**changes: Any) -> Limits:
     }
     values.update(changes)
     values.setdefault(
-        "buckets", bucket_table(values["max_num_seqs"], values["max_num_batched_tokens"])
+        "buckets",
+        bucket_table(
+            values["max_num_seqs"],
+            values["max_num_batched_tokens"],
+            values.get("query_tokens", 1),
+        ),
     )
     return Limits(**values)
 

@@ -74,9 +74,18 @@ class Slot:
         self.token_ids.append(token_id)
 
 
+def guess(request: Request, prefix: int, num_generated: int) -> int:
+    """A draft of the token after ``prefix``, right two times in three."""
+    token_id = draw(request, prefix, num_generated)
+    return token_id if hash((prefix, "guess")) % 3 else (token_id + 1) % VOCAB
+
+
 class FakeExecutor:
     """Holds slots and a shadow of the pages: (page, offset) -> the group of layers that wrote it,
     and the digest of the prefix it ends.
+
+    A decode row of several tokens guesses those behind the first. The scheduler does not know where
+    such a row is, only a bound, until it hears how many guesses were right.
     """
 
     def __init__(self, page_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
@@ -84,6 +93,7 @@ class FakeExecutor:
         self.windows = windows
         self.slots: dict[int, Slot] = {}
         self.store: dict[tuple[int, int], tuple[int, int]] = {}
+        self.drafts: dict[int, list[int]] = {}  # of the row of each slot, in the step that runs
 
     def run(self, plan: StepPlan, hashed_pages: frozenset[int] = frozenset()) -> StepResult:
         """Run a step; ``hashed_pages`` are those that nobody may write to."""
@@ -100,22 +110,29 @@ class FakeExecutor:
 
     def _check_shape(self, plan: StepPlan) -> None:
         prefill_tokens = sum(row.num_scheduled_tokens for row in plan.prefills)
-        assert plan.bucket.fits(len(plan.decodes), prefill_tokens, len(plan.prefills))
+        query_tokens = max((row.num_scheduled_tokens for row in plan.decodes), default=1)
+        size = (len(plan.decodes), prefill_tokens, len(plan.prefills))
+        assert plan.bucket.fits(*size, query_tokens=query_tokens)
         slots = [row.slot for row in plan.rows]
         assert len(set(slots)) == len(slots), f"two rows of one slot: {slots}"
         for row in plan.decodes:
-            assert row.token_ids is None and row.samples and row.num_scheduled_tokens == 1
+            assert row.token_ids is None and row.samples and row.num_scheduled_tokens >= 1
         for row in plan.prefills:
             assert row.token_ids is not None and len(row.token_ids) == row.num_scheduled_tokens > 0
 
     def _write(
         self, row: ScheduledSeq, written: set[tuple[int, int]], hashed_pages: frozenset[int]
     ) -> None:
-        slot, start = self.slots[row.slot], row.num_computed_tokens
+        slot = self.slots[row.slot]
         assert slot.request.request_id == row.request_id
+        start = self._start(row)
         end = start + row.num_scheduled_tokens
+        prefixes = slot.prefixes[start:]
         if row.token_ids is None:
-            assert end == len(slot.token_ids), "a decode row reads the slot's last token"
+            assert start <= row.num_computed_tokens, "the scheduler plans for less than there is"
+            self.drafts[row.slot] = self._guessed(slot, row.num_scheduled_tokens - 1)
+            for token_id in self.drafts[row.slot]:
+                prefixes.append(digest(prefixes[-1], token_id))
         else:
             assert row.token_ids.tolist() == slot.token_ids[start:end]
             assert row.samples == (end == len(slot.token_ids))
@@ -124,24 +141,50 @@ class FakeExecutor:
             assert place not in written, f"two rows write to {place}"
             assert place[0] not in hashed_pages, f"{place} is written but hashed"
             written.add(place)
-            self.store[place] = group, slot.prefixes[position]
+            self.store[place] = group, prefixes[position - start]
+
+    def _start(self, row: ScheduledSeq) -> int:
+        """The position of a row's first token: a decode row's is that of the slot's last token."""
+        if row.token_ids is not None:
+            return row.num_computed_tokens
+        return len(self.slots[row.slot].token_ids) - 1
+
+    def _guessed(self, slot: Slot, count: int) -> list[int]:
+        prefix, guesses = slot.prefixes[-1], list[int]()
+        for _ in range(count):
+            num_known = len(slot.token_ids) + len(guesses)
+            num_generated = num_known - len(slot.request.prompt_token_ids)
+            guesses.append(guess(slot.request, prefix, num_generated))
+            prefix = digest(prefix, guesses[-1])
+        return guesses
 
     def _attend(self, row: ScheduledSeq) -> RowResult:
-        slot, end = self.slots[row.slot], row.num_computed_tokens + row.num_scheduled_tokens
+        slot, start = self.slots[row.slot], self._start(row)
+        end = start + (row.num_scheduled_tokens if row.token_ids is not None else 1)
         for group, window in enumerate(self.windows):
-            first = 0 if window is None else max(0, row.num_computed_tokens + 1 - window)
-            assert row.pages[group].first == first // self.page_size, "as the device expects"
+            first = 0 if window is None else max(0, start + 1 - window)
+            assert row.pages[group].first <= first // self.page_size, "its pages have gone back"
             for position in range(first, end):
-                found = self.store.get(self._place(row, group, position))
-                assert found == (group, slot.prefixes[position]), (
-                    f"request {row.request_id!r} reads another prefix at position {position}"
-                )
-        token_id = None
-        if row.samples:
-            num_generated = end - len(slot.request.prompt_token_ids)
-            token_id = draw(slot.request, slot.prefixes[end - 1], num_generated)
-            slot.append(token_id)
-        return RowResult(row.request_id, row.epoch, token_id, None, self._prompt_logprobs(row))
+                self._read(row, group, position)
+        token_ids: list[int] = []
+        drafts = [] if row.token_ids is not None else self.drafts[row.slot]
+        while row.samples:
+            num_generated = len(slot.token_ids) - len(slot.request.prompt_token_ids)
+            token_ids.append(draw(slot.request, slot.prefixes[-1], num_generated))
+            slot.append(token_ids[-1])
+            if len(token_ids) > len(drafts) or drafts[len(token_ids) - 1] != token_ids[-1]:
+                break
+            for group in range(len(self.windows)):  # the accepted draft's own page
+                self._read(row, group, len(slot.token_ids) - 1)
+        return RowResult(
+            row.request_id, row.epoch, tuple(token_ids), (), self._prompt_logprobs(row)
+        )
+
+    def _read(self, row: ScheduledSeq, group: int, position: int) -> None:
+        found = self.store.get(self._place(row, group, position))
+        assert found == (group, self.slots[row.slot].prefixes[position]), (
+            f"request {row.request_id!r} reads another prefix at position {position}"
+        )
 
     def _prompt_logprobs(self, row: ScheduledSeq) -> tuple[TokenLogprobs, ...]:
         if row.target_ids is None:

@@ -82,7 +82,7 @@ class SimExecutor:
 
 def _result(plan: StepPlan, row: ScheduledSeq) -> RowResult:
     token_id = FIRST_TOKEN + (plan.step_id + row.slot) % NUM_TOKENS
-    return RowResult(row.request_id, row.epoch, token_id if row.samples else None)
+    return RowResult(row.request_id, row.epoch, (token_id,) if row.samples else ())
 
 
 def sim_limits(num_seqs: int) -> Limits:

@@ -69,7 +69,7 @@ class AlphabetExecutor(SimExecutor):
         """As a device that has computed the step."""
         result = super().collect(step)
         drawn = tuple(
-            done if done.token_id is None else replace(done, token_id=_letter(row))
+            done if not done.token_ids else replace(done, token_ids=(_letter(row),))
             for done, row in zip(result.rows, step[0].rows, strict=True)
         )
         return replace(result, rows=drawn)

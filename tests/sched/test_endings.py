@@ -191,8 +191,8 @@ def test_prompt_logprobs_are_not_repeated_after_a_preemption(
         (StepDone(StepResult(4, ())), "step 4 ended but the oldest step in flight is 0"),
         (StepFailed(1, "boom"), "step 1 ended but the oldest step in flight is 0"),
         (StepDone(StepResult(0, ())), "no fitting row for request 'a'"),
-        (StepDone(StepResult(0, (RowResult("a", 5, 1),))), "no fitting row for request 'a'"),
-        (StepDone(StepResult(0, (RowResult("a", 0, None),))), "no fitting row for request 'a'"),
+        (StepDone(StepResult(0, (RowResult("a", 5, (1,)),))), "no fitting row for request 'a'"),
+        (StepDone(StepResult(0, (RowResult("a", 0, ()),))), "no fitting row for request 'a'"),
     ],
     ids=("unknown-step", "wrong-order", "no-row", "wrong-epoch", "no-token"),
 )

@@ -38,6 +38,7 @@ class Trace:
     enable_prefix_caching: bool
     prefill_first: bool
     windows: tuple[int | None, ...]
+    query_tokens: int
 
     def drive(self, **changes: object) -> Drive:
         """A fresh drive with the trace's limits."""
@@ -50,6 +51,7 @@ class Trace:
             "enable_prefix_caching": self.enable_prefix_caching,
             "prefill_first": self.prefill_first,
             "windows": self.windows,
+            "query_tokens": self.query_tokens,
         }
         limits = make_limits(**(values | changes))
         return Drive(limits, depth=self.depth)
@@ -77,11 +79,13 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
         requests.append((turn, _request(draw, i, prompt, in_order)))
     max_num_batched_tokens = draw(st.sampled_from((1, 7, 16, 64)))
     windows = draw(st.sampled_from(WINDOWS))
+    query_tokens = draw(st.sampled_from((1, 1, 2, 5)))
     limits = make_limits(
         max_num_batched_tokens=max_num_batched_tokens,
         page_size=PAGE_SIZE,
         max_model_len=MAX_MODEL_LEN,
         windows=windows,
+        query_tokens=query_tokens,
     )
     largest = max(
         limits.pages_needed(min(len(r.prompt_token_ids) + r.max_tokens, MAX_MODEL_LEN))
@@ -96,6 +100,7 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
         max_num_seqs=draw(st.integers(1, 5)),
         max_num_batched_tokens=max_num_batched_tokens,
         windows=windows,
+        query_tokens=query_tokens,
         enable_prefix_caching=draw(st.booleans()),
         prefill_first=draw(st.booleans()),
     )

@@ -23,6 +23,7 @@ def bucket_table(
     prefill_factor: int,
     mixed_start: int,
     max_num_mixed_tokens: int | None = None,
+    query_tokens: int = 1,
 ) -> tuple[Bucket, ...]:
     """Every shape a schedule can need: decode, prefill, and mixed when two sequences can run.
 
@@ -36,7 +37,8 @@ def bucket_table(
     smaller chunk would hardly shorten the step. The largest stands beside any number. Where rows
     are more than a quarter of its tokens, it has a token less for every two more, down to half of
     them, as all those rows wait for it. Mixed buckets score; with one sequence, which needs none,
-    the largest prefill bucket of at most ``max_num_mixed_tokens`` does.
+    the largest prefill bucket of at most ``max_num_mixed_tokens`` does. Decode rows have
+    ``query_tokens`` tokens.
     """
     most_mixed = min(max_num_mixed_tokens or max_num_batched_tokens, max_num_batched_tokens)
     chunks = ladder(prefill_start, max_num_batched_tokens, prefill_factor)
@@ -57,6 +59,7 @@ def bucket_table(
             chunk,
             _prefill_rows(chunk, max_num_seqs),
             scores=bool(rows and chunk) or (not mixed_rows and chunk == alone),
+            query_tokens=query_tokens if rows else 1,
         )
         for rows, chunk in shapes
     )

@@ -199,7 +199,7 @@ def step_bound(model: Model, bucket: Bucket) -> int:
     and values that XLA's attention gathers on a CPU are left out: no plan depends on them there.
     """
     config = model.config
-    logits = 4 * SAMPLING_COPIES * bucket.num_seqs * config.vocab_size
+    logits = 4 * SAMPLING_COPIES * bucket.num_draws * config.vocab_size
     hidden = config.hidden_size * bucket.num_prefill_tokens if bucket.scores else 0
     activations = _layer_width(model) * bucket.num_tokens + hidden
     return logits + activations * config.dtype.itemsize

@@ -18,6 +18,7 @@ from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.step.batch import BatchLayout
+from jaxinfer.exec.step.drafts import Drafter
 from jaxinfer.exec.step.extras import ExtrasFunction, ScoreFunction, extras_rows
 from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, parts_of
 from jaxinfer.exec.step.slots import SlotState, admit, empty_rows, init_slots
@@ -66,11 +67,21 @@ class Program:
     limits: Limits
     platform: str = field(default_factory=current_platform)
     pins: Pins = Pins()
+    drafter: Drafter | None = None
 
     def __post_init__(self) -> None:
-        """The scheduler must plan pages for the model's own groups of layers."""
+        """The scheduler must plan pages for the model's own groups of layers, and rows that hold
+        what the drafter proposes.
+        """
         own, planned = self.model.state.windows, self.limits.windows
         assert own == planned, f"limits are for windows {planned}, the model has {own}"
+        query_tokens = 1 if self.drafter is None else 1 + self.drafter.count
+        assert self.limits.query_tokens == query_tokens, "the drafter fills the decode rows"
+        if self.drafter is not None and self.model.state.bytes_per_slot:
+            raise ConfigError(
+                "this model keeps a state for each sequence, which a refused draft would have "
+                "changed; serve it without drafts"
+            )
 
     def layout(self, bucket: Bucket) -> BatchLayout:
         """Wire layout of a bucket's batch."""
@@ -88,9 +99,13 @@ class Program:
 
     def slots(self) -> SlotState:
         """The slot state."""
-        limits = self.limits
+        return jax.eval_shape(self.zero_slots)
+
+    def zero_slots(self) -> SlotState:
+        """The slot state as it is at first."""
+        limits, drawn_from = self.limits, drawn_from_of(self.model, self.platform)
         sizes = (limits.max_num_seqs, limits.max_model_len)
-        return jax.eval_shape(lambda: init_slots(*sizes, drawn_from_of(self.model, self.platform)))
+        return init_slots(*sizes, drawn_from, has_drafts=self.drafter is not None)
 
     @property
     def keeps_logits(self) -> bool:
@@ -158,7 +173,14 @@ class Program:
     def _function(self, name: str) -> StepFunction:
         """The step of a bucket, by name."""
         layout, copies_in = self.layout(self._steps[name]), self.platform != "cpu"
-        return StepFunction(self.model, layout, self.keeps_logits, self.pins, copies_in=copies_in)
+        return StepFunction(
+            self.model,
+            layout,
+            self.keeps_logits,
+            self.pins,
+            copies_in=copies_in,
+            drafter=self.drafter,
+        )
 
     def compiler_options(self, name: str) -> dict[str, Any]:
         """XLA's options for one executable, by name."""
@@ -182,7 +204,7 @@ class Program:
         begin early (``pallas_kernels.pdl``): in steps that only decode, whose kernels are short.
         """
         step = self._steps.get(name)
-        decodes = step is not None and step.num_prefills == 0
+        decodes = step is not None and step.num_prefills == 0 and step.query_tokens == 1
         return decodes and self.platform != "cpu" and self.pins.of(LINKS) is None
 
     def begins_apart(self, bucket: Bucket) -> bool:

@@ -18,9 +18,9 @@ from jaxinfer.exec.compile.memory_plan import (
     shown,
     tree_bytes,
 )
-from jaxinfer.exec.compile.program import Program, drawn_from_of
+from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.cuda_driver import card_bytes
-from jaxinfer.exec.step.slots import SlotState, init_slots
+from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.nn.state import State
 
 
@@ -62,8 +62,7 @@ def compile_init_state(program: Program) -> Callable[[], tuple[State, SlotState]
     def zeros() -> tuple[State, SlotState]:
         sizes = (limits.num_pages, limits.page_size, limits.max_num_seqs)
         state = program.model.state.zeros(*sizes)
-        drawn_from = drawn_from_of(program.model, program.platform)
-        return state, init_slots(limits.max_num_seqs, limits.max_model_len, drawn_from)
+        return state, program.zero_slots()
 
     compiled = jax.jit(zeros).lower().compile()
 

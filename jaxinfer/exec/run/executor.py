@@ -19,13 +19,14 @@ import numpy as np
 
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
-from jaxinfer.core.step import ScheduledSeq, SlotAdmission, StepPlan, StepResult
+from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan, StepResult
 from jaxinfer.exec.compile.build import Compiled, Executables
 from jaxinfer.exec.compile.program import ADMIT, Program, extras_name, score_name
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.in_flight import LOGGER, ExtrasCall, InFlight, Prepared, RowKey, row_results
 from jaxinfer.exec.run.token_board import TokenBoard
 from jaxinfer.exec.step.batch import NO_SETTINGS, NOWHERE, pack
+from jaxinfer.exec.step.drafts import NO_TOKEN
 from jaxinfer.exec.step.extras import pack_extras, pack_targets
 from jaxinfer.exec.step.forward import StepOutput, flat_params
 from jaxinfer.exec.step.slots import SlotState, needs_admission, settings_of, slot_rows
@@ -59,7 +60,7 @@ class Executor:
         self._slots = slots
         # the host's mirror of which request a slot's parameters belong to
         self._requests: list[Request | None] = [None] * limits.max_num_seqs
-        rows = max(*(bucket.num_seqs for bucket in limits.buckets), *program.extras_rows)
+        rows = max(*(bucket.num_draws for bucket in limits.buckets), *program.extras_rows)
         self._board = TokenBoard.of_device(placement.device, rows)
         self._staging = BatchStaging.of_device(placement.device)
         self._head = head_params(params)
@@ -108,18 +109,17 @@ class Executor:
 
     def collect(self, step: InFlight) -> StepResult:
         """Wait for a launched step and read what its rows produced."""
-        plan = step.prepared.plan
+        plan, bucket = step.prepared.plan, step.prepared.plan.bucket
         try:
-            drawn = self._read(step.number, step.output.token_ids).tolist()
+            drawn = self._read(step.number, step.output.token_ids)
             redrawn = [self._read(call.number, call.output.token_ids) for call in step.extras]
         except Exception as error:
             raise _device_failed(plan, error) from error
-        num_decodes = len(plan.decodes)
-        num_padding = plan.bucket.num_decodes - num_decodes  # rows before the prefills
-        token_ids = drawn[:num_decodes] + drawn[num_decodes + num_padding :]
+        prefills = drawn[bucket.num_decode_tokens :].tolist()
+        token_ids = [*_decoded(drawn, bucket, len(plan.decodes)), *((one,) for one in prefills)]
         for call, tokens in zip(step.extras, redrawn, strict=True):
             for index, token_id in zip(call.rows, tokens.tolist(), strict=False):
-                token_ids[index] = token_id
+                token_ids[index] = (token_id,)
         return StepResult(plan.step_id, row_results(step, token_ids))
 
     def _prepared(self, plan: StepPlan) -> tuple[Prepared, dict[RowKey, str]]:
@@ -143,7 +143,8 @@ class Executor:
         rows = plan.rows
         requests = tuple([self._request(row) for row in rows])
         settings = settings_of(requests[len(plan.decodes) :]) if plan.prefills else NO_SETTINGS
-        needed = [one for one in plan.admissions if needs_admission(one.request)]
+        drafts = self._program.drafter is not None  # of all known tokens
+        needed = [a for a in plan.admissions if drafts or needs_admission(a.request)]
         size = self._program.admitted_at_once
         admissions = tuple(self._slot_rows(some, size) for some in batched(needed, size))
         asking = [
@@ -265,6 +266,14 @@ class Executor:
         request = self._requests[row.slot]
         assert request is not None, f"slot {row.slot} was scheduled before it was admitted"
         return request
+
+
+def _decoded(drawn: np.ndarray, bucket: Bucket, count: int) -> list[tuple[int, ...]]:
+    """The tokens of each of the first ``count`` decode rows, from all that were drawn, int32[N]."""
+    if bucket.query_tokens == 1:
+        return [(token_id,) for token_id in drawn[:count].tolist()]
+    rows = drawn[: count * bucket.query_tokens].reshape(count, bucket.query_tokens).tolist()
+    return [tuple(token_id for token_id in row if token_id != NO_TOKEN) for row in rows]
 
 
 def _only(plan: StepPlan, rows: set[RowKey]) -> StepPlan:

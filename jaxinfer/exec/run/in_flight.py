@@ -63,29 +63,31 @@ class InFlight:
     failed: dict[RowKey, str]  # rows that could not be prepared: why
 
 
-def row_results(step: InFlight, token_ids: Sequence[int]) -> tuple[RowResult, ...]:
-    """What the rows of a finished step produced, and why the others could not be prepared;
-    ``token_ids``: the one that each row drew.
+def row_results(step: InFlight, token_ids: Sequence[tuple[int, ...]]) -> tuple[RowResult, ...]:
+    """A result for each row of a finished step, from the tokens that it drew, and one with the
+    error of each row that could not be prepared.
     """
     reader, rows = _LogprobReader(step), step.prepared.plan.rows
     results = [_row_result(reader, i, row, token_ids[i]) for i, row in enumerate(rows)]
-    results += [RowResult(*key, None, error=error) for key, error in step.failed.items()]
+    results += [RowResult(*key, (), error=error) for key, error in step.failed.items()]
     return tuple(results)
 
 
-def _row_result(reader: _LogprobReader, index: int, row: ScheduledSeq, token_id: int) -> RowResult:
-    """What one row produced; what cannot be read of it ends its request alone."""
+def _row_result(
+    reader: _LogprobReader, index: int, row: ScheduledSeq, token_ids: tuple[int, ...]
+) -> RowResult:
+    """The result of one row. An error of its own ends its request alone."""
     key = (row.request_id, row.epoch)
-    if row.samples and token_id == NOT_FINITE:
-        return RowResult(*key, None, error=NOT_FINITE_ERROR)
+    if row.samples and NOT_FINITE in token_ids:
+        return RowResult(*key, (), error=NOT_FINITE_ERROR)
     try:
-        sampled, prompt = reader.sampled(index, row, token_id), reader.prompt(index, row)
+        sampled, prompt = reader.sampled(index, row, token_ids), reader.prompt(index, row)
     except Exception as error:
         logging.getLogger(LOGGER).exception("request %s", row.request_id)
-        return RowResult(*key, None, error=f"the result cannot be read: {error}")
+        return RowResult(*key, (), error=f"the result cannot be read: {error}")
     if any(not isfinite(entry.logprobs[0]) for entry in prompt):
-        return RowResult(*key, None, error=NOT_FINITE_ERROR)
-    return RowResult(*key, token_id if row.samples else None, sampled, prompt)
+        return RowResult(*key, (), error=NOT_FINITE_ERROR)
+    return RowResult(*key, token_ids if row.samples else (), sampled, prompt)
 
 
 class _LogprobReader:
@@ -104,16 +106,19 @@ class _LogprobReader:
         self._prompt: Logprobs[np.ndarray] | None = None
         self._prompt_start = 0  # where the next prefill row's chunk starts in the prefill part
 
-    def sampled(self, index: int, row: ScheduledSeq, token_id: int) -> TokenLogprobs | None:
-        """Of the token that a row drew."""
+    def sampled(
+        self, index: int, row: ScheduledSeq, token_ids: tuple[int, ...]
+    ) -> tuple[TokenLogprobs, ...]:
+        """Of the one token that a row with extras drew."""
         top = self._requests[index].sampling.logprobs
         if top is None or not row.samples:
-            return None
+            return ()
+        (token_id,) = token_ids
         number, place = self._places[index]
         if number not in self._sampled:
             packed = np.asarray(self._step.extras[number].output.logprobs)
             self._sampled[number] = read_logprobs(packed)
-        return _token_logprobs(self._sampled[number], place, token_id, top)
+        return (_token_logprobs(self._sampled[number], place, token_id, top),)
 
     def prompt(self, index: int, row: ScheduledSeq) -> tuple[TokenLogprobs, ...]:
         """Of the prompt tokens that follow a chunk's own; rows come in the plan's order."""

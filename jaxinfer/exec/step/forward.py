@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.exec.step.batch import BatchLayout, DeviceBatch, copied_in, unpack
+from jaxinfer.exec.step.drafts import NO_TOKEN, Drafter, num_accepted
 from jaxinfer.exec.step.sampling import sample
 from jaxinfer.exec.step.slots import SlotState, with_settings
 from jaxinfer.models.base import (
@@ -70,7 +71,9 @@ def parts_of(model: Model, num_first: int) -> tuple[Part, Part]:
 class StepOutput(NamedTuple):
     """Results of a step beside its state."""
 
-    token_ids: jax.Array  # int32[B]: the token each row drew; meaningless where it draws none
+    # int32[N]: the tokens of each row, see ``Draws``; ``NO_TOKEN`` where a draft was refused,
+    # meaningless where the row draws none
+    token_ids: jax.Array
     hidden: jax.Array | None = None  # [Tp, D] of all prompt tokens, of a bucket that scores
 
 
@@ -86,6 +89,7 @@ class StepFunction:
     keeps_logits: bool  # what ``SlotState.drawn_from`` is
     pins: Pins = Pins()
     copies_in: bool = False  # the batch, to memory of the step's own: see ``batch.copied_in``
+    drafter: Drafter | None = None
 
     def __call__(
         self,
@@ -162,13 +166,14 @@ class StepFunction:
     def _begun(self, slots: SlotState, flat: jax.Array) -> tuple[DeviceBatch, StepContext]:
         """The batch, and what layers see of it."""
         flat = copied_in(flat) if self.copies_in else flat
-        batch = unpack(flat, self.layout, slots.token_ids)
+        batch, bucket = unpack(flat, self.layout, slots, self.drafter), self.layout.bucket
         ctx = StepContext(
             positions=batch.positions,
             rows=batch.rows,
             pages=batch.pages,
             arrivals=self._arrivals(),
-            num_decodes=self.layout.bucket.num_decodes,
+            # rows with drafts attend as prompts do
+            num_decodes=bucket.num_decodes if bucket.query_tokens == 1 else 0,
             pins=self.pins,
         )
         return batch, ctx
@@ -185,13 +190,16 @@ class StepFunction:
         if bucket.num_prefills:
             slots = with_settings(slots, rows.slots[bucket.num_decodes :], batch.settings)
         one_a_row = self._ends_with_last_tokens or not bucket.num_prefills
-        drawn_from = hidden if one_a_row else hidden[rows.last_tokens]  # [B, D]
-        logits = unembed(self.model, params, drawn_from)  # [B, V]
+        drawn_from = hidden if one_a_row else hidden[batch.draws.tokens]  # [N, D]
+        logits = unembed(self.model, params, drawn_from)  # [N, V]
         impl = self.pins.of("sample")
-        token_ids = sample(logits, slots, rows.slots, batch.seq_lens, impl)
+        token_ids = sample(logits, slots, batch.draws.slots, batch.draws.lens, impl)
+        record = self._record if batch.drafts is None else self._record_accepted
+        token_ids, slots = record(
+            slots, batch, token_ids, logits if self.keeps_logits else drawn_from
+        )
         token_ids = publish(token_ids, batch.place, impl=self.pins.of("publish"))
-        slots = self._record(slots, batch, token_ids, logits if self.keeps_logits else drawn_from)
-        scored = hidden[bucket.num_decodes :] if bucket.scores else None
+        scored = hidden[bucket.num_decode_tokens :] if bucket.scores else None
         return slots, StepOutput(token_ids, scored)
 
     @property
@@ -208,7 +216,7 @@ class StepFunction:
         """
         bucket = self.layout.bucket
         heads = max((e.shape[0] for e in self.model.state.arrays if e.name == "k"), default=0)
-        if not bucket.num_decodes or not heads:
+        if not bucket.num_decodes or bucket.query_tokens > 1 or not heads:
             return None
         return jax.new_ref(jnp.zeros(bucket.num_decodes * heads, jnp.int32))
 
@@ -218,12 +226,49 @@ class StepFunction:
         batch: DeviceBatch,
         token_ids: jax.Array,  # int32[B]
         drawn_from: jax.Array,  # [B, D] or float32[B, V]
-    ) -> SlotState:
-        """The slots with each drawn token at its position, and what it was drawn from; rows that
-        draw none write no token.
+    ) -> tuple[jax.Array, SlotState]:
+        """The tokens, and the slots with each at its position, and what it was drawn from; rows
+        that draw none write no token.
         """
         position = jnp.where(batch.samples, batch.seq_lens, slots.token_ids.shape[1])
-        return slots._replace(
+        if slots.lengths is not None:
+            known = batch.seq_lens + batch.samples.astype(jnp.int32)
+            slots = slots._replace(lengths=slots.lengths.at[batch.rows.slots].set(known))
+        return token_ids, slots._replace(
             token_ids=slots.token_ids.at[batch.rows.slots, position].set(token_ids, mode="drop"),
             drawn_from=slots.drawn_from.at[batch.rows.slots].set(drawn_from),
+        )
+
+    def _record_accepted(
+        self,
+        slots: SlotState,
+        batch: DeviceBatch,
+        token_ids: jax.Array,  # int32[N]
+        drawn_from: jax.Array,  # [N, D] or float32[N, V]
+    ) -> tuple[jax.Array, SlotState]:
+        """The same where decode rows have drafts: of a row's tokens those behind a refused draft
+        are ``NO_TOKEN`` and not written, and the slot keeps the length that the sequence has now.
+        """
+        bucket, draws, drafts = self.layout.bucket, batch.draws, batch.drafts
+        assert drafts is not None and slots.lengths is not None
+        d, q = bucket.num_decodes, bucket.query_tokens
+        accepted = num_accepted(drafts.token_ids, token_ids[: d * q].reshape(d, q), drafts.most)
+        index = jnp.arange(d * q, dtype=jnp.int32)
+        is_accepted = index % q <= accepted[index // q]
+        drawn = jnp.concatenate((is_accepted, batch.samples[d:]))
+        token_ids = jnp.where(drawn, token_ids, NO_TOKEN)
+        position = jnp.where(drawn, draws.lens, slots.token_ids.shape[1])
+        last = jnp.concatenate(
+            (jnp.arange(d) * q + accepted, d * q + jnp.arange(bucket.num_prefills))
+        )
+        lengths = jnp.concatenate(
+            (
+                batch.rows.begins[:d] + 2 + accepted,
+                batch.seq_lens[d:] + batch.samples[d:].astype(jnp.int32),
+            )
+        )
+        return token_ids, slots._replace(
+            token_ids=slots.token_ids.at[draws.slots, position].set(token_ids, mode="drop"),
+            drawn_from=slots.drawn_from.at[batch.rows.slots].set(drawn_from[last]),
+            lengths=slots.lengths.at[batch.rows.slots].set(lengths),
         )

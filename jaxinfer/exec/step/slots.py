@@ -74,6 +74,9 @@ class SlotState(NamedTuple):
     # what the slot's last row of a step drew from: its hidden state, or float32 logits where these
     # are few (``Program.keeps_logits``)
     drawn_from: jax.Array  # [S + 1, D] or float32[S + 1, V]
+    # known tokens of a sequence that decodes, where rows have drafts: the host learns later how
+    # many were accepted. None where a row has one token
+    lengths: jax.Array | None = None  # int32[S + 1]
 
 
 class RowSections[A](NamedTuple):
@@ -95,7 +98,11 @@ SECTION_STARTS = tuple(accumulate(SECTION_SIZES, initial=0))
 
 
 def init_slots(
-    max_num_seqs: int, max_model_len: int, drawn_from: jax.ShapeDtypeStruct
+    max_num_seqs: int,
+    max_model_len: int,
+    drawn_from: jax.ShapeDtypeStruct,
+    *,
+    has_drafts: bool = False,
 ) -> SlotState:
     """A zeroed slot state; ``drawn_from`` is that of one slot."""
     rows = max_num_seqs + 1
@@ -106,6 +113,7 @@ def init_slots(
         stop_ids=jnp.zeros((rows, MAX_STOP_IDS), jnp.int32),
         token_ids=jnp.zeros((rows, max_model_len + 1), jnp.int32),
         drawn_from=jnp.zeros((rows, *drawn_from.shape), drawn_from.dtype),
+        lengths=jnp.zeros(rows, jnp.int32) if has_drafts else None,
     )
 
 
