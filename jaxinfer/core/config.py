@@ -153,6 +153,7 @@ class Limits(msgspec.Struct, frozen=True):
     # how far back the layers of each group of pages look, in tokens (None: all of the context)
     windows: tuple[int | None, ...] = (None,)
     query_tokens: int = 1  # of a decode row: the last token drawn, and drafts
+    pools: bool = False  # whether requests may pool
 
     @property
     def max_pages_per_seq(self) -> int:

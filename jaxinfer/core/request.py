@@ -194,6 +194,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     arrival: int = 0
     priority: int = 0  # lower runs first, as in vLLM
     cache_salt: str = ""
+    pools: bool = False  # it yields its last token's hidden state, and draws no token
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -122,6 +122,7 @@ class ScheduledSeq(msgspec.Struct, frozen=True, gc=False):
     # prompt_logprobs: target_ids[i] is the prompt token that follows token_ids[i], -1 where the
     # chunk's last token is the prompt's last one
     target_ids: np.ndarray | None = None  # int32[num_scheduled_tokens] or None
+    pools: bool = False  # whether the row yields the hidden state of its last token
 
     @property
     def most_drawn(self) -> int:
@@ -176,9 +177,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):
-    """What one row produced. ``token_ids`` is empty for a chunk that does not end its prompt, and
-    for a row with an ``error``, which ends its request alone. A decode row has one token, and one
-    more for each draft that was accepted. ``logprobs`` has an entry for each token, if requested.
+    """The record of one row: tokens with their logprobs, or a vector. ``token_ids`` is empty for a
+    chunk that does not end its prompt, and for a row with an ``error``, which ends its request
+    alone. A decode row has one token, and one more for each draft that was accepted. ``logprobs``
+    has an entry for each token, if requested. ``pooled`` float32[D] is set where the row pools.
     """
 
     request_id: str
@@ -186,6 +188,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens after this chunk's own
+    pooled: np.ndarray | None = None
     error: str = ""
 
 
@@ -238,4 +241,5 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop id that ended it, when one of the user's own did
+    pooled: np.ndarray | None = None  # float32[D]
     error: str = ""

@@ -38,6 +38,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, gc=False):
     sampling: SamplingParams
     priority: int
     cache_salt: str
+    pools: bool = False  # it is for the last token's hidden state, not for tokens
 
 
 def facts_of_configs(

@@ -52,6 +52,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or the user's stop id that ended it
+    pooled: tuple[float, ...] | None = None  # the vector of a request that pools
     error: str = ""
     times: SequenceTimes | None = None
 
@@ -98,6 +99,7 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     finished: bool = False
     num_cached_tokens: int = 0
+    pooled: tuple[float, ...] | None = None
 
 
 class Collector:
@@ -132,6 +134,8 @@ class Collector:
             output.prompt_logprobs.extend(delta.prompt_logprobs)
         if delta.index == 0:
             output.num_cached_tokens = delta.num_cached_tokens
+        if delta.pooled is not None:
+            output.pooled = delta.pooled
         if delta.finish_reason is not None:
             completion.finish_reason = delta.finish_reason.value
             completion.stop_reason = delta.stop_reason

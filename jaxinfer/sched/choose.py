@@ -247,7 +247,8 @@ def _with_pages_of_chunk(draft: Draft, seq: Sequence, most: int) -> Sequence:
 def _prefill_row(seq: Sequence, most: int) -> tuple[ScheduledSeq, Sequence]:
     """The next chunk of at most ``most`` tokens, and the sequence with it counted as computed."""
     start, end = seq.num_computed_tokens, _chunk_end(seq, most)
-    samples = end == seq.num_prefill_tokens
+    ends, pools = end == seq.num_prefill_tokens, seq.request.pools
+    samples = ends and not pools
     row = ScheduledSeq(
         seq.request_id,
         seq.epoch,
@@ -258,6 +259,7 @@ def _prefill_row(seq: Sequence, most: int) -> tuple[ScheduledSeq, Sequence]:
         token_ids=seq.token_ids.array()[start:end],
         samples=samples,
         target_ids=_target_ids(seq, start, end),
+        pools=ends and pools,
     )
     return row, msgspec.structs.replace(
         seq,

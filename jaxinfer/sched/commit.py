@@ -31,12 +31,17 @@ def commit_step(draft: Draft, result: StepResult) -> None:
         if found is not None and found.epoch == row.epoch and found.error:
             draft.end(row.request_id, FinishReason.ERROR, found.error)
             continue
-        if found is None or found.epoch != row.epoch or bool(found.token_ids) != row.samples:
+        if found is None or found.epoch != row.epoch or not _fits(row, found):
             raise EngineError(
                 f"the result of step {result.step_id} has no fitting row for request "
                 f"{row.request_id!r} of epoch {row.epoch}; report every row of the step"
             )
         _commit_row(draft, seq, row, found)
+
+
+def _fits(row: ScheduledSeq, found: RowResult) -> bool:
+    """Whether a result has what its row yields."""
+    return bool(found.token_ids) == row.samples and (found.pooled is not None) == row.pools
 
 
 def fail_step(draft: Draft, step_id: int, error: str) -> None:
@@ -71,7 +76,8 @@ def finish_reason(seq: Sequence, token_ids: IntLog) -> tuple[FinishReason | None
 def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult) -> None:
     drawn = found.token_ids
     prompt_logprobs, num_prompt_logprobs = _fresh_prompt_logprobs(seq, row, found)
-    token_ids, reason, stop_token_id = seq.token_ids, None, None
+    reason = None if found.pooled is None else FinishReason.STOP
+    token_ids, stop_token_id = seq.token_ids, None
     num_refused = 0  # drafts of the row
     if row.token_ids is None:
         num_refused = row.num_scheduled_tokens - len(drawn)
@@ -90,7 +96,7 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
     )
     known = row.num_computed_tokens + row.num_scheduled_tokens
     seq = _offer_pages(draft, seq, known if row.token_ids is not None else len(token_ids) - 1)
-    if drawn or prompt_logprobs:
+    if drawn or prompt_logprobs or reason is not None:
         draft.events.append(
             TokenEvent(
                 row.request_id,
@@ -100,6 +106,7 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
                 seq.num_cached_tokens or 0,
                 reason,
                 stop_token_id,
+                found.pooled,
             )
         )
     if reason is None:

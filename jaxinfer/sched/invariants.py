@@ -100,7 +100,8 @@ def _check_running(seq: Sequence, state: SchedulerState) -> None:
     if seq.num_in_flight_tokens != sum(row.most_drawn for row in rows):
         _fail(f"{name} has {seq.num_in_flight_tokens} tokens in flight, but rows say otherwise")
     num_tokens = len(seq.token_ids) + seq.num_in_flight_tokens
-    if not seq.is_prefilling and seq.num_computed_tokens != num_tokens - 1:
+    draws = not (seq.is_prefilling or seq.request.pools)
+    if draws and seq.num_computed_tokens != num_tokens - 1:
         _fail(f"{name} decodes at {seq.num_computed_tokens} with {num_tokens} tokens")
     if num_tokens > seq.max_num_tokens or len(seq.token_ids) >= seq.max_num_tokens:
         _fail(f"{name} has {num_tokens} tokens of at most {seq.max_num_tokens}")

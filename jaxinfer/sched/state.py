@@ -70,7 +70,11 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def scores(self) -> bool:
-        """Whether logprobs of prompt tokens that are still to be computed are asked for."""
+        """Whether hidden states of prompt tokens that are still to be computed are needed: for
+        their logprobs, or to be pooled.
+        """
+        if self.request.pools:
+            return True
         if self.request.sampling.prompt_logprobs is None:
             return False
         first = max(self.num_computed_tokens, self.num_prompt_logprobs)

@@ -59,7 +59,7 @@ def make_request(request_id: str, prompt: Sequence[int], **changes: Any) -> Requ
     """A request with the sampling fields among ``changes`` put where they belong."""
     top = {
         name: changes.pop(name)
-        for name in ("eos_token_ids", "arrival", "priority", "cache_salt")
+        for name in ("eos_token_ids", "arrival", "priority", "cache_salt", "pools")
         if name in changes
     }
     seed = changes.get("seed", 0)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import product
 
+import numpy as np
+
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import (
     RowResult,
@@ -43,6 +45,8 @@ def draw(request: Request, prefix: int, num_generated: int) -> int:
 
 def expected_tokens(request: Request, max_model_len: int) -> list[int]:
     """The output of ``request``, generated alone and plainly, by the rules of ending."""
+    if request.pools:
+        return []
     prefix = salt_digest(request)
     for token_id in request.prompt_token_ids:
         prefix = digest(prefix, token_id)
@@ -135,7 +139,8 @@ class FakeExecutor:
                 prefixes.append(digest(prefixes[-1], token_id))
         else:
             assert row.token_ids.tolist() == slot.token_ids[start:end]
-            assert row.samples == (end == len(slot.token_ids))
+            assert (row.samples or row.pools) == (end == len(slot.token_ids))
+            assert not (row.samples and row.pools)
         for group, position in product(range(len(self.windows)), range(start, end)):
             place = self._place(row, group, position)
             assert place not in written, f"two rows write to {place}"
@@ -177,7 +182,12 @@ class FakeExecutor:
             for group in range(len(self.windows)):  # the accepted draft's own page
                 self._read(row, group, len(slot.token_ids) - 1)
         return RowResult(
-            row.request_id, row.epoch, tuple(token_ids), (), self._prompt_logprobs(row)
+            row.request_id,
+            row.epoch,
+            tuple(token_ids),
+            (),
+            self._prompt_logprobs(row),
+            np.array([slot.prefixes[-1] % 1000], np.float32) if row.pools else None,
         )
 
     def _read(self, row: ScheduledSeq, group: int, position: int) -> None:

@@ -107,13 +107,15 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
 
 
 def _request(draw: st.DrawFn, i: int, prompt: tuple[int, ...], in_order: bool) -> Request:
-    max_tokens = draw(st.integers(1, 24))
+    pools = draw(st.sampled_from((False, False, False, True)))
+    max_tokens = 1 if pools else draw(st.integers(1, 24))
     return make_request(
         f"r{i}",
         prompt,
         arrival=i,
         seed=draw(st.integers(0, 2)),
         max_tokens=max_tokens,
+        pools=pools,
         min_tokens=draw(st.integers(0, min(4, max_tokens))),
         priority=0 if in_order else draw(st.integers(0, 1)),
         eos_token_ids=draw(st.sampled_from(((), (EOS,)))),
@@ -142,6 +144,7 @@ def check_run(trace: Trace, drive: Drive) -> None:
         else:
             assert tokens[request.request_id] == expected
             check_prompt_logprobs(request, drive)
+            assert (ending.pooled is not None) == request.pools
         cached = {e.num_cached_tokens for e in drive.events if e.request_id == request.request_id}
         assert len(cached) == 1 or ending.finish_reason is FinishReason.ABORT
     assert drive.state.num_free_pages == drive.limits.num_usable_pages

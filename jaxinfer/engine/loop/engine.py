@@ -78,10 +78,13 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        pools: bool = False,
     ) -> CheckedRequest:
         """The request as ``add_checked`` takes it; raises ``RequestError`` for one that this engine
-        can never answer.
+        can never answer. One that ``pools`` yields its last token's hidden state.
         """
+        if pools and not self.limits.pools:
+            raise RequestError("this engine was not built to pool; generate text with it instead")
         priority, salt = check_identity(priority, cache_salt)
         prompt = check_request(
             prompt_token_ids,
@@ -90,7 +93,7 @@ class Engine:
             facts=self.facts,
             has_tokenizer=self.tokenizer is not None,
         )
-        return CheckedRequest(prompt, sampling, priority, salt)
+        return CheckedRequest(prompt, sampling, priority, salt, pools)
 
     def add_request(
         self,
@@ -100,10 +103,13 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        pools: bool = False,
     ) -> None:
         """Accept a request; raises ``RequestError`` before anything of it has begun."""
         self._refuse_now(request_id)
-        checked = self.check(prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt)
+        checked = self.check(
+            prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt, pools=pools
+        )
         self.add_checked(request_id, checked)
 
     def add_checked(self, request_id: str, checked: CheckedRequest) -> None:
@@ -187,7 +193,7 @@ class Engine:
         if sequence is None:
             return None  # ended by a stop string while this token was on its way
         delta = _delta_of(sequence, event)
-        if event.token_ids:
+        if event.token_ids or event.pooled is not None:
             if self._timeline.token(event.request_id):
                 self._counters["num_prefilled_tokens"] += sequence.num_prompt_tokens
                 self._counters["num_cached_tokens"] += delta.num_cached_tokens
@@ -224,12 +230,15 @@ class Engine:
             request_id=str(arrival),
             prompt_token_ids=prompt,
             sampling=sampling,
-            max_tokens=resolved_max_tokens(len(prompt), sampling, self.limits),
+            max_tokens=1
+            if checked.pools
+            else resolved_max_tokens(len(prompt), sampling, self.limits),
             seed=self._seed_of(sampling, index, arrival),
             eos_token_ids=() if sampling.ignore_eos else self.facts.eos_token_ids,
             arrival=arrival,
             priority=checked.priority,
             cache_salt=checked.cache_salt,
+            pools=checked.pools,
         )
 
     def _seed_of(self, sampling: SamplingParams, index: int, arrival: int) -> int:

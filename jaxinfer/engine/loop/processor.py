@@ -56,6 +56,7 @@ class SequenceProcessor:
             num_cached_tokens=event.num_cached_tokens,
             finish_reason=reason,
             stop_reason=stop_reason,
+            pooled=None if event.pooled is None else tuple(event.pooled.tolist()),
             error=event.error,
         )
 

@@ -19,7 +19,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.step.batch import BatchLayout
 from jaxinfer.exec.step.drafts import Drafter
-from jaxinfer.exec.step.extras import ExtrasFunction, ScoreFunction, extras_rows
+from jaxinfer.exec.step.extras import ExtrasFunction, ScoreFunction, extras_rows, pooled
 from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, parts_of
 from jaxinfer.exec.step.slots import SlotState, admit, empty_rows, init_slots
 from jaxinfer.models.base import Model, Params, abstract_params, head_params
@@ -30,6 +30,7 @@ from pallas_kernels.registry import UnfitKernel, current_platform
 ADMIT = "admit"
 EXTRAS = "extras"  # begins the name of one that draws with extras; the number of rows follows
 SCORE = "score"  # begins the name of one that scores prompts; the number of tokens follows
+POOL = "pool"  # begins the name of one that pools; the number of tokens follows
 FIRST = "_first"  # ends the name of an executable that begins a step
 ADMITTED_AT_ONCE = 8  # by ``ADMIT`` on a GPU
 # Rows of a step of decoding up to which XLA times products, its own in Triton beside cuBLAS's. The
@@ -143,6 +144,11 @@ class Program:
             hidden = jax.ShapeDtypeStruct((count, config.hidden_size), config.dtype)
             targets = jax.ShapeDtypeStruct((count,), jnp.int32)
             return jax.jit(ScoreFunction(self.model)).trace(head, hidden, targets)
+        if (count := _count(name, POOL)) is not None:
+            config = self.model.config
+            hidden = jax.ShapeDtypeStruct((count, config.hidden_size), config.dtype)
+            tokens = jax.ShapeDtypeStruct((self.limits.max_num_seqs,), jnp.int32)
+            return jax.jit(pooled).trace(hidden, tokens)
         step, begins = self._step_of(name)
         if not self.begins_apart(self._steps[step]):
             return self._trace_step(step)
@@ -246,8 +252,10 @@ class Program:
                 steps.append(self.first_name(bucket))
             steps.append(bucket.name)
         extras = [extras_name(rows) for rows in self.extras_rows]
-        scores = {score_name(b.num_prefill_tokens) for b in self.limits.buckets if b.scores}
-        return (ADMIT, *extras, *sorted(scores), *steps)
+        sizes = sorted({b.num_prefill_tokens for b in self.limits.buckets if b.scores})
+        scores = [score_name(size) for size in sizes]
+        pools = [pool_name(size) for size in sizes] if self.limits.pools else []
+        return (ADMIT, *extras, *scores, *pools, *steps)
 
     @property
     def admitted_at_once(self) -> int:
@@ -294,6 +302,11 @@ def extras_name(rows: int) -> str:
 def score_name(num_tokens: int) -> str:
     """The executable that scores the prompts of a step of so many tokens."""
     return f"{SCORE}{num_tokens}"
+
+
+def pool_name(num_tokens: int) -> str:
+    """The executable that pools hidden states of a step of so many tokens."""
+    return f"{POOL}{num_tokens}"
 
 
 def _count(name: str, kind: str) -> int | None:

@@ -21,13 +21,13 @@ from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan, StepResult
 from jaxinfer.exec.compile.build import Compiled, Executables
-from jaxinfer.exec.compile.program import ADMIT, Program, extras_name, score_name
+from jaxinfer.exec.compile.program import ADMIT, Program, extras_name, pool_name, score_name
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.in_flight import LOGGER, ExtrasCall, InFlight, Prepared, RowKey, row_results
 from jaxinfer.exec.run.token_board import TokenBoard
 from jaxinfer.exec.step.batch import NO_SETTINGS, NOWHERE, pack
 from jaxinfer.exec.step.drafts import NO_TOKEN
-from jaxinfer.exec.step.extras import pack_extras, pack_targets
+from jaxinfer.exec.step.extras import pack_extras, pack_pooled, pack_targets
 from jaxinfer.exec.step.forward import StepOutput, flat_params
 from jaxinfer.exec.step.slots import SlotState, needs_admission, settings_of, slot_rows
 from jaxinfer.models.base import Params, head_params
@@ -157,7 +157,10 @@ class Executor:
         targets = pack_targets(plan.prefills, plan.bucket.num_prefill_tokens) if scored else None
         batch = pack(plan, self._layouts[plan.bucket], settings)
         logprobs = any(requests[index].sampling.logprobs is not None for index in asking)
-        return Prepared(plan, requests, batch, admissions, extras, logprobs, targets)
+        pools = None
+        if any(row.pools for row in plan.prefills):
+            pools = pack_pooled(plan.prefills, self._program.limits.max_num_seqs)
+        return Prepared(plan, requests, batch, admissions, extras, logprobs, targets, pools)
 
     def _launched(self, prepared: Prepared, failed: dict[RowKey, str]) -> InFlight:
         plan, by_name = prepared.plan, self._executables.by_name
@@ -181,9 +184,10 @@ class Executor:
             for call in extras:
                 self._copy_to_host(call.output.logprobs)
         scores = None if prepared.targets is None else self._score(output, prepared.targets)
+        pooled = None if prepared.pools is None else self._pool(output, prepared.pools)
         # the hidden states are as large as a layer's, and nothing needs them any more
         output = output._replace(hidden=None)
-        return InFlight(prepared, output, place[-1], extras, scores, failed)
+        return InFlight(prepared, output, place[-1], extras, scores, failed, pooled)
 
     def _admit(self, rows: np.ndarray) -> None:  # int32[A, ...]
         self._slots = self._executables.by_name[ADMIT](self._slots, rows)
@@ -207,6 +211,13 @@ class Executor:
         scores = score(self._head, output.hidden, targets)
         self._copy_to_host(scores)
         return scores  # type: ignore[no-any-return]
+
+    def _pool(self, output: StepOutput, tokens: np.ndarray) -> jax.Array:  # int32[S]
+        assert output.hidden is not None, "a row pools in a bucket that scores"
+        name = pool_name(output.hidden.shape[0])
+        pooled = self._executables.by_name[name](output.hidden, tokens)
+        self._copy_to_host(pooled)
+        return pooled  # type: ignore[no-any-return]
 
     def _launch_parts(self, first: Compiled, second: Compiled, handed: Any) -> StepOutput:
         """The device runs the first while the host prepares the second."""

@@ -40,6 +40,7 @@ class Prepared:
     extras: tuple[tuple[int, ...], ...]  # indices of the rows of each call that draws with extras
     wants_logprobs: bool  # whether any of these asks for them
     targets: np.ndarray | None  # int32[Tp], where prompts are scored
+    pools: np.ndarray | None  # int32[S], where rows pool: see ``extras.pack_pooled``
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class InFlight:
     extras: tuple[ExtrasCall, ...]
     scores: jax.Array | None  # int32[Tp, ...] of the targets: see ``sampling.read_logprobs``
     failed: dict[RowKey, str]  # rows that could not be prepared: why
+    pooled: jax.Array | None = None  # float32[S, D] of the rows that pool
 
 
 def row_results(step: InFlight, token_ids: Sequence[tuple[int, ...]]) -> tuple[RowResult, ...]:
@@ -68,17 +70,26 @@ def row_results(step: InFlight, token_ids: Sequence[tuple[int, ...]]) -> tuple[R
     error of each row that could not be prepared.
     """
     reader, rows = _LogprobReader(step), step.prepared.plan.rows
-    results = [_row_result(reader, i, row, token_ids[i]) for i, row in enumerate(rows)]
+    vectors = iter(() if step.pooled is None else np.asarray(step.pooled))
+    results = [
+        _row_result(reader, i, row, token_ids[i], next(vectors) if row.pools else None)
+        for i, row in enumerate(rows)
+    ]
     results += [RowResult(*key, (), error=error) for key, error in step.failed.items()]
     return tuple(results)
 
 
 def _row_result(
-    reader: _LogprobReader, index: int, row: ScheduledSeq, token_ids: tuple[int, ...]
+    reader: _LogprobReader,
+    index: int,
+    row: ScheduledSeq,
+    token_ids: tuple[int, ...],
+    pooled: np.ndarray | None,  # float32[D]
 ) -> RowResult:
     """The result of one row. An error of its own ends its request alone."""
     key = (row.request_id, row.epoch)
-    if row.samples and NOT_FINITE in token_ids:
+    damaged = pooled is not None and not np.isfinite(pooled).all()
+    if damaged or (row.samples and NOT_FINITE in token_ids):
         return RowResult(*key, (), error=NOT_FINITE_ERROR)
     try:
         sampled, prompt = reader.sampled(index, row, token_ids), reader.prompt(index, row)
@@ -87,7 +98,7 @@ def _row_result(
         return RowResult(*key, (), error=f"the result cannot be read: {error}")
     if any(not isfinite(entry.logprobs[0]) for entry in prompt):
         return RowResult(*key, (), error=NOT_FINITE_ERROR)
-    return RowResult(*key, token_ids if row.samples else (), sampled, prompt)
+    return RowResult(*key, token_ids if row.samples else (), sampled, prompt, pooled)
 
 
 class _LogprobReader:

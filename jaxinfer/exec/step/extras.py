@@ -1,10 +1,11 @@
-"""Executables behind a step: they draw tokens with extras, and score prompts.
+"""Executables behind a step: they draw tokens with extras, score prompts and pool.
 
 A step draws a token for each row from its logits as they are. Rows whose requests ask for
 logit_bias, min_tokens, penalties or logprobs are drawn again by ``ExtrasFunction``, which has a
 fixed number of rows and no layers: one serves every bucket. It reads what the step drew from in the
 rows' slots, and its tokens replace the step's there, before the next step reads them.
-``ScoreFunction`` computes prompt logprobs of the hidden states that a bucket that scores returns.
+``ScoreFunction`` computes prompt logprobs of the hidden states that a bucket that scores returns,
+``pooled`` picks those that requests pool.
 
 So no request changes the shape of a step that others are in, and extras cost those rows alone that
 ask for them: with Qwen3-4B the head is read once more, 0.26 ms on an H100.
@@ -127,6 +128,21 @@ def pack_targets(rows: Sequence[ScheduledSeq], num_tokens: int) -> np.ndarray:  
             targets[start:end] = row.target_ids
         start = end
     return targets
+
+
+def pooled(
+    hidden: jax.Array,  # [Tp, D]
+    tokens: jax.Array,  # int32[S]: index of the token that each row pools
+) -> jax.Array:  # float32[S, D]
+    """The hidden states of some tokens: last-token pooling."""
+    return hidden[tokens].astype(jnp.float32)
+
+
+def pack_pooled(rows: Sequence[ScheduledSeq], count: int) -> np.ndarray:  # int32[S]
+    """Index of the last token of each prefill row that pools, in order; zeros behind them."""
+    ends = np.cumsum([row.num_scheduled_tokens for row in rows])
+    found = [end - 1 for row, end in zip(rows, ends, strict=True) if row.pools]
+    return np.pad(np.array(found, np.int32), (0, count - len(found)))
 
 
 def _by_blocks(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:

@@ -1,4 +1,6 @@
-"""Rows of several tokens: whatever is drafted, the tokens are those of rows of one token.
+"""A row yields a record: several tokens, or a vector.
+
+Rows of several tokens: whatever is drafted, the tokens are those of rows of one token.
 
 The drafts are forced: a table of answers, wrong in two of five places, so that rows accept none,
 some and all of theirs, and the host learns how many only when it reads a step.
@@ -15,17 +17,18 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.errors import ConfigError, RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.engine.outputs import RequestOutput
+from jaxinfer.engine.outputs import Delta, RequestOutput
 from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.exec.step.drafts import Drafter, num_accepted
-from jaxinfer.models.base import Model, Params
+from jaxinfer.models.base import Model, Params, hidden_states
+from jaxinfer.nn.context import dense_context
 from jaxinfer.nn.placement import default_placement
 from kit.engines import engine_of, run, tiny_limits, tokens
 from kit.mixed_family import mixed_model
@@ -62,13 +65,16 @@ def drafter_of(answers: tuple[tuple[int, ...], ...]) -> Drafter:
 
 
 @cache
-def program_of(name: str, drafter: Drafter | None) -> tuple[Program, Executables]:
+def program_of(
+    name: str, drafter: Drafter | None, *, pools: bool = False
+) -> tuple[Program, Executables]:
     model, _ = model_of(name)
     query_tokens = 1 if drafter is None else 1 + drafter.count
     limits = replace(
         tiny_limits(max_num_seqs=3, max_num_batched_tokens=16, num_pages=120),
         windows=model.state.windows,
         query_tokens=query_tokens,
+        pools=pools,
         buckets=tuple(
             Bucket(d, p, r, scores=bool(d and r), query_tokens=query_tokens if d else 1)
             for d, p, r in ((3, 0, 0), (0, 16, 3), (3, 16, 3))
@@ -80,9 +86,14 @@ def program_of(name: str, drafter: Drafter | None) -> tuple[Program, Executables
 
 
 def engine(
-    name: str, drafter: Drafter | None, *, num_pages: int = 120, overlap: bool = True
+    name: str,
+    drafter: Drafter | None,
+    *,
+    num_pages: int = 120,
+    overlap: bool = True,
+    pools: bool = False,
 ) -> Engine:
-    program, executables = program_of(name, drafter)
+    program, executables = program_of(name, drafter, pools=pools)
     _, params = model_of(name)
     executor = Executor(program, default_placement(), executables, params, *init_state(program))
     return engine_of(executor, replace(program.limits, num_pages=num_pages), overlap=overlap)
@@ -179,3 +190,31 @@ def test_acceptance(drafts: tuple[int, int], most: int, accepted: int) -> None:
     draws = np.array([[4, 5, 6]], np.int32)
     found = num_accepted(jnp.array([drafts], jnp.int32), jnp.array(draws), jnp.array([most]))
     assert found.tolist() == [accepted]
+
+
+def test_pooled_vectors_are_the_dense_forms_last_hidden_states() -> None:
+    """In chunks, beside each other and beside rows that generate."""
+    model, params = model_of("llama")
+    served = engine("llama", None, pools=True)
+    served.add_request("text", PROMPTS[1], GREEDY)
+    prompts = {f"p{i}": prompt for i, prompt in enumerate((*PROMPTS, *PROMPTS[:1]))}
+    for name, prompt in prompts.items():
+        served.add_request(name, prompt, GREEDY, pools=True)
+    deltas: dict[str, list[Delta]] = {}
+    while served.has_work:
+        for delta in served.step().deltas:
+            deltas.setdefault(delta.request_id, []).append(delta)
+    drawn = [token for delta in deltas.pop("text") for token in delta.token_ids]
+    assert drawn == tokens(plain("llama", GREEDY))[1][0]
+    for name, (delta,) in deltas.items():
+        assert delta.finish_reason == "stop" and not delta.token_ids and not delta.error
+        ids = jnp.array(prompts[name], jnp.int32)
+        hidden, _ = hidden_states(model, params, ids, dense_context(len(ids)))
+        assert delta.pooled is not None
+        np.testing.assert_allclose(delta.pooled, hidden[-1], rtol=1e-4, atol=1e-5)
+    assert served.stats().num_live_pages == 0
+
+
+def test_an_engine_that_does_not_pool_says_so() -> None:
+    with pytest.raises(RequestError, match="was not built to pool"):
+        engine("llama", None).add_request("r", PROMPTS[0], GREEDY, pools=True)
