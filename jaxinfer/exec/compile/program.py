@@ -21,7 +21,9 @@ from jaxinfer.exec.step.batch import BatchLayout
 from jaxinfer.exec.step.extras import ExtrasFunction, ScoreFunction, extras_rows
 from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, parts_of
 from jaxinfer.exec.step.slots import SlotState, admit, empty_rows, init_slots
-from jaxinfer.models.base import Model, Params, abstract_params, head_params
+from jaxinfer.models.base import Model, Params, head_params
+from jaxinfer.models.tree import nested
+from jaxinfer.nn.placement import Placement, default_placement
 from jaxinfer.nn.state import State
 from pallas_kernels.pins import LINKS, Pins
 from pallas_kernels.registry import UnfitKernel, current_platform
@@ -55,7 +57,8 @@ MOST_TOKENS_IN_TWO = 2048
 
 @dataclass(frozen=True)
 class Program:
-    """The model and the limits that fix every compiled shape, for a platform of jax.
+    """The model and the limits that fix every compiled shape, for a platform of jax and the
+    devices that its arrays lie on.
 
     Each bucket has one step, which serves every request. What requests ask for beside a token is
     the business of a few small executables behind the step (``exec.step.extras``), so that
@@ -66,6 +69,7 @@ class Program:
     limits: Limits
     platform: str = field(default_factory=current_platform)
     pins: Pins = Pins()
+    placement: Placement = field(default_factory=default_placement)
 
     def __post_init__(self) -> None:
         """The scheduler must plan pages for the model's own groups of layers."""
@@ -78,19 +82,26 @@ class Program:
 
     def params(self) -> Params:
         """Weights."""
-        return abstract_params(self.model)
+        return self._params
+
+    @cached_property  # each step asks
+    def _params(self) -> Params:
+        abstract, arrays = self.placement.abstract, self.model.arrays
+        return nested({path: abstract(a.shape, a.dtype, a.axes) for path, a in arrays.items()})
 
     def state(self) -> State:
         """The layers' state: the page pool, and the entries of slots."""
         limits = self.limits
         sizes = (limits.num_pages, limits.page_size, limits.max_num_seqs)
-        return self.model.state.abstract(*sizes)
+        return self.model.state.abstract(*sizes, self.placement)
 
     def slots(self) -> SlotState:
-        """The slot state."""
+        """The slot state, of which every device has all."""
         limits = self.limits
         sizes = (limits.max_num_seqs, limits.max_model_len)
-        return jax.eval_shape(lambda: init_slots(*sizes, drawn_from_of(self.model, self.platform)))
+        drawn_from = drawn_from_of(self.model, self.platform)
+        made = jax.eval_shape(lambda: init_slots(*sizes, drawn_from))
+        return jax.tree.map(lambda a: self.placement.abstract(a.shape, a.dtype), made)
 
     @property
     def keeps_logits(self) -> bool:
