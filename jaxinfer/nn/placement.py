@@ -12,7 +12,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 TENSOR = "tensor"  # the mesh axis of tensor parallelism
 # Which logical axes are divided, and along which axis of the mesh (Megatron-LM's split, arXiv
@@ -101,7 +108,9 @@ def _name(axis: Axis) -> str | None:
 
 def placement_on(devices: Any) -> Placement:  # a sequence of jax.Device
     """An engine on these devices."""
-    return Placement(jax.make_mesh((len(devices),), (TENSOR,), devices=tuple(devices)))
+    # Auto: what is traced does not carry shardings in its types
+    kinds = (AxisType.Auto,)
+    return Placement(jax.make_mesh((len(devices),), (TENSOR,), kinds, devices=tuple(devices)))
 
 
 def default_placement() -> Placement:

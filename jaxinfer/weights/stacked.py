@@ -34,7 +34,7 @@ class StackedArray:
                 part = jax.device_put(piece[held[1:]], device)
                 at = np.int32(pieces.index(index))
                 self._shards[device] = _with_piece(self._shards[device], part, at)
-        jax.block_until_ready(self._shards)
+        jax.block_until_ready(list(self._shards.values()))
 
     def array(self) -> jax.Array:
         """All of it, when every piece is set."""

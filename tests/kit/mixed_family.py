@@ -26,7 +26,7 @@ from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import Entry, LayerArrays, LayerState
 from kit.checkpoints import Tensors, built_arrays
 
-D, C, E, V, WINDOW = 32, 12, 3, 320, 7
+D, C, E, V, WINDOW = 32, 12, 4, 320, 7
 _INIT = nn.initializers.normal(0.02)
 _DECAY = 0.7
 
