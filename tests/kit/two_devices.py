@@ -134,6 +134,9 @@ def main(folder: Path) -> None:
     check_weights(folder, placement)
     check_stacks(placement, folder)
     check_state(placement)
+    second = jax.devices()[1]
+    with jax.default_device(second):
+        assert default_placement().device == second
     one, two = of_machine(default_placement()), of_machine(placement)
     assert (one["device"], two["device"]) == ("cpu cpu", "cpu cpu x2")
     print("checked")
