@@ -140,9 +140,14 @@ def main() -> None:
         max_model_len=given.max_model_len,
     )
     plan = plan_engine(config)
-    program = Program(plan.model, plan.limits, pins=plan.pins)
+    program = plan.program
     params = load_params(
-        plan.model, plan.source, cache_dir=plan.cache_dir, seed=0, progress=NoProgress()
+        plan.model,
+        plan.source,
+        placement=plan.placement,
+        cache_dir=plan.cache_dir,
+        seed=0,
+        progress=NoProgress(),
     )
     device = Device(program, params)
     for name in given.steps.split(","):

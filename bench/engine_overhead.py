@@ -177,11 +177,16 @@ def build_parts(gguf: Path) -> tuple[Engine, Executor, BareSteps]:
     """What ``build_engine`` builds, and the bare loop on the same executables and weights."""
     config = EngineConfig(model=os.fspath(gguf), enable_prefix_caching=False)
     plan, progress = plan_engine(config), NoProgress()
-    program = Program(plan.model, plan.limits, pins=plan.pins)
+    program = plan.program
     folder = cached_bundle(program, plan.cache_dir / "executables")
     executables = build_executables(program, folder=folder, memory=plan.memory, progress=progress)
     params = load_params(
-        plan.model, plan.source, cache_dir=plan.cache_dir, seed=plan.config.seed, progress=progress
+        plan.model,
+        plan.source,
+        placement=plan.placement,
+        cache_dir=plan.cache_dir,
+        seed=plan.config.seed,
+        progress=progress,
     )
     executor = Executor(program, plan.placement, executables, params, *init_state(program))
     executor.warm_up()

@@ -37,6 +37,7 @@ LAYER_OF = {
     for name in names
 }
 TRITON = ("triton", "jax_triton")  # optional packages
+MAY_ASK_FOR_DEVICES = ("jaxinfer.nn.placement", "jaxinfer.cli.doctor")  # doctor reports them
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter"}
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 
@@ -189,6 +190,22 @@ def environment(module: Module, modules: dict[str, Module]) -> Iterator[tuple[in
             yield node.lineno, "reads the environment"
 
 
+def devices(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
+    """An engine's devices are chosen in one place, and every array is put where that says."""
+    if module.folder == "pallas_kernels" or module.name in MAY_ASK_FOR_DEVICES:
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "jax":
+            used = {f"jax.{alias.name}" for alias in node.names}
+        else:
+            used = {ast.unparse(node)} if isinstance(node, ast.Attribute) else set()
+        if used & {"jax.devices", "jax.local_devices"}:
+            yield node.lineno, "asks JAX for its devices; use the placement"
+        puts = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("device_put")
+        if puts and len(node.args) + len(node.keywords) < 2:
+            yield node.lineno, "device_put without a device or sharding"
+
+
 def size(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
     cap = 600 if module.folder == "pallas_kernels" else 400
     lines = module.text.count("\n")
@@ -198,7 +215,7 @@ def size(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]
         yield 1, "no docstring"
 
 
-RULES = (floors, layers, cycles, libraries, module_state, environment, size)
+RULES = (floors, layers, cycles, libraries, module_state, environment, devices, size)
 
 
 def broken(rule, root: Path) -> list[str]:
@@ -244,6 +261,9 @@ def test_tree_obeys(rule) -> None:
         (module_state, "jaxinfer/nn/a.py", "def f():\n    global x"),
         (environment, "jaxinfer/core/a.py", "import os\nx = os.environ['HOME']"),
         (environment, "jaxinfer/nn/a.py", "from os import getenv"),
+        (devices, "jaxinfer/weights/a.py", "import jax\nx = jax.devices()"),
+        (devices, "jaxinfer/engine/start/a.py", "from jax import local_devices"),
+        (devices, "jaxinfer/nn/a.py", "import jax\nx = jax.device_put(1)"),
         (size, "jaxinfer/nn/a.py", "x = 1\n" * 400),
         (size, "pallas_kernels/a.py", "x = 1\n" * 600),
     ],

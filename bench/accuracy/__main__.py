@@ -44,6 +44,7 @@ from jaxinfer.core.config import (
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.engine.start.build import plan_engine, write_planned
 from jaxinfer.models.registry import build_model
+from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.sources import resolve_source
 from pallas_kernels.pins import ALL_XLA
@@ -163,7 +164,12 @@ def measure(
             (runs[name],), compiled[name] = generate(changed, prompts, work, [False])
     model = build_model(source.hf_config, settings["dtype"])
     params = load_params(
-        model, source, cache_dir=cache_dir, seed=settings["seed"], progress=NoProgress()
+        model,
+        source,
+        placement=default_placement(),
+        cache_dir=cache_dir,
+        seed=settings["seed"],
+        progress=NoProgress(),
     )
     judge = Judge(source, settings["dtype"], params, max(work.lengths()))
     rows = [row for case, answers in runs.items() for row in regret_rows(case, answers, judge)]

@@ -21,10 +21,11 @@ def describe(folder: Path) -> dict[str, Any]:
     from jaxinfer.engine.start.build import check_device
     from jaxinfer.exec.compile.bundle import open_bundle
     from jaxinfer.exec.compile.fingerprint import differences, of_machine
+    from jaxinfer.nn.placement import default_placement
 
     manifest = open_bundle(folder).manifest
     check_device()
-    here = of_machine()
+    here = of_machine(default_placement())
     made_for = manifest.fingerprint
     different = {one.field for one in differences(made_for.machine, here)}
     names = dict.fromkeys((*made_for.machine, *here))

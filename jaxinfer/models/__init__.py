@@ -3,14 +3,17 @@
 Research imports ``forward`` and ``build_model`` from here.
 """
 
-from jaxinfer.models.base import Model, ModelFamily, Params, TensorRule, abstract_params, forward
+from jaxinfer.models.base import Model, ModelFamily, Params, abstract_params, forward
+from jaxinfer.models.params import ArraySpec, ParamSpec, Source
 from jaxinfer.models.registry import build_model, family_for, known_architectures
 
 __all__ = [
+    "ArraySpec",
     "Model",
     "ModelFamily",
+    "ParamSpec",
     "Params",
-    "TensorRule",
+    "Source",
     "abstract_params",
     "build_model",
     "family_for",

@@ -18,22 +18,22 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
-    NormRules,
+    NormSources,
     gqa_config,
-    gqa_tensor_rules,
+    gqa_param_specs,
     sliding_window,
     windows_by_layer,
 )
 from jaxinfer.models.gqa_config import DecoderConfig
 from jaxinfer.models.hf_rope import rope_config
-from jaxinfer.models.rules import one_more, stack_one_more
+from jaxinfer.models.params import one_more, stack_one_more
 from jaxinfer.nn.rope import RopeConfig
 
 # What transformers assumes where a config does not say.
 _HEAD_DIM, _SCALAR, _PATTERN = 256, 256, 6
 _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
 
-_NORMS = NormRules(
+_NORMS = NormSources(
     names=(
         "input_layernorm",
         "post_attention_layernorm",
@@ -116,6 +116,6 @@ FAMILY = ModelFamily(
     name="gemma3",
     architectures=("Gemma3ForCausalLM",),
     config_from_hf=config_from_hf,
-    tensor_rules=partial(gqa_tensor_rules, norms=_NORMS),
+    param_specs=partial(gqa_param_specs, norms=_NORMS),
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

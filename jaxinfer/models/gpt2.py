@@ -12,7 +12,7 @@ c_attn is already fused, so parameters are the checkpoint's tensors, norms packe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,23 @@ import jax.numpy as jnp
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
-from jaxinfer.models.base import ModelFamily, TensorRule
-from jaxinfer.models.rules import as_is, join_outputs, stack
+from jaxinfer.models.base import ModelFamily
+from jaxinfer.models.params import (
+    ArraySpec,
+    ParamSpec,
+    Shape,
+    Source,
+    as_is,
+    join_outputs,
+    stack,
+)
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
     DecoderSpec,
     FeedForwardConfig,
     LayerSpec,
 )
+from jaxinfer.nn.placement import Axes, Fused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,41 +138,53 @@ def _attention_scales(config: Mapping[str, Any], head_dim: int, layers: int) -> 
     return (scale,) * layers
 
 
-def tensor_rules(config: GPT2Config) -> tuple[TensorRule, ...]:
-    """Where each parameter comes from, by the names of the released checkpoints."""
+def param_specs(config: GPT2Config) -> tuple[ParamSpec, ...]:
+    """The parameters, and their sources by the names of the released checkpoints."""
     v, d, length = config.vocab_size, config.hidden_size, config.max_position_embeddings
-    rules = [
-        TensorRule("embed", (v, d), ("wte.weight",), ((v, d),), as_is),
-        TensorRule("positions", (length, d), ("wpe.weight",), ((length, d),), as_is),
-        TensorRule("final_norm", (2, d), ("ln_f.weight", "ln_f.bias"), ((d,), (d,)), stack),
+    final = (Source("ln_f.weight", (d,)), Source("ln_f.bias", (d,)))
+    specs = [
+        _as_stored("embed", "wte.weight", ArraySpec((v, d), ("vocab", None))),
+        _as_stored("positions", "wpe.weight", ArraySpec((length, d), (None, None))),
+        ParamSpec("final_norm", ArraySpec((2, d), (None, None)), final, stack),
     ]
     if not config.tie_word_embeddings:
-        head = TensorRule("lm_head", (d, v), ("lm_head.weight",), ((v, d),), join_outputs)
-        rules.append(head)
-    linears = (
-        ("qkv", "attn.c_attn", d, 3 * d),
-        ("o", "attn.c_proj", d, d),
-        ("up", "mlp.c_fc", d, config.intermediate_size),
-        ("down", "mlp.c_proj", config.intermediate_size, d),
-    )
-    norms = ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias")
+        head = Source("lm_head.weight", (v, d))
+        specs.append(
+            ParamSpec("lm_head", ArraySpec((d, v), (None, "vocab")), (head,), join_outputs)
+        )
     for i in range(config.num_hidden_layers):
-        param, source = f"layers_{i}/", f"h.{i}."
-        for name, tensor, width_in, width_out in linears:
-            weight, bias = source + tensor + ".weight", source + tensor + ".bias"
-            shape, width = (width_in, width_out), (width_out,)
-            rules.append(TensorRule(param + name, shape, (weight,), (shape,), as_is))
-            rules.append(TensorRule(param + name + "_bias", width, (bias,), (width,), as_is))
-        norm_sources = tuple(source + name for name in norms)
-        rules.append(TensorRule(param + "norms", (4, d), norm_sources, ((d,),) * 4, stack))
-    return tuple(rules)
+        specs.extend(_layer_specs(config, f"layers_{i}/", f"h.{i}."))
+    return tuple(specs)
+
+
+def _layer_specs(config: GPT2Config, path: str, source: str) -> Iterator[ParamSpec]:
+    d, f = config.hidden_size, config.intermediate_size
+    heads = Fused("heads", (d, d, d))
+    linears: tuple[tuple[str, str, Shape, Axes], ...] = (
+        ("qkv", "attn.c_attn", (d, 3 * d), (None, heads)),
+        ("o", "attn.c_proj", (d, d), ("heads", None)),
+        ("up", "mlp.c_fc", (d, f), (None, "ffn")),
+        ("down", "mlp.c_proj", (f, d), ("ffn", None)),
+    )
+    for name, tensor, shape, axes in linears:
+        tensor = source + tensor
+        yield _as_stored(path + name, tensor + ".weight", ArraySpec(shape, axes))
+        yield _as_stored(path + name + "_bias", tensor + ".bias", ArraySpec(shape[1:], axes[1:]))
+    norms = ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias")
+    sources = tuple(Source(source + name, (d,)) for name in norms)
+    yield ParamSpec(path + "norms", ArraySpec((4, d), (None, None)), sources, stack)
+
+
+def _as_stored(path: str, tensor: str, array: ArraySpec) -> ParamSpec:
+    """A parameter that is a checkpoint tensor."""
+    return ParamSpec(path, array, (Source(tensor, array.shape),), as_is)
 
 
 FAMILY = ModelFamily(
     name="gpt2",
     architectures=("GPT2LMHeadModel",),
     config_from_hf=config_from_hf,
-    tensor_rules=tensor_rules,
+    param_specs=param_specs,
     ignored_tensors=(r"h\.\d+\.attn\.(masked_)?bias", r"lm_head\.weight"),
     optional_prefix="transformer.",
 )

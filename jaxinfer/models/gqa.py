@@ -1,11 +1,11 @@
 """What the families on ``nn.decoder`` share: their config keys and their checkpoint tensors.
 
-Owns: ``gqa_config`` and ``gqa_tensor_rules``. A family states its oddities as arguments.
+Owns: ``gqa_config`` and ``gqa_param_specs``. A family states its oddities as arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,20 +13,30 @@ import numpy as np
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
-from jaxinfer.models.base import TensorRule
 from jaxinfer.models.gqa_config import DecoderConfig
 from jaxinfer.models.hf_rope import rope_config
-from jaxinfer.models.rules import as_is, join, join_outputs, stack
+from jaxinfer.models.params import (
+    ArraySpec,
+    ParamSpec,
+    Source,
+    as_is,
+    join,
+    join_outputs,
+    stack,
+)
+from jaxinfer.nn.placement import Axis, Fused
 from jaxinfer.nn.rope import RopeConfig
 
 # Buffers that old checkpoints carry, and the head that some tied checkpoints repeat. An untied
-# model's head is consumed by its rule.
+# model's head is consumed by its spec.
 GQA_IGNORED_TENSORS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"lm_head\.weight")
 
 _SLIDING = "sliding_attention"
 _LAYER_TYPES = ("full_attention", _SLIDING)
 _WINDOW = 4096  # what transformers assumes when a Mistral or Qwen config does not say
 _MAX_WINDOW_LAYERS = 28  # likewise
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
 
 def gqa_config(
@@ -120,7 +130,7 @@ def windows_by_layer(
     return tuple(window if kind == _SLIDING else None for kind in kinds)
 
 
-class NormRules(NamedTuple):
+class NormSources(NamedTuple):
     """A layer's norms in the order in which they come, and how one and several are built."""
 
     names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
@@ -128,71 +138,81 @@ class NormRules(NamedTuple):
     several: Callable[..., np.ndarray] = stack
 
 
-PRE_NORMS = NormRules()
+PRE_NORMS = NormSources()
 
 
-def gqa_tensor_rules(config: DecoderConfig, norms: NormRules = PRE_NORMS) -> tuple[TensorRule, ...]:
-    """Where each parameter of ``Decoder`` comes from, by Hugging Face's names."""
+def gqa_param_specs(config: DecoderConfig, norms: NormSources = PRE_NORMS) -> tuple[ParamSpec, ...]:
+    """The parameters of ``Decoder``, and their sources by Hugging Face's names."""
     v, d = config.vocab_size, config.hidden_size
-    rules = [
-        TensorRule("embed", (v, d), ("model.embed_tokens.weight",), ((v, d),), as_is),
-        TensorRule(
-            "final_norm", (d,), ("model.norm.weight",), ((d,),), norms.one, config.norm_dtype
-        ),
+    embed, final = Source("model.embed_tokens.weight", (v, d)), Source("model.norm.weight", (d,))
+    specs = [
+        ParamSpec("embed", ArraySpec((v, d), ("vocab", None)), (embed,), as_is),
+        ParamSpec("final_norm", ArraySpec((d,), (None,), config.norm_dtype), (final,), norms.one),
     ]
     if not config.tie_word_embeddings:
-        head = TensorRule("lm_head", (d, v), ("lm_head.weight",), ((v, d),), join_outputs)
-        rules.append(head)
+        head = Source("lm_head.weight", (v, d))
+        specs.append(
+            ParamSpec("lm_head", ArraySpec((d, v), (None, "vocab")), (head,), join_outputs)
+        )
     for i in range(config.num_hidden_layers):
-        rules.extend(_layer_rules(config, f"layers_{i}/", f"model.layers.{i}.", norms))
-    return tuple(rules)
+        specs.extend(_layer_specs(config, f"layers_{i}/", f"model.layers.{i}.", norms))
+    return tuple(specs)
 
 
-def _layer_rules(c: DecoderConfig, param: str, source: str, norms: NormRules) -> list[TensorRule]:
-    d, f, h = c.hidden_size, c.intermediate_size, c.head_dim
-    q, kv = c.num_attention_heads * h, c.num_key_value_heads * h
-    attn, mlp = source + "self_attn.", source + "mlp."
-
-    def rule(
-        name: str,
-        shape: tuple[int, ...],
-        sources: tuple[str, ...],
-        shapes: Any,
-        build: Any,
-        dtype: Any = None,
-    ) -> TensorRule:
-        return TensorRule(param + name, shape, sources, shapes, build, dtype)
-
-    qkv = (attn + "q_proj", attn + "k_proj", attn + "v_proj")
-    qkv_weights = tuple(name + ".weight" for name in qkv)
-    qkv_biases = tuple(name + ".bias" for name in qkv)
-    gate_up = (mlp + "gate_proj", mlp + "up_proj")
-    gate_up_weights = tuple(name + ".weight" for name in gate_up)
-    gate_up_biases = tuple(name + ".bias" for name in gate_up)
-    of_layer = tuple(f"{source}{name}.weight" for name in norms.names)
-    qk_norms = (attn + "q_norm.weight", attn + "k_norm.weight")
-    rules = [
-        rule("qkv", (d, q + 2 * kv), qkv_weights, ((q, d), (kv, d), (kv, d)), join_outputs),
-        rule("o", (q, d), (attn + "o_proj.weight",), ((d, q),), join_outputs),
-        rule("gate_up", (d, 2 * f), gate_up_weights, ((f, d), (f, d)), join_outputs),
-        rule("down", (f, d), (mlp + "down_proj.weight",), ((d, f),), join_outputs),
-        rule(
-            "norms",
-            (len(of_layer), d),
-            of_layer,
-            ((d,),) * len(of_layer),
-            norms.several,
-            c.norm_dtype,
-        ),
-    ]
-    if c.qkv_bias:
-        rules.append(rule("qkv_bias", (q + 2 * kv,), qkv_biases, ((q,), (kv,), (kv,)), join))
-    if c.o_bias:
-        rules.append(rule("o_bias", (d,), (attn + "o_proj.bias",), ((d,),), as_is))
-    if c.mlp_bias:
-        rules.append(rule("gate_up_bias", (2 * f,), gate_up_biases, ((f,), (f,)), join))
-        rules.append(rule("down_bias", (d,), (mlp + "down_proj.bias",), ((d,),), as_is))
+def _layer_specs(
+    c: DecoderConfig, path: str, source: str, norms: NormSources
+) -> Iterator[ParamSpec]:
+    d, h = c.hidden_size, c.head_dim
+    yield from _matrix_specs(c, path, source)
+    weights = tuple(Source(f"{source}{name}.weight", (d,)) for name in norms.names)
+    array = ArraySpec((len(weights), d), (None, None), c.norm_dtype)
+    yield ParamSpec(path + "norms", array, weights, norms.several)
+    yield from _bias_specs(c, path, source)
     if c.qk_norm:
-        shapes = ((h,), (h,))
-        rules.append(rule("qk_norms", (2, h), qk_norms, shapes, norms.several, c.norm_dtype))
-    return rules
+        names = (f"{source}self_attn.{part}_norm.weight" for part in "qk")
+        array = ArraySpec((2, h), (None, None), c.norm_dtype)
+        weights = tuple(Source(name, (h,)) for name in names)
+        yield ParamSpec(path + "qk_norms", array, weights, norms.several)
+
+
+def _matrix_specs(c: DecoderConfig, path: str, source: str) -> Iterator[ParamSpec]:
+    d, f = c.hidden_size, c.intermediate_size
+
+    def matrix(name: str, array: ArraySpec, *tensors: tuple[str, int, int]) -> ParamSpec:
+        """Linear weights [out, in] side by side, turned."""
+        sources = (Source(f"{source}{one}.weight", (out, width)) for one, out, width in tensors)
+        return ParamSpec(path + name, array, tuple(sources), join_outputs)
+
+    qkv, gate_up = _qkv(c), Fused("ffn", (f, f))
+    q, of_qkv = qkv.widths[0], zip(_QKV, qkv.widths, strict=True)
+    inputs = ((name, width, d) for name, width in of_qkv)
+    yield matrix("qkv", ArraySpec((d, sum(qkv.widths)), (None, qkv)), *inputs)
+    yield matrix("o", ArraySpec((q, d), ("heads", None)), ("self_attn.o_proj", d, q))
+    inputs = ((name, f, d) for name in _GATE_UP)
+    yield matrix("gate_up", ArraySpec((d, 2 * f), (None, gate_up)), *inputs)
+    yield matrix("down", ArraySpec((f, d), ("ffn", None)), ("mlp.down_proj", d, f))
+
+
+def _bias_specs(c: DecoderConfig, path: str, source: str) -> Iterator[ParamSpec]:
+    d, f = c.hidden_size, c.intermediate_size
+
+    def bias(name: str, axis: Axis, *tensors: tuple[str, int]) -> ParamSpec:
+        """Biases one after another."""
+        array = ArraySpec((sum(width for _, width in tensors),), (axis,))
+        sources = (Source(f"{source}{one}.bias", (width,)) for one, width in tensors)
+        return ParamSpec(path + name, array, tuple(sources), join)
+
+    if c.qkv_bias:
+        qkv = _qkv(c)
+        yield bias("qkv_bias", qkv, *zip(_QKV, qkv.widths, strict=True))
+    if c.o_bias:
+        yield bias("o_bias", None, ("self_attn.o_proj", d))
+    if c.mlp_bias:
+        yield bias("gate_up_bias", Fused("ffn", (f, f)), *((name, f) for name in _GATE_UP))
+        yield bias("down_bias", None, ("mlp.down_proj", d))
+
+
+def _qkv(c: DecoderConfig) -> Fused:
+    """The dimension of queries, keys and values."""
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    return Fused("heads", (q, kv, kv))

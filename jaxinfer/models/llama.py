@@ -16,7 +16,7 @@ from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
     gqa_config,
-    gqa_tensor_rules,
+    gqa_param_specs,
     sliding_window,
     windows_by_layer,
 )
@@ -56,6 +56,6 @@ FAMILY = ModelFamily(
     name="llama",
     architectures=("LlamaForCausalLM", "MistralForCausalLM"),
     config_from_hf=config_from_hf,
-    tensor_rules=gqa_tensor_rules,
+    param_specs=gqa_param_specs,
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

@@ -15,7 +15,7 @@ from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
     gqa_config,
-    gqa_tensor_rules,
+    gqa_param_specs,
     upper_layer_windows,
 )
 from jaxinfer.models.gqa_config import DecoderConfig
@@ -32,6 +32,6 @@ FAMILY = ModelFamily(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
     config_from_hf=config_from_hf,
-    tensor_rules=gqa_tensor_rules,
+    param_specs=gqa_param_specs,
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

@@ -23,17 +23,22 @@ from math import prod
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.nn.placement import Axes, Placement
+
 type State = tuple[jax.Array, ...]  # in the order of ``StateLayout.arrays``; donated every step
 type LayerArrays = dict[str, jax.Array]  # those of one layer, by name
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One array of a layer: its name, and what it holds for a token or a sequence."""
+    """One array of a layer: its name, what it holds for a token or a sequence, and the logical
+    axes of that.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: jnp.dtype
+    axes: Axes = ()
 
     @property
     def nbytes(self) -> int:
@@ -59,8 +64,8 @@ def keys_and_values(
     num_kv_heads: int, head_dim: int, dtype: jnp.dtype, window: int | None = None
 ) -> LayerState:
     """The state of a layer of attention: K and V of each token."""
-    shape = (num_kv_heads, head_dim)
-    return LayerState((Entry("k", shape, dtype), Entry("v", shape, dtype)), window)
+    shape, axes = (num_kv_heads, head_dim), ("heads", None)
+    return LayerState((Entry("k", shape, dtype, axes), Entry("v", shape, dtype, axes)), window)
 
 
 @dataclass(frozen=True)
@@ -108,12 +113,19 @@ class StateLayout:
         used = {index for i in layers for _, index in self.layers[i].arrays}
         return tuple(sorted(used))
 
-    def abstract(self, num_pages: int, page_size: int, num_slots: int) -> State:
-        """Shapes and dtypes of the arrays, without memory."""
+    def abstract(
+        self, num_pages: int, page_size: int, num_slots: int, placement: Placement | None = None
+    ) -> State:
+        """Shapes and dtypes of the arrays, without memory; with a placement also their shardings,
+        which divide no page and no slot.
+        """
 
         def array(entry: Entry, paged: bool) -> jax.ShapeDtypeStruct:
             where = (num_pages, page_size) if paged else (num_slots + 1,)
-            return jax.ShapeDtypeStruct((*where, *entry.shape), entry.dtype)
+            shape, axes = (*where, *entry.shape), (*(None for _ in where), *entry.axes)
+            if placement is None:
+                return jax.ShapeDtypeStruct(shape, entry.dtype)
+            return placement.abstract(shape, entry.dtype, axes)
 
         return tuple(map(array, self.arrays, self.is_paged))  # type: ignore[arg-type]
 

@@ -2,10 +2,10 @@
 
 Owns: the form of a cache entry, written and read with Orbax.
 
-An entry holds ``manifest.json`` and one Orbax checkpoint per group of parameters. Groups of some
-64 MiB are built, put on the device and saved one after another, so host memory holds one group
-beside the weights. An entry appears whole or not at all (``staging``); one that cannot be read is
-therefore damaged, which is reported rather than repaired in silence.
+An entry holds ``manifest.json`` and one Orbax checkpoint per group of parameters. Groups of some 64
+MiB, or of one larger parameter, are built, saved and put on the devices one after another, so host
+memory holds one group beside the weights. An entry appears whole or not at all (``staging``); one
+that cannot be read is therefore damaged, which is reported rather than repaired in silence.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ import orbax.checkpoint as ocp
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import build_once
-from jaxinfer.models.base import Model, Params, TensorRule
+from jaxinfer.models.base import Model, Params
+from jaxinfer.models.params import ParamSpec
 from jaxinfer.models.tree import by_path, nested
+from jaxinfer.nn.placement import Placement
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.plan import PlannedParam
 
@@ -39,7 +41,7 @@ class _Saved(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
 
-    def abstract(self, where: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
+    def abstract(self, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, jax.numpy.dtype(self.dtype), sharding=where)
 
 
@@ -52,10 +54,13 @@ class _Manifest(msgspec.Struct, frozen=True):
     files: dict[str, int]
 
 
-def entry_path(cache_dir: Path, fingerprint: str, model: Model) -> Path:
-    """Where a checkpoint's weights are kept, converted for this very model."""
-    rules = [_rule_identity(rule) for rule in model.tensor_rules]
-    parts = (str(_FORMAT), fingerprint, model.architecture, repr(model.config), *rules)
+def entry_path(cache_dir: Path, fingerprint: str, model: Model, placement: Placement) -> Path:
+    """Where a checkpoint's weights are kept, converted for this very model. Fused dimensions are
+    in the order of shards, so the entry is also for this number of devices.
+    """
+    made_for = f"{placement.num_devices} devices"
+    specs = [_identity(spec) for spec in model.param_specs]
+    parts = (str(_FORMAT), fingerprint, model.architecture, repr(model.config), made_for, *specs)
     return cache_dir / "converted" / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
@@ -64,6 +69,7 @@ def convert(
     plan: Sequence[PlannedParam],
     checkpoint: Checkpoint,
     model: Model,
+    placement: Placement,
     progress: Progress,
 ) -> Params | None:
     """Convert, save and return the parameters; None when the entry is there already.
@@ -79,7 +85,7 @@ def convert(
             for index, members in enumerate(_groups(plan)):
                 group: dict[str, np.ndarray] = {}
                 for planned in members:
-                    group[planned.rule.param] = planned.build(checkpoint)
+                    group |= planned.whole(checkpoint, placement)
                     advance(planned.nbytes)
                 # From the host: given a GPU's arrays, Orbax would copy them back, and the process
                 # died of it on an H200 (a segmentation fault, under XLA's vmm allocator).
@@ -87,7 +93,8 @@ def convert(
                 groups.append(
                     {path: _Saved(leaf.dtype.name, leaf.shape) for path, leaf in group.items()}
                 )
-                params.update({path: jax.device_put(array) for path, array in group.items()})
+                for path, array in group.items():
+                    params[path] = placement.put(array, model.arrays[path].axes)
         manifest = _Manifest(
             architecture=model.architecture,
             config=repr(model.config),
@@ -99,8 +106,8 @@ def convert(
     return nested(params) if build_once(entry, fill) else None
 
 
-def restore(entry: Path, progress: Progress) -> Params:
-    """The parameters of an entry, on the default device.
+def restore(entry: Path, model: Model, placement: Placement, progress: Progress) -> Params:
+    """The parameters of an entry, placed as ``load_params`` does.
 
     Raises ``CacheError`` naming the folder when it is damaged.
     """
@@ -108,10 +115,17 @@ def restore(entry: Path, progress: Progress) -> Params:
         manifest = msgspec.json.decode((entry / _MANIFEST).read_bytes(), type=_Manifest)
         _check_files(entry, manifest)
         params: dict[str, jax.Array] = {}
-        saved = [one.abstract() for group in manifest.groups for one in group.values()]
-        total = sum(leaf.size * leaf.dtype.itemsize for leaf in saved)
+        groups = [
+            {
+                path: one.abstract(placement.sharding(model.arrays[path].axes))
+                for path, one in members.items()
+            }
+            for members in manifest.groups
+        ]
+        leaves = (leaf for group in groups for leaf in group.values())
+        total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         with progress.task("Loading weights", total) as advance, _orbax() as orbax:
-            for index, members in enumerate(manifest.groups):
+            for index, members in enumerate(groups):
                 group = _restore(orbax, entry / _group_name(index), members)
                 params.update(group)
                 advance(sum(leaf.nbytes for leaf in group.values()))
@@ -148,10 +162,9 @@ def _save(orbax: ocp.Checkpointer, folder: Path, group: dict[str, np.ndarray]) -
 
 
 def _restore(
-    orbax: ocp.Checkpointer, folder: Path, saved: dict[str, _Saved]
+    orbax: ocp.Checkpointer, folder: Path, saved: dict[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-    here = jax.device_put(0).sharding  # the default device
-    tree = nested({path: one.abstract(here) for path, one in saved.items()})
+    tree = nested(saved)
     how = ocp.checkpoint_utils.construct_restore_args(tree)
     restored = orbax.restore(folder.absolute(), args=ocp.args.PyTreeRestore(tree, restore_args=how))
     return by_path(restored)
@@ -166,13 +179,15 @@ def _groups(plan: Iterable[PlannedParam]) -> list[list[PlannedParam]]:
             groups.append([])
             room = _GROUP_BYTES
         groups[-1].append(planned)
-        room -= math.prod(planned.rule.shape) * planned.dtype.itemsize
+        arrays = planned.arrays.values()
+        room -= sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in arrays)
     return groups
 
 
-def _rule_identity(rule: TensorRule) -> str:
-    built = f"{rule.build.__qualname__} {rule.dtype}"
-    return f"{rule.param} {rule.sources} {rule.shapes} {built}"
+def _identity(spec: ParamSpec) -> str:
+    """All that decides the content of a parameter's arrays beside the checkpoint."""
+    build = f"{spec.build.__module__}.{spec.build.__qualname__}"
+    return f"{spec.leaves} {spec.sources} {build} {spec.pieces}"
 
 
 def _group_name(index: int) -> str:

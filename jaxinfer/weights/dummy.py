@@ -5,75 +5,112 @@ Owns: how a parameter's name decides its values.
 
 from __future__ import annotations
 
-import functools
 import math
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.core.progress import Progress
-from jaxinfer.models.base import Model, Params, abstract_params
-from jaxinfer.models.tree import by_path, nested
+from jaxinfer.models.base import Model, Params
+from jaxinfer.models.params import ArraySpec
+from jaxinfer.models.tree import nested
+from jaxinfer.nn.placement import Axes, Placement
 
 _DEVIATION = 0.02  # the usual initializer_range; activations stay near 1 in every family
 # In turn, the programs of Qwen3-4B's 8 shapes took an H200's host 0.9 s of a start of 3.7.
 COMPILE_THREADS = 8
 
-type Leaf = jax.ShapeDtypeStruct
-type Programs = dict[tuple[tuple[int, ...], jnp.dtype], Future[jax.stages.Compiled]]
+
+class _Kind(NamedTuple):
+    """Arrays that one program makes."""
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    axes: Axes  # those that are divided
 
 
-def dummy_params(model: Model, *, seed: int, progress: Progress) -> Params:
-    """Norms one, biases zero, all else uniform with deviation 0.02; the same for the same seed."""
-    abstract = by_path(abstract_params(model))
+type Programs = dict[_Kind, Future[jax.stages.Compiled]]
+
+
+def dummy_params(model: Model, *, placement: Placement, seed: int, progress: Progress) -> Params:
+    """Norms one, biases zero, all else uniform with deviation 0.02; the same for the same seed.
+
+    Integers are uniform over all that their dtype holds, and the scales of such values are the
+    number that makes 8 bits of them deviate by 0.02. The devices make random arrays: none is in the
+    memory of the host.
+    """
     params: dict[str, jax.Array] = {}
-    total = sum(leaf.size * leaf.dtype.itemsize for leaf in abstract.values())
+    arrays = model.arrays
+    total = sum(_nbytes(array) for array in arrays.values())
     pool = ThreadPoolExecutor(COMPILE_THREADS)
     try:
         with progress.task("Making random weights", total) as advance:
-            programs = _compiling(pool, abstract)
-            for path, leaf in abstract.items():
-                params[path] = _leaf(seed, path, leaf, programs)
-                advance(leaf.size * leaf.dtype.itemsize)
+            programs = _compiling(pool, arrays, placement)
+            for path, array in arrays.items():
+                params[path] = _array(seed, path, array, programs, placement)
+                advance(_nbytes(array))
     finally:  # after a failure or Ctrl-C, nobody needs the rest
         pool.shutdown(wait=False, cancel_futures=True)
     return nested(params)
 
 
-def _compiling(pool: ThreadPoolExecutor, abstract: Mapping[str, Leaf]) -> Programs:
-    """A program for each shape that random leaves have. This thread lowers, the pool compiles."""
-    shapes = dict.fromkeys(
-        (leaf.shape, leaf.dtype) for path, leaf in abstract.items() if _constant(path) is None
-    )
+def _nbytes(array: ArraySpec) -> int:
+    return math.prod(array.shape) * np.dtype(array.dtype).itemsize
+
+
+def _kind(array: ArraySpec, placement: Placement) -> _Kind:
+    return _Kind(array.shape, np.dtype(array.dtype), placement.divided(array.axes))
+
+
+def _compiling(
+    pool: ThreadPoolExecutor, arrays: Mapping[str, ArraySpec], placement: Placement
+) -> Programs:
+    """A program for each kind of random array. This thread lowers, the pool compiles."""
     seed = jax.ShapeDtypeStruct((), jnp.uint32)
-    return {one: pool.submit(_uniform.lower(seed, *one).compile) for one in shapes}
+    kinds = dict.fromkeys(
+        _kind(array, placement) for path, array in arrays.items() if _constant(path) is None
+    )
+
+    def program(kind: _Kind) -> jax.stages.Lowered:
+        def values(seed: jax.Array) -> jax.Array:
+            return placement.arranged(_uniform(seed, kind.shape, kind.dtype), kind.axes)
+
+        return jax.jit(values, out_shardings=placement.sharding(kind.axes)).lower(seed)
+
+    return {kind: pool.submit(program(kind).compile) for kind in kinds}
 
 
-def _leaf(seed: int, path: str, leaf: Leaf, programs: Programs) -> jax.Array:
+def _array(
+    seed: int, path: str, array: ArraySpec, programs: Programs, placement: Placement
+) -> jax.Array:
     constant = _constant(path)
     if constant is not None:  # from the host: a program of XLA's for each shape takes 40 ms and up
-        return jax.device_put(np.full(leaf.shape, constant, leaf.dtype))
-    program = programs[leaf.shape, leaf.dtype].result()
+        return placement.put(np.full(array.shape, constant, array.dtype), array.axes)
+    program = programs[_kind(array, placement)].result()
     return program(np.uint32(zlib.crc32(f"{seed}/{path}".encode())))
 
 
-def _constant(path: str) -> int | None:
+def _constant(path: str) -> float | None:
     """What each value of a parameter is, None of a random one."""
     name = path.rpartition("/")[2]
+    if name == "scales":
+        return _DEVIATION * math.sqrt(12) * 2**-8
     if name.endswith("bias"):
         return 0
     return 1 if "norm" in name else None
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
 def _uniform(seed: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     """A hash of each value's place: on a CPU an order of magnitude faster than jax.random."""
     places = jax.lax.iota(jnp.uint32, math.prod(shape))
     mixed = _mixed(_mixed(places) ^ seed)  # seed in between: else leaves hold shifted copies
+    if jnp.issubdtype(dtype, jnp.integer):
+        return mixed.astype(dtype).reshape(shape)  # the lowest bits
     unit = mixed.astype(jnp.float32) * 2**-32 - 0.5  # deviation 1 / sqrt(12)
     return (unit * (_DEVIATION * math.sqrt(12))).astype(dtype).reshape(shape)
 

@@ -1,4 +1,4 @@
-"""From a ``ModelSource`` to parameters on the device.
+"""From a ``ModelSource`` to parameters on the devices.
 
 Owns: ``load_params``.
 """
@@ -6,61 +6,94 @@ Owns: ``load_params``.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.tree import nested
+from jaxinfer.nn.placement import Placement
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.plan import PlannedParam, plan_params
 from jaxinfer.weights.sources import ModelSource
+from jaxinfer.weights.stacked import StackedArray
 
-LOAD_THREADS = 8  # each holds one parameter in host memory
+LOAD_THREADS = 8  # each holds one parameter, or one piece of a stack, in the memory of the host
 
 
 def load_params(
-    model: Model, source: ModelSource, *, cache_dir: Path, seed: int, progress: Progress
+    model: Model,
+    source: ModelSource,
+    *,
+    placement: Placement,
+    cache_dir: Path,
+    seed: int,
+    progress: Progress,
 ) -> Params:
-    """The model's parameters on the default device.
+    """The model's parameters, placed by the logical axes of their specs.
 
     Quantised weights are converted once and then restored from the cache; ``seed`` is that of
     random weights. Raises ``CheckpointError`` before any data is read when the checkpoint does not
     fit the model, and ``CacheError`` when the cache cannot be written or is damaged.
     """
     if source.checkpoint is None:
-        return dummy_params(model, seed=seed, progress=progress)
+        return dummy_params(model, placement=placement, seed=seed, progress=progress)
     plan = plan_params(model, source.checkpoint)
     if source.quantised:
         from jaxinfer.weights import converted  # Orbax, a fifth of what all imports take
 
-        entry = converted.entry_path(cache_dir, source.fingerprint, model)
-        params = converted.convert(entry, plan, source.checkpoint, model, progress)
-        return converted.restore(entry, progress) if params is None else params
-    return nested(_stream(plan, source.checkpoint, progress))
+        entry = converted.entry_path(cache_dir, source.fingerprint, model, placement)
+        params = converted.convert(entry, plan, source.checkpoint, model, placement, progress)
+        return converted.restore(entry, model, placement, progress) if params is None else params
+    return nested(_stream(plan, source.checkpoint, placement, progress))
 
 
 def _stream(
-    plan: Sequence[PlannedParam], checkpoint: Checkpoint, progress: Progress
+    plan: Sequence[PlannedParam], checkpoint: Checkpoint, placement: Placement, progress: Progress
 ) -> dict[str, jax.Array]:
-    """Read, lay out and put each parameter on the device, a few at a time.
+    """Read, lay out and put each parameter on the devices, a few at a time.
 
     The host holds what the threads are at, beside what a CPU's device holds.
     """
     pool = ThreadPoolExecutor(min(LOAD_THREADS, os.cpu_count() or 1))
     with progress.task("Loading weights", sum(param.nbytes for param in plan)) as advance:
 
-        def one(planned: PlannedParam) -> jax.Array:
-            array = jax.device_put(planned.build(checkpoint))
+        def one(planned: PlannedParam) -> dict[str, jax.Array]:
+            placed = _placed(planned, checkpoint, placement)
             advance(planned.nbytes)
-            return array
+            return placed
 
         try:
-            names = [planned.rule.param for planned in plan]
-            return dict(zip(names, pool.map(one, plan), strict=True))
+            loaded: dict[str, jax.Array] = {}
+            for arrays in pool.map(one, plan):
+                loaded |= arrays
+            return loaded
         finally:  # after a failure or Ctrl-C, nobody needs the rest
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _placed(
+    planned: PlannedParam, checkpoint: Checkpoint, placement: Placement
+) -> dict[str, jax.Array]:
+    """The arrays of one parameter, by path."""
+    if planned.spec.pieces is None:
+        made = planned.piece(checkpoint, placement)
+        return {path: placement.put(made[path], spec.axes) for path, spec in planned.arrays.items()}
+    stacks = {
+        path: StackedArray(spec.shape, np.dtype(spec.dtype), placement.sharding(spec.axes))
+        for path, spec in planned.arrays.items()
+    }
+    for index in range(planned.spec.pieces):
+        _set(stacks, index, planned.piece(checkpoint, placement, index))
+    return {path: stack.array() for path, stack in stacks.items()}
+
+
+def _set(stacks: Mapping[str, StackedArray], index: int, piece: dict[str, np.ndarray]) -> None:
+    """A function of its own, so that no name keeps a piece while the next is read."""
+    for path, array in piece.items():
+        stacks[path].set(index, array)

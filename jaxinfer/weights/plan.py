@@ -1,4 +1,4 @@
-"""Matches a model's tensor rules with a checkpoint, before any data is read.
+"""Matches a model's parameters with a checkpoint, before any data is read.
 
 Owns: names, shapes, dtypes and completeness.
 """
@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
-from jaxinfer.models.base import Model, ModelFamily, TensorRule
+from jaxinfer.models.base import Model, ModelFamily
+from jaxinfer.models.params import ArraySpec, ParamSpec
+from jaxinfer.models.tree import by_path
+from jaxinfer.nn.placement import Placement
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
 
 _MAX_NAMED = 3  # tensors that one message names
@@ -21,47 +24,67 @@ _MAX_NAMED = 3  # tensors that one message names
 class PlannedParam:
     """One parameter, the checkpoint's own names of its sources, and how much is read for it."""
 
-    rule: TensorRule
-    dtype: np.dtype
+    spec: ParamSpec
+    arrays: dict[str, ArraySpec]  # by path; each states its dtype
     names: tuple[str, ...]
     nbytes: int  # of the sources
 
-    def build(self, checkpoint: Checkpoint) -> np.ndarray:
-        """Read the sources and make the parameter, contiguous."""
-        tensors = [checkpoint.read(name) for name in self.names]
-        return np.ascontiguousarray(self.rule.build(*tensors), self.dtype)
+    def piece(
+        self, checkpoint: Checkpoint, placement: Placement, index: int = 0
+    ) -> dict[str, np.ndarray]:
+        """Read the sources of one piece, or of a parameter without pieces, and make its arrays, by
+        path: contiguous, and as they lie on the devices.
+        """
+        count = self.spec.sources_per_piece
+        names = self.names[index * count : (index + 1) * count]
+        built = by_path({self.spec.path: self.spec.build(*map(checkpoint.read, names))})
+        made: dict[str, np.ndarray] = {}
+        for path, array in self.arrays.items():
+            axes = array.axes if self.spec.pieces is None else array.axes[1:]
+            arranged = placement.arranged(built[path], axes)
+            made[path] = np.asarray(arranged, array.dtype, order="C")
+        return made
+
+    def whole(self, checkpoint: Checkpoint, placement: Placement) -> dict[str, np.ndarray]:
+        """All of the parameter in the memory of the host; see ``piece``."""
+        if self.spec.pieces is None:
+            return self.piece(checkpoint, placement)
+        made = {path: np.empty(array.shape, array.dtype) for path, array in self.arrays.items()}
+        for index in range(self.spec.pieces):
+            for path, piece in self.piece(checkpoint, placement, index).items():
+                made[path][index] = piece
+        return made
 
 
 def plan_params(model: Model, checkpoint: Checkpoint) -> tuple[PlannedParam, ...]:
-    """What is read for each parameter, in the order of the rules.
+    """What is read for each parameter, in the order of the specs.
 
     Raises ``CheckpointError`` when a tensor is missing, has another shape, is stored in a dtype
-    that cannot be read, or belongs to no rule.
+    that cannot be read, or belongs to no parameter.
     """
     family = model.family
     own_names = {_canonical(family, name): name for name in checkpoint.tensors}
-    rules = model.tensor_rules
-    wanted = [(_canonical(family, s), rule) for rule in rules for s in rule.sources]
-    if missing := [source for source, _ in wanted if source not in own_names]:
+    wanted = [_canonical(family, s.name) for spec in model.param_specs for s in spec.sources]
+    if missing := [name for name in wanted if name not in own_names]:
         raise CheckpointError(
             f"the checkpoint has no {_listed(missing)}, which {model.architecture} needs; "
             "check that config.json belongs to these weights"
         )
-    consumed = {own_names[source] for source, _ in wanted}
+    consumed = {own_names[name] for name in wanted}
     if left := [name for name in checkpoint.tensors if name not in consumed]:
         _refuse_unexpected(model, checkpoint, left)
-    return tuple(_plan_param(rule, own_names, model, checkpoint) for rule in rules)
+    return tuple(_plan_param(spec, own_names, model, checkpoint) for spec in model.param_specs)
 
 
 def _plan_param(
-    rule: TensorRule, own_names: dict[str, str], model: Model, checkpoint: Checkpoint
+    spec: ParamSpec, own_names: dict[str, str], model: Model, checkpoint: Checkpoint
 ) -> PlannedParam:
-    names = tuple(own_names[_canonical(model.family, source)] for source in rule.sources)
+    names = tuple(own_names[_canonical(model.family, source.name)] for source in spec.sources)
     infos = [checkpoint.tensors[name] for name in names]
-    for name, info, shape in zip(names, infos, rule.shapes, strict=True):
-        if info.shape != shape:
+    for name, info, source in zip(names, infos, spec.sources, strict=True):
+        if info.shape != source.shape:
             raise CheckpointError(
-                f"tensor {name}{_place(info)} has shape {info.shape} instead of {shape}; "
+                f"tensor {name}{_place(info)} has shape {info.shape} instead of {source.shape}; "
                 "check that config.json belongs to these weights"
             )
         if not info.readable:
@@ -69,8 +92,8 @@ def _plan_param(
                 f"tensor {name}{_place(info)} is stored as {info.dtype}, which cannot be read; "
                 "convert the model to F32, F16 or BF16"
             )
-    dtype = np.dtype(rule.dtype or model.config.dtype)
-    return PlannedParam(rule, dtype, names, sum(info.nbytes for info in infos))
+    arrays = {path: model.arrays[path] for path in spec.leaves}
+    return PlannedParam(spec, arrays, names, sum(info.nbytes for info in infos))
 
 
 def _refuse_unexpected(model: Model, checkpoint: Checkpoint, names: list[str]) -> None:

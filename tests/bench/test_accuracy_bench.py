@@ -14,6 +14,7 @@ from bench.accuracy import __main__ as accuracy
 from bench.accuracy.judge import Answer, Judge, Scores
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.registry import build_model
+from jaxinfer.nn.placement import default_placement
 from jaxinfer.text.tokenizer import load_tokenizer
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.sources import ModelSource, resolve_source
@@ -66,7 +67,14 @@ def source(folder: Path) -> ModelSource:
 @pytest.fixture(scope="module")
 def judge(source: ModelSource, folder: Path) -> Judge:
     model = build_model(source.hf_config, "float32")
-    params = load_params(model, source, cache_dir=folder.parent, seed=0, progress=NoProgress())
+    params = load_params(
+        model,
+        source,
+        placement=default_placement(),
+        cache_dir=folder.parent,
+        seed=0,
+        progress=NoProgress(),
+    )
     return Judge(source, "float32", params, 16)
 
 
@@ -98,7 +106,14 @@ def test_scores_are_of_the_answer_alone(judge: Judge) -> None:
 
 def test_the_floor_is_what_rounding_costs(source: ModelSource, folder: Path) -> None:
     model = build_model(source.hf_config, "bfloat16")
-    params = load_params(model, source, cache_dir=folder.parent, seed=0, progress=NoProgress())
+    params = load_params(
+        model,
+        source,
+        placement=default_placement(),
+        cache_dir=folder.parent,
+        seed=0,
+        progress=NoProgress(),
+    )
     scores = Judge(source, "bfloat16", params, 16)(Answer((5, 6), (7, 8, 9), None))
     assert 1e-5 < np.abs(scores.floor_chosen - scores.chosen).max() < 0.1
 

@@ -17,6 +17,7 @@ from jaxinfer.engine.api.llm import LLM
 from jaxinfer.exec.compile import build as exec_compile
 from jaxinfer.exec.compile import bundle as bundles
 from jaxinfer.exec.compile.bundle import tuned_choices
+from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
 
 SIZES = ("--max-num-seqs=1", "--max-num-batched-tokens=64", "--max-model-len=128")
@@ -271,7 +272,7 @@ def test_inspect(bundle: Path, edited: Callable[..., Path]) -> None:
     assert report["fits"] and all(field["fits"] for field in report["machine"].values())
     assert report["limits"]["max_model_len"] == 128
     assert report["memory"]["kv_bytes"] == 17 * 8 * 2 * 2 * 2 * 16 * 4
-    assert report["tuned"] == tuned_choices()
+    assert report["tuned"] == tuned_choices(default_placement())
     assert report["executables"].keys() == {"admit", "extras1", "score64", "d1", "p64x1"}
 
     def other_jax(manifest: dict[str, Any]) -> None:
@@ -290,7 +291,7 @@ def test_tuned_choices_of_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         bundles, "read_choices", lambda file: tuned.get("/".join(Path(str(file)).parts[-4:]), {})
     )
-    assert tuned_choices() == {"append_decode": {"qwen": {"splits": 4}}}
+    assert tuned_choices(default_placement()) == {"append_decode": {"qwen": {"splits": 4}}}
 
 
 @pytest.mark.parametrize("arguments", [[], ["m", "--bundle=b"], ["--bundle=b", "--dtype=float32"]])

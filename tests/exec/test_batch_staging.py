@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -38,7 +39,7 @@ def _batch(first: int, size: int = 4) -> np.ndarray:
 
 
 def test_a_buffer_is_overwritten_when_the_step_that_read_it_has_ended() -> None:
-    staging, waited_for = BatchStaging(_copy), list[str]()
+    staging, waited_for = BatchStaging(_copy, jax.devices()[0]), list[str]()
     filled = []
     for number in range(NUM_BUFFERS):
         filled.append(staging.copy_in(_batch(10 * number)))
@@ -72,7 +73,7 @@ def test_tokens_are_those_of_batches_handed_over(monkeypatch: pytest.MonkeyPatch
 
     def with_staging(self: Executor, *args: Any) -> None:
         original(self, *args)
-        self._staging = BatchStaging(copy)
+        self._staging = BatchStaging(copy, jax.devices()[0])
 
     monkeypatch.setattr(Executor, "__init__", with_staging)
     assert run(tiny_engine(), prompts, requests) == expected

@@ -215,7 +215,7 @@ def test_a_plan_is_claimed_as_one_array(
 ) -> None:
     sizes: list[int] = []
 
-    def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> jax.Array:
         sizes.append(math.prod(shape))
         return jax.device_put(np.zeros(1, dtype))
 
@@ -226,7 +226,7 @@ def test_a_plan_is_claimed_as_one_array(
 
 
 def test_a_device_whose_memory_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> jax.Array:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     made = plan()

@@ -8,6 +8,7 @@ import pytest
 
 from jaxinfer.exec.compile import fingerprint
 from jaxinfer.exec.compile.fingerprint import TRACED_FOLDERS, of_machine
+from jaxinfer.nn.placement import default_placement
 
 
 @pytest.fixture
@@ -31,13 +32,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_what_is_traced_counts(root: Path, path: str, counts: bool) -> None:
-    before = of_machine()["sources"]
+    before = of_machine(default_placement())["sources"]
     file = root / path
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("x = 1\n")
-    made = of_machine()["sources"]
+    made = of_machine(default_placement())["sources"]
     assert (made != before) == counts
     file.write_text("x = 2\n")
-    assert (of_machine()["sources"] != made) == counts
+    assert (of_machine(default_placement())["sources"] != made) == counts
     file.rename(file.with_stem("other"))
-    assert (of_machine()["sources"] != made) == counts
+    assert (of_machine(default_placement())["sources"] != made) == counts

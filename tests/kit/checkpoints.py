@@ -11,6 +11,7 @@ import hashlib
 import json
 import zipfile
 from collections.abc import Mapping, Sequence
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from gguf.quants import quantize
 from safetensors.numpy import save_file
 
 from jaxinfer.models.base import Model
+from jaxinfer.models.tree import by_path
 
 type Tensors = dict[str, np.ndarray]
 type HFConfig = dict[str, Any]
@@ -91,13 +93,30 @@ def tiny_gpt2_config(**changes: Any) -> HFConfig:
 
 
 def random_hf_tensors(model: Model, seed: int = 0) -> Tensors:
-    """A float32 checkpoint that the model's tensor rules accept, under Hugging Face's names."""
+    """A float32 checkpoint of all of the model's sources, under Hugging Face's names."""
     rng = np.random.default_rng(seed)
     return {
-        source: rng.normal(0.0, 0.1, shape).astype(np.float32)
-        for rule in model.tensor_rules
-        for source, shape in zip(rule.sources, rule.shapes, strict=True)
+        source.name: rng.normal(0.0, 0.1, source.shape).astype(np.float32)
+        for spec in model.param_specs
+        for source in spec.sources
     }
+
+
+def built_arrays(model: Model, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays that a model's specs make of a checkpoint, by path."""
+    made: dict[str, np.ndarray] = {}
+    for spec in model.param_specs:
+        read = [tensors[source.name] for source in spec.sources]
+        if spec.pieces is None:
+            arrays = by_path({spec.path: spec.build(*read)})
+        else:
+            each = [
+                by_path({spec.path: spec.build(*piece)})
+                for piece in batched(read, len(read) // spec.pieces)
+            ]
+            arrays = {path: np.stack([piece[path] for piece in each]) for path in each[0]}
+        made |= {path: arrays[path].astype(model.arrays[path].dtype) for path in spec.leaves}
+    return made
 
 
 def write_hf_folder(

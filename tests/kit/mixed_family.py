@@ -14,17 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.models.base import Model, ModelFamily, Params, TensorRule
-from jaxinfer.models.rules import as_is
+from jaxinfer.models.base import Model, ModelFamily, Params
+from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is
 from jaxinfer.models.tree import nested
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, FeedForwardConfig, LayerSpec
 from jaxinfer.nn.layers import take_rows
 from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, normalised
+from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import Entry, LayerArrays, LayerState
+from kit.checkpoints import Tensors, built_arrays
 
-D, C, E, V, WINDOW = 32, 12, 3, 320, 7
+D, C, E, V, WINDOW = 32, 12, 4, 320, 7
 _INIT = nn.initializers.normal(0.02)
 _DECAY = 0.7
 
@@ -192,47 +194,75 @@ class MixedConfig:
         )
 
 
-SHAPES = {
-    "full": {"qkv": (D, 64), "o": (32, D)},
-    "window": {"qkv": (D, 64), "o": (32, D)},
-    "latent": {"latent": (D, 2 * C), "o": (C, D)},
-    "recurrent": {"into": (D, D), "o": (D, D)},
+ARRAYS = {  # of each kind of layer; a weight of which nothing else is said is a tensor as stored
+    "full": {
+        "qkv": ArraySpec((D, 64), (None, Fused("heads", (32, 16, 16)))),
+        "o": ArraySpec((32, D), ("heads", None)),
+    },
+    "latent": {
+        "latent": ArraySpec((D, 2 * C), (None, None)),
+        "o": ArraySpec((C, D), (None, None)),
+    },
+    "recurrent": {
+        "into": ArraySpec((D, D), (None, None)),
+        "o": ArraySpec((D, D), (None, None)),
+    },
+    "dense": {
+        "gate_up": ArraySpec((D, 96), (None, Fused("ffn", (48, 48)))),
+        "down": ArraySpec((48, D), ("ffn", None)),
+    },
+    "experts": {"router": ArraySpec((D, E), (None, None))},
 }
-DENSE = {"gate_up": (D, 96), "down": (48, D)}
-EXPERTS = {"router": (D, E), "experts/values": (E, D, D), "experts/scales": (E,)}
+EXPERTS = {
+    "values": ArraySpec((E, D, D), ("experts", None, None), jnp.dtype(jnp.int8)),
+    "scales": ArraySpec((E,), ("experts",)),
+}
 
 
-def tensor_rules(config: MixedConfig) -> tuple[TensorRule, ...]:
-    """Every parameter is a tensor of its own name."""
-    shapes: dict[str, tuple[int, ...]] = {"embed": (V, D), "final_norm": (D,)}
+def quantised(matrix: np.ndarray) -> dict[str, np.ndarray]:  # [D, D] -> int8[D, D], float32[]
+    """The nearest multiples of a 127th of the largest magnitude."""
+    scale = np.abs(matrix).max() / 127
+    return {"values": np.rint(matrix / scale), "scales": scale}
+
+
+def param_specs(config: MixedConfig) -> tuple[ParamSpec, ...]:
+    """Every array is a tensor of its own name, but for experts: there is a matrix for each."""
+    arrays = {"embed": ArraySpec((V, D), ("vocab", None)), "final_norm": ArraySpec((D,), (None,))}
+    experts: list[ParamSpec] = []
     for i, kind in enumerate(config.kinds):
-        own = {"norms": (2, D), **SHAPES[kind], **(EXPERTS if i % 2 else DENSE)}
-        shapes |= {f"layers_{i}/{name}": shape for name, shape in own.items()}
-    return tuple(
-        TensorRule(
-            name, shape, (name,), (shape,), as_is, jnp.dtype(jnp.int8) if "values" in name else None
-        )
-        for name, shape in shapes.items()
+        layer = f"layers_{i}/"
+        mixer, ffn = "full" if kind == "window" else kind, "experts" if i % 2 else "dense"
+        own = {"norms": ArraySpec((2, D), (None, None)), **ARRAYS[mixer], **ARRAYS[ffn]}
+        arrays |= {layer + name: array for name, array in own.items()}
+        if ffn == "experts":
+            sources = tuple(Source(f"{layer}experts/{e}", (D, D)) for e in range(E))
+            experts.append(ParamSpec(layer + "experts", EXPERTS, sources, quantised, pieces=E))
+    stored = (
+        ParamSpec(path, array, (Source(path, array.shape),), as_is)
+        for path, array in arrays.items()
     )
+    return (*stored, *experts)
 
 
-FAMILY = ModelFamily("mixed", ("MixedForTests",), lambda *_: MixedConfig(kinds=()), tensor_rules)
+FAMILY = ModelFamily("mixed", ("MixedForTests",), lambda *_: MixedConfig(kinds=()), param_specs)
 
 
 def mixed_model(*kinds: str) -> tuple[Model, Params]:
     """A model with these mixers, and random parameters in which every part shows."""
     model = Model(FAMILY, "MixedForTests", MixedConfig(kinds=kinds))
+    arrays = built_arrays(model, mixed_tensors(model))
+    return model, nested({path: jnp.asarray(array) for path, array in arrays.items()})
+
+
+def mixed_tensors(model: Model) -> Tensors:
+    """A checkpoint of those parameters."""
     rng = np.random.default_rng(1)
-    params = {}
-    for rule in model.tensor_rules:
-        noise = rng.standard_normal(rule.shape).astype(np.float32)
-        if "norm" in rule.param:
+    tensors: Tensors = {}
+    for name, shape in (source for spec in model.param_specs for source in spec.sources):
+        noise = rng.standard_normal(shape).astype(np.float32)
+        if "norm" in name:
             noise = 1 + 0.2 * noise
-        elif rule.param.endswith("values"):
-            noise = np.clip(noise * 40, -127, 127)
-        elif rule.param.endswith("scales"):
-            noise = 0.008 + 0.002 * np.abs(noise)
-        elif rule.param != "embed":
-            noise = noise * 1.5 / rule.shape[0] ** 0.5
-        params[rule.param] = jnp.asarray(noise, rule.dtype or jnp.float32)
-    return model, nested(params)
+        elif name != "embed":
+            noise = noise * 1.5 / shape[0] ** 0.5
+        tensors[name] = noise
+    return tensors

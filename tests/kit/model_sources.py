@@ -12,6 +12,7 @@ import pytest
 
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.registry import build_model
+from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.sources import ModelSource, resolve_source
 
@@ -31,4 +32,11 @@ def load(reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = resolve(reference)
     model = build_model(source.hf_config, "float32")
     monkeypatch.setattr(type(source.checkpoint), "read", refuse)
-    load_params(model, source, cache_dir=Path("unused"), seed=0, progress=NoProgress())
+    load_params(
+        model,
+        source,
+        placement=default_placement(),
+        cache_dir=Path("unused"),
+        seed=0,
+        progress=NoProgress(),
+    )

@@ -23,8 +23,10 @@ from jaxinfer.models import (
 from jaxinfer.models.base import hidden_states, unembed
 from jaxinfer.models.tree import by_path
 from jaxinfer.nn.context import Pages, Rows, StepContext, dense_context
+from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.state import State
 from kit import tiny_models
+from kit.checkpoints import built_arrays, random_hf_tensors
 from pallas_kernels.pins import ALL_XLA
 
 PAGE_SIZE = 4
@@ -293,7 +295,7 @@ def test_taps_hold_each_layer_when_asked_for(name: str) -> None:
 def test_bfloat16_traces_under_strict_promotion(name: str) -> None:
     model = build_model(tiny_models.tiny_config(name), "bfloat16")
     params = abstract_params(model)
-    stated = {rule.param: rule.dtype or jnp.bfloat16 for rule in model.tensor_rules}
+    stated = {path: array.dtype for path, array in model.arrays.items()}
     assert {name: leaf.dtype for name, leaf in by_path(params).items()} == stated
     ids = jax.ShapeDtypeStruct((LENGTH,), jnp.int32)
     with jax.numpy_dtype_promotion("strict"):
@@ -302,7 +304,7 @@ def test_bfloat16_traces_under_strict_promotion(name: str) -> None:
 
 
 @every_family
-def test_rules_state_what_the_module_declares(name: str) -> None:
+def test_specs_state_what_the_module_declares(name: str) -> None:
     model = build_model(tiny_models.tiny_config(name), "bfloat16")
 
     def all_params(module: Any, ids: jax.Array) -> jax.Array:
@@ -317,18 +319,27 @@ def test_rules_state_what_the_module_declares(name: str) -> None:
 
 
 @every_family
-def test_tensor_rules_fill_each_parameter_from_tensors_used_once(name: str) -> None:
+def test_specs_fill_each_parameter_from_tensors_used_once(name: str) -> None:
     model, _ = tiny_models.tiny_model(name)
-    sources = Counter(source for rule in model.tensor_rules for source in rule.sources)
+    sources = Counter(source.name for spec in model.param_specs for source in spec.sources)
     assert set(sources.values()) == {1}
-    built = {}
-    for rule in model.tensor_rules:
-        assert len(rule.sources) == len(rule.shapes)
-        assert rule.param not in built
-        built[rule.param] = rule.build(*(np.zeros(s, np.float32) for s in rule.shapes)).shape
+    assert len({spec.path for spec in model.param_specs}) == len(model.param_specs)
+    built = {path: a.shape for path, a in built_arrays(model, random_hf_tensors(model)).items()}
     leaves = jax.tree_util.tree_leaves_with_path(abstract_params(model))
     expected = {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in leaves}
     assert built == expected
+
+
+@every_family
+def test_fused_axes_are_as_wide_as_what_they_name(name: str) -> None:
+    model, _ = tiny_models.tiny_model(name)
+    fused = [
+        (array.shape[i], axis)
+        for array in model.arrays.values()
+        for i, axis in enumerate(array.axes)
+        if isinstance(axis, Fused)
+    ]
+    assert fused and all(sum(axis.widths) == size for size, axis in fused)
 
 
 def test_every_architecture_has_a_tiny_model() -> None:

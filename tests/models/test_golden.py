@@ -12,6 +12,8 @@ import pytest
 from safetensors import safe_open
 
 from jaxinfer.models import Model, Params, build_model, forward
+from jaxinfer.models.tree import nested
+from kit.checkpoints import built_arrays
 
 DATA = Path(__file__).parents[1] / "golden" / "data"
 OF_FILES = {"smollm2_greedy", "gguf_rope"}  # whose models are in files elsewhere
@@ -19,21 +21,17 @@ CASES = sorted({path.stem for path in DATA.glob("*.safetensors")} - OF_FILES)
 
 
 def params_of(model: Model, tensors: dict[str, np.ndarray]) -> Params:
-    """Apply the family's rules; every tensor must be used or declared useless."""
+    """Apply the family's specs; every tensor must be used or declared useless."""
     prefix = model.family.optional_prefix
     tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    params: Params = {}
-    used: set[str] = set()
-    for rule in model.tensor_rules:
-        sources = [tensors[name] for name in rule.sources]
-        assert tuple(source.shape for source in sources) == rule.shapes
-        used.update(rule.sources)
-        node, *path = rule.param.split("/")
-        place = params if not path else params.setdefault(node, {})
-        place[path[0] if path else node] = rule.build(*sources)
-    ignored = re.compile("|".join(model.family.ignored_tensors))
+    sources = [source for spec in model.param_specs for source in spec.sources]
+    assert all(tensors[name].shape == shape for name, shape in sources)
+    used, ignored = (
+        {name for name, _ in sources},
+        re.compile("|".join(model.family.ignored_tensors)),
+    )
     assert [name for name in tensors if name not in used and not ignored.fullmatch(name)] == []
-    return params
+    return nested(built_arrays(model, tensors))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -19,6 +19,7 @@ from jaxinfer.core.staging import build_once
 from jaxinfer.models.base import Params
 from jaxinfer.models.registry import build_model
 from jaxinfer.models.tree import by_path
+from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights import converted
 from jaxinfer.weights.gguf_checkpoint import GGUFCheckpoint
 from jaxinfer.weights.load import load_params
@@ -38,7 +39,9 @@ def source(tmp_path: Path) -> ModelSource:
 
 def load(source: ModelSource, cache: Path, dtype: str = "float32") -> Params:
     model = build_model(source.hf_config, dtype)
-    return load_params(model, source, cache_dir=cache, seed=0, progress=NoProgress())
+    return load_params(
+        model, source, placement=default_placement(), cache_dir=cache, seed=0, progress=NoProgress()
+    )
 
 
 def entries(cache: Path) -> list[Path]:
@@ -150,13 +153,15 @@ import sys
 from pathlib import Path
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.registry import build_model
+from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.sources import resolve_source
 cache = Path(sys.argv[2])
 for _ in range(2):
     source = resolve_source(sys.argv[1], cache_dir=cache, progress=NoProgress())
     model = build_model(source.hf_config, "float32")
-    load_params(model, source, cache_dir=cache, seed=0, progress=NoProgress())
+    where = default_placement()
+    load_params(model, source, placement=where, cache_dir=cache, seed=0, progress=NoProgress())
 """
     command = [sys.executable, "-c", code, source.reference, str(tmp_path / "cache")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -15,6 +15,7 @@ from jaxinfer.core.progress import NoProgress
 from jaxinfer.models import forward
 from jaxinfer.models.gqa_config import DecoderConfig
 from jaxinfer.models.registry import build_model
+from jaxinfer.nn.placement import default_placement
 from jaxinfer.nn.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from jaxinfer.nn.rope import inverse_frequencies as frequencies
 from jaxinfer.weights.gguf_config import hf_config_from_gguf
@@ -119,7 +120,14 @@ def test_rope_is_llama_cpps(tmp_path: Path, name: str) -> None:
     golden = load_file(Path(__file__).parents[1] / "golden" / "data" / "gguf_rope.safetensors")
     source = resolve(write_case(tmp_path, name))
     model = build_model(source.hf_config, "float32")
-    params = load_params(model, source, cache_dir=tmp_path, seed=0, progress=NoProgress())
+    params = load_params(
+        model,
+        source,
+        placement=default_placement(),
+        cache_dir=tmp_path,
+        seed=0,
+        progress=NoProgress(),
+    )
     logits = np.asarray(forward(model, params, TOKEN_IDS))[-1]
     np.testing.assert_allclose(logits, golden[name], atol=2e-6)  # the cases differ by 5e-3
 

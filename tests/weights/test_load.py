@@ -1,4 +1,4 @@
-"""Every source gives the same parameters: those that the rules make of the checkpoint."""
+"""Every source gives the same parameters: those that the specs make of the checkpoint."""
 
 import threading
 import zlib
@@ -16,14 +16,15 @@ from gguf.quants import dequantize, quantize
 
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.engine.loop.late_compiles import COMPILE_EVENT
-from jaxinfer.models.base import Model, abstract_params
+from jaxinfer.models.base import abstract_params
 from jaxinfer.models.registry import build_model
 from jaxinfer.models.tree import by_path
+from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.sources import ModelSource, resolve_source
 from kit.checkpoints import (
-    Tensors,
+    built_arrays,
     random_hf_tensors,
     tiny_gpt2_config,
     tiny_llama_config,
@@ -48,16 +49,15 @@ def resolve(reference: Path | str, cache: Path, **options: Any) -> ModelSource:
 
 def load(source: ModelSource, cache: Path, dtype: str = "float32", seed: int = 0) -> dict[str, Any]:
     model = build_model(source.hf_config, dtype)
-    params = load_params(model, source, cache_dir=cache, seed=seed, progress=NoProgress())
+    params = load_params(
+        model,
+        source,
+        placement=default_placement(),
+        cache_dir=cache,
+        seed=seed,
+        progress=NoProgress(),
+    )
     return by_path(params)
-
-
-def expected(model: Model, tensors: Tensors) -> dict[str, np.ndarray]:
-    dtype = np.dtype(model.config.dtype)
-    return {
-        rule.param: rule.build(*(tensors[source] for source in rule.sources)).astype(dtype)
-        for rule in model.tensor_rules
-    }
 
 
 def assert_same(params: dict[str, Any], wanted: dict[str, np.ndarray]) -> None:
@@ -76,7 +76,7 @@ def test_folder(tmp_path: Path, name: str, shards: int, index: bool) -> None:
     folder = write_hf_folder(tmp_path / "m", CONFIGS[name], tensors, shards=shards, index=index)
     source = resolve(folder, tmp_path / "cache")
     assert not source.quantised
-    assert_same(load(source, tmp_path / "cache"), expected(model, tensors))
+    assert_same(load(source, tmp_path / "cache"), built_arrays(model, tensors))
     assert not (tmp_path / "cache").exists()
 
 
@@ -87,7 +87,7 @@ def test_dtypes(tmp_path: Path, stored: Any, dtype: str) -> None:
     model = build_model(config, dtype)
     tensors = {k: v.astype(stored) for k, v in random_hf_tensors(model).items()}
     folder = write_hf_folder(tmp_path / "m", config, tensors)
-    assert_same(load(resolve(folder, tmp_path), tmp_path, dtype), expected(model, tensors))
+    assert_same(load(resolve(folder, tmp_path), tmp_path, dtype), built_arrays(model, tensors))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -100,7 +100,7 @@ def test_gguf(tmp_path: Path, name: str, kind: str) -> None:
     source = resolve(path, tmp_path / "cache")
     assert source.quantised == kind.startswith("Q")
     stored = {key: _through(value, key, quant) for key, value in tensors.items()}
-    wanted = expected(model, stored)
+    wanted = built_arrays(model, stored)
     assert_same(load(source, tmp_path / "cache"), wanted)
     assert_same(load(source, tmp_path / "cache"), wanted)  # from the cache where there is one
     assert (tmp_path / "cache").exists() == source.quantised
@@ -124,7 +124,7 @@ def test_optional_prefix(tmp_path: Path, prefix: str) -> None:
     stored = {prefix + name.removeprefix("transformer."): t for name, t in tensors.items()}
     stored[f"{prefix}h.0.attn.bias"] = np.ones((1, 1, 8, 8), np.uint8)  # an ignored buffer
     folder = write_hf_folder(tmp_path / "m", config, stored)
-    assert_same(load(resolve(folder, tmp_path), tmp_path), expected(model, tensors))
+    assert_same(load(resolve(folder, tmp_path), tmp_path), built_arrays(model, tensors))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -151,7 +151,9 @@ def test_dummy(tmp_path: Path, name: str) -> None:
 def test_dummy_values_stay_those_of_their_seed() -> None:
     """Figures of benchmarks are compared from one version to the next."""
     model = build_model(CONFIGS["gpt2"], "bfloat16")
-    leaves = by_path(dummy_params(model, seed=3, progress=NoProgress()))
+    leaves = by_path(
+        dummy_params(model, placement=default_placement(), seed=3, progress=NoProgress())
+    )
     sums = {path: zlib.crc32(np.asarray(leaf).tobytes()) for path, leaf in leaves.items()}
     assert (sums["embed"], sums["layers_1/qkv"]) == (1779008865, 2587529930)
     assert not np.asarray(leaves["layers_0/up_bias"]).any()
@@ -169,7 +171,9 @@ def test_dummy_compiles_beside_and_each_random_shape_once() -> None:
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        leaves = by_path(dummy_params(model, seed=0, progress=NoProgress()))
+        leaves = by_path(
+            dummy_params(model, placement=default_placement(), seed=0, progress=NoProgress())
+        )
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
     shapes = {leaf.shape for path, leaf in leaves.items() if "norm" not in path}

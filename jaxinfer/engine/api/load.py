@@ -39,6 +39,7 @@ def load(
     params = load_params(
         plan.model,
         plan.source,
+        placement=plan.placement,
         cache_dir=plan.cache_dir,
         seed=plan.config.seed,
         progress=progress,

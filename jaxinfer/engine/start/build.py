@@ -69,10 +69,10 @@ def plan_engine(
     leave_out_line_info()
     keep_xla_quiet()
     platform = check_device(platform_of_backend)
-    if bundle is not None:
-        bundle.refuse_machine()
-    config = with_device_defaults(config, platform)
     placement = default_placement()
+    if bundle is not None:
+        bundle.refuse_machine(placement)
+    config = with_device_defaults(config, platform)
     pins = _pins(config, platform)
     _check_tuned()
     source = resolve_source(
@@ -90,7 +90,7 @@ def plan_engine(
     spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
     memory, limits = _sizes(config, model, pins, placement)
     if bundle is not None:
-        program = Program(model, limits, pins=pins)
+        program = Program(model, limits, placement.platform, pins, placement)
         bundle.refuse_program(program, program.names())
     facts = facts_of_configs(
         source.name,
@@ -159,11 +159,12 @@ def _sizes(
         windows=model.state.windows,
     )
     device = device_memory(placement.device)
-    memory = plan_memory(config, Program(model, limits, pins=pins), device)
+    program = Program(model, limits, placement.platform, pins, placement)
+    memory = plan_memory(config, program, device)
     limits = msgspec.structs.replace(limits, num_pages=memory.num_pages)
     if config.max_model_len is None:  # derived: as much of the model's context as fits
         limits = msgspec.structs.replace(limits, max_model_len=limits.longest_context())
-    return program_memory(Program(model, limits, pins=pins), device), limits
+    return program_memory(replace(program, limits=limits), device), limits
 
 
 def build_engine(
@@ -180,7 +181,7 @@ def build_engine(
 def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
     """``build_engine``, when the plan is already made."""
     progress = progress or NoProgress()
-    program = Program(plan.model, plan.limits, pins=plan.pins)
+    program = plan.program
     (executables, compile_seconds), (state, load_seconds) = load(
         plan, program, bundle_settings(plan), progress
     )
@@ -207,9 +208,8 @@ def write_planned(
     plan: EnginePlan, folder: Path, progress: Progress | None = None
 ) -> tuple[Manifest, bool]:
     """Compile what a plan needs into a bundle; see ``compile_bundle``. Reads no weights."""
-    program = Program(plan.model, plan.limits, pins=plan.pins)
     return compile_bundle(
-        program,
+        plan.program,
         folder,
         memory=plan.memory,
         settings=bundle_settings(plan),

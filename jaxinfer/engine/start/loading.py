@@ -115,6 +115,7 @@ class _Loader:
             params = load_params(
                 plan.model,
                 plan.source,
+                placement=plan.placement,
                 cache_dir=plan.cache_dir,
                 seed=plan.config.seed,
                 progress=self.progress,

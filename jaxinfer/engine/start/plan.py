@@ -14,6 +14,7 @@ from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.exec.compile.bundle import Bundle
 from jaxinfer.exec.compile.memory_plan import MemoryPlan
+from jaxinfer.exec.compile.program import Program
 from jaxinfer.models.base import Model
 from jaxinfer.nn.placement import Placement
 from jaxinfer.text.spec import TokenizerSpec
@@ -39,6 +40,11 @@ class EnginePlan:
     facts: ModelFacts  # but for the tokenizer's eos: see ``model_facts``
     cache_dir: Path
     bundle: Bundle | None  # one that fits, where the user gave one
+
+    @cached_property
+    def program(self) -> Program:
+        """What is compiled."""
+        return Program(self.model, self.limits, self.placement.platform, self.pins, self.placement)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -85,7 +85,7 @@ def bundle_for(program: Program, folder: Path, names: Collection[str]) -> Bundle
     executables.
     """
     bundle = open_bundle(folder)
-    bundle.refuse_machine()
+    bundle.refuse_machine(program.placement)
     bundle.refuse_model(program.model)
     bundle.refuse_program(program, names)
     return bundle

@@ -39,6 +39,7 @@ from jaxinfer.exec.compile.fingerprint import (
 from jaxinfer.exec.compile.memory_plan import MemoryPlan, workspace_bytes
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.models.base import Model
+from jaxinfer.nn.placement import Placement
 from pallas_kernels.tuned import NAMES, read_choices, tuned_file
 
 FORMAT = 4  # of the folder; raise it when the manifest's meaning changes
@@ -84,9 +85,9 @@ class Bundle:
     folder: Path
     manifest: Manifest
 
-    def refuse_machine(self) -> None:
-        """Raise ``CacheError`` unless this installation and device are those it was made for."""
-        self._refuse(self.manifest.fingerprint.machine, of_machine())
+    def refuse_machine(self, placement: Placement) -> None:
+        """Raise ``CacheError`` unless this installation and devices are those it was made for."""
+        self._refuse(self.manifest.fingerprint.machine, of_machine(placement))
 
     def refuse_model(self, model: Model) -> None:
         """Raise ``CacheError`` unless it was made for this model."""
@@ -128,13 +129,16 @@ class Bundle:
 def program_fingerprint(program: Program) -> Fingerprint:
     """Everything that the executables of a program depend on, here."""
     return Fingerprint(
-        of_machine(), of_model(program.model), of_limits(program.limits), of_pins(program.pins)
+        of_machine(program.placement),
+        of_model(program.model),
+        of_limits(program.limits),
+        of_pins(program.pins),
     )
 
 
-def tuned_choices() -> dict[str, Any]:
+def tuned_choices(placement: Placement) -> dict[str, Any]:
     """The kernels' tuned launches for this kind of device: by name in ``NAMES``, then by case."""
-    kind = jax.devices()[0].device_kind
+    kind = placement.device.device_kind
     choices = {name: read_choices(tuned_file(name, kind)) for name in NAMES}
     return {name: found for name, found in choices.items() if found}
 
@@ -213,7 +217,7 @@ def write_manifest(
         limits=program.limits,
         settings=dict(settings),
         memory=memory,
-        tuned=tuned_choices(),
+        tuned=tuned_choices(program.placement),
         executables=dict(executables),
     )
     (folder / BUNDLE_MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))

@@ -22,6 +22,7 @@ import msgspec
 
 from jaxinfer.core.config import Limits, compiler_environment
 from jaxinfer.models.base import Model
+from jaxinfer.nn.placement import Placement
 from pallas_kernels.pins import Pins
 
 TRACED_FOLDERS = ("core", "exec", "models", "nn")  # of jaxinfer: what a step is traced from
@@ -64,9 +65,9 @@ def differences(bundle: Mapping[str, str], here: Mapping[str, str]) -> tuple[Dif
     return tuple(pair for pair in pairs if pair.bundle != pair.here)
 
 
-def of_machine() -> dict[str, str]:
-    """This installation and its first device."""
-    device = jax.devices()[0]
+def of_machine(placement: Placement) -> dict[str, str]:
+    """This installation and the devices of an engine."""
+    device, count = placement.device, placement.num_devices
     compilers = {name: _version(name) for name in KERNEL_COMPILERS}
     backend = {"host CPU": _host_cpu()} if device.platform == "cpu" else compilers
     return {
@@ -74,7 +75,7 @@ def of_machine() -> dict[str, str]:
         "jaxlib": version("jaxlib"),
         "flax": version("flax"),
         "platform": device.client.platform_version,  # on a GPU: the CUDA plugin and driver
-        "device": f"{device.platform} {device.device_kind}",
+        "device": f"{device.platform} {device.device_kind}" + (f" x{count}" if count > 1 else ""),
         **backend,
         **{name: str(value) for name, value in _relevant_jax_config().items()},
         **compiler_environment(),

@@ -22,7 +22,9 @@ from jaxinfer.exec.step.drafts import Drafter
 from jaxinfer.exec.step.extras import ExtrasFunction, ScoreFunction, extras_rows, pooled
 from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, parts_of
 from jaxinfer.exec.step.slots import SlotState, admit, empty_rows, init_slots
-from jaxinfer.models.base import Model, Params, abstract_params, head_params
+from jaxinfer.models.base import Model, Params, head_params
+from jaxinfer.models.tree import nested
+from jaxinfer.nn.placement import Placement, default_placement
 from jaxinfer.nn.state import State
 from pallas_kernels.pins import LINKS, Pins
 from pallas_kernels.registry import UnfitKernel, current_platform
@@ -57,7 +59,8 @@ MOST_TOKENS_IN_TWO = 2048
 
 @dataclass(frozen=True)
 class Program:
-    """The model and the limits that fix every compiled shape, for a platform of jax.
+    """The model and the limits that fix every compiled shape, for a platform of jax and the
+    devices that its arrays lie on.
 
     Each bucket has one step, which serves every request. What requests ask for beside a token is
     the business of a few small executables behind the step (``exec.step.extras``), so that
@@ -68,6 +71,7 @@ class Program:
     limits: Limits
     platform: str = field(default_factory=current_platform)
     pins: Pins = Pins()
+    placement: Placement = field(default_factory=default_placement)
     drafter: Drafter | None = None
 
     def __post_init__(self) -> None:
@@ -90,17 +94,23 @@ class Program:
 
     def params(self) -> Params:
         """Weights."""
-        return abstract_params(self.model)
+        return self._params
+
+    @cached_property  # each step asks
+    def _params(self) -> Params:
+        abstract, arrays = self.placement.abstract, self.model.arrays
+        return nested({path: abstract(a.shape, a.dtype, a.axes) for path, a in arrays.items()})
 
     def state(self) -> State:
         """The layers' state: the page pool, and the entries of slots."""
         limits = self.limits
         sizes = (limits.num_pages, limits.page_size, limits.max_num_seqs)
-        return self.model.state.abstract(*sizes)
+        return self.model.state.abstract(*sizes, self.placement)
 
     def slots(self) -> SlotState:
-        """The slot state."""
-        return jax.eval_shape(self.zero_slots)
+        """The slot state, of which every device has all."""
+        made = jax.eval_shape(self.zero_slots)
+        return jax.tree.map(lambda a: self.placement.abstract(a.shape, a.dtype), made)
 
     def zero_slots(self) -> SlotState:
         """The slot state as it is at first."""

@@ -22,8 +22,9 @@ class BatchStaging:
     the page tables (H200). Here the copy is over before the step is launched.
     """
 
-    def __init__(self, copy: Callable[[int, np.ndarray], None]) -> None:
+    def __init__(self, copy: Callable[[int, np.ndarray], None], device: Any) -> None:
         self._copy = copy  # to an address of the device; done when it returns
+        self._device = device  # jax.Device
         self._buffers: dict[int, deque[jax.Array]] = {}  # by size, oldest first
         self._readers: dict[int, jax.Array] = {}  # by id of a buffer, a result
 
@@ -31,7 +32,7 @@ class BatchStaging:
     def of_device(cls, device: Any) -> BatchStaging | None:
         """On a ``jax.Device``; None unless it is CUDA's."""
         copy = copies_to(device.local_hardware_id) if device.platform == "gpu" else None
-        return None if copy is None else cls(copy)
+        return None if copy is None else cls(copy, device)
 
     def copy_in(self, batch: np.ndarray) -> jax.Array:  # int32[...]
         """Copy the batch into the next staging buffer of its size.
@@ -39,7 +40,8 @@ class BatchStaging:
         It stays valid for ``NUM_BUFFERS`` - 1 further calls.
         """
         if batch.size not in self._buffers:  # all at once: XLA's copy waits for the steps in flight
-            made = [jax.device_put(np.zeros_like(batch)) for _ in range(NUM_BUFFERS)]
+            empty = (np.zeros_like(batch) for _ in range(NUM_BUFFERS))
+            made = [jax.device_put(one, self._device) for one in empty]
             self._buffers[batch.size] = deque(jax.block_until_ready(made))
         buffers = self._buffers[batch.size]
         buffer = buffers[0]

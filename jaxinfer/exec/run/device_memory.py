@@ -48,7 +48,7 @@ def claim_memory(plan: MemoryPlan, device: Any) -> None:
         return
     wanted = min(plan.total_bytes, plan.device.allocator_bytes - pool_bytes)
     with taking(wanted):
-        jax.block_until_ready(jnp.zeros((wanted // MB, MB), jnp.uint8)).delete()
+        jax.block_until_ready(jnp.zeros((wanted // MB, MB), jnp.uint8, device=device)).delete()
 
 
 def compile_init_state(program: Program) -> Callable[[], tuple[State, SlotState]]:
@@ -64,7 +64,8 @@ def compile_init_state(program: Program) -> Callable[[], tuple[State, SlotState]
         state = program.model.state.zeros(*sizes)
         return state, program.zero_slots()
 
-    compiled = jax.jit(zeros).lower().compile()
+    shardings = jax.tree.map(lambda array: array.sharding, (program.state(), program.slots()))
+    compiled = jax.jit(zeros, out_shardings=shardings).lower().compile()
 
     def make() -> tuple[State, SlotState]:
         with taking(tree_bytes((program.state(), program.slots()))):

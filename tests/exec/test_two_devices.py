@@ -1,0 +1,20 @@
+"""On two devices weights and state lie as their logical axes say, each shard whole in itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TWO = "--xla_force_host_platform_device_count=2"
+
+
+def test_two_devices(tmp_path: Path) -> None:
+    """In a process of its own: JAX must know of both devices before it starts."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {TWO}"
+    command = [sys.executable, "-m", "kit.two_devices", str(tmp_path)]
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["checked"]), done.stderr

@@ -1,0 +1,63 @@
+"""A checkpoint in memory that counts readings and the bytes of its arrays that are alive."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.text.spec import TokenizerSpec
+from jaxinfer.weights.checkpoint import TensorInfo
+from jaxinfer.weights.sources import ModelSource
+
+
+class Held:
+    """Bytes of watched arrays that are alive, and the most of them at any time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # an array may go while it is held
+        self.now = self.peak = 0
+
+    def watch(self, array: np.ndarray) -> np.ndarray:
+        """The array itself."""
+        with self._lock:
+            self.now += array.nbytes
+            self.peak = max(self.peak, self.now)
+        weakref.finalize(array, self._gone, array.nbytes)
+        return array
+
+    def _gone(self, nbytes: int) -> None:
+        with self._lock:
+            self.now -= nbytes
+
+
+class InMemory:
+    """A ``Checkpoint`` of arrays; ``reads`` counts the readings of each."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], held: Held | None = None) -> None:
+        self._arrays = arrays
+        self._held = held or Held()
+        self.reads: Counter[str] = Counter()
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(array.shape, "F32", array.nbytes, True)
+            for name, array in arrays.items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        """A copy, as a file gives one."""
+        self.reads[name] += 1
+        return self._held.watch(self._arrays[name].copy())
+
+
+def source_of(checkpoint: InMemory, *, quantised: bool = False) -> ModelSource:
+    """The checkpoint as a source; ``quantised`` has what is made of it cached."""
+
+    def no_tokenizer() -> TokenizerSpec:
+        raise AssertionError("weights have no tokenizer")
+
+    configs: Mapping[str, Any] = {}
+    return ModelSource("", "", configs, configs, checkpoint, "one", quantised, no_tokenizer)

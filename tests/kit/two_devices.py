@@ -1,0 +1,146 @@
+"""Run as a process on two CPU devices: tiny models are loaded on both, and each shard is looked at.
+
+``python -m kit.two_devices FOLDER``; prints "checked" when everything is where it should be.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.core.progress import NoProgress
+from jaxinfer.exec.compile.fingerprint import of_machine
+from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.run.device_memory import init_state
+from jaxinfer.models.base import Model
+from jaxinfer.models.registry import build_model
+from jaxinfer.models.tree import by_path
+from jaxinfer.nn.placement import Placement, default_placement, placement_on
+from jaxinfer.weights.dummy import dummy_params
+from jaxinfer.weights.load import load_params
+from jaxinfer.weights.sources import ModelSource, resolve_source
+from kit.checkpoints import built_arrays, random_hf_tensors, tiny_llama_config, write_hf_folder
+from kit.engines import tiny_limits
+from kit.memory_checkpoint import InMemory, source_of
+from kit.mixed_family import FAMILY, MixedConfig, mixed_tensors
+
+CONFIG = tiny_llama_config(attention_bias=True, mlp_bias=True)
+Q, KV, F, V = 64, 32, 128, 96  # widths of the tiny model
+# by name: what one of two devices holds of the whole array; of others each has all
+SPLIT = {
+    "embed": lambda i: np.s_[V // 2 * i : V // 2 * (i + 1)],
+    "o": lambda i: np.s_[Q // 2 * i : Q // 2 * (i + 1)],
+    "down": lambda i: np.s_[F // 2 * i : F // 2 * (i + 1)],
+    "qkv": lambda i: np.s_[:, shares(i, Q, KV, KV)],
+    "qkv_bias": lambda i: np.s_[shares(i, Q, KV, KV)],
+    "gate_up": lambda i: np.s_[:, shares(i, F, F)],
+    "gate_up_bias": lambda i: np.s_[shares(i, F, F)],
+}
+
+
+def shares(shard: int, *widths: int) -> list[int]:
+    """The columns of one of two shards, where parts of these widths lie side by side."""
+    columns: list[int] = []
+    start = 0
+    for width in widths:
+        half = width // 2
+        columns += range(start + shard * half, start + (shard + 1) * half)
+        start += width
+    return columns
+
+
+def check_shards(name: str, array: jax.Array, whole: np.ndarray, devices: list[Any]) -> None:
+    """Each device has its share of the array, or all of one that is not divided."""
+    shards = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
+    assert set(shards) == set(devices), name
+    for i, device in enumerate(devices):
+        own = whole[SPLIT[name](i)] if name in SPLIT else whole
+        np.testing.assert_array_equal(shards[device], own, err_msg=f"{name} of shard {i}")
+
+
+def load(
+    model: Model, source: ModelSource, placement: Placement, cache: Path
+) -> dict[str, jax.Array]:
+    params = load_params(
+        model, source, placement=placement, cache_dir=cache, seed=0, progress=NoProgress()
+    )
+    return by_path(params)
+
+
+def check_weights(folder: Path, placement: Placement) -> None:
+    """Of a checkpoint, of the cache of converted weights, and random ones."""
+    devices = list(placement.mesh.devices.flat)
+    model = build_model(CONFIG, "float32")
+    tensors = random_hf_tensors(model)
+    path = write_hf_folder(folder / "model", CONFIG, tensors)
+    source = resolve_source(str(path), cache_dir=folder, progress=NoProgress())
+    cached = replace(source, quantised=True)
+    whole = built_arrays(model, tensors)
+    for found in (source, cached, cached):  # the third is restored
+        loaded = load(model, found, placement, folder)
+        assert loaded.keys() == whole.keys()
+        for leaf, array in loaded.items():
+            check_shards(leaf.rpartition("/")[2], array, whole[leaf], devices)
+    made = [
+        by_path(dummy_params(model, placement=where, seed=1, progress=NoProgress()))
+        for where in (default_placement(), placement)
+    ]
+    for leaf, array in made[1].items():
+        check_shards(leaf.rpartition("/")[2], array, np.asarray(made[0][leaf]), devices)
+
+
+def check_stacks(placement: Placement, folder: Path) -> None:
+    """Experts are divided among the devices, values and scales alike."""
+    model = Model(FAMILY, "MixedForTests", MixedConfig(kinds=("full", "latent")))
+    whole = built_arrays(model, mixed_tensors(model))
+    loaded = load(model, source_of(InMemory(mixed_tensors(model))), placement, folder)
+    for name in ("layers_1/experts/values", "layers_1/experts/scales"):
+        shards = [shard.data for shard in loaded[name].addressable_shards]
+        assert [len(shard) for shard in shards] == [len(whole[name]) // 2] * 2
+        np.testing.assert_array_equal(np.concatenate(shards), whole[name], err_msg=name)
+
+
+def check_state(placement: Placement) -> None:
+    """Pages are divided by heads; slots are on every device; steps are traced with the same."""
+    model = build_model(CONFIG, "float32")
+    program = Program(model, tiny_limits(), placement.platform, placement=placement)
+    state, slots = init_state(program)
+    for entry, array in zip(model.state.arrays, state, strict=True):
+        heads, dim = entry.shape
+        assert {shard.data.shape[-2:] for shard in array.addressable_shards} == {(heads // 2, dim)}
+        assert len(array.addressable_shards) == 2
+    assert all(array.is_fully_replicated for array in slots)
+    abstract = (program.state(), program.slots())
+    jax.tree.map(_same_place, abstract, (state, slots))
+    params = dummy_params(model, placement=placement, seed=0, progress=NoProgress())
+    jax.tree.map(_same_place, program.params(), params)
+
+
+def _same_place(abstract: jax.ShapeDtypeStruct, array: jax.Array) -> None:
+    assert (abstract.shape, abstract.dtype) == (array.shape, array.dtype)
+    assert abstract.sharding is not None
+    assert array.sharding.is_equivalent_to(abstract.sharding, array.ndim)
+
+
+def main(folder: Path) -> None:
+    """All checks."""
+    placement = placement_on(jax.devices())
+    assert placement.num_devices == 2
+    check_weights(folder, placement)
+    check_stacks(placement, folder)
+    check_state(placement)
+    second = jax.devices()[1]
+    with jax.default_device(second):
+        assert default_placement().device == second
+    one, two = of_machine(default_placement()), of_machine(placement)
+    assert (one["device"], two["device"]) == ("cpu cpu", "cpu cpu x2")
+    print("checked")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

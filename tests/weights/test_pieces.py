@@ -1,0 +1,165 @@
+"""A stack is read, built and placed piece by piece, and a weight may be several arrays."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfer.core.progress import NoProgress
+from jaxinfer.models.base import Model, ModelFamily, abstract_params
+from jaxinfer.models.params import ArraySpec, ParamSpec, Source, join_outputs
+from jaxinfer.models.tree import by_path
+from jaxinfer.nn.placement import default_placement
+from jaxinfer.weights import converted, dummy
+from jaxinfer.weights.dummy import dummy_params
+from jaxinfer.weights.load import LOAD_THREADS, load_params
+from jaxinfer.weights.plan import plan_params
+from jaxinfer.weights.sources import ModelSource
+from kit.checkpoints import built_arrays, random_hf_tensors
+from kit.memory_checkpoint import Held, InMemory, source_of
+from kit.mixed_family import FAMILY, MixedConfig, mixed_model, mixed_tensors
+
+EXPERTS, WIDTH, INNER = 128, 8, 12
+MIXED = Model(FAMILY, "MixedForTests", MixedConfig(kinds=("full", "latent")))
+
+
+def load(model: Model, source: ModelSource, cache: Path = Path("unused")) -> dict[str, jax.Array]:
+    placement, progress = default_placement(), NoProgress()
+    params = load_params(
+        model, source, placement=placement, cache_dir=cache, seed=0, progress=progress
+    )
+    return by_path(params)
+
+
+def many_experts(layers: int, held: Held | None = None) -> Model:
+    """Layers whose weights are stacks of experts alone."""
+    held = held or Held()
+
+    def build(*weights: np.ndarray) -> np.ndarray:
+        return held.watch(np.ascontiguousarray(join_outputs(*weights)))  # as it is placed
+
+    def specs(config: Any) -> tuple[ParamSpec, ...]:
+        del config
+        return tuple(spec for i in range(layers) for spec in of_layer(f"layers_{i}/"))
+
+    def of_layer(path: str) -> tuple[ParamSpec, ...]:
+        pairs = [f"{path}{e}.{name}" for e in range(EXPERTS) for name in ("gate", "up")]
+        inputs = tuple(Source(name, (INNER, WIDTH)) for name in pairs)
+        outputs = tuple(Source(f"{path}{e}.down", (WIDTH, INNER)) for e in range(EXPERTS))
+        axes = ("experts", None, None)
+        gate_up = ArraySpec((EXPERTS, WIDTH, 2 * INNER), axes)
+        down = ArraySpec((EXPERTS, INNER, WIDTH), axes)
+        return (
+            ParamSpec(path + "gate_up", gate_up, inputs, build, pieces=EXPERTS),
+            ParamSpec(path + "down", down, outputs, build, pieces=EXPERTS),
+        )
+
+    return Model(ModelFamily("many", ("Many",), lambda *_: None, specs), "Many", MIXED.config)  # type: ignore[arg-type, return-value]
+
+
+def test_the_host_holds_a_piece_for_each_thread() -> None:
+    held = Held()
+    model = many_experts(8, held)
+    tensors = random_hf_tensors(model)
+    loaded = load(model, source_of(InMemory(tensors, held)))
+    peak = held.peak
+    wanted = built_arrays(model, tensors)
+    assert loaded.keys() == wanted.keys()
+    for path, array in wanted.items():
+        np.testing.assert_array_equal(loaded[path], array, err_msg=path)
+    piece = WIDTH * 2 * INNER * 4
+    threads = min(LOAD_THREADS, os.cpu_count() or 1)
+    # its sources and what is built of them, and one that the device has only just copied
+    assert 2 * piece <= peak <= threads * 3 * piece
+    assert threads * 3 * piece < EXPERTS * piece
+
+
+def test_a_plan_of_many_sources_is_quick() -> None:
+    """As many as Qwen3-30B-A3B has: 48 layers of 128 experts of 3 matrices."""
+    model = many_experts(48)
+    tensor = np.zeros((INNER, WIDTH), np.float32), np.zeros((WIDTH, INNER), np.float32)
+    start = time.process_time()
+    names = [source.name for spec in model.param_specs for source in spec.sources]
+    checkpoint = InMemory({name: tensor[name.endswith("down")] for name in names})
+    plan_params(model, checkpoint)
+    assert len(names) == 18_432
+    assert time.process_time() - start < 2  # 0.1 s
+
+
+def test_several_arrays_are_made_of_one_reading() -> None:
+    checkpoint = InMemory(mixed_tensors(MIXED))
+    loaded = load(MIXED, source_of(checkpoint))
+    wanted = by_path(mixed_model(*MIXED.config.kinds)[1])  # type: ignore[attr-defined]
+    assert loaded.keys() == wanted.keys()
+    assert (loaded["layers_1/experts/values"].dtype, loaded["embed"].dtype) == ("int8", "float32")
+    for path, array in wanted.items():
+        np.testing.assert_array_equal(loaded[path], array, err_msg=path)
+        assert loaded[path].dtype == array.dtype
+    assert set(checkpoint.reads.values()) == {1}
+
+
+def test_stacks_and_several_arrays_are_cached(tmp_path: Path) -> None:
+    checkpoint = InMemory(mixed_tensors(MIXED))
+    source = source_of(checkpoint, quantised=True)
+    loaded, again = load(MIXED, source, tmp_path), load(MIXED, source, tmp_path)
+    assert set(checkpoint.reads.values()) == {1}
+    for path, array in by_path(mixed_model(*MIXED.config.kinds)[1]).items():  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(loaded[path], array, err_msg=path)
+        np.testing.assert_array_equal(again[path], array, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arrays": ArraySpec((4, 6), (None, None), np.dtype(np.int8))},
+        {"arrays": ArraySpec((4, 6), ("experts", None))},
+        {"sources": tuple(Source(f"other{i}", (6,)) for i in range(4))},
+        {"build": join_outputs},
+        {"pieces": None},
+    ],
+    ids=["dtype", "axes", "sources", "build", "pieces"],
+)
+def test_a_cache_entry_is_for_one_way_of_making_a_parameter(change: dict[str, Any]) -> None:
+    first = {
+        "path": "stack",
+        "arrays": ArraySpec((4, 6), (None, None)),
+        "sources": tuple(Source(f"tensor{i}", (6,)) for i in range(4)),
+        "build": np.asarray,
+        "pieces": 4,
+    }
+
+    def entry(**fields: Any) -> Path:
+        specs = (ParamSpec(**(first | fields)),)
+        family = ModelFamily("one", ("One",), lambda *_: None, lambda _: specs)  # type: ignore[arg-type, return-value]
+        model = Model(family, "One", MIXED.config)
+        return converted.entry_path(Path(), "fingerprint", model, default_placement())
+
+    assert entry() == entry() != entry(**change)
+
+
+def test_random_integers_are_spread_and_their_scales_fit() -> None:
+    params = dummy_params(MIXED, placement=default_placement(), seed=0, progress=NoProgress())
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), params) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), abstract_params(MIXED)
+    )
+    experts = params["layers_1"]["experts"]
+    values = np.asarray(experts["values"], np.float32)
+    assert (values.min(), values.max()) == (-128, 127)
+    weights = values * np.asarray(experts["scales"])[:, None, None]
+    assert 0.019 < weights.std() < 0.021
+
+
+def test_random_stacks_take_no_memory_beside_themselves() -> None:
+    def uniform(seed: jax.Array) -> jax.Array:
+        return dummy._uniform(seed, (EXPERTS, 64, 96), jax.numpy.bfloat16)  # type: ignore[arg-type]
+
+    compiled = jax.jit(uniform).lower(jax.ShapeDtypeStruct((), np.uint32)).compile()
+    memory: Any = compiled.memory_analysis()
+    assert memory.output_size_in_bytes == EXPERTS * 64 * 96 * 2
+    assert memory.temp_size_in_bytes < 1 << 16
