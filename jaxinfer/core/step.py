@@ -99,18 +99,21 @@ class ScheduledSeq(msgspec.Struct, frozen=True, gc=False):
     # prompt_logprobs: target_ids[i] is the prompt token that follows token_ids[i], -1 where the
     # chunk's last token is the prompt's last one
     target_ids: np.ndarray | None = None  # int32[num_scheduled_tokens] or None
+    snapshot: int | None = None  # where the slot's layer state is copied to after the step
 
 
 class SlotAdmission(msgspec.Struct, frozen=True, gc=False):
     """A slot was given to a request: its sampling state must be written before the step runs.
 
     ``token_ids`` are all tokens known at admission (the prompt, and after a preemption the tokens
-    generated so far); the first ``num_prompt_tokens`` are the prompt.
+    generated so far); the first ``num_prompt_tokens`` are the prompt. ``snapshot``: where the
+    layer state of a reused prefix is copied from before the step, for models with such state.
     """
 
     slot: int
     request: Request
     token_ids: IntLog
+    snapshot: int | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

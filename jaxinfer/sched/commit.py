@@ -84,6 +84,8 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
         num_prompt_logprobs=num_prompt_logprobs,
     )
     seq = _offer_pages(draft, seq, row.num_computed_tokens + row.num_scheduled_tokens)
+    if row.snapshot is not None:
+        _offer_snapshot(draft, seq, row, row.snapshot)
     if token_id is not None or prompt_logprobs:
         draft.events.append(
             TokenEvent(
@@ -132,3 +134,9 @@ def _offer_pages(draft: Draft, seq: Sequence, num_computed_tokens: int) -> Seque
             names = [name_in_group(page_hash, group) for page_hash in page_hashes[first:num_pages]]
             draft.pages.register(ids, names)
     return msgspec.structs.replace(seq, page_hashes=page_hashes, num_offered_pages=num_pages)
+
+
+def _offer_snapshot(draft: Draft, seq: Sequence, row: ScheduledSeq, snapshot: int) -> None:
+    """Let later requests start from the state behind ``row``, which ends at a page border."""
+    end = row.num_computed_tokens + row.num_scheduled_tokens
+    draft.snapshots.register(snapshot, seq.page_hashes[end // draft.limits.page_size - 1])

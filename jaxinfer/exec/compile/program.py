@@ -21,16 +21,19 @@ from jaxinfer.exec.step.batch import BatchLayout
 from jaxinfer.exec.step.extras import ExtrasFunction, ScoreFunction, extras_rows
 from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, parts_of
 from jaxinfer.exec.step.slots import SlotState, admit, empty_rows, init_slots
+from jaxinfer.exec.step.snapshots import copied
 from jaxinfer.models.base import Model, Params, abstract_params, head_params
 from jaxinfer.nn.state import State
 from pallas_kernels.pins import LINKS, Pins
 from pallas_kernels.registry import UnfitKernel, current_platform
 
 ADMIT = "admit"
+COPY = "copy"  # of layer state between slots and snapshots
 EXTRAS = "extras"  # begins the name of one that draws with extras; the number of rows follows
 SCORE = "score"  # begins the name of one that scores prompts; the number of tokens follows
 FIRST = "_first"  # ends the name of an executable that begins a step
 ADMITTED_AT_ONCE = 8  # by ``ADMIT`` on a GPU
+COPIED_AT_ONCE = 4  # by ``COPY`` on a GPU; padding is copied too, and a row may be tens of MB
 # Rows of a step of decoding up to which XLA times products, its own in Triton beside cuBLAS's. The
 # last of them is a matrix and few vectors, as fast as memory by Triton (8 rows of Qwen3-4B on an
 # H200: 176 us). Elsewhere cuBLAS's first choice is as fast as what is found (4,096 tokens take 57.5
@@ -71,6 +74,11 @@ class Program:
         """The scheduler must plan pages for the model's own groups of layers."""
         own, planned = self.model.state.windows, self.limits.windows
         assert own == planned, f"limits are for windows {planned}, the model has {own}"
+        has_state = bool(self.model.state.bytes_per_slot)
+        snapshots = self.limits.num_snapshots > 0
+        assert has_state or not snapshots, "snapshots of a model without state for each sequence"
+        reuses = self.limits.enable_prefix_caching
+        assert snapshots or not (has_state and reuses), "prefix caching needs snapshots of state"
 
     def layout(self, bucket: Bucket) -> BatchLayout:
         """Wire layout of a bucket's batch."""
@@ -81,9 +89,9 @@ class Program:
         return abstract_params(self.model)
 
     def state(self) -> State:
-        """The layers' state: the page pool, and the entries of slots."""
+        """The layers' state: the page pool, and the entries of slots and snapshots."""
         limits = self.limits
-        sizes = (limits.num_pages, limits.page_size, limits.max_num_seqs)
+        sizes = (limits.num_pages, limits.page_size, limits.num_state_rows)
         return self.model.state.abstract(*sizes)
 
     def slots(self) -> SlotState:
@@ -119,6 +127,10 @@ class Program:
                 self.admitted_at_once, self.limits.max_num_seqs, self.limits.max_model_len
             )
             return jax.jit(admit, donate_argnums=0).trace(self.slots(), rows)
+        if name == COPY:
+            state, pairs = self.state(), jax.ShapeDtypeStruct((2, self.copied_at_once), jnp.int32)
+            arrays = tuple(state[i] for i in self.model.state.slot_arrays)
+            return jax.jit(copied, donate_argnums=0).trace(arrays, pairs)
         head = head_params(self.params())
         if (count := _count(name, EXTRAS)) is not None:
             draw = self.extras(count)
@@ -225,7 +237,8 @@ class Program:
             steps.append(bucket.name)
         extras = [extras_name(rows) for rows in self.extras_rows]
         scores = {score_name(b.num_prefill_tokens) for b in self.limits.buckets if b.scores}
-        return (ADMIT, *extras, *sorted(scores), *steps)
+        copies = [COPY] if self.limits.num_snapshots else []
+        return (ADMIT, *copies, *extras, *sorted(scores), *steps)
 
     @property
     def admitted_at_once(self) -> int:
@@ -233,6 +246,11 @@ class Program:
         device, which takes the host longer than the device.
         """
         return 1 if self.platform == "cpu" else ADMITTED_AT_ONCE
+
+    @property
+    def copied_at_once(self) -> int:
+        """Rows that a call of ``COPY`` copies."""
+        return 1 if self.platform == "cpu" else COPIED_AT_ONCE
 
     def _step_of(self, name: str) -> tuple[str, bool]:
         """The step that an executable belongs to, and whether it begins it."""

@@ -60,7 +60,7 @@ def compile_init_state(program: Program) -> Callable[[], tuple[State, SlotState]
     limits = program.limits
 
     def zeros() -> tuple[State, SlotState]:
-        sizes = (limits.num_pages, limits.page_size, limits.max_num_seqs)
+        sizes = (limits.num_pages, limits.page_size, limits.num_state_rows)
         state = program.model.state.zeros(*sizes)
         drawn_from = drawn_from_of(program.model, program.platform)
         return state, init_slots(limits.max_num_seqs, limits.max_model_len, drawn_from)
