@@ -188,7 +188,7 @@ def build_parts(gguf: Path) -> tuple[Engine, Executor, BareSteps]:
         seed=plan.config.seed,
         progress=progress,
     )
-    executor = Executor(program, plan.placement, executables, params, *init_state(program))
+    executor = Executor(program, executables, params, *init_state(program))
     executor.warm_up()
     engine = Engine(executor, plan.limits, model_facts(plan), plan.tokenizer)
     return engine, executor, BareSteps(program, executables, params)

@@ -59,6 +59,7 @@ def describe(folder: Path) -> dict[str, Any]:
             "weight_bytes": memory.weight_bytes,
             "kv_bytes": memory.kv_bytes,
             "slot_bytes": memory.slot_bytes,
+            "state_bytes": memory.state_bytes,
             "batch_bytes": memory.batch_bytes,
             "workspace_bytes": manifest.workspace_bytes,
             "planned_workspace_bytes": memory.workspace_bytes,
@@ -71,8 +72,17 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, text) for people."""
     memory = report["memory"]
     device = memory["device_bytes"]
-    kinds = ("weight_bytes", "kv_bytes", "slot_bytes", "batch_bytes", "workspace_bytes")
+    kinds = (
+        "weight_bytes",
+        "kv_bytes",
+        "slot_bytes",
+        "state_bytes",
+        "batch_bytes",
+        "workspace_bytes",
+    )
     total = sum(memory[name] for name in kinds)
+    state = format_bytes(memory["state_bytes"])
+    state = f"state of sequences and snapshots {state}, " if memory["state_bytes"] else ""
     share = f", {total / device:.1%} of the device" if device else ""
     sizes = " ".join(f"{name} {value}" for name, value in report["limits"].items())
     found = [
@@ -84,7 +94,7 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
             "memory",
             f"weights {format_bytes(memory['weight_bytes'])}, KV cache "
             f"{format_bytes(memory['kv_bytes'])}, slots {format_bytes(memory['slot_bytes'])}, "
-            f"batches {format_bytes(memory['batch_bytes'])}, "
+            f"{state}batches {format_bytes(memory['batch_bytes'])}, "
             f"workspace {format_bytes(memory['workspace_bytes'])}: {format_bytes(total)}{share}",
         ),
     ]

@@ -154,6 +154,14 @@ class Limits(msgspec.Struct, frozen=True):
     windows: tuple[int | None, ...] = (None,)
     query_tokens: int = 1  # of a decode row: the last token drawn, and drafts
     pools: bool = False  # whether requests may pool
+    # rows behind the slots for copies of their layer state (``sched.snapshots``); 0 for models
+    # without such state. A model with it has prefix caching only with snapshots
+    num_snapshots: int = 0
+
+    @property
+    def num_state_rows(self) -> int:
+        """Rows of an array with an entry for each sequence: slots, the padding sink, snapshots."""
+        return self.max_num_seqs + 1 + self.num_snapshots
 
     @property
     def max_pages_per_seq(self) -> int:

@@ -123,6 +123,7 @@ class ScheduledSeq(msgspec.Struct, frozen=True, gc=False):
     # chunk's last token is the prompt's last one
     target_ids: np.ndarray | None = None  # int32[num_scheduled_tokens] or None
     pools: bool = False  # whether the row yields the hidden state of its last token
+    snapshot: int | None = None  # where the slot's layer state is copied to after the step
 
     @property
     def most_drawn(self) -> int:
@@ -136,12 +137,14 @@ class SlotAdmission(msgspec.Struct, frozen=True, gc=False):
     """A slot was given to a request: its sampling state must be written before the step runs.
 
     ``token_ids`` are all tokens known at admission (the prompt, and after a preemption the tokens
-    generated so far); the first ``num_prompt_tokens`` are the prompt.
+    generated so far); the first ``num_prompt_tokens`` are the prompt. ``snapshot``: where the
+    layer state of a reused prefix is copied from before the step, for models with such state.
     """
 
     slot: int
     request: Request
     token_ids: IntLog
+    snapshot: int | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -51,8 +51,9 @@ class LayerState:
     """What one layer remembers.
 
     ``paged`` has an entry for each token, ``window`` is how many tokens back the layer looks, its
-    own included (None: all of them). ``per_slot`` has an entry for each sequence; it holds zeros
-    when a sequence begins.
+    own included (None: all of them). ``per_slot`` has an entry for each sequence, of the tokens
+    before the row that the layer computes. At position 0 it is another sequence's: the layer begins
+    with zeros.
     """
 
     paged: tuple[Entry, ...] = ()
@@ -108,20 +109,26 @@ class StateLayout:
         pairs = zip(self.arrays, self.is_paged, strict=True)
         return sum(entry.nbytes for entry, paged in pairs if not paged)
 
+    @property
+    def slot_arrays(self) -> tuple[int, ...]:
+        """Indices of the arrays with an entry for each sequence."""
+        return tuple(i for i, paged in enumerate(self.is_paged) if not paged)
+
     def arrays_of(self, layers: range) -> tuple[int, ...]:
         """Indices of the arrays that some layers use."""
         used = {index for i in layers for _, index in self.layers[i].arrays}
         return tuple(sorted(used))
 
     def abstract(
-        self, num_pages: int, page_size: int, num_slots: int, placement: Placement | None = None
+        self, num_pages: int, page_size: int, num_rows: int, placement: Placement | None = None
     ) -> State:
-        """Shapes and dtypes of the arrays, without memory; with a placement also their shardings,
-        which divide no page and no slot.
+        """Shapes and dtypes of the arrays, without memory; ``num_rows`` of those with an entry for
+        each sequence (``Limits.num_state_rows``). With a placement they have shardings, which
+        divide no page and no row.
         """
 
         def array(entry: Entry, paged: bool) -> jax.ShapeDtypeStruct:
-            where = (num_pages, page_size) if paged else (num_slots + 1,)
+            where = (num_pages, page_size) if paged else (num_rows,)
             shape, axes = (*where, *entry.shape), (*(None for _ in where), *entry.axes)
             if placement is None:
                 return jax.ShapeDtypeStruct(shape, entry.dtype)
@@ -129,9 +136,9 @@ class StateLayout:
 
         return tuple(map(array, self.arrays, self.is_paged))  # type: ignore[arg-type]
 
-    def zeros(self, num_pages: int, page_size: int, num_slots: int) -> State:
+    def zeros(self, num_pages: int, page_size: int, num_rows: int) -> State:
         """The arrays. A page read before it is written therefore never holds NaN."""
-        abstract = self.abstract(num_pages, page_size, num_slots)
+        abstract = self.abstract(num_pages, page_size, num_rows)
         return tuple(jnp.zeros(one.shape, one.dtype) for one in abstract)
 
 

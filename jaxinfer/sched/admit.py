@@ -15,10 +15,10 @@ from jaxinfer.core.config import Limits
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv, first_page
-from jaxinfer.core.step import Pages, TokenEvent
+from jaxinfer.core.step import Pages, SlotAdmission, TokenEvent
 from jaxinfer.sched.prefix import following_page_hashes
 from jaxinfer.sched.state import Draft, Sequence
-from jaxinfer.sched.windows import longest_hit
+from jaxinfer.sched.windows import Hit, longest_hit
 
 WATERMARK = 100  # one page in so many stays free at admission, for the running ones to grow into
 
@@ -92,7 +92,7 @@ def with_page_hashes(draft: Draft, seq: Sequence) -> Sequence:
     return msgspec.structs.replace(seq, page_hashes=tuple(page_hashes))
 
 
-def admit(draft: Draft, seq: Sequence) -> Sequence | None:
+def admit(draft: Draft, seq: Sequence) -> tuple[Sequence, SlotAdmission] | None:
     """``seq``, the head of the queue, with a slot and its pages; None while it must wait.
 
     The caller moves it (``Draft.start``). With nobody running the head is always admitted, since
@@ -102,11 +102,11 @@ def admit(draft: Draft, seq: Sequence) -> Sequence | None:
     if not draft.free_slots:
         return None
     reusable = seq.page_hashes[: _num_reusable_pages(seq, limits)]
-    num_cached_pages, hits = longest_hit(draft.pages, reusable, limits)
-    num_cached_tokens = num_cached_pages * limits.page_size
+    hit = longest_hit(draft.pages, draft.snapshots, reusable, limits)
+    num_cached_tokens = hit.num_pages * limits.page_size
     firsts = [first_page(num_cached_tokens, w, limits.page_size) for w in limits.windows]
-    num_new = _num_new_pages(seq, firsts, hits, limits)
-    shared = [page for ids in hits for page in ids]
+    num_new = _num_new_pages(seq, firsts, hit.ids, limits)
+    shared = [page for ids in hit.ids for page in ids]
     num_free = draft.pages.num_free - draft.pages.num_cached_among(shared)
     nobody_runs = len(draft.free_slots) == limits.max_num_seqs
     watermark = 0 if nobody_runs else _watermark(limits)
@@ -115,21 +115,26 @@ def admit(draft: Draft, seq: Sequence) -> Sequence | None:
     draft.pages.share(shared)
     pages = [
         Pages(IntLog(ids + draft.pages.take(count)), first)
-        for ids, count, first in zip(hits, num_new, firsts, strict=True)
+        for ids, count, first in zip(hit.ids, num_new, firsts, strict=True)
     ]
+    restored = limits.num_snapshots and hit.num_pages
+    snapshot = draft.snapshots.use(reusable[hit.num_pages - 1]) if restored else None
     epoch, draft.next_epoch = draft.next_epoch, draft.next_epoch + 1
-    return msgspec.structs.replace(
+    slot = draft.free_slots.pop()
+    admitted = msgspec.structs.replace(
         seq,
         epoch=epoch,
-        slot=draft.free_slots.pop(),
+        slot=slot,
         pages=tuple(pages),
         num_prefill_tokens=len(seq.token_ids),
         num_computed_tokens=num_cached_tokens,
-        num_offered_pages=num_cached_pages,
+        num_offered_pages=hit.num_pages,
         num_cached_tokens=(
             num_cached_tokens if seq.num_cached_tokens is None else seq.num_cached_tokens
         ),
+        borders=_borders(seq, hit, limits) if limits.num_snapshots else (),
     )
+    return admitted, SlotAdmission(slot, seq.request, seq.token_ids, snapshot)
 
 
 def fits_whole(draft: Draft) -> bool:
@@ -160,6 +165,18 @@ def _num_new_pages(
         min(num_pages - first, limits.most_pages(window)) - len(ids)
         for first, ids, window in zip(firsts, hits, limits.windows, strict=True)
     ]
+
+
+def _borders(seq: Sequence, hit: Hit, limits: Limits) -> tuple[int, ...]:
+    """Where a prefill is cut for a snapshot: at two borders at most, as each cut is a step more.
+
+    At the last border that the same prompt could start from again, or one that continues it. And
+    where the known pages end, if no snapshot is there: another prompt had this beginning, so a
+    third may (the branching point of SGLang's and TensorRT-LLM's caches).
+    """
+    last = (len(seq.token_ids) - 1) // limits.page_size
+    ends = {num_pages for num_pages in (hit.num_known, last) if num_pages > hit.num_pages}
+    return tuple(sorted(num_pages * limits.page_size for num_pages in ends))
 
 
 def _watermark(limits: Limits) -> int:

@@ -196,7 +196,7 @@ def _continued_prefills(draft: Draft, budget: Budget) -> list[ScheduledSeq]:
                 seq = _with_pages_of_chunk(draft, seq, most)
                 if num_missing(seq.pages, _chunk_end(seq, most), draft.limits):
                     break  # until others give theirs back
-            row, draft.running[request_id] = _prefill_row(seq, most)
+            row, draft.running[request_id] = _prefill_row(draft, seq, most)
             budget.add(seq, row.num_scheduled_tokens)
             rows.append(row)
     return rows
@@ -213,11 +213,12 @@ def _new_prefills(
         if (most := budget.left_for(head)) <= 0:
             break
         hashed = with_page_hashes(draft, head)
-        if (seq := admit(draft, hashed)) is None:
+        if (admitted := admit(draft, hashed)) is None:
             blocked = hashed
             break
-        admissions.append(SlotAdmission(seq.slot, seq.request, seq.token_ids))
-        row, after = _prefill_row(seq, most)
+        seq, admission = admitted
+        admissions.append(admission)
+        row, after = _prefill_row(draft, seq, most)
         budget.add(seq, row.num_scheduled_tokens)
         rows.append(row)
         started.append(after)
@@ -229,7 +230,9 @@ def _new_prefills(
 
 
 def _chunk_end(seq: Sequence, most: int) -> int:
-    return min(seq.num_computed_tokens + most, seq.num_prefill_tokens)
+    """Where a chunk of at most ``most`` tokens ends: no later than at the next border."""
+    end = seq.borders[0] if seq.borders else seq.num_prefill_tokens
+    return min(seq.num_computed_tokens + most, end)
 
 
 def _with_pages_of_chunk(draft: Draft, seq: Sequence, most: int) -> Sequence:
@@ -244,11 +247,12 @@ def _with_pages_of_chunk(draft: Draft, seq: Sequence, most: int) -> Sequence:
     return seq
 
 
-def _prefill_row(seq: Sequence, most: int) -> tuple[ScheduledSeq, Sequence]:
+def _prefill_row(draft: Draft, seq: Sequence, most: int) -> tuple[ScheduledSeq, Sequence]:
     """The next chunk of at most ``most`` tokens, and the sequence with it counted as computed."""
     start, end = seq.num_computed_tokens, _chunk_end(seq, most)
     ends, pools = end == seq.num_prefill_tokens, seq.request.pools
     samples = ends and not pools
+    at_border = seq.borders[:1] == (end,)
     row = ScheduledSeq(
         seq.request_id,
         seq.epoch,
@@ -260,11 +264,13 @@ def _prefill_row(seq: Sequence, most: int) -> tuple[ScheduledSeq, Sequence]:
         samples=samples,
         target_ids=_target_ids(seq, start, end),
         pools=ends and pools,
+        snapshot=draft.snapshots.take(draft.pages.knows) if at_border else None,
     )
     return row, msgspec.structs.replace(
         seq,
         num_computed_tokens=end,
         num_in_flight_tokens=seq.num_in_flight_tokens + samples,
+        borders=seq.borders[1:] if at_border else seq.borders,
     )
 
 

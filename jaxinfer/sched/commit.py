@@ -96,6 +96,8 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
     )
     known = row.num_computed_tokens + row.num_scheduled_tokens
     seq = _offer_pages(draft, seq, known if row.token_ids is not None else len(token_ids) - 1)
+    if row.snapshot is not None:
+        _offer_snapshot(draft, seq, row, row.snapshot)
     if drawn or prompt_logprobs or reason is not None:
         draft.events.append(
             TokenEvent(
@@ -145,3 +147,9 @@ def _offer_pages(draft: Draft, seq: Sequence, num_computed_tokens: int) -> Seque
             names = [name_in_group(page_hash, group) for page_hash in page_hashes[first:num_pages]]
             draft.pages.register(ids, names)
     return msgspec.structs.replace(seq, page_hashes=page_hashes, num_offered_pages=num_pages)
+
+
+def _offer_snapshot(draft: Draft, seq: Sequence, row: ScheduledSeq, snapshot: int) -> None:
+    """Let later requests start from the state behind ``row``, which ends at a page border."""
+    end = row.num_computed_tokens + row.num_scheduled_tokens
+    draft.snapshots.register(snapshot, seq.page_hashes[end // draft.limits.page_size - 1])

@@ -16,6 +16,7 @@ from jaxinfer.sched.state import NO_SLOT, SchedulerState, Sequence
 def check(state: SchedulerState) -> None:
     """Raise ``AssertionError`` with one clear sentence for the first thing that is wrong."""
     _check_pool(state)
+    _check_snapshots(state)
     _check_queues(state)
     for seq in state.running:
         _check_running(seq, state)
@@ -26,6 +27,7 @@ def check(state: SchedulerState) -> None:
             seq.num_computed_tokens,
             seq.num_in_flight_tokens,
             seq.num_offered_pages,
+            len(seq.borders),
         )
         if seq.slot != NO_SLOT or any(counts):
             _fail(f"waiting request {seq.request_id!r} owns slot {seq.slot} or counts {counts}")
@@ -67,6 +69,21 @@ def _check_index(pool: PagePool, fresh: list[int], cached: list[int]) -> None:
         _fail("a cached page is not hashed")
     if pool.num_sharers.flags.writeable or pool.stamps.flags.writeable:
         _fail("an array of a finished pool can be written")
+
+
+def _check_snapshots(state: SchedulerState) -> None:
+    """Every row is free, named or pending, and no two names were used at one time. A name may
+    outlive its page: its row is the first to be taken.
+    """
+    pool = state.snapshots
+    rows = (row.snapshot for plan in state.in_flight for row in plan.prefills)
+    pending = [row for row in rows if row is not None]
+    named = [row for row, _ in pool.by_hash.values()]
+    if sorted([*pool.free, *named, *pending]) != list(range(state.limits.num_snapshots)):
+        _fail(f"snapshots are not once in free {pool.free}, named {named} and pending {pending}")
+    used = [at for _, at in pool.by_hash.values()]
+    if len(set(used)) != len(used) or max(used, default=-1) >= pool.clock:
+        _fail(f"snapshots were used at {used}, and the clock is {pool.clock}")
 
 
 def _check_queues(state: SchedulerState) -> None:
@@ -114,6 +131,11 @@ def _check_running(seq: Sequence, state: SchedulerState) -> None:
             _fail(f"{name} has given back page {pages.first - 1}, which its next token looks at")
         if len(pages.ids) > state.limits.most_pages(window):
             _fail(f"{name} holds {len(pages.ids)} pages of a window of {window} tokens")
+    for border in seq.borders:
+        if not seq.num_computed_tokens < border < seq.num_prefill_tokens:
+            _fail(f"{name} is to be cut at {border}, behind {seq.num_computed_tokens} tokens")
+        if border % state.limits.page_size:
+            _fail(f"{name} is to be cut at {border}, which is no page border")
     done = seq.num_computed_tokens - sum(row.num_scheduled_tokens for row in rows)
     if seq.num_offered_pages * state.limits.page_size > done:
         _fail(f"{name} offers {seq.num_offered_pages} pages with {done} tokens computed")

@@ -9,7 +9,8 @@ chunk of its prompt, or one token; unless all of it is already in flight. So whi
 order, the k-th request ends within the sum over the first k of
 ``cdiv(tokens, chunk) + max_tokens + depth`` planned steps; ``tokens`` is prompt plus max_tokens
 (a preempted sequence prefills its own output again), ``chunk`` what a prefill row alone with
-max_num_seqs - 1 decodes may take, ``depth`` the steps in flight. A request that arrives with a
+max_num_seqs - 1 decodes may take, ``depth`` the steps in flight. With snapshots a prefill is cut at
+two borders at most, so each request may take two steps more. A request that arrives with a
 lower priority number than running ones does not preempt them for admission, but nobody is admitted
 before it; add the requests running at its arrival to those ahead.
 

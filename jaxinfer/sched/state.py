@@ -18,6 +18,7 @@ from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket, Pages, StepPlan, TokenEvent
 from jaxinfer.sched.pages import PagePool, PageWriter, new_pool
+from jaxinfer.sched.snapshots import SnapshotPool, SnapshotWriter, new_snapshots
 
 type Order = tuple[int, int, str]  # (priority, arrival, request_id): lower is served first
 
@@ -50,6 +51,8 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
     num_offered_pages: int = 0  # pages that the prefix index has seen
     num_cached_tokens: int | None = None  # reused at the first admission
     num_prompt_logprobs: int = 0  # delivered so far
+    # page borders within the prefill, in order, at which a chunk ends and a snapshot is taken
+    borders: tuple[int, ...] = ()
 
     @property
     def request_id(self) -> str:
@@ -91,6 +94,7 @@ class SchedulerState(msgspec.Struct, frozen=True):
     orders: Map[str, Order]  # of every unfinished request
     free_slots: tuple[int, ...]
     pages: PagePool
+    snapshots: SnapshotPool
     in_flight: tuple[StepPlan, ...] = ()  # launched, not yet StepDone; oldest first
     next_step_id: int = 0
     next_epoch: int = 0
@@ -158,6 +162,7 @@ def initial_state(limits: Limits) -> SchedulerState:
         orders=Map(),
         free_slots=tuple(reversed(range(slots))),
         pages=new_pool(limits.num_pages),
+        snapshots=new_snapshots(limits.num_snapshots),
     )
 
 
@@ -173,6 +178,7 @@ class Draft:
         self.orders = state.orders.mutate()
         self.free_slots = list(state.free_slots)
         self.pages = PageWriter(state.pages)
+        self.snapshots = SnapshotWriter(state.snapshots)
         self.in_flight = state.in_flight
         self.next_step_id = state.next_step_id
         self.next_epoch = state.next_epoch
@@ -190,6 +196,7 @@ class Draft:
             self.orders.finish(),
             tuple(self.free_slots),
             self.pages.finish(),
+            self.snapshots.finish(),
             self.in_flight,
             self.next_step_id,
             self.next_epoch,
@@ -237,6 +244,7 @@ class Draft:
                 num_computed_tokens=0,
                 num_in_flight_tokens=0,
                 num_offered_pages=0,
+                borders=(),
             )
         )
 
@@ -266,7 +274,9 @@ class Draft:
         del self.orders[seq.request_id]
 
     def pop_in_flight(self, step_id: int) -> StepPlan:
-        """The oldest step in flight, which must be ``step_id``."""
+        """The oldest step in flight, which must be ``step_id``; the rows of its snapshots are free
+        until they are named.
+        """
         if not self.in_flight or self.in_flight[0].step_id != step_id:
             expected = self.in_flight[0].step_id if self.in_flight else None
             raise EngineError(
@@ -274,6 +284,9 @@ class Draft:
                 "report the steps in the order they were launched"
             )
         plan, self.in_flight = self.in_flight[0], self.in_flight[1:]
+        if self.limits.num_snapshots:
+            rows = (row.snapshot for row in plan.prefills)
+            self.snapshots.release(row for row in rows if row is not None)
         return plan
 
     def _vacate(self, seq: Sequence) -> None:

@@ -11,12 +11,14 @@ Owns: moving a sequence's pages on, and the longest prefix that every group can 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from typing import NamedTuple
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.shapes import cdiv, first_page
 from jaxinfer.core.step import Pages
 from jaxinfer.sched.pages import PageWriter
+from jaxinfer.sched.snapshots import SnapshotWriter
 
 type GroupPages = tuple[Pages, ...]
 
@@ -58,12 +60,33 @@ def name_in_group(page_hash: bytes, group: int) -> bytes:
     return page_hash + bytes((group,)) if group else page_hash
 
 
+class Hit(NamedTuple):
+    """A prefix that can be reused, in pages."""
+
+    num_pages: int
+    ids: list[list[int]]  # of each group: the pages that a next token looks at, in order
+    num_known: int  # pages that every group of layers could go on behind, were there a snapshot
+
+
 def longest_hit(
+    pages: PageWriter, snapshots: SnapshotWriter, page_hashes: Items[bytes], limits: Limits
+) -> Hit:
+    """The longest prefix behind which every group can go on, and of models with state for each
+    sequence one that ends at a snapshot.
+    """
+    num_known, ids = _longest_in_pages(pages, page_hashes, limits)
+    num_pages = num_known
+    while limits.num_snapshots and num_pages:
+        at_snapshot = snapshots.last_within(page_hashes[:num_pages])
+        if at_snapshot == num_pages:
+            break
+        num_pages, ids = _longest_in_pages(pages, page_hashes[:at_snapshot], limits)
+    return Hit(num_pages, ids, num_known)
+
+
+def _longest_in_pages(
     pages: PageWriter, page_hashes: Items[bytes], limits: Limits
 ) -> tuple[int, list[list[int]]]:
-    """The longest prefix, in pages, behind which every group can go on; and the pages that a next
-    token looks at, of each group, from the first such page on.
-    """
     num_pages = len(page_hashes)
     groups = range(len(limits.windows))
     while num_pages:

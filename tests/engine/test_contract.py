@@ -1,7 +1,7 @@
 """The proof of the step's contract: a family that the library does not know is served.
 
-Whatever the engine does with its requests (batches, chunks, preemption, reuse of prefixes, overlap)
-the tokens are those of the dense form.
+Whatever the engine does with its requests (batches, chunks, preemption, reuse of prefixes and of
+snapshots of state, overlap) the tokens are those of the dense form.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from jaxinfer.core.config import Limits
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.core.step import Bucket
+from jaxinfer.core.step import Bucket, StepPlan
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models import forward
-from jaxinfer.nn.placement import default_placement
 from kit.engines import engine_of, run, tiny_limits
 from kit.mixed_family import WINDOW, mixed_model
 
 KINDS = {
     "all": ("window", "latent", "recurrent", "full", "window"),
     "paged": ("window", "latent", "full", "window", "window"),
+    "recurrent": ("recurrent", "full", "recurrent"),
 }
+STATEFUL = ("all", "recurrent")
 GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 
@@ -68,21 +68,26 @@ def expected(
 
 
 @cache
-def executables(name: str, num_pages: int) -> tuple[Program, Executables]:
+def executables(name: str, num_pages: int, num_snapshots: int) -> tuple[Program, Executables]:
     model, _ = mixed_model(*KINDS[name])
-    limits = replace(LIMITS, num_pages=num_pages, windows=model.state.windows)
+    limits = replace(
+        LIMITS,
+        num_pages=num_pages,
+        windows=model.state.windows,
+        num_snapshots=num_snapshots if model.state.bytes_per_slot else 0,
+    )
     program = Program(model, limits)
     by_name = {one: program.trace(one).lower().compile() for one in program.names()}
     return program, Executables(by_name, compiled=0, workspace_bytes=0)
 
 
-def engine(name: str, num_pages: int = 120, *, overlap: bool = True) -> Engine:
-    program, compiled = executables(name, num_pages)
+def engine(
+    name: str, num_pages: int = 120, *, num_snapshots: int = 3, overlap: bool = True
+) -> Engine:
+    program, compiled = executables(name, num_pages, num_snapshots)
     _, params = mixed_model(*KINDS[name])
-    executor = Executor(program, default_placement(), compiled, params, *init_state(program))
-    reusable = not program.model.state.bytes_per_slot  # as ``engine.start.build`` has it
-    limits: Limits = replace(program.limits, enable_prefix_caching=reusable)
-    return engine_of(executor, limits, overlap=overlap)
+    executor = Executor(program, compiled, params, *init_state(program))
+    return engine_of(executor, program.limits, overlap=overlap)
 
 
 def answers(one: Engine, *, together: bool = True) -> list[tuple[int, ...]]:
@@ -105,7 +110,7 @@ def test_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_preempted(name: str) -> None:
-    needed = executables(name, 120)[0].limits.pages_needed(50)
+    needed = executables(name, 120, 3)[0].limits.pages_needed(50)
     served = engine(name, num_pages=needed + 8)
     outputs = run(served, SHORT, LONG)
     found = [tuple(output.outputs[0].token_ids) for output in outputs]
@@ -113,19 +118,50 @@ def test_preempted(name: str) -> None:
     assert served.stats().num_preemptions > 0
 
 
-def test_prefix_hits() -> None:
-    """Of every group: what a window has given back is not needed."""
-    served = engine("paged")
-    assert answers(served) == expected("paged")
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one by one"])
+@pytest.mark.parametrize("name", KINDS)
+def test_prefix_hits(name: str, overlap: bool) -> None:
+    """Of every group: what a window has given back is not needed. And of state for each sequence,
+    of which there is a snapshot.
+    """
+    served = engine(name, overlap=overlap)
+    assert answers(served) == expected(name)
     again = run(served, PROMPTS, GREEDY)
-    assert [tuple(output.outputs[0].token_ids) for output in again] == expected("paged")
+    assert [tuple(output.outputs[0].token_ids) for output in again] == expected(name)
     assert [output.num_cached_tokens for output in again] == [36, 32, 0]
+
+
+@pytest.mark.parametrize("num_snapshots", [1, 2])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_snapshots_run_out(name: str, num_snapshots: int) -> None:
+    """Prompts that take each other's snapshots; what is left of them is of use."""
+    served, cached = engine(name, num_snapshots=num_snapshots), 0
+    for together in (True, False, True):
+        outputs = run(served, PROMPTS, GREEDY, together=together)
+        assert [tuple(one.outputs[0].token_ids) for one in outputs] == expected(name)
+        cached += sum(one.num_cached_tokens for one in outputs)
+    assert cached > 0
+
+
+def test_a_preempted_sequence_starts_from_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its own prompt: no other prompt has this beginning."""
+    needed = executables("recurrent", 120, 3)[0].limits.pages_needed(50)
+    served = engine("recurrent", num_pages=needed + 8)
+    plans: list[StepPlan] = []
+    launch = Executor.launch
+    monkeypatch.setattr(Executor, "launch", lambda self, p: plans.append(p) or launch(self, p))
+    outputs = run(served, SHORT, LONG)
+    found = [tuple(output.outputs[0].token_ids) for output in outputs]
+    assert found == expected("recurrent", SHORT, LONG.max_tokens)
+    assert served.stats().num_preemptions > 0
+    assert [one for plan in plans for one in plan.admissions if one.snapshot is not None]
+    assert not any(output.num_cached_tokens for output in outputs)  # of the first admission
 
 
 def test_pages_behind_a_window_go_back() -> None:
     """A sequence never holds more of them than its window and a chunk fill."""
     served = engine("paged")
-    limits = executables("paged", 120)[0].limits
+    limits = executables("paged", 120, 3)[0].limits
     assert limits.windows.count(WINDOW) == 3
     most, scheduler_state = 0, lambda: served._loop._state
     served.add_request("r", PROMPTS[0], GREEDY)

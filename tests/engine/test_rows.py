@@ -29,7 +29,6 @@ from jaxinfer.exec.run.executor import Executor
 from jaxinfer.exec.step.drafts import Drafter, num_accepted
 from jaxinfer.models.base import Model, Params, hidden_states
 from jaxinfer.nn.context import dense_context
-from jaxinfer.nn.placement import default_placement
 from kit.engines import engine_of, run, tiny_limits, tokens
 from kit.mixed_family import mixed_model
 from kit.tiny_models import tiny_model
@@ -95,7 +94,7 @@ def engine(
 ) -> Engine:
     program, executables = program_of(name, drafter, pools=pools)
     _, params = model_of(name)
-    executor = Executor(program, default_placement(), executables, params, *init_state(program))
+    executor = Executor(program, executables, params, *init_state(program))
     return engine_of(executor, replace(program.limits, num_pages=num_pages), overlap=overlap)
 
 

@@ -14,7 +14,6 @@ from jaxinfer.exec.compile.memory_plan import program_memory
 from jaxinfer.exec.compile.program import ADMIT, ADMITTED_AT_ONCE, Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
-from jaxinfer.nn.placement import default_placement
 from kit.counted import Counted
 from kit.engines import engine_of, run, tiny_limits, tokens
 from kit.tiny_models import tiny_model
@@ -50,7 +49,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Counted:
 
 def engine_on(device: Counted) -> Engine:
     return engine_of(
-        Executor(PROGRAM, default_placement(), device.executables, PARAMS, *init_state(PROGRAM)),
+        Executor(PROGRAM, device.executables, PARAMS, *init_state(PROGRAM)),
         LIMITS,
     )
 

@@ -23,17 +23,20 @@ from jaxinfer.exec.compile.memory_plan import (
     MemoryPlan,
     check_workspace,
     extras_bound,
+    fitting_seqs,
     plan_memory,
     reserve_bytes,
     score_bound,
     step_bound,
     workspace_bytes,
 )
-from jaxinfer.exec.compile.program import Program, extras_name, score_name
+from jaxinfer.exec.compile.program import COPY, Program, extras_name, score_name
 from jaxinfer.exec.run import device_memory
 from jaxinfer.exec.run.device_memory import claim_memory
 from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
+from jaxinfer.nn.state import Entry, LayerState
+from kit.mixed_family import RecurrentSpec, mixed_model
 from kit.tiny_models import tiny_model
 
 DEVICE = 4 << 30
@@ -273,3 +276,90 @@ def test_steps_that_need_more_than_planned() -> None:
     check_workspace(made, made.workspace_bytes + RESERVE_BYTES)
     with pytest.raises(ConfigError, match="compiled steps need .* were planned; set num_pages bel"):
         check_workspace(made, made.workspace_bytes + RESERVE_BYTES + 1)
+
+
+STATE_BYTES = 40_000_000  # of one sequence
+
+
+@pytest.fixture
+def large_state(monkeypatch: pytest.MonkeyPatch) -> Model:
+    """A model with 40 MB of layer state for each sequence."""
+    entry = Entry("sum", (STATE_BYTES // 4,), np.dtype(np.float32))
+    monkeypatch.setattr(RecurrentSpec, "state", lambda *_: LayerState(per_slot=(entry,)))
+    return mixed_model("recurrent", "full")[0]
+
+
+def program_of(
+    model: Model, max_num_seqs: int, num_snapshots: int, platform: str = "gpu"
+) -> Program:
+    buckets = (Bucket(max_num_seqs), Bucket(max_num_seqs, 64, 4, scores=True))
+    limits = Limits(
+        0,
+        16,
+        max_num_seqs,
+        512,
+        64,
+        buckets,
+        enable_prefix_caching=num_snapshots > 0,
+        windows=model.state.windows,
+        num_snapshots=num_snapshots,
+    )
+    return Program(model, limits, platform=platform)
+
+
+def test_layer_state_of_sequences_is_planned(large_state: Model) -> None:
+    """Of 9 slots, the padding one among them, and 8 snapshots; pages get what is left."""
+    page_bytes = 16 * large_state.state.bytes_per_token
+    config = EngineConfig(kv_cache_memory_bytes=17 * STATE_BYTES + 100 * page_bytes)
+    made = plan_memory(config, program_of(large_state, 8, 8, "cpu"), None)
+    assert made.state_bytes == 17 * STATE_BYTES
+    assert made.num_pages == 100
+    assert made.total_bytes > made.state_bytes + made.kv_bytes
+    assert "state of sequences and snapshots 680.0 MB, workspace" in made.described()
+    assert made.workspaces[COPY] == STATE_BYTES
+    none = plan_memory(config, program_of(mixed_model("full")[0], 8, 0, "cpu"), None)
+    assert none.state_bytes == 0 and COPY not in none.workspaces
+    assert "state of" not in none.described()
+
+
+@pytest.mark.parametrize("chosen", [False, True], ids=["default", "chosen"])
+@pytest.mark.parametrize("snapshots", [False, True], ids=["no snapshots", "snapshots"])
+def test_sequences_whose_state_fits(large_state: Model, snapshots: bool, chosen: bool) -> None:
+    """512 of 40 MB do not fit in 16 GB, nor do their snapshots. The number that fits can be
+    planned, and one that the user has chosen is as large as can be.
+    """
+    device, config = DeviceMemory(16 << 30, 16 << 30), EngineConfig()
+
+    def program(count: int) -> Program:
+        return program_of(large_state, count, count if snapshots else 0)
+
+    fitting = fitting_seqs(config, program(512), device, chosen=chosen)
+    rows = fitting * (2 if snapshots else 1)
+    budget = 0.92 * (16 << 30)
+    if chosen:
+        assert 0.93 < rows * STATE_BYTES / budget < 1
+    else:
+        assert 0.46 < rows * STATE_BYTES / budget < 0.5
+    plan_memory(config, program(fitting), device)
+    assert fitting_seqs(config, program(fitting), device, chosen=chosen) == fitting
+    with pytest.raises(ConfigError, match="need .* pages|do not fit|does not fit"):
+        plan_memory(config, program(fitting * (2 if chosen else 3)), device)
+
+
+def test_no_sequence_fits(large_state: Model) -> None:
+    config = EngineConfig(kv_cache_memory_bytes=STATE_BYTES)
+    assert fitting_seqs(config, program_of(large_state, 8, 8, "cpu"), None, chosen=False) == 0
+    assert fitting_seqs(config, program_of(large_state, 8, 0, "cpu"), None, chosen=True) == 0
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_copy_takes_the_rows_that_it_copies(platform: str) -> None:
+    """Beside the state, which it changes where it is."""
+    model, _ = mixed_model("recurrent", "full", "recurrent")
+    program = program_of(model, 8, 8, platform)
+    compiled = program.trace(COPY).lower().compile()
+    bound = program.copied_at_once * model.state.bytes_per_slot
+    assert workspace_bytes(compiled) <= bound + 1024
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    assert analysis.alias_size_in_bytes == 17 * model.state.bytes_per_slot

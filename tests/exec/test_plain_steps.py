@@ -26,7 +26,6 @@ from jaxinfer.exec.run.executor import WARM_UP_RUNS, Executor
 from jaxinfer.exec.step.extras import BLOCK, ExtrasOutput, pack_extras
 from jaxinfer.exec.step.sampling import read_logprobs
 from jaxinfer.exec.step.slots import SlotState, settings_of
-from jaxinfer.nn.placement import default_placement
 from kit.counted import Counted
 from kit.engines import engine_of, run, tiny_limits
 from kit.tiny_models import tiny_model
@@ -122,13 +121,13 @@ def test_extras_run_for_those_alone_that_ask_and_tokens_are_the_same(tmp_path: P
     assert set(device.executables.by_name) == set(of_gpu.names())
     engine, other = (
         engine_of(
-            Executor(one, default_placement(), counted.executables, params, *init_state(one)),
+            Executor(one, counted.executables, params, *init_state(one)),
             limits,
         )
         for one, counted in ((of_gpu, device), (of_cpu, host))
     )
 
-    Executor(of_gpu, default_placement(), device.executables, params, *init_state(of_gpu)).warm_up()
+    Executor(of_gpu, device.executables, params, *init_state(of_gpu)).warm_up()
     assert set(device.calls) == set(of_gpu.names()), "each has run once"
     assert {device.calls[b.name] for b in limits.buckets if not b.num_prefills} == {WARM_UP_RUNS}
 

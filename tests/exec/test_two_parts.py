@@ -19,7 +19,6 @@ from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.registry import build_model
-from jaxinfer.nn.placement import default_placement
 from kit.counted import Counted
 from kit.engines import engine_of, run, tiny_limits
 from kit.tiny_models import random_params, tiny_config
@@ -56,9 +55,7 @@ def test_tokens_are_those_of_steps_in_one(tmp_path: Path, monkeypatch: pytest.Mo
                 program, folder=folder, memory=program_memory(program, None), progress=NoProgress()
             )
         )
-        executor = Executor(
-            program, default_placement(), counted.executables, params, *init_state(program)
-        )
+        executor = Executor(program, counted.executables, params, *init_state(program))
         engines.append(engine_of(executor, LIMITS))
         counts.append(counted)
     cut, whole = (run(engine, PROMPTS, ASKED) for engine in engines)

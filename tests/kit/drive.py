@@ -87,7 +87,9 @@ class Drive:
 
     def __post_init__(self) -> None:
         self.state = initial_state(self.limits)
-        self.executor = FakeExecutor(self.limits.page_size, self.limits.windows)
+        self.executor = FakeExecutor(
+            self.limits.page_size, self.limits.windows, self.limits.num_snapshots
+        )
         self.flying: list[StepResult] = []
 
     def call(self, *events: Event) -> ScheduleOutput:

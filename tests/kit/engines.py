@@ -21,7 +21,6 @@ from jaxinfer.exec.compile.build import Compiled, Executables
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
-from jaxinfer.nn.placement import default_placement
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.tiny_models import tiny_model
 from kit.tokenizers import tiny_tokenizer_spec
@@ -67,7 +66,7 @@ def tiny_executor(limits: Limits, model_name: str = "llama") -> Executor:
     program = Program(model, replace(limits, num_pages=MAX_PAGES, enable_prefix_caching=True))
     by_name = {name: _compiled(_program_of(name, program), name) for name in program.names()}
     executables = Executables(by_name, compiled=0, workspace_bytes=0)
-    return Executor(program, default_placement(), executables, params, *init_state(program))
+    return Executor(program, executables, params, *init_state(program))
 
 
 def _program_of(name: str, program: Program) -> Program:

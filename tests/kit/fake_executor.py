@@ -1,7 +1,8 @@
 """An executor without a model: tokens are a function of (seed, prefix), pages hold prefix digests.
 
 It runs a plan as the device would, in launch order, and checks on every row that the pages of its
-context hold exactly the right prefix. Any schedule must therefore give the same tokens, and a page
+context hold exactly the right prefix, and with snapshots that the slot's layer state is of exactly
+the tokens before the row. Any schedule must therefore give the same tokens, and a page or snapshot
 shared or reused wrongly is an error at once.
 """
 
@@ -92,9 +93,17 @@ class FakeExecutor:
     such a row is, only a bound, until it hears how many guesses were right.
     """
 
-    def __init__(self, page_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        windows: tuple[int | None, ...] = (None,),
+        num_snapshots: int = 0,
+    ) -> None:
         self.page_size = page_size
         self.windows = windows
+        self.num_snapshots = num_snapshots
+        self.states: dict[int, int] = {}  # slot -> digest of the tokens that its state is of
+        self.snapshots: dict[int, int] = {}  # likewise, of each row
         self.slots: dict[int, Slot] = {}
         self.store: dict[tuple[int, int], tuple[int, int]] = {}
         self.drafts: dict[int, list[int]] = {}  # of the row of each slot, in the step that runs
@@ -106,11 +115,25 @@ class FakeExecutor:
                 admission.request.prompt_token_ids
             )
             self.slots[admission.slot] = Slot(admission.request, list(admission.token_ids))
+            if admission.snapshot is not None:
+                self.states[admission.slot] = self.snapshots[admission.snapshot]
         self._check_shape(plan)
         written: set[tuple[int, int]] = set()
         for row in plan.rows:  # a layer first appends every row's KV, then attends
             self._write(row, written, hashed_pages)
-        return StepResult(plan.step_id, tuple(self._attend(row) for row in plan.rows))
+        results = tuple(self._attend(row) for row in plan.rows)
+        self._save(plan)
+        return StepResult(plan.step_id, results)
+
+    def _save(self, plan: StepPlan) -> None:
+        """Copy slots to snapshots, after the step."""
+        saved = [row for row in plan.prefills if row.snapshot is not None]
+        rows = {row.snapshot for row in saved}
+        assert len(rows) == len(saved) and rows <= set(range(self.num_snapshots))
+        assert all(row.snapshot is None for row in plan.decodes)
+        for row in saved:
+            assert row.snapshot is not None
+            self.snapshots[row.snapshot] = self.states[row.slot]
 
     def _check_shape(self, plan: StepPlan) -> None:
         prefill_tokens = sum(row.num_scheduled_tokens for row in plan.prefills)
@@ -166,6 +189,11 @@ class FakeExecutor:
     def _attend(self, row: ScheduledSeq) -> RowResult:
         slot, start = self.slots[row.slot], self._start(row)
         end = start + (row.num_scheduled_tokens if row.token_ids is not None else 1)
+        if start:
+            assert not self.num_snapshots or self.states[row.slot] == slot.prefixes[start - 1], (
+                f"request {row.request_id!r} goes on at {start} from the state of other tokens"
+            )
+        self.states[row.slot] = slot.prefixes[end - 1]
         for group, window in enumerate(self.windows):
             first = 0 if window is None else max(0, start + 1 - window)
             assert row.pages[group].first <= first // self.page_size, "its pages have gone back"

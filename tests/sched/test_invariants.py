@@ -78,6 +78,44 @@ DAMAGES: tuple[tuple[Callable[[SchedulerState], SchedulerState], str], ...] = (
 )
 
 
+@pytest.fixture
+def with_snapshots() -> SchedulerState:
+    """A snapshot with a name, one that a step in flight takes, and a prompt still to be cut."""
+    drive = Drive(make_limits(num_snapshots=3), depth=1)
+    drive.arrive(make_request("old", [5] * 9, max_tokens=1))
+    drive.finish()
+    drive.arrive(make_request("a", [1] * 11, arrival=1), make_request("b", [2] * 19, arrival=2))
+    check(drive.state)
+    assert [seq.borders for seq in drive.state.running] == [(), (16,)]
+    assert len(drive.state.snapshots.free) == len(drive.state.snapshots.by_hash) == 1
+    return drive.state
+
+
+def snapshots(state: SchedulerState, **changes: object) -> SchedulerState:
+    return replace(state, snapshots=replace(state.snapshots, **changes))
+
+
+SNAPSHOT_DAMAGES: tuple[tuple[Callable[[SchedulerState], SchedulerState], str], ...] = (
+    (lambda s: snapshots(s, free=()), "not once in free"),
+    (lambda s: snapshots(s, free=(*s.snapshots.free, 0)), "not once in free"),
+    (lambda s: snapshots(s, by_hash=Map()), "not once in free"),
+    (lambda s: replace(s, in_flight=(), next_step_id=0), "not once in free"),
+    (lambda s: snapshots(s, clock=0), "the clock is 0"),
+    (lambda s: first(s, borders=(4,)), "is to be cut at 4, behind"),
+    (lambda s: first(s, borders=(9,)), "is no page border"),
+)
+
+
+@pytest.mark.parametrize(("damage", "message"), SNAPSHOT_DAMAGES)
+def test_damage_of_snapshots_is_seen(
+    with_snapshots: SchedulerState,
+    damage: Callable[[SchedulerState], SchedulerState],
+    message: str,
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check(damage(with_snapshots))
+
+
 @pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[message for _, message in DAMAGES])
 def test_damage_is_seen(
     state: SchedulerState, damage: Callable[[SchedulerState], SchedulerState], message: str

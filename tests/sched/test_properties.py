@@ -39,6 +39,7 @@ class Trace:
     prefill_first: bool
     windows: tuple[int | None, ...]
     query_tokens: int
+    num_snapshots: int  # more than 0: the model has state for each sequence
 
     def drive(self, **changes: object) -> Drive:
         """A fresh drive with the trace's limits."""
@@ -52,6 +53,7 @@ class Trace:
             "prefill_first": self.prefill_first,
             "windows": self.windows,
             "query_tokens": self.query_tokens,
+            "num_snapshots": self.num_snapshots,
         }
         limits = make_limits(**(values | changes))
         return Drive(limits, depth=self.depth)
@@ -91,6 +93,10 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
         limits.pages_needed(min(len(r.prompt_token_ids) + r.max_tokens, MAX_MODEL_LEN))
         for _, r in requests
     )
+    enable_prefix_caching = draw(st.booleans())
+    num_snapshots = (
+        draw(st.sampled_from((0, 0, 1, 2, 5))) if enable_prefix_caching and query_tokens == 1 else 0
+    )
     aborted = [] if in_order else draw(st.lists(st.sampled_from(requests), max_size=2))
     return Trace(
         requests=tuple(requests),
@@ -101,7 +107,8 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
         max_num_batched_tokens=max_num_batched_tokens,
         windows=windows,
         query_tokens=query_tokens,
-        enable_prefix_caching=draw(st.booleans()),
+        enable_prefix_caching=enable_prefix_caching,
+        num_snapshots=num_snapshots,
         prefill_first=draw(st.booleans()),
     )
 
@@ -279,6 +286,8 @@ def test_nobody_starves(trace: Trace) -> None:
     )
     most_tokens = [len(r.prompt_token_ids) + r.max_tokens for _, r in trace.requests]
     most_chunks = [cdiv(num_tokens, chunk) for num_tokens in most_tokens]
+    if trace.num_snapshots:  # two cuts
+        most_chunks = [num_chunks + 2 for num_chunks in most_chunks]
     bound = sum(most_chunks) if trace.prefill_first else 0
     for (_, request), num_chunks in zip(trace.requests, most_chunks, strict=True):
         bound += num_chunks + request.max_tokens + trace.depth

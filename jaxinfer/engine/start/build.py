@@ -38,7 +38,14 @@ from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile.buckets import bucket_table
 from jaxinfer.exec.compile.build import compile_bundle
 from jaxinfer.exec.compile.bundle import Bundle, Manifest, load_kernel_runtime, open_bundle
-from jaxinfer.exec.compile.memory_plan import MemoryPlan, plan_memory, program_memory
+from jaxinfer.exec.compile.memory_plan import (
+    MemoryPlan,
+    fitting_seqs,
+    plan_memory,
+    program_memory,
+    shown,
+    snapshots_for,
+)
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import device_memory
 from jaxinfer.exec.run.executor import Executor
@@ -69,6 +76,7 @@ def plan_engine(
     leave_out_line_info()
     keep_xla_quiet()
     platform = check_device(platform_of_backend)
+    chose_seqs = config.max_num_seqs is not None
     placement = default_placement()
     if bundle is not None:
         bundle.refuse_machine(placement)
@@ -88,6 +96,9 @@ def plan_engine(
     if source.checkpoint is not None:
         plan_params(model, source.checkpoint)  # names and shapes, before anything slow begins
     spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
+    config = _with_fitting_seqs(
+        config, model, pins, placement, chosen=chose_seqs, progress=progress
+    )
     memory, limits = _sizes(config, model, pins, placement)
     if bundle is not None:
         program = Program(model, limits, placement.platform, pins, placement)
@@ -129,16 +140,72 @@ def _check_tuned() -> None:
         raise ConfigError(str(error)) from error
 
 
+def _with_fitting_seqs(
+    config: EngineConfig,
+    model: Model,
+    pins: Pins,
+    placement: Placement,
+    *,
+    chosen: bool,
+    progress: Progress,
+) -> EngineConfig:
+    """The settings with no more sequences than fit with their layer state. Buckets depend on the
+    number, so it is decided before them. Raises ``ConfigError`` for a number that the user has
+    ``chosen``, or if no sequence fits.
+    """
+    if not model.state.bytes_per_slot:
+        return config
+    program = Program(model, _limits(config, model), placement.platform, pins, placement)
+    device = device_memory(placement.device)
+    fitting = fitting_seqs(config, program, device, chosen=chosen)
+    limits, each = program.limits, model.state.bytes_per_slot
+    if fitting == limits.max_num_seqs:
+        return config
+    needed = (
+        f"{limits.max_num_seqs} sequences need {shown(limits.num_state_rows * each)} of layer "
+        f"state ({shown(each)} for each of {limits.max_num_seqs} slots, the padding slot and "
+        f"{limits.num_snapshots} snapshots)"
+    )
+    if not fitting:
+        raise ConfigError(
+            f"{needed} and not one fits; raise kv_cache_memory_bytes (on a GPU: "
+            "gpu_memory_utilization), or use a larger device"
+        )
+    if chosen:
+        raise ConfigError(
+            f"{needed} and {fitting} fit; set max_num_seqs to {fitting} or less, or raise "
+            "kv_cache_memory_bytes (on a GPU: gpu_memory_utilization)"
+        )
+    progress.note(f"{needed}; serving {fitting}, set max_num_seqs to choose another number")
+    return replace(config, max_num_seqs=fitting)
+
+
 def _sizes(
     config: EngineConfig, model: Model, pins: Pins, placement: Placement
 ) -> tuple[MemoryPlan, Limits]:
     """What is compiled for, and the memory that it takes."""
+    limits = _limits(config, model)
+    device = device_memory(placement.device)
+    memory = plan_memory(
+        config, Program(model, limits, placement.platform, pins, placement), device
+    )
+    limits = msgspec.structs.replace(limits, num_pages=memory.num_pages)
+    if config.max_model_len is None:  # derived: as much of the model's context as fits
+        limits = msgspec.structs.replace(limits, max_model_len=limits.longest_context())
+    return program_memory(
+        Program(model, limits, placement.platform, pins, placement), device
+    ), limits
+
+
+def _limits(config: EngineConfig, model: Model) -> Limits:
+    """The limits that settings and model state; no pages are planned yet."""
     max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
     decode_start, mixed_start = config.decode_bucket_start, config.mixed_bucket_start
     prefill_start, prefill_factor = config.prefill_bucket_start, config.prefill_bucket_factor
     assert max_num_seqs and chunk and decode_start and mixed_start, "with_device_defaults"
     assert prefill_start and prefill_factor, "with_device_defaults"
-    limits = Limits(
+    snapshots = config.enable_prefix_caching and model.state.bytes_per_slot > 0
+    return Limits(
         num_pages=0,
         page_size=config.page_size or DEFAULT_PAGE_SIZE,
         max_num_seqs=max_num_seqs,
@@ -153,18 +220,11 @@ def _sizes(
             mixed_start=mixed_start,
             max_num_mixed_tokens=config.max_num_mixed_tokens,
         ),
-        # the state of a slot is not kept beyond its sequence
-        enable_prefix_caching=config.enable_prefix_caching and not model.state.bytes_per_slot,
+        enable_prefix_caching=config.enable_prefix_caching,
         prefill_first=bool(config.prefill_first),
         windows=model.state.windows,
+        num_snapshots=snapshots_for(max_num_seqs) if snapshots else 0,
     )
-    device = device_memory(placement.device)
-    program = Program(model, limits, placement.platform, pins, placement)
-    memory = plan_memory(config, program, device)
-    limits = msgspec.structs.replace(limits, num_pages=memory.num_pages)
-    if config.max_model_len is None:  # derived: as much of the model's context as fits
-        limits = msgspec.structs.replace(limits, max_model_len=limits.longest_context())
-    return program_memory(replace(program, limits=limits), device), limits
 
 
 def build_engine(
@@ -185,7 +245,7 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
     (executables, compile_seconds), (state, load_seconds) = load(
         plan, program, bundle_settings(plan), progress
     )
-    executor = Executor(program, plan.placement, executables, *state)
+    executor = Executor(program, executables, *state)
     executor.warm_up()
     start_stats = EngineStats(
         num_executables=len(program.names()),

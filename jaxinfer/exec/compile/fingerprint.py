@@ -100,6 +100,8 @@ def of_model(model: Model) -> dict[str, str]:
 def of_limits(limits: Limits) -> dict[str, str]:
     """The sizes that shapes depend on."""
     values = {name: str(getattr(limits, name)) for name in SHAPING_LIMITS}
+    if limits.num_snapshots:
+        values["num_snapshots"] = str(limits.num_snapshots)
     return values | {"buckets": " ".join(bucket.name for bucket in limits.buckets)}
 
 

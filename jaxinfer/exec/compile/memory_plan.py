@@ -11,16 +11,17 @@ really take is in a bundle's manifest, and is checked against the plan once they
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import jax
 
-from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
+from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig, Limits
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
-from jaxinfer.exec.compile.program import Program, extras_name, score_name
+from jaxinfer.exec.compile.program import COPY, Program, extras_name, score_name
 from jaxinfer.exec.step.batch import BatchLayout
 from jaxinfer.exec.step.extras import BLOCK
 from jaxinfer.exec.step.sampling import LOGPROBS_WIDTH
@@ -38,6 +39,7 @@ RESERVE_BYTES = 256 << 20
 MAPPED_BYTES = 2 << 20  # XLA's allocator over virtual memory gives an array whole pages of CUDA's
 
 
+LEAST_SNAPSHOTS = 4  # of an engine with fewer sequences
 NUM_BUFFERS = 3  # staging buffers of a size: two steps are in flight, and an array is ready up to
 # 1 ms after its step
 
@@ -62,6 +64,7 @@ class MemoryPlan:
     page_bytes: int
     num_pages: int
     slot_bytes: int
+    state_bytes: int  # layer state of each sequence: of slots, and of snapshots
     batch_bytes: int  # staging buffers, which batches are copied into
     workspaces: dict[str, int]
     device: DeviceMemory | None
@@ -79,12 +82,12 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        state = self.weight_bytes + self.kv_bytes + self.slot_bytes
-        return state + self.batch_bytes + self.workspace_bytes
+        state = self.kv_bytes + self.slot_bytes + self.state_bytes
+        return self.weight_bytes + state + self.batch_bytes + self.workspace_bytes
 
     def described(self) -> str:
         """Two lines, before anything is taken: all of it, and each executable's workspace."""
-        batches = share = ""
+        batches = share = state = ""
         by_name = ", ".join(f"{name} {shown(most)}" for name, most in self.workspaces.items())
         if self.device is not None:
             batches = f"batches {shown(self.batch_bytes)}, "
@@ -93,9 +96,11 @@ class MemoryPlan:
                 f", {part:.1%} of the device's {shown(self.device.total_bytes)}, of which JAX may "
                 f"take {shown(self.device.allocator_bytes)}"
             )
+        if self.state_bytes:
+            state = f"state of sequences and snapshots {shown(self.state_bytes)}, "
         return (
             f"memory: weights {shown(self.weight_bytes)}, KV cache {shown(self.kv_bytes)} "
-            f"({self.num_pages} pages), slots {shown(self.slot_bytes)}, {batches}"
+            f"({self.num_pages} pages), slots {shown(self.slot_bytes)}, {state}{batches}"
             f"workspace up to {shown(self.workspace_bytes)}: {shown(self.total_bytes)}{share}\n"
             f"workspace up to, by executable: {by_name}"
         )
@@ -116,22 +121,16 @@ def plan_memory(config: EngineConfig, program: Program, device: DeviceMemory | N
     """
     limits, fixed = program.limits, program_memory(program, device)
     reserve = reserve_bytes(program.model)
-    fitting = _kv_budget(config, fixed, reserve) // fixed.page_bytes
+    fitting = (_kv_budget(config, fixed, reserve) - fixed.state_bytes) // fixed.page_bytes
     if config.num_pages is not None:
         fitting = config.num_pages
     pages_per_seq = limits.pages_needed(limits.max_model_len)
     num_pages = min(1 + limits.max_num_seqs * pages_per_seq, fitting)  # all slots, full contexts
-    derived = config.max_model_len is None or config.num_pages is not None
-    groups = len(limits.windows)
-    each = "one page" if groups == 1 else f"{groups} pages"
-    needed = 1 + groups * limits.max_num_seqs
-    what = f"{limits.max_num_seqs} sequences (max_num_seqs) of {each} each"
-    if not derived and pages_per_seq >= needed:
-        needed, what = 1 + pages_per_seq, f"a context of {limits.max_model_len} tokens"
+    needed, what = _least_pages(config, limits)
     if num_pages < needed:
         raise ConfigError(
             f"{what} need {needed} pages of KV cache ({shown(needed * fixed.page_bytes)}, the "
-            f"padding page included) and there is room for {num_pages}; raise num_pages or "
+            f"padding page included) and there is room for {max(0, num_pages)}; raise num_pages or "
             "kv_cache_memory_bytes (on a GPU: gpu_memory_utilization), or lower max_model_len or "
             "max_num_seqs"
         )
@@ -146,6 +145,48 @@ def plan_memory(config: EngineConfig, program: Program, device: DeviceMemory | N
     return plan
 
 
+def _least_pages(config: EngineConfig, limits: Limits) -> tuple[int, str]:
+    """The smallest pool that can serve, and what needs it."""
+    groups, pages_per_seq = len(limits.windows), limits.pages_needed(limits.max_model_len)
+    each = "one page" if groups == 1 else f"{groups} pages"
+    needed = 1 + groups * limits.max_num_seqs
+    derived = config.max_model_len is None or config.num_pages is not None
+    if not derived and pages_per_seq >= needed:
+        return 1 + pages_per_seq, f"a context of {limits.max_model_len} tokens"
+    return needed, f"{limits.max_num_seqs} sequences (max_num_seqs) of {each} each"
+
+
+def snapshots_for(max_num_seqs: int) -> int:
+    """Snapshots of layer state in an engine of so many sequences: one for each, and a few where
+    prompts come one after the other.
+    """
+    return max(max_num_seqs, LEAST_SNAPSHOTS)
+
+
+def fitting_seqs(
+    config: EngineConfig, program: Program, device: DeviceMemory | None, *, chosen: bool
+) -> int:
+    """How many of the program's sequences fit with their layer state and snapshots of it; 0 if
+    none does.
+
+    What is not needed otherwise is for state and pages. If the number was ``chosen`` by the user,
+    state may take all but the pages that the engine cannot do without, else half: sequences are of
+    little use without pages. The answer is for the buckets of ``program``; with fewer sequences
+    these take less, so it always fits.
+    """
+    limits, state = program.limits, program.model.state
+    fixed = program_memory(program, device)
+    budget = _kv_budget(config, fixed, reserve_bytes(program.model))
+    needed, _ = _least_pages(config, limits)
+    budget = budget - needed * fixed.page_bytes if chosen else budget // 2
+
+    def state_bytes(count: int) -> int:
+        num_snapshots = snapshots_for(count) if limits.num_snapshots else 0
+        return (count + 1 + num_snapshots) * state.bytes_per_slot
+
+    return bisect_right(range(1, limits.max_num_seqs + 1), budget, key=state_bytes)
+
+
 def program_memory(program: Program, device: DeviceMemory | None) -> MemoryPlan:
     """The plan that a program's shapes amount to."""
     limits, state = program.limits, program.model.state
@@ -154,7 +195,8 @@ def program_memory(program: Program, device: DeviceMemory | None) -> MemoryPlan:
         weight_bytes=tree_bytes(program.params()),
         page_bytes=limits.page_size * state.bytes_per_token,
         num_pages=limits.num_pages,
-        slot_bytes=tree_bytes(program.slots()) + (limits.max_num_seqs + 1) * state.bytes_per_slot,
+        slot_bytes=tree_bytes(program.slots()),
+        state_bytes=limits.num_state_rows * state.bytes_per_slot,
         batch_bytes=_batch_bytes(layouts, device),
         workspaces=_workspaces(program),
         device=device,
@@ -188,6 +230,8 @@ def _workspaces(program: Program) -> dict[str, int]:
         bounds[extras_name(rows)] = extras_bound(model, rows, limits.max_model_len)
     for tokens in sorted({b.num_prefill_tokens for b in limits.buckets if b.scores}):
         bounds[score_name(tokens)] = score_bound(model, tokens)
+    if limits.num_snapshots:
+        bounds[COPY] = program.copied_at_once * model.state.bytes_per_slot
     return bounds
 
 
@@ -241,7 +285,7 @@ def check_workspace(plan: MemoryPlan, measured: int) -> None:
 
 
 def _kv_budget(config: EngineConfig, fixed: MemoryPlan, reserve: int) -> int:
-    """Bytes for pages; ``fixed`` is the plan without them."""
+    """Bytes for pages and the layer state of sequences; ``fixed`` is the plan without pages."""
     device = fixed.device
     if device is None:
         if config.kv_cache_memory_bytes is None and config.num_pages is None:
@@ -249,7 +293,7 @@ def _kv_budget(config: EngineConfig, fixed: MemoryPlan, reserve: int) -> int:
         return config.kv_cache_memory_bytes or 0
     share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
     budget = min(int(device.total_bytes * share), device.allocator_bytes)
-    room = budget - fixed.total_bytes - reserve
+    room = budget - (fixed.total_bytes - fixed.state_bytes) - reserve
     if room <= 0:
         raise ConfigError(
             f"the model does not fit: weights {shown(fixed.weight_bytes)}, slots "

@@ -22,6 +22,7 @@ from jaxinfer.exec.step.drafts import Drafter
 from jaxinfer.exec.step.extras import ExtrasFunction, ScoreFunction, extras_rows, pooled
 from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, parts_of
 from jaxinfer.exec.step.slots import SlotState, admit, empty_rows, init_slots
+from jaxinfer.exec.step.snapshots import copied
 from jaxinfer.models.base import Model, Params, head_params
 from jaxinfer.models.tree import nested
 from jaxinfer.nn.placement import Placement, default_placement
@@ -30,11 +31,13 @@ from pallas_kernels.pins import LINKS, Pins
 from pallas_kernels.registry import UnfitKernel, current_platform
 
 ADMIT = "admit"
+COPY = "copy"  # of layer state between slots and snapshots
 EXTRAS = "extras"  # begins the name of one that draws with extras; the number of rows follows
 SCORE = "score"  # begins the name of one that scores prompts; the number of tokens follows
 POOL = "pool"  # begins the name of one that pools; the number of tokens follows
 FIRST = "_first"  # ends the name of an executable that begins a step
 ADMITTED_AT_ONCE = 8  # by ``ADMIT`` on a GPU
+COPIED_AT_ONCE = 4  # by ``COPY`` on a GPU; padding is copied too, and a row may be tens of MB
 # Rows of a step of decoding up to which XLA times products, its own in Triton beside cuBLAS's. The
 # last of them is a matrix and few vectors, as fast as memory by Triton (8 rows of Qwen3-4B on an
 # H200: 176 us). Elsewhere cuBLAS's first choice is as fast as what is found (4,096 tokens take 57.5
@@ -87,6 +90,11 @@ class Program:
                 "this model keeps a state for each sequence, which a refused draft would have "
                 "changed; serve it without drafts"
             )
+        has_state = bool(self.model.state.bytes_per_slot)
+        snapshots = self.limits.num_snapshots > 0
+        assert has_state or not snapshots, "snapshots of a model without state for each sequence"
+        reuses = self.limits.enable_prefix_caching
+        assert snapshots or not (has_state and reuses), "prefix caching needs snapshots of state"
 
     def layout(self, bucket: Bucket) -> BatchLayout:
         """Wire layout of a bucket's batch."""
@@ -102,9 +110,9 @@ class Program:
         return nested({path: abstract(a.shape, a.dtype, a.axes) for path, a in arrays.items()})
 
     def state(self) -> State:
-        """The layers' state: the page pool, and the entries of slots."""
+        """The layers' state: the page pool, and the entries of slots and snapshots."""
         limits = self.limits
-        sizes = (limits.num_pages, limits.page_size, limits.max_num_seqs)
+        sizes = (limits.num_pages, limits.page_size, limits.num_state_rows)
         return self.model.state.abstract(*sizes, self.placement)
 
     def slots(self) -> SlotState:
@@ -145,6 +153,10 @@ class Program:
                 self.admitted_at_once, self.limits.max_num_seqs, self.limits.max_model_len
             )
             return jax.jit(admit, donate_argnums=0).trace(self.slots(), rows)
+        if name == COPY:
+            state, pairs = self.state(), jax.ShapeDtypeStruct((2, self.copied_at_once), jnp.int32)
+            arrays = tuple(state[i] for i in self.model.state.slot_arrays)
+            return jax.jit(copied, donate_argnums=0).trace(arrays, pairs)
         head = head_params(self.params())
         if (count := _count(name, EXTRAS)) is not None:
             draw = self.extras(count)
@@ -262,10 +274,11 @@ class Program:
                 steps.append(self.first_name(bucket))
             steps.append(bucket.name)
         extras = [extras_name(rows) for rows in self.extras_rows]
+        copies = [COPY] if self.limits.num_snapshots else []
         sizes = sorted({b.num_prefill_tokens for b in self.limits.buckets if b.scores})
         scores = [score_name(size) for size in sizes]
         pools = [pool_name(size) for size in sizes] if self.limits.pools else []
-        return (ADMIT, *extras, *scores, *pools, *steps)
+        return (ADMIT, *copies, *extras, *scores, *pools, *steps)
 
     @property
     def admitted_at_once(self) -> int:
@@ -273,6 +286,11 @@ class Program:
         device, which takes the host longer than the device.
         """
         return 1 if self.platform == "cpu" else ADMITTED_AT_ONCE
+
+    @property
+    def copied_at_once(self) -> int:
+        """Rows that a call of ``COPY`` copies."""
+        return 1 if self.platform == "cpu" else COPIED_AT_ONCE
 
     def _step_of(self, name: str) -> tuple[str, bool]:
         """The step that an executable belongs to, and whether it begins it."""

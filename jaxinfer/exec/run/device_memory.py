@@ -60,7 +60,7 @@ def compile_init_state(program: Program) -> Callable[[], tuple[State, SlotState]
     limits = program.limits
 
     def zeros() -> tuple[State, SlotState]:
-        sizes = (limits.num_pages, limits.page_size, limits.max_num_seqs)
+        sizes = (limits.num_pages, limits.page_size, limits.num_state_rows)
         state = program.model.state.zeros(*sizes)
         return state, program.zero_slots()
 

@@ -1,8 +1,8 @@
 """Runs compiled steps: holds weights, KV state, slots and the bucket -> executable table.
 
-Owns: the device state between steps. A step is up to four kinds of calls in a row: ``ADMIT`` for
-requests that need more of their slot than settings, the step of the bucket, then draws with extras
-and scores of prompts.
+Owns: the device state between steps. A step is up to five kinds of calls in a row: ``ADMIT`` for
+requests that need more of their slot than settings, ``COPY`` of snapshots to slots, the step of the
+bucket, ``COPY`` of slots to snapshots, then draws with extras and scores of prompts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan, StepResult
 from jaxinfer.exec.compile.build import Compiled, Executables
-from jaxinfer.exec.compile.program import ADMIT, Program, extras_name, pool_name, score_name
+from jaxinfer.exec.compile.program import (
+    ADMIT,
+    COPY,
+    Program,
+    extras_name,
+    pool_name,
+    score_name,
+)
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.in_flight import LOGGER, ExtrasCall, InFlight, Prepared, RowKey, row_results
 from jaxinfer.exec.run.token_board import TokenBoard
@@ -30,8 +37,8 @@ from jaxinfer.exec.step.drafts import NO_TOKEN
 from jaxinfer.exec.step.extras import pack_extras, pack_pooled, pack_targets
 from jaxinfer.exec.step.forward import StepOutput, flat_params
 from jaxinfer.exec.step.slots import SlotState, needs_admission, settings_of, slot_rows
+from jaxinfer.exec.step.snapshots import NO_COPIES, Copies, pack_copies
 from jaxinfer.models.base import Params, head_params
-from jaxinfer.nn.placement import Placement
 from jaxinfer.nn.state import State
 
 WARM_UP_RUNS = 2  # of a decode step on a GPU: one that loads its kernels, one that is recorded
@@ -43,7 +50,6 @@ class Executor:
     def __init__(
         self,
         program: Program,
-        placement: Placement,
         executables: Executables,
         params: Params,
         state: State,
@@ -61,8 +67,8 @@ class Executor:
         # the host's mirror of which request a slot's parameters belong to
         self._requests: list[Request | None] = [None] * limits.max_num_seqs
         rows = max(*(bucket.num_draws for bucket in limits.buckets), *program.extras_rows)
-        self._board = TokenBoard.of_device(placement.device, rows)
-        self._staging = BatchStaging.of_device(placement.device)
+        self._board = TokenBoard.of_device(program.placement.device, rows)
+        self._staging = BatchStaging.of_device(program.placement.device)
         self._head = head_params(params)
         self._layouts = {bucket: program.layout(bucket) for bucket in limits.buckets}
 
@@ -87,6 +93,9 @@ class Executor:
                 jax.block_until_ready(step.scores)
         if everything:
             self._admit(self._slot_rows((), self._program.admitted_at_once))
+            if self._program.limits.num_snapshots:
+                sink = self._program.limits.max_num_seqs
+                self._copy(pack_copies([(sink, sink)], self._program.copied_at_once, sink))
             for count in self._program.extras_rows:
                 jax.block_until_ready(self._draw_with_extras((), (), count).output)
 
@@ -160,7 +169,20 @@ class Executor:
         pools = None
         if any(row.pools for row in plan.prefills):
             pools = pack_pooled(plan.prefills, self._program.limits.max_num_seqs)
-        return Prepared(plan, requests, batch, admissions, extras, logprobs, targets, pools)
+        copies = self._copies(plan) if self._program.limits.num_snapshots else NO_COPIES
+        return Prepared(plan, requests, batch, admissions, extras, logprobs, targets, pools, copies)
+
+    def _copies(self, plan: StepPlan) -> Copies:
+        """Of snapshots to the slots that begin with one, and of slots at a border to snapshots."""
+        sink, count = self._program.limits.max_num_seqs, self._program.copied_at_once
+        behind = sink + 1  # the row of the first snapshot
+        restores = [
+            (behind + one.snapshot, one.slot) for one in plan.admissions if one.snapshot is not None
+        ]
+        saves = [
+            (row.slot, behind + row.snapshot) for row in plan.prefills if row.snapshot is not None
+        ]
+        return Copies(pack_copies(restores, count, sink), pack_copies(saves, count, sink))
 
     def _launched(self, prepared: Prepared, failed: dict[RowKey, str]) -> InFlight:
         plan, by_name = prepared.plan, self._executables.by_name
@@ -170,12 +192,14 @@ class Executor:
         handed = self._handed(prepared.batch)
         for rows in prepared.admissions:
             self._admit(rows)
+        self._copy(prepared.copies.restores)
         step = by_name[bucket.name]
         if self._program.begins_apart(bucket):
             output = self._launch_parts(by_name[self._program.first_name(bucket)], step, handed)
         else:
             self._state, self._slots, output = step(self._weights, self._state, self._slots, handed)
         self._handed_to(output.token_ids, handed)
+        self._copy(prepared.copies.saves)
         extras = tuple(
             self._draw_with_extras(indices, [plan.rows[i] for i in indices])
             for indices in prepared.extras
@@ -191,6 +215,16 @@ class Executor:
 
     def _admit(self, rows: np.ndarray) -> None:  # int32[A, ...]
         self._slots = self._executables.by_name[ADMIT](self._slots, rows)
+
+    def _copy(self, calls: tuple[np.ndarray, ...]) -> None:  # int32[2, N] each
+        """Copy rows of the layers' state; see ``pack_copies``."""
+        indices = self._program.model.state.slot_arrays if calls else ()
+        for pairs in calls:
+            state = list(self._state)
+            arrays = self._executables.by_name[COPY](tuple(state[i] for i in indices), pairs)
+            for i, array in zip(indices, arrays, strict=True):
+                state[i] = array
+            self._state = tuple(state)
 
     def _draw_with_extras(
         self, indices: tuple[int, ...], rows: Sequence[ScheduledSeq], count: int | None = None

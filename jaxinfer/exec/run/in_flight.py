@@ -19,6 +19,7 @@ from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, TokenLogprobs
 from jaxinfer.exec.step.extras import ExtrasOutput
 from jaxinfer.exec.step.forward import StepOutput
 from jaxinfer.exec.step.sampling import NOT_FINITE, Logprobs, read_logprobs
+from jaxinfer.exec.step.snapshots import NO_COPIES, Copies
 
 LOGGER = "jaxinfer.exec"
 NOT_FINITE_ERROR = (
@@ -41,6 +42,7 @@ class Prepared:
     wants_logprobs: bool  # whether any of these asks for them
     targets: np.ndarray | None  # int32[Tp], where prompts are scored
     pools: np.ndarray | None  # int32[S], where rows pool: see ``extras.pack_pooled``
+    copies: Copies = NO_COPIES
 
 
 @dataclass(frozen=True)
