@@ -2,10 +2,10 @@
 
 Owns: the form of a cache entry, written and read with Orbax.
 
-An entry holds ``manifest.json`` and one Orbax checkpoint per group of parameters. Groups of some 64
-MiB, or of one larger parameter, are built, saved and put on the devices one after another, so host
-memory holds one group beside the weights. An entry appears whole or not at all (``staging``); one
-that cannot be read is therefore damaged, which is reported rather than repaired in silence.
+An entry holds ``manifest.json`` and one Orbax checkpoint per group of parameters. Groups of some
+64 MiB, or of one larger parameter, are built, saved and put on the devices one after another, so
+host memory holds one group beside the weights. An entry appears whole or not at all (``staging``);
+one that cannot be read is therefore damaged, which is reported rather than repaired in silence.
 """
 
 from __future__ import annotations
