@@ -51,13 +51,13 @@ class IncrementalDetokenizer:
         """Add tokens; return the text that became final."""
         return self._finish(self._utf8.decode(b"".join(map(self._shown_bytes, token_ids))))
 
-    def push_located(self, token_ids: Iterable[int]) -> tuple[str, list[int]]:
+    def push_with_offsets(self, token_ids: Iterable[int]) -> tuple[str, list[int]]:
         """``push``, and where each token begins in the text that became final, in characters.
 
         Parts of one character share its place; a token without text has that of the next one.
         """
         parts: list[str] = []
-        places: list[int] = []
+        offsets: list[int] = []
         length = 0
         for token_id in token_ids:
             data = self._shown_bytes(token_id)
@@ -67,10 +67,10 @@ class IncrementalDetokenizer:
             num_own = 0 if self._utf8.getstate()[0] else len(begun[-1:])
             earlier = self._finish(begun[: len(begun) - num_own])
             own = self._finish(begun[len(begun) - num_own :] + self._utf8.decode(data[1:]))
-            places.append(length + len(earlier))
+            offsets.append(length + len(earlier))
             parts += (earlier, own)
             length += len(earlier) + len(own)
-        return "".join(parts), places
+        return "".join(parts), offsets
 
     def flush(self) -> str:
         """End the sequence; return what was held back, as U+FFFD."""

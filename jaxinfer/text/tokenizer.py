@@ -188,28 +188,28 @@ class Tokenizer:
         )
         return [encoding.ids for encoding in encodings]
 
-    def encode_located(
+    def encode_with_offsets(
         self, text: str, *, add_special_tokens: bool = True
     ) -> tuple[list[int], list[int]]:
         """``encode``, and where each token begins in ``text``, in characters. Parts of one
         character share its place; a special token that was added takes none.
         """
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        places: list[int] = []
+        offsets: list[int] = []
         end = 0  # of the text's tokens so far
         spans = zip(encoding.ids, encoding.offsets, encoding.special_tokens_mask, strict=True)
         for token_id, (first, last), is_added in spans:
             if is_added:
-                places.append(len(text) if end else 0)
+                offsets.append(len(text) if end else 0)
                 continue
             # byte-level tokenizers leave the spaces before a token's text out of its span
             piece = self.token_piece(token_id)
             earliest = max(first - (len(piece) - len(piece.lstrip())), end)
             while first > earliest and text[first - 1].isspace():
                 first -= 1
-            places.append(first)
+            offsets.append(first)
             end = max(end, last)
-        return encoding.ids, places
+        return encoding.ids, offsets
 
     def decode(
         self, token_ids: int | Sequence[int], skip_special_tokens: bool = True, **options: Any
