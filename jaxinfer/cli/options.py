@@ -1,8 +1,7 @@
-"""Options that several commands share. An option is named as the field that it sets.
+"""Options that several commands share. An option has the name of the field that it sets.
 
-Owns: the options of ``EngineConfig`` (``SIZE_OPTIONS`` are those that decide what fits,
-``SHAPE_OPTIONS`` the finer ones of what is compiled) and of ``SamplingParams``, and picking the
-given ones.
+Owns: the options of ``EngineConfig`` (``SIZE_OPTIONS`` for memory and batch sizes,
+``SHAPE_OPTIONS`` for the shapes of executables) and of ``SamplingParams``.
 """
 
 from __future__ import annotations

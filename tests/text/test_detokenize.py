@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.text.detokenize import StopStrings
-from jaxinfer.text.spec import TokenizerSpec
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
+from jaxinfer.text.tokenizer_config import TokenizerSpec
 from kit.tokenizers import real_spec, stories_gguf_metadata, tiny_tokenizer_spec
 
 NAMES = ["tiny", "gpt2", "smollm2", "qwen3", "stories", "stories_no_prefix"]

@@ -16,7 +16,7 @@ from jaxinfer.exec.compile.bundle import Bundle
 from jaxinfer.exec.compile.memory_plan import MemoryPlan
 from jaxinfer.models.base import Model
 from jaxinfer.nn.placement import Placement
-from jaxinfer.text.spec import TokenizerSpec
+from jaxinfer.text.tokenizer_config import TokenizerSpec
 from jaxinfer.weights.sources import ModelSource
 from pallas_kernels.pins import Pins
 
