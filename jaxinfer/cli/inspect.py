@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @click.command(params=[*SIZE_OPTIONS], help=f"Describe MODEL, or a bundle. MODEL: {MODEL_FORMS}.")
 @click.argument("model", required=False)
-@click.option("--bundle", metavar="FOLDER", help="What `jaxinfer compile` wrote, instead of MODEL.")
+@click.option(
+    "--bundle", metavar="FOLDER", help="A folder of `jaxinfer compile`, instead of MODEL."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(model: str | None, bundle: str | None, as_json: bool, **fields: Any) -> None:
     """Print the report of one model or bundle."""
