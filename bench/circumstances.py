@@ -1,4 +1,4 @@
-"""What a measured number means nothing without: machine, versions, commit."""
+"""The machine, versions and commit of a measurement, for its report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def circumstances(*sources: str) -> dict[str, Any]:
-    """Facts for a JSON report; ``git_dirty`` says whether ``sources`` differ from the commit."""
+    """Facts for a JSON report; ``git_dirty``: whether ``sources`` differ from the commit."""
     import jax
 
     return {
@@ -22,7 +22,7 @@ def circumstances(*sources: str) -> dict[str, Any]:
 
 
 def host_circumstances(*sources: str) -> dict[str, Any]:
-    """The same without the device: for a process that must leave it to another one."""
+    """The facts without the device, for a process that must leave the device to another one."""
     commit = _git("rev-parse", "HEAD")
     return {
         "host": _cpu_model() or platform.processor() or platform.machine(),
@@ -36,7 +36,7 @@ def host_circumstances(*sources: str) -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says; None where the files are no checkout, as on a lent machine."""
+    """The output of git; None if the files are not a checkout."""
     command, root = ["git", *arguments], Path(__file__).parents[1]
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
@@ -46,7 +46,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _cpu_model() -> str | None:
-    """The processor's name where Linux tells it."""
+    """The processor's name; None if the system does not report it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

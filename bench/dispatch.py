@@ -1,24 +1,24 @@
-"""What the call of a compiled step takes the host, and which part of the call it is.
+"""Host time of the call of a compiled step, and its parts.
 
     python -m bench.dispatch --config bench/shapes/qwen3-4b/config.json --steps d1,p1024x64
 
-Each call begins when the device is idle, so nothing waits in it. Beside a step stand two others:
-``leaves`` takes and returns the same arrays and computes nothing, so what a step takes more is the
-launching of its kernels; ``resident`` is the step with its batch on the device already, in the same
-place each time. On a GPU a step is one CUDA graph, and XLA records every node of it anew whose
-memory has moved since the last call. How many those are, and how long it took, XLA says itself:
+Each call starts when the device is idle, so nothing waits in it. Two other calls are measured for
+comparison: ``leaves`` takes and returns the same arrays and computes nothing, so the difference to
+a step is the launch of its kernels; ``resident`` is the step with its batch already on the device,
+at the same address each time. On a GPU a step is one CUDA graph, and XLA records every node again
+whose memory has moved since the last call. XLA logs their number and the time:
 
     TF_CPP_MIN_LOG_LEVEL=0 TF_CPP_VMODULE=command_buffer_thunk=3,command_executor=1
 
-Whether it moves is up to the allocator: XLA_PYTHON_CLIENT_ALLOCATOR=vmm, an engine's default, or
+The allocator decides whether memory moves: XLA_PYTHON_CLIENT_ALLOCATOR=vmm, an engine's default, or
 bfc.
 
-Where the host is meanwhile, by the spans of JAX's and XLA's own host tracer, summed by name (a span
-holds those that it calls): ``--spans 30``. XLA runs no CUDA graphs while it is traced, unless
+``--spans 30`` prints the spans of JAX's and XLA's own host tracer during a call, summed by name (a
+span includes the spans within it). XLA runs no CUDA graphs while it is traced, unless
 
     XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true
 
-Owns: the three calls, their clock and their spans.
+Owns: the three calls, their timing and their spans.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 from jax.profiler import ProfileData
 
-from bench.throughput import in_turn
+from bench.throughput import rotated
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.step import StepPlan
@@ -53,7 +53,7 @@ HOST = "/host:CPU"  # the plane of the host's threads in a trace
 
 
 class Device:
-    """Weights, pages and slots of a program, and how long calls on them take the host."""
+    """Weights, pages and slots of a program, and the host time of calls on them."""
 
     def __init__(self, program: Program, params: Any) -> None:
         self._program = program
@@ -62,7 +62,7 @@ class Device:
         self.num_leaves = len(jax.tree.leaves((self._weights, self._state)))
 
     def calls(self, name: str) -> Mapping[str, Callable[[], float]]:
-        """Of the step ``name``, by name: each runs it once and returns the host's microseconds."""
+        """The calls of the step ``name``: each runs once and returns the host's microseconds."""
         program = self._program
         bucket = next(one for one in program.limits.buckets if one.name == name)
         plan = StepPlan(-1, bucket, (), (), ())
@@ -92,11 +92,12 @@ def _leaves(weights: Any, pages: Any, slots: Any, flat: jax.Array) -> Any:
 
 
 def measure(calls: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Median microseconds of each call, in turns."""
+    """Median microseconds of each call; the order of the calls rotates."""
     samples: dict[str, list[float]] = {call: [] for call in CALLS}
-    for repeat in range(-3, repeats):  # a first run loads, a second records a CUDA graph
-        for call in in_turn(list(CALLS), repeat):
-            some = [calls[call]() for _ in range(5)]  # the first finds another's traces
+    for repeat in range(-3, repeats):  # the first run loads, the second records a CUDA graph
+        for call in rotated(list(CALLS), repeat):
+            # the first call of each is slower after another executable
+            some = [calls[call]() for _ in range(5)]
             if repeat >= 0:
                 samples[call] += some[1:]
     return {call: median(some) for call, some in samples.items()}

@@ -1,8 +1,8 @@
-"""What the engine adds to a compiled step, and which part of the host's work it is.
+"""The time that the engine adds to a compiled step, and its split by part of the host's work.
 
-Owns: the bare loop over a decode bucket, the engine's own decoding timed by turns, and the split of
-host time. The bare loop waits for each step's tokens; the engine plans the next step meanwhile, so
-it may even come out ahead.
+Owns: the bare loop over a decode bucket, the timing of the engine's own decoding, and the split of
+host time. The bare loop waits for each step's tokens; the engine plans the next step while one
+runs, so it may even be faster.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unittest.mock import patch
 import jax
 import numpy as np
 
-from bench.throughput import in_turn
+from bench.throughput import rotated
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.progress import NoProgress
@@ -40,7 +40,7 @@ from jaxinfer.weights.load import load_params
 
 
 class BareSteps:
-    """A compiled decode bucket in a loop, with a page pool and slots of its own."""
+    """A compiled decode bucket in a loop, with its own page pool and slots."""
 
     def __init__(self, program: Program, executables: Executables, params: Params) -> None:
         self._program, self._executables = program, executables
@@ -107,7 +107,7 @@ def host_split(
     """Milliseconds per decode step by part, from an instrumented run.
 
     schedule; pack; dispatch (the rest of launching); wait (for the device); collect (reading the
-    tokens that are there); process (the rest of a turn: detokenising, endings).
+    tokens); process (the rest of an iteration: detokenizing, endings).
     """
     seconds: defaultdict[str, float] = defaultdict(float)
 
@@ -127,7 +127,7 @@ def host_split(
         wait(step.output)
         result = collect(step)
         if step.prepared.plan.prefills:
-            seconds.clear()  # the decode steps begin here
+            seconds.clear()  # the decode steps start here
         return result
 
     with (
@@ -153,7 +153,7 @@ def measure_overhead(
     num_tokens: int,
     repeats: int,
 ) -> tuple[dict[tuple[str, int], list[float]], dict[int, dict[str, float]]]:
-    """Milliseconds per step by ("engine" or "bare", batch), in turns; host time by batch."""
+    """Milliseconds per step by ("engine" or "bare", batch), in rotating order, and host time."""
     engine, executor, bare = build_parts(gguf)
     length = len(prompts[0])
     runs: dict[str, Callable[[int], float]] = {
@@ -167,14 +167,14 @@ def measure_overhead(
             samples[name, batch] = []
     for repeat in range(repeats):
         for batch in batches:
-            for name in in_turn(list(runs), repeat):
+            for name in rotated(list(runs), repeat):
                 samples[name, batch].append(runs[name](batch))
     splits = {n: host_split(engine, executor, prompts[:n], num_tokens) for n in batches}
     return samples, splits
 
 
 def build_parts(gguf: Path) -> tuple[Engine, Executor, BareSteps]:
-    """What ``build_engine`` builds, and the bare loop on the same executables and weights."""
+    """The parts of ``build_engine``, and the bare loop on the same executables and weights."""
     config = EngineConfig(model=os.fspath(gguf), enable_prefix_caching=False)
     plan, progress = plan_engine(config), NoProgress()
     program = plan.program

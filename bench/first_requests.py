@@ -1,12 +1,12 @@
-"""The first requests after a start beside those that follow: is a ready server really ready?
+"""Compares the first requests after a start with later ones: is a ready server fully warmed up?
 
-Run from the repository root; what follows ``--`` are flags of ``jaxinfer serve``:
+Run from the repository root; the arguments after ``--`` are flags of ``jaxinfer serve``:
 
     .venv/bin/python -m bench.first_requests --starts 2 [--output FILE] -- MODEL --cache-dir FOLDER
 
 Each start sends the first 20 requests one after the other, of every kind, then each kind again for
-its steady time. With an empty cache folder the first start is the one from nothing. Exits with 1
-when a first request took longer than 1.5 times its steady time and 50 ms.
+its steady time. With an empty cache folder the first start compiles everything. Exits with 1 if a
+first request took longer than 1.5 times its steady time plus 50 ms.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ type Kind = tuple[str, str, dict[str, Any]]
 
 
 def kinds() -> list[Kind]:
-    """Name, route and body of each kind of request; 32 tokens each, so that steps are seen."""
+    """Name, route and body of each kind of request; 32 tokens each, so that steps are timed."""
     plain = {"prompt": WORDS * 4, "max_tokens": 32, "ignore_eos": True}
     chat = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 32, "ignore_eos": True}
     completions, chats = "/v1/completions", "/v1/chat/completions"
@@ -51,7 +51,7 @@ def kinds() -> list[Kind]:
 
 
 async def seconds_of(client: Client, kind: Kind) -> float:
-    """How long one request takes; raises ``RuntimeError`` when it is not answered."""
+    """The duration of one request; raises ``RuntimeError`` if it fails."""
     _, path, body = kind
     started = time.perf_counter()
     answer = await client.post(path, json.dumps(body).encode())
@@ -78,7 +78,7 @@ async def measure(url: str) -> dict[str, Any]:
 
 
 def start(arguments: list[str]) -> dict[str, Any]:
-    """One start of a server: when it is ready and its first token there, and its first requests."""
+    """One start of a server: its times to ready and to the first token, and its first requests."""
     started = time.perf_counter()
     with ServerProcess(*arguments) as server:
         client_body = json.dumps({"prompt": WORDS, "max_tokens": 1, "temperature": 0}).encode()
@@ -103,7 +103,7 @@ async def _late_compiles(url: str) -> int:
 
 
 def main() -> int:
-    """Measure as many starts as asked for, print a table and write the report."""
+    """Measure the starts, print a table and write the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--output", type=Path)

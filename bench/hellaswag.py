@@ -1,12 +1,12 @@
-"""HellaSwag's first 200 rows through a running server, with lm-eval, against transformers' scores.
+"""HellaSwag's first 200 rows on a running server, by lm-eval, compared with transformers' scores.
 
-Run from the repository root, with the interpreter that has `lm-eval[api]` and `transformers`;
-MORE goes to lm-eval, `--limit 20` for instance:
+Run from the repository root; PATH is an interpreter with `lm-eval[api]` and `transformers`; MORE
+are options of lm-eval, such as `--limit 20`:
 
     .venv/bin/python -m bench.hellaswag --python PATH [--base-url URL] [-- MORE]
 
-Exits with 1 when a score differs by more than one item from what transformers computed on the same
-weights, SmolLM2-135M-Instruct dequantised to float32.
+Exits with 1 if a score differs by more than one item from transformers' on the same weights,
+SmolLM2-135M-Instruct dequantised to float32.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run_lm_eval(
 
 
 def unpack(source: Path, target: Path) -> Path:
-    """A folder as transformers wants it, from one whose large files are compressed."""
+    """A copy of the folder that transformers can read, with its compressed files unpacked."""
     target.mkdir()
     for path in source.iterdir():
         data = path.read_bytes()
@@ -58,26 +58,26 @@ def unpack(source: Path, target: Path) -> Path:
 
 
 def compare(samples: Sequence[dict[str, Any]], reference: dict[str, Any]) -> dict[str, Any]:
-    """Correct items of both sides over the rows that were asked, and how far choices are apart."""
+    """Correct items of both sides over the evaluated rows, and the largest difference."""
     rows = {row["ind"]: row for row in reference["rows"]}
-    apart: list[float] = []
+    differences: list[float] = []
     ours = {"acc": 0, "acc_norm": 0}
     theirs = {"acc": 0, "acc_norm": 0}
     for sample in samples:
         row = rows[sample["doc"]["ind"]]
         choices: list[str] = sample["doc"]["choices"]
-        asked = [float(answer[0]) for answer in sample["filtered_resps"]]
-        wanted: list[float] = row["log_likelihoods"]
-        apart += [abs(a - b) for a, b in zip(asked, wanted, strict=True)]
+        found = [float(answer[0]) for answer in sample["filtered_resps"]]
+        expected: list[float] = row["log_likelihoods"]
+        differences += [abs(a - b) for a, b in zip(found, expected, strict=True)]
         for name in ours:
             lengths = [len(choice) if name == "acc_norm" else 1 for choice in choices]
             ours[name] += int(sample[name])
-            theirs[name] += _best(wanted, lengths) == row["label"]
+            theirs[name] += _best(expected, lengths) == row["label"]
     return {
         "rows": len(samples),
         "ours": ours,
         "transformers": theirs,
-        "largest_difference": max(apart),
+        "largest_difference": max(differences),
     }
 
 
@@ -88,13 +88,13 @@ def _best(log_likelihoods: Sequence[float], lengths: Sequence[int]) -> int:
 
 
 def read_samples(output: Path) -> list[dict[str, Any]]:
-    """What lm-eval wrote of each row."""
+    """lm-eval's record of each row."""
     (path,) = output.rglob(f"samples_{TASK}_*.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Evaluate, print, judge."""
+    """Evaluate, print, and exit with 1 if the scores differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--python", required=True, help="interpreter with lm-eval[api]")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000")

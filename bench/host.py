@@ -1,12 +1,13 @@
-"""The engine's loop beside a server's work: on a thread of the process, or in a process of its own?
+"""Compares an engine loop on a thread of the server's process with one in a process of its own.
 
 Run from the repository root:
 
     .venv/bin/python -m bench.host [--repeats N] [--output FILE]
 
-The device is simulated (``kit.sim_executor``): a step takes a given time and holds no core. The
-server is the real one: it streams every sequence to a client, and is asked five times a second to
-tokenise a text of 100,000 characters. Every run is a process of its own, and the clients are one.
+The device is simulated (``kit.sim_executor``): a step takes a given time and uses no core. The
+server is the real one: it streams every sequence to a client, and five times a second a request
+asks it to tokenise a text of 100,000 characters. Every run is a process of its own, and the clients
+are one process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from typing import Any
 
 from bench.circumstances import host_circumstances
 
-sys.path.append(str(Path(__file__).parent.parent / "tests"))  # the simulated device is a test's
+# the simulated device is part of the tests
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.engine.link.client import EngineClient
@@ -59,7 +61,7 @@ GATHER_SECONDS = 0.006  # for each request to arrive, before the first step ends
 PROMPT_TOKENS = 32
 LONG_TEXT = "The quick brown fox jumps over the lazy dog. " * 2222  # 100,000 characters
 LONG_TEXT_EVERY = 0.2  # seconds
-# reads everything from every connection, rarely, so as to take little of the cores itself
+# reads all connections at long intervals, so that it takes little of the cores itself
 CLIENTS = """
 import http.client, json, selectors, socket, sys, threading, time
 port, num_seqs, body, long_body, every = json.loads(sys.argv[1])
@@ -108,16 +110,16 @@ class Run:
     ideal_tokens_per_s: float
     interval_p50_ms: float
     interval_p99_ms: float
-    client_tokens_per_s: float  # until the last token had left the front
+    client_tokens_per_s: float  # until the server had sent the last token
     engine_us_per_token: float  # CPU of the engine's thread
-    engine_process_us_per_token: float | None  # CPU of the engine's process, when it has one
-    front_us_per_token: float  # CPU of everything else in the server's process
+    engine_process_us_per_token: float | None  # CPU of the engine's process, if it has one
+    front_us_per_token: float  # CPU of the rest of the server's process
     long_text_ms: float  # median time to encode the long prompt
     load_1min: float
 
 
 def measure(place: str, num_seqs: int, step_ms: float) -> Run:
-    """One run in this process; the engine's thread is here or in another."""
+    """One run in this process; the engine's thread is here or in another process."""
     num_tokens = round(1e3 * SECONDS / step_ms)
     executor = SimExecutor(step_ms / 1e3, first_seconds=GATHER_SECONDS * num_seqs)
     with tempfile.TemporaryDirectory() as folder:
@@ -157,7 +159,7 @@ def measure(place: str, num_seqs: int, step_ms: float) -> Run:
 
 
 def ask(port: int, num_seqs: int, num_tokens: int) -> list[float]:
-    """Let a process be the clients; returns the ms that each long text took."""
+    """Run the clients in a process; returns the ms that each long text took."""
     body = {
         "prompt": list(range(1000, 1000 + PROMPT_TOKENS)),
         "max_tokens": num_tokens,
@@ -179,7 +181,7 @@ def summary(
     own_cpu: float,
     long_text_ms: list[float],
 ) -> Run:
-    """Numbers of the steps in which every sequence decodes, without the first tenth."""
+    """Figures of the steps in which every sequence decodes, without the first tenth."""
     full = [step for step in trace if step.num_rows == num_seqs]
     full = full[len(full) // 10 :]
     first, last = full[0], full[-1]
@@ -188,7 +190,7 @@ def summary(
     num_tokens = num_seqs * round(1e3 * SECONDS / step_ms)
     engine_cpu = last.engine_cpu - first.engine_cpu
     process_cpu = last.process_cpu - first.process_cpu
-    apart = place == "process"
+    in_process = place == "process"
     return Run(
         place=place,
         num_seqs=num_seqs,
@@ -199,21 +201,22 @@ def summary(
         interval_p99_ms=statistics.quantiles(intervals, n=100)[98],
         client_tokens_per_s=num_tokens / (end - trace[0].done),
         engine_us_per_token=1e6 * engine_cpu / tokens,
-        engine_process_us_per_token=1e6 * process_cpu / tokens if apart else None,
-        front_us_per_token=1e6 * (own_cpu / num_tokens - (0 if apart else engine_cpu / tokens)),
+        engine_process_us_per_token=1e6 * process_cpu / tokens if in_process else None,
+        front_us_per_token=1e6
+        * (own_cpu / num_tokens - (0 if in_process else engine_cpu / tokens)),
         long_text_ms=statistics.median(long_text_ms),
         load_1min=os.getloadavg()[0],
     )
 
 
-def run_apart(place: str, num_seqs: int, step_ms: float) -> dict[str, Any]:
-    """``measure`` in a fresh process."""
+def run_in_process(place: str, num_seqs: int, step_ms: float) -> dict[str, Any]:
+    """``measure`` in a new process."""
     command = [sys.executable, "-m", "bench.host", "--one", place, str(num_seqs), str(step_ms)]
     return json.loads(subprocess.check_output(command, text=True))
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of every number, and the samples of those that vary most."""
+    """The median of every number, and the samples of the numbers that vary most."""
     row = {
         name: statistics.median(run[name] for run in runs) if isinstance(value, float) else value
         for name, value in runs[0].items()
@@ -238,7 +241,7 @@ def main() -> None:
     for _ in range(arguments.repeats):
         for num_seqs, step_ms in cases:
             for place in PLACES:
-                run = run_apart(place, num_seqs, step_ms)
+                run = run_in_process(place, num_seqs, step_ms)
                 runs.setdefault((place, num_seqs, step_ms), []).append(run)
                 print(
                     f"{place:8}{num_seqs:4} x {step_ms:4} ms {run['tokens_per_s']:9.0f} tok/s of "

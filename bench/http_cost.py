@@ -1,14 +1,14 @@
-"""What serving over HTTP adds to a token, against ``LLM.generate`` on the same prompts.
+"""The time that serving over HTTP adds to a token, compared with ``LLM.generate``.
 
 Run from the repository root:
 
     .venv/bin/python -m bench.http_cost [--streams 64] [--repeats 5] [--output FILE] [-- FLAGS]
 
-Both engines live in processes of their own and run in turns; FLAGS go to `jaxinfer serve`. Added
-is the difference of the two wall times over all tokens, client included: where client and server
-share the cores, the client's part is in it. CPU times stand beside it, because wall times mean
-little on a machine that does something else as well: of the client, of the server's own process,
-and how much more CPU the whole server took than the offline engine.
+Both engines run in processes of their own, in turns, on the same prompts; FLAGS go to `jaxinfer
+serve`. The added time is the difference of the two wall times over all tokens, client included: if
+client and server share the cores, it includes the client's part. CPU times are reported as well,
+because wall times vary on a machine that runs other jobs: those of the client, of the server's own
+process, and the whole server's minus the offline engine's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FIELDS = {"ignore_eos": True, "temperature": 0}
 
 
 async def ask(url: str, queries: list[Query]) -> Outcome:
-    """All queries at once, streamed. Raises ``RuntimeError`` when one fails."""
+    """All queries at once, streamed. Raises ``RuntimeError`` if one fails."""
     client = Client(url)
     model = await first_model(client, 60)
     bodies = [body_of(query, ROUTE, model, FIELDS) for query in queries]

@@ -1,15 +1,16 @@
-"""Times every implementation of every kernel op on its bench cases, on the device at hand.
+"""Times every implementation of every kernel op on its bench cases, on this machine's device.
 
 Run from the repository root:
 ``python -m bench.kernels [--op NAME,...] [--impl NAME,...] [--case TEXT] [--output FILE]``; with
 ``--check`` it compares each implementation with the op's definition on this device instead.
-Bandwidth and operations are those that the op cannot do without (``KernelOp.cost``). Both have a
-ceiling that is measured here, on random data, as zeros take less power and are faster: what XLA
-moves at most, and what it multiplies. The share is of the one that binds: below one, time is lost.
+Bandwidth and operations are the minimum that the op needs (``KernelOp.cost``). The ceiling of each
+is measured here, on random data, since zeros take less power and are faster: XLA's fastest copy,
+and its fastest matmul. The share is that of the binding ceiling: below one, time is lost.
 
-On a GPU a call takes less than its launch from the host. There one computation, which XLA captures
-as a graph, makes many calls in a row, each fed by the last (``KernelOp.feeds``) so that none can be
-left out, and over several sets of pools in turn so that none is found in the cache.
+On a GPU a call takes less time than its launch from the host. There one computation, which XLA
+captures as a graph, makes many calls in a row. Each takes the result of the last
+(``KernelOp.feeds``), so that XLA removes none, and the calls use several sets of pools in rotation,
+so that no pool is still in the cache.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ from pallas_kernels.registry import (
 from pallas_kernels.testing import mismatch, runnable
 
 SECONDS_PER_CASE = 0.15
-SECONDS_PER_SAMPLE = 0.005  # calls are launched back to back for this long, then awaited
+SECONDS_PER_SAMPLE = 0.005  # calls are launched back to back for this long, then waited for
 LARGE_BYTES = 1 << 20  # an argument of this size is a pool, of which there are several sets
-MOST_POOL_BYTES = 24 << 30  # of all sets together
-MOST_SETS = 36  # as many as layers of the model whose shapes most cases have
-COLD_BYTES = {"cpu": 0, "gpu": 1 << 28, "tpu": 0}  # read before a set's turn comes again
-MOST_REPEATS = 36  # calls of one computation; its compile time grows with them
-SECONDS_PER_CHAIN = 0.004  # a computation takes about this long, where calls are so fast
-CEILING_BYTES = {"cpu": 1 << 28, "gpu": 1 << 31, "tpu": 1 << 30}  # well past any cache
+MAX_POOL_BYTES = 24 << 30  # of all sets together
+MAX_SETS = 36  # the number of layers of the model whose shapes most cases have
+COLD_BYTES = {"cpu": 0, "gpu": 1 << 28, "tpu": 0}  # read before the same set is used again
+MAX_REPEATS = 36  # calls of one computation; its compile time grows with them
+SECONDS_PER_CHAIN = 0.004  # a computation takes about this long, if calls are this fast
+CEILING_BYTES = {"cpu": 1 << 28, "gpu": 1 << 31, "tpu": 1 << 30}  # well beyond any cache
 CEILING_PRODUCT = {"cpu": (1024, "float32"), "gpu": (8192, "bfloat16"), "tpu": (8192, "bfloat16")}
 
 type Arguments = dict[int, Any]  # of an op's call, by index
 
 
 def seconds_per_call(call: Callable[[], Any]) -> float:
-    """Median over samples; ``call`` launches one run and returns something to wait for."""
+    """Median over samples; ``call`` launches one run and returns its result to wait for."""
     jax.block_until_ready(call())  # compiles
     jax.block_until_ready(call())
     started = time.perf_counter()
@@ -73,24 +74,24 @@ def seconds_per_call(call: Callable[[], Any]) -> float:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device at hand reaches at most, by XLA's own code."""
+    """The highest rates of this machine's device, with XLA's own code."""
 
     read: float  # bytes/s, of a maximum over an array
     rewritten: float  # bytes/s read and written, of an array changed in place
     copied: float  # bytes/s read and written
-    product: float  # floating-point operations/s, of two square matrices
+    product: float  # floating-point operations/s, of a matmul of two square matrices
 
     @property
     def moved(self) -> float:
-        """Bytes per second, however they move."""
+        """The highest bandwidth, in bytes per second."""
         return max(self.read, self.rewritten, self.copied)
 
     def floor(self, cost: Cost) -> float:
-        """The least seconds of a call."""
+        """The shortest possible duration of a call, in seconds."""
         return max(self._seconds(cost).values())
 
     def bound(self, cost: Cost) -> str:
-        """What takes them: bytes or flops."""
+        """The ceiling that binds: bytes or flops."""
         seconds = self._seconds(cost)
         return max(seconds, key=seconds.__getitem__)
 
@@ -99,7 +100,7 @@ class Ceilings:
 
 
 def measured_ceilings() -> Ceilings:
-    """Of the device at hand."""
+    """Measure the ceilings of this machine's device."""
     size, (width, dtype) = (
         each[jax.default_backend()] for each in (CEILING_BYTES, CEILING_PRODUCT)
     )
@@ -124,10 +125,12 @@ def measured_ceilings() -> Ceilings:
 
 
 def chained(op: KernelOp, function: Callable[..., Any], repeats: int) -> Callable[..., Any]:
-    """Calls in a row: (updated pools of each set, fixed pools of each set, the rest) to the first.
+    """A jitted function of ``repeats`` calls in a row.
 
-    All three hold arguments by index. Pools are updated in place; what else a call feeds goes to
-    the next call, whatever its set. Where an op feeds nothing, calls only wait for the last.
+    It maps (updated pools, fixed pools, rest) to the results. Both kinds of pools are lists with
+    one entry a set; all three arguments hold the op's arguments by index. Pools are updated in
+    place; other outputs that a call feeds go to the next call, whichever set it uses. If an op
+    feeds nothing, each call only waits for the last.
     """
 
     def run(updated: list[Arguments], fixed: list[Arguments], rest: Arguments) -> Any:
@@ -148,15 +151,15 @@ def chained(op: KernelOp, function: Callable[..., Any], repeats: int) -> Callabl
 
 
 def _after(outputs: list[jax.Array], named: Arguments) -> Arguments:
-    """The arguments, such that XLA cannot take the call for an earlier one with the same."""
+    """Make the arguments depend on ``outputs``: XLA must not merge the call with an earlier one."""
     return jax.lax.optimization_barrier((outputs, named))[1]
 
 
 def parts(op: KernelOp, arguments: Sequence[Any]) -> tuple[Arguments, Arguments, Arguments]:
-    """What a call takes: pools that it updates, other pools, the rest.
+    """The arguments of a call: pools that it updates, other pools, the rest.
 
-    What one call feeds to the next is no pool, however large: of a set's own, each call would do
-    the same again, and XLA would do it once for all.
+    An argument that one call feeds to the next is not a pool, however large: with one for each set,
+    all calls on a set would be equal, and XLA would compute only one.
     """
     named = dict(enumerate(arguments))
     fed = {argument for argument, _ in op.feeds}
@@ -172,8 +175,8 @@ def seconds_in_a_chain(
     """Seconds of one call of ``function`` on the op's arguments (arrays on the device)."""
     updated, fixed, rest = parts(op, arguments)
     set_bytes = sum(map(_nbytes, (*updated.values(), *fixed.values())))
-    wanted = min(-(-COLD_BYTES[jax.default_backend()] // cost.bytes), MOST_SETS)
-    count = max(1, min(wanted, MOST_POOL_BYTES // max(1, set_bytes)))
+    wanted = min(-(-COLD_BYTES[jax.default_backend()] // cost.bytes), MAX_SETS)
+    count = max(1, min(wanted, MAX_POOL_BYTES // max(1, set_bytes)))
     sets = [jax.tree.map(jnp.copy, (updated, fixed)) for _ in range(count)]
     state = [pools for pools, _ in sets]
 
@@ -187,8 +190,8 @@ def seconds_in_a_chain(
 
         return seconds_per_call(call) / repeats
 
-    alone = timed(1)  # with the launch from the host
-    repeats = min(int(SECONDS_PER_CHAIN / alone), MOST_REPEATS)
+    alone = timed(1)  # including the launch from the host
+    repeats = min(int(SECONDS_PER_CHAIN / alone), MAX_REPEATS)
     if jax.default_backend() == "cpu" or repeats < 2:
         return alone
     return timed(-(-repeats // count) * count)
@@ -201,7 +204,7 @@ def _nbytes(x: Any) -> int:
 def time_case(
     op: KernelOp, impl: Impl, case: Case, inputs: Inputs, ceilings: Ceilings
 ) -> dict[str, Any]:
-    """One row of the table; {"skipped": reason} when the implementation cannot run the inputs.
+    """One row of the table; {"skipped": reason} if the implementation cannot run the inputs.
 
     ``inputs`` are the case's, arrays on the device.
     """
@@ -221,14 +224,14 @@ def time_case(
 
 
 def bench_cases(op: KernelOp, text: str) -> list[Case]:
-    """The op's bench cases for the device at hand whose name contains ``text``."""
+    """The op's bench cases for this machine's device whose name contains ``text``."""
     here = jax.default_backend() == "gpu"
     named = [case for case in op.cases if "bench" in case.tags and text in case.name]
     return [case for case in named if here or "gpu" not in case.tags]
 
 
 def wrong_results(ops: Sequence[KernelOp], impls: Collection[str] | None) -> int:
-    """How many cases (ci and full) go wrong on the device at hand; prints each as it is tried."""
+    """The number of wrong cases (ci and full) on this machine's device; prints each result."""
     wrong = 0
     for op in ops:
         for case in (case for case in op.cases if {"ci", "full"} & set(case.tags)):
@@ -246,7 +249,7 @@ def _named(op: KernelOp, impls: Collection[str] | None) -> list[Impl]:
 
 
 def on_device(inputs: Inputs) -> Inputs:
-    """The same, with arrays of jax."""
+    """The same inputs as JAX arrays."""
     return Inputs(tuple(jax.tree.map(jnp.asarray, x) for x in inputs.args), inputs.static)
 
 
@@ -262,14 +265,14 @@ def shown(row: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Check or time, print, write: the file is whole after each row."""
+    """Check or time, print, write: the file is complete after each row."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     several = partial(str.split, sep=",")
     parser.add_argument("--op", type=several, metavar="NAME,...", help="only these ops")
     parser.add_argument("--impl", type=several, metavar="NAME,...", help="only these of each op")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--check", action="store_true", help="compare results, time nothing")
-    parser.add_argument("--commit", help="of the file, where it is no checkout of it")
+    parser.add_argument("--commit", help="commit of the sources, if they are no checkout")
     parser.add_argument("--output", type=Path, help="JSON file; by default bench/results/<device>")
     options = parser.parse_args(argv)
     ops = [op for op in all_ops() if options.op is None or op.name in options.op]

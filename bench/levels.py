@@ -1,14 +1,14 @@
-"""A level of ``bench.serve`` without a device: what the scheduler and the bucket table make of it.
+"""Simulates a level of ``bench.serve`` without a device, with the real scheduler and buckets.
 
-Run from the repository root, the last level of the sweep and one below saturation:
+Run from the repository root; the last level of the sweep, and one below saturation:
 
     .venv/bin/python -m bench.levels --cached 384
     .venv/bin/python -m bench.levels --cached 288 --num-prompts 384 --request-rate 32
 
-The loop and the scheduler are the real ones, with the sizes of ``configs/engine/gpu.toml``.
-The clock is the device's: a step takes what ``step_ms`` says, and all else takes no time but a
-request's way in. So a change of policy or of buckets shows before anything is compiled. Must not
-know: jax, models, HTTP.
+The loop and the scheduler are the real ones, with the sizes of ``configs/engine/gpu.toml``. The
+clock is the device's: a step takes the time that ``step_ms`` returns, and nothing else takes time
+except a request's passage through the server. So the effect of a change of policy or of buckets can
+be seen before anything is compiled.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from jaxinfer.exec.compile.buckets import bucket_table
 SIZES = Path(__file__).parent.parent / "configs" / "engine" / "gpu.toml"
 NUM_PAGES, MAX_MODEL_LEN = 52_000, 16_384
 # Qwen3-4B on one H200 (docs/performance.md), ms: a decode step by rows of 1,088 keys, a prompt step
-# by tokens. Of the former a row's keys take 38 us, the rest depends on the bucket's rows. Beside a
-# chunk a bucket's row costs only its share of products that the chunk has made long already, and
-# tokens are drawn from more rows (128 rows beside 1,024 tokens take 20 ms, 512 rows with 384 34).
+# by tokens. In a decode step a row's keys take 38 us, the rest depends on the bucket's rows. In a
+# step with a chunk, a bucket's row costs only its share of matmuls that the chunk has made long
+# already, and sampling has more rows (128 rows with 1,024 tokens take 20 ms, 512 rows with 384
+# tokens 34 ms).
 KEYS_MS, KEYS = 0.038, 1088
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
 ROWS_MS = (2.72, 2.82, 3.15, 3.80, 5.10, 7.85, 13.6, 26.0)
@@ -45,7 +46,7 @@ MIXED_MS, MIXED_ROW_MS = 1.0, 0.011
 
 
 def step_ms(plan: StepPlan) -> float:
-    """What the device takes for a step, by its bucket and the keys that its rows read."""
+    """The device's time for a step, from its bucket and the keys that its rows read."""
     bucket = plan.bucket
     keys = KEYS_MS * sum(row.num_computed_tokens for row in plan.rows) / KEYS
     if bucket.num_prefills:
@@ -58,7 +59,7 @@ def step_ms(plan: StepPlan) -> float:
 
 @dataclass
 class Device:
-    """A ``StepExecutor`` whose steps run one after the other, in no time of ours."""
+    """A ``StepExecutor`` that simulates steps one after the other, without waiting."""
 
     now: float = 0.0  # ms
     steps: list[tuple[float, float, StepPlan]] = field(
@@ -67,14 +68,14 @@ class Device:
     _free_at: float = 0.0
 
     def launch(self, plan: StepPlan) -> tuple[StepPlan, float]:
-        """Queue a step behind the others."""
+        """Queue a step after the others."""
         start, ms = max(self.now, self._free_at), step_ms(plan)
         self._free_at = start + ms
         self.steps.append((start, ms, plan))
         return plan, self._free_at
 
     def collect(self, step: tuple[StepPlan, float]) -> StepResult:
-        """Go on to the time at which the step is done."""
+        """Advance the clock to the end of the step."""
         plan, done = step
         self.now = max(self.now, done)
         rows = (RowResult(r.request_id, r.epoch, (5,) if r.samples else ()) for r in plan.rows)
@@ -83,18 +84,18 @@ class Device:
 
 @dataclass(frozen=True)
 class Level:
-    """Prompts of a length, sent at their times (ms); the first ``num_cached`` were asked before."""
+    """Requests of one length with their times (ms); the first ``num_cached`` prompts are cached."""
 
     sent: Sequence[float]
     num_cached: int = 0
     input_len: int = 1024
     output_len: int = 128
-    way_in_ms: float = 1.0  # of a request through the server, one after the other
+    server_ms: float = 1.0  # of a request in the server; one request after the other
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Times of each request's tokens after the level's begin, ms, and the steps."""
+    """Times of each request's tokens since the level's start, ms, and the steps."""
 
     sent: Sequence[float]
     tokens: list[list[float]]
@@ -115,7 +116,7 @@ class Outcome:
         return f"{'  '.join(parts)}  {rate:.0f} tok/s"
 
     def by_bucket(self) -> list[str]:
-        """Where the time goes: a line for each bucket, the longest in all first."""
+        """The time of each bucket, a line each, the longest in all first."""
         lines: list[tuple[float, str]] = []
         for name in {plan.bucket.name for _, _, plan in self.steps}:
             some = [(ms, plan) for _, ms, plan in self.steps if plan.bucket.name == name]
@@ -130,18 +131,19 @@ class Outcome:
 
 
 def run(limits: Limits, level: Level) -> Outcome:
-    """Fill the prefix cache, wait until that is over, then offer the level."""
+    """Fill the prefix cache, wait for the end of that, then offer the level."""
     device = Device()
     loop = EngineLoop(device, limits)
-    for number in range(level.num_cached):  # one by one: nobody preempts or evicts
+    # one by one, so that no sequence is preempted and no page evicted
+    for number in range(level.num_cached):
         loop.turn((Arrive(_request(f"cached-{number}", number, level, output_len=1)),))
         while not loop.idle:
             loop.turn(())
     begin, device.steps = device.now, []
-    way_in, todo = 0.0, list[tuple[float, int]]()
+    server_free_at, todo = 0.0, list[tuple[float, int]]()
     for number, sent in enumerate(level.sent):
-        way_in = max(way_in, sent) + level.way_in_ms
-        todo.append((begin + way_in, number))
+        server_free_at = max(server_free_at, sent) + level.server_ms
+        todo.append((begin + server_free_at, number))
     tokens: list[list[float]] = [[] for _ in level.sent]
     while todo or not loop.idle:
         loop.wait_for_room()
@@ -169,11 +171,11 @@ def _request(name: str, number: int, level: Level, output_len: int | None = None
 
 
 def limits_of(max_num_mixed_tokens: int | None) -> Limits:
-    """A GPU's default sizes, with another bound on mixed steps where one is given."""
+    """A GPU's default sizes; ``max_num_mixed_tokens`` replaces the default if it is set."""
     sizes = tomllib.loads(SIZES.read_text())
-    most_seqs, chunk = sizes["max_num_seqs"], sizes["max_num_batched_tokens"]
+    max_seqs, chunk = sizes["max_num_seqs"], sizes["max_num_batched_tokens"]
     buckets = bucket_table(
-        most_seqs,
+        max_seqs,
         chunk,
         decode_start=sizes["decode_bucket_start"],
         prefill_start=sizes["prefill_bucket_start"],
@@ -184,7 +186,7 @@ def limits_of(max_num_mixed_tokens: int | None) -> Limits:
     return Limits(
         num_pages=NUM_PAGES,
         page_size=16,
-        max_num_seqs=most_seqs,
+        max_num_seqs=max_seqs,
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=chunk,
         buckets=buckets,
@@ -199,7 +201,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cached", type=int, default=0, help="prompts that were asked before")
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=128)
-    parser.add_argument("--way-in-ms", type=float, default=1.0, help="of a request, in turn")
+    parser.add_argument(
+        "--server-ms", type=float, default=1.0, help="of each request in the server"
+    )
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--max-num-mixed-tokens", type=int)
     given = parser.parse_args(argv)
@@ -209,7 +213,7 @@ def main(argv: list[str] | None = None) -> None:
         num_cached=given.cached,
         input_len=given.input_len,
         output_len=given.output_len,
-        way_in_ms=given.way_in_ms,
+        server_ms=given.server_ms,
     )
     outcome = run(limits_of(given.max_num_mixed_tokens), level)
     print(outcome.line())

@@ -1,11 +1,11 @@
-"""Steady load on a running server: so many open streams for so long; gaps, errors, memory.
+"""Steady load on a running server: a number of open streams; gaps, errors, memory.
 
 Run from the repository root:
 
     .venv/bin/python -m bench.load --streams 64 --seconds 300 --server-pid PID [--output FILE]
 
 Each stream starts its next request when the last one ends; prompts are texts of mixed length. Exits
-with 1 when a bound is not kept: no errors, p99 gap <= 4 x the median, memory flat within 5 %.
+with 1 if a limit is exceeded: no errors, p99 gap <= 4 x the median, memory constant within 5 %.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from bench.serve.workload import Query, body_of
 
 TEXTS = Path("tests/data/evals/hellaswag_200.jsonl.gz")
 WINDOW = 60  # seconds at the start and at the end that are compared
-MEMORY_PERIOD = 1.0  # seconds between two looks at it
+MEMORY_PERIOD = 1.0  # seconds between two samples
 
-# what a steady run has to keep
+# limits for a steady run
 MAX_GAP_RATIO = 4.0
 MAX_DRIFT_PERCENT = 5.0
 
 
 @dataclass
 class Load:
-    """What a run saw; times are seconds from its start."""
+    """The record of a run; times are seconds from its start."""
 
     seconds: float
-    warmup: float  # of which nothing is counted
+    warmup: float  # seconds in which nothing is counted
     answers: int = 0
     gaps: list[float] = field(default_factory=list)
     ttfts: list[float] = field(default_factory=list)
     chunk_times: list[float] = field(default_factory=list)
     output_tokens: int = 0
     errors: list[str] = field(default_factory=list)
-    memory: list[tuple[float, int, int]] = field(default_factory=list)  # when, rss, pss
+    memory: list[tuple[float, int, int]] = field(default_factory=list)  # time, rss, pss
 
     def take(self, answer: Answer, start: float) -> None:
-        """Count one answer, and those of its chunks that came after the warm-up."""
+        """Count one answer, and those of its chunks that arrived after the warm-up."""
         self.answers += 1
         if answer.error:
             self.errors.append(answer.error)
@@ -104,7 +104,7 @@ class Load:
 
 
 def broken_bounds(summary: dict[str, Any]) -> list[str]:
-    """One sentence for each bound that the run did not keep."""
+    """One sentence for each limit that the run exceeded."""
     broken: list[str] = []
     if summary["errors"]:
         broken.append(f"{summary['errors']} of {summary['answers']} requests failed")
@@ -124,7 +124,7 @@ def mixed_queries(texts: list[str], seed: int) -> Iterator[Query]:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The beginnings of stories."""
+    """The contexts of HellaSwag's rows."""
     with gzip.open(path, "rt") as file:
         return [row["ctx_a"] for row in map(json.loads, file) if row["ctx_a"]]
 
@@ -139,7 +139,7 @@ async def keep_streams(
     warmup: float,
     server_pid: int | None = None,
 ) -> Load:
-    """Hold ``streams`` requests open until ``seconds`` are over, then let the last ones end."""
+    """Keep ``streams`` requests open for ``seconds``, then wait for the last ones to end."""
     load = Load(seconds, warmup)
     start = time.perf_counter()
 
@@ -148,7 +148,7 @@ async def keep_streams(
             answer = await client.post(path, next(bodies))
             load.take(answer, start)
             if answer.error:
-                await asyncio.sleep(0.1)  # a dead server is not asked in a tight loop
+                await asyncio.sleep(0.1)  # no tight loop if the server is down
 
     async def watch(pid: int) -> None:
         while True:
@@ -193,7 +193,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Load, print, write, judge."""
+    """Load, print, write, and exit with 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--base-url", default="http://127.0.0.1:8000")
     parser.add_argument("--endpoint", default="/v1/completions")

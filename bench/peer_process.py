@@ -1,4 +1,4 @@
-"""A peer engine in a child process of its own interpreter; see ``peers/line_server.py``."""
+"""A peer engine in a child process with its own interpreter; see ``peers/line_server.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class PeerUnavailable(Exception):
-    """A peer that cannot be measured here, and why."""
+    """A peer that cannot be measured here; the message says why."""
 
 
 class Run(NamedTuple):
@@ -23,7 +23,7 @@ class Run(NamedTuple):
 class PeerProcess:
     """Starts a peer and waits until it has loaded its model; a context manager that ends it.
 
-    Raises ``PeerUnavailable`` when the interpreter or its packages are missing or loading fails.
+    Raises ``PeerUnavailable`` if the interpreter or its packages are missing or loading fails.
     """
 
     def __init__(self, python: str, script: Path, *arguments: str) -> None:
@@ -51,7 +51,7 @@ class PeerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the child."""
+        """The child's process id."""
         return self._process.pid
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> Run:
@@ -65,7 +65,7 @@ class PeerProcess:
 
     def close(self) -> None:
         """End the child."""
-        self._process.communicate()  # it leaves when stdin ends
+        self._process.communicate()  # it exits at the end of stdin
         self._stderr.close()
 
     def __enter__(self) -> PeerProcess:

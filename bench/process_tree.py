@@ -1,7 +1,4 @@
-"""Resident memory and CPU time of a process and of all its descendants, from /proc (Linux).
-
-Owns: reading it.
-"""
+"""Resident memory and CPU time of a process and of all its descendants, from /proc (Linux)."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ class TreeMemory(NamedTuple):
 
 
 def tree_memory(pid: int) -> TreeMemory:
-    """Memory of ``pid`` and its descendants. Raises ``ProcessLookupError`` when ``pid`` is gone."""
+    """Memory of ``pid`` and its descendants; raises ``ProcessLookupError`` if it has exited."""
     sizes = [size for each in _tree(pid) if (size := _rollup(each)) is not None]
     if not sizes:
         raise ProcessLookupError(f"no process {pid}")
@@ -29,27 +26,27 @@ def tree_memory(pid: int) -> TreeMemory:
 
 
 class TreeCpu(NamedTuple):
-    """Seconds that a process has computed itself, and that it and its descendants have."""
+    """CPU seconds of a process itself, and of the process and its descendants."""
 
     own: float
     tree: float
 
 
 def tree_cpu(pid: int) -> TreeCpu:
-    """CPU time since the start, of living processes. Raises ``OSError`` when ``pid`` is gone."""
+    """CPU time since the start, of living processes. Raises ``OSError`` if ``pid`` has exited."""
     own = _cpu_seconds(pid)
     return TreeCpu(own, own + sum(_cpu_seconds(each) for each in _tree(pid)[1:]))
 
 
 def _cpu_seconds(pid: int) -> float:
-    """User and system time; the fields are counted after the name, which may hold anything."""
+    """User and system time; fields are counted from the end of the name, which may have spaces."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _tree(pid: int) -> list[int]:
     found = [pid]
-    for each in found:  # grows while it is walked
+    for each in found:  # the list grows during the loop
         for children in Path(f"/proc/{each}/task").glob("*/children"):
             try:
                 found += [int(child) for child in children.read_text().split()]
@@ -59,7 +56,7 @@ def _tree(pid: int) -> list[int]:
 
 
 def _rollup(pid: int) -> tuple[int, int] | None:
-    """Rss and Pss in bytes; None when the process has ended."""
+    """Rss and Pss in bytes; None if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     except OSError:

@@ -20,7 +20,7 @@ from bench.render_plot import lines_plot
 
 type Values = Mapping[tuple[str, str], Mapping[str, Any]]  # rows by (metric, case)
 
-# what Qwen3-4B shapes on one H200 have to reach: at most, for times; at least, for rates
+# targets for Qwen3-4B shapes on one H200: upper bounds of times, lower bounds of rates
 MUST: Mapping[tuple[str, str], float] = MappingProxyType(
     {
         ("tpot_ms", "b1"): 2.5,
@@ -60,7 +60,7 @@ SERVE = MappingProxyType(
 
 
 def step_tables(report: Mapping[str, Any], peer: Mapping[str, Any]) -> list[str]:
-    """Every table that the file has rows for, as lines of Markdown."""
+    """Every table for which the file has rows, as lines of Markdown."""
     ours, theirs = by_case(report["rows"]), by_case(peer["rows"])
     lines = [f"{report['device']}, jax {report['versions']['jax']}, commit {report['git']}", ""]
     for metric in TITLES:
@@ -74,12 +74,12 @@ def step_tables(report: Mapping[str, Any], peer: Mapping[str, Any]) -> list[str]
 
 
 def by_case(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """Rows by what they measure."""
+    """Rows by metric and case."""
     return {(row["metric"], row["case"]): row for row in rows}
 
 
 def _metric_table(metric: str, ours: Values, theirs: Values, peer: str) -> list[str]:
-    """The cases of the large model: ours, floor, peer, the bound."""
+    """The cases of the large model: ours, floor, peer, target."""
     rows: list[list[str]] = []
     for (name, case), row in ours.items():
         if name != metric or "/" in case:  # other lengths and other models have their own tables
@@ -104,7 +104,7 @@ def _metric_table(metric: str, ours: Values, theirs: Values, peer: str) -> list[
 
 
 def quotient(reference: float, value: float, rate: bool) -> float:
-    """How good a value is, as a share of a reference: more is better."""
+    """A value as a share of a reference; more is better."""
     return value / reference if rate else reference / value
 
 
@@ -113,7 +113,7 @@ def _met(value: float, must: float, rate: bool) -> bool:
 
 
 def _long_table(ours: Values) -> list[str]:
-    """TPOT at a long context beside what the short one predicts."""
+    """TPOT at a long context next to the prediction from the short one."""
     rows = [
         [case, number(row["value"]), number(row["predicted"]), f"{_over(row):+.1%}"]
         for (metric, case), row in ours.items()
@@ -152,7 +152,7 @@ def _start_table(ours: Values) -> list[str]:
 
 
 def _memory_table(ours: Values) -> list[str]:
-    """What the driver says is in use of the card, beside the share that was asked for."""
+    """The card's memory in use according to the driver, next to the configured share."""
     rows = [
         [case.replace("_", " "), f"{row['value']:.1%}", f"{row['asked']:.0%}"]
         for (metric, case), row in ours.items()
@@ -176,7 +176,7 @@ def _ablation_table(ours: Values) -> list[str]:
 
 
 def serve_tables(report: Mapping[str, Any], peer: Mapping[str, Any]) -> list[str]:
-    """The levels of a sweep as columns, ours over the peer's at the same level."""
+    """The levels of a sweep as columns, ours above the peer's at the same level."""
     theirs = {str(row["qps"]): row for row in peer["serve"]["rows"]}
     levels = [_level(row["qps"]) for row in report["rows"]]
     ours = dict(zip(levels, report["rows"], strict=True))
@@ -198,7 +198,7 @@ def _level(qps: float | str) -> str:
 
 
 def kernel_tables(report: Mapping[str, Any]) -> list[str]:
-    """A line for each case: the implementation that was the fastest there, then the others."""
+    """A line for each case: the implementation that is fastest in it, then the others."""
     ceilings = report["ceilings"]
     moved = max(ceilings[name] for name in ("read", "rewritten", "copied"))
     measured: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -232,14 +232,14 @@ def _value(values: Values, metric: str, case: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three figures, or the whole number where that is more."""
+    """Three figures, or the whole number if it has more."""
     if value is None:
         return NOTHING
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".")
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of Markdown and an empty one; nothing without rows."""
+    """Lines of Markdown and an empty one; none without rows."""
     if not rows:
         return []
     rule = ["---", *("---:" for _ in heads[1:])]
@@ -247,7 +247,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def tpot_plot(report: Mapping[str, Any], peer: Mapping[str, Any]) -> str:
-    """TPOT against batch: floor, ours, peer; an SVG file."""
+    """TPOT by batch: floor, ours, peer; an SVG file."""
 
     def points(rows: Iterable[Mapping[str, Any]], field: str) -> dict[int, float]:
         return {

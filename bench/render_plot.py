@@ -9,7 +9,7 @@ from html import escape
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 50, 120, 40, 40  # margins; the names of the lines are on the right
 COLORS = ("#888888", "#1f5fbf", "#2a9d4a", "#c05020")
-TICKS = 5  # of y, beside zero
+TICKS = 5  # of y, besides zero
 
 
 def lines_plot(title: str, lines: Mapping[str, Mapping[int, float]]) -> str:

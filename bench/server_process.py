@@ -1,7 +1,4 @@
-"""A server of our own for the length of a measurement.
-
-Owns: starting the command, waiting until it answers, ending it.
-"""
+"""A ``jaxinfer serve`` process for the duration of a measurement: start, wait until ready, end."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ END_SECONDS = 60.0
 class ServerProcess:
     """Starts ``jaxinfer serve`` on a free port; a context manager that ends it.
 
-    Raises ``RuntimeError`` with the server's last words when it ends or stays silent before it is
-    ready.
+    Raises ``RuntimeError`` with the end of the server's log if it exits or does not respond before
+    it is ready.
     """
 
     def __init__(self, *arguments: str) -> None:
@@ -47,7 +44,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started; its children hold the rest of its memory."""
+        """The id of the started process; its children hold the rest of its memory."""
         return self._process.pid
 
     async def _wait(self) -> None:
@@ -64,7 +61,7 @@ class ServerProcess:
         return self._log.read().decode(errors="replace")[-2000:]
 
     def close(self) -> None:
-        """Ask the server to end, and make it end."""
+        """Send SIGTERM, and SIGKILL if the server does not exit."""
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(END_SECONDS)

@@ -1,12 +1,12 @@
-"""How long `jaxinfer generate` takes to its first token, and how much memory: cold, warm, bundle.
+"""Time to the first token and memory of `jaxinfer generate`: cold, warm, and with a bundle.
 
 Run from the repository root:
 
     .venv/bin/python -m bench.startup [--runs N] [--output FILE]
 
 The first run starts from an empty cache folder (download, conversion, compilation), the warm ones
-from what it left, the last ones from a bundle as well. Every run is a process of its own; its
-memory is what the system accounted to it.
+use the cache that it filled, the last ones a bundle as well. Every run is a process of its own; its
+memory is the figure that the system accounts to it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from bench.circumstances import circumstances
 
 PROMPT = "What is the capital of France?"
 MODEL = "smollm2-135m-instruct"
-# what `generate` chooses for a lone prompt, so that a bundle holds the same three executables
+# the settings of `generate` for a single prompt, so that a bundle holds the same three executables
 LONE = {"max-num-seqs": 1, "max-num-batched-tokens": 256, "prefill-bucket-start": 256}
 LONE_PAGES = 257
-# what is read of the report: a name, and the number after it
+# the figures read from the report: a name, and the number after it
 STATS = {
     "compile_or_load_s": r"^compile\s+([\d.]+) s",
     "weights_s": r"^load\s+([\d.]+) s",
@@ -64,7 +64,7 @@ def run_once(cache_dir: str, *flags: str) -> dict[str, float]:
     )
     assert process.stderr is not None
     report = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)  # instead of process.wait(): tells the memory
+    _, status, usage = os.wait4(process.pid, 0)  # instead of process.wait(): it returns the memory
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"jaxinfer generate failed: {report}")
@@ -100,7 +100,7 @@ def main() -> None:
         compiled = [compile_bundle(cache_dir, folder)]
         flags: dict[str, list[str]] = {"warm": [], "bundle": [f"--bundle={folder}"]}
         runs: dict[str, list[dict[str, float]]] = {"warm": [], "bundle": []}
-        for _ in range(arguments.runs):  # in turns: a busy moment of the machine hits both
+        for _ in range(arguments.runs):  # in turns: other load of the machine affects both
             for case, more in flags.items():
                 runs[case].append(run_once(cache_dir, *more))
     rows = rows_of("cold", cold) + rows_of("compile", compiled)

@@ -1,13 +1,13 @@
-"""Many requests of all kinds at once: none may end another's.
+"""Many requests of all kinds at once: no request may end another one.
 
-Run from the repository root; what follows ``--`` are flags of ``jaxinfer serve``:
+Run from the repository root; the arguments after ``--`` are flags of ``jaxinfer serve``:
 
     .venv/bin/python -m bench.storm [--streams 200] [--requests 5000] [--output FILE] -- MODEL
 
-First the scene of a bug report: so many streams decode, and requests of 1,000 prompt tokens arrive
-that ask for logprobs, penalties, prompt logprobs and so on, one kind after the other. Then random
-requests with every sampling field, as many at once as the server takes. Exits with 1 unless all are
-answered, nothing is compiled late, and no page is in use afterwards.
+First the situation of a bug report: ``--streams`` streams decode, and requests with 1,000 prompt
+tokens and logprobs, penalties, prompt logprobs and so on arrive, one kind after the other. Then
+random requests with every sampling field, ``AT_ONCE`` open at any time. Exits with 1 unless all are
+answered, nothing is compiled late, and no page is in use at the end.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ ARRIVALS: dict[str, dict[str, Any]] = {
 
 
 async def sent(client: Client, body: dict[str, Any]) -> Answer:
-    """One request, answered to its end."""
+    """One request, read to its end."""
     return await client.post(COMPLETIONS, json.dumps(body).encode())
 
 
 def told(answer: Answer) -> str:
-    """How a request ended."""
+    """The result of a request, in words."""
     return (
         "answered"
         if answer.status == 200 and not answer.error
@@ -114,7 +114,7 @@ def any_body(ids: random.Random) -> dict[str, Any]:
         "priority": ids.randrange(3),
     }
     chosen = {name: value for name, value in choices.items() if ids.random() < 0.3}
-    if "prompt_logprobs" in chosen:  # which no stream has
+    if "prompt_logprobs" in chosen:  # a stream cannot have them
         chosen.pop("stream", None)
     if chosen.get("temperature") == 0:
         chosen.pop("n", None)
@@ -123,7 +123,7 @@ def any_body(ids: random.Random) -> dict[str, Any]:
 
 
 async def left_over(url: str) -> dict[str, float]:
-    """Late compiles and pages in use, by the server's own statistics."""
+    """Late compiles and pages in use, from the server's own statistics."""
     client = Client(url)
     stats = json.loads((await client.get("/stats")).body)
     client.close()
@@ -131,7 +131,7 @@ async def left_over(url: str) -> dict[str, float]:
 
 
 def main() -> int:
-    """Start a server, run both, print what came of it."""
+    """Start a server, run both parts, print the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--requests", type=int, default=5000)

@@ -1,6 +1,6 @@
 """Tokens per second of several engines on the same prompts, run by run in turns.
 
-Owns: the order of runs, the samples and what is derived from them.
+Owns: the order of runs, the samples and the figures derived from them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bench.peer_process import Run
 
 
 class Engine(Protocol):
-    """Something that continues a batch of prompts greedily by exactly ``max_tokens`` tokens."""
+    """An engine that continues a batch of prompts greedily by exactly ``max_tokens`` tokens."""
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> Run:
         """One timed call."""
@@ -38,7 +38,7 @@ class Measured:
         return [self.batch * self.num_tokens / seconds for seconds in self.full]
 
     def ms_per_token(self) -> list[float]:
-        """TPOT: of the tokens after the first, and of each sequence; one value per repeat."""
+        """TPOT: time per token after the first, of each sequence; one value per repeat."""
         steps = self.num_tokens - 1
         pairs = zip(self.first, self.full, strict=True)
         return [1e3 * (full - first) / steps for first, full in pairs]
@@ -52,10 +52,10 @@ def measure(
     num_tokens: int,
     repeats: int,
 ) -> dict[tuple[str, int], Measured]:
-    """Run every engine at every batch size, in turns, so that the machine's drift meets all.
+    """Run every engine at every batch size, in turns, so that drift of the machine affects all.
 
-    The first, untimed runs warm up and keep the tokens. Raises ``ValueError`` when an engine
-    answers with another number of tokens than it was asked for.
+    The first, untimed runs warm up and keep the tokens. Raises ``ValueError`` if an engine returns
+    another number of tokens than requested.
     """
     results: dict[tuple[str, int], Measured] = {}
     for batch in batches:
@@ -65,7 +65,7 @@ def measure(
             results[name, batch] = Measured(batch, num_tokens, token_ids=run.token_ids)
     for repeat in range(repeats):
         for batch in batches:
-            for name in in_turn(list(engines), repeat):
+            for name in rotated(list(engines), repeat):
                 result = results[name, batch]
                 result.load.append(round(os.getloadavg()[0], 2))
                 for length, seconds in ((1, result.first), (num_tokens, result.full)):
@@ -75,26 +75,26 @@ def measure(
     return results
 
 
-def in_turn(names: Sequence[str], repeat: int) -> list[str]:
-    """The names, each time beginning with the next one."""
+def rotated(names: Sequence[str], repeat: int) -> list[str]:
+    """The names, starting with another one in each repeat."""
     start = repeat % len(names)
     return [*names[start:], *names[:start]]
 
 
 def check_counts(name: str, run: Run, batch: int, num_tokens: int) -> None:
-    """Raise ``ValueError`` unless the run gave ``num_tokens`` tokens for each of the prompts."""
+    """Raise ``ValueError`` unless the run has ``num_tokens`` tokens for each of the prompts."""
     lengths = [len(answer) for answer in run.token_ids]
     if lengths != [num_tokens] * batch:
         raise ValueError(f"{name} was asked for {batch} x {num_tokens} tokens and gave {lengths}")
 
 
 def agreement(ours: Measured, peer: Measured) -> int:
-    """In how many sequences all tokens are the same."""
+    """The number of sequences in which all tokens are equal."""
     return sum(a == b for a, b in zip(ours.token_ids, peer.token_ids, strict=True))
 
 
 def paired_ratio(ours: Iterable[float], peer: Iterable[float]) -> float:
-    """Median over repeats of the ratio within a repeat: what both suffer cancels out."""
+    """Median over repeats of the ratio within a repeat, in which common disturbances cancel out."""
     return median(a / b for a, b in zip(ours, peer, strict=True))
 
 

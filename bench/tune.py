@@ -1,9 +1,9 @@
-"""Finds the fastest launches of kernels for the steps of a GPU.
+"""Finds the fastest launch parameters of kernels for the steps of a GPU.
 
 Run on the GPU, from the repository root:
 ``python -m bench.tune --op NAME [--case TEXT] [--output FILE]``.
-From the rule's choices it varies one value after the other, keeps what is faster, and writes the
-choices beside the op, where calls of the same shapes find them.
+It starts from the default rule's choices, varies one value after the other, keeps the faster ones,
+and writes the choices to the op's folder, where calls with the same shapes find them.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ WORTHWHILE = 0.99  # a choice must take less than this share of the best time so
 
 @dataclass(frozen=True)
 class Tunable:
-    """An op with a choice of launches, a frozen dataclass, in the implementation named ``impl``.
+    """An op with launch parameters (a frozen dataclass) in the implementation named ``impl``.
 
-    ``starts`` takes a case and its arguments; the first of its choices is the rule's. Cases of the
-    same ``shapes_of`` share a choice. ``values`` are tried in their order.
+    ``starts`` takes a case and its arguments; the first of its choices is the rule's. Cases with
+    the same ``shapes_of`` share a choice. ``values`` are tried in their order.
     """
 
     op: KernelOp
@@ -59,7 +59,7 @@ class Tunable:
         module = f"pallas_kernels.{self.op.name}.{self.impl}"
         if self.impl != "mosaic":
             return imported_when_called(module, "launched")
-        # Lowered once for a chain of calls: 6 of append_decode took 15 s of Python, now 3.
+        # Lowered once for a chain of calls: 6 of append_decode take 3 s of Python (were 15 s).
         function = importlib.import_module(module).launched
         static = inspect.getfullargspec(function).kwonlyargs
         return jax.jit(function, static_argnums=0, static_argnames=static)
@@ -89,7 +89,7 @@ def _gemm_starts(case: Any, args: Sequence[Any]) -> Sequence[skinny_gemm_launch.
 
 
 def _swiglu_starts(case: Any, args: Sequence[Any]) -> Sequence[swiglu_gemm_launch.Launch]:
-    """Large and small tiles: the best of the rest depends on them."""
+    """Large and small tiles, since the best other values depend on them."""
     sizes = swiglu_gemm_launch.sizes_of(*args)
     small = swiglu_gemm_launch.Launch(128, 64, 64, 6, 2, 8)
     return (swiglu_gemm_launch.by_rule(sizes), small)
@@ -157,16 +157,16 @@ TUNABLE = {
 
 
 def neighbours(choice: Any, name: str, values: tuple[int, ...]) -> Iterator[Any]:
-    """The choice with each other value in the named place."""
+    """The choice with each other value of the field ``name``."""
     for value in values:
         if value != getattr(choice, name):
             yield replace(choice, **{name: value})
 
 
 def tune(tunable: Tunable, cases: Sequence[Any]) -> Any:
-    """The fastest choice found for cases that share one: the sum of their seconds per byte counts.
+    """The fastest choice found for cases that share one, by the sum of their seconds per byte.
 
-    Its kernel is imported here, hence wants a GPU.
+    It imports the kernel, so it needs a GPU.
     """
     op = tunable.op
     calls = [op.build(case, 0) for case in cases]
@@ -199,9 +199,10 @@ def tune(tunable: Tunable, cases: Sequence[Any]) -> Any:
     return best
 
 
-def joined(tunable: Tunable, before: Choices, found: Choices) -> Choices:
-    """What was found, and of what there was the cases of other shapes: two names of one call would
-    leave open which is meant.
+def merged_choices(tunable: Tunable, before: Choices, found: Choices) -> Choices:
+    """The new choices, and those of the old ones that are for other shapes.
+
+    Two names with the same shapes would be ambiguous.
     """
     shapes = {case.name: tunable.shapes_of(case) for case in tunable.op.cases}
     taken = {shapes[name] for name in found}
@@ -228,7 +229,7 @@ def main() -> None:
         if "gpu" in case.tags and runnable(kernel, op.build(case, 0)) is None:
             groups.setdefault(tunable.shapes_of(case), []).append(case)
     found = {cases[0].name: asdict(tune(tunable, cases)) for cases in groups.values()}
-    choices = joined(tunable, read_choices(output), found)
+    choices = merged_choices(tunable, read_choices(output), found)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(choices, indent=1) + "\n")
     print(f"wrote {output}")

@@ -1,4 +1,4 @@
-"""Several prompts at once, the way a vLLM script does it."""
+"""Several prompts at once, as in a script for vLLM."""
 
 from jaxinfer import LLM, SamplingParams
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import jaxinfer
 from jaxinfer.models import forward
 
-# the very weights and functions that serve, without an engine around them
+# the weights and functions that the server uses, without an engine
 model, params, tokenizer = jaxinfer.load("smollm2-135m-instruct")
 assert tokenizer is not None
 tokens = jnp.asarray(tokenizer.encode("The capital of France is"), jnp.int32)  # [T]

@@ -1,1 +1,1 @@
-"""``python -m bench.accuracy``: what an engine's numerics cost."""
+"""``python -m bench.accuracy``: the error of an engine's numerics."""

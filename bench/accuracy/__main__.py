@@ -1,15 +1,15 @@
-"""What an engine's numerics cost: greedy tokens and logprobs against a float32 reference.
+"""The error of an engine's numerics: greedy tokens and logprobs against a float32 reference.
 
-Run from the repository root; real weights are asked with pieces of a text, others with random ids:
+Run from the repository root; prompts are pieces of a text for real weights, else random ids:
 
     .venv/bin/python -m bench.accuracy --model PATH --text README.md --output FILE
     .venv/bin/python -m bench.accuracy --model bench/shapes/qwen3-4b/config.json \\
         --load-format dummy --variants no-overlap,bundle,xla --output FILE
 
-The reference is ``models.forward``, plain jnp without pages or kernels, on the very weights of the
-engine cast to float32, over prompt and answer at once. A token's regret is the reference's logprob
-of its best token less that of the token chosen. Beside each figure stands its floor: the same of
-``forward`` in the engine's dtype, which is what rounding alone costs.
+The reference is ``models.forward``, plain jnp without pages or kernels, on the engine's weights
+cast to float32, over prompt and answer at once. A token's regret is the reference's logprob of its
+best token minus that of the chosen token. Next to each figure is its floor: the same figure of
+``forward`` in the engine's dtype, which is the effect of rounding alone.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ import numpy as np
 from msgspec import structs
 
 from bench.accuracy.cases import Workload, make_prompts
-from bench.accuracy.judge import Answer, Judge, Scores
+from bench.accuracy.scorer import Answer, Scorer, Scores
 from bench.step.__main__ import setting
 from bench.step.cases import GREEDY
-from bench.step.file import Row, begun, environment, facts, merged, write_report
+from bench.step.file import Row, environment, facts, merged_report, read_report, write_report
 from jaxinfer import LLM
 from jaxinfer.core.config import (
     COMPILED,
@@ -56,9 +56,9 @@ VARIANTS = ("no-overlap", "bundle", "xla")
 def generate(
     settings: Mapping[str, Any], prompts: Sequence[list[int]], work: Workload, scored: list[bool]
 ) -> tuple[list[list[Answer]], int]:
-    """Greedy answers of a new engine, a list for each run; and how many steps it compiled.
+    """Greedy answers of a new engine, a list for each run; and the number of steps it compiled.
 
-    ``scored``: of each run, whether it asks for logprobs, which other executables compute.
+    ``scored``: whether each run requests logprobs, which other executables compute.
     """
     llm = LLM(**settings)
     runs: list[list[Answer]] = []
@@ -71,7 +71,7 @@ def generate(
         runs.append([_answer(output.prompt_token_ids, output.outputs[0]) for output in outputs])
     compiled = llm.stats().num_compiled
     del llm
-    gc.collect()  # its memory, for the next engine or the reference
+    gc.collect()  # frees its memory for the next engine or the reference
     return runs, compiled
 
 
@@ -82,9 +82,9 @@ def _answer(prompt: list[int], output: Any) -> Answer:
     return Answer(tuple(prompt), tokens, found)
 
 
-def regret_rows(case: str, answers: Sequence[Answer], judge: Judge) -> list[Row]:
-    """Regret of a run's tokens and, where it has them, the error of their logprobs."""
-    scores = Scores(*(np.concatenate(part) for part in zip(*map(judge, answers), strict=True)))
+def regret_rows(case: str, answers: Sequence[Answer], scorer: Scorer) -> list[Row]:
+    """Regret of a run's tokens and, if it has them, the error of their logprobs."""
+    scores = Scores(*(np.concatenate(part) for part in zip(*map(scorer, answers), strict=True)))
     rows = _figures(case, "regret", scores.best - scores.chosen, scores.best - scores.floor_best)
     share = float(np.mean(scores.best == scores.chosen))
     floor = float(np.mean(scores.best == scores.floor_best))
@@ -113,15 +113,15 @@ def _row(metric: str, case: str, value: float, floor: float | None, **more: Any)
 
 
 def equality_row(
-    case: str, answers: Sequence[Answer], default: Sequence[Answer], judge: Judge
+    case: str, answers: Sequence[Answer], default: Sequence[Answer], scorer: Scorer
 ) -> Row:
-    """How many answers equal the default's; ``margin`` is the reference's where they first part."""
+    """How many answers equal the default's; ``margin``: the reference's at the first difference."""
     margins: list[float] = []
     for ours, theirs in zip(answers, default, strict=True):
         apart = np.flatnonzero(np.not_equal(ours.tokens, theirs.tokens))
         if apart.size:
             at = apart[0]
-            margins.append(float(abs(judge(ours).chosen[at] - judge(theirs).chosen[at])))
+            margins.append(float(abs(scorer(ours).chosen[at] - scorer(theirs).chosen[at])))
     margin = round(max(margins, default=0.0), 7)
     return _row(
         "equal_sequences", case, len(answers) - len(margins), None, of=len(answers), margin=margin
@@ -129,7 +129,7 @@ def equality_row(
 
 
 def variant_settings(name: str, settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The settings with one thing changed; a bundle is compiled into the folder."""
+    """The settings with one change; a bundle is compiled into the folder."""
     match name:
         case "bundle":
             write_planned(plan_engine(EngineConfig(**settings)), folder / "bundle")
@@ -144,7 +144,7 @@ def variant_settings(name: str, settings: Mapping[str, Any], folder: Path) -> di
 def measure(
     arguments: argparse.Namespace, work: Workload, settings: Mapping[str, Any]
 ) -> tuple[list[Row], dict[str, int]]:
-    """The rows, and how many executables each engine compiled."""
+    """The rows, and the number of executables that each engine compiled."""
     cache_dir = cache_root(settings.get("cache_dir"))
     source = resolve_source(
         arguments.model,
@@ -171,10 +171,10 @@ def measure(
         seed=settings["seed"],
         progress=NoProgress(),
     )
-    judge = Judge(source, settings["dtype"], params, max(work.lengths()))
-    rows = [row for case, answers in runs.items() for row in regret_rows(case, answers, judge)]
+    scorer = Scorer(source, settings["dtype"], params, max(work.lengths()))
+    rows = [row for case, answers in runs.items() for row in regret_rows(case, answers, scorer)]
     others = [case for case in runs if case != "plain"]
-    rows += [equality_row(case, runs[case], runs["plain"], judge) for case in others]
+    rows += [equality_row(case, runs[case], runs["plain"], scorer) for case in others]
     return rows, compiled
 
 
@@ -193,7 +193,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="a setting of every engine, such as dtype=float32",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="of the files, where they are no checkout of it")
+    parser.add_argument("--commit", help="commit of the sources, if they are no checkout")
     parser.add_argument("--output", type=Path, default=Path("bench/results/local/accuracy.json"))
     return parser.parse_args(argv)
 
@@ -206,7 +206,7 @@ def _variants(text: str) -> list[str]:
 
 
 def main(argv: list[str] | None = None, work: Workload | None = None) -> None:
-    """Generate, judge, write."""
+    """Generate, score, write."""
     arguments, work = parse_arguments(argv), work or Workload()
     bound_gpu_allocator(DEFAULT_GPU_MEMORY_UTILIZATION)  # before `facts` starts JAX's backend
     if arguments.longest is not None:
@@ -224,7 +224,7 @@ def main(argv: list[str] | None = None, work: Workload | None = None) -> None:
     path = Path(arguments.model)
     named = path.parent.name if path.name == "config.json" else path.name
     about = {**facts(arguments.commit), "model": named}
-    report, begin = begun(arguments.output, about), time.perf_counter()
+    report, begin = read_report(arguments.output, about), time.perf_counter()
     rows, compiled = measure(arguments, work, settings)
     note = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -235,7 +235,7 @@ def main(argv: list[str] | None = None, work: Workload | None = None) -> None:
         "compiled": compiled,
         "environment": environment(),
     }
-    write_report(arguments.output, merged(report, "accuracy", note, rows))
+    write_report(arguments.output, merged_report(report, "accuracy", note, rows))
 
 
 if __name__ == "__main__":

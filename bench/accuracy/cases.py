@@ -1,7 +1,4 @@
-"""What ``bench.accuracy`` asks: prompts of many lengths, and engines just large enough for them.
-
-Owns: ``Workload``, the prompts.
-"""
+"""The prompts of ``bench.accuracy``, of many lengths, and the settings of an engine for them."""
 
 from __future__ import annotations
 
@@ -24,29 +21,29 @@ class Workload:
     shortest: int = 5
     longest: int = 600
     tokens: int = 64
-    chunk: int = 256  # so that long prompts take several steps, beside decoding rows
+    chunk: int = 256  # so that long prompts take several steps, together with decoding rows
 
     def prompt_lengths(self) -> list[int]:
-        """Evenly spread by ratio."""
+        """The prompts' lengths, evenly spread by ratio."""
         return np.geomspace(self.shortest, self.longest, self.prompts).astype(int).tolist()
 
     def answer_lengths(self) -> list[int]:
-        """Falling, so that rows end one after another and decode steps of every size run."""
+        """The answers' lengths, falling, so that all decode buckets run as rows end."""
         spread = np.linspace(1.5 * self.tokens, 0.5 * self.tokens, self.prompts)
         return np.rint(spread).astype(int).tolist()
 
     def lengths(self) -> list[int]:
-        """Of prompt and answer."""
+        """The lengths of prompt and answer together."""
         return [p + a for p, a in zip(self.prompt_lengths(), self.answer_lengths(), strict=True)]
 
     def engine_settings(self, page_size: int) -> dict[str, Any]:
-        """Of an engine that holds just this."""
+        """The settings of an engine that holds just these sequences."""
         return {
             "max_num_seqs": self.prompts,
             "max_num_batched_tokens": self.chunk,
             "max_model_len": max(self.lengths()),
             "num_pages": 1 + sum(cdiv(length, page_size) + 1 for length in self.lengths()),
-            "enable_prefix_caching": False,  # the second run must compute what the first did
+            "enable_prefix_caching": False,  # the second run must compute the same as the first
         }
 
 

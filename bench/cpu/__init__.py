@@ -1,1 +1,1 @@
-"""``python -m bench.cpu``: tokens per second on the CPU, beside other engines."""
+"""``python -m bench.cpu``: tokens per second on the CPU, compared with other engines."""

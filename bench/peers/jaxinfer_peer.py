@@ -1,9 +1,9 @@
-"""Our own `LLM` as a peer, in a process of its own: what a server is measured against.
+"""Our own `LLM` as a peer, in a process of its own: the baseline for a server.
 
     python jaxinfer_peer.py MODEL [ARGUMENTS]
 
-ARGUMENTS is a JSON object of what `LLM` takes. Greedy, past any end-of-sequence token, without the
-prefix cache, which repeats would hit.
+ARGUMENTS is a JSON object of `LLM`'s arguments. It decodes greedily, beyond any end-of-sequence
+token, without the prefix cache, which would contain repeated prompts.
 """
 
 from __future__ import annotations

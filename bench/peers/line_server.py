@@ -4,7 +4,7 @@
     command    <- {"prompts": [[token id]], "max_tokens": int}
     answer     -> {"seconds": float, "token_ids": [[token id]]} or {"error": reason}
 
-Runs in the peer's own interpreter: Python 3.10 and the standard library only.
+It runs in the peer's own interpreter: Python 3.10 and the standard library only.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ Generate = Callable[[list, int], list]  # (prompts, max_tokens) -> token ids of 
 
 
 def serve(load: Callable[[], tuple[Generate, dict[str, Any]]]) -> None:
-    """Load once, then answer commands until stdin ends; ``load`` gives the start line too."""
+    """Load once, then answer commands until stdin ends; ``load`` also returns the start line."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints must not meet the protocol
+    os.dup2(2, 1)  # a library's output must not mix with the protocol
 
-    def say(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
     try:
         generate, greeting = load()
     except ImportError as error:
-        say({"missing": str(error)})
+        send({"missing": str(error)})
         return
     except Exception as error:
-        say({"error": f"{type(error).__name__}: {error}"})
+        send({"error": f"{type(error).__name__}: {error}"})
         return
-    say(greeting)
+    send(greeting)
     for line in sys.stdin:
         command = json.loads(line)
         try:
@@ -44,6 +44,6 @@ def serve(load: Callable[[], tuple[Generate, dict[str, Any]]]) -> None:
             token_ids = generate(command["prompts"], command["max_tokens"])
             seconds = time.perf_counter() - started
         except Exception as error:
-            say({"error": f"{type(error).__name__}: {error}"})
+            send({"error": f"{type(error).__name__}: {error}"})
         else:
-            say({"seconds": seconds, "token_ids": token_ids})
+            send({"seconds": seconds, "token_ids": token_ids})

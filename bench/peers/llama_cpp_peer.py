@@ -20,7 +20,7 @@ CHUNK = 512  # tokens of one llama_decode
 
 
 def load() -> tuple[Generate, dict[str, Any]]:
-    """Read the model; raises ``ImportError`` where llama-cpp-python is missing."""
+    """Read the model; raises ``ImportError`` if llama-cpp-python is missing."""
     import llama_cpp as lib
     import numpy as np
 
@@ -37,7 +37,7 @@ def load() -> tuple[Generate, dict[str, Any]]:
     vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
 
     def decode(rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Run (token, position, sequence, wants logits) rows; the best token of those asked."""
+        """Run (token, position, sequence, needs logits) rows; return the best tokens."""
         for i, (token, position, sequence, wanted) in enumerate(rows):
             batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
             batch.n_seq_id[i] = 1

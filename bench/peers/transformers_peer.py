@@ -2,8 +2,9 @@
 
     python transformers_peer.py MODEL.gguf THREADS
 
-Greedy, with its KV cache and its default attention. The end-of-sequence token is taken out of the
-generation config instead of being suppressed step by step, so the work is the same as ours.
+It decodes greedily, with its KV cache and its default attention. The end-of-sequence token is
+removed from the generation config instead of being suppressed step by step, so the work is the same
+as ours.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from line_server import Generate, serve
 
 
 def load() -> tuple[Generate, dict[str, Any]]:
-    """Read the model; raises ``ImportError`` where torch, transformers or gguf are missing."""
+    """Read the model; raises ``ImportError`` if torch, transformers or gguf are missing."""
     import gguf  # noqa: F401  (transformers needs it, and says so much later)
     import torch
     import transformers

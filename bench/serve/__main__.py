@@ -39,7 +39,7 @@ WHERE_IT_GOES = ("output", "result_dir", "result_filename")  # paths of one mach
 
 
 def level_size(rate: float) -> int:
-    """Requests of a level: 12 seconds' worth, at least 15; 512 when they all come at once."""
+    """Requests of a level: 12 seconds' worth, at least 15; 512 if they all arrive at once."""
     return 512 if math.isinf(rate) else max(15, round(12 * rate))
 
 
@@ -180,7 +180,7 @@ class Benchmark:
         return outcome, result
 
     def memory(self) -> dict[str, float]:
-        """Of the server's tree in MB, when its process is known."""
+        """Memory of the server's process tree in MB; empty without ``--server-pid``."""
         if self.arguments.server_pid is None:
             return {}
         memory = tree_memory(self.arguments.server_pid)
@@ -192,7 +192,7 @@ class Benchmark:
 
 
 def _vocab(arguments: argparse.Namespace) -> list[int]:
-    """Token ids that a random prompt may hold: none of the special ones."""
+    """Token ids for random prompts: all but the special ones."""
     if arguments.vocab_size:
         return list(range(arguments.vocab_size))
     if arguments.tokenizer is None:
@@ -205,7 +205,7 @@ def _vocab(arguments: argparse.Namespace) -> list[int]:
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure one level or the sweep, print tables, and return what is to be written."""
+    """Measure one level or the sweep, print tables, and return the report."""
     url = arguments.base_url or f"http://{arguments.host}:{arguments.port}"
     client = Client(url, dict(header.split("=", 1) for header in arguments.header))
     model = arguments.model or await first_model(client, arguments.ready_check_timeout_sec)
@@ -245,7 +245,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 async def first_model(client: Client, seconds: float) -> str:
-    """The name that the server lists first. Raises ``SystemExit`` when it lists none in time."""
+    """The first name that the server lists. Raises ``SystemExit`` if it lists none in time."""
     deadline = time.monotonic() + seconds
     while (answer := await client.get("/v1/models")).status != 200:
         # 503: the model is still being loaded

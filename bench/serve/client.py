@@ -1,7 +1,7 @@
-"""A streaming HTTP client that costs the benchmark little: one asyncio protocol, no library on top.
+"""A streaming HTTP client that takes little CPU: one asyncio protocol, without a library.
 
 Owns: connections, HTTP/1.1 responses (sized or chunked), server-sent events of the OpenAI routes
-and the time each of them came.
+and their times of arrival.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DONE = b"[DONE]"
 
 
 class ClientError(Exception):
-    """The server cannot be reached, or it answers something that is not HTTP."""
+    """The server cannot be reached, or its response is not HTTP."""
 
 
 class _Message(msgspec.Struct):
@@ -38,7 +38,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """What is read of a completion, a chat completion, and the chunks of both."""
+    """The fields that are read of a completion, a chat completion, and the chunks of both."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -101,7 +101,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.open = False
-        self.answered = False  # whether any byte of the current response has come
+        self.answered = False  # whether any byte of the current response has arrived
         self.reusable = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -129,7 +129,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
         if self._answer is None:
-            self.close()  # nothing was asked
+            self.close()  # no request is open
             return
         self.answered = True
         self._buffer += data
@@ -151,7 +151,7 @@ class _Connection(asyncio.Protocol):
             self._finish(ClientError(f"the connection ended before the answer did ({reason})"))
 
     def _advance(self, answer: Answer, now: float) -> bool:
-        """Consume the next part of the buffer; False when it holds no whole one."""
+        """Consume the next part of the buffer; False if the buffer holds no complete part."""
         buffer = self._buffer
         if not self._head_read:
             end = buffer.find(b"\r\n\r\n")
@@ -165,7 +165,7 @@ class _Connection(asyncio.Protocol):
             end = buffer.find(b"\r\n")
             if end < 0:
                 return False
-            self._left = int(buffer[:end], 16) + 2  # and its line end
+            self._left = int(buffer[:end], 16) + 2  # with the end of its line
             self._ended = self._left == 2
             del buffer[: end + 2]
         elif len(buffer) < self._left:
@@ -198,7 +198,7 @@ class _Connection(asyncio.Protocol):
             self._left = int(headers["content-length"])
 
     def _read_events(self, answer: Answer, now: float) -> None:
-        """Take the events of the body that are complete: `data: ...` and an empty line."""
+        """Read the complete events of the body: `data: ...` and an empty line."""
         *events, rest = self._body.split(b"\n\n")
         self._body = rest
         for event in events:
@@ -272,7 +272,7 @@ class Client:
                     raise
                 except ClientError:
                     if reused and not connection.answered:
-                        continue  # the server closed an idle connection just now
+                        continue  # the server has just closed an idle connection
                     raise
             except (ClientError, OSError) as error:
                 answer.error = str(error) or type(error).__name__

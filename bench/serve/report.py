@@ -1,9 +1,9 @@
 """Figures of a served run, defined as vLLM's `bench serve` defines them, and their table.
 
-TTFT: sending a request to its first chunk. E2EL: to its last chunk. TPOT: (E2EL - TTFT) / (output
-tokens - 1), of requests with more than one. ITL: each gap between two chunks of a request.
+TTFT: from sending a request to its first chunk. E2EL: to its last chunk. TPOT: (E2EL - TTFT) /
+(output tokens - 1), of requests with more than one. ITL: each gap between two chunks of a request.
 Throughput counts the requests that succeeded, over the time from the first request sent to the last
-answered.
+one answered.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def details(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any], percentiles: Sequence[float]) -> str:
-    """The result for a reader."""
+    """The result as a text table."""
     lines = [f"{' Serving Benchmark Result ':=^60}"]
     counts = {
         "Successful requests": "completed",

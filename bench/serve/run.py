@@ -31,7 +31,7 @@ class Outcome:
 
     @property
     def cpu_us_per_chunk(self) -> float:
-        """What the client itself cost."""
+        """CPU time of the client itself."""
         chunks = sum(len(answer.times) for answer in self.answers)
         return 1e6 * self.cpu_seconds / max(1, chunks)
 
@@ -43,7 +43,7 @@ async def offer(
     times: Sequence[float],
     max_concurrency: int | None = None,
 ) -> Outcome:
-    """Send each body at its time; a request that waits for a place has not started its clock."""
+    """Send each body at its time; a request's clock starts when the concurrency limit admits it."""
     limit = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
 
     async def ask(body: bytes) -> Answer:
@@ -61,13 +61,13 @@ async def offer(
 
 
 async def wait_until_ready(client: Client, path: str, body: bytes, seconds: float) -> None:
-    """Ask ``body`` until it is answered well. Raises ``NotReady`` with the last reason."""
+    """Send ``body`` until it succeeds. Raises ``NotReady`` with the last error."""
     deadline = time.monotonic() + seconds
     while True:
         answer = await client.post(path, body)
         if not answer.error:
             return
-        # a refusal of the request itself does not become better by waiting
+        # an error of the request itself will not change
         if 400 <= answer.status < 500 or time.monotonic() > deadline:
             raise NotReady(f"the server does not answer: {answer.error}")
         await asyncio.sleep(RETRY_SECONDS)

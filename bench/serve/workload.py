@@ -1,7 +1,7 @@
-"""What a benchmark asks a server, and when: prompts, lengths, arrival times.
+"""The requests of a benchmark and their times: prompts, lengths, arrivals.
 
 Owns: the datasets and the arrival process. Everything follows from the seed, and the first k
-prompts of a workload do not depend on how many more there are.
+prompts of a workload do not depend on the number of the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Query:
-    """One request: a prompt as text or token ids, and how many tokens may answer it."""
+    """One request: a prompt as text or token ids, and the number of tokens to generate."""
 
     prompt: str | list[int]
     max_tokens: int
@@ -27,11 +27,11 @@ class Query:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomLengths:
-    """Shape of a random workload, in tokens; lengths vary by ``range_ratio`` both ways."""
+    """Lengths of a random workload, in tokens; they vary by ``range_ratio`` both ways."""
 
     input_len: int = 1024
     output_len: int = 128
-    prefix_len: int = 0  # the same tokens before every prompt, on top of input_len
+    prefix_len: int = 0  # the same tokens before every prompt, in addition to input_len
     range_ratio: float = 0.0
 
 
@@ -63,7 +63,7 @@ def read_queries(path: Path, count: int, output_len: int | None, seed: int) -> l
     """Prompts of a file: ShareGPT's JSON list, or JSON lines with ``prompt``; shuffled by the seed.
 
     The answer's length is ``output_len``, else the row's ``output_tokens``, else 256. Raises
-    ``ValueError`` when the file holds no prompts.
+    ``ValueError`` if the file holds no prompts.
     """
     text = path.read_text()
     if text.lstrip().startswith("["):
@@ -88,11 +88,11 @@ def _prompt_of(row: Mapping[str, Any]) -> str | list[int] | None:
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds from the start at which each request is sent; all 0 when ``rate`` is infinite.
+    """Seconds from the start at which each request is sent; all 0 if ``rate`` is infinite.
 
     Gaps are gamma distributed with mean 1 / rate (exponential at burstiness 1, so that arrivals are
-    a Poisson process), then scaled so that the last request comes at count / rate exactly, as
-    vLLM's benchmark does: two runs then offer the same load whatever the seed.
+    a Poisson process), then scaled so that the last request arrives at count / rate exactly, as in
+    vLLM's benchmark: two runs then offer the same load for any seed.
     """
     if math.isinf(rate):
         return [0.0] * count

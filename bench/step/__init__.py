@@ -1,1 +1,1 @@
-"""``python -m bench.step``: what the public API gives on one device."""
+"""``python -m bench.step``: speed and memory of the public API on one device."""

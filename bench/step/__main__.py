@@ -1,13 +1,13 @@
-"""What the public API gives on one device: TPOT, TTFT, offline tokens per second, start, memory.
+"""The public API on one device: TPOT, TTFT, offline tokens per second, start, memory.
 
-Run from the repository root, all of it or some groups, which join in one file:
+Run from the repository root, all groups or some, which are merged in one file:
 
     .venv/bin/python -m bench.step --output FILE
     .venv/bin/python -m bench.step --only tpot,ttft --output FILE
 
 Weights are random and prompts are random token ids: speed depends on neither. Prefix caching is off
-except where it is the subject: the same prompts are run again and again, and a cache would skip the
-prefill that is measured. Floors are for the devices in ``floor.CEILINGS``.
+except in its own ablation: the same prompts run several times, and a cache would skip the prefill
+that is measured. Floors are for the devices in ``floor.CEILINGS``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 from bench.step import cases
 from bench.step.busy import busy_seconds
 from bench.step.cases import GREEDY, SAMPLED, Prompts, Repeats, middle
-from bench.step.file import Row, begun, environment, facts, merged, write_report
+from bench.step.file import Row, environment, facts, merged_report, read_report, write_report
 from bench.step.floor import CEILINGS, Costs, Floor, costs_of, decode_bytes
 from bench.step.memory import SMI, measure_memory
 from bench.step.start import measure_starts, start_rows
@@ -41,9 +41,9 @@ from jaxinfer.models.registry import build_model
 
 SHAPES = Path(__file__).parents[1] / "shapes"
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
-# What takes the place of the kernels that a decode step of these models or a lone prompt runs: the
-# next choice, of attention Triton's, as XLA's steps of 64 rows take half a second. A pin of what
-# norm_gemm stands for switches that off as well.
+# The replacements of the kernels that a decode step of these models or a single prompt runs: the
+# next choice; for attention it is Triton's, as XLA's steps of 64 rows take half a second. A pin of
+# a kernel that norm_gemm replaces switches norm_gemm off as well.
 KERNELS = {
     "append_decode": "triton",
     "norm_gemm": "apart",
@@ -67,7 +67,7 @@ ABLATIONS: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """The sizes of every case; those of the results unless a test asks for smaller ones."""
+    """The sizes of every case; the results use the defaults, tests smaller ones."""
 
     tpot_batches: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256)
     tpot_input: int = 1024
@@ -77,18 +77,18 @@ class Workload:
     offline: tuple[int, int, int] = (128, 256, 64)  # prompts, tokens in, tokens out
     gpt2_input: int = 256
     ablation_batches: tuple[int, ...] = (1, 64)
-    ablation_input: int = 4096  # of the lone prompt
+    ablation_input: int = 4096  # of the single prompt
     warm_starts: int = 5
-    memory_sequences: int = 512  # as many as an engine of default sizes runs at once on a GPU
+    memory_sequences: int = 512  # the number that an engine of default sizes runs at once on a GPU
     repeats: Repeats = Repeats()
 
     @property
     def max_model_len(self) -> int:
-        """Of the large model's engine: the longest case, and room to decode."""
+        """The context of the large model's engine: the longest case and its decode tokens."""
         return max(self.long_input, *self.ttft_inputs) + 2 * cases.DECODED
 
     def num_pages(self, page_size: int) -> int:
-        """Enough for every case: the pool's size changes no time, and a small one loads sooner."""
+        """Enough for every case: the pool's size does not change times."""
         batches = [(batch, self.tpot_input) for batch in self.tpot_batches]
         batches += [(batch, self.long_input) for batch in self.long_batches]
         count, tokens_in, tokens_out = self.offline
@@ -98,7 +98,7 @@ class Workload:
 
 
 class Bench:
-    """One call: the model shapes, the settings given, and how an engine is had."""
+    """One call: the model shapes, the settings of the command line, and the engines."""
 
     def __init__(self, arguments: argparse.Namespace, work: Workload) -> None:
         self.work, self.seed = work, arguments.seed
@@ -107,20 +107,20 @@ class Bench:
         self.config: Path = arguments.config
         self.gpt2_config: Path = arguments.gpt2_config
         self._given: dict[str, Any] = dict(arguments.engine)
-        self.used: dict[str, Any] = {}  # settings of the engines of the group under way
+        self.used: dict[str, Any] = {}  # settings of the engines of the current group
 
     def facts(self) -> dict[str, Any]:
-        """What all rows of a file share."""
+        """The facts that all rows of a file share."""
         return {**facts(self._commit), "model": self.config.parent.name}
 
     def settings(self, config: Path, **more: Any) -> dict[str, Any]:
-        """Arguments of ``LLM``: the group's, and over them what was given on the command line."""
+        """Arguments of ``LLM``: the group's, overridden by those of the command line."""
         always = {"load_format": "dummy", "skip_tokenizer_init": True, "seed": self.seed}
         return {"model": str(config), **always, **more, **self._given}
 
     @contextmanager
     def engine(self, config: Path, **more: Any) -> Generator[LLM]:
-        """An engine, and its memory free again afterwards."""
+        """An engine, whose memory is freed at the end."""
         settings = self.settings(config, **{"enable_prefix_caching": False, **more})
         if config == self.config:
             settings.setdefault("max_model_len", self.work.max_model_len)
@@ -139,12 +139,12 @@ class Bench:
         return Prompts(json.loads(config.read_text())["vocab_size"], self.seed)
 
     def costs(self, config: Path) -> Costs:
-        """Of the model in the dtype that an engine gets."""
+        """Costs of the model in the engine's dtype."""
         dtype = self._given.get("dtype", "bfloat16")
         return costs_of(build_model(json.loads(config.read_text()), dtype))
 
     def floor(self, config: Path) -> Floor | None:
-        """None on a device whose ceilings nobody has measured."""
+        """The floor on this device; None if its ceilings have not been measured."""
         import jax
 
         ceiling = CEILINGS.get(jax.devices()[0].device_kind)
@@ -152,7 +152,7 @@ class Bench:
 
 
 def row(metric: str, case: str, samples: list[float], floor: float | None, **more: Any) -> Row:
-    """A row of the file, also shown."""
+    """A row of the file; it is also printed."""
     value = middle(samples)
     least = None if floor is None else round(floor, 4)
     samples = [round(sample, 4) for sample in samples]
@@ -168,12 +168,12 @@ def _decode_floor_ms(floor: Floor | None, batch: int, tokens_in: int) -> float |
 
 
 def _mean_context(tokens_in: int) -> float:
-    """Of the steps that TPOT is taken over: the k-th reads k tokens more than the prompt."""
+    """Mean context of the steps that TPOT covers: the k-th reads k tokens more than the prompt."""
     return tokens_in + (1 + cases.DECODED) / 2
 
 
 def tpot(bench: Bench) -> Iterator[Row]:
-    """TPOT by batch, and at a long context beside what the shorter one predicts for it."""
+    """TPOT by batch, and at a long context next to the prediction from the shorter one."""
     work, config = bench.work, bench.config
     prompts, floor, costs = bench.prompts(config), bench.floor(config), bench.costs(config)
     short: dict[int, float] = {}
@@ -196,7 +196,7 @@ def tpot(bench: Bench) -> Iterator[Row]:
 
 
 def ttft(bench: Bench) -> Iterator[Row]:
-    """TTFT of a lone prompt by its length, in an engine that could hold a full batch."""
+    """TTFT of a single prompt by its length, in an engine that could hold a full batch."""
     work, config = bench.work, bench.config
     prompts, floor = bench.prompts(config), bench.floor(config)
     with bench.engine(config) as llm:
@@ -222,7 +222,7 @@ def _offline(bench: Bench, llm: LLM, config: Path, sampling: str, case: str) -> 
 
 
 def gpt2(bench: Bench) -> Iterator[Row]:
-    """A model so small that the host decides: speeds, and the share of time the device computes."""
+    """A small model, limited by the host: speeds, and the share of time the device computes."""
     work, config = bench.work, bench.gpt2_config
     lone, floor = bench.prompts(config)(1, work.gpt2_input), bench.floor(config)
     many, tokens_out = bench.prompts(config)(*work.offline[:2]), work.offline[2]
@@ -275,7 +275,7 @@ def ablation(bench: Bench) -> Iterator[Row]:
 def _ablated(bench: Bench, name: str, change: Mapping[str, Any]) -> Iterator[Row]:
     work = bench.work
     most, length = max(work.ablation_batches), work.ablation_input
-    # no shapes but those that are measured, so that the engine starts sooner
+    # only the measured shapes, so that the engine starts sooner
     sizes = {"max_num_seqs": most, "decode_bucket_start": most, "mixed_bucket_start": most}
     sizes |= {"prefill_bucket_start": length, "prefill_bucket_factor": 1 << 20}
     fresh = _fresh_prompts(bench.prompts(bench.config))
@@ -293,7 +293,7 @@ def _ablated(bench: Bench, name: str, change: Mapping[str, Any]) -> Iterator[Row
 
 
 def _fresh_prompts(prompts: Prompts) -> Iterator[Prompts]:
-    """Prompts that no call has seen: a prefix cache must find nothing."""
+    """Prompts that no call has seen, which a prefix cache cannot contain."""
     return (Prompts(prompts.vocab_size, prompts.seed + i) for i in count(1))
 
 
@@ -304,7 +304,7 @@ def _fresh_tpot(llm: LLM, fresh: Iterator[Prompts], batch: int, work: Workload) 
     return work.repeats.of(lambda: 1e3 * cases.tpot_seconds(run))
 
 
-# These first: their processes need the device, and this one has not taken it yet
+# These run first: their processes need the device, which this process has not taken yet.
 OWN_PROCESSES = ("start", "memory")
 GROUPS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "start": start,
@@ -329,9 +329,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--engine", type=setting, action="append", default=[], metavar="NAME=VALUE",
         help="a setting of every engine, such as max_num_batched_tokens=4096",
     )  # fmt: skip
-    parser.add_argument("--label", help="of an ablation made outside: by a variable, by --engine")
+    parser.add_argument("--label", help="name of an ablation made by a variable or --engine")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="of the files, where they are no checkout of it")
+    parser.add_argument("--commit", help="commit of the sources, if they are no checkout")
     parser.add_argument("--output", type=Path, default=Path("bench/results/local/step.json"))
     return parser.parse_args(argv)
 
@@ -353,13 +353,14 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def main(argv: list[str] | None = None, work: Workload | None = None) -> None:
-    """Measure group by group; the file is whole after each row."""
+    """Measure group by group; the file is complete after each row."""
     arguments = parse_arguments(argv)
     bound_gpu_allocator(DEFAULT_GPU_MEMORY_UTILIZATION)  # before `facts` starts JAX's backend
     bench = Bench(arguments, work or Workload())
     for group in arguments.only:
         if group not in OWN_PROCESSES:
-            begun(arguments.output, bench.facts())  # what cannot be joined is not measured either
+            # raises before the measurement if the rows could not be merged
+            read_report(arguments.output, bench.facts())
         begin, rows = time.perf_counter(), list[Row]()
         for each in GROUPS[group](bench):
             rows.append(each)
@@ -369,7 +370,7 @@ def main(argv: list[str] | None = None, work: Workload | None = None) -> None:
                 "engine": {k: v for k, v in bench.used.items() if k not in ("model", "cache_dir")},
                 "environment": environment(),
             }
-            report = merged(begun(arguments.output, bench.facts()), group, note, rows)
+            report = merged_report(read_report(arguments.output, bench.facts()), group, note, rows)
             write_report(arguments.output, report)
 
 

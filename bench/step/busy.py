@@ -1,7 +1,7 @@
-"""For how long a device computes during a call, from JAX's profiler.
+"""The time for which a device computes during a call, from JAX's profiler.
 
 Owns: reading a trace. A trace slows the host down, so only the device's own seconds are taken from
-it; the call's length is that of a call without it.
+it; the length of the call is measured without it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ DEVICE = "/device:GPU:0"  # the plane of the first GPU; its lines are its stream
 
 
 def busy_seconds(call: Callable[[], object]) -> float | None:
-    """Seconds in which at least one stream had work; None where the trace shows no GPU."""
+    """Seconds in which at least one stream had work; None if the trace shows no GPU."""
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = options.host_tracer_level = 0  # the device is asked about
+    options.python_tracer_level = options.host_tracer_level = 0  # only the device is traced
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             call()
@@ -30,7 +30,7 @@ def busy_seconds(call: Callable[[], object]) -> float | None:
             for plane in profile.planes
             if plane.name == DEVICE
             for line in plane.lines
-            if (line.name or "").startswith("Stream")  # the others sum the streams up again
+            if (line.name or "").startswith("Stream")  # the other lines repeat the streams' events
             for event in line.events
         ]
     return 1e-9 * covered(spans) if spans else None

@@ -1,9 +1,9 @@
-"""What is asked of an engine, and timed: ``LLM.generate`` from call to return.
+"""The timed calls of an engine: ``LLM.generate`` from call to return.
 
 Owns: the prompts, the number of repeats, each metric's definition. TPOT is (time of 65 tokens -
 time of 1) / 64 of a whole batch, the runs in an order that favours neither (``tpot_seconds``), TTFT
-the time of 1 token. A batch whose prefill takes several steps decodes its first rows meanwhile, as
-it does in use.
+the time of 1 token. A batch whose prefill takes several steps decodes its first rows during the
+prefill, as it does in use.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 
 from jaxinfer import LLM, SamplingParams
 
-DECODED = 64  # tokens that TPOT is taken over
+DECODED = 64  # tokens that TPOT covers
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """How often something is measured: until ``seconds`` have passed, within the bounds."""
+    """Number of repeats: until ``seconds`` have passed, within the bounds."""
 
     at_least: int = 3
     at_most: int = 9
@@ -59,7 +59,7 @@ SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, top_k=50, ignore_eos=True)
 
 
 def seconds_of(llm: LLM, prompts: list[list[int]], sampling: SamplingParams, tokens: int) -> float:
-    """One call; raises ``ValueError`` when an answer has another number of tokens."""
+    """Seconds of one call; raises ``ValueError`` if an answer has another number of tokens."""
     sampling = msgspec.structs.replace(sampling, max_tokens=tokens)
     start = time.perf_counter()
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
@@ -71,25 +71,25 @@ def seconds_of(llm: LLM, prompts: list[list[int]], sampling: SamplingParams, tok
 
 
 def tpot_seconds(run: Callable[[int], float]) -> float:
-    """Of a token after the first; ``run`` answers with so many tokens and returns its seconds.
+    """Seconds per token after the first; ``run`` generates so many tokens and returns its seconds.
 
-    Four runs, of 1, 65, 65 and 1 tokens, so that each kind comes as often after the one as after
-    the other. The run before decides what power, hence what clock, a run's prompts get: 32 prompts
-    took an H200 394 ms after prompts and 376 after decoding. In pairs of 1 and 65 that difference
-    was added to each token, 4.07 ms for steps that took 3.80; in this order it was 3.78.
+    Four runs, of 1, 65, 65 and 1 tokens, so that each kind follows the other as often as itself.
+    The run before decides the power, hence the clock, of a run's prefill: on an H200 32 prompts
+    took 394 ms after prompts and 376 ms after decoding. In pairs of 1 and 65 that difference was
+    added to each token (4.07 ms for steps of 3.80 ms); in this order the result is 3.78 ms.
     """
     one, many, again, last = (run(tokens) for tokens in (1, 1 + DECODED, 1 + DECODED, 1))
     return (many + again - one - last) / (2 * DECODED)
 
 
 def tpot_ms(llm: LLM, prompts: list[list[int]], repeats: Repeats) -> list[float]:
-    """Milliseconds of a token after the first; see ``tpot_seconds``."""
+    """Milliseconds per token after the first; see ``tpot_seconds``."""
     run = partial(seconds_of, llm, prompts, GREEDY)
     return repeats.of(lambda: 1e3 * tpot_seconds(run))
 
 
 def ttft_ms(llm: LLM, prompt: list[int], repeats: Repeats) -> list[float]:
-    """Milliseconds until a lone prompt has its first token."""
+    """Milliseconds until a single prompt has its first token."""
     return repeats.of(lambda: 1e3 * seconds_of(llm, [prompt], GREEDY, 1))
 
 
@@ -102,5 +102,5 @@ def offline_tok_s(
 
 
 def middle(samples: list[float]) -> float:
-    """The median, as a file shows it."""
+    """The median, rounded as in the file."""
     return round(median(samples), 4)

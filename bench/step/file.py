@@ -1,7 +1,7 @@
-"""The JSON file of ``bench.step``: several calls fill it, each with its groups of rows. Others
-share its circumstances and how it is written.
+"""The JSON file of ``bench.step``, which several calls fill, each with its groups of rows.
 
-Owns: the circumstances and how rows of a later call join those of an earlier one.
+Owns: the circumstances of a run, the merging of a later call's rows with earlier ones, and writing.
+Other benchmarks use them too.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ENVIRONMENT = (
     "XLA_",
     "JAX_",
     "NVIDIA_TF32",
-)  # beginnings of variables that change what is measured
+)  # prefixes of variables that affect the measurement
 
-type Row = dict[str, Any]  # metric, case, value, floor where known, samples; and group
+type Row = dict[str, Any]  # metric, case, value, floor if known, samples; and group
 
 
 def facts(commit: str | None) -> dict[str, Any]:
-    """The machine, the versions and the commit: ``commit`` if it is given, else what git says."""
+    """The machine, the versions and the commit: ``commit`` if it is given, else git's."""
     found = circumstances(*SOURCES)
     if commit is not None:
         found |= {"git": commit, "git_dirty": None}
@@ -46,10 +46,10 @@ def environment() -> dict[str, str]:
     return {key: value for key, value in sorted(os.environ.items()) if key.startswith(ENVIRONMENT)}
 
 
-def begun(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+def read_report(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     """The report so far, or one without rows.
 
-    Raises ``SystemExit`` when the file is of another machine, commit or model.
+    Raises ``SystemExit`` if the file is of another machine, commit or model.
     """
     if not path.exists():
         return {**about, "groups": {}, "rows": []}
@@ -63,12 +63,12 @@ def begun(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     return old
 
 
-def merged(
+def merged_report(
     old: Mapping[str, Any], group: str, note: Mapping[str, Any], rows: Iterable[Row]
 ) -> dict[str, Any]:
     """The report with a group's rows in place of earlier ones of the same metric and case.
 
-    ``note`` is what only this group's rows share.
+    ``note`` holds the fields that only this group's rows share.
     """
     added = [{"group": group, **row} for row in rows]
     replaced = {(row["metric"], row["case"]) for row in added}
@@ -77,7 +77,7 @@ def merged(
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """All of it or nothing: a call that is killed leaves the earlier groups whole."""
+    """Write all or nothing: if the process is killed, the earlier groups stay complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,7 +1,6 @@
-"""The least time a step can take: bytes it must read, operations it must do, a device's ceilings.
+"""The shortest possible time of a step, from its bytes and operations and a device's ceilings.
 
-Owns: what a model's decode steps and prefills cost, and the ceilings that were measured. Must not
-know: how anything is timed.
+Owns: the costs of a model's decode steps and prefills, and the measured ceilings.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from jaxinfer.models.base import Model, abstract_params
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What a device was measured to reach."""
+    """The measured maximum rates of a device."""
 
     bytes_per_s: float  # of device memory
     flops_per_s: float  # of a bfloat16 matmul
 
 
-# Measured, not the data sheet's: a device-to-device copy, read and written bytes together, and a
+# Measured, not from the data sheet: a device-to-device copy, read and written bytes together, and a
 # large bfloat16 matmul.
 CEILINGS: Mapping[str, Ceiling] = MappingProxyType({"NVIDIA H200": Ceiling(4.3e12, 790e12)})
 
@@ -41,8 +40,8 @@ class Costs:
 
 
 def costs_of(model: Model) -> Costs:
-    """From the model's own parameters; tables of which a step gathers a few rows do not count."""
-    config: Any = model.config  # the protocol knows neither heads nor tying
+    """From the model's own parameters, without tables of which a step gathers only a few rows."""
+    config: Any = model.config  # the protocol has neither heads nor tying
     weight_bytes = matrix_size = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(model)):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -62,7 +61,7 @@ def costs_of(model: Model) -> Costs:
 
 @dataclass(frozen=True)
 class Floor:
-    """The least times of one model on one device, in seconds."""
+    """The shortest times of one model on one device, in seconds."""
 
     costs: Costs
     ceiling: Ceiling
@@ -74,7 +73,7 @@ class Floor:
         return self._seconds(decode_bytes(costs, batch, context), batch * token)
 
     def prefill(self, num_prompts: int, tokens: int) -> float:
-        """The first token of each of so many prompts of ``tokens`` tokens."""
+        """The first token of each of ``num_prompts`` prompts of ``tokens`` tokens."""
         costs = self.costs
         pairs = tokens * (tokens + 1) / 2
         one = tokens * costs.token_flops + pairs * costs.pair_flops + costs.head_flops
@@ -92,5 +91,5 @@ class Floor:
 
 
 def decode_bytes(costs: Costs, batch: int, context: float) -> float:
-    """What a decode step reads."""
+    """Bytes that a decode step reads."""
     return costs.weight_bytes + batch * context * costs.kv_bytes

@@ -1,8 +1,8 @@
-"""How much of a card an engine takes when it is ready, and when all its pages are in use.
+"""The share of a card's memory that an engine takes, when ready and with all pages in use.
 
 Owns: the child process (this file as a module) and its parent. The engine has a process of its own,
-since JAX's allocator keeps what earlier ones had. The card's driver is asked, not JAX: it counts
-CUDA's own memory and the executables' code too.
+since JAX's allocator keeps the memory of earlier engines. The figures come from the card's driver,
+not from JAX: it also counts CUDA's own memory and the executables' code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOKENS_OUT = 64  # so that all sequences decode together
 
 
 class Card:
-    """Memory in use of the first card, in MiB, as often as the driver's tool tells it."""
+    """Memory in use of the first card, in MiB, at each report of the driver's tool."""
 
     def __init__(self, lines: Any) -> None:  # of text: used, total
         self._lines = iter(lines)
@@ -32,7 +32,7 @@ class Card:
         self._thread.start()
 
     def taken_peak(self) -> int:
-        """The most since this was asked last, and at that moment: what is in use stays so."""
+        """The maximum since the last call, and at that moment; the maximum then restarts."""
         peak, self.peak = self.peak, self.used
         return peak
 
@@ -58,8 +58,9 @@ def watched() -> Generator[Card]:
 
 
 def measure_memory(settings: Mapping[str, Any], sequences: int) -> list[dict[str, Any]] | None:
-    """Rows ``card_share``: ``until_ready``, and ``full``, with sequences that fill all pages. What
-    others had of the card before is not counted. None where there is no card.
+    """Rows ``card_share``: ``until_ready``, and ``full``, with sequences that fill all pages.
+
+    Memory that other processes had before is not counted. None if there is no card.
     """
     if which(SMI) is None:
         return None

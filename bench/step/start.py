@@ -1,8 +1,8 @@
-"""How long a process takes until an engine can give its first token: without a bundle, and with.
+"""The time from a process's start to an engine's first token, without and with a bundle.
 
 Owns: the child process (this file as a module) and its parent. Every start is a process of its own
-with an empty compile cache, or with the bundles that the first one left there. The parent must not
-have a device yet: on a GPU it would hold the memory.
+with an empty compile cache, or with the bundles that the first one saved. The parent must not have
+a device yet: on a GPU it would hold the memory.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ type Start = dict[str, float]  # seconds since the process began, bytes
 
 
 def measure_starts(settings: Mapping[str, Any], runs: int) -> dict[str, list[Start]]:
-    """Starts by case: ``no_bundle`` once, ``bundle`` as often as asked."""
+    """Starts by case: ``no_bundle`` once, ``bundle`` ``runs`` times."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {**settings, "cache_dir": folder}
-        cold = start_once(settings, Path(folder))  # it leaves its executables there
+        cold = start_once(settings, Path(folder))  # it saves its executables there
         warm = [start_once(settings, Path(folder)) for _ in range(runs)]
     return {"no_bundle": [cold], "bundle": warm}
 
 
 def start_once(settings: Mapping[str, Any], folder: Path) -> Start:
-    """One process; compilers' own caches are kept in ``folder`` too, so that none is warm."""
+    """One process; compilers' own caches are in ``folder`` too, so that none is warm."""
     environment = {
         **os.environ,
         "TRITON_CACHE_DIR": os.fspath(folder / "triton"),
@@ -45,7 +45,7 @@ def start_once(settings: Mapping[str, Any], folder: Path) -> Start:
 
 
 def start_rows(starts: Mapping[str, list[Start]]) -> list[dict[str, Any]]:
-    """``start_s`` is ready for a request; the other figures of a start have rows of their own."""
+    """Rows by metric and case. ``start_s`` is the time until ready for a request."""
     return [
         {"metric": metric, "case": case, "value": round(median(samples), 3), "samples": samples}
         for case, runs in starts.items()

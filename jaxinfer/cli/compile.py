@@ -1,7 +1,4 @@
-"""``jaxinfer compile``: everything an engine would compile, in a folder, without weights.
-
-Owns: the command and its report.
-"""
+"""``jaxinfer compile``: writes all executables of an engine to a folder, without weights."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any
 import click
 
 from jaxinfer.cli.options import MODEL_FORMS, SHAPE_OPTIONS, SIZE_OPTIONS, given
-from jaxinfer.cli.units import format_bytes
+from jaxinfer.cli.output import format_bytes
 from jaxinfer.engine.start.progress import progress_on
 
 
@@ -25,7 +22,7 @@ from jaxinfer.engine.start.progress import progress_on
 @click.argument("model")
 @click.option("-o", "--output", metavar="FOLDER", required=True, help="The bundle; must be new.")
 def compile_(model: str, output: str, **fields: Any) -> None:
-    """Write the bundle whole or not at all; the same bundle may be there already."""
+    """Write the bundle, whole or not at all; an equal bundle may already be in the folder."""
     from jaxinfer.core.config import EngineConfig
     from jaxinfer.engine.start.build import plan_engine, write_planned
 

@@ -1,7 +1,7 @@
-"""``jaxinfer doctor``: what this machine can run, and what is broken.
+"""``jaxinfer doctor``: checks of the installation, the devices, the kernels and the caches.
 
-Owns: the checks. A check reports what it finds and never raises; anything ``broken`` makes the
-command fail.
+Owns: the checks. A check reports its findings and never raises; the command fails if one is
+``broken``.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from jaxinfer.cli.units import format_bytes
+from jaxinfer.cli.output import format_bytes
 from jaxinfer.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from pallas_kernels.registry import Impl, KernelOp
 
-OPTIONAL_PACKAGES = ("triton", "jax-triton")  # the kernels' languages on NVIDIA GPUs
+OPTIONAL_PACKAGES = ("triton", "jax-triton")  # the languages of the kernels for NVIDIA GPUs
 
 type Status = Literal["ok", "absent", "broken"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One checked thing. ``absent`` is something that this machine does without."""
+    """The result of one check. ``absent``: missing, and not needed on this machine."""
 
     section: str
     name: str
@@ -73,7 +73,7 @@ def _interpreter() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """Every requirement of the installed distribution, read from its metadata: no import."""
+    """Every requirement of the installed distribution, from its metadata: nothing is imported."""
     for name in ("jaxinfer", "jaxlib", *_required()):
         version = _version(name)
         if version is None:
@@ -89,7 +89,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _required() -> list[str]:
-    from importlib import metadata  # a tenth of what every other command takes to begin
+    from importlib import metadata  # importing it takes a tenth of the start of every other command
 
     lines = metadata.requires("jaxinfer") or []
     names = (re.match(r"[\w.-]+", line) for line in lines if "extra ==" not in line)
@@ -106,17 +106,17 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> Iterator[Finding]:
-    """The devices and, where there is one, the kernels: both need a working JAX."""
+    """The devices and, if there are any, the kernels: both need a working JAX."""
     from jaxinfer.core.config import bound_gpu_allocator
 
-    bound_gpu_allocator(1.0)  # so that a look at a device does not take its memory
+    bound_gpu_allocator(1.0)  # so that JAX does not reserve the device's memory
     try:
         import jax
 
         from jaxinfer.exec.run.device_memory import device_memory
 
         devices = jax.devices()
-    except Exception as error:  # jax has no class of its own for this
+    except Exception as error:  # jax has no exception class for a missing device
         detail = " ".join(f"{type(error).__name__}: {error}".split())
         yield Finding("devices", "jax", "broken", f"{detail}; check JAX_PLATFORMS")
         return
@@ -128,7 +128,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    """Run every implementation that supports this platform against its definition, once."""
+    """Compare every implementation that supports this platform with its definition, once."""
     from pallas_kernels.registry import all_ops
 
     for op in all_ops():

@@ -1,6 +1,6 @@
 """``jaxinfer generate``: prompts in, text or JSON out.
 
-Owns: where prompts come from and the order of a run.
+Owns: the sources of prompts and the order of a run.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxinfer.cli.answers import Answers
 from jaxinfer.cli.options import ENGINE_OPTIONS, MODEL_FORMS, SAMPLING_OPTIONS, given
+from jaxinfer.cli.output import OutputPrinter
 from jaxinfer.core.errors import ConfigError, RequestError
 from jaxinfer.engine.start.progress import progress_on
 
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from jaxinfer.engine.prompts import Prompt
 
 SINGLE_CHUNK = 256  # tokens; loading a second chunk size takes longer than padding to this one
-SINGLE_CONTEXT = 4096  # tokens, prompt and answer, that are enough for nearly every lone prompt
+SINGLE_CONTEXT = 4096  # tokens of prompt and answer, enough for nearly every single prompt
 TEMPLATE_TOKENS = 256  # more than a chat template adds to its messages
-DEFAULT_MAX_TOKENS = 256  # SamplingParams' 16, which is vLLM's, would cut off nearly every answer
+# SamplingParams' default of 16, as in vLLM, would cut off nearly every answer
+DEFAULT_MAX_TOKENS = 256
 
 
 @click.command(params=[*SAMPLING_OPTIONS, *ENGINE_OPTIONS])
@@ -65,41 +66,43 @@ def generate(
     from jaxinfer.core.request import SamplingParams
     from jaxinfer.engine.api.llm import LLM
 
-    SamplingParams(**chosen)  # a wrong flag fails before the model is loaded
+    SamplingParams(**chosen)  # an invalid flag fails before the model is loaded
     settings = given(ENGINE_OPTIONS, fields)
     if len(prompts) == 1 and "bundle" not in settings:
-        settings = _sized_for(prompts[0] + (system or ""), chosen["max_tokens"], settings)
+        settings = _single_prompt_settings(
+            prompts[0] + (system or ""), chosen["max_tokens"], settings
+        )
     llm = LLM(model, progress=progress_on(sys.stderr), **settings)
     defaults = llm.get_default_sampling_params()
     sampling = msgspec.structs.replace(defaults, **chosen)
     on_terminal = sys.stdout.isatty() and len(prompts) == 1 and not as_json
-    answers = Answers(as_json=as_json, stream=on_terminal if stream is None else stream)
+    printer = OutputPrinter(as_json=as_json, stream=on_terminal if stream is None else stream)
     clock = RunClock()
-    requests = _accept(llm, prompts, chat, system, sampling, answers)
+    requests = _accept(llm, prompts, chat, system, sampling, printer)
     for number, delta in llm.stream(list(requests.values()), [sampling] * len(requests)):
         clock.token()
-        answers.gain(list(requests)[number], delta)
+        printer.add(list(requests)[number], delta)
     if show_stats:
-        told = describe_sampling(sampling, defaults, flags, llm.config.seed)
-        lines = [("sampling", told)]
+        sampling_text = describe_sampling(sampling, defaults, flags, llm.config.seed)
+        lines = [("sampling", sampling_text)]
         for name, text in lines + describe_run(llm.stats(), clock):
             click.echo(f"{name:14} {text}", err=True)
-    ctx.exit(1 if answers.any_failed else 0)
+    ctx.exit(1 if printer.any_failed else 0)
 
 
-def _sized_for(text: str, max_tokens: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """The engine's settings for one prompt, where the user left them open.
+def _single_prompt_settings(text: str, max_tokens: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """The engine's settings for one prompt, for those that the user did not set.
 
-    It needs a single sequence and one size of chunk: fewer executables bring the first token
-    sooner. So does a small KV cache, and one size of it lets all such runs share executables; a
-    request that may not fit gets what the engine finds, up to the model's own context.
+    One prompt needs a single sequence and one size of chunk: with fewer executables the first token
+    comes sooner. The KV cache is small, and of one size, so that all such runs share executables. A
+    request that may not fit gets the engine's defaults, up to the model's own context.
     """
     from jaxinfer.core.config import DEFAULT_PAGE_SIZE
 
     chunk = settings.get("max_num_batched_tokens", SINGLE_CHUNK)
     sized = {"max_num_seqs": 1, "max_num_batched_tokens": chunk, "prefill_bucket_start": chunk}
     sized |= settings
-    text_bytes = len(text.encode(errors="replace"))  # no tokenizer makes more tokens than that
+    text_bytes = len(text.encode(errors="replace"))  # no tokenizer makes more tokens than bytes
     most_tokens = text_bytes + TEMPLATE_TOKENS + max_tokens
     size_is_open = settings.keys().isdisjoint({"max_model_len", "kv_cache_memory_bytes"})
     if size_is_open and most_tokens <= SINGLE_CONTEXT:
@@ -115,7 +118,7 @@ def _check_usage(
     as_json: bool,
     fields: dict[str, Any],
 ) -> None:
-    """What contradicts itself whatever the model is."""
+    """Raise ``UsageError`` for arguments that contradict each other for any model."""
     if system is not None and chat is False:
         raise click.UsageError("--system needs a chat; leave out --no-chat")
     if stream and as_json:
@@ -144,9 +147,9 @@ def _accept(
     chat: bool | None,
     system: str | None,
     sampling: SamplingParams,
-    answers: Answers,
+    printer: OutputPrinter,
 ) -> dict[int, Prompt]:
-    """The prompts that can be answered, by number; the others are reported as failed."""
+    """The valid prompts, by number; the others are reported as failed."""
     has_template = llm.get_tokenizer().has_chat_template
     if not has_template and (chat or system is not None):
         raise ConfigError("this model has no chat template; leave out --chat and --system")
@@ -157,9 +160,9 @@ def _accept(
             prompt = _prompt(llm, text, chat, system)
             llm.check(prompt, sampling)
         except RequestError as error:
-            answers.fail(number, f"prompt {number}: {error}" if len(texts) > 1 else str(error))
+            printer.fail(number, f"prompt {number}: {error}" if len(texts) > 1 else str(error))
         else:
-            answers.begin(number, prompt, sampling)
+            printer.expect(number, prompt, sampling)
             accepted[number] = prompt
     return accepted
 

@@ -1,6 +1,6 @@
-"""``jaxinfer inspect``: what a model is and how it would be served, without loading its weights.
+"""``jaxinfer inspect``: reports on a model and how it would be served, without loading weights.
 
-Owns: the report; that on a bundle is ``inspect_bundle``'s.
+Owns: the report on a model; ``inspect_bundle`` has the one on a bundle.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxinfer.cli.options import MODEL_FORMS, SIZE_OPTIONS, given
-from jaxinfer.cli.units import format_bytes, format_count
+from jaxinfer.cli.output import format_bytes, format_count
 from jaxinfer.engine.start.progress import progress_on
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @click.command(params=[*SIZE_OPTIONS], help=f"Describe MODEL, or a bundle. MODEL: {MODEL_FORMS}.")
 @click.argument("model", required=False)
-@click.option("--bundle", metavar="FOLDER", help="What `jaxinfer compile` wrote, instead of MODEL.")
+@click.option(
+    "--bundle", metavar="FOLDER", help="A folder of `jaxinfer compile`, instead of MODEL."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(model: str | None, bundle: str | None, as_json: bool, **fields: Any) -> None:
     """Print the report of one model or bundle."""
@@ -91,7 +93,7 @@ def describe(plan: EnginePlan) -> dict[str, Any]:
 
 
 def _checkpoint_bytes(plan: EnginePlan) -> dict[str, int]:
-    """Stored bytes by the format's own dtypes."""
+    """Stored bytes, by the format's own dtypes."""
     checkpoint = plan.source.checkpoint
     if checkpoint is None:
         return {}
@@ -102,7 +104,7 @@ def _checkpoint_bytes(plan: EnginePlan) -> dict[str, int]:
 
 
 def _sampling(plan: EnginePlan) -> dict[str, Any]:
-    """The model's own sampling defaults, where they differ from vLLM's."""
+    """The model's own sampling defaults that differ from vLLM's."""
     import msgspec
 
     model = plan.facts.default_sampling

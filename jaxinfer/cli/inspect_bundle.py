@@ -1,20 +1,18 @@
-"""What ``jaxinfer inspect --bundle`` reports: what is inside, and whether it fits this machine.
-
-Owns: the report.
-"""
+"""The report of ``jaxinfer inspect --bundle``: a bundle's content, and whether it fits here."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.cli.units import format_bytes
+from jaxinfer.cli.output import format_bytes
 
 
 def describe(folder: Path) -> dict[str, Any]:
     """The facts of a bundle as JSON values; sizes in bytes and tokens.
 
-    ``machine`` has every field of the installation it was made for, with its value there and here.
+    ``machine`` has every field of the installation that compiled the bundle, with its value there
+    and here.
     """
     import msgspec
 
@@ -69,7 +67,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """(name, text) for people."""
+    """The report as lines of (name, text)."""
     memory = report["memory"]
     device = memory["device_bytes"]
     kinds = (

@@ -1,7 +1,7 @@
-"""``jaxinfer``: the command group, its exit codes, and how text and errors reach the terminal.
+"""``jaxinfer``: the command group, its exit codes, and the encoding of its output.
 
-Owns: 0 for success, 1 for a ``JaxinferError`` or a broken installation, 2 for wrong usage, 130 for
-Ctrl-C.
+Owns: exit codes 0 for success, 1 for a ``JaxinferError`` or a broken installation, 2 for wrong
+usage, 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jaxinfer.cli.serve import serve
 from jaxinfer.core.errors import JaxinferError
 from jaxinfer.core.heap import keep_heap_small
 
-INTERRUPTED = 130  # what shells report for a command that SIGINT ended
+INTERRUPTED = 130  # the shell's exit code for a command that SIGINT ended
 
 
 class Commands(click.Group):
-    """A group that turns the project's errors into one line on stderr."""
+    """A group that prints the project's errors as one line on stderr."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the chosen command."""
@@ -53,14 +53,14 @@ cli.add_command(serve)
 
 
 def main(prog_name: str = "jaxinfer") -> None:
-    """The entry point of the console script; ``prog_name`` is what usage lines call it."""
+    """The entry point of the console script; ``prog_name`` is its name in usage lines."""
     keep_heap_small()
     _write_any_text()
     try:
         cli(prog_name=prog_name)
     except SystemExit as end:
         if end.code == INTERRUPTED:
-            # Everything has been unwound; only compiler threads may be left, and the interpreter
+            # All frames have been unwound; only compiler threads may be left, and the interpreter
             # would wait for them.
             sys.stdout.flush()
             os._exit(INTERRUPTED)
@@ -68,9 +68,10 @@ def main(prog_name: str = "jaxinfer") -> None:
 
 
 def _write_any_text() -> None:
-    """Models write every script, and stdout's encoding may not know it.
+    """Let stdout take any text of a model, which its encoding may not contain.
 
-    A terminal shows what it can; a file or pipe gets UTF-8. Python's stderr escapes by itself.
+    A terminal shows replacement characters; a file or pipe gets UTF-8. Python's stderr escapes by
+    itself.
     """
     if not isinstance(sys.stdout, io.TextIOWrapper):  # closed, or replaced by a test
         return

@@ -1,8 +1,7 @@
-"""Options that several commands share. An option is named as the field that it sets.
+"""Options that several commands share. An option has the name of the field that it sets.
 
-Owns: the options of ``EngineConfig`` (``SIZE_OPTIONS`` are those that decide what fits,
-``SHAPE_OPTIONS`` the finer ones of what is compiled) and of ``SamplingParams``, and picking the
-given ones.
+Owns: the options of ``EngineConfig`` (``SIZE_OPTIONS`` for memory and batch sizes,
+``SHAPE_OPTIONS`` for the shapes of executables) and of ``SamplingParams``.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ SIZE_OPTIONS = (
 SHAPE_OPTIONS = (
     click.Option(["--page-size", "--block-size"], type=int, help="Tokens of one page."),
     click.Option(["--num-pages"], type=int, help="Pages of the KV cache."),
-    click.Option(["--decode-bucket-start"], type=int, help="Decode steps for 1, N, 2N ... rows."),
+    click.Option(["--decode-bucket-start"], type=int, help="Decode buckets of 1, N, 2N ... rows."),
     click.Option(["--prefill-bucket-start"], type=int, help="The smallest chunk, in tokens."),
-    click.Option(["--prefill-bucket-factor"], type=int, help="From one chunk to the next size."),
-    click.Option(["--mixed-bucket-start"], type=int, help="Least decode rows beside a chunk."),
-    click.Option(["--kernels"], metavar="OP=IMPL,...", help="Kernels to use, to measure others."),
+    click.Option(["--prefill-bucket-factor"], type=int, help="Ratio of a chunk size to the next."),
+    click.Option(["--mixed-bucket-start"], type=int, help="Fewest decode rows with a chunk."),
+    click.Option(["--kernels"], metavar="OP=IMPL,...", help="Implementations of kernels to use."),
 )
 ENGINE_OPTIONS = (
     *SIZE_OPTIONS,
@@ -50,7 +49,7 @@ ENGINE_OPTIONS = (
     click.Option(
         ["enable_prefix_caching", "--prefix-caching/--no-prefix-caching"],
         default=None,
-        help="Reuse the KV cache of equal beginnings.",
+        help="Reuse the KV cache of equal prefixes.",
     ),
     click.Option(
         ["--prefill-first/--no-prefill-first"],
@@ -65,7 +64,7 @@ SAMPLING_OPTIONS = (
     click.Option(["--top-k"], type=int, help="Sample from the K most likely tokens."),
     click.Option(["--min-p"], type=float, help="Least probability, relative to the likeliest."),
     click.Option(
-        ["--seed"], type=int, help="Of every prompt; without it each has its own, derived from 0."
+        ["--seed"], type=int, help="Seed of every prompt; default: one for each, derived from 0."
     ),
     click.Option(["--stop"], multiple=True, help="End before this text; may be repeated."),
     click.Option(["--logprobs"], type=int, help="With --json: logprobs of the N likeliest tokens."),

@@ -1,7 +1,7 @@
-"""``jaxinfer serve``: settings from everywhere, then an OpenAI-compatible server.
+"""``jaxinfer serve``: reads the settings and starts an OpenAI-compatible server.
 
-Owns: the order of a start: everything is read, checked and shown before the port is taken and the
-model loaded.
+Owns: the order of a start: all settings are read, checked and shown before the port is bound and
+the model loaded.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def serve(reference: str | None, config: str | None, **flags: Any) -> None:
 
 
 def read_config_file(path: Path) -> File:
-    """The mapping in a YAML file; raises ``ConfigError`` when there is none."""
+    """The mapping in a YAML file; raises ``ConfigError`` if it is not one."""
     import yaml
 
     try:
@@ -73,7 +73,7 @@ def read_config_file(path: Path) -> File:
 
 
 def read_chat_template(given: str) -> str:
-    """The template in the file that is named, or the template that is given itself."""
+    """The template in a file if ``given`` is a path, or ``given`` itself if it is a template."""
     if not set(given).isdisjoint("{}\n"):
         return given
     try:
@@ -83,20 +83,20 @@ def read_chat_template(given: str) -> str:
 
 
 def check_settings(settings: Mapping[str, Value]) -> tuple[EngineConfig, ServerConfig]:
-    """The two configurations; raises ``ConfigError`` naming the setting that is wrong."""
+    """The two configurations; raises ``ConfigError`` naming the invalid setting."""
     from dataclasses import fields
 
     from jaxinfer.core.server_config import ServerConfig
     from jaxinfer.engine.api.vllm_args import engine_config
 
-    of_server = {field.name for field in fields(ServerConfig)}
+    server_fields = {field.name for field in fields(ServerConfig)}
     values = {name: value.value for name, value in settings.items()}
-    server = {name: value for name, value in values.items() if name in of_server}
-    engine = {name: value for name, value in values.items() if name not in of_server}
+    server = {name: value for name, value in values.items() if name in server_fields}
+    engine = {name: value for name, value in values.items() if name not in server_fields}
     if "chat_template" in server:
         server["chat_template"] = read_chat_template(server["chat_template"])
     engine_settings = engine_config(None, engine)
-    # clients name the model as the command does, as with vLLM
+    # as with vLLM, the model's name in the API is the one given on the command line
     server.setdefault("served_model_name", (engine_settings.model,))
     return engine_settings, ServerConfig(**server)
 
@@ -116,7 +116,7 @@ def describe(
         given = settings.get(setting.name)
         source = given.source if given else "default"
         unset = "auto" if owner is engine_config else "none"
-        shown = f"{len(value)} given" if setting.secret else _shown(value, unset)
+        shown = f"{len(value)} given" if setting.secret else _display_text(value, unset)
         yield f"{setting.name} {shown} ({source})"
     ignored = {name: value for name, value in settings.items() if not hasattr(server_config, name)}
     yield from notices(ignored)
@@ -124,7 +124,7 @@ def describe(
         yield f"environment variables that are no settings: {', '.join(unknown)}"
 
 
-def _shown(value: Any, unset: str) -> str:
+def _display_text(value: Any, unset: str) -> str:
     if value is None:
         return unset
     text = ", ".join(value) or "none" if isinstance(value, tuple) else str(value)
@@ -138,13 +138,13 @@ def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         return
     from jaxinfer.engine.link.spawn import spawn
 
-    # first of all, so that it imports JAX while this process imports the server
+    # before any other import, so that it imports JAX while this process imports the server
     with spawn() as spawned:
         _run(engine_config, server_config, partial(_engine_process, spawned))
 
 
 def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start) -> None:
-    """Serve what ``start`` gives, which is called once the port is taken."""
+    """Serve the engine from ``start``, which is called once the port is bound."""
     from jaxinfer.server.http.log import EventLog, configure_logging
     from jaxinfer.server.http.run import run
     from jaxinfer.server.routes.app import create_app
@@ -155,15 +155,15 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start)
     run(
         create_app(service),
         service,
-        lambda: _loaded(engine_config, start, service),
+        lambda: _load(engine_config, start, service),
         server_config,
         lambda line: click.echo(f"jaxinfer: {line}", err=True),
     )
 
 
 @asynccontextmanager
-async def _loaded(config: EngineConfig, start: Start, service: Service) -> AsyncIterator[str]:
-    """The engine, attached to the service; gives the words for the ready line."""
+async def _load(config: EngineConfig, start: Start, service: Service) -> AsyncIterator[str]:
+    """The engine, attached to the service; yields the summary for the ready line."""
     import asyncio
 
     from jaxinfer.engine.link.client import EngineClient
@@ -178,7 +178,7 @@ async def _loaded(config: EngineConfig, start: Start, service: Service) -> Async
     )
     try:
         service.attach(client, metrics)
-        gc.freeze()  # what is there stays; looking at it takes 25 ms, in the middle of a burst
+        gc.freeze()  # collecting the objects of the start takes 25 ms, in the middle of a burst
         yield (
             f"model {name}, context of {limits.max_model_len} tokens, "
             f"{limits.max_num_seqs} sequences, {limits.num_usable_pages * limits.page_size} "

@@ -1,6 +1,6 @@
-"""The settings of ``jaxinfer serve``, in the groups that ``--help`` shows, under vLLM's names.
+"""The settings of ``jaxinfer serve``, in the groups of ``--help``, under vLLM's names.
 
-Owns: names, readers and words for the help; how flags are spelled.
+Owns: names, readers and help texts; the spelling of flags.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from jaxinfer.cli.settings import (
     Reader,
     Setting,
     anything,
+    boolean,
+    integer,
     mapping,
     number,
     size,
     size_or_auto,
-    switch,
     text,
     texts,
-    whole,
 )
 
 
@@ -41,16 +41,16 @@ GROUPS = (
             Setting("model", text, f"{MODEL_FORMS}.", ("-m",)),
             Setting("served_model_name", texts, "Names in the API; the first is in the answers."),
             Setting("tokenizer", text, "A tokenizer from elsewhere."),
-            Setting("skip_tokenizer_init", switch, "Token ids only, no text."),
+            Setting("skip_tokenizer_init", boolean, "Token ids only, no text."),
             Setting("load_format", text, "auto, safetensors, gguf, or dummy: random weights."),
             Setting("dtype", text, "Weights and KV cache: auto, bfloat16, float16, float32."),
             Setting("generation_config", text, "auto: the model's sampling defaults; vllm: none."),
             Setting("override_generation_config", mapping, "Sampling defaults over those, JSON."),
             Setting("chat_template", text, "A file, or the Jinja template itself."),
-            Setting("trust_request_chat_template", switch, "Run templates that requests bring."),
+            Setting("trust_request_chat_template", boolean, "Run templates that requests bring."),
             Setting("default_chat_template_kwargs", mapping, "Variables for the template, JSON."),
             Setting("response_role", text, "The role in chat answers."),
-            Setting("seed", whole, "Seed of requests that bring none."),
+            Setting("seed", integer, "Seed of requests that bring none."),
         ),
     ),
     Group(
@@ -59,19 +59,19 @@ GROUPS = (
             Setting("max_model_len", size_or_auto, "Longest sequence in tokens: 4096, 32k, auto."),
             Setting("max_num_seqs", size, "Sequences that run side by side."),
             Setting("max_num_batched_tokens", size, "Prompt tokens computed in one step."),
-            Setting("max_num_mixed_tokens", size, "Of these, in a step where others decode."),
+            Setting("max_num_mixed_tokens", size, "Prompt tokens in a step with decode rows."),
             Setting("gpu_memory_utilization", number, "Share of a GPU's memory to use, up to 1."),
             Setting("kv_cache_memory_bytes", size, "Memory for the KV cache: 4G, 500M, bytes."),
             Setting("num_gpu_blocks_override", size, "Pages of the KV cache.", ("--num-pages",)),
             Setting("block_size", size, "Tokens of one page.", ("--page-size",)),
-            Setting("enable_prefix_caching", switch, "Reuse the KV cache of equal beginnings."),
-            Setting("prefill_first", switch, "Prompts before running answers: for batches."),
-            Setting("async_scheduling", switch, "Plan a step while one runs.", ("--overlap",)),
-            Setting("decode_bucket_start", size, "Decode steps for 1, N, 2N, 4N ... rows."),
+            Setting("enable_prefix_caching", boolean, "Reuse the KV cache of equal prefixes."),
+            Setting("prefill_first", boolean, "Prompts before running answers: for batches."),
+            Setting("async_scheduling", boolean, "Plan a step while one runs.", ("--overlap",)),
+            Setting("decode_bucket_start", size, "Decode buckets of 1, N, 2N, 4N ... rows."),
             Setting("prefill_bucket_start", size, "The smallest chunk, in tokens."),
-            Setting("prefill_bucket_factor", size, "From one chunk to the next size."),
-            Setting("mixed_bucket_start", size, "Least decode rows beside a chunk."),
-            Setting("kernels", text, "Kernels to use: OP=IMPL,... to measure others."),
+            Setting("prefill_bucket_factor", size, "Ratio of a chunk size to the next."),
+            Setting("mixed_bucket_start", size, "Fewest decode rows with a chunk."),
+            Setting("kernels", text, "Implementations of kernels: OP=IMPL,..."),
             Setting("bundle", text, "Executables and sizes from `jaxinfer compile`."),
             Setting("cache_dir", text, "Where downloads, conversions and executables go."),
         ),
@@ -80,13 +80,15 @@ GROUPS = (
         "Address",
         (
             Setting("host", text, "Address to listen on; every IPv4 one unless given."),
-            Setting("port", whole, "Port to listen on."),
+            Setting("port", integer, "Port to listen on."),
             Setting("uds", text, "A Unix socket instead."),
             Setting("root_path", text, "Path under which a proxy shows the server."),
             Setting("ssl_keyfile", text, "TLS key."),
             Setting("ssl_certfile", text, "TLS certificate chain; makes the server HTTPS."),
             Setting("ssl_ca_certs", text, "Authorities for client certificates."),
-            Setting("ssl_cert_reqs", whole, "Client certificates: 0 none, 1 optional, 2 required."),
+            Setting(
+                "ssl_cert_reqs", integer, "Client certificates: 0 none, 1 optional, 2 required."
+            ),
         ),
     ),
     Group(
@@ -102,7 +104,7 @@ GROUPS = (
             Setting("allowed_origins", texts, "CORS origins, as a JSON list; none unless given."),
             Setting("allowed_methods", texts, "CORS methods, as a JSON list."),
             Setting("allowed_headers", texts, "CORS headers, as a JSON list."),
-            Setting("allow_credentials", switch, "CORS with cookies."),
+            Setting("allow_credentials", boolean, "CORS with cookies."),
         ),
     ),
     Group(
@@ -114,77 +116,77 @@ GROUPS = (
             Setting("shutdown_timeout", number, "Seconds for open requests after SIGTERM."),
             Setting("max_body_bytes", size, "Longest request body."),
             Setting("h11_max_incomplete_event_size", size, "Longest head of a request, in bytes."),
-            Setting("max_logprobs", whole, "Most logprobs that a request may ask for."),
-            Setting("strict_fields", switch, "Refuse requests with unknown fields."),
+            Setting("max_logprobs", integer, "Most logprobs that a request may ask for."),
+            Setting("strict_fields", boolean, "Refuse requests with unknown fields."),
         ),
     ),
     Group(
         "Answers",
         (
-            Setting("return_tokens_as_token_ids", switch, "Logprobs name tokens token_id:N."),
-            Setting("enable_force_include_usage", switch, "Usage in every stream."),
+            Setting("return_tokens_as_token_ids", boolean, "Logprobs name tokens token_id:N."),
+            Setting("enable_force_include_usage", boolean, "Usage in every stream."),
         ),
     ),
     Group(
         "Process and log",
         (
-            Setting("disable_frontend_multiprocessing", switch, "Engine and HTTP in one process."),
-            Setting("enable_log_requests", switch, "Log each request, without its text."),
-            Setting("disable_uvicorn_access_log", switch, "No access log."),
+            Setting("disable_frontend_multiprocessing", boolean, "Engine and HTTP in one process."),
+            Setting("enable_log_requests", boolean, "Log each request, without its text."),
+            Setting("disable_uvicorn_access_log", boolean, "No access log."),
             Setting("uvicorn_log_level", text, "debug, info, warning, error, critical."),
         ),
     ),
     Group(
         "Accepted because scripts for vLLM give them",
         (
-            Setting("tensor_parallel_size", whole, "Only 1.", ("-tp",)),
-            Setting("pipeline_parallel_size", whole, "Only 1.", ("-pp",)),
-            Setting("data_parallel_size", whole, "Only 1.", ("-dp",)),
+            Setting("tensor_parallel_size", integer, "Only 1.", ("-tp",)),
+            Setting("pipeline_parallel_size", integer, "Only 1.", ("-pp",)),
+            Setting("data_parallel_size", integer, "Only 1.", ("-dp",)),
             Setting("quantization", text, "Only gguf, which the file tells.", ("-q",)),
             Setting("kv_cache_dtype", text, "Only auto: as the model."),
-            Setting("enable_chunked_prefill", switch, "Always on."),
+            Setting("enable_chunked_prefill", boolean, "Always on."),
             Setting("scheduling_policy", text, "fcfs or priority; no effect."),
             Setting("tokenizer_mode", text, "Only auto."),
             Setting("chat_template_content_format", text, "auto or string; no effect."),
-            Setting("trust_remote_code", switch, "No effect."),
-            Setting("enforce_eager", switch, "No effect."),
+            Setting("trust_remote_code", boolean, "No effect."),
+            Setting("enforce_eager", boolean, "No effect."),
             Setting("compilation_config", anything, "No effect.", ("-O",)),
             Setting("download_dir", text, "No effect; see --cache-dir."),
             Setting("hf_token", text, "No effect.", secret=True),
             Setting("cpu_offload_gb", number, "No effect."),
-            Setting("disable_custom_all_reduce", switch, "No effect."),
-            Setting("disable_log_stats", switch, "No effect."),
-            Setting("enable_prompt_tokens_details", switch, "No effect: always on."),
-            Setting("enable_request_id_headers", switch, "No effect: always on."),
+            Setting("disable_custom_all_reduce", boolean, "No effect."),
+            Setting("disable_log_stats", boolean, "No effect."),
+            Setting("enable_prompt_tokens_details", boolean, "No effect: always on."),
+            Setting("enable_request_id_headers", boolean, "No effect: always on."),
         ),
     ),
 )
-# Known only to be refused with advice; the help leaves them out.
+# Known only so that the refusal gives advice; the help leaves them out.
 REFUSED = (
     Setting("revision", text, ""),
     Setting("speculative_config", anything, ""),
-    Setting("enable_lora", switch, ""),
+    Setting("enable_lora", boolean, ""),
     Setting("lora_modules", texts, ""),
-    Setting("max_loras", whole, ""),
-    Setting("max_lora_rank", whole, ""),
-    Setting("enable_auto_tool_choice", switch, ""),
+    Setting("max_loras", integer, ""),
+    Setting("max_lora_rank", integer, ""),
+    Setting("enable_auto_tool_choice", boolean, ""),
     Setting("tool_call_parser", text, ""),
     Setting("reasoning_parser", text, ""),
     Setting("otlp_traces_endpoint", text, ""),
-    Setting("best_of", whole, ""),
+    Setting("best_of", integer, ""),
     Setting("swap_space", number, ""),
-    Setting("num_scheduler_steps", whole, ""),
-    Setting("disable_log_requests", switch, ""),
+    Setting("num_scheduler_steps", integer, ""),
+    Setting("disable_log_requests", boolean, ""),
     Setting("guided_decoding_backend", text, ""),
 )
 SETTINGS = (*(setting for group in GROUPS for setting in group.settings), *REFUSED)
 METAVARS: Mapping[Reader, str] = MappingProxyType(
-    {whole: "N", size: "N", size_or_auto: "N", number: "X", mapping: "JSON", texts: "TEXT ..."}
+    {integer: "N", size: "N", size_or_auto: "N", number: "X", mapping: "JSON", texts: "TEXT ..."}
 )
 
 
 class ServeCommand(click.Command):
-    """A command whose flags are spelled as vLLM's parser takes them, its help in groups."""
+    """A command with flags spelled as vLLM's parser takes them, and its help in groups."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """``--max_model_len`` as well as ``--max-model-len``; several values after one flag."""
@@ -207,12 +209,12 @@ class ServeCommand(click.Command):
 
 
 def serve_options() -> list[click.Option]:
-    """A click option for each setting. Values stay text: ``settings`` reads all sources alike."""
+    """A click option for each setting. Values stay text, which the readers of ``settings`` read."""
     return [_option(setting) for setting in SETTINGS]
 
 
 def _option(setting: Setting) -> click.Option:
-    if setting.read is switch:
+    if setting.read is boolean:
         spelled = [f"{flag}/--no-{flag[2:]}" for flag in setting.flags]
         return click.Option(
             [setting.name, *spelled], default=None, help=setting.help, hidden=setting in REFUSED
@@ -227,7 +229,7 @@ def _option(setting: Setting) -> click.Option:
 
 
 def _dashed(arguments: Sequence[str]) -> list[str]:
-    """Flags with dashes where they have underscores; values stay."""
+    """Flags with dashes in place of underscores; values are unchanged."""
     dashed: list[str] = []
     for argument in arguments:
         flag, equals, value = argument.partition("=")

@@ -1,6 +1,6 @@
-"""Where the server's settings come from: flags, environment, a YAML file; and how they are read.
+"""The sources of the server's settings (flags, environment, a YAML file) and their readers.
 
-Owns: the readers that turn text or YAML into values, and precedence: flag, environment, file.
+Owns: the readers, which turn text or YAML into values, and precedence: flag, environment, file.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from jaxinfer.core.errors import ConfigError
 
 PREFIX = "JAXINFER_"
-CONFIG_VARIABLE = "JAXINFER_CONFIG"  # names the file
+CONFIG_VARIABLE = "JAXINFER_CONFIG"  # the path of the YAML file
 TEXTS = "a text or a list of texts"
-# a Service called jaxinfer gives its neighbours JAXINFER_PORT=tcp://ADDRESS:PORT
+# a Service called jaxinfer sets JAXINFER_PORT=tcp://ADDRESS:PORT in other pods
 KUBERNETES = "; Kubernetes sets it for a Service of that name: set enableServiceLinks: false"
 # vLLM's reading of 32k and 32K
 DECIMAL = MappingProxyType({"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12})
@@ -26,18 +26,18 @@ SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[kmgtKMGT])")
 YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off")
 
-type Reader = Callable[[Any], Any]  # raises ValueError saying what is expected
+type Reader = Callable[[Any], Any]  # raises ValueError with the expected form
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: its name in the config classes (or vLLM's), how it is read, what it is for."""
+    """One setting: its name in the config classes (or vLLM's), its reader and its help."""
 
     name: str
     read: Reader
     help: str
     aliases: tuple[str, ...] = ()  # further flags, such as -tp
-    environment: tuple[str, ...] = ()  # further variables, which other servers use
+    environment: tuple[str, ...] = ()  # further variables, from other servers
     secret: bool = False
 
     @property
@@ -47,7 +47,7 @@ class Setting:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The long flags as a file's keys: ``max_model_len``."""
+        """The keys in a file, one for each long flag: ``max_model_len``."""
         return tuple(flag[2:].replace("-", "_") for flag in self.flags if flag.startswith("--"))
 
     @property
@@ -57,7 +57,7 @@ class Setting:
 
 
 class Value(NamedTuple):
-    """A setting's value and who said it: "flag", "environment NAME" or "file NAME"."""
+    """A setting's value and its source: "flag", "environment NAME" or "file NAME"."""
 
     value: Any
     source: str
@@ -76,53 +76,55 @@ def resolve_settings(
     environ: Mapping[str, str],
     file: File | None = None,
 ) -> dict[str, Value]:
-    """The settings that somebody gave, by name, in the order of ``known``.
+    """The settings that a source sets, by name, in the order of ``known``.
 
     A flag wins over the environment, which wins over the file. ``flags`` has None, or nothing, for
-    a flag that was not given. Raises ``ConfigError`` naming the source for a value that cannot be
-    read and for a key of the file that is no setting.
+    a flag that was not given. Raises ``ConfigError`` naming the source, for a value that cannot be
+    read and for an unknown key of the file.
     """
     known = tuple(known)
-    filed = _filed(file, known) if file else {}
+    in_file = _settings_in_file(file, known) if file else {}
     settings: dict[str, Value] = {}
     for setting in known:
-        said: list[tuple[str, str, Any]] = []  # (source, its word for the setting, value)
+        # (source, name of the setting in the source, value)
+        candidates: list[tuple[str, str, Any]] = []
         if flags.get(setting.name) not in (None, ()):
-            said.append(("flag", setting.flags[0], flags[setting.name]))
-        said += [
+            candidates.append(("flag", setting.flags[0], flags[setting.name]))
+        candidates += [
             (f"environment {variable}", variable, environ[variable])
             for variable in setting.variables
             if variable in environ
         ]
-        if file and setting.name in filed:
-            key, value = filed[setting.name]
-            said.append((f"file {file.name}", f"{key} in {file.name}", value))
-        for source, word, value in said[:1]:
+        if file and setting.name in in_file:
+            key, value = in_file[setting.name]
+            candidates.append((f"file {file.name}", f"{key} in {file.name}", value))
+        for source, word, value in candidates[:1]:
             settings[setting.name] = Value(_read(setting, word, value), source)
     return settings
 
 
 def unknown_variables(known: Iterable[Setting], environ: Mapping[str, str]) -> list[str]:
-    """Variables that look like settings and are none."""
+    """Variables with the prefix of settings that are not settings."""
     names = {CONFIG_VARIABLE}.union(*(setting.variables for setting in known))
     return sorted(name for name in environ if name.startswith(PREFIX) and name not in names)
 
 
-def _filed(file: File, known: Iterable[Setting]) -> dict[str, tuple[str, Any]]:
-    """(key as written, value) of each setting in the file; an empty value is none."""
+def _settings_in_file(file: File, known: Iterable[Setting]) -> dict[str, tuple[str, Any]]:
+    """(key as written, value) of each setting in the file; an empty value counts as absent."""
     names = {key: setting.name for setting in known for key in setting.keys}
-    filed: dict[str, tuple[str, Any]] = {}
+    in_file: dict[str, tuple[str, Any]] = {}
     for key, value in file.entries.items():
         name = names.get(str(key).replace("-", "_"))
         if name is None:
             raise ConfigError(f"{key!r} in {file.name} is no setting; see `jaxinfer serve --help`")
-        if name in filed:
+        if name in in_file:
             raise ConfigError(
-                f"{filed[name][0]!r} and {key!r} in {file.name} are the same setting; leave one out"
+                f"{in_file[name][0]!r} and {key!r} in {file.name} are the same setting; "
+                "leave one out"
             )
         if value is not None:
-            filed[name] = (str(key), value)
-    return filed
+            in_file[name] = (str(key), value)
+    return in_file
 
 
 def _read(setting: Setting, word: str, value: Any) -> Any:
@@ -134,18 +136,18 @@ def _read(setting: Setting, word: str, value: Any) -> Any:
         raise ConfigError(f"{word} must be {error}{shown}{hint}") from None
 
 
-# Readers
+# Readers: each returns the value, or raises ValueError with the expected form
 
 
 def text(value: Any) -> str:
-    """A word or a sentence."""
+    """A text."""
     if not isinstance(value, str):
         raise ValueError("text (quote it in YAML)")
     return value
 
 
-def whole(value: Any) -> int:
-    """A whole number."""
+def integer(value: Any) -> int:
+    """An integer."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,30}", value.strip()):
@@ -154,11 +156,11 @@ def whole(value: Any) -> int:
 
 
 def size(value: Any) -> int:
-    """A whole number with vLLM's units: 32k is 32,000, 32K is 32,768, 1.5k is 1,500."""
+    """An integer with vLLM's units: 32k is 32,000, 32K is 32,768, 1.5k is 1,500."""
     given = SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if given is None:
         try:
-            return whole(value)
+            return integer(value)
         except ValueError:
             raise ValueError("a whole number, such as 4096, 32k (32,000) or 32K (32,768)") from None
     number, unit = given["number"], given["unit"]
@@ -172,7 +174,7 @@ def size(value: Any) -> int:
 
 
 def size_or_auto(value: Any) -> int | None:
-    """A size, or None for "auto" and vLLM's -1: what the model and the device allow."""
+    """A size, or None for "auto" and vLLM's -1: derived from the model and the device."""
     return None if value in ("auto", -1, "-1") else size(value)
 
 
@@ -186,8 +188,8 @@ def number(value: Any) -> float:
         raise ValueError("a number") from None
 
 
-def switch(value: Any) -> bool:
-    """On or off."""
+def boolean(value: Any) -> bool:
+    """A boolean."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and (word := value.strip().lower()) in YES + NO:
@@ -196,7 +198,7 @@ def switch(value: Any) -> bool:
 
 
 def texts(value: Any) -> tuple[str, ...]:
-    """Several texts: given several times, as a list of YAML or JSON, or a single one."""
+    """Several texts: a repeated flag, a list of YAML or JSON, or a single text."""
     several = [value] if isinstance(value, str) else value
     if not isinstance(several, list | tuple):
         raise ValueError(TEXTS)

@@ -1,4 +1,4 @@
-"""What ``generate --stats`` reports about a run.
+"""The report of ``generate --stats``.
 
 Owns: the clock of a run, the process's age and memory, and the text.
 """
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxinfer.cli.units import format_bytes
+from jaxinfer.cli.output import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -48,18 +48,18 @@ def process_age() -> float:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5), since boot
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started
-    except (OSError, AttributeError):  # not Linux: leaves out the interpreter's own start
+    except (OSError, AttributeError):  # not Linux: without the start of the interpreter
         return time.monotonic() - _IMPORTED
 
 
 def peak_rss_bytes() -> int:
-    """The most memory this process has held at once."""
+    """The peak resident memory of this process."""
     try:
-        # not ru_maxrss, which begins with what the process that started this one held then
+        # not ru_maxrss, which starts at the memory of the parent process
         lines = Path("/proc/self/status").read_text().splitlines()
         (high_water,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
         return int(high_water) * 1024
-    except (OSError, ValueError):  # not Linux, or one that does not say
+    except (OSError, ValueError):  # not Linux, or a kernel without this field
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
@@ -67,8 +67,9 @@ def peak_rss_bytes() -> int:
 def describe_sampling(
     used: SamplingParams, model: SamplingParams, flags: Container[str], engine_seed: int
 ) -> str:
-    """Each value that was used and where it came from: a flag, the model, or a default. Without a
-    seed of their own, prompts get seeds that are derived from the engine's.
+    """Each sampling value of the run and its source: a flag, the model, or a default.
+
+    Without a seed of their own, prompts get seeds that are derived from the engine's.
     """
     defaults = type(used)()
     words: list[str] = []

@@ -23,12 +23,12 @@ TOKEN_IDS = tuple[int, ...]  # what msgspec makes of them; a type made anew take
 class Prompt(NamedTuple):
     """A prompt ready for the engine; ``text`` is None when it came as token ids.
 
-    ``places``: where each token begins in the text, for a reader of both.
+    ``offsets``: where each token begins in the text, for a reader of both.
     """
 
     text: str | None
     token_ids: tuple[int, ...]
-    places: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
 
 
 def parse_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Prompt]:

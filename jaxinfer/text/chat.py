@@ -1,7 +1,6 @@
-"""Chat templates: a list of messages becomes one prompt string.
+"""Chat templates: render a list of messages as one prompt string.
 
-Owns: the Jinja environment, as Hugging Face's transformers defines it. The clock comes from the
-caller.
+Owns: the Jinja environment, as Hugging Face's transformers defines it. The caller passes the clock.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxinfer.core.errors import RequestError, TokenizerError
-from jaxinfer.text.expectations import Expectations
 from jaxinfer.text.messages import Message, check_messages
+from jaxinfer.text.template_probes import TemplateProbes
 
-# Put after the final message to find where it ends. The trailing space shows whether the template
+# Appended to the final message to find its end. The trailing space shows whether the template
 # strips messages.
 _END_MARK = "<jaxinfer end of the final message> "
 
@@ -35,7 +34,7 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)  # what is set within ends with it
+        return nodes.Scope(body, lineno=line)  # variables set in the block end with it
 
 
 class ChatTemplate:
@@ -47,12 +46,12 @@ class ChatTemplate:
         clock: Callable[[], datetime] = datetime.now,
         special_tokens: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """``special_tokens`` are names for the template: ``bos_token`` and the like.
+        """``special_tokens`` are variables for the template, such as ``bos_token``.
 
-        Raises ``TokenizerError`` with Jinja's message when the source is not a template.
+        Raises ``TokenizerError`` with Jinja's message if the source is not a template.
         """
         self._special_tokens = special_tokens
-        self._expectations = Expectations(
+        self._probes = TemplateProbes(
             lambda chat: self._text(chat, {"add_generation_prompt": False})
         )
         environment = ImmutableSandboxedEnvironment(
@@ -76,16 +75,16 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render ``messages``, which ``check_messages`` describes, in the form the template takes.
+        """Render ``messages`` (see ``check_messages``) in the form that the template accepts.
 
-        ``add_generation_prompt`` opens the assistant's turn; ``continue_final_message`` instead
-        leaves the final message open, so that the model goes on with it. ``variables`` are extra
-        names for the template (tools, ``enable_thinking``).
+        ``add_generation_prompt`` opens the assistant's message. ``continue_final_message`` instead
+        leaves the final message open, so that the model continues it. ``variables`` are extra
+        variables for the template (tools, ``enable_thinking``).
 
-        Raises ``RequestError`` for bad messages or options, ``TokenizerError`` with the template's
-        own message when it refuses or fails.
+        Raises ``RequestError`` for invalid messages or options, ``TokenizerError`` with the
+        template's own message if it refuses or fails.
         """
-        chat = self._expectations.adapt(check_messages(messages))
+        chat = self._probes.adapt(check_messages(messages))
         if continue_final_message:
             if add_generation_prompt:
                 raise RequestError(
@@ -93,15 +92,15 @@ class ChatTemplate:
                     "set one of them to false."
                 )
             chat[-1]["content"] = _with_end_mark(chat[-1].get("content"))
-        names = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
-        text = self._text(chat, names)
-        return _cut_at_mark(text) if continue_final_message else text
+        chosen = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
+        text = self._text(chat, chosen)
+        return _text_before_mark(text) if continue_final_message else text
 
-    def _text(self, chat: Sequence[Message], names: Mapping[str, Any]) -> str:
-        always = {"tools": None, "documents": None, **self._special_tokens}
+    def _text(self, chat: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        defaults = {"tools": None, "documents": None, **self._special_tokens}
         try:
-            return self._template.render({**always, **names, "messages": chat})
-        except Exception as error:  # a template is a program: it can fail in any way
+            return self._template.render({**defaults, **variables, "messages": chat})
+        except Exception as error:  # a template is a program: it can raise anything
             raise TokenizerError(f"The chat template failed: {error}") from error
 
 
@@ -112,8 +111,8 @@ def _with_end_mark(content: str | list[Mapping[str, Any]] | None) -> str | list[
     return (content or "") + _END_MARK
 
 
-def _cut_at_mark(text: str) -> str:
-    """Cut a rendered chat where its final message ends, stripped if the template strips."""
+def _text_before_mark(text: str) -> str:
+    """Cut a rendered chat at the end of its final message, stripped if the template strips."""
     end = text.rfind(_END_MARK.rstrip())
     if end < 0:
         raise TokenizerError(
@@ -130,7 +129,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML characters, which a model must not see.
+    # Jinja's own filter escapes HTML characters, which the prompt must not contain.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

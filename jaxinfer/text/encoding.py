@@ -1,6 +1,6 @@
-"""What a call of a tokenizer gives and takes, under transformers' names.
+"""The result and the options of a tokenizer's call, under transformers' names.
 
-Owns: ``Encoding``, the options that are not supported.
+Owns: ``Encoding``, and the options that are not supported.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 from jaxinfer.core.errors import RequestError
 
-# options of transformers, by the values that ask for nothing
+# options of transformers; a false value has no effect
 NOT_SUPPORTED = (
     *("padding", "return_tensors", "return_assistant_tokens_mask"),
     *("sanitize_control_tokens", "tokenizer_kwargs"),
 )
-# neither changes what transformers gives for a byte-level tokenizer; the mask is always there
+# neither changes transformers' result for a byte-level tokenizer; the mask is always returned
 _IGNORED = ("clean_up_tokenization_spaces", "return_attention_mask")
 
 

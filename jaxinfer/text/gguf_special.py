@@ -1,6 +1,6 @@
-"""The special tokens of a GGUF vocabulary: which ids have a role, and which ids end a text.
+"""The special tokens of a GGUF vocabulary: ids that have a role, and ids that end a text.
 
-Owns: the ids that ``tokenizer.ggml.*_token_id`` keys name, their defaults, and the rule of ends.
+Owns: the ids in ``tokenizer.ggml.*_token_id`` keys, their defaults, and the rule for end tokens.
 
 Source of the rules: ``llama_vocab::impl::load`` in llama.cpp's src/llama-vocab.cpp.
 """
@@ -13,8 +13,8 @@ from typing import Any
 
 from jaxinfer.core.errors import TokenizerError
 
-# Ends of a chat turn. They end a text, and are tokens of their own, whatever type a file gives
-# them: converters have written some of them as ordinary words.
+# Tokens that end a message of a chat. They end a text, and are special tokens, whatever type a file
+# gives them: converters have written some of them as ordinary words.
 TURN_ENDS = frozenset(
     {
         "<|eot_id|>",  # Llama 3
@@ -44,9 +44,9 @@ _ENDS = TURN_ENDS | {
     "[e~[",  # MiniMax M2
 }
 
-# Tokens between the parts of a fill-in-the-middle prompt. After one of these a text is over. They
-# are known by their text where the metadata names no id. Of several, llama.cpp takes the one that
-# its hash table has first; here all of them end.
+# Tokens between the parts of a fill-in-the-middle prompt; they end a text. They are found by their
+# text if the metadata names no id. Of several, llama.cpp takes the one that its hash table has
+# first; here all of them end a text.
 _FILL_IN_ENDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
@@ -55,8 +55,8 @@ _FILL_IN_ENDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
-# A token that does not end a text in a vocabulary where all tokens of one of the sets do: there it
-# closes a part of the answer (harmony's channels), or is an ordinary word.
+# A token that does not end a text in a vocabulary where all tokens of one of these sets do: there
+# it closes a part of the answer (harmony's channels), or is an ordinary word.
 _EXCEPTIONS: Mapping[str, tuple[frozenset[str], ...]] = MappingProxyType(
     {
         "<|end|>": (
@@ -74,17 +74,17 @@ _SEARCHED = (
     | {text for sets in _EXCEPTIONS.values() for texts in sets for text in texts}
 )
 
-# What sentencepiece vocabularies mean where the metadata names no id. llama.cpp's default for byte
-# level BPE, 11, is Falcon's <|endoftext|>; that one is found by its text.
+# sentencepiece's default ids, if the metadata names none. llama.cpp's default for byte level BPE,
+# 11, is Falcon's <|endoftext|>, which is found by its text.
 _DEFAULT_IDS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {"llama": MappingProxyType({"unknown": 0, "bos": 1, "eos": 2})}
 )
 
 
 def special_id(metadata: Mapping[str, Any], role: str) -> int | None:
-    """The token id of a role such as "bos", "eos", "eot" or "padding"; None where there is none.
+    """The token id of a role such as "bos", "eos", "eot" or "padding"; None if it has none.
 
-    Raises ``TokenizerError`` for a value that is no id of the vocabulary.
+    Raises ``TokenizerError`` for a value that is not an id of the vocabulary.
     """
     key = f"tokenizer.ggml.{role}_token_id"
     value = metadata.get(key)

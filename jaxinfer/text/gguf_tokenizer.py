@@ -1,6 +1,6 @@
 """A tokenizer from the metadata of a GGUF file.
 
-Owns: what the ``tokenizer.ggml.*`` keys mean, as llama.cpp defines them.
+Owns: the meaning of the ``tokenizer.ggml.*`` keys, as llama.cpp defines them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _READ_KEYS = frozenset(
     | {f"fim_{role}_token_id" for role in ("pad", "rep", "sep")}
     | {"eos_token_ids"}
 )
-# Roles that nothing here fills (the format spells the separator's both ways), and those of a
+# Roles that are not used here (the format has both spellings of the separator's), and those of a
 # fill-in-the-middle prompt with their older names.
 _UNUSED_ROLES = ("seperator", "separator", "cls", "mask")
 _FILL_IN_ROLES = ("fim_pre", "fim_suf", "fim_mid", "prefix", "suffix", "middle")
@@ -46,8 +46,8 @@ _KEYS_WITHOUT_EFFECT = frozenset(
     | {f"{role}_token_ids" for role in (*_UNUSED_ROLES, "bos", "unknown", "padding")}
     | {"token_type_count", "added_tokens"}
 )
-# Keys of other tokenizers, and the one value with which they change nothing in ours.
-_ONLY_AS: Mapping[str, Any] = MappingProxyType(
+# Keys of other tokenizers, and the one value with which they do not change this one.
+_REQUIRED_VALUES: Mapping[str, Any] = MappingProxyType(
     {f"add_{role}_token": False for role in (*_UNUSED_ROLES, "sep", "unknown", "padding")}
     | {
         "remove_extra_whitespaces": False,
@@ -59,15 +59,15 @@ _ONLY_AS: Mapping[str, Any] = MappingProxyType(
 )
 
 
-class _Pre(NamedTuple):
-    """What a value of ``tokenizer.ggml.pre`` stands for in a byte-level BPE."""
+class _PreTokenizer(NamedTuple):
+    """The meaning of a ``tokenizer.ggml.pre`` value, for byte-level BPE."""
 
     patterns: tuple[str, ...] = ()  # each splits the pieces of the one before
     gpt2_split: bool = False  # split by GPT-2's pattern, last
     digits: bool = False  # split every digit off, first
     nfc: bool = False  # normalise to Unicode NFC (as the models' tokenizer.json does)
     whole_words: bool = False  # a word that is in the vocabulary is not merged from its parts
-    add_bos: bool = False  # when the metadata does not say
+    add_bos: bool = False  # if the metadata does not say
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -90,20 +90,20 @@ _DEEPSEEK_V3 = (
 )
 
 
-def _pre_tokenizers() -> dict[str, _Pre]:
-    qwen2 = _Pre((_QWEN2,), nfc=True)
-    llama3 = _Pre((_LLAMA3,), whole_words=True, add_bos=True)
+def _pre_tokenizers() -> dict[str, _PreTokenizer]:
+    qwen2 = _PreTokenizer((_QWEN2,), nfc=True)
+    llama3 = _PreTokenizer((_LLAMA3,), whole_words=True, add_bos=True)
     return {
-        "gpt-2": _Pre(gpt2_split=True),
-        "smollm": _Pre(gpt2_split=True, digits=True),
+        "gpt-2": _PreTokenizer(gpt2_split=True),
+        "smollm": _PreTokenizer(gpt2_split=True, digits=True),
         "llama-bpe": llama3,
         "llama3": llama3,
         "llama-v3": llama3,
         "qwen2": qwen2,
         "deepseek-r1-qwen": qwen2,
-        "qwen35": _Pre((_QWEN35,), nfc=True),
-        "deepseek-v3": _Pre(_DEEPSEEK_V3),
-        "tekken": _Pre((_TEKKEN,), whole_words=True, add_bos=True),
+        "qwen35": _PreTokenizer((_QWEN35,), nfc=True),
+        "deepseek-v3": _PreTokenizer(_DEEPSEEK_V3),
+        "tekken": _PreTokenizer((_TEKKEN,), whole_words=True, add_bos=True),
     }
 
 
@@ -119,8 +119,8 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
     """Build the tokenizer that ``metadata`` describes.
 
     Models "gpt2" (byte-level BPE) and "llama" (sentencepiece BPE with scores). Raises
-    ``TokenizerError`` for another model, an unknown pre-tokenizer, a missing key, or one that asks
-    for what is not done here.
+    ``TokenizerError`` for another model, an unknown pre-tokenizer, a missing key, and a key whose
+    value is not supported.
     """
     model = _required(metadata, "model")
     _refuse_unknown_keys(metadata)
@@ -145,15 +145,19 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
 
 
 def _refuse_unknown_keys(metadata: Mapping[str, Any]) -> None:
-    """Refuse what would change token ids without being done; a key of any other name might."""
+    """Raise ``TokenizerError`` for keys that might change token ids and are not implemented."""
     prefix = "tokenizer.ggml."
     for key, value in metadata.items():
         name = key.removeprefix(prefix)
         if name == key or name in _READ_KEYS | _KEYS_WITHOUT_EFFECT:
             continue
-        if name in _ONLY_AS and value == _ONLY_AS[name]:
+        if name in _REQUIRED_VALUES and value == _REQUIRED_VALUES[name]:
             continue
-        known = f"only {_ONLY_AS[name]!r} is supported" if name in _ONLY_AS else "it is unknown"
+        known = (
+            f"only {_REQUIRED_VALUES[name]!r} is supported"
+            if name in _REQUIRED_VALUES
+            else "it is unknown"
+        )
         raise TokenizerError(
             f"The GGUF metadata key {key} is {repr(value)[:40]}, and {known}; name a folder with "
             "the model's tokenizer.json by tokenizer=."
@@ -171,7 +175,7 @@ def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def _token_types(tokens: Sequence[str], stored: Sequence[Any]) -> list[int]:
-    """The stored types, but an end of a turn is never an ordinary word."""
+    """The stored types, except that a token of ``TURN_ENDS`` is never an ordinary word."""
     if len(stored) != len(tokens):
         raise TokenizerError(
             f"The GGUF metadata has {len(tokens)} tokens but {len(stored)} token types; "
@@ -197,7 +201,7 @@ def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Tok
     name = _required(metadata, "pre")
     known = _pre_tokenizers()
     if name not in known:
-        # "default" is refused too: a converter writes it when it does not know the real one.
+        # "default" is refused too: a converter writes it if it does not know the pre-tokenizer.
         raise TokenizerError(
             f"The GGUF pre-tokenizer {name!r} is not supported (known: {', '.join(known)}); "
             "use the model's tokenizer.json instead."
@@ -258,7 +262,7 @@ def _sentencepiece(
 def _merges_from_scores(
     vocab: dict[str, int], scores: Sequence[float], types: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """Sentencepiece joins the pair whose union scores highest; list those pairs in that order."""
+    """The pairs to merge, in order: sentencepiece joins the pair whose union scores highest."""
     ranked: list[tuple[float, int, int, str, str]] = []
     for token, token_id in vocab.items():
         if types[token_id] != _TokenType.NORMAL:
@@ -292,7 +296,7 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[
 def _add_post_processor(
     tokenizer: Tokenizer, metadata: Mapping[str, Any], special: Mapping[str, str], add_bos: bool
 ) -> None:
-    """Put bos before and eos after each text where the metadata asks for it."""
+    """Put bos before and eos after each text if the metadata says so."""
     around: list[str] = []
     template = "$A"
     for name, default, form in (("bos", add_bos, "{} $A"), ("eos", False, "{} {}")):

@@ -1,6 +1,6 @@
-"""The messages of a chat in one form, whatever of OpenAI's optional fields a client sends.
+"""Chat messages in one form, for all optional fields that OpenAI's clients may send.
 
-Owns: what a message must and may hold.
+Owns: the required and the optional fields of a message.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ type Message = dict[str, Any]
 
 # Names under which clients send an answer's reasoning; templates read the first, some the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# Fields that say nothing when they are empty. An empty content can be an answer.
-_SILENT_WHEN_EMPTY = frozenset(
+# Fields that count as absent if they are empty. An empty content can be an answer.
+_ABSENT_WHEN_EMPTY = frozenset(
     {
         *_REASONING,
         *("name", "tool_calls", "tool_call_id", "function_call"),
@@ -26,13 +26,13 @@ _SILENT_WHEN_EMPTY = frozenset(
 
 
 def check_messages(messages: Sequence[Any]) -> list[Message]:
-    """Copy ``messages`` without the fields that say nothing.
+    """Copy ``messages`` without absent fields.
 
     A message is a mapping (or an object of the openai client) with a string ``role`` and
     ``content``: a string, or a list of ``{"type": "text", "text": ...}``. An assistant's message
-    and one with ``tool_calls`` may lack content, and then have no such key in the copy; a tool's
-    is then "". A field that is null counts as absent, and so does an optional one that is empty.
-    Other keys pass through to the template. Raises ``RequestError`` naming the message.
+    and one with ``tool_calls`` may lack content; the copy then has no such key. A tool's missing
+    content becomes "". A field that is null counts as absent, and so does an empty optional one.
+    Other keys are passed to the template. Raises ``RequestError`` naming the message.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise RequestError("messages must be a list of at least one message.")
@@ -40,12 +40,12 @@ def check_messages(messages: Sequence[Any]) -> list[Message]:
 
 
 def called_function(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where a tool call has its name and arguments: older histories leave out ``function``."""
+    """The mapping with a tool call's name and arguments: older histories leave out ``function``."""
     return call.get("function", call)
 
 
 def arguments_object(where: str, arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a call as an object; raises ``RequestError`` when the text is none."""
+    """The arguments of a call as an object; raises ``RequestError`` if the text is not one."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -69,16 +69,16 @@ def arguments_text(arguments: str | Mapping[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-def joined(parts: Sequence[Mapping[str, str]]) -> str:
-    """The text of a content in parts; they join by newlines, as in vLLM."""
+def join_parts(parts: Sequence[Mapping[str, str]]) -> str:
+    """The text of a content in parts, joined by newlines as in vLLM."""
     return "\n".join(part["text"] for part in parts)
 
 
 def _message(where: str, given: Any) -> Message:
-    given = _plain(given)
+    given = _as_mapping(given)
     if not isinstance(given, Mapping):
         raise RequestError(f"{where} must be an object with role and content.")
-    message = _saying(cast("Mapping[str, Any]", given))
+    message = _without_absent(cast("Mapping[str, Any]", given))
     if not isinstance(message.get("role"), str):
         raise RequestError(f"{where}.role must be a string.")
     if "tool_calls" in message:
@@ -94,17 +94,17 @@ def _message(where: str, given: Any) -> Message:
     return message
 
 
-def _plain(value: Any) -> Any:
-    """An object of the openai client as the dictionary that it describes."""
+def _as_mapping(value: Any) -> Any:
+    """An object of the openai client as a dictionary."""
     dump = getattr(value, "model_dump", None)
     return dump() if callable(dump) else value
 
 
-def _saying(message: Mapping[str, Any]) -> Message:
+def _without_absent(message: Mapping[str, Any]) -> Message:
     return {
         key: value
         for key, value in _without_nulls(message).items()
-        if not (key in _SILENT_WHEN_EMPTY and _is_empty(value))
+        if not (key in _ABSENT_WHEN_EMPTY and _is_empty(value))
     }
 
 
@@ -117,7 +117,7 @@ def _is_empty(value: object) -> bool:
 
 
 def _content(where: str, message: Message) -> str | list[dict[str, str]] | None:
-    """The content, of a list its text parts; None is that of a message that may lack it."""
+    """The content as text or text parts; None if it is missing and the message may lack it."""
     content = message.get("content")
     if "tool_calls" in message and content in ("", [], ()):
         return None
@@ -134,7 +134,7 @@ def _content(where: str, message: Message) -> str | list[dict[str, str]] | None:
 
 
 def _part(where: str, part: Any) -> dict[str, Any]:
-    part = _plain(part)
+    part = _as_mapping(part)
     match part:
         case {"type": "text", "text": str()}:
             return dict(part)
@@ -157,13 +157,13 @@ def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _tool_call(where: str, given: Any) -> dict[str, Any]:
-    given = _plain(given)
+    given = _as_mapping(given)
     if not isinstance(given, Mapping):
         raise RequestError(f"{where} must be an object with id, type and function.")
     call = _without_nulls(cast("Mapping[str, Any]", given))
-    if "function" not in call:  # another kind of call, or one of the form before OpenAI's
+    if "function" not in call:  # another kind of call, or one in the form before OpenAI's
         return _with_arguments(where, call) if "name" in call else call
-    function = _plain(call["function"])
+    function = _as_mapping(call["function"])
     if not isinstance(function, Mapping):
         raise RequestError(f"{where}.function must be an object with name and arguments.")
     function = _without_nulls(cast("Mapping[str, Any]", function))
@@ -172,7 +172,7 @@ def _tool_call(where: str, given: Any) -> dict[str, Any]:
 
 
 def _with_arguments(where: str, function: dict[str, Any]) -> dict[str, Any]:
-    """A function as it is, with an empty object where the call has no arguments."""
+    """The function, with an empty object if the call has no arguments."""
     arguments = function.get("arguments")
     if arguments is None or arguments == "":
         return {**function, "arguments": {}}

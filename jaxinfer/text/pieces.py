@@ -1,6 +1,6 @@
-"""What one token adds to the text, as bytes.
+"""The bytes that one token adds to the text.
 
-Owns: reading a tokenizer's decoder into a rule that maps each token to its bytes alone.
+Owns: reading a tokenizer's decoder into a rule that maps each token to its bytes by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_to_char() -> dict[int, str]:
-    """GPT-2's printable stand-in for each byte value, as byte-level vocabularies are written."""
+    """GPT-2's printable character for each byte value, as in byte-level vocabularies."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {byte: chr(byte) for byte in printable}
     others = (byte for byte in range(256) if byte not in table)
@@ -35,20 +35,20 @@ class Piece(NamedTuple):
 
 
 class DecodeRule(NamedTuple):
-    """A tokenizer's decoder, reduced to what one token at a time needs."""
+    """A tokenizer's decoder, reduced to the parts that apply to single tokens."""
 
-    byte_level: bool  # tokens are spelt with GPT-2's stand-ins for bytes
+    byte_level: bool  # tokens are spelt in GPT-2's characters for bytes
     byte_fallback: bool  # ``<0x0A>`` stands for one byte
     replacements: tuple[tuple[str, str], ...]
-    leading_spaces: int  # at most so many spaces are dropped at the start of the whole text
+    leading_spaces: int  # the maximum number of spaces dropped at the start of the whole text
 
 
 def read_decoder(decoder: Mapping[str, Any] | None) -> DecodeRule:
     """Read the ``decoder`` entry of a tokenizer.json.
 
-    Understood: ByteLevel, and sentencepiece's Sequence of Replace, ByteFallback, Fuse and Strip,
-    which between them cover every decoder-only language model we know of. Raises
-    ``TokenizerError`` for any other.
+    Supported: ByteLevel, and sentencepiece's Sequence of Replace, ByteFallback, Fuse and Strip,
+    which together cover every decoder-only language model we know of. Raises ``TokenizerError`` for
+    any other.
     """
     if decoder is None:
         raise TokenizerError("The tokenizer has no decoder, so its tokens cannot become text.")
@@ -75,7 +75,7 @@ def read_decoder(decoder: Mapping[str, Any] | None) -> DecodeRule:
 
 
 class PieceTable(dict[int, Piece]):
-    """Token id -> ``Piece``, worked out on first use and kept. An unknown id has empty text."""
+    """Token id -> ``Piece``, computed on first use and kept. An unknown id has empty text."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class PieceTable(dict[int, Piece]):
         return piece
 
     def _text_bytes(self, token: str) -> bytes:
-        # A token with a character outside the byte alphabet is an added one, written as it is.
+        # A token with a character outside the byte alphabet is an added one, written literally.
         if self.rule.byte_level and all(char in self._byte_of for char in token):
             return bytes(self._byte_of[char] for char in token)
         for old, new in self.rule.replacements:

@@ -18,16 +18,15 @@ from jaxinfer.text.detokenize import IncrementalDetokenizer
 from jaxinfer.text.encoding import NOT_SUPPORTED, Encoding, refuse_options
 from jaxinfer.text.gguf_tokenizer import build_gguf_tokenizer
 from jaxinfer.text.pieces import PieceTable
-from jaxinfer.text.spec import TokenizerSpec
-from jaxinfer.text.tokenizer_config import NO_LENGTH, chat_templates, special_tokens
+from jaxinfer.text.tokenizer_config import NO_LENGTH, TokenizerSpec, chat_templates, special_tokens
 
 
 def load_tokenizer(
     spec: TokenizerSpec, *, clock: Callable[[], datetime] = datetime.now
 ) -> Tokenizer:
-    """Build the tokenizer that ``spec`` describes. ``clock`` is the date that templates may print.
+    """Build the tokenizer that ``spec`` describes. ``clock``: the date that templates may print.
 
-    Raises ``TokenizerError`` when it is missing, unreadable or of a kind we do not support.
+    Raises ``TokenizerError`` if it is missing, unreadable or of an unsupported kind.
     """
     if (spec.tokenizer_json is None) == (spec.gguf_metadata is None):
         raise TokenizerError(
@@ -59,9 +58,9 @@ def load_tokenizer(
 
 
 class Tokenizer:
-    """One model's tokenizer. Safe to use from several threads. Made by ``load_tokenizer``.
+    """One model's tokenizer, made by ``load_tokenizer``. It may be used from several threads.
 
-    Names and arguments are those of a tokenizer of transformers, which vLLM's scripts expect.
+    Names and arguments are those of a transformers tokenizer, which scripts for vLLM expect.
     """
 
     is_fast = True
@@ -75,7 +74,7 @@ class Tokenizer:
         model_max_length: int = NO_LENGTH,
         end_token_ids: frozenset[int] | None = None,
     ) -> None:
-        # Some published files cut or pad every text to a training length.
+        # Some published files truncate or pad every text to a training length.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -92,13 +91,14 @@ class Tokenizer:
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         eos = frozenset(() if self.eos_token_id is None else (self.eos_token_id,))
-        # Every token that ends a text: a GGUF vocabulary says which; a tokenizer.json names eos.
+        # Every token that ends a text: a GGUF vocabulary names them all; a tokenizer.json names
+        # only eos.
         self.end_token_ids = eos if end_token_ids is None else end_token_ids
         self.unk_token_id = tokenizer.token_to_id(self.unk_token or "")
         self.pad_token_id = tokenizer.token_to_id(self.pad_token or "")
 
     def __len__(self) -> int:
-        """``vocab_size``, which counts the added tokens here."""
+        """``vocab_size``, which here includes added tokens."""
         return self.vocab_size
 
     @property
@@ -123,7 +123,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model brought a chat template."""
+        """Whether the model has a chat template."""
         return bool(self._templates)
 
     @property
@@ -151,10 +151,10 @@ class Tokenizer:
         texts = [text] if isinstance(text, str) else text
         input_ids = self.encode_batch(texts, add_special_tokens=add_special_tokens)
         if truncation:
-            most = self.model_max_length if max_length is None else max_length
+            limit = self.model_max_length if max_length is None else max_length
             for number, ids in enumerate(input_ids):
-                if len(ids) > most:
-                    input_ids[number] = self._cut(texts[number], most, add_special_tokens)
+                if len(ids) > limit:
+                    input_ids[number] = self._truncated(texts[number], limit, add_special_tokens)
         mask = [[1] * len(ids) for ids in input_ids]
         if isinstance(text, str):
             return Encoding(input_ids=input_ids[0], attention_mask=mask[0])
@@ -163,9 +163,9 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True, **options: Any) -> list[int]:
         """Token ids of ``text``; special tokens spelt out in it become their ids.
 
-        ``add_special_tokens`` adds what the model expects around a text, such as bos. ``options``
-        are those of a call: ``truncation``, ``max_length``. Raises ``RequestError`` when the text
-        has no UTF-8 form.
+        ``add_special_tokens`` adds the special tokens that the model expects around a text, such as
+        bos. ``options`` are those of a call: ``truncation``, ``max_length``. Raises
+        ``RequestError`` if the text has no UTF-8 form.
         """
         if options:
             return self(text, add_special_tokens=add_special_tokens, **options)["input_ids"]
@@ -188,33 +188,34 @@ class Tokenizer:
         )
         return [encoding.ids for encoding in encodings]
 
-    def encode_located(
+    def encode_with_offsets(
         self, text: str, *, add_special_tokens: bool = True
     ) -> tuple[list[int], list[int]]:
-        """``encode``, and where each token begins in ``text``, in characters. Parts of one
-        character share its place; a special token that was added takes none.
+        """``encode``, and the offset of each token in ``text``, in characters.
+
+        Parts of one character have the same offset; an added special token has no length.
         """
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        places: list[int] = []
+        offsets: list[int] = []
         end = 0  # of the text's tokens so far
         spans = zip(encoding.ids, encoding.offsets, encoding.special_tokens_mask, strict=True)
         for token_id, (first, last), is_added in spans:
             if is_added:
-                places.append(len(text) if end else 0)
+                offsets.append(len(text) if end else 0)
                 continue
             # byte-level tokenizers leave the spaces before a token's text out of its span
             piece = self.token_piece(token_id)
             earliest = max(first - (len(piece) - len(piece.lstrip())), end)
             while first > earliest and text[first - 1].isspace():
                 first -= 1
-            places.append(first)
+            offsets.append(first)
             end = max(end, last)
-        return encoding.ids, places
+        return encoding.ids, offsets
 
     def decode(
         self, token_ids: int | Sequence[int], skip_special_tokens: bool = True, **options: Any
     ) -> str:
-        """The text of ``token_ids``. Ids outside the vocabulary are nothing.
+        """The text of ``token_ids``; ids outside the vocabulary have no text.
 
         Special tokens are left out by default, as in generated text; transformers keeps them.
         """
@@ -241,7 +242,7 @@ class Tokenizer:
     @overload
     def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[int | None]: ...
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
-        """The id of a token, or of each; the unknown token's id, if any, for what is no token."""
+        """The id of a token, or of each; an unknown token has the unknown token's id, or None."""
         if isinstance(tokens, str):
             return self._token_id(tokens)
         return [self._token_id(token) for token in tokens]
@@ -251,7 +252,7 @@ class Tokenizer:
     @overload
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]: ...
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str | None] | None:
-        """The token of an id, or of each, as the vocabulary spells it; None outside it."""
+        """The token of an id, or of each, as the vocabulary spells it; None for an unknown id."""
         if isinstance(ids, int):
             return self._tokenizer.id_to_token(ids)
         return [self._tokenizer.id_to_token(token_id) for token_id in ids]
@@ -261,7 +262,7 @@ class Tokenizer:
         return self._pieces[token_id].data
 
     def token_piece(self, token_id: int) -> str:
-        """One token as text to show beside its logprob; a part of a character is U+FFFD."""
+        """One token as text, to show next to its logprob; a part of a character is U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def detokenizer(
@@ -281,8 +282,8 @@ class Tokenizer:
     ) -> str:
         """The prompt for ``messages``; encode it with ``add_special_tokens=False``.
 
-        ``chat_template`` replaces the model's own: the name of one of its templates, or a
-        template. See ``ChatTemplate.render`` for the rest, and for the errors.
+        ``chat_template`` replaces the model's own: the name of one of its templates, or a template.
+        For the other arguments and the errors see ``ChatTemplate.render``.
         """
         variables = template_kwargs or {}
         return self._template(chat_template, variables.get("tools") is not None).render(
@@ -309,9 +310,9 @@ class Tokenizer:
     ) -> str | list[str] | list[int] | list[list[int]] | Encoding:
         """A conversation, or each of a list of them, by the chat template.
 
-        As in transformers 5: an ``Encoding``, without ``return_dict`` its token ids, without
-        ``tokenize`` the text. ``variables`` are further names for the template. Errors are those
-        of ``render_chat``, and ``RequestError`` for options that are not supported.
+        As in transformers 5: returns an ``Encoding``, without ``return_dict`` its token ids,
+        without ``tokenize`` the text. ``variables`` are further variables for the template. Errors
+        are those of ``render_chat``, and ``RequestError`` for options that are not supported.
         """
         options = {name: variables.pop(name, None) for name in NOT_SUPPORTED}
         variables |= {"tools": tools, "documents": documents}
@@ -364,14 +365,14 @@ class Tokenizer:
 
     @cached_property
     def _compiled(self) -> dict[str, ChatTemplate]:
-        # On first use: a model with a broken template still completes plain prompts.
+        # compiled on first use: a model with a broken template still completes plain prompts
         return {
             name: ChatTemplate(source, self._clock, self.special_tokens_map)
             for name, source in self._templates.items()
         }
 
-    def _cut(self, text: str, length: int, add_special_tokens: bool) -> list[int]:
-        """The ids of a text's beginning that have this length with the special tokens."""
+    def _truncated(self, text: str, length: int, add_special_tokens: bool) -> list[int]:
+        """The first ids of a text, so many that they have this length with the special tokens."""
         added = self._tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         encoding.truncate(max(length - added, 0))

@@ -1,26 +1,45 @@
-"""What a model's files say about its special tokens and chat templates.
+"""The special tokens and chat templates in a model's files.
 
-Owns: the forms of these entries, and which file wins, as in transformers.
+Owns: ``TokenizerSpec``, the forms of these entries, and which file wins, as in transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinfer.core.errors import TokenizerError
-from jaxinfer.text.spec import TokenizerSpec
 
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _GGUF_TEMPLATE = "tokenizer.chat_template"
-NO_LENGTH = int(1e30)  # transformers' model_max_length of a tokenizer that names none
+NO_LENGTH = int(1e30)  # transformers' model_max_length of a tokenizer that sets none
+
+
+@dataclass(frozen=True)
+class TokenizerSpec:
+    """A model's files about text. One of ``tokenizer_json`` and ``gguf_metadata`` is set.
+
+    ``tokenizer_json`` is the text of that file, ``tokenizer_config`` and ``special_tokens_map`` the
+    parsed files of these names, ``chat_template`` the text of chat_template.jinja,
+    ``additional_chat_templates`` the texts in the folder of that name (these templates replace
+    those in the config), and ``gguf_metadata`` the ``tokenizer.*`` entries of a GGUF file as plain
+    Python values.
+    """
+
+    tokenizer_json: str | None = None
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
+    special_tokens_map: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+    additional_chat_templates: Mapping[str, str] = field(default_factory=dict)
+    gguf_metadata: Mapping[str, Any] | None = None
 
 
 def special_tokens(spec: TokenizerSpec) -> dict[str, str]:
     """``{"bos_token": "<s>", ...}``; the files hold strings or ``{"content": ...}``.
 
-    special_tokens_map.json wins over tokenizer_config.json, unless that has
-    ``added_tokens_decoder``: then it was saved whole, and transformers reads no map.
+    special_tokens_map.json wins over tokenizer_config.json, unless the config has
+    ``added_tokens_decoder``: then transformers reads no map.
     """
     entries = {**spec.tokenizer_config}
     if "added_tokens_decoder" not in entries:
@@ -35,10 +54,10 @@ def special_tokens(spec: TokenizerSpec) -> dict[str, str]:
 
 
 def chat_templates(spec: TokenizerSpec) -> dict[str, str]:
-    """The templates by name; that of a model with one is ``default``.
+    """The templates by name; a model's only template is named ``default``.
 
     Templates in files of their own replace those in the config, which replace those of a GGUF file.
-    Raises ``TokenizerError`` when the config's entry has another form than transformers writes.
+    Raises ``TokenizerError`` if the config's entry has another form than transformers writes.
     """
     in_files = dict(spec.additional_chat_templates)
     if spec.chat_template is not None:
@@ -71,7 +90,7 @@ def _in_config(entry: Any) -> dict[str, str]:
 def _in_gguf(metadata: Mapping[str, Any]) -> dict[str, str]:
     """``tokenizer.chat_template``, and ``tokenizer.chat_template.NAME`` of further ones.
 
-    Raises ``TokenizerError`` for one that is no string.
+    Raises ``TokenizerError`` for a template that is not a string.
     """
     named = {
         key.removeprefix(f"{_GGUF_TEMPLATE}."): template

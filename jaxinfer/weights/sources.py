@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxinfer.core.errors import ConfigError, SourceError
 from jaxinfer.core.progress import Progress
-from jaxinfer.text.spec import TokenizerSpec
+from jaxinfer.text.tokenizer_config import TokenizerSpec
 from jaxinfer.weights import wheel
 from jaxinfer.weights.catalog import find_model, known_models
 from jaxinfer.weights.checkpoint import Checkpoint

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.errors import SourceError, TokenizerError
-from jaxinfer.text.spec import TokenizerSpec
+from jaxinfer.text.tokenizer_config import TokenizerSpec
 
 if TYPE_CHECKING:
     from jaxinfer.weights.gguf_header import GGUFHeader

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bench.accuracy import __main__ as accuracy
-from bench.accuracy.judge import Answer, Judge, Scores
+from bench.accuracy.scorer import Answer, Scorer, Scores
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import default_placement
@@ -65,7 +65,7 @@ def source(folder: Path) -> ModelSource:
 
 
 @pytest.fixture(scope="module")
-def judge(source: ModelSource, folder: Path) -> Judge:
+def scorer(source: ModelSource, folder: Path) -> Scorer:
     model = build_model(source.hf_config, "float32")
     params = load_params(
         model,
@@ -75,31 +75,31 @@ def judge(source: ModelSource, folder: Path) -> Judge:
         seed=0,
         progress=NoProgress(),
     )
-    return Judge(source, "float32", params, 16)
+    return Scorer(source, "float32", params, 16)
 
 
-def test_a_wrong_token_shows(judge: Judge) -> None:
+def test_a_wrong_token_shows(scorer: Scorer) -> None:
     prompt = (5, 6, 7)
     candidates = [Answer(prompt, (token, 9), (0.0, 0.0)) for token in range(96)]
-    scores = [judge(answer) for answer in candidates]
+    scores = [scorer(answer) for answer in candidates]
     order = np.argsort([-score.chosen[0] for score in scores])
     best, worst = candidates[order[0]], candidates[order[-1]]
     assert sum(np.exp(score.chosen[0]) for score in scores) == pytest.approx(1, abs=1e-5)
-    assert judge(best).best[0] == judge(best).chosen[0] == pytest.approx(scores[0].best[0])
-    gap = judge(best).chosen[0] - judge(worst).chosen[0]
-    rows = figures({"rows": accuracy.regret_rows("x", [worst], judge)})
+    assert scorer(best).best[0] == scorer(best).chosen[0] == pytest.approx(scores[0].best[0])
+    gap = scorer(best).chosen[0] - scorer(worst).chosen[0]
+    rows = figures({"rows": accuracy.regret_rows("x", [worst], scorer)})
     assert rows["regret_max", "x"]["value"] >= gap > 0.1
     assert rows["regret_max", "x"]["floor"] == 0
-    errors = np.abs(judge(worst).chosen)  # of logprobs that said 0
+    errors = np.abs(scorer(worst).chosen)  # of logprobs that said 0
     assert rows["logprob_difference_max", "x"]["value"] == pytest.approx(errors.max(), abs=1e-6)
-    row = accuracy.equality_row("x", [best, worst], [best, best], judge)
+    row = accuracy.equality_row("x", [best, worst], [best, best], scorer)
     assert (row["value"], row["of"]) == (1, 2)
     assert row["margin"] == pytest.approx(gap, abs=1e-5)
 
 
-def test_scores_are_of_the_answer_alone(judge: Judge) -> None:
-    whole = judge(Answer((5,), (6, 7, 8), None))
-    later = judge(Answer((5, 6), (7, 8), None))
+def test_scores_are_of_the_answer_alone(scorer: Scorer) -> None:
+    whole = scorer(Answer((5,), (6, 7, 8), None))
+    later = scorer(Answer((5, 6), (7, 8), None))
     assert [len(part) for part in Scores(*whole)] == [3] * 4
     np.testing.assert_allclose(later.chosen, whole.chosen[1:], atol=1e-6)
 
@@ -114,7 +114,7 @@ def test_the_floor_is_what_rounding_costs(source: ModelSource, folder: Path) -> 
         seed=0,
         progress=NoProgress(),
     )
-    scores = Judge(source, "bfloat16", params, 16)(Answer((5, 6), (7, 8, 9), None))
+    scores = Scorer(source, "bfloat16", params, 16)(Answer((5, 6), (7, 8, 9), None))
     assert 1e-5 < np.abs(scores.floor_chosen - scores.chosen).max() < 0.1
 
 

@@ -17,7 +17,7 @@ from bench.cpu.report import (
 )
 from bench.engine_overhead import decode_plan
 from bench.peer_process import PeerProcess, PeerUnavailable, Run
-from bench.throughput import Measured, agreement, in_turn, measure, paired_ratio, spread
+from bench.throughput import Measured, agreement, measure, paired_ratio, rotated, spread
 from jaxinfer.core.config import Limits
 from jaxinfer.exec.compile.buckets import bucket_table
 
@@ -78,7 +78,7 @@ def test_engines_run_in_turns() -> None:
     engines = {name: Scripted(name, 1, log) for name in "ab"}
     measure(engines, [[1], [2]], batches=(1, 2), num_tokens=4, repeats=2)
     assert "".join(log) == "abab" + "aabbaabb" + "bbaabbaa"
-    assert [in_turn("abc", n) for n in (0, 1, 3)] == [list("abc"), list("bca"), list("abc")]
+    assert [rotated("abc", n) for n in (0, 1, 3)] == [list("abc"), list("bca"), list("abc")]
 
 
 def test_a_wrong_number_of_tokens_is_refused() -> None:

@@ -250,12 +250,12 @@ def test_a_file_of_another_machine_is_refused_before_measuring(
 def test_rows_of_a_group_replace_their_elders(tmp_path: Path) -> None:
     path = tmp_path / "new" / "step.json"
     about = {"device": "cpu"}
-    old = step_file.begun(path, about)
-    old = step_file.merged(old, "a", {"n": 1}, [{"metric": "m", "case": "x", "value": 1}])
-    old = step_file.merged(old, "b", {"n": 2}, [{"metric": "m", "case": "y", "value": 2}])
-    new = step_file.merged(old, "a", {"n": 3}, [{"metric": "m", "case": "x", "value": 3}])
+    old = step_file.read_report(path, about)
+    old = step_file.merged_report(old, "a", {"n": 1}, [{"metric": "m", "case": "x", "value": 1}])
+    old = step_file.merged_report(old, "b", {"n": 2}, [{"metric": "m", "case": "y", "value": 2}])
+    new = step_file.merged_report(old, "a", {"n": 3}, [{"metric": "m", "case": "x", "value": 3}])
     step_file.write_report(path, new)
-    assert step_file.begun(path, about) == new
+    assert step_file.read_report(path, about) == new
     assert [row["value"] for row in new["rows"]] == [2, 3]
     assert new["groups"] == {"a": {"n": 3}, "b": {"n": 2}}
     assert [file.name for file in path.parent.iterdir()] == ["step.json"]

@@ -79,7 +79,7 @@ def test_a_kernel_in_mosaic_is_lowered_once_for_a_chain() -> None:
 def test_a_choice_replaces_that_of_another_case_of_the_same_shapes() -> None:
     gemm = tune.TUNABLE["skinny_gemm"]
     before = {"qwen3_4b_down_t8": {"stages": 3}, "qwen3_4b_down_t16": {"stages": 4}}
-    assert tune.joined(gemm, before, {"qwen3_4b_down_t1": {"stages": 5}}) == {
+    assert tune.merged_choices(gemm, before, {"qwen3_4b_down_t1": {"stages": 5}}) == {
         "qwen3_4b_down_t16": {"stages": 4},
         "qwen3_4b_down_t1": {"stages": 5},
     }

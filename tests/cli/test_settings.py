@@ -8,10 +8,10 @@ from jaxinfer.cli import settings
 from jaxinfer.cli.settings import File, Setting, resolve_settings, unknown_variables
 from jaxinfer.core.errors import ConfigError
 
-PORT = Setting("port", settings.whole, "")
+PORT = Setting("port", settings.integer, "")
 KEYS = Setting("api_key", settings.texts, "", environment=("VLLM_API_KEY",), secret=True)
 PAGE = Setting("block_size", settings.size, "", ("--page-size", "-b"))
-STRICT = Setting("strict_fields", settings.switch, "")
+STRICT = Setting("strict_fields", settings.boolean, "")
 KNOWN = (PORT, KEYS, PAGE, STRICT)
 
 
@@ -84,11 +84,11 @@ READ: tuple[tuple[settings.Reader, Any, Any], ...] = (
     (settings.size_or_auto, "auto", None),
     (settings.size_or_auto, -1, None),
     (settings.size_or_auto, "2k", 2000),
-    (settings.whole, "-3", -3),
+    (settings.integer, "-3", -3),
     (settings.number, "0.5", 0.5),
     (settings.number, 1, 1.0),
-    (settings.switch, "true", True),
-    (settings.switch, "0", False),
+    (settings.boolean, "true", True),
+    (settings.boolean, "0", False),
     (settings.texts, "a", ("a",)),
     (settings.texts, ("a", "b"), ("a", "b")),
     (settings.texts, '["*"]', ("*",)),
@@ -111,12 +111,12 @@ UNREADABLE: tuple[tuple[settings.Reader, Any], ...] = (
     (settings.size, "32kk"),
     (settings.size, "auto"),
     (settings.size, 1.5),
-    (settings.whole, "1e3"),
-    (settings.whole, "9" * 5000),
+    (settings.integer, "1e3"),
+    (settings.integer, "9" * 5000),
     (settings.number, "many"),
     (settings.number, True),
-    (settings.switch, "maybe"),
-    (settings.switch, None),
+    (settings.boolean, "maybe"),
+    (settings.boolean, None),
     (settings.text, 5),
     (settings.texts, "[1]"),
     (settings.texts, '["a"'),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.text.pieces import byte_to_char
-from jaxinfer.text.spec import TokenizerSpec
+from jaxinfer.text.tokenizer_config import TokenizerSpec
 
 DATA = Path(__file__).parent.parent / "data" / "tokenizers"
 VECTORS = DATA / "vectors"

@@ -27,7 +27,7 @@ from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.openai import schema
 from jaxinfer.server.openai.responses import CompletionChunk, CompletionChunkChoice, encode
 from jaxinfer.server.openai.writer import Envelope
-from jaxinfer.server.routes.app import KnownPaths, create_app
+from jaxinfer.server.routes.app import ExactPaths, create_app
 from jaxinfer.server.routes.service import Service
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.sim_executor import sim_facts, sim_limits
@@ -61,7 +61,7 @@ class Paper:
         pass
 
 
-class Asked:
+class RequestedTokens:
     """One request of an app on paper: what was sent, and how to let the engine say something."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ class Asked:
         }
         await create_app(self.service)(scope, self._receive, self._send)
 
-    async def gain(self, **fields: Any) -> None:
+    async def update(self, **fields: Any) -> None:
         """A turn of the engine brings this to every request."""
         deltas = tuple(Delta(key, 0, **fields) for key in self.link.keys)
         self.client.news(News(deltas, (), (), EngineStats()))
@@ -115,12 +115,12 @@ def calls_of(task: asyncio.Task[Any]) -> list[str]:
 
 def test_a_token_returns_through_few_calls() -> None:
     async def main() -> tuple[list[list[str]], list[Message]]:
-        asked = Asked(STREAMED)
+        asked = RequestedTokens(STREAMED)
         running = asyncio.create_task(asked.run())
         await turns()
-        await asked.gain(text="a", token_ids=(1,))
+        await asked.update(text="a", token_ids=(1,))
         chains = [calls_of(task) for task in asyncio.all_tasks()]
-        await asked.gain(finish_reason=FinishReason.LENGTH)
+        await asked.update(finish_reason=FinishReason.LENGTH)
         await running
         return [chain for chain in chains if "Answer.read" in chain], asked.sent
 
@@ -140,11 +140,11 @@ def test_ids_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return note
 
     async def main() -> None:
-        asked = Asked(STREAMED)
+        asked = RequestedTokens(STREAMED)
         running = asyncio.create_task(asked.run())
         await turns()
         assert len(asked.link.keys) == 2
-        await asked.gain(finish_reason=FinishReason.LENGTH)
+        await asked.update(finish_reason=FinishReason.LENGTH)
         await running
 
     monkeypatch.setattr(client_module, "check_request", noted(check_request))
@@ -171,7 +171,7 @@ def test_known_paths_do_without_the_router(scope: Scope, answers: str) -> None:
 
         return answer
 
-    known = KnownPaths({("POST", "/llm/v1/x"): app("endpoint")}, app("router"))
+    known = ExactPaths({("POST", "/llm/v1/x"): app("endpoint")}, app("router"))
     asyncio.run(cast("Any", known(scope, cast("Any", None), cast("Any", None))))
     assert asked == [answers]
 

@@ -18,10 +18,10 @@ from jaxinfer.core.errors import EngineError
 from jaxinfer.engine.link.client import Stream
 from jaxinfer.engine.link.thread import EngineThread
 from jaxinfer.engine.outputs import Delta, joined
-from jaxinfer.server.openai.answer import Gain
-from jaxinfer.server.openai.writer import merged
-from jaxinfer.server.routes import info
-from jaxinfer.server.routes.call import Call
+from jaxinfer.server.openai.answer import ChoiceUpdate
+from jaxinfer.server.openai.writer import merged_updates
+from jaxinfer.server.routes import status
+from jaxinfer.server.routes.endpoint import Call
 from kit.raw_http import SECONDS, RawClient, get, post
 from kit.server import Serving, serving
 from kit.server_process import wait_until
@@ -194,14 +194,14 @@ def test_an_answer_that_is_not_streamed_takes_little_room() -> None:
 
         finish_reasons, finished, left, size = (None, None), True, num_tokens, 0
 
-        async def read(self) -> list[Gain]:
+        async def read(self) -> list[ChoiceUpdate]:
             self.left -= 1
             if self.left < 0:
                 self.size, _ = tracemalloc.get_traced_memory()
                 return []
             number = num_tokens - 1 - self.left
             delta = Delta("r", number % 2, text="word", token_ids=(1000 + number,))
-            return [Gain(0, number % 2, delta)]
+            return [ChoiceUpdate(0, number % 2, delta)]
 
     async def main() -> int:
         async def receive() -> Any:
@@ -210,11 +210,11 @@ def test_an_answer_that_is_not_streamed_takes_little_room() -> None:
         scope = {"path": "/", "path_params": {}, "state": {"request_id": "r"}, "headers": []}
         service, answer = SimpleNamespace(close=lambda _: None), Answer()
         tracemalloc.start()
-        gains = await Call(cast("Any", service), scope, receive, b"").gains(cast("Any", answer))
+        updates = await Call(cast("Any", service), scope, receive, b"").updates(cast("Any", answer))
         tracemalloc.stop()
-        for choice, gain in enumerate(merged(gains)):
-            assert gain.choice == choice and gain.delta.text == "word" * (num_tokens // 2)
-            assert gain.delta.token_ids == tuple(range(1000 + choice, 1000 + num_tokens, 2))
+        for choice, update in enumerate(merged_updates(updates)):
+            assert update.choice == choice and update.delta.text == "word" * (num_tokens // 2)
+            assert update.delta.token_ids == tuple(range(1000 + choice, 1000 + num_tokens, 2))
         return answer.size
 
     assert asyncio.run(main()) < num_tokens * 64
@@ -314,7 +314,7 @@ def test_a_lost_device_is_told_to_all(watched: Watched) -> None:
 
 
 def test_an_engine_that_hangs(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "HEALTH_SECONDS", 0.2)
+    monkeypatch.setattr(status, "HEALTH_SECONDS", 0.2)
     server, executor = watched
     assert get(server.port, "/health").status == 200
     with RawClient(server.port) as client:

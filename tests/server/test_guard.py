@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.server.http import guard
-from jaxinfer.server.http.guard import WholeBody, guarded
+from jaxinfer.server.http.guard import BodyLimits, guarded
 from jaxinfer.server.http.log import LOGGER, EventLog, JsonLines
 from jaxinfer.server.routes.app import ROUTES, create_app
 from jaxinfer.server.routes.service import Service
@@ -256,7 +256,7 @@ def part(body: bytes, more: bool = True) -> Message:
 def test_a_slow_body_is_408() -> None:
     body = Body(*[part(b"x")] * 100, gap=0.02)
     echo = Echo()
-    body.run(WholeBody(echo, 1000, seconds=0.1))
+    body.run(BodyLimits(echo, 1000, seconds=0.1))
     assert body.sent[0]["status"] == 408
     assert len(body.left) > 80
     assert not echo.scopes
@@ -264,7 +264,7 @@ def test_a_slow_body_is_408() -> None:
 
 def test_the_rest_of_a_refused_body_is_read_after_the_answer() -> None:
     body = Body(*[part(b"x" * 600)] * 9, part(b"", more=False))
-    body.run(WholeBody(Echo(), 1000))
+    body.run(BodyLimits(Echo(), 1000))
     assert [message.get("status") for message in body.sent] == [413, None, None]
     assert [message.get("more_body") for message in body.sent[1:]] == [True, None]
     assert not body.left
@@ -273,7 +273,7 @@ def test_the_rest_of_a_refused_body_is_read_after_the_answer() -> None:
 def test_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "LINGER_SECONDS", 0.1)
     body = Body(*[part(b"x" * 600)] * 100, gap=0.02)
-    body.run(WholeBody(Echo(), 1000), content_length="60000")
+    body.run(BodyLimits(Echo(), 1000), content_length="60000")
     assert body.sent[0]["status"] == 413
     assert len(body.left) > 80
 
@@ -281,7 +281,7 @@ def test_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_client_that_leaves_midway_reaches_nobody() -> None:
     echo = Echo()
     body = Body(part(b"x"), {"type": "http.disconnect"})
-    body.run(WholeBody(echo, 1000))
+    body.run(BodyLimits(echo, 1000))
     assert body.sent == []
     assert not echo.scopes
 
@@ -292,7 +292,7 @@ def test_a_disconnect_after_the_body_is_passed_on() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         seen.extend([await receive(), await receive()])
 
-    Body(part(b"ab"), part(b"c", more=False), {"type": "http.disconnect"}).run(WholeBody(app, 9))
+    Body(part(b"ab"), part(b"c", more=False), {"type": "http.disconnect"}).run(BodyLimits(app, 9))
     assert seen == [part(b"abc", more=False), {"type": "http.disconnect"}]
 
 

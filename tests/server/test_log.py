@@ -9,9 +9,9 @@ import pytest
 
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.server.http.log import (
+    LIBRARY_LOGGERS,
     LOGGER,
-    MOST_NAMES,
-    ROUTED,
+    MAX_WARNED_NAMES,
     EventLog,
     TextLines,
     configure_logging,
@@ -21,7 +21,7 @@ from jaxinfer.server.http.log import (
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
     """What is logged at level "info"; the loggers are as before afterwards."""
-    loggers = [logging.getLogger(name) for name in (LOGGER, *ROUTED)]
+    loggers = [logging.getLogger(name) for name in (LOGGER, *LIBRARY_LOGGERS)]
     before = [(one, one.handlers, one.propagate, one.level) for one in loggers]
     stream = io.StringIO()
     configure_logging(stream, "info")
@@ -67,17 +67,17 @@ def test_text_for_people() -> None:
 def test_once_by_name(stream: io.StringIO) -> None:
     log = EventLog()
     for name in ("a", "b", "a", "a"):
-        log.once("unknown_field", name)
+        log.warning_once("unknown_field", name)
     names = [json.loads(line)["name"] for line in stream.getvalue().splitlines()]
     assert names == ["a", "b"]
 
 
 def test_names_that_clients_invent_are_bounded(stream: io.StringIO) -> None:
     log = EventLog()
-    for number in range(2 * MOST_NAMES):
-        log.once("unknown_field", f"{number}-" + "x" * 10_000)
-    assert stream.getvalue().count("\n") == MOST_NAMES
-    assert len(stream.getvalue()) < 400 * MOST_NAMES
+    for number in range(2 * MAX_WARNED_NAMES):
+        log.warning_once("unknown_field", f"{number}-" + "x" * 10_000)
+    assert stream.getvalue().count("\n") == MAX_WARNED_NAMES
+    assert len(stream.getvalue()) < 400 * MAX_WARNED_NAMES
 
 
 def test_requests_are_logged_only_when_asked(stream: io.StringIO) -> None:

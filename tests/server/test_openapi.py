@@ -13,7 +13,7 @@ from jaxinfer.core.request import FinishReason
 from jaxinfer.server.http.errors import ERROR_TYPES, ApiError
 from jaxinfer.server.openai import responses
 from jaxinfer.server.openai.openapi import ERRORS, OPERATIONS, openapi_document
-from jaxinfer.server.openai.openapi_words import ANSWER_FIELDS
+from jaxinfer.server.openai.openapi_descriptions import RESPONSE_FIELDS
 from jaxinfer.server.openai.parse import parse
 from jaxinfer.server.routes.app import ROUTES
 
@@ -73,7 +73,7 @@ def test_every_field_is_described():
 
 def test_no_words_without_a_field():
     fields = {field for schema in SCHEMAS.values() for field in schema.get("properties", ())}
-    assert set(ANSWER_FIELDS) <= fields
+    assert set(RESPONSE_FIELDS) <= fields
 
 
 def test_errors_are_described():

@@ -11,8 +11,8 @@ import pytest
 
 from jaxinfer.core.errors import RequestError, TokenizerError
 from jaxinfer.text.chat import ChatTemplate
-from jaxinfer.text.spec import TokenizerSpec
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
+from jaxinfer.text.tokenizer_config import TokenizerSpec
 from kit.tokenizers import DATA, tiny_tokenizer_json, tiny_tokenizer_spec
 
 EXPECTED = json.loads((DATA / "chat_expected.json").read_text("utf-8"))

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from jaxinfer.core.errors import RequestError, TokenizerError
-from jaxinfer.text.spec import TokenizerSpec
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
+from jaxinfer.text.tokenizer_config import TokenizerSpec
 from kit.tokenizers import GOLDEN_CHAT, real_spec, tiny_tokenizer_json
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.text.detokenize import StopStrings
-from jaxinfer.text.spec import TokenizerSpec
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
+from jaxinfer.text.tokenizer_config import TokenizerSpec
 from kit.tokenizers import real_spec, stories_gguf_metadata, tiny_tokenizer_spec
 
 NAMES = ["tiny", "gpt2", "smollm2", "qwen3", "stories", "stories_no_prefix"]
@@ -144,10 +144,10 @@ def test_places_are_those_of_the_text(name: str, data: st.DataObject) -> None:
     token_id = st.integers(0, 300) | st.integers(0, tokenizer.vocab_size + 5)
     token_ids = sum(data.draw(st.lists(texts | st.lists(token_id, max_size=4), max_size=4)), [])
     skip, cut = data.draw(st.booleans()), data.draw(st.integers(1, 3))
-    detokenizer, text, places = tokenizer.detokenizer((), skip), "", []
+    detokenizer, text, offsets = tokenizer.detokenizer((), skip), "", []
     for at in range(0, len(token_ids), cut):
-        part, found = detokenizer.push_located(token_ids[at : at + cut])
-        places += [len(text) + place for place in found]
+        part, found = detokenizer.push_with_offsets(token_ids[at : at + cut])
+        offsets += [len(text) + place for place in found]
         text += part
     text += detokenizer.flush()
     assert text == stream(tokenizer, token_ids, skip)
@@ -159,7 +159,7 @@ def test_places_are_those_of_the_text(name: str, data: st.DataObject) -> None:
     starts = characters(whole, "surrogateescape" if name.startswith("stories") else "replace")
     dropped = len(starts) - len(text)  # spaces at the beginning, in sentencepiece vocabularies
     at, last = 0, -1
-    for data_of_token, place in zip(shown, places, strict=True):
+    for data_of_token, place in zip(shown, offsets, strict=True):
         if data_of_token:  # its first byte is in the last character that begins there or before
             expected = sum(start <= at for start in starts) - 1
             assert place == max(expected - dropped, 0)
@@ -183,11 +183,11 @@ def test_an_encoded_text_tells_the_places_of_its_tokens(
     name: str, text: str, special: bool
 ) -> None:
     tokenizer = tokenizer_of(name)
-    token_ids, places = tokenizer.encode_located(text, add_special_tokens=special)
+    token_ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=special)
     assert token_ids == tokenizer.encode(text, add_special_tokens=special)
-    assert places == sorted(places) and len(places) == len(token_ids)
-    bounds = [*places, len(text)]
-    pieces = zip(token_ids, places, bounds[1:], strict=True)
+    assert offsets == sorted(offsets) and len(offsets) == len(token_ids)
+    bounds = [*offsets, len(text)]
+    pieces = zip(token_ids, offsets, bounds[1:], strict=True)
     for token_id, start, end in pieces:
         piece = tokenizer.token_piece(token_id)
         if start < end and "\ufffd" not in piece and tokenizer.encode(piece) == [token_id]:

@@ -8,8 +8,8 @@ import pytest
 
 from jaxinfer.core.errors import TokenizerError
 from jaxinfer.text.gguf_special import end_token_ids, special_id
-from jaxinfer.text.spec import TokenizerSpec
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
+from jaxinfer.text.tokenizer_config import TokenizerSpec
 from kit.tokenizers import gguf_spec_of, real_spec, stories_gguf_metadata, tiny_tokenizer_spec
 
 

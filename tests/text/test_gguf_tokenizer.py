@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jaxinfer.core.errors import TokenizerError
-from jaxinfer.text.spec import TokenizerSpec
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
+from jaxinfer.text.tokenizer_config import TokenizerSpec
 from kit.tokenizers import (
     gguf_spec_of,
     kitoken_inputs,

@@ -9,8 +9,8 @@ from functools import cache
 import pytest
 
 from jaxinfer.core.errors import RequestError, TokenizerError
-from jaxinfer.text.spec import TokenizerSpec
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
+from jaxinfer.text.tokenizer_config import TokenizerSpec
 from kit.tokenizers import (
     TINY_BOS_ID,
     TINY_EOS_ID,

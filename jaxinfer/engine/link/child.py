@@ -43,7 +43,7 @@ from jaxinfer.engine.link.wire import (
 from jaxinfer.engine.news import News
 from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.engine.start.start import backend_starting
-from jaxinfer.text.spec import TokenizerSpec
+from jaxinfer.text.tokenizer_config import TokenizerSpec
 
 if TYPE_CHECKING:
     from jaxinfer.engine.link.thread import EngineThread

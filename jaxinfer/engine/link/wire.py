@@ -21,7 +21,7 @@ from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.link.commands import Leave, Ping, Stop, Submission
 from jaxinfer.engine.news import EngineStats, News
-from jaxinfer.text.spec import TokenizerSpec
+from jaxinfer.text.tokenizer_config import TokenizerSpec
 
 _LENGTH_BYTES = 4  # before each frame, little endian
 

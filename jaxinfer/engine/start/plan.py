@@ -17,7 +17,7 @@ from jaxinfer.exec.compile.memory_plan import MemoryPlan
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.models.base import Model
 from jaxinfer.nn.placement import Placement
-from jaxinfer.text.spec import TokenizerSpec
+from jaxinfer.text.tokenizer_config import TokenizerSpec
 from jaxinfer.weights.sources import ModelSource
 from pallas_kernels.pins import Pins
 

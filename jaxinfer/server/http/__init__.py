@@ -1,1 +1,1 @@
-"""HTTP below any endpoint: the server's life, connections, guards, errors, events, the log."""
+"""The layers of HTTP below the endpoints: sockets, connections, guards, errors, events, the log."""

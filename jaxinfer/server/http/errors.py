@@ -1,6 +1,6 @@
-"""What goes wrong, as OpenAI's clients read it: a status and ``{"error": {...}}``.
+"""Errors in OpenAI's form: a status and ``{"error": {...}}``.
 
-Owns: ``ApiError``, its JSON form, and how the engine's errors become one.
+Owns: ``ApiError``, its JSON form, and the conversion of the engine's errors.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ERROR_TYPES: Mapping[int, str] = MappingProxyType(
         503: "server_error",
     }
 )
-# fields that the lower floors name first when they refuse a request
-_NAMED_BELOW = frozenset(SamplingParams.__struct_fields__) | {
+# request fields that the messages of lower floors may begin with
+_ENGINE_FIELDS = frozenset(SamplingParams.__struct_fields__) | {
     "cache_salt",
     "continue_final_message",
     "messages",
@@ -44,11 +44,11 @@ _NAMED_BELOW = frozenset(SamplingParams.__struct_fields__) | {
     "prompt",
     "tokens",
 }
-_FIELD_FIRST = re.compile(r"(?:the )?(?P<field>[a-z_]+)(?:\[[0-9]+\]|\.[a-z_]+)*")
+_LEADING_FIELD = re.compile(r"(?:the )?(?P<field>[a-z_]+)(?:\[[0-9]+\]|\.[a-z_]+)*")
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """What is wrong; ``param`` is the path of the field that is to blame."""
+    """The error object; ``param`` is the path of the invalid field."""
 
     message: str
     type: str
@@ -57,13 +57,13 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The body of every answer with a status of 400 or more."""
+    """The body of every response with a status of 400 or more."""
 
     error: ErrorDetail
 
 
 class ApiError(Exception):
-    """An answer that is not 2xx. ``type`` follows from the status unless it is given."""
+    """A response with an error status. ``type`` follows from the status unless it is given."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> bytes:
-        """The JSON body; also the data of a stream's last event when it fails midway."""
+        """The JSON body. A stream that fails sends it as the data of its last event."""
         return error_body(self.message, type=self.type, param=self.param, code=self.code)
 
 
@@ -97,23 +97,26 @@ def error_body(
 
 
 def api_error(error: JaxinferError, *, alive: bool = True) -> ApiError:
-    """The answer for an error of the lower floors; ``alive``: whether the engine goes on.
+    """The ``ApiError`` for an error of the lower floors; ``alive``: whether the engine still runs.
 
-    A request's own fault is 400, with ``param`` where the error names a field or its message
-    begins with one. The rest is 500, or 503 when the engine is dead.
+    An invalid request is 400, with ``param`` if the error names a field or its message begins with
+    one. All other errors are 500, or 503 if the engine has stopped.
     """
     if isinstance(error, ContextLengthError):
         return ApiError(400, str(error), param=error.field, code="context_length_exceeded")
     if isinstance(error, (RequestError, TokenizerError)):
-        return ApiError(400, str(error), param=_param(str(error)))
+        return ApiError(400, str(error), param=_leading_field(str(error)))
     if isinstance(error, EngineError) and not alive:
         return ApiError(503, str(error), code="engine_dead")
     return ApiError(500, str(error), code="engine_error")
 
 
-def _param(message: str) -> str | None:
-    """``messages[0].content`` of "messages[0].content must be ..."; None without a known field."""
-    found = _FIELD_FIRST.match(message)
-    if found is None or found["field"] not in _NAMED_BELOW:
+def _leading_field(message: str) -> str | None:
+    """The field path that a message begins with; None if that is no known field.
+
+    For "messages[0].content must be ..." it is ``messages[0].content``.
+    """
+    match = _LEADING_FIELD.match(message)
+    if match is None or match["field"] not in _ENGINE_FIELDS:
         return None
-    return found[0].removeprefix("the ")
+    return match[0].removeprefix("the ")

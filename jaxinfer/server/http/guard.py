@@ -1,7 +1,7 @@
-"""What every request passes on its way in: a label, CORS, the API key, the limits of its body.
+"""ASGI layers in front of the app: request id, access log, CORS, API key, limits of the body.
 
-Owns: plain ASGI layers around the app and their order. Nothing here buffers answers, so streams and
-disconnects pass unchanged.
+Owns: the layers and their order. None of them buffers responses, so streams and disconnects pass
+through unchanged.
 """
 
 from __future__ import annotations
@@ -21,30 +21,33 @@ from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.log import EventLog
 
-OPEN_PATHS = ("/health", "/ping", "/ready")  # what load balancers ask, without a key
-QUIET_PATHS = (*OPEN_PATHS, "/metrics")  # asked every few seconds; their access is a debug line
-BODY_SECONDS = 60.0  # for the whole body: a client that trickles holds memory no longer
-LINGER_SECONDS = 10.0  # a refused body is read this long, so that its client sees the answer
-LONGEST_REQUEST_ID = 128  # characters
+OPEN_PATHS = ("/health", "/ping", "/ready")  # for health checks by load balancers, without a key
+# polled every few seconds, so their access is logged at debug level
+QUIET_PATHS = (*OPEN_PATHS, "/metrics")
+BODY_SECONDS = 60.0  # for the whole body, so that a slow client does not hold memory longer
+LINGER_SECONDS = 10.0  # a refused body is read this long, so that the client receives the response
+MAX_REQUEST_ID_CHARACTERS = 128
 
 
-type Refused = Callable[[str, int], None]  # told the method and status of what a guard refused
+# called with the method and status of each refused request
+type OnRefusal = Callable[[str, int], None]
 
 
 def guarded(
     app: ASGIApp,
     config: ServerConfig,
     log: EventLog,
-    refused: Refused = lambda method, status: None,
+    on_refusal: OnRefusal = lambda method, status: None,
 ) -> ASGIApp:
-    """The app behind all layers: path, label and access log, CORS, key, body, from the outside in.
+    """The app behind all layers.
 
-    CORS stands before the key because browsers send preflights without one. The request's id is in
-    ``scope["state"]["request_id"]`` and in the answer's ``X-Request-Id``.
+    From the outside in: path, request id and access log, CORS, API key, body. CORS is outside the
+    key check because browsers send preflight requests without a key. The request id is in
+    ``scope["state"]["request_id"]`` and in the response's ``X-Request-Id``.
     """
-    app = WholeBody(app, config.max_body_bytes, refused=refused)
+    app = BodyLimits(app, config.max_body_bytes, on_refusal=on_refusal)
     if config.api_key:
-        app = KeyRequired(app, config.api_key, config.root_path, refused)
+        app = ApiKeyRequired(app, config.api_key, config.root_path, on_refusal)
     if config.allowed_origins:
         app = CORSMiddleware(
             app,
@@ -55,11 +58,11 @@ def guarded(
             expose_headers=("X-Request-Id", "Retry-After"),
         )
     access_log = None if config.disable_uvicorn_access_log else log
-    return Unslashed(Labelled(app, access_log, config.root_path))
+    return TrailingSlashRemoved(WithRequestId(app, access_log, config.root_path))
 
 
 async def answer_error(send: Send, error: ApiError, *, more_body: bool = False) -> None:
-    """Send the error as OpenAI's JSON. ``more_body``: the caller ends the answer itself."""
+    """Send the error as OpenAI's JSON. ``more_body``: the caller ends the response itself."""
     body = error.body
     headers = {"content-type": "application/json", "content-length": str(len(body))}
     headers |= error.headers
@@ -68,8 +71,8 @@ async def answer_error(send: Send, error: ApiError, *, more_body: bool = False) 
     await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
 
-class Unslashed:
-    """Takes slashes off the end of a path: all that follows sees the path of the route."""
+class TrailingSlashRemoved:
+    """Removes slashes at the end of the path, so that later layers see the path of the route."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -81,8 +84,8 @@ class Unslashed:
         await self._app(scope, receive, send)
 
 
-class Labelled:
-    """Gives the request its id and, once it has been answered, writes the access line."""
+class WithRequestId:
+    """Sets the request id and, after the response, writes the access log line."""
 
     def __init__(self, app: ASGIApp, log: EventLog | None, root_path: str) -> None:
         self._app = app
@@ -95,23 +98,23 @@ class Labelled:
             return
         request_id = _request_id(Headers(scope=scope).get("x-request-id"))
         scope.setdefault("state", {})["request_id"] = request_id
-        status = 0  # of an answer that never began
+        status = 0  # stays 0 if no response was started
         start = time.perf_counter()
 
-        async def send_labelled(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                label = (b"x-request-id", request_id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), label]}
+                id_header = (b"x-request-id", request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), id_header]}
             await send(message)
 
         try:
-            await self._app(scope, receive, send_labelled)
+            await self._app(scope, receive, send_with_id)
         finally:
-            self._tell(scope, request_id, status, time.perf_counter() - start)
+            self._log_access(scope, request_id, status, time.perf_counter() - start)
 
-    def _tell(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+    def _log_access(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         if self._log is None:
             return
         path = scope["path"].removeprefix(self._root_path)
@@ -128,24 +131,28 @@ class Labelled:
         )
 
 
-class KeyRequired:
-    """Lets in who knows one of the keys, on all paths but ``OPEN_PATHS``, also unknown ones."""
+class ApiKeyRequired:
+    """Refuses requests without a valid API key, also on unknown paths; ``OPEN_PATHS`` need none."""
 
     def __init__(
-        self, app: ASGIApp, keys: tuple[str, ...], root_path: str, refused: Refused
+        self, app: ASGIApp, keys: tuple[str, ...], root_path: str, on_refusal: OnRefusal
     ) -> None:
         self._app = app
-        self._refused = refused
+        self._on_refusal = on_refusal
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
         self._open_paths = {root_path + path for path in OPEN_PATHS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] in self._open_paths or self._knows(scope):
+        if (
+            scope["type"] == "lifespan"
+            or scope["path"] in self._open_paths
+            or self._has_valid_key(scope)
+        ):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            self._refused(scope["method"], 401)
+            self._on_refusal(scope["method"], 401)
             await answer_error(
                 send,
                 ApiError(
@@ -156,26 +163,26 @@ class KeyRequired:
                 ),
             )
 
-    def _knows(self, scope: Scope) -> bool:
-        """Compares digests in constant time, with every key."""
+    def _has_valid_key(self, scope: Scope) -> bool:
+        """Whether the request has a valid key; compares all digests, each in constant time."""
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return scheme.lower() == "bearer" and any(matches)
 
 
-class WholeBody:
-    """Reads the body before the app runs, within bounds of size and time, and hands it on whole."""
+class BodyLimits:
+    """Reads the whole body before the app runs, within limits of size and time."""
 
     def __init__(
         self,
         app: ASGIApp,
         max_bytes: int,
         seconds: float = BODY_SECONDS,
-        refused: Refused = lambda method, status: None,
+        on_refusal: OnRefusal = lambda method, status: None,
     ) -> None:
         self._app = app
-        self._refused = refused
+        self._on_refusal = on_refusal
         self._max_bytes = max_bytes
         self._seconds = seconds
 
@@ -183,36 +190,36 @@ class WholeBody:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        incoming = Incoming(receive)
+        reader = BodyReader(receive)
         try:
             async with asyncio.timeout(self._seconds):
-                body = await self._read(Headers(scope=scope), incoming)
+                body = await self._read(Headers(scope=scope), reader)
         except TimeoutError:
-            self._refused(scope["method"], 408)
+            self._on_refusal(scope["method"], 408)
             await answer_error(send, self._too_slow())
             return
         except ApiError as too_large:
-            self._refused(scope["method"], too_large.status)
+            self._on_refusal(scope["method"], too_large.status)
             await answer_error(send, too_large, more_body=True)
-            await incoming.forget_rest()
+            await reader.discard_rest()
             await send({"type": "http.response.body", "body": b""})
             return
         if body is not None:
             await self._app(scope, _replaying(body, receive), send)
 
-    async def _read(self, headers: Headers, incoming: Incoming) -> bytes | None:
-        """The body, or None when the client has gone; raises ``ApiError`` when it is too large."""
+    async def _read(self, headers: Headers, reader: BodyReader) -> bytes | None:
+        """The body, or None if the client disconnected; raises ``ApiError`` if it is too large."""
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._max_bytes:
             raise self._too_large()
-        parts: list[bytes] = []
+        chunks: list[bytes] = []
         size = 0
-        while not incoming.ended:
-            parts.append(await incoming.read())
-            size += len(parts[-1])
+        while not reader.ended:
+            chunks.append(await reader.read())
+            size += len(chunks[-1])
             if size > self._max_bytes:
                 raise self._too_large()
-        return None if incoming.broken else b"".join(parts)
+        return None if reader.disconnected else b"".join(chunks)
 
     def _too_large(self) -> ApiError:
         return ApiError(
@@ -232,23 +239,26 @@ class WholeBody:
         )
 
 
-class Incoming:
-    """The parts of one body as they come."""
+class BodyReader:
+    """The chunks of one request body."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self.ended = False
-        self.broken = False  # the client went before the end
+        self.disconnected = False  # the client disconnected before the end
 
     async def read(self) -> bytes:
-        """The next part; sets ``ended`` with the last one."""
+        """The next chunk; sets ``ended`` with the last one."""
         message = await self._receive()
-        self.broken = message["type"] != "http.request"
-        self.ended = self.broken or not message.get("more_body", False)
+        self.disconnected = message["type"] != "http.request"
+        self.ended = self.disconnected or not message.get("more_body", False)
         return message.get("body", b"")
 
-    async def forget_rest(self) -> None:
-        """Take the rest off the wire; else the kernel resets the connection, answer and all."""
+    async def discard_rest(self) -> None:
+        """Read and drop the rest of the body.
+
+        Otherwise the kernel resets the connection and the client does not get the response.
+        """
         try:
             async with asyncio.timeout(LINGER_SECONDS):
                 while not self.ended:
@@ -258,7 +268,7 @@ class Incoming:
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that gives the whole body once, then what comes after it."""
+    """A ``receive`` that returns the whole body once, then the messages of ``receive``."""
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -268,7 +278,12 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
 
 
 def _request_id(given: str | None) -> str:
-    """The client's id if it is safe to echo and log, else a new one."""
-    if given and len(given) <= LONGEST_REQUEST_ID and given.isascii() and given.isprintable():
+    """The client's id if it is safe to return and log, else a new one."""
+    if (
+        given
+        and len(given) <= MAX_REQUEST_ID_CHARACTERS
+        and given.isascii()
+        and given.isprintable()
+    ):
         return given
     return f"req-{uuid4().hex}"

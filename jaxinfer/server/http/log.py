@@ -1,6 +1,6 @@
 """The server's log: one event a line, as JSON or as ``key=value`` text.
 
-Owns: the form of a line, and what is told about a request: counts and parameters, never its text.
+Owns: the format of a line. A request is logged with its counts and parameters, never with its text.
 """
 
 from __future__ import annotations
@@ -17,58 +17,60 @@ from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.loop.loop import LOGGER as ENGINE_LOGGER
 
 LOGGER = "jaxinfer.server"
-# the engine's own is there when it runs on a thread; another process tells it on stderr as text
-ROUTED = (ENGINE_LOGGER, "uvicorn", "uvicorn.error", "uvicorn.asgi")
-MOST_NAMES = 1000  # that clients choose: neither memory nor the log grows without end
-LONGEST_VALUE = 200  # characters; a longer name is cut, a longer parameter only counted
+# The engine's logger is in this process when the engine runs on a thread; an engine process writes
+# its messages to stderr as text.
+LIBRARY_LOGGERS = (ENGINE_LOGGER, "uvicorn", "uvicorn.error", "uvicorn.asgi")
+MAX_WARNED_NAMES = 1000  # names come from clients, so memory and log need a bound
+MAX_VALUE_CHARACTERS = 200  # a longer name is cut; of a longer parameter only its length is logged
 
 
 def configure_logging(stream: TextIO, level: str) -> None:
-    """Send the events of the server and the messages of uvicorn to ``stream``.
+    """Send the server's events and uvicorn's messages to ``stream``.
 
-    A terminal gets text, everything else JSON. ``level`` is uvicorn's word for it.
+    A terminal gets text, any other stream JSON. ``level`` is one of uvicorn's level names.
     """
     handler = logging.StreamHandler(stream)
     handler.setFormatter(TextLines() if stream.isatty() else JsonLines())
     number = 5 if level == "trace" else logging.getLevelNamesMapping()[level.upper()]
-    of_library = logging.WARNING if number == logging.INFO else number  # we tell what matters
-    for name in (LOGGER, *ROUTED):
+    # the server logs its own events
+    library_level = logging.WARNING if number == logging.INFO else number
+    for name in (LOGGER, *LIBRARY_LOGGERS):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
-        logger.setLevel(number if name == LOGGER else of_library)
+        logger.setLevel(number if name == LOGGER else library_level)
 
 
 class EventLog:
-    """Writes events. ``requests``: also when each request comes and goes."""
+    """Writes events. ``requests``: also write when a request is accepted and when it ends."""
 
     def __init__(self, *, requests: bool = False) -> None:
         self._logger = logging.getLogger(LOGGER)
         self._requests = requests
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def debug(self, event: str, **fields: Any) -> None:
-        """Something that matters to nobody but a developer."""
+        """An event that only developers need."""
         self._write(logging.DEBUG, event, fields)
 
     def info(self, event: str, **fields: Any) -> None:
-        """Something that happened as it should."""
+        """An event of normal operation."""
         self._write(logging.INFO, event, fields)
 
     def warning(self, event: str, **fields: Any) -> None:
-        """Something that the operator may want to change."""
+        """An event that the operator may want to act on."""
         self._write(logging.WARNING, event, fields)
 
     def error(self, event: str, *, exception: BaseException | None = None, **fields: Any) -> None:
-        """Something that failed, with its traceback."""
+        """A failure, with its traceback."""
         self._write(logging.ERROR, event, fields, exception)
 
-    def once(self, event: str, name: str, **fields: Any) -> None:
-        """Warn about ``name`` the first time only, and about ``MOST_NAMES`` names in all."""
-        key = f"{event} {name[:LONGEST_VALUE]}"
-        if key not in self._told and len(self._told) < MOST_NAMES:
-            self._told.add(key)
-            self.warning(event, name=name[:LONGEST_VALUE], **fields)
+    def warning_once(self, event: str, name: str, **fields: Any) -> None:
+        """Warn about ``name`` only once, and about at most ``MAX_WARNED_NAMES`` names."""
+        key = f"{event} {name[:MAX_VALUE_CHARACTERS]}"
+        if key not in self._warned and len(self._warned) < MAX_WARNED_NAMES:
+            self._warned.add(key)
+            self.warning(event, name=name[:MAX_VALUE_CHARACTERS], **fields)
 
     def request_received(
         self,
@@ -86,7 +88,7 @@ class EventLog:
                 request_id=request_id,
                 route=route,
                 num_prompt_tokens=num_prompt_tokens,
-                sampling=_chosen(sampling),
+                sampling=_changed_parameters(sampling),
                 **fields,
             )
 
@@ -132,14 +134,14 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """The same for people: ``time level event key=value ...``; odd values are JSON."""
+    """The same as text: ``time level event key=value ...``; a value with spaces is JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See ``logging.Formatter``."""
         line = _line(record)
         traceback = line.pop("traceback", "")
         words = [line.pop("time"), line.pop("level"), line.pop("event")]
-        words += [f"{name}={_word(value)}" for name, value in line.items()]
+        words += [f"{name}={_text_value(value)}" for name, value in line.items()]
         return " ".join(words) + (f"\n{traceback}" if traceback else "")
 
 
@@ -155,22 +157,22 @@ def _line(record: logging.LogRecord) -> dict[str, Any]:
     return line
 
 
-def _word(value: Any) -> str:
+def _text_value(value: Any) -> str:
     is_plain = isinstance(value, str) and value.isascii() and value.isprintable()
     return value if is_plain and value and " " not in value else json.dumps(value, default=str)
 
 
-def _chosen(sampling: SamplingParams) -> dict[str, Any]:
-    """The parameters that differ from the class's defaults; long ones by their length."""
+def _changed_parameters(sampling: SamplingParams) -> dict[str, Any]:
+    """The parameters that differ from the defaults; of long ones only the length."""
     defaults = msgspec.structs.asdict(SamplingParams())
     return {
-        name: _told(value)
+        name: _shortened(value)
         for name, value in msgspec.structs.asdict(sampling).items()
         if value != defaults[name]
     }
 
 
-def _told(value: Any) -> Any:
-    if isinstance(value, Sequence | Mapping | Set) and len(repr(value)) > LONGEST_VALUE:
+def _shortened(value: Any) -> Any:
+    if isinstance(value, Sequence | Mapping | Set) and len(repr(value)) > MAX_VALUE_CHARACTERS:
         return f"{type(value).__name__} of {len(value)}"
     return dict(value) if isinstance(value, Mapping) else value

@@ -1,6 +1,6 @@
-"""The server's life: sockets, TLS, loading behind an open port, and an orderly end.
+"""The server from start to shutdown: sockets, TLS, loading while the port is open, draining.
 
-Owns: uvicorn and the signals. The port is taken before the model is loaded, so that a taken one
+Owns: uvicorn and the signals. The port is bound before the model is loaded, so that a port in use
 fails at once.
 """
 
@@ -28,28 +28,28 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.server.http.protocol import BoundedHeads
 
-BACKLOG = 2048  # connections that the kernel holds until they are accepted
-# Connections that a turn of the loop accepts, of all that wait. uvloop's libuv takes one of each
-# socket (libuv/libuv#3696), and a turn in which 200 streams send their tokens takes 10 ms.
+BACKLOG = 2048  # connections that the kernel queues until they are accepted
+# Connections accepted per iteration of the event loop. uvloop's libuv accepts one per socket
+# (libuv/libuv#3696), and an iteration in which 200 streams send their tokens takes 10 ms.
 ACCEPTED_AT_ONCE = 16
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 s after which proxies drop idle connections
-FLUSH_SECONDS = 5.0  # for the last events of streams, to clients that read them
+FLUSH_SECONDS = 5.0  # for the last events of streams, to clients that still read
 OPEN_FILES = 65536  # one for each connection; the usual soft limit is 1024
 
 
-class Service(Protocol):
-    """What the end of the server asks of the app's service."""
+class Drainable(Protocol):
+    """The part of the app's service that the shutdown calls."""
 
     def begin_drain(self) -> None:
-        """Refuse new work, and say so in ``/ready``."""
+        """Refuse new requests, and report it in ``/ready``."""
         ...
 
     async def drained(self, seconds: float) -> bool:
-        """Wait until no request is open; False when some still are after ``seconds``."""
+        """Wait until no request is open; False if some are still open after ``seconds``."""
         ...
 
     def stop_all(self) -> None:
-        """End every open request; its handler sends what an ended answer has."""
+        """End every open request; its handler sends the end of the response."""
         ...
 
 
@@ -57,18 +57,22 @@ type Load = Callable[[], AbstractAsyncContextManager[str]]
 
 
 def run(
-    app: ASGIApp, service: Service, load: Load, config: ServerConfig, say: Callable[[str], None]
+    app: ASGIApp,
+    service: Drainable,
+    load: Load,
+    config: ServerConfig,
+    report: Callable[[str], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT; open requests have ``shutdown_timeout`` seconds to end.
 
-    ``load`` is entered once the app listens (which answers 503 itself until then), gives a few
-    words about what is served, and is left in the end. ``say`` shows the line that tells of
-    readiness. Raises ``ConfigError`` for an address or TLS files that cannot be used, and what
-    ``load`` raises. A second signal, and any signal during loading, ends the process at once.
+    ``load`` is entered once the app listens (the app responds 503 until the model is loaded),
+    returns a summary of the served model, and is exited at the end. ``report`` prints the ready
+    line. Raises ``ConfigError`` for an address or TLS files that cannot be used, and the exceptions
+    of ``load``. A second signal, and any signal during loading, ends the process at once.
     """
     server = Server(uvicorn_config(config, app))
     asyncio.run(
-        _serve(server, service, load, config, say), loop_factory=server.config.get_loop_factory()
+        _serve(server, service, load, config, report), loop_factory=server.config.get_loop_factory()
     )
 
 
@@ -76,26 +80,27 @@ class Server(uvicorn.Server):
     """uvicorn without its signal handlers, which would cut off streams."""
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen until ``should_exit``; every socket several times over, to accept as many at once.
+        """Listen until ``should_exit``.
 
-        uvicorn closes them all, so that nobody is accepted any more once it has been told to end.
+        Duplicates of each socket let one iteration accept several connections. uvicorn closes them
+        all, so no connection is accepted after it was told to exit.
         """
-        again = [one.dup() for one in sockets or () for _ in range(ACCEPTED_AT_ONCE - 1)]
-        await super().serve(None if sockets is None else [*sockets, *again])
+        duplicates = [one.dup() for one in sockets or () for _ in range(ACCEPTED_AT_ONCE - 1)]
+        await super().serve(None if sockets is None else [*sockets, *duplicates])
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are ours; see ``Signals``."""
+        """Do nothing; ``Signals`` handles them."""
         yield
 
     def drop_connections(self) -> None:
-        """Cut off clients that do not read the end of their answer."""
+        """Abort connections whose clients do not read the end of their response."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()  # type: ignore[union-attr]
 
 
 class Signals:
-    """SIGTERM and SIGINT: the first asks for an end, the next one is the end."""
+    """SIGTERM and SIGINT: the first one starts the shutdown, the second ends the process."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, config: ServerConfig) -> None:
         self.first: asyncio.Future[int] = loop.create_future()
@@ -104,60 +109,62 @@ class Signals:
 
     def __enter__(self) -> Signals:
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._take, number)
+            self._loop.add_signal_handler(number, self._on_signal, number)
         return self
 
     def __exit__(self, *error: object) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
 
-    async def unless_one_comes[T](self, work: Awaitable[T]) -> T:
-        """What the work gives; a signal meanwhile is the end, since nobody is served yet."""
+    async def run_unless_signalled[T](self, work: Awaitable[T]) -> T:
+        """The result of ``work``; a signal before it ends the process: no request is open yet."""
         task = asyncio.ensure_future(work)
         await asyncio.wait((task, self.first), return_when="FIRST_COMPLETED")
         if not task.done():
             self._exit(self.first.result())
         return task.result()
 
-    def _take(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         if self.first.done():
             self._exit(number)
         self.first.set_result(number)
 
     def _exit(self, number: int) -> NoReturn:
-        """End without waiting for threads, with the code that shells give for the signal."""
-        _forget_socket_file(self._config)
+        """Exit without waiting for threads, with the shell's exit code for the signal."""
+        _remove_socket_file(self._config)
         os._exit(128 + number)
 
 
 async def _serve(
     server: Server,
-    service: Service,
+    service: Drainable,
     load: Load,
     config: ServerConfig,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     start = time.monotonic()
-    # signals first: who can connect may also send one
+    # signals first: once the port is open, a signal can arrive
     with Signals(asyncio.get_running_loop(), config) as signals, bound_sockets(config) as sockets:
         _allow_many_connections()
         address = _address(config, sockets[0])
         listening = asyncio.create_task(server.serve(sockets))
-        async with AsyncExitStack() as stack:  # the engine ends after the last answer
+        async with AsyncExitStack() as stack:  # the engine is closed after the last response
             try:
                 loading = stack.enter_async_context(load())
-                summary = await signals.unless_one_comes(loading)
-                say(f"ready on {address} in {time.monotonic() - start:.1f} s ({summary})")
+                summary = await signals.run_unless_signalled(loading)
+                report(f"ready on {address} in {time.monotonic() - start:.1f} s ({summary})")
                 await asyncio.wait((signals.first, listening), return_when="FIRST_COMPLETED")
                 seconds = config.shutdown_timeout
-                say(f"shutting down: open requests have {seconds:g} s; a second signal ends them")
+                report(
+                    f"shutting down: open requests have {seconds:g} s; a second signal ends them"
+                )
                 await _drain(service, config.shutdown_timeout)
             finally:
                 await _close(server, listening)
 
 
-async def _drain(service: Service, seconds: float) -> None:
-    """Let open requests end by themselves for a while, then end them."""
+async def _drain(service: Drainable, seconds: float) -> None:
+    """Wait for open requests to end, then abort the rest."""
     service.begin_drain()
     if not await service.drained(seconds):
         service.stop_all()
@@ -165,13 +172,13 @@ async def _drain(service: Service, seconds: float) -> None:
 
 
 async def _close(server: Server, listening: asyncio.Task[None]) -> None:
-    """Stop listening; connections close once their last bytes are sent, or are cut off."""
+    """Stop listening; connections close after their last bytes, or after ``FLUSH_SECONDS``."""
     server.should_exit = True
-    cut = asyncio.get_running_loop().call_later(FLUSH_SECONDS, server.drop_connections)
+    abort_timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, server.drop_connections)
     try:
         await listening
     finally:
-        cut.cancel()
+        abort_timer.cancel()
 
 
 def uvicorn_config(config: ServerConfig, app: ASGIApp) -> uvicorn.Config:
@@ -184,7 +191,7 @@ def uvicorn_config(config: ServerConfig, app: ASGIApp) -> uvicorn.Config:
         interface="asgi3",
         log_config=None,
         access_log=False,
-        workers=1,  # given, so that uvicorn does not read WEB_CONCURRENCY
+        workers=1,  # set explicitly, so that uvicorn does not read WEB_CONCURRENCY
         proxy_headers=False,
         server_header=False,
         root_path=config.root_path,
@@ -207,26 +214,26 @@ def uvicorn_config(config: ServerConfig, app: ASGIApp) -> uvicorn.Config:
 
 @contextlib.contextmanager
 def bound_sockets(config: ServerConfig) -> Iterator[list[socket.socket]]:
-    """The sockets that the settings ask for; nothing is left of them afterwards.
+    """The sockets that the settings name; they are closed and removed at exit.
 
-    Raises ``ConfigError`` when an address cannot be had.
+    Raises ``ConfigError`` if an address cannot be bound.
     """
-    sockets = [_unix_socket(Path(config.uds))] if config.uds else _tcp_sockets(config)
+    sockets = [_bind_unix_socket(Path(config.uds))] if config.uds else _bind_tcp_sockets(config)
     try:
         yield sockets
     finally:
         for bound in sockets:
             bound.close()
-        _forget_socket_file(config)
+        _remove_socket_file(config)
 
 
-def _tcp_sockets(config: ServerConfig) -> list[socket.socket]:
-    """One socket for each address of the host; as with vLLM, no host is every IPv4 interface."""
+def _bind_tcp_sockets(config: ServerConfig) -> list[socket.socket]:
+    """One socket for each address of the host. As in vLLM, no host means every IPv4 interface."""
     host, port = config.host or "0.0.0.0", config.port
     sockets: list[socket.socket] = []
     try:
-        known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, name in dict.fromkeys((entry[0], str(entry[4][0])) for entry in known):
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, name in dict.fromkeys((entry[0], str(entry[4][0])) for entry in addresses):
             made = socket.create_server(
                 (name, port),
                 family=family,
@@ -238,11 +245,11 @@ def _tcp_sockets(config: ServerConfig) -> list[socket.socket]:
     except OSError as error:
         for made in sockets:
             made.close()
-        raise ConfigError(_why_unbound(host, port, error)) from error
+        raise ConfigError(_bind_error(host, port, error)) from error
     return sockets
 
 
-def _why_unbound(host: str, port: int, error: OSError) -> str:
+def _bind_error(host: str, port: int, error: OSError) -> str:
     match error:
         case OSError(errno=errno.EADDRINUSE):
             return f"port {port} is in use; stop the program that has it, or choose another --port"
@@ -252,8 +259,8 @@ def _why_unbound(host: str, port: int, error: OSError) -> str:
             return f"the server cannot listen on {host}, port {port}: {error.strerror}"
 
 
-def _unix_socket(path: Path) -> socket.socket:
-    """A socket at ``path``, in place of one that a dead server left behind."""
+def _bind_unix_socket(path: Path) -> socket.socket:
+    """A socket at ``path``; replaces the file that a stopped server left."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists():
@@ -281,7 +288,7 @@ def _remove_if_abandoned(path: Path) -> None:
             raise ConfigError(f"the socket {path} is in use; stop the program that has it")
 
 
-def _forget_socket_file(config: ServerConfig) -> None:
+def _remove_socket_file(config: ServerConfig) -> None:
     if config.uds:
         Path(config.uds).unlink(missing_ok=True)
 

@@ -1,1 +1,1 @@
-"""What the server counts: the numbers, and how Prometheus and people read them."""
+"""The server's counters and histograms, for Prometheus and for people."""

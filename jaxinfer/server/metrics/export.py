@@ -1,4 +1,4 @@
-"""From the numbers to Prometheus's families, under vLLM's series names.
+"""Exports the counters as Prometheus's families, under vLLM's series names.
 
 Owns: the names, types and labels of gauges and counters, and the ``Exporter`` that
 prometheus_client calls at each scrape.
@@ -26,7 +26,7 @@ from jaxinfer.server.metrics.values import HistogramFamily
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """One gauge or counter: how it is named and where its value is found.
+    """One gauge or counter: its name and a function that reads its value.
 
     With a ``label``, ``read`` returns a value for each of the label's values.
     """
@@ -38,7 +38,7 @@ class _Reading:
 
 
 def _zero(_: Tally) -> float:
-    """What is counted cannot happen here, so it has not."""
+    """The value of a series whose events cannot happen here."""
     return 0.0
 
 
@@ -199,7 +199,7 @@ _COUNTERS = (
 
 
 class Exporter:
-    """A collector for prometheus_client: all families, as they are now."""
+    """A collector for prometheus_client that exports the current values of all families."""
 
     def __init__(
         self,

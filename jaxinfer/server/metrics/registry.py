@@ -1,8 +1,8 @@
-"""What the server counts, and how it is shown: ``/metrics`` for Prometheus, ``/stats`` for people.
+"""``Metrics``: the server's counts, shown by ``/metrics`` for Prometheus and ``/stats`` for people.
 
-Owns: ``Metrics`` and the record of a finished request. Everything is called in the event loop and
-is cheap there: a step costs microseconds, however many sequences it served, because the engine
-counts for itself. Nothing is global: two servers of one process count apart.
+Owns: ``Metrics`` and the record of a finished request. All methods are called in the event loop and
+are cheap: a step costs microseconds, however many sequences it has, because the engine counts for
+itself. Nothing is global: two servers in one process count separately.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from jaxinfer.server.metrics.tally import Histograms, Rejection, Tally
 from jaxinfer.server.metrics.values import Histogram, Rates
 
 _METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"))
-_ENGINE = "0"  # vLLM numbers the engines behind a server; there is one
+_ENGINE = "0"  # vLLM numbers the engines behind a server; here there is one
 _QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedSequence:
-    """One of a request's n sequences. One that ended before its first token has no ``times``."""
+    """One of a request's n sequences. ``times`` is None if it ended before its first token."""
 
     finish_reason: FinishReason
     num_tokens: int
@@ -50,13 +50,13 @@ class FinishedRequest:
     """A request that ended in any way. ``seconds``: from its arrival at the server to its end."""
 
     num_prompt_tokens: int
-    max_tokens: int | None  # as asked for
+    max_tokens: int | None  # of the request; None if it was not set
     seconds: float
     sequences: tuple[FinishedSequence, ...]
 
 
 class Metrics:
-    """Counts of one server. ``start`` is what the engine told when it was built."""
+    """Counts of one server. ``start``: the engine's counters when it was built."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Metrics:
             collector(registry=self._registry)
 
     def observe(self, news: News) -> None:
-        """A turn of the engine has ended."""
+        """Add the counters of one iteration of the engine's loop."""
         tally = self._tally
         tally.engine = news.stats
         for step in news.steps:
@@ -114,23 +114,23 @@ class Metrics:
         self._rates.mark(self._clock(), self._counters())
 
     def request_received(self) -> None:
-        """A request was accepted; ``request_finished`` follows, whatever becomes of it."""
+        """A request was accepted; ``request_finished`` follows in every case."""
         self._tally.num_received += 1
 
     def request_rejected(self, reason: Rejection) -> None:
-        """A request was answered 429."""
+        """A request was refused with 429."""
         self._tally.rejected[reason] += 1
 
     def first_tokens(self, seconds: float) -> None:
-        """A sequence's first token came, ``seconds`` after the request."""
+        """A sequence's first token arrived, ``seconds`` after the request."""
         self._first_token.observe(seconds)
 
     def inter_token(self, seconds: float, count: int = 1) -> None:
-        """``count`` more tokens of a sequence came, ``seconds`` after the ones before."""
+        """``count`` more tokens of a sequence arrived, ``seconds`` after the last ones."""
         self._token_gap.observe(seconds / count, count)
 
     def request_finished(self, request: FinishedRequest) -> None:
-        """A request that was received has ended."""
+        """An accepted request has ended."""
         self._tally.num_closed += 1
         self._whole.observe(request.seconds)
         self._n.observe(len(request.sequences))
@@ -141,23 +141,24 @@ class Metrics:
             self._sequence_finished(sequence, request.num_prompt_tokens)
 
     def http_response(self, path: str | None, method: str, status: int, seconds: float) -> None:
-        """A response has ended. ``path`` is the route's template, None where no route matched."""
+        """A response has ended. ``path`` is the route's template, None for an unknown route."""
         handler = path or "none"
-        known_method = method if method in _METHODS else "other"  # clients must not make series
+        known_method = method if method in _METHODS else "other"  # clients must not create series
         self._tally.responses[handler, known_method, f"{status // 100}xx"] += 1
         self._families.http.child(handler, known_method).observe(seconds)
         self._http_fine.observe(seconds)
 
     def render(self, accept: str = "") -> tuple[str, bytes]:
-        """Content type and body of ``/metrics``; OpenMetrics where ``accept`` asks for it."""
+        """Content type and body of ``/metrics``; OpenMetrics if ``accept`` names it."""
         if "application/openmetrics-text" not in accept:
             return CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self._registry)
-        # not by choose_encoder: unless asked for UTF-8, it writes vllm:x as vllm_x in the samples
+        # not by choose_encoder: unless UTF-8 is requested, it writes vllm:x as vllm_x in the
+        # samples
         body = openmetrics.generate_latest(self._registry, escaping=openmetrics.ALLOWUTF8)
         return openmetrics.CONTENT_TYPE_LATEST, body
 
     def snapshot(self) -> dict[str, Any]:
-        """The same numbers for people, as JSON. Quantiles are estimates within a bucket."""
+        """The same numbers as JSON for people. Quantiles are estimates within a bucket."""
         tally, stats, now = self._tally, self._tally.engine, self._clock()
         generated, prefilled, received = self._rates.read(now, self._counters())
         return {
@@ -227,7 +228,7 @@ class Metrics:
         self._computed_prompt.observe(num_prompt_tokens - sequence.num_cached_tokens)
 
     def _counters(self) -> tuple[float, ...]:
-        """What rates are shown of."""
+        """The counters whose rates are shown."""
         stats = self._tally.engine
         return stats.num_generated_tokens, stats.num_prefilled_tokens, self._tally.num_received
 
@@ -239,7 +240,7 @@ def _summary(histogram: Histogram) -> dict[str, float | None]:
 
 
 def _cache_config(limits: Limits, config: EngineConfig | None) -> dict[str, str]:
-    """Labels of ``cache_config_info``, vLLM's names; what nobody set is "None", as there."""
+    """Labels of ``cache_config_info``, under vLLM's names; as in vLLM, an unset value is "None"."""
     labels: dict[str, object] = {
         "engine": _ENGINE,
         "block_size": limits.page_size,

@@ -1,6 +1,6 @@
-"""All numbers behind ``/metrics`` and ``/stats``, as one record that grows.
+"""All numbers behind ``/metrics`` and ``/stats``, in one record.
 
-Owns: ``Tally``: the engine's last counters, what the server counts itself, and the histograms with
+Owns: ``Tally``: the engine's last counters, the server's own counters, and the histograms with
 their names.
 """
 
@@ -30,7 +30,7 @@ MODEL_LABELS = ("model_name", "engine")
 
 
 class Rejection(StrEnum):
-    """Why a request was turned away with 429: the setting of the queue that was reached."""
+    """The queue limit for which a request was refused with 429."""
 
     REQUESTS = "max_num_queued_reqs"
     TOKENS = "max_num_queued_tokens"
@@ -38,12 +38,15 @@ class Rejection(StrEnum):
 
 @dataclass(slots=True)
 class Tally:
-    """Counters of steps, requests and responses; ``engine`` is what the last turn told."""
+    """Counters of steps, requests and responses.
+
+    ``engine``: the engine's counters after its last iteration.
+    """
 
     engine: EngineStats
     enable_prefix_caching: bool
     num_received: int = 0
-    num_closed: int = 0  # of those received, finished in any way
+    num_closed: int = 0  # of the received requests, those that ended in any way
     num_decode_steps: int = 0
     scheduled_tokens: Counter[str] = field(default_factory=Counter[str])  # by step kind
     bucket_tokens: Counter[str] = field(default_factory=Counter[str])
@@ -55,7 +58,7 @@ class Tally:
 
     @property
     def padding_waste(self) -> float:
-        """Share of the computed tokens that nobody asked for."""
+        """Share of the computed tokens that is padding."""
         computed = self.bucket_tokens.total()
         return 1.0 - self.scheduled_tokens.total() / computed if computed else 0.0
 
@@ -68,7 +71,7 @@ class Tally:
 
 
 class Histograms:
-    """Every histogram that is exported; all but the HTTP ones carry ``MODEL_LABELS``."""
+    """All exported histograms; all but the HTTP ones carry ``MODEL_LABELS``."""
 
     def __init__(self, limits: Limits) -> None:
         tokens = token_count_bounds(limits.max_model_len)

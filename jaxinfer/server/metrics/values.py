@@ -1,7 +1,7 @@
-"""Histograms that are cheap to feed, and rates over the last seconds.
+"""Histograms with a low cost per value, and rates over the last seconds.
 
-Owns: ``Histogram``, ``HistogramFamily``, ``Rates``, the bucket bounds. One thread feeds and reads
-them; prometheus_client's own histogram locks twice per value, takes one value at a time and cannot
+Owns: ``Histogram``, ``HistogramFamily``, ``Rates``, the bucket bounds. One thread writes and reads
+them. prometheus_client's own histogram locks twice per value, takes one value at a time and cannot
 be read back, which ``/stats`` needs.
 """
 
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import accumulate
 
-# vLLM's bounds, so that its boards and alerts find every boundary they name
+# vLLM's bounds, so that its dashboards and alerts find every boundary that they name
 TTFT_BOUNDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -29,13 +29,13 @@ REQUEST_SECONDS_BOUNDS = (
 STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 N_BOUNDS = (1, 2, 5, 10, 20)
 PREEMPTIONS_BOUNDS = (1, 2, 3, 4, 5, 10, 20)
-# prometheus-fastapi-instrumentator's, whose series vLLM's server exports
+# those of prometheus-fastapi-instrumentator, whose series vLLM's server exports
 HTTP_BOUNDS = (0.1, 0.5, 1.0)
 HTTP_FINE_BOUNDS = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0),
     *(2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 7.5, 10.0, 30.0, 60.0),
 )
-# our own
+# series of our own
 STEP_SECONDS_BOUNDS = (
     *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02),
     *(0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
@@ -68,8 +68,8 @@ class Histogram:
     def quantile(self, share: float) -> float | None:
         """The value that a ``share`` of all values does not exceed; None before the first value.
 
-        Linear within a bucket, and the last bound for what lies above it, as Prometheus's
-        ``histogram_quantile`` does it.
+        Linear within a bucket, and the last bound for values above it, as in Prometheus's
+        ``histogram_quantile``.
         """
         cumulative = list(accumulate(self.counts))
         if not cumulative[-1]:
@@ -85,7 +85,7 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many values there were."""
+        """The number of values."""
         return sum(self.counts)
 
 
@@ -114,14 +114,14 @@ class HistogramFamily:
 
 
 class Rates:
-    """How fast counters grew over the last ``window`` seconds."""
+    """Growth of counters over the last ``window`` seconds."""
 
     def __init__(self, window: float = 10.0) -> None:
         self._window = window
         self._marks: deque[tuple[float, tuple[float, ...]]] = deque()
 
     def mark(self, now: float, counters: tuple[float, ...]) -> None:
-        """Note counters; once a second is kept, and one mark that is older than the window."""
+        """Store the counters, at most once a second; one mark older than the window is kept."""
         marks = self._marks
         if marks and now - marks[-1][0] < 1.0:
             return

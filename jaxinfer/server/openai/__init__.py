@@ -1,1 +1,1 @@
-"""Requests and answers as OpenAI's clients read them: fields in, JSON and events out."""
+"""Requests and responses in OpenAI's form: fields in, JSON and events out."""

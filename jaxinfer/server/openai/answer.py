@@ -1,7 +1,6 @@
-"""One HTTP request's answer: several prompts, each with n completions, read as one.
+"""The answer to one HTTP request: several prompts, each with n completions, read as one.
 
-Owns: ``Answer``: the streams of a request, its deadline, the ways it can end early, and what the
-metrics are told about it.
+Owns: ``Answer``: the streams of a request, its timeout, the ways to end it early, and its metrics.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from jaxinfer.engine.outputs import Delta, SequenceTimes
 from jaxinfer.server.metrics.registry import FinishedRequest, FinishedSequence, Metrics
 
 
-class Gain(NamedTuple):
-    """What one completion gained."""
+class ChoiceUpdate(NamedTuple):
+    """One completion's next tokens."""
 
-    prompt: int  # which of the request's prompts
-    choice: int  # which of the response's choices; they are numbered prompt by prompt
+    prompt: int  # index of the prompt in the request
+    choice: int  # index of the choice in the response; the choices are numbered prompt by prompt
     delta: Delta
 
 
 @dataclass(slots=True)
-class Progress:
-    """How far one completion is; times in seconds of ``time.monotonic``."""
+class CompletionProgress:
+    """The state of one completion; times in seconds of ``time.monotonic``."""
 
     last_token: float | None = None
     num_tokens: int = 0
@@ -38,7 +37,7 @@ class Progress:
 
 
 class Answer:
-    """Reads the streams of one request. Close it always; what is unfinished is then aborted."""
+    """Reads the streams of one request. Always close it: that aborts unfinished completions."""
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class Answer:
         self._wake = wake
         self._metrics = metrics
         self._max_tokens = max_tokens
-        self._progress = tuple(tuple(Progress() for _ in range(s.n)) for s in streams)
+        self._progress = tuple(tuple(CompletionProgress() for _ in range(s.n)) for s in streams)
         self._num_unfinished = sum(stream.n for stream in streams)
         self._error: Exception | None = None
         self._stopped = False
@@ -69,18 +68,18 @@ class Answer:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts, each counted once."""
+        """Tokens of all prompts, each prompt counted once."""
         return sum(stream.num_prompt_tokens for stream in self._streams)
 
     @property
     def num_tokens(self) -> int:
-        """Generated so far by all completions."""
-        return sum(one.num_tokens for ones in self._progress for one in ones)
+        """Tokens generated so far by all completions."""
+        return sum(one.num_tokens for completions in self._progress for one in completions)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens taken from the prefix cache, each prompt counted once."""
-        return sum(ones[0].num_cached_tokens for ones in self._progress)
+        """Prompt tokens from the prefix cache, each prompt counted once."""
+        return sum(completions[0].num_cached_tokens for completions in self._progress)
 
     @property
     def finished(self) -> bool:
@@ -89,8 +88,8 @@ class Answer:
 
     @property
     def finish_reasons(self) -> list[FinishReason | None]:
-        """Of each choice; None while it goes on."""
-        return [one.finish_reason for ones in self._progress for one in ones]
+        """The finish reason of each choice; None while it runs."""
+        return [one.finish_reason for completions in self._progress for one in completions]
 
     def expire_after(self, seconds: float, error: Exception) -> None:
         """Fail with ``error`` unless finished within ``seconds``."""
@@ -98,54 +97,54 @@ class Answer:
         self._deadline = loop.call_later(seconds, self._expire, error)
 
     def stop(self) -> None:
-        """End every unfinished completion with ``abort``; the reader still gets their ends."""
+        """End every unfinished completion with ``abort``; ``read`` still returns these ends."""
         self._stopped = True
-        self._leave_engine()
+        self._close_streams()
 
     def close(self) -> None:
-        """Abort what is unfinished and wake the reader, who then gets nothing more. Idempotent."""
+        """Abort unfinished completions; a waiting ``read`` returns an empty list. Idempotent."""
         if self._closed:
             return
         self._closed = True
         if self._deadline is not None:
             self._deadline.cancel()
-        self._leave_engine()
+        self._close_streams()
         self._report()
 
-    async def read(self) -> list[Gain]:
-        """What was gained since the last read, waiting for something; empty at the end.
+    async def read(self) -> list[ChoiceUpdate]:
+        """The updates since the last read; waits for at least one; empty at the end.
 
-        Raises the engine's error, or the deadline's, when the answer cannot be completed.
+        Raises the engine's error, or the timeout's, if the answer cannot be completed.
         """
         while True:
             self._wake.clear()
             if self._closed or not self._num_unfinished:
                 return []
-            if gains := self._take():
-                return gains
+            if updates := self._take_updates():
+                return updates
             if self._error is not None:
                 raise self._error
             if self._stopped:
-                return self._ends()
+                return self._abort_updates()
             await self._wake.wait()
 
-    def _take(self) -> list[Gain]:
+    def _take_updates(self) -> list[ChoiceUpdate]:
         return [
-            self._gain(number, delta)
+            self._apply(number, delta)
             for number, stream in enumerate(self._streams)
             for delta in stream.take()
         ]
 
-    def _gain(self, number: int, delta: Delta) -> Gain:
+    def _apply(self, number: int, delta: Delta) -> ChoiceUpdate:
         progress = self._progress[number][delta.index]
         if delta.token_ids:
             self._note_tokens(progress, delta)
         if delta.finish_reason is not None:
             progress.finish_reason, progress.times = delta.finish_reason, delta.times
             self._num_unfinished -= 1
-        return Gain(number, number * self._streams[0].n + delta.index, delta)
+        return ChoiceUpdate(number, number * self._streams[0].n + delta.index, delta)
 
-    def _note_tokens(self, progress: Progress, delta: Delta) -> None:
+    def _note_tokens(self, progress: CompletionProgress, delta: Delta) -> None:
         now, count = time.monotonic(), len(delta.token_ids)
         if progress.last_token is None:
             self._metrics.first_tokens(now - self.received)
@@ -157,21 +156,21 @@ class Answer:
         progress.num_tokens += count
         progress.num_cached_tokens = delta.num_cached_tokens
 
-    def _ends(self) -> list[Gain]:
-        """The ends of what is unfinished; the engine's own news of it will find no reader."""
+    def _abort_updates(self) -> list[ChoiceUpdate]:
+        """An ``abort`` for each unfinished completion, in place of the engine's own updates."""
         return [
-            self._gain(number, Delta("", index, finish_reason=FinishReason.ABORT))
-            for number, ones in enumerate(self._progress)
-            for index, one in enumerate(ones)
+            self._apply(number, Delta("", index, finish_reason=FinishReason.ABORT))
+            for number, completions in enumerate(self._progress)
+            for index, one in enumerate(completions)
             if one.finish_reason is None
         ]
 
     def _expire(self, error: Exception) -> None:
         self._error = error
-        self._leave_engine()
+        self._close_streams()
 
-    def _leave_engine(self) -> None:
-        """Abort what is unfinished, however slow the reader; what has arrived is still read."""
+    def _close_streams(self) -> None:
+        """Abort in the engine; updates that have arrived can still be read."""
         for stream in self._streams:
             stream.close()
         self._wake.set()
@@ -179,12 +178,12 @@ class Answer:
     def _report(self) -> None:
         seconds = time.monotonic() - self.received
         unread = FinishReason.ABORT if self._error is None else FinishReason.ERROR
-        for stream, ones in zip(self._streams, self._progress, strict=True):
+        for stream, completions in zip(self._streams, self._progress, strict=True):
             sequences = tuple(
                 FinishedSequence(
                     one.finish_reason or unread, one.num_tokens, one.num_cached_tokens, one.times
                 )
-                for one in ones
+                for one in completions
             )
             self._metrics.request_finished(
                 FinishedRequest(stream.num_prompt_tokens, self._max_tokens, seconds, sequences)

@@ -1,7 +1,7 @@
-"""The fields that every generation request shares, and what they mean to the engine.
+"""The fields that all generation requests share, and their conversion to ``SamplingParams``.
 
 Owns: names, defaults, bounds and descriptions (vLLM's and OpenAI's; the bounds come from
-``core.request``), the fields that are known and not supported, and ``to_sampling``.
+``core.request``), the known fields that are not supported, and ``to_sampling``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxinfer.core.request import (
 )
 from jaxinfer.server.http.errors import ApiError
 
-# Python's $ also matches before a last newline, JSON Schema's does not: hence the lookahead
+# In Python $ also matches before a final newline, in JSON Schema it does not: hence the lookahead.
 TOKEN_ID_TEXT = "^[0-9]{1,10}$(?![^0-9])"
 VISIBLE_TEXT = "^[!-~]*$(?![^!-~])"
 PATTERNS: Mapping[str, str] = MappingProxyType(
@@ -38,7 +38,7 @@ PATTERNS: Mapping[str, str] = MappingProxyType(
 DEFAULT_MAX_TOKENS = 16  # of completions, as with OpenAI and vLLM
 MAX_STOP_STRINGS = 64  # of a request; vLLM's default is 4, some clients send dozens
 
-# values by which a field that is not supported asks for nothing
+# the values of an unsupported field that have no effect, such as its default
 type Neutral = Mapping[str, tuple[Any, ...]]
 
 UNSUPPORTED: Neutral = MappingProxyType(
@@ -61,16 +61,16 @@ UNSUPPORTED: Neutral = MappingProxyType(
         "vllm_xargs": (None, {}),
     }
 )
-IGNORED = ("metadata", "session_id", "user")  # they ask for nothing that changes an answer
+IGNORED = ("metadata", "session_id", "user")  # they have no effect on the answer
 
 
-def whole(name: str, description: str) -> Meta:
-    """Bounds of a whole number of ``SamplingParams``."""
+def int_bounds(name: str, description: str) -> Meta:
+    """Bounds of an integer of ``SamplingParams``."""
     low, high = WHOLE_BOUNDS[name]
     return Meta(ge=low, le=high, description=description)
 
 
-def real(name: str, description: str) -> Meta:
+def float_bounds(name: str, description: str) -> Meta:
     """Bounds of a real number of ``SamplingParams``."""
     if name in ABOVE_ZERO_BOUNDS:
         high = ABOVE_ZERO_BOUNDS[name]
@@ -79,8 +79,8 @@ def real(name: str, description: str) -> Meta:
     return Meta(ge=low, le=None if high == math.inf else high, description=description)
 
 
-def about(description: str) -> Meta:
-    """A field without bounds."""
+def described(description: str) -> Meta:
+    """A description without bounds."""
     return Meta(description=description)
 
 
@@ -91,70 +91,82 @@ BiasKey = Annotated[str, Meta(pattern=TOKEN_ID_TEXT)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stream tells besides the text; needs stream=true."""
+    """Options of a stream; needs stream=true."""
 
-    ignored: ClassVar[tuple[str, ...]] = ("include_obfuscation",)  # it pads what OpenAI sends
+    # padding that OpenAI's server adds
+    ignored: ClassVar[tuple[str, ...]] = ("include_obfuscation",)
 
     include_usage: Annotated[
-        bool | None, about("Send the usage in a last chunk without choices.")
+        bool | None, described("Send the usage in a last chunk without choices.")
     ] = True
     continuous_usage_stats: Annotated[
-        bool | None, about("Send the usage so far in every chunk.")
+        bool | None, described("Send the usage so far in every chunk.")
     ] = False
 
 
-class Asked(NamedTuple):
-    """How many tokens a request asks for, and by which field."""
+class RequestedTokens(NamedTuple):
+    """The number of tokens that a request asks for, and the field that does so."""
 
     field: str
     num_tokens: int
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What completions, chats and ``/v1/generate`` have in common.
+    """Fields of ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/generate``.
 
-    A field that is absent or null has its default; for sampling fields of type ``| None`` that is
-    the model's own (its generation_config over vLLM's defaults).
+    A field that is absent or null has its default. For a sampling field of type ``| None`` that is
+    the model's default (its generation_config over vLLM's defaults).
     """
 
     unsupported: ClassVar[Neutral] = UNSUPPORTED
     ignored: ClassVar[tuple[str, ...]] = IGNORED
-    logprobs_field: ClassVar[str] = "logprobs"  # which one asks for how many
+    logprobs_field: ClassVar[str] = "logprobs"  # the field that sets the number of logprobs
 
     model: (
-        Annotated[str, about("A name that /v1/models lists; absent: the served model.")] | None
+        Annotated[str, described("A name that /v1/models lists; absent: the served model.")] | None
     ) = None
-    max_tokens: Annotated[int, whole("max_tokens", "Most tokens to generate.")] | None = None
+    max_tokens: Annotated[int, int_bounds("max_tokens", "Most tokens to generate.")] | None = None
     min_tokens: Annotated[
-        int, whole("min_tokens", "Tokens to generate before a stop id can end the output.")
+        int, int_bounds("min_tokens", "Tokens to generate before a stop id can end the output.")
     ] = 0
-    n: Annotated[int, whole("n", "Completions of each prompt.")] = 1
-    temperature: Annotated[float, real("temperature", "0 takes the most likely token.")] | None = (
-        None
-    )
+    n: Annotated[int, int_bounds("n", "Completions of each prompt.")] = 1
+    temperature: (
+        Annotated[float, float_bounds("temperature", "0 takes the most likely token.")] | None
+    ) = None
     top_p: (
-        Annotated[float, real("top_p", "Sample from the smallest set of this probability.")] | None
+        Annotated[float, float_bounds("top_p", "Sample from the smallest set of this probability.")]
+        | None
     ) = None
     top_k: (
-        Annotated[int, whole("top_k", "Sample from the k likeliest tokens; 0 or -1: all.")] | None
+        Annotated[int, int_bounds("top_k", "Sample from the k likeliest tokens; 0 or -1: all.")]
+        | None
     ) = None
     min_p: (
-        Annotated[float, real("min_p", "Least probability, relative to the likeliest token's.")]
+        Annotated[
+            float, float_bounds("min_p", "Least probability, relative to the likeliest token's.")
+        ]
         | None
     ) = None
     presence_penalty: (
-        Annotated[float, real("presence_penalty", "Taken from the logits of tokens in the output.")]
+        Annotated[
+            float,
+            float_bounds("presence_penalty", "Taken from the logits of tokens in the output."),
+        ]
         | None
     ) = None
     frequency_penalty: (
-        Annotated[float, real("frequency_penalty", "As presence_penalty, for each occurrence.")]
+        Annotated[
+            float, float_bounds("frequency_penalty", "As presence_penalty, for each occurrence.")
+        ]
         | None
     ) = None
     repetition_penalty: (
-        Annotated[float, real("repetition_penalty", "Divides the logits of tokens seen so far.")]
+        Annotated[
+            float, float_bounds("repetition_penalty", "Divides the logits of tokens seen so far.")
+        ]
         | None
     ) = None
-    seed: Annotated[int, whole("seed", "The same seed gives the same output.")] | None = None
+    seed: Annotated[int, int_bounds("seed", "The same seed gives the same output.")] | None = None
     logit_bias: (
         Annotated[
             dict[BiasKey, Bias],
@@ -164,7 +176,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     ) = None
     stop: Annotated[
         StopString | Annotated[tuple[StopString, ...], Meta(max_length=MAX_STOP_STRINGS)],
-        about(
+        described(
             f"A string, or up to {MAX_STOP_STRINGS} of them with {MAX_STOP_CHARACTERS} characters "
             "in all, that end the output."
         ),
@@ -174,14 +186,16 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
         Meta(max_length=MAX_STOP_TOKEN_IDS, description="Token ids that end the output."),
     ] = ()
     include_stop_str_in_output: Annotated[
-        bool, about("Keep the stop string at the end of the text.")
+        bool, described("Keep the stop string at the end of the text.")
     ] = False
-    ignore_eos: Annotated[bool, about("Go on after the model's end of sequence.")] = False
-    skip_special_tokens: Annotated[bool, about("Leave special tokens out of the text.")] = True
+    ignore_eos: Annotated[bool, described("Go on after the model's end of sequence.")] = False
+    skip_special_tokens: Annotated[bool, described("Leave special tokens out of the text.")] = True
     prompt_logprobs: (
         Annotated[
             int,
-            whole("prompt_logprobs", "Likeliest tokens to list at each position of the prompt."),
+            int_bounds(
+                "prompt_logprobs", "Likeliest tokens to list at each position of the prompt."
+            ),
         ]
         | None
     ) = None
@@ -197,13 +211,13 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    stream: Annotated[bool, about("Answer with server-sent events.")] = False
+    stream: Annotated[bool, described("Answer with server-sent events.")] = False
     stream_options: StreamOptions | None = None
     return_token_ids: Annotated[
-        bool, about("List the token ids of the prompt and of each output.")
+        bool, described("List the token ids of the prompt and of each output.")
     ] = False
     return_tokens_as_token_ids: (
-        Annotated[bool, about('Spell tokens in logprobs as "token_id:<id>".')] | None
+        Annotated[bool, described('Spell tokens in logprobs as "token_id:<id>".')] | None
     ) = None
     priority: Annotated[
         int,
@@ -248,23 +262,23 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise ``ApiError`` for fields that contradict each other."""
         if self.stream_options is not None and not self.stream:
-            raise refused("stream_options", "stream_options needs stream=true; leave it out")
+            raise field_error("stream_options", "stream_options needs stream=true; leave it out")
         if self.stream and self.prompt_logprobs is not None:
-            raise refused(
+            raise field_error(
                 "prompt_logprobs", "prompt_logprobs cannot be streamed; set stream to false"
             )
         if self.truncate_prompt_tokens == 0:
-            raise refused(
+            raise field_error(
                 "truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1, got 0"
             )
 
     def output_limit(self) -> int | None:
-        """``SamplingParams.max_tokens``; None is the rest of the context."""
+        """``SamplingParams.max_tokens``; None: up to the end of the context."""
         return self.max_tokens
 
-    def asked_tokens(self) -> Asked | None:
-        """The most tokens that the request itself asks for, if it does."""
-        return None if self.max_tokens is None else Asked("max_tokens", self.max_tokens)
+    def requested_tokens(self) -> RequestedTokens | None:
+        """The number of tokens that the request itself sets, or None."""
+        return None if self.max_tokens is None else RequestedTokens("max_tokens", self.max_tokens)
 
     def num_logprobs(self) -> int | None:
         """``SamplingParams.logprobs``."""
@@ -275,7 +289,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt_logprobs
 
 
-# fields whose meaning SamplingParams has under the same name, where absent means its default
+# fields with the same name and meaning in SamplingParams; an absent one has the default
 _SAME = (
     *("n", "temperature", "top_k", "top_p", "min_p", "seed", "logit_bias", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids"),
@@ -286,15 +300,15 @@ _SAME = (
 def to_sampling(
     request: GenerationFields, defaults: SamplingParams, *, max_logprobs: int = MAX_LOGPROBS
 ) -> SamplingParams:
-    """How to continue the prompt of ``request``; what it leaves open is as in ``defaults``.
+    """The sampling parameters of ``request``; fields that it does not set are as in ``defaults``.
 
-    ``max_logprobs`` is the server's own bound. Raises ``ApiError`` or ``RequestError``.
+    ``max_logprobs`` is the server's own limit. Raises ``ApiError`` or ``RequestError``.
     """
     logprobs, prompt_logprobs = request.num_logprobs(), request.num_prompt_logprobs()
     counts = ((request.logprobs_field, logprobs), ("prompt_logprobs", prompt_logprobs))
     for name, count in counts:
         if count is not None and count > max_logprobs:
-            raise refused(name, f"{name} must be at most {max_logprobs} here, got {count}")
+            raise field_error(name, f"{name} must be at most {max_logprobs} here, got {count}")
     given = {name: getattr(request, name) for name in _SAME}
     return msgspec.structs.replace(
         defaults,
@@ -305,14 +319,14 @@ def to_sampling(
     )
 
 
-def within(sampling: SamplingParams, most: int | None) -> SamplingParams:
-    """With ``max_tokens`` no larger than the model's own limit, where it has one."""
-    asked = sampling.max_tokens
-    if most is None or (asked is not None and asked <= most):
+def limit_max_tokens(sampling: SamplingParams, limit: int | None) -> SamplingParams:
+    """``sampling`` with ``max_tokens`` no larger than ``limit``, if that is set."""
+    requested = sampling.max_tokens
+    if limit is None or (requested is not None and requested <= limit):
         return sampling
-    return msgspec.structs.replace(sampling, max_tokens=most)
+    return msgspec.structs.replace(sampling, max_tokens=limit)
 
 
-def refused(param: str | None, message: str) -> ApiError:
-    """400 for what a field asks for."""
+def field_error(param: str | None, message: str) -> ApiError:
+    """An error 400 about a field."""
     return ApiError(400, message, param=param)

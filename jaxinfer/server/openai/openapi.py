@@ -1,7 +1,7 @@
-"""``/openapi.json``: what every route takes and answers, as OpenAPI 3.1.
+"""``/openapi.json``: requests and responses of every route, as OpenAPI 3.1.
 
-Owns: the table of operations and the document made from it and from the structs. A route that has
-no operation cannot be described: ``KeyError``.
+Owns: the table of operations, and the document made of it and of the structs. A route without an
+operation is a ``KeyError``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import msgspec
 from jaxinfer.core.request import INT32_MAX
 from jaxinfer.core.version import VERSION
 from jaxinfer.server.http.errors import ErrorBody
-from jaxinfer.server.openai import responses as answers
-from jaxinfer.server.openai.openapi_words import ANSWER_FIELDS
+from jaxinfer.server.openai import responses
+from jaxinfer.server.openai.openapi_descriptions import RESPONSE_FIELDS
 from jaxinfer.server.openai.schema import (
     MAX_PROMPTS,
     AnyRequest,
@@ -50,11 +50,11 @@ GENERATES = (*TAKES_JSON, 429)
 
 
 class Operation(NamedTuple):
-    """One method of one path. ``answer`` is a struct, or the media type of what has none."""
+    """One method of one path. ``response`` is a struct, or the media type of another body."""
 
     name: str
     summary: str
-    answer: type[msgspec.Struct] | str | None  # None: an empty body
+    response: type[msgspec.Struct] | str | None  # None: an empty body
     errors: tuple[int, ...]
     request: type[AnyRequest] | None = None
     event: type[msgspec.Struct] | None = None  # the data of each event of a stream
@@ -65,46 +65,49 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
         ("POST", "/v1/completions"): Operation(
             "createCompletion",
             "Continue prompts.",
-            answers.Completion,
+            responses.Completion,
             GENERATES,
             CompletionRequest,
-            answers.CompletionChunk,
+            responses.CompletionChunk,
         ),
         ("POST", "/v1/chat/completions"): Operation(
             "createChatCompletion",
             "Answer a chat.",
-            answers.ChatCompletion,
+            responses.ChatCompletion,
             GENERATES,
             ChatCompletionRequest,
-            answers.ChatChunk,
+            responses.ChatChunk,
         ),
         ("POST", "/v1/generate"): Operation(
             "generate",
             "Continue one prompt; text, token ids and times come back plainly.",
-            answers.GenerateResponse,
+            responses.GenerateResponse,
             GENERATES,
             GenerateRequest,
-            answers.GenerateResponse,
+            responses.GenerateResponse,
         ),
         ("POST", "/tokenize"): Operation(
             "tokenize",
             "Token ids of a prompt, or of messages as the model would see them.",
-            answers.Tokenized,
+            responses.Tokenized,
             TAKES_JSON,
             TokenizeRequest,
         ),
         ("POST", "/detokenize"): Operation(
             "detokenize",
             "The text of token ids.",
-            answers.Detokenized,
+            responses.Detokenized,
             TAKES_JSON,
             DetokenizeRequest,
         ),
         ("GET", "/v1/models"): Operation(
-            "listModels", "The names under which the model is served.", answers.ModelList, GUARDED
+            "listModels", "The names under which the model is served.", responses.ModelList, GUARDED
         ),
         ("GET", "/v1/models/{model}"): Operation(
-            "retrieveModel", "One of those names.", answers.ModelCard, (*GUARDED, 404)
+            "retrieveModel",
+            "One of the names that /v1/models lists.",
+            responses.ModelCard,
+            (*GUARDED, 404),
         ),
         ("GET", "/health"): Operation("health", "Whether the engine's loop answers.", None, OPEN),
         ("GET", "/ping"): Operation("ping", "As /health, under SageMaker's name.", None, OPEN),
@@ -117,7 +120,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "stats", "The same counters as JSON, with quantiles.", "application/json", GUARDED
         ),
         ("GET", "/version"): Operation(
-            "version", "The server's version.", answers.Version, GUARDED
+            "version", "The server's version.", responses.Version, GUARDED
         ),
         ("GET", "/openapi.json"): Operation(
             "openapi", "This document.", "application/json", GUARDED
@@ -136,8 +139,8 @@ def openapi_document(
 ) -> dict[str, Any]:
     """The document for ``routes``, pairs of method and path.
 
-    ``secured``: whether there is an API key. ``models`` and ``vocab_size`` make the bounds those
-    of the served model. Raises ``KeyError`` for a route without an operation.
+    ``secured``: whether the server has an API key. ``models`` and ``vocab_size`` are the served
+    model's names and bound of token ids. Raises ``KeyError`` for a route without an operation.
     """
     paths: dict[str, dict[str, Any]] = {}
     for method, path in routes:
@@ -175,9 +178,9 @@ def _ref(kind: type) -> dict[str, Any]:
 
 
 def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
-    """Every struct that a body is made of."""
+    """The schemas of all structs that requests and responses consist of."""
     operations = OPERATIONS.values()
-    structs = {kind for one in operations for kind in (one.request, one.event, one.answer)}
+    structs = {kind for one in operations for kind in (one.request, one.event, one.response)}
     kinds = [kind for kind in structs | {ErrorBody} if isinstance(kind, type)]
     kinds.sort(key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
@@ -228,14 +231,14 @@ def _path_parameter(name: str) -> dict[str, Any]:
 
 
 def _success(operation: Operation) -> dict[str, Any]:
-    """The answer with status 200."""
+    """The response with status 200."""
     success: dict[str, Any] = {"description": operation.summary, "headers": _headers()}
     content: dict[str, Any] = {}
-    if isinstance(operation.answer, str):
-        kind = "string" if operation.answer.startswith("text/") else "object"
-        content[operation.answer] = {"schema": {"type": kind}}
-    elif operation.answer is not None:
-        content["application/json"] = {"schema": _ref(operation.answer)}
+    if isinstance(operation.response, str):
+        kind = "string" if operation.response.startswith("text/") else "object"
+        content[operation.response] = {"schema": {"type": kind}}
+    elif operation.response is not None:
+        content["application/json"] = {"schema": _ref(operation.response)}
     if operation.event is not None:
         content["text/event-stream"] = {"schema": _event(operation.event)}
     if content:
@@ -245,13 +248,13 @@ def _success(operation: Operation) -> dict[str, Any]:
 
 def _event(kind: type[msgspec.Struct]) -> dict[str, Any]:
     """One event of a stream; a struct in its data is JSON."""
-    gain = {"contentMediaType": "application/json", "contentSchema": _ref(kind)}
+    chunk = {"contentMediaType": "application/json", "contentSchema": _ref(kind)}
     failure = {"contentMediaType": "application/json", "contentSchema": _ref(ErrorBody)}
     return {
         "type": "object",
-        "description": "With stream=true: an event for each gain, then one whose data is [DONE]. "
+        "description": "With stream=true: an event for new tokens, then one whose data is [DONE]. "
         "A failure midway is an event with an error.",
-        "properties": {"data": {"type": "string", "anyOf": [gain, failure, {"const": "[DONE]"}]}},
+        "properties": {"data": {"type": "string", "anyOf": [chunk, failure, {"const": "[DONE]"}]}},
         "required": ["data"],
     }
 
@@ -266,7 +269,7 @@ def _error_name(status: int) -> str:
 
 
 def _error(status: int) -> dict[str, Any]:
-    """What a failure answers."""
+    """The response of an error."""
     headers = _headers()
     if status in (429, 503):
         headers["Retry-After"] = {
@@ -281,19 +284,19 @@ def _error(status: int) -> dict[str, Any]:
 
 
 def _describe(properties: dict[str, Any]) -> None:
-    """Say what the fields of an answer mean, in place."""
+    """Add the descriptions of a response's fields, in place."""
     for name, schema in properties.items():
         if "description" not in schema:
-            schema["description"] = ANSWER_FIELDS[name]
+            schema["description"] = RESPONSE_FIELDS[name]
 
 
 def _complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequence[str]) -> None:
-    """Add to a request's schema what its types cannot say, in place."""
+    """Add to a request's schema the rules that its types do not express, in place."""
     properties: dict[str, Any] = schema["properties"]
     if request is CompletionRequest:
         properties["prompt"]["anyOf"] = _prompt_forms()
     if request is TokenizeRequest:
-        schema["oneOf"] = [_only("prompt", "messages"), _only("messages", "prompt")]
+        schema["oneOf"] = [_exactly_one("prompt", "messages"), _exactly_one("messages", "prompt")]
     if "messages" in properties:
         messages = properties["messages"]
         for form in messages.get("anyOf", [messages]):
@@ -306,14 +309,14 @@ def _complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequenc
     for name, neutral in request.unsupported.items():
         properties[name] = {
             "enum": list(neutral),
-            "description": "Not supported: only these values, which ask for nothing, are taken.",
+            "description": "Not supported: only these values, which have no effect, are accepted.",
         }
     for name in request.ignored:
         properties[name] = {"description": "Accepted, without an effect."}
 
 
-def _only(given: str, absent: str) -> dict[str, Any]:
-    """That of two fields one is there and the other is not."""
+def _exactly_one(given: str, absent: str) -> dict[str, Any]:
+    """Schema: exactly one of two fields."""
     forms = {given: {"not": {"type": "null"}}, absent: {"type": "null"}}
     return {"required": [given], "properties": forms}
 
@@ -335,7 +338,7 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompt_forms() -> list[dict[str, Any]]:
-    """The four forms of a prompt; the decoder's type is the wider list of any of them."""
+    """The four forms of a prompt; the type of the struct also allows a mixture of them."""
     token_ids = {"type": "array", "items": _token_id(), "minItems": 1}
     several = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
     return [
@@ -351,7 +354,7 @@ def _token_id() -> dict[str, Any]:
 
 
 def _message() -> dict[str, Any]:
-    """One message of a chat, as the chat template's checks take it."""
+    """One message of a chat, with the same rules as ``text.messages``."""
     part = {
         "type": "object",
         "properties": {"type": {"const": "text"}, "text": {"type": "string"}},

@@ -1,6 +1,6 @@
-"""A body becomes a request, or an error that names the field.
+"""Parses a body into a request, or raises an error that names the field.
 
-Owns: JSON, wording, the paths of fields, unknown and unsupported fields.
+Owns: JSON, the words of errors, the paths of fields, unknown and unsupported fields.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.fields import PATTERNS, StreamOptions, refused
+from jaxinfer.server.openai.fields import PATTERNS, StreamOptions, field_error
 from jaxinfer.server.openai.schema import AnyRequest
 
-MAX_LOCATED_CHARACTERS = 1 << 17  # of a body that is no JSON, to look for the bad field: 60 ms
-MAX_NAMES_TOLD = 16  # unknown fields that an error or the log spells out
+# of a body that is not JSON, in which the invalid field is looked for: 60 ms
+MAX_LOCATED_CHARACTERS = 1 << 17
+MAX_NAMES_LISTED = 16  # unknown fields that an error or the log lists
 MAX_NAME_CHARACTERS = 64
 MAX_DIGITS = 32  # of a number that an error repeats
 
@@ -59,35 +60,36 @@ _SIGNS: Mapping[str, str] = MappingProxyType(
 _UNITS: Mapping[str, str] = MappingProxyType({"str": "character", "array": "item", "object": "key"})
 
 
-type _Link = tuple[_Link, str] | None  # where a value lies: its container's place, and the step
+# the path of a value: its container's path, and the last step
+type _Link = tuple[_Link, str] | None
 
 
 class Parsed[T](NamedTuple):
-    """A request, and the names of the fields that nothing here knows (the first few, clipped)."""
+    """A request, and the names of its unknown fields (the first few, shortened)."""
 
     request: T
     unknown: tuple[str, ...]
 
 
 def parse[T: AnyRequest](body: bytes, kind: type[T], *, strict: bool = False) -> Parsed[T]:
-    """The request of type ``kind`` that a JSON ``body`` is.
+    """Parse a JSON ``body`` into a request of type ``kind``.
 
     A field that is null counts as absent, and 2.0 as an integer. ``strict`` refuses unknown fields.
-    Raises ``ApiError`` (400) with the path of the field to blame in ``param``.
+    Raises ``ApiError`` (400) with the path of the invalid field in ``param``.
     """
     given = _decode(body)
     if not isinstance(given, dict):
-        raise refused(None, f"the body must be a JSON object, got {_GOT[type(given)]}")
+        raise field_error(None, f"the body must be a JSON object, got {_GOT[type(given)]}")
     named = cast("dict[str, Any]", given)
     _refuse_unsupported(named, kind)
-    fields = {name: _whole(value) for name, value in named.items() if value is not None}
+    fields = {name: _with_integers(value) for name, value in named.items() if value is not None}
     unknown = _unknown(fields, kind)
     if strict and unknown:
-        raise refused(unknown[0], f"unknown fields: {', '.join(unknown)}; leave them out")
+        raise field_error(unknown[0], f"unknown fields: {', '.join(unknown)}; leave them out")
     try:
         request = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise _worded(str(error), fields) from None
+        raise _readable_error(str(error), fields) from None
     request.check()
     return Parsed(request, unknown)
 
@@ -97,52 +99,52 @@ def _decode(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)
     except RecursionError:
-        raise refused(None, "the body is nested too deeply; send flatter JSON") from None
+        raise field_error(None, "the body is nested too deeply; send flatter JSON") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _undecodable(body, str(error)) from None
+        raise _decoding_error(body, str(error)) from None
 
 
-def _undecodable(body: bytes, reason: str) -> ApiError:
-    """What is wrong with a body that is not strict JSON."""
+def _decoding_error(body: bytes, reason: str) -> ApiError:
+    """The error for a body that is not strict JSON."""
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
-        return refused(None, f"the body is not UTF-8 (byte {error.start}); send UTF-8")
-    found = _unspeakable(text) if len(text) <= MAX_LOCATED_CHARACTERS else None
+        return field_error(None, f"the body is not UTF-8 (byte {error.start}); send UTF-8")
+    found = _first_unencodable(text) if len(text) <= MAX_LOCATED_CHARACTERS else None
     if found is None:
         why = reason.partition(" - at ")[0].removeprefix("JSON is malformed: ").lower()
-        return refused(None, f"the body is not valid JSON: {why}")
+        return field_error(None, f"the body is not valid JSON: {why}")
     path, value = found
     what = "a finite number" if isinstance(value, float) else "text without half surrogate pairs"
-    return refused(path or None, f"{path or 'the body'} must be {what}")
+    return field_error(path or None, f"{path or 'the body'} must be {what}")
 
 
-def _unspeakable(text: str) -> tuple[str, float | str] | None:
-    """The first NaN, infinity or half surrogate pair of a body, and its path.
+def _first_unencodable(text: str) -> tuple[str, float | str] | None:
+    """The first NaN, infinity or unpaired surrogate in a body, and its path.
 
-    Strict JSON has none of them, but clients do send them, and Python's own parser reads them.
+    Strict JSON has none of them, but clients do send them, and Python's own parser accepts them.
     """
     try:
         todo: list[tuple[Any, _Link]] = [(json.loads(text), None)]
     except (ValueError, RecursionError):
-        return None  # it is no JSON for that parser either
+        return None  # Python's parser does not accept it either
     while todo:
         value, link = todo.pop()
         if isinstance(value, dict):
             items = list(cast("dict[str, Any]", value).items())
-            if odd := next((key for key, _ in items if not _speakable(key)), None):
-                return _path(link), odd
+            if unencodable := next((key for key, _ in items if not _is_encodable(key)), None):
+                return _path(link), unencodable
             todo += [(inner, (link, f".{key}")) for key, inner in reversed(items)]
         elif isinstance(value, list):
             inners = list(enumerate(cast("list[Any]", value)))
             todo += [(inner, (link, f"[{index}]")) for index, inner in reversed(inners)]
-        elif not _speakable(value):
+        elif not _is_encodable(value):
             return _path(link), value
     return None
 
 
 def _path(link: _Link) -> str:
-    """The path that a chain of steps makes, clipped."""
+    """The path as text, shortened."""
     steps: list[str] = []
     while link is not None:
         link, step = link
@@ -150,8 +152,8 @@ def _path(link: _Link) -> str:
     return "".join(reversed(steps)).removeprefix(".")[:MAX_NAME_CHARACTERS]
 
 
-def _speakable(value: Any) -> bool:
-    """Whether strict JSON in UTF-8 can hold this leaf."""
+def _is_encodable(value: Any) -> bool:
+    """Whether strict JSON in UTF-8 can represent this leaf."""
     if isinstance(value, float):
         return math.isfinite(value)
     try:
@@ -163,22 +165,23 @@ def _speakable(value: Any) -> bool:
 
 def _refuse_unsupported(given: dict[str, Any], kind: type[AnyRequest]) -> None:
     for name, neutral in kind.unsupported.items():
-        if name in given and not any(_same(given[name], value) for value in neutral):
-            raise refused(name, f"{name} is not supported; leave it out")
+        if name in given and not any(_is_same(given[name], value) for value in neutral):
+            raise field_error(name, f"{name} is not supported; leave it out")
 
 
-def _same(given: Any, neutral: Any) -> bool:
+def _is_same(given: Any, neutral: Any) -> bool:
     return type(given) is type(neutral) and given == neutral
 
 
-def _whole(value: Any, num_levels: int = 2) -> Any:
-    """A field's value with 2.0 as 2, also in lists: to JSON they are one number."""
+def _with_integers(value: Any, num_levels: int = 2) -> Any:
+    """A field's value with 2.0 as 2, also in lists: JSON has one type of number."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if num_levels and isinstance(value, list):
         items = cast("list[Any]", value)
-        if not {float, list}.isdisjoint(map(type, items)):  # a prompt's ids: none, in 20 us
-            return [_whole(item, num_levels - 1) for item in items]
+        # a prompt's ids contain neither; the check takes 20 us
+        if not {float, list}.isdisjoint(map(type, items)):
+            return [_with_integers(item, num_levels - 1) for item in items]
     return cast("Any", value)
 
 
@@ -193,31 +196,31 @@ def _unknown(fields: dict[str, Any], kind: type[AnyRequest]) -> tuple[str, ...]:
             f"stream_options.{name}" for name in given.keys() - known if given[name] is not None
         ]
     names.sort()
-    return tuple(name[:MAX_NAME_CHARACTERS] for name in names[:MAX_NAMES_TOLD])
+    return tuple(name[:MAX_NAME_CHARACTERS] for name in names[:MAX_NAMES_LISTED])
 
 
-def _worded(message: str, fields: dict[str, Any]) -> ApiError:
-    """msgspec's message in plain words, with the path of the field."""
+def _readable_error(message: str, fields: dict[str, Any]) -> ApiError:
+    """msgspec's error in plain words, with the path of the field."""
     place = _PLACE.fullmatch(message)
     assert place is not None  # the pattern takes any text
     what, path = place["what"], (place["path"] or "").lstrip(".")
     if found := _MISSING.fullmatch(what):
         missing = f"{path}.{found['field']}" if path else found["field"]
-        return refused(missing, f"{missing} is required")
+        return field_error(missing, f"{missing} is required")
     name, value = path, ...
     if place["is_key"]:
         name = f"each key of {path}"
-    elif path.endswith("[...]"):  # somewhere in an object; msgspec does not say where
+    elif path.endswith("[...]"):  # msgspec does not say at which key
         path = path.removesuffix("[...]")
         name = f"each value of {path}"
     else:
         value = _value_at(fields, path)
-    demand, got = _demand(what, value)
-    return refused(path, f"{name} must {demand}{f', got {got}' if got else ''}")
+    demand, got = _expectation(what, value)
+    return field_error(path, f"{name} must {demand}{f', got {got}' if got else ''}")
 
 
-def _demand(what: str, value: Any) -> tuple[str, str | None]:
-    """What msgspec expected, and what came instead; ``value`` is ... where it is not known."""
+def _expectation(what: str, value: Any) -> tuple[str, str | None]:
+    """The expectation in msgspec's message, and the kind of ``value`` (... if unknown)."""
     if found := _TYPES.fullmatch(what):
         nouns = [_NOUNS[kind] for kind in found["types"].split(" | ") if kind != "null"]
         return f"be {' or '.join(nouns)}", _GOT.get(type(value))

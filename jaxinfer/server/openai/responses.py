@@ -1,4 +1,4 @@
-"""The answers of each endpoint, field for field as OpenAI's clients (and vLLM's) read them.
+"""The responses of each endpoint, with the fields of OpenAI (and vLLM).
 
 Owns: the structs and their encoding.
 
@@ -15,20 +15,21 @@ from msgspec import UNSET, UnsetType
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.outputs import PositionLogprobs
 
-type StopReason = int | str | None  # the stop string or the user's stop id that ended the output
+# the stop string, or the request's stop id, that ended the output
+type StopReason = int | str | None
 
 
-class _Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Base of all: small, frozen, out of the garbage collector's sight."""
+class _Struct(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Base of all structs: frozen, and not tracked by the garbage collector."""
 
 
-class PromptTokensDetails(_Answer, frozen=True, kw_only=True, gc=False):
+class PromptTokensDetails(_Struct, frozen=True, kw_only=True, gc=False):
     """How many of the prompt's tokens came from the prefix cache."""
 
     cached_tokens: int
 
 
-class Usage(_Answer, frozen=True, kw_only=True, gc=False):
+class Usage(_Struct, frozen=True, kw_only=True, gc=False):
     """Tokens of one request, over all of its prompts and completions."""
 
     prompt_tokens: int
@@ -38,7 +39,7 @@ class Usage(_Answer, frozen=True, kw_only=True, gc=False):
 
 
 def usage(prompt_tokens: int, completion_tokens: int, *, cached_tokens: int | None = None) -> Usage:
-    """The usage of a request; ``cached_tokens`` only where the server tells them."""
+    """The usage of a request; without ``cached_tokens`` it has no details."""
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
@@ -52,16 +53,16 @@ def usage(prompt_tokens: int, completion_tokens: int, *, cached_tokens: int | No
 # completions
 
 
-class CompletionLogprobs(_Answer, frozen=True, kw_only=True, gc=False):
-    """Four lists, one entry a token; the first token of an echoed prompt has None twice."""
+class CompletionLogprobs(_Struct, frozen=True, kw_only=True, gc=False):
+    """Four lists, one entry a token; an echoed prompt's first token has None in two of them."""
 
-    text_offset: list[int]  # where the token begins, in characters of the choice's text
+    text_offset: list[int]  # the token's offset in the choice's text, in characters
     token_logprobs: list[float | None]
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(_Answer, frozen=True, kw_only=True, gc=False):
+class CompletionChoice(_Struct, frozen=True, kw_only=True, gc=False):
     """One completion."""
 
     index: int
@@ -74,7 +75,7 @@ class CompletionChoice(_Answer, frozen=True, kw_only=True, gc=False):
     prompt_logprobs: list[PositionLogprobs | None] | UnsetType = UNSET
 
 
-class Completion(_Answer, frozen=True, kw_only=True, gc=False):
+class Completion(_Struct, frozen=True, kw_only=True, gc=False):
     """The answer of ``/v1/completions``."""
 
     id: str
@@ -86,8 +87,8 @@ class Completion(_Answer, frozen=True, kw_only=True, gc=False):
     usage: Usage
 
 
-class CompletionChunkChoice(_Answer, frozen=True, kw_only=True, gc=False):
-    """What one completion gained."""
+class CompletionChunkChoice(_Struct, frozen=True, kw_only=True, gc=False):
+    """New tokens of one completion."""
 
     index: int
     text: str
@@ -95,12 +96,13 @@ class CompletionChunkChoice(_Answer, frozen=True, kw_only=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
     token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # of the first chunk
+    prompt_token_ids: list[int] | UnsetType = UNSET  # only in the first chunk
 
 
-class CompletionChunk(_Answer, frozen=True, kw_only=True, gc=False):
-    """One event of a streamed ``/v1/completions``; with include_usage, ``usage`` is null until the
-    last, which has no choices.
+class CompletionChunk(_Struct, frozen=True, kw_only=True, gc=False):
+    """One event of a streamed ``/v1/completions``.
+
+    With include_usage, ``usage`` is null until the last event, which has no choices.
     """
 
     id: str
@@ -115,7 +117,7 @@ class CompletionChunk(_Answer, frozen=True, kw_only=True, gc=False):
 # chats
 
 
-class TopLogprob(_Answer, frozen=True, kw_only=True, gc=False):
+class TopLogprob(_Struct, frozen=True, kw_only=True, gc=False):
     """One of the likeliest tokens at a position."""
 
     token: str
@@ -123,7 +125,7 @@ class TopLogprob(_Answer, frozen=True, kw_only=True, gc=False):
     bytes: list[int] | None  # UTF-8, also of a token that is only part of a character
 
 
-class TokenLogprob(_Answer, frozen=True, kw_only=True, gc=False):
+class TokenLogprob(_Struct, frozen=True, kw_only=True, gc=False):
     """The chosen token at a position."""
 
     token: str
@@ -132,21 +134,21 @@ class TokenLogprob(_Answer, frozen=True, kw_only=True, gc=False):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(_Answer, frozen=True, kw_only=True, gc=False):
+class ChatLogprobs(_Struct, frozen=True, kw_only=True, gc=False):
     """One entry for each token."""
 
     content: list[TokenLogprob]
 
 
-class ChatMessage(_Answer, frozen=True, kw_only=True, gc=False):
-    """What the model said."""
+class ChatMessage(_Struct, frozen=True, kw_only=True, gc=False):
+    """A message of the model."""
 
     role: str
     content: str
     refusal: None = None
 
 
-class ChatChoice(_Answer, frozen=True, kw_only=True, gc=False):
+class ChatChoice(_Struct, frozen=True, kw_only=True, gc=False):
     """One completion of a chat."""
 
     index: int
@@ -157,7 +159,7 @@ class ChatChoice(_Answer, frozen=True, kw_only=True, gc=False):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(_Answer, frozen=True, kw_only=True, gc=False):
+class ChatCompletion(_Struct, frozen=True, kw_only=True, gc=False):
     """The answer of ``/v1/chat/completions``."""
 
     id: str
@@ -171,25 +173,25 @@ class ChatCompletion(_Answer, frozen=True, kw_only=True, gc=False):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatDelta(_Answer, frozen=True, kw_only=True, gc=False):
-    """What a message gained; the role comes once, first."""
+class ChatDelta(_Struct, frozen=True, kw_only=True, gc=False):
+    """The new part of a message; only the first one has the role."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
-class ChatChunkChoice(_Answer, frozen=True, kw_only=True, gc=False):
-    """What one completion of a chat gained."""
+class ChatChunkChoice(_Struct, frozen=True, kw_only=True, gc=False):
+    """New tokens of one completion of a chat."""
 
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: StopReason | UnsetType = UNSET  # with the finish_reason
+    stop_reason: StopReason | UnsetType = UNSET  # only with a finish_reason
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(_Answer, frozen=True, kw_only=True, gc=False):
+class ChatChunk(_Struct, frozen=True, kw_only=True, gc=False):
     """One event of a streamed ``/v1/chat/completions``; ``usage`` as in ``CompletionChunk``."""
 
     id: str
@@ -199,13 +201,13 @@ class ChatChunk(_Answer, frozen=True, kw_only=True, gc=False):
     choices: list[ChatChunkChoice]
     system_fingerprint: str
     usage: Usage | None | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # of the first chunk
+    prompt_token_ids: list[int] | UnsetType = UNSET  # only in the first chunk
 
 
-# our own, and small ones
+# our own endpoints, and small ones
 
 
-class Generated(_Answer, frozen=True, kw_only=True, gc=False):
+class Generated(_Struct, frozen=True, kw_only=True, gc=False):
     """One output of ``/v1/generate``."""
 
     index: int
@@ -216,7 +218,7 @@ class Generated(_Answer, frozen=True, kw_only=True, gc=False):
     logprobs: list[PositionLogprobs] | UnsetType = UNSET
 
 
-class GenerateResponse(_Answer, frozen=True, kw_only=True, gc=False):
+class GenerateResponse(_Struct, frozen=True, kw_only=True, gc=False):
     """The answer of ``/v1/generate``, and each event of its stream."""
 
     id: str
@@ -228,7 +230,7 @@ class GenerateResponse(_Answer, frozen=True, kw_only=True, gc=False):
     latency_ms: float | UnsetType = UNSET  # from the request's arrival to its last token
 
 
-class ModelCard(_Answer, frozen=True, kw_only=True, gc=False):
+class ModelCard(_Struct, frozen=True, kw_only=True, gc=False):
     """One name under which the model answers."""
 
     id: str
@@ -240,14 +242,14 @@ class ModelCard(_Answer, frozen=True, kw_only=True, gc=False):
     max_model_len: int
 
 
-class ModelList(_Answer, frozen=True, kw_only=True, gc=False):
+class ModelList(_Struct, frozen=True, kw_only=True, gc=False):
     """The answer of ``/v1/models``."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class Tokenized(_Answer, frozen=True, kw_only=True, gc=False):
+class Tokenized(_Struct, frozen=True, kw_only=True, gc=False):
     """The answer of ``/tokenize``."""
 
     count: int
@@ -256,13 +258,13 @@ class Tokenized(_Answer, frozen=True, kw_only=True, gc=False):
     token_strs: list[str] | None = None
 
 
-class Detokenized(_Answer, frozen=True, kw_only=True, gc=False):
+class Detokenized(_Struct, frozen=True, kw_only=True, gc=False):
     """The answer of ``/detokenize``."""
 
     prompt: str
 
 
-class Version(_Answer, frozen=True, kw_only=True, gc=False):
+class Version(_Struct, frozen=True, kw_only=True, gc=False):
     """The answer of ``/version``."""
 
     version: str

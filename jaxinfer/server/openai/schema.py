@@ -1,6 +1,6 @@
 """The requests of each endpoint.
 
-Owns: their structs, the fields only one of them has, and the checks across fields.
+Owns: their structs, the fields of single endpoints, and the checks across fields.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from jaxinfer.server.openai.fields import (
     DEFAULT_MAX_TOKENS,
     IGNORED,
     UNSUPPORTED,
-    Asked,
     GenerationFields,
     Neutral,
+    RequestedTokens,
     TokenId,
-    about,
-    refused,
-    whole,
+    described,
+    field_error,
+    int_bounds,
 )
 
-MAX_PROMPTS = 2048  # of one request, as many as OpenAI takes
+MAX_PROMPTS = 2048  # of one request, as many as OpenAI allows
 MAX_DEPTH = 64  # of lists and objects within messages and chat_template_kwargs
 MAX_COMPLETIONS = WHOLE_BOUNDS["n"][1]  # of one request: prompts times n
 
@@ -47,7 +47,7 @@ CHAT_UNSUPPORTED: Neutral = MappingProxyType(
         "service_tier": (None, "auto", "default"),
         "store": (None, False),
         "thinking_token_budget": (None,),
-        "tool_choice": (None, "none", "auto"),  # auto chooses among no tools
+        "tool_choice": (None, "none", "auto"),  # with no tools, auto chooses none
         "tools": (None, []),
         "verbosity": (None, "medium"),
         "web_search_options": (None,),
@@ -74,13 +74,15 @@ Messages = Annotated[
 ]
 
 
-OpensTurn = Annotated[bool, about("Open the assistant's turn.")]
+OpensTurn = Annotated[bool, described("Open the assistant's turn.")]
 Continues = Annotated[
-    bool, about("Go on with the last message; needs add_generation_prompt=false.")
+    bool, described("Go on with the last message; needs add_generation_prompt=false.")
 ]
-Template = Annotated[str, about("A template, or the name of one of the model's, to use instead.")]
-TemplateNames = Annotated[dict[str, Any], about("Further names for the chat template.")]
-Name = Annotated[str, about("A name that /v1/models lists; absent: the served model.")]
+Template = Annotated[
+    str, described("A template, or the name of one of the model's, to use instead.")
+]
+TemplateNames = Annotated[dict[str, Any], described("Further names for the chat template.")]
+Name = Annotated[str, described("A name that /v1/models lists; absent: the served model.")]
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
@@ -92,7 +94,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
 
     prompt: Annotated[
         str | Annotated[tuple[str | TokenId | tuple[TokenId, ...], ...], Meta(min_length=1)],
-        about(f"Text, token ids, or a list of up to {MAX_PROMPTS} of either."),
+        described(f"Text, token ids, or a list of up to {MAX_PROMPTS} of either."),
     ]
     max_tokens: (
         Annotated[
@@ -107,37 +109,39 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
         | None
     ) = None
     logprobs: (
-        Annotated[int, whole("logprobs", "Likeliest tokens to list at each position.")] | None
+        Annotated[int, int_bounds("logprobs", "Likeliest tokens to list at each position.")] | None
     ) = None
-    echo: Annotated[bool, about("Put the prompt before the text; logprobs cover it too.")] = False
+    echo: Annotated[bool, described("Put the prompt before the text; logprobs cover it too.")] = (
+        False
+    )
     best_of: (
         Annotated[int, Meta(ge=1, description="1 or the same as n: every completion is sent.")]
         | None
     ) = None
     add_special_tokens: Annotated[
-        bool, about("Add the tokenizer's special tokens to a text prompt.")
+        bool, described("Add the tokenizer's special tokens to a text prompt.")
     ] = True
 
     @property
     def scores_only(self) -> bool:
-        """Whether nothing is generated for the reader: one token is, and is left out."""
+        """Whether only the prompt is scored: one token is generated and not sent."""
         return self.max_tokens == 0
 
-    @cached_property  # it looks at every token id
+    @cached_property  # it checks every token id
     def prompts(self) -> list[str | tuple[int, ...]]:
-        """Each prompt, text or token ids; one of a single form is a list of one."""
+        """Each prompt, text or token ids; a single prompt is a list of one."""
         return prompt_list(self.prompt)
 
     def check(self) -> None:
         """See ``GenerationFields``."""
         super().check()
         if self.max_tokens == 0 and not self.echo:
-            raise refused("max_tokens", "max_tokens must be at least 1 unless echo is true")
+            raise field_error("max_tokens", "max_tokens must be at least 1 unless echo is true")
         if self.best_of not in (None, 1, self.n):
-            raise refused("best_of", "best_of is not supported; leave it out")
+            raise field_error("best_of", "best_of is not supported; leave it out")
         num_completions = len(self.prompts) * self.n
         if num_completions > MAX_COMPLETIONS:
-            raise refused(
+            raise field_error(
                 "n",
                 f"prompts times n must be at most {MAX_COMPLETIONS}, got {num_completions}",
             )
@@ -151,7 +155,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
         return self.logprobs
 
     def num_prompt_logprobs(self) -> int | None:
-        """With echo, the logprobs of the prompt are asked for by ``logprobs``."""
+        """The logprobs of the prompt; with echo, ``logprobs`` sets them too."""
         if self.prompt_logprobs is None and self.echo:
             return self.logprobs
         return self.prompt_logprobs
@@ -170,44 +174,46 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
     chat_template: Template | None = None
     chat_template_kwargs: TemplateNames | None = None
     add_special_tokens: Annotated[
-        bool, about("Add the tokenizer's special tokens to what the template writes.")
+        bool, described("Add the tokenizer's special tokens to what the template writes.")
     ] = False
     max_completion_tokens: (
         Annotated[
             int,
-            whole("max_tokens", "Most tokens to generate; wins over max_tokens."),
+            int_bounds("max_tokens", "Most tokens to generate; wins over max_tokens."),
         ]
         | None
     ) = None
-    logprobs: Annotated[bool, about("List the logprob of each token.")] = False
+    logprobs: Annotated[bool, described("List the logprob of each token.")] = False
     top_logprobs: (
         Annotated[
             int,
-            whole("logprobs", "Likeliest tokens to list at each position; needs logprobs=true."),
+            int_bounds(
+                "logprobs", "Likeliest tokens to list at each position; needs logprobs=true."
+            ),
         ]
         | None
     ) = None
     echo: Annotated[
-        bool, about("Put the last message before the text if its role is the answer's.")
+        bool, described("Put the last message before the text if its role is the answer's.")
     ] = False
 
     def check(self) -> None:
         """See ``GenerationFields``."""
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise refused("top_logprobs", "top_logprobs needs logprobs=true; set it")
+            raise field_error("top_logprobs", "top_logprobs needs logprobs=true; set it")
         _check_depths(self)
 
     def output_limit(self) -> int | None:
-        """The newer name wins; without either it is the rest of the context."""
-        asked = self.asked_tokens()
-        return None if asked is None else asked.num_tokens
+        """The newer name wins; without either, up to the end of the context."""
+        requested = self.requested_tokens()
+        return None if requested is None else requested.num_tokens
 
-    def asked_tokens(self) -> Asked | None:
+    def requested_tokens(self) -> RequestedTokens | None:
         """See ``GenerationFields``."""
         if self.max_completion_tokens is None:
-            return super().asked_tokens()
-        return Asked("max_completion_tokens", self.max_completion_tokens)
+            return super().requested_tokens()
+        return RequestedTokens("max_completion_tokens", self.max_completion_tokens)
 
     def num_logprobs(self) -> int | None:
         """See ``GenerationFields``."""
@@ -215,20 +221,20 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
 
 
 class GenerateRequest(GenerationFields, frozen=True, kw_only=True):
-    """``POST /v1/generate``: one prompt, plain text and ids back."""
+    """``POST /v1/generate``: one prompt; the response has plain text and ids."""
 
-    prompt: Annotated[str | TokenIds, about("Text, or token ids.")]
+    prompt: Annotated[str | TokenIds, described("Text, or token ids.")]
     max_tokens: (
         Annotated[
-            int, whole("max_tokens", f"Most tokens to generate, absent {DEFAULT_MAX_TOKENS}.")
+            int, int_bounds("max_tokens", f"Most tokens to generate, absent {DEFAULT_MAX_TOKENS}.")
         ]
         | None
     ) = None
     logprobs: (
-        Annotated[int, whole("logprobs", "Likeliest tokens to list at each position.")] | None
+        Annotated[int, int_bounds("logprobs", "Likeliest tokens to list at each position.")] | None
     ) = None
     add_special_tokens: Annotated[
-        bool, about("Add the tokenizer's special tokens to a text prompt.")
+        bool, described("Add the tokenizer's special tokens to a text prompt.")
     ] = True
 
     def output_limit(self) -> int | None:
@@ -247,21 +253,21 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignored: ClassVar[tuple[str, ...]] = ()
 
     model: Name | None = None
-    prompt: Annotated[str, about("The text; either this or messages.")] | None = None
+    prompt: Annotated[str, described("The text; either this or messages.")] | None = None
     messages: Messages | None = None
     add_generation_prompt: OpensTurn = True
     continue_final_message: Continues = False
     chat_template: Template | None = None
     chat_template_kwargs: TemplateNames | None = None
     add_special_tokens: (
-        Annotated[bool, about("Absent: true for a prompt, false for messages.")] | None
+        Annotated[bool, described("Absent: true for a prompt, false for messages.")] | None
     ) = None
-    return_token_strs: Annotated[bool, about("List each token's text too.")] = False
+    return_token_strs: Annotated[bool, described("List each token's text too.")] = False
 
     def check(self) -> None:
         """Raise ``ApiError`` for fields that contradict each other."""
         if (self.prompt is None) == (self.messages is None):
-            raise refused("prompt", "prompt or messages must be given, and not both")
+            raise field_error("prompt", "prompt or messages must be given, and not both")
         _check_depths(self)
 
 
@@ -272,10 +278,10 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignored: ClassVar[tuple[str, ...]] = ()
 
     model: Name | None = None
-    tokens: Annotated[tuple[TokenId, ...], about("The token ids.")]
+    tokens: Annotated[tuple[TokenId, ...], described("The token ids.")]
 
     def check(self) -> None:
-        """Nothing here can contradict anything."""
+        """Do nothing: the fields cannot contradict each other."""
 
 
 type ChatFields = ChatCompletionRequest | TokenizeRequest
@@ -286,33 +292,33 @@ def prompt_list(prompt: str | Sequence[Any]) -> list[str | tuple[int, ...]]:
     """The prompts in any of the four forms; raises ``ApiError`` for a mixture or an empty one."""
     if isinstance(prompt, str):
         return [prompt]
-    if set(map(type, prompt)) == {int}:  # no call of ours for each of many thousands
+    if set(map(type, prompt)) == {int}:  # for many thousands of ids a call for each would be slow
         return [tuple(prompt)]
     kind = type(prompt[0])
     for index, item in enumerate(prompt):
         if type(item) is not kind:
-            raise refused(
+            raise field_error(
                 f"prompt[{index}]",
                 f"prompt[{index}] is of another kind than prompt[0]; "
                 "prompt must be text, token ids, a list of texts or a list of lists of token ids",
             )
         if item == ():
-            raise refused(f"prompt[{index}]", f"prompt[{index}] must hold at least 1 token id")
+            raise field_error(f"prompt[{index}]", f"prompt[{index}] must hold at least 1 token id")
     if len(prompt) > MAX_PROMPTS:
-        raise refused(
+        raise field_error(
             "prompt", f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(prompt)}"
         )
     return list(prompt)
 
 
 def _check_depths(request: ChatFields) -> None:
-    """Refuse what would exhaust the stack of the chat template and of the JSON it writes."""
+    """Refuse nesting that would exhaust the stack of the chat template or of ``json``."""
     for name in ("messages", "chat_template_kwargs"):
         level = [getattr(request, name)]
         for _ in range(MAX_DEPTH):
             level = [inner for outer in level for inner in _containers(outer)]
         if level:
-            raise refused(name, f"{name} must be nested at most {MAX_DEPTH} levels deep")
+            raise field_error(name, f"{name} must be nested at most {MAX_DEPTH} levels deep")
 
 
 def _containers(value: Any) -> Iterable[Any]:

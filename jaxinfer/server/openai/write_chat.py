@@ -1,7 +1,4 @@
-"""How ``/v1/chat/completions`` is written, whole and as events.
-
-Owns: ``ChatWriter``.
-"""
+"""Writes the response of ``/v1/chat/completions``, whole or as events."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from jaxinfer.engine.outputs import Delta, PositionLogprobs
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.sse import frame
-from jaxinfer.server.openai.answer import Answer, Gain
+from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.responses import (
     ChatChoice,
     ChatChunk,
@@ -25,68 +22,74 @@ from jaxinfer.server.openai.responses import (
     encode,
 )
 from jaxinfer.server.openai.schema import ChatCompletionRequest
-from jaxinfer.server.openai.writer import Envelope, Reply, chat_logprobs, merged, usage_of
+from jaxinfer.server.openai.writer import (
+    Envelope,
+    ResponseContext,
+    chat_logprobs,
+    merged_updates,
+    usage_of,
+)
 
 
 class ChatWriter:
-    """See ``Writer``. A choice's events: its role, what it says, and its end by itself."""
+    """See ``Writer``. A choice has an event for its role, events for its text, and a last event."""
 
     def __init__(
-        self, reply: Reply, request: ChatCompletionRequest, prompts: Sequence[Prompt]
+        self, context: ResponseContext, request: ChatCompletionRequest, prompts: Sequence[Prompt]
     ) -> None:
-        self._reply = reply
+        self._context = context
         self._request = request
         self._prompt = prompts[0]
-        self._id = f"chatcmpl-{reply.request_id}"
+        self._id = f"chatcmpl-{context.request_id}"
         self._begun: set[int] = set()
-        self._envelope = Envelope(self._chunk(None if reply.sends_usage else UNSET))
+        self._envelope = Envelope(self._chunk(None if context.sends_usage else UNSET))
 
-    def whole(self, gains: Sequence[Gain], answer: Answer) -> ChatCompletion:
+    def full_response(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> ChatCompletion:
         """See ``Writer``."""
-        choices = [self._choice(gain) for gain in merged(gains)]
+        choices = [self._choice(update) for update in merged_updates(updates)]
         scored = self._request.prompt_logprobs is not None
         positions: list[PositionLogprobs | None] = [None]
-        positions += [one for gain in gains for one in gain.delta.prompt_logprobs]
+        positions += [one for update in updates for one in update.delta.prompt_logprobs]
         return ChatCompletion(
             id=self._id,
-            created=self._reply.created,
-            model=self._reply.model,
+            created=self._context.created,
+            model=self._context.model,
             choices=sorted(choices, key=lambda choice: choice.index),
-            system_fingerprint=self._reply.fingerprint,
+            system_fingerprint=self._context.fingerprint,
             usage=usage_of(answer),
             prompt_logprobs=positions if scored else UNSET,
             prompt_token_ids=self._prompt_token_ids(),
         )
 
-    def frames(self, gains: Sequence[Gain], answer: Answer) -> bytes:
+    def events(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> bytes:
         """See ``Writer``."""
         usage = self._running_usage(answer)
         envelope = Envelope(self._chunk(usage)) if isinstance(usage, Usage) else self._envelope
-        events: list[bytes] = []
-        for gain in merged(gains):
-            delta = gain.delta
-            if gain.choice not in self._begun:
-                events.append(self._opening(gain.choice, usage))
+        sent: list[bytes] = []
+        for update in merged_updates(updates):
+            delta = update.delta
+            if update.choice not in self._begun:
+                sent.append(self._opening(update.choice, usage))
             if delta.token_ids:
-                events.append(envelope.around(self._gained(gain.choice, delta)))
+                sent.append(envelope.around(self._new_text(update.choice, delta)))
             if delta.finish_reason is not None:
-                events.append(envelope.around(self._ending(gain.choice, delta)))
-        return b"".join(events)
+                sent.append(envelope.around(self._ending(update.choice, delta)))
+        return b"".join(sent)
 
-    def last_frames(self, answer: Answer) -> bytes:
+    def final_events(self, answer: Answer) -> bytes:
         """See ``Writer``."""
-        return frame(encode(self._chunk(usage_of(answer)))) if self._reply.sends_usage else b""
+        return frame(encode(self._chunk(usage_of(answer)))) if self._context.sends_usage else b""
 
     def _opening(self, choice: int, usage: Usage | None | UnsetType) -> bytes:
-        """The role, and with ``echo`` the message that is continued."""
+        """The event with the role, and with ``echo`` the message that is continued."""
         first = not self._begun
         self._begun.add(choice)
-        says = ChatDelta(role=self._reply.role, content=self._echo())
+        says = ChatDelta(role=self._context.role, content=self._echo())
         prompt_token_ids = self._prompt_token_ids() if first else UNSET
         envelope = Envelope(self._chunk(usage, prompt_token_ids=prompt_token_ids))
         return envelope.around(ChatChunkChoice(index=choice, delta=says))
 
-    def _gained(self, choice: int, delta: Delta) -> ChatChunkChoice:
+    def _new_text(self, choice: int, delta: Delta) -> ChatChunkChoice:
         return ChatChunkChoice(
             index=choice,
             delta=ChatDelta(content=delta.text),
@@ -95,7 +98,7 @@ class ChatWriter:
         )
 
     def _ending(self, choice: int, delta: Delta) -> ChatChunkChoice:
-        # without a token its text (held back by the detokenizer) has not been sent
+        # without a token, the text (held back by the detokenizer) has not been sent yet
         left = ChatDelta() if delta.token_ids or not delta.text else ChatDelta(content=delta.text)
         return ChatChunkChoice(
             index=choice,
@@ -112,20 +115,20 @@ class ChatWriter:
     ) -> ChatChunk:
         return ChatChunk(
             id=self._id,
-            created=self._reply.created,
-            model=self._reply.model,
+            created=self._context.created,
+            model=self._context.model,
             choices=[],
-            system_fingerprint=self._reply.fingerprint,
+            system_fingerprint=self._context.fingerprint,
             usage=usage,
             prompt_token_ids=prompt_token_ids,
         )
 
-    def _choice(self, gain: Gain) -> ChatChoice:
-        delta = gain.delta
+    def _choice(self, update: ChoiceUpdate) -> ChatChoice:
+        delta = update.delta
         assert delta.finish_reason is not None, "the answer has ended"
         return ChatChoice(
-            index=gain.choice,
-            message=ChatMessage(role=self._reply.role, content=self._echo() + delta.text),
+            index=update.choice,
+            message=ChatMessage(role=self._context.role, content=self._echo() + delta.text),
             logprobs=self._logprobs(delta),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
@@ -136,15 +139,15 @@ class ChatWriter:
         if not self._request.logprobs:
             return None
         top = self._request.top_logprobs or 0
-        return chat_logprobs(self._reply, delta.token_ids, delta.logprobs, top)
+        return chat_logprobs(self._context, delta.token_ids, delta.logprobs, top)
 
     def _echo(self) -> str:
-        """The last message, if ``echo`` asks for it and it is the answer's own beginning."""
+        """The last message, if ``echo`` is set and the message is the beginning of the answer."""
         last = self._request.messages[-1]
-        if not self._request.echo or last.get("role") != self._reply.role:
+        if not self._request.echo or last.get("role") != self._context.role:
             return ""
         content = last.get("content")
-        if isinstance(content, list):  # text parts; anything else was refused
+        if isinstance(content, list):  # text parts; other parts were refused
             return "\n".join(part["text"] for part in content)
         return content or ""
 
@@ -152,6 +155,6 @@ class ChatWriter:
         return list(self._prompt.token_ids) if self._request.return_token_ids else UNSET
 
     def _running_usage(self, answer: Answer) -> Usage | None | UnsetType:
-        if not self._reply.sends_usage:
+        if not self._context.sends_usage:
             return UNSET
         return usage_of(answer) if self._request.sends_continuous_usage else None

@@ -1,7 +1,4 @@
-"""How ``/v1/completions`` is written, whole and as events.
-
-Owns: ``CompletionWriter``.
-"""
+"""Writes the response of ``/v1/completions``, whole or as events."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.outputs import Delta, PositionLogprobs
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.sse import frame
-from jaxinfer.server.openai.answer import Answer, Gain
+from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.responses import (
     Completion,
     CompletionChoice,
@@ -28,104 +25,106 @@ from jaxinfer.server.openai.schema import CompletionRequest
 from jaxinfer.server.openai.writer import (
     Echo,
     Envelope,
-    Places,
-    Reply,
+    ResponseContext,
+    TextOffsets,
     completion_logprobs,
-    merged,
+    merged_updates,
     usage_of,
 )
 
 
 class CompletionWriter:
-    """See ``Writer``. A choice's text begins with its prompt where ``echo`` asks for it."""
+    """See ``Writer``. With ``echo`` a choice's text begins with its prompt."""
 
-    def __init__(self, reply: Reply, request: CompletionRequest, prompts: Sequence[Prompt]) -> None:
-        self._reply = reply
+    def __init__(
+        self, context: ResponseContext, request: CompletionRequest, prompts: Sequence[Prompt]
+    ) -> None:
+        self._context = context
         self._request = request
         self._prompts = prompts
-        self._id = f"cmpl-{reply.request_id}"
+        self._id = f"cmpl-{context.request_id}"
         self._begun: set[int] = set()  # choices that have an event
-        self._places: dict[int, Places] = {}  # of each choice's tokens, for logprobs
+        self._offsets: dict[int, TextOffsets] = {}  # of each choice's tokens, for logprobs
         self._echoes: dict[int, Echo] = {}  # of each prompt, made with its first choice
-        # of each prompt, as far as they came; nothing precedes a prompt's first token
+        # of each prompt, as far as they have arrived; a prompt's first token has none
         self._prompt_logprobs: list[list[PositionLogprobs | None]] = [[None] for _ in prompts]
-        self._held: list[Gain] = []  # what cannot be written yet
-        self._envelope = Envelope(self._chunk(None if reply.sends_usage else UNSET))
+        self._held: list[ChoiceUpdate] = []  # updates that cannot be written yet
+        self._envelope = Envelope(self._chunk(None if context.sends_usage else UNSET))
 
-    def whole(self, gains: Sequence[Gain], answer: Answer) -> Completion:
+    def full_response(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> Completion:
         """See ``Writer``."""
-        self._note(gains)
-        choices = [self._choice(gain) for gain in merged(gains)]
+        self._note(updates)
+        choices = [self._choice(update) for update in merged_updates(updates)]
         return Completion(
             id=self._id,
-            created=self._reply.created,
-            model=self._reply.model,
+            created=self._context.created,
+            model=self._context.model,
             choices=sorted(choices, key=lambda choice: choice.index),
-            system_fingerprint=self._reply.fingerprint,
+            system_fingerprint=self._context.fingerprint,
             usage=self._usage(answer),
         )
 
-    def frames(self, gains: Sequence[Gain], answer: Answer) -> bytes:
+    def events(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> bytes:
         """See ``Writer``."""
-        self._note(gains)
-        events: list[bytes] = []
+        self._note(updates)
+        sent: list[bytes] = []
         envelope = self._running_envelope(answer)
-        gains, self._held = [*self._held, *gains], []
-        for gain in merged(gains):
-            if not self._is_writable(gain):
-                self._held.append(gain)
+        updates, self._held = [*self._held, *updates], []
+        for update in merged_updates(updates):
+            if not self._is_writable(update):
+                self._held.append(update)
                 continue
-            if gain.delta.token_ids or gain.delta.finish_reason is not None:
-                events.append(envelope.around(self._chunk_choice(gain)))
-        return b"".join(events)
+            if update.delta.token_ids or update.delta.finish_reason is not None:
+                sent.append(envelope.around(self._chunk_choice(update)))
+        return b"".join(sent)
 
-    def last_frames(self, answer: Answer) -> bytes:
+    def final_events(self, answer: Answer) -> bytes:
         """See ``Writer``."""
-        if not self._reply.sends_usage:
+        if not self._context.sends_usage:
             return b""
         return frame(encode(self._chunk(self._usage(answer))))
 
     def _chunk(self, usage: Usage | None | UnsetType) -> CompletionChunk:
         return CompletionChunk(
             id=self._id,
-            created=self._reply.created,
-            model=self._reply.model,
+            created=self._context.created,
+            model=self._context.model,
             choices=[],
-            system_fingerprint=self._reply.fingerprint,
+            system_fingerprint=self._context.fingerprint,
             usage=usage,
         )
 
-    def _choice(self, gain: Gain) -> CompletionChoice:
-        prompt, delta = self._prompts[gain.prompt], gain.delta
+    def _choice(self, update: ChoiceUpdate) -> CompletionChoice:
+        prompt, delta = self._prompts[update.prompt], update.delta
         finish_reason, stop_reason = self._ending(delta)
         assert finish_reason is not None, "the answer has ended"
         text, token_ids = self._output(delta)
         listed = self._request.return_token_ids
         wants_prompt = self._request.prompt_logprobs is not None
         return CompletionChoice(
-            index=gain.choice,
-            text=self._echo(gain.prompt).text + text,
-            logprobs=self._logprobs(gain, first=True),
+            index=update.choice,
+            text=self._echo(update.prompt).text + text,
+            logprobs=self._logprobs(update, first=True),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             token_ids=list(token_ids) if listed else UNSET,
             prompt_token_ids=list(prompt.token_ids) if listed else UNSET,
-            prompt_logprobs=self._prompt_logprobs[gain.prompt] if wants_prompt else UNSET,
+            prompt_logprobs=self._prompt_logprobs[update.prompt] if wants_prompt else UNSET,
         )
 
-    def _chunk_choice(self, gain: Gain) -> CompletionChunkChoice:
-        prompt, delta = self._prompts[gain.prompt], gain.delta
-        first = gain.choice not in self._begun
-        self._begun.add(gain.choice)
+    def _chunk_choice(self, update: ChoiceUpdate) -> CompletionChunkChoice:
+        prompt, delta = self._prompts[update.prompt], update.delta
+        first = update.choice not in self._begun
+        self._begun.add(update.choice)
         text, token_ids = self._output(delta)
         if first:
-            text = self._echo(gain.prompt).text + text
+            text = self._echo(update.prompt).text + text
         finish_reason, stop_reason = self._ending(delta)
         listed = self._request.return_token_ids
         return CompletionChunkChoice(
-            index=gain.choice,
+            index=update.choice,
             text=text,
-            logprobs=self._logprobs(gain, first=first),
+            logprobs=self._logprobs(update, first=first),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             token_ids=list(token_ids) if listed else UNSET,
@@ -133,17 +132,17 @@ class CompletionWriter:
         )
 
     def _output(self, delta: Delta) -> tuple[str, tuple[int, ...]]:
-        """What was generated for the reader: nothing where only the prompt is scored."""
+        """The generated text and tokens for the client: none if only the prompt is scored."""
         return ("", ()) if self._request.scores_only else (delta.text, delta.token_ids)
 
     def _ending(self, delta: Delta) -> tuple[FinishReason | None, StopReason]:
-        """Why the choice ended, if it did, and on what."""
+        """The finish reason, if the choice has ended, and the stop reason."""
         if self._request.scores_only and delta.finish_reason is FinishReason.STOP:
             return FinishReason.LENGTH, None  # the token that was left out happened to end the text
         return delta.finish_reason, delta.stop_reason
 
     def _echo(self, number: int) -> Echo:
-        """What the choices of a prompt begin with."""
+        """The text that the choices of a prompt begin with."""
         if number not in self._echoes:
             self._echoes[number] = self._echo_of(self._prompts[number])
         return self._echoes[number]
@@ -152,60 +151,61 @@ class CompletionWriter:
         if not self._request.echo:
             return Echo()
         if prompt.text is not None:
-            return Echo(prompt.text, prompt.places)
-        if self._reply.tokenizer is None:
+            return Echo(prompt.text, prompt.offsets)
+        if self._context.tokenizer is None:
             return Echo("", [0] * len(prompt.token_ids))
-        detokenizer = self._reply.tokenizer.detokenizer(
+        detokenizer = self._context.tokenizer.detokenizer(
             skip_special_tokens=self._request.skip_special_tokens
         )
-        text, places = detokenizer.push_located(prompt.token_ids)
-        # token ids may end within a character; the output's text then begins with all of it
-        return Echo(text + detokenizer.flush() if self._request.scores_only else text, places)
+        text, offsets = detokenizer.push_with_offsets(prompt.token_ids)
+        # token ids may end within a character; the output's text then begins with the whole
+        # character
+        return Echo(text + detokenizer.flush() if self._request.scores_only else text, offsets)
 
-    def _logprobs(self, gain: Gain, *, first: bool) -> CompletionLogprobs | None:
+    def _logprobs(self, update: ChoiceUpdate, *, first: bool) -> CompletionLogprobs | None:
         top = self._request.logprobs
         if top is None:
             return None
-        _, token_ids = self._output(gain.delta)
-        positions: tuple[PositionLogprobs | None, ...] = gain.delta.logprobs[: len(token_ids)]
+        _, token_ids = self._output(update.delta)
+        positions: tuple[PositionLogprobs | None, ...] = update.delta.logprobs[: len(token_ids)]
         if first and self._request.echo:
-            prompt = self._prompts[gain.prompt]
-            scored = self._prompt_logprobs[gain.prompt]
-            unscored = [None] * (len(prompt.token_ids) - len(scored))  # where it was aborted
+            prompt = self._prompts[update.prompt]
+            scored = self._prompt_logprobs[update.prompt]
+            unscored = [None] * (len(prompt.token_ids) - len(scored))  # of an aborted prompt
             token_ids = prompt.token_ids + token_ids
             positions = (*scored, *unscored, *positions)
-        places = self._places[gain.choice].take()
-        return completion_logprobs(self._reply, token_ids, positions, top, places)
+        offsets = self._offsets[update.choice].take()
+        return completion_logprobs(self._context, token_ids, positions, top, offsets)
 
-    def _note(self, gains: Sequence[Gain]) -> None:
-        """Take in what the logprobs of later events need."""
-        for gain in gains:
-            self._prompt_logprobs[gain.prompt].extend(gain.delta.prompt_logprobs)
+    def _note(self, updates: Sequence[ChoiceUpdate]) -> None:
+        """Store the prompt's logprobs and the tokens' offsets for later events."""
+        for update in updates:
+            self._prompt_logprobs[update.prompt].extend(update.delta.prompt_logprobs)
             if self._request.logprobs is None:
                 continue
-            if gain.choice not in self._places:
-                self._places[gain.choice] = Places(
-                    self._reply,
-                    self._prompts[gain.prompt],
-                    self._echo(gain.prompt),
+            if update.choice not in self._offsets:
+                self._offsets[update.choice] = TextOffsets(
+                    self._context,
+                    self._prompts[update.prompt],
+                    self._echo(update.prompt),
                     skip_special=self._request.skip_special_tokens,
                 )
-            self._places[gain.choice].add(*self._output(gain.delta))
+            self._offsets[update.choice].add(*self._output(update.delta))
 
-    def _is_writable(self, gain: Gain) -> bool:
-        """Whether it is known what the choice's first event echoes, and where its tokens begin."""
+    def _is_writable(self, update: ChoiceUpdate) -> bool:
+        """Whether the prompt's logprobs (for echo) and the offsets of the new tokens are known."""
         if self._request.logprobs is None:
             return True
         if self._request.echo:
-            known = len(self._prompt_logprobs[gain.prompt])
-            if known < len(self._prompts[gain.prompt].token_ids):
-                return gain.delta.finish_reason is FinishReason.ABORT
-        return gain.delta.finish_reason is not None or self._places[gain.choice].known
+            known = len(self._prompt_logprobs[update.prompt])
+            if known < len(self._prompts[update.prompt].token_ids):
+                return update.delta.finish_reason is FinishReason.ABORT
+        return update.delta.finish_reason is not None or self._offsets[update.choice].known
 
     def _usage(self, answer: Answer) -> Usage:
         return usage_of(answer, counts_output=not self._request.scores_only)
 
     def _running_envelope(self, answer: Answer) -> Envelope:
-        if self._reply.sends_usage and self._request.sends_continuous_usage:
+        if self._context.sends_usage and self._request.sends_continuous_usage:
             return Envelope(self._chunk(self._usage(answer)))
         return self._envelope

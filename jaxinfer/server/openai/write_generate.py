@@ -1,7 +1,4 @@
-"""How ``/v1/generate`` is written, whole and as events.
-
-Owns: ``GenerateWriter``.
-"""
+"""Writes the response of ``/v1/generate``, whole or as events."""
 
 from __future__ import annotations
 
@@ -13,28 +10,33 @@ from msgspec import UNSET, UnsetType
 from jaxinfer.engine.outputs import PositionLogprobs
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.sse import frame
-from jaxinfer.server.openai.answer import Answer, Gain
+from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.responses import Generated, GenerateResponse, Usage, encode
 from jaxinfer.server.openai.schema import GenerateRequest
-from jaxinfer.server.openai.writer import Reply, merged, usage_of
+from jaxinfer.server.openai.writer import ResponseContext, merged_updates, usage_of
 
 
 class GenerateWriter:
-    """See ``Writer``. An event is a ``GenerateResponse`` of what was gained; the first has the
-    prompt's token ids, the last usage.
+    """See ``Writer``. An event is a ``GenerateResponse`` with new tokens.
+
+    The first event has the prompt's token ids, the last one the usage.
     """
 
-    def __init__(self, reply: Reply, request: GenerateRequest, prompts: Sequence[Prompt]) -> None:
-        self._reply = reply
+    def __init__(
+        self, context: ResponseContext, request: GenerateRequest, prompts: Sequence[Prompt]
+    ) -> None:
+        self._context = context
         self._request = request
         self._prompt = prompts[0]
         self._has_begun = False
 
-    def whole(self, gains: Sequence[Gain], answer: Answer) -> GenerateResponse:
+    def full_response(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> GenerateResponse:
         """See ``Writer``."""
         positions: list[PositionLogprobs | None] = [None]
-        positions += [one for gain in gains for one in gain.delta.prompt_logprobs]
-        outputs = sorted(map(self._output, merged(gains)), key=lambda output: output.index)
+        positions += [one for update in updates for one in update.delta.prompt_logprobs]
+        outputs = sorted(
+            map(self._output, merged_updates(updates)), key=lambda output: output.index
+        )
         return self._response(
             outputs,
             usage=usage_of(answer),
@@ -43,16 +45,16 @@ class GenerateWriter:
             prompt_token_ids=self._prompt_token_ids(),
         )
 
-    def frames(self, gains: Sequence[Gain], answer: Answer) -> bytes:
+    def events(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> bytes:
         """See ``Writer``."""
-        outputs = [self._output(gain) for gain in merged(gains)]
+        outputs = [self._output(update) for update in merged_updates(updates)]
         usage = usage_of(answer) if self._request.sends_continuous_usage else UNSET
         prompt_token_ids = UNSET if self._has_begun else self._prompt_token_ids()
         self._has_begun = True
         response = self._response(outputs, usage=usage, prompt_token_ids=prompt_token_ids)
         return frame(encode(response))
 
-    def last_frames(self, answer: Answer) -> bytes:
+    def final_events(self, answer: Answer) -> bytes:
         """See ``Writer``."""
         latency_ms = _milliseconds_since(answer.received)
         return frame(encode(self._response([], usage=usage_of(answer), latency_ms=latency_ms)))
@@ -60,10 +62,10 @@ class GenerateWriter:
     def _prompt_token_ids(self) -> list[int] | UnsetType:
         return list(self._prompt.token_ids) if self._request.return_token_ids else UNSET
 
-    def _output(self, gain: Gain) -> Generated:
-        delta = gain.delta
+    def _output(self, update: ChoiceUpdate) -> Generated:
+        delta = update.delta
         return Generated(
-            index=gain.choice,
+            index=update.choice,
             text=delta.text,
             token_ids=list(delta.token_ids),
             finish_reason=delta.finish_reason,
@@ -81,8 +83,8 @@ class GenerateWriter:
         prompt_token_ids: list[int] | UnsetType = UNSET,
     ) -> GenerateResponse:
         return GenerateResponse(
-            id=self._reply.request_id,
-            model=self._reply.model,
+            id=self._context.request_id,
+            model=self._context.model,
             outputs=outputs,
             usage=usage,
             latency_ms=latency_ms,

@@ -1,1 +1,1 @@
-"""The application: every route's handler, and what all handlers share."""
+"""The application: every route's handler, and the service that all handlers share."""

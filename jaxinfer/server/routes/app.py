@@ -1,7 +1,4 @@
-"""The application: routes, and what answers where there is none.
-
-Owns: the table of routes.
-"""
+"""The ASGI application: the table of routes, and the responses for unknown routes."""
 
 from __future__ import annotations
 
@@ -20,21 +17,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.guard import guarded
 from jaxinfer.server.openai.openapi import openapi_document
-from jaxinfer.server.routes import generation, info, tokens
-from jaxinfer.server.routes.call import Call, Endpoint, Handler, json_response
+from jaxinfer.server.routes import generation, status, tokens
+from jaxinfer.server.routes.endpoint import Call, Endpoint, Handler, json_response
 from jaxinfer.server.routes.service import Service
 
-ROUTES = MappingProxyType(  # a path has one handler, whatever its methods
+ROUTES = MappingProxyType(  # all methods of a path have the same handler
     {
-        ("GET", "/health"): info.health,
-        ("GET", "/ping"): info.health,  # what SageMaker asks, in either way
-        ("POST", "/ping"): info.health,
-        ("GET", "/ready"): info.ready,
-        ("GET", "/metrics"): info.metrics,
-        ("GET", "/stats"): info.stats,
-        ("GET", "/version"): info.version,
-        ("GET", "/v1/models"): info.models,
-        ("GET", "/v1/models/{model:path}"): info.model,  # names may hold slashes
+        ("GET", "/health"): status.health,
+        ("GET", "/ping"): status.health,  # SageMaker's health check, with either method
+        ("POST", "/ping"): status.health,
+        ("GET", "/ready"): status.ready,
+        ("GET", "/metrics"): status.metrics,
+        ("GET", "/stats"): status.stats,
+        ("GET", "/version"): status.version,
+        ("GET", "/v1/models"): status.models,
+        ("GET", "/v1/models/{model:path}"): status.model,  # model names may contain slashes
         ("POST", "/tokenize"): tokens.tokenize,
         ("POST", "/detokenize"): tokens.detokenize,
         ("POST", "/v1/completions"): generation.completions,
@@ -45,7 +42,7 @@ ROUTES = MappingProxyType(  # a path has one handler, whatever its methods
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The whole server as an ASGI app, guards included."""
+    """The whole server as an ASGI app, with its guards."""
     handlers = {**ROUTES, ("GET", "/openapi.json"): _document(service)}
     by_path = {path: Endpoint(service, path, handler) for (_, path), handler in handlers.items()}
     methods = {path: [method for method, other in handlers if other == path] for path in by_path}
@@ -54,7 +51,7 @@ def create_app(service: Service) -> ASGIApp:
     async def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         service.note_response(None, request.method, error.status_code, 0.0)
-        return _refusal(request, error)
+        return _routing_error(request, error)
 
     app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
     app.router.redirect_slashes = False
@@ -64,14 +61,14 @@ def create_app(service: Service) -> ASGIApp:
 
     root = service.config.root_path
     known = {(method, root + path): by_path[path] for method, path in handlers}
-    return guarded(KnownPaths(known, app), service.config, service.log, refused)
+    return guarded(ExactPaths(known, app), service.config, service.log, refused)
 
 
-class KnownPaths:
-    """Endpoints by method and whole path; all else is the router's: parameters, HEAD, 404, 405.
+class ExactPaths:
+    """Looks endpoints up by method and exact path.
 
-    The router tries every route for each request, and two of its seven layers handle every event
-    of a stream on its way out.
+    The router handles all other requests: parameters, HEAD, 404, 405. It tries every route for each
+    request, and two of its seven layers handle every event of a stream.
     """
 
     def __init__(self, endpoints: Mapping[tuple[str, str], ASGIApp], router: ASGIApp) -> None:
@@ -86,7 +83,7 @@ class KnownPaths:
 
 def _document(service: Service) -> Handler:
     @cache
-    def describe(models: tuple[str, ...], vocab_size: int) -> dict[str, Any]:
+    def cached_document(models: tuple[str, ...], vocab_size: int) -> dict[str, Any]:
         routes = [(method, path.replace(":path}", "}")) for method, path in ROUTES]
         return openapi_document(
             (*routes, ("GET", "/openapi.json")),
@@ -98,22 +95,22 @@ def _document(service: Service) -> Handler:
 
     async def openapi(call: Call) -> ASGIApp:
         del call
-        return json_response(describe(service.model_names, service.client.facts.vocab_size))
+        return json_response(cached_document(service.model_names, service.client.facts.vocab_size))
 
     return openapi
 
 
-def _refusal(request: Request, error: HTTPException) -> Response:
+def _routing_error(request: Request, error: HTTPException) -> Response:
     """404 and 405 in OpenAI's form."""
     path = request.url.path[:200]
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         message = f"{path} does not take {request.method}; use {allowed}"
-        told = ApiError(405, message, code="method_not_allowed")
+        api_error = ApiError(405, message, code="method_not_allowed")
     else:
-        told = ApiError(
+        api_error = ApiError(
             error.status_code,
             f"there is no route {path}; /openapi.json lists the routes",
             code="not_found",
         )
-    return Response(told.body, told.status, error.headers, media_type="application/json")
+    return Response(api_error.body, api_error.status, error.headers, media_type="application/json")

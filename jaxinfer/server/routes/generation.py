@@ -1,6 +1,6 @@
-"""``/v1/completions``, ``/v1/chat/completions`` and ``/v1/generate``.
+"""Handlers of ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/generate``.
 
-Owns: the order of each: parse, make prompts, enter the queue, answer whole or as a stream.
+Owns: the order in each: parse, make prompts, enter the queue, respond whole or as a stream.
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp
 
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.openai.answer import Answer, Gain
-from jaxinfer.server.openai.fields import GenerationFields, to_sampling, within
+from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
+from jaxinfer.server.openai.fields import GenerationFields, limit_max_tokens, to_sampling
 from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
 from jaxinfer.server.openai.write_chat import ChatWriter
 from jaxinfer.server.openai.write_completion import CompletionWriter
 from jaxinfer.server.openai.write_generate import GenerateWriter
-from jaxinfer.server.openai.writer import Reply, Writer
-from jaxinfer.server.routes.call import Call, json_response
-from jaxinfer.server.routes.prompting import chat_prompt, truncated
+from jaxinfer.server.openai.writer import ResponseContext, Writer
+from jaxinfer.server.routes.endpoint import Call, json_response
+from jaxinfer.server.routes.prompts import chat_prompt, truncated
 
-INLINE_TOKENS = 256  # of an answer that is written in the loop: with 20 logprobs each about 5 ms
+# of an answer that is written in the event loop: with 20 logprobs each about 5 ms
+INLINE_TOKENS = 256
 
 
 async def completions(call: Call) -> ASGIApp:
     """Continue prompts."""
     request = await call.parse(CompletionRequest)
-    located = request.echo and request.logprobs is not None
-    prompts = await _prompts(call, request.prompts, request.add_special_tokens, located)
+    with_offsets = request.echo and request.logprobs is not None
+    prompts = await _prompts(call, request.prompts, request.add_special_tokens, with_offsets)
     return await _answer(call, request, prompts, CompletionWriter)
 
 
 async def chat_completions(call: Call) -> ASGIApp:
-    """Answer a conversation."""
+    """Continue a conversation."""
     call.prompt_field = "messages"
     request = await call.parse(ChatCompletionRequest)
     prompt = await chat_prompt(call.service, request, request.messages, request.add_special_tokens)
@@ -42,7 +43,7 @@ async def chat_completions(call: Call) -> ASGIApp:
 
 
 async def generate(call: Call) -> ASGIApp:
-    """Continue one prompt; plain text, ids and times."""
+    """Continue one prompt; respond with plain text, ids and times."""
     request = await call.parse(GenerateRequest)
     prompts = await _prompts(call, [request.prompt], request.add_special_tokens)
     return await _answer(call, request, prompts, GenerateWriter)
@@ -52,13 +53,13 @@ async def _prompts(
     call: Call,
     given: Sequence[str | tuple[int, ...]],
     add_special_tokens: bool,
-    located: bool = False,
+    with_offsets: bool = False,
 ) -> list[Prompt]:
-    """Prompts of one kind: texts or token ids."""
+    """The prompts of a request, which are all texts or all token ids."""
     texts = [one for one in given if isinstance(one, str)]
     if texts:
         return await call.service.encode_all(
-            texts, add_special_tokens=add_special_tokens, located=located
+            texts, add_special_tokens=add_special_tokens, with_offsets=with_offsets
         )
     return [Prompt(None, tuple(one)) for one in given if not isinstance(one, str)]
 
@@ -68,12 +69,12 @@ async def _answer[R: GenerationFields](
 ) -> ASGIApp:
     service = call.service
     sampling = to_sampling(request, service.defaults, max_logprobs=service.config.max_logprobs)
-    sampling = within(sampling, service.client.facts.max_new_tokens)
+    sampling = limit_max_tokens(sampling, service.client.facts.max_new_tokens)
     prompts = [
         truncated(service, prompt, request.truncate_prompt_tokens, sampling.max_tokens)
         for prompt in prompts
     ]
-    reply = Reply(
+    context = ResponseContext(
         request_id=request.request_id or call.request_id,
         created=int(time.time()),
         model=request.model or service.model_names[0],
@@ -87,36 +88,36 @@ async def _answer[R: GenerationFields](
         ),
         tokenizer=service.client.tokenizer,
     )
-    writer = kind(reply, request, prompts)
+    writer = kind(context, request, prompts)
     answer = service.open(
-        reply.request_id,
+        context.request_id,
         call.route,
         prompts,
         sampling,
-        asked=request.asked_tokens(),
+        requested=request.requested_tokens(),
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout=request.timeout,
     )
     if request.stream:
-        return call.stream(answer, _Frames(answer, writer).read)
-    return await _whole(writer, await call.gains(answer), answer)
+        return call.stream(answer, _EventReader(answer, writer).read)
+    return await _full_response(writer, await call.updates(answer), answer)
 
 
-async def _whole[R: GenerationFields](
-    writer: Writer[R], gains: Sequence[Gain], answer: Answer
+async def _full_response[R: GenerationFields](
+    writer: Writer[R], updates: Sequence[ChoiceUpdate], answer: Answer
 ) -> ASGIApp:
-    """The body of an answer that is not streamed; other streams go on while a long one is made."""
+    """The response of an answer that is not streamed; a long one is encoded in a thread."""
 
     def write() -> ASGIApp:
-        return json_response(writer.whole(gains, answer))
+        return json_response(writer.full_response(updates, answer))
 
     is_short = answer.num_prompt_tokens + answer.num_tokens <= INLINE_TOKENS
     return write() if is_short else await asyncio.to_thread(write)
 
 
-class _Frames[R: GenerationFields]:
-    """What is sent for each read of an answer; several events may share a frame's bytes."""
+class _EventReader[R: GenerationFields]:
+    """The events of a stream, read by read; several events may be sent together."""
 
     def __init__(self, answer: Answer, writer: Writer[R]) -> None:
         self._answer = answer
@@ -124,11 +125,11 @@ class _Frames[R: GenerationFields]:
         self._ended = False
 
     async def read(self) -> bytes:
-        """The next events; nothing at the end."""
-        while gains := await self._answer.read():
-            if data := self._writer.frames(gains, self._answer):
+        """The next events; empty at the end."""
+        while updates := await self._answer.read():
+            if data := self._writer.events(updates, self._answer):
                 return data
         if self._ended or not self._answer.finished:
             return b""
         self._ended = True
-        return self._writer.last_frames(self._answer)
+        return self._writer.final_events(self._answer)

@@ -1,6 +1,6 @@
-"""What all handlers share: the engine's client, the settings, and the way into the queue.
+"""The state that all handlers share: the engine's client, the settings, the open answers.
 
-Owns: ``Service``: texts to token ids, who may enter, which answers are open, and the end of all.
+Owns: ``Service``: tokenization, admission to the queue, the open answers, and draining.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from jaxinfer.server.http.log import EventLog
 from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.metrics.tally import Rejection
 from jaxinfer.server.openai.answer import Answer
-from jaxinfer.server.openai.fields import Asked
+from jaxinfer.server.openai.fields import RequestedTokens
 from jaxinfer.text.tokenizer import Tokenizer
 
-INLINE_CHARACTERS = 2000  # more text is tokenised off the loop: 2,000 take about 0.5 ms
+# a longer text is tokenized in a thread: 2,000 characters take about 0.5 ms
+INLINE_CHARACTERS = 2000
 
 
-class Loaded(NamedTuple):
-    """What there is once the model is loaded."""
+class LoadedModel(NamedTuple):
+    """The parts that exist once the model is loaded."""
 
     client: EngineClient
     metrics: Metrics
@@ -50,24 +51,24 @@ class Service:
         self.log = log
         self.created = int(time.time())
         self.draining = False
-        self._loaded: Loaded | None = None
+        self._loaded: LoadedModel | None = None
         self._answers: set[Answer] = set()
         self._empty = asyncio.Event()
         self._empty.set()
 
     def attach(self, client: EngineClient, metrics: Metrics) -> None:
-        """The model is loaded: begin to answer.
+        """Register the loaded model; from now on requests are accepted.
 
-        Raises ``RequestError`` when ``override_generation_config`` is not possible.
+        Raises ``RequestError`` if ``override_generation_config`` has an invalid value.
         """
         defaults = msgspec.structs.replace(
             client.facts.default_sampling, **self.config.override_generation_config
         )
-        self._loaded = Loaded(client, metrics, defaults)
+        self._loaded = LoadedModel(client, metrics, defaults)
 
     @property
-    def loaded(self) -> Loaded:
-        """What there is once the model is loaded; raises ``ApiError`` 503 before that."""
+    def loaded(self) -> LoadedModel:
+        """The loaded model; raises ``ApiError`` 503 before it is loaded."""
         if self._loaded is None:
             raise ApiError(
                 503,
@@ -89,17 +90,17 @@ class Service:
 
     @property
     def defaults(self) -> SamplingParams:
-        """The model's sampling parameters, for what a request leaves open; 503 while loading."""
+        """The sampling parameters for fields that a request does not set; 503 while loading."""
         return self.loaded.defaults
 
     @property
     def ready(self) -> bool:
-        """Whether new requests are answered."""
+        """Whether new requests are accepted."""
         return self._loaded is not None and self.client.alive and not self.draining
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; raises ``ApiError`` where there is none."""
+        """The model's tokenizer; raises ``ApiError`` if the server has none."""
         tokenizer = self.client.tokenizer
         if tokenizer is None:
             raise ApiError(400, "this server has no tokenizer; send token ids as the prompt")
@@ -107,12 +108,12 @@ class Service:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names under which the model is served; the first is the one that answers carry."""
+        """The names under which the model is served; responses carry the first one."""
         return self.config.served_model_name or (self.client.facts.name,)
 
     @property
     def fingerprint(self) -> str:
-        """``system_fingerprint`` of the answers."""
+        """``system_fingerprint`` of the responses."""
         return f"jaxinfer-{VERSION}"
 
     def check_model(self, name: str | None) -> None:
@@ -127,9 +128,11 @@ class Service:
             )
 
     def note_unknown(self, names: Iterable[str]) -> None:
-        """Log fields that nobody knows, each once by name."""
+        """Log unknown fields of requests, each name once."""
         for name in names:
-            self.log.once("unknown_field", name, advice="--strict-fields refuses such requests")
+            self.log.warning_once(
+                "unknown_field", name, advice="--strict-fields refuses such requests"
+            )
 
     # texts
 
@@ -139,10 +142,12 @@ class Service:
         return prompt
 
     async def encode_all(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True, located: bool = False
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, with_offsets: bool = False
     ) -> list[Prompt]:
-        """Texts as prompts, ``located`` with the places of their tokens; refused at once when one
-        is longer than any that would fit.
+        """Texts as prompts. ``with_offsets`` adds the offset of each token in its text.
+
+        Raises ``ContextLengthError`` before tokenizing if a text has more characters than the
+        longest prompt that fits.
         """
         tokenizer = self.tokenizer
         longest = self.client.limits.max_model_len * tokenizer.max_token_characters
@@ -159,27 +164,29 @@ class Service:
 
         def encode() -> list[Prompt]:
             special = add_special_tokens
-            if located:
-                found = (tokenizer.encode_located(one, add_special_tokens=special) for one in texts)
+            if with_offsets:
+                encoded = (
+                    tokenizer.encode_with_offsets(one, add_special_tokens=special) for one in texts
+                )
             else:
-                found = ((tokenizer.encode(one, add_special_tokens=special), ()) for one in texts)
+                encoded = ((tokenizer.encode(one, add_special_tokens=special), ()) for one in texts)
             return [
                 Prompt(text, tuple(ids), tuple(places))
-                for text, (ids, places) in zip(texts, found, strict=True)
+                for text, (ids, places) in zip(texts, encoded, strict=True)
             ]
 
         is_short = sum(map(len, texts)) <= INLINE_CHARACTERS
         return encode() if is_short else await asyncio.to_thread(encode)
 
     async def render(self, messages: Sequence[Any], **options: Any) -> str:
-        """A chat as text; in a thread when it is long, since templates are programs."""
+        """A chat as text; a long one is rendered in a thread, since a template is a program."""
         tokenizer = self.tokenizer
         characters = sum(len(str(message)) for message in messages)
         if characters <= INLINE_CHARACTERS:
             return tokenizer.render_chat(messages, **options)
         return await asyncio.to_thread(tokenizer.render_chat, messages, **options)
 
-    # the way in
+    # admission
 
     def open(
         self,
@@ -188,19 +195,19 @@ class Service:
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         *,
-        asked: Asked | None = None,
+        requested: RequestedTokens | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
     ) -> Answer:
         """Submit the prompts of one request, all or none; raises ``ApiError`` or ``RequestError``.
 
-        ``asked``: tokens that each answer must have room for. ``timeout`` in seconds; the server's
-        own deadline holds too.
+        ``requested``: tokens that must fit the context after each prompt. ``timeout`` in seconds;
+        the server's own limit applies as well.
         """
         client = self.client
-        self._check(prompts, sampling, asked)
-        self._check_room(prompts)
+        self._check_prompts(prompts, sampling, requested)
+        self._check_queue(prompts)
         wake = asyncio.Event()
         streams: list[Stream] = []
         try:
@@ -235,7 +242,7 @@ class Service:
         return answer
 
     def close(self, answer: Answer) -> None:
-        """The handler of an answer has ended, in whatever way. Idempotent."""
+        """End an answer, finished or not; its handler calls it when it returns. Idempotent."""
         answer.close()
         if answer not in self._answers:
             return
@@ -253,34 +260,34 @@ class Service:
         )
 
     def note_response(self, path: str | None, method: str, status: int, seconds: float) -> None:
-        """Count a response; ``path`` is its route's, None where there is none."""
+        """Count a response; ``path`` is its route's, None for an unknown route."""
         if self._loaded is not None:
             self._loaded.metrics.http_response(path, method, status, seconds)
 
     def error(self, error: JaxinferError) -> ApiError:
-        """What a client is told about an error of the lower floors."""
+        """The ``ApiError`` for an error of the lower floors."""
         return api_error(error, alive=self._loaded is None or self.client.alive)
 
-    def _check(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, asked: Asked | None
+    def _check_prompts(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, requested: RequestedTokens | None
     ) -> None:
-        """Raise ``RequestError`` where one of the prompts can never be answered as asked."""
+        """Raise ``RequestError`` if one of the prompts cannot be answered with these parameters."""
         for number, prompt in enumerate(prompts):
             try:
                 self.client.check(prompt.token_ids, sampling)
-                if asked is not None:
-                    _check_fit(len(prompt.token_ids), asked, self.client.limits.max_model_len)
+                if requested is not None:
+                    _check_fit(len(prompt.token_ids), requested, self.client.limits.max_model_len)
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
                 name = f"prompt[{number}]"
-                told = f"{name}: {error}"
+                message = f"{name}: {error}"
                 if not isinstance(error, ContextLengthError):
-                    raise RequestError(told) from None
+                    raise RequestError(message) from None
                 field = name if error.field == "prompt" else error.field
-                raise ContextLengthError(told, field) from None
+                raise ContextLengthError(message, field) from None
 
-    def _check_room(self, prompts: Sequence[Prompt]) -> None:
+    def _check_queue(self, prompts: Sequence[Prompt]) -> None:
         client, config = self.client, self.config
         if self.draining:
             raise ApiError(
@@ -292,7 +299,8 @@ class Service:
         if not client.alive:
             raise self.error(EngineError("the engine has stopped; restart the server"))
         if not client.num_open:
-            return  # an idle server refuses nobody: a batch beyond the limits would never enter
+            # an idle server refuses no request: a batch beyond the limits would never be accepted
+            return
         if not (num_queued := client.num_queued(len(prompts))):
             return
         num_tokens = client.num_waiting_tokens + sum(len(one.token_ids) for one in prompts)
@@ -311,14 +319,14 @@ class Service:
                     headers={"Retry-After": "1"},
                 )
 
-    # the way out
+    # shutdown
 
     def begin_drain(self) -> None:
-        """Say that nothing new should come; open requests go on."""
+        """Refuse new requests; open requests continue."""
         self.draining = True
 
     async def drained(self, seconds: float) -> bool:
-        """Wait until no request is open; False when some still are after ``seconds``."""
+        """Wait until no request is open; False if some are still open after ``seconds``."""
         try:
             await asyncio.wait_for(self._empty.wait(), seconds)
         except TimeoutError:
@@ -331,29 +339,30 @@ class Service:
             answer.stop()
 
 
-def _check_fit(num_tokens: int, asked: Asked, max_model_len: int) -> None:
-    """Raise ``ContextLengthError`` where the context has no room for the tokens asked for."""
-    total, room = num_tokens + asked.num_tokens, max_model_len - num_tokens
-    if asked.num_tokens > room:
+def _check_fit(num_tokens: int, requested: RequestedTokens, max_model_len: int) -> None:
+    """Raise ``ContextLengthError`` if prompt and requested tokens exceed the context."""
+    total, available = num_tokens + requested.num_tokens, max_model_len - num_tokens
+    if requested.num_tokens > available:
         raise ContextLengthError(
             f"This model's maximum context length is {max_model_len} tokens. However, you "
-            f"requested {total} tokens: {num_tokens} in the prompt and {asked.num_tokens} by "
-            f"{asked.field}; lower {asked.field} to at most {room}, or leave it out",
-            asked.field,
+            f"requested {total} tokens: {num_tokens} in the prompt and {requested.num_tokens} by "
+            f"{requested.field}; lower {requested.field} to at most {available}, or leave it out",
+            requested.field,
         )
 
 
-def _deadline(asked: float | None, allowed: float | None) -> tuple[float, ApiError] | None:
-    """The shorter of the request's and the server's time, and what to say when it is over."""
-    given = [seconds for seconds in (asked, allowed) if seconds is not None]
+def _deadline(requested: float | None, allowed: float | None) -> tuple[float, ApiError] | None:
+    """The shorter of the request's and the server's timeout, and the error for when it expires."""
+    given = [seconds for seconds in (requested, allowed) if seconds is not None]
     if not given:
         return None
     seconds = min(given)
     return seconds, ApiError(
         408,
         f"the answer was not done within {seconds:g} s; ask for fewer tokens or a longer timeout",
-        param="timeout" if asked == seconds else None,
+        param="timeout" if requested == seconds else None,
         code="deadline_exceeded",
-        # OpenAI's clients repeat what got a 408, twice: that makes a busy server busier
+        # OpenAI's clients repeat a request twice after a 408, which would load a busy server
+        # further
         headers={"X-Should-Retry": "false"},
     )

@@ -1,7 +1,4 @@
-"""``/tokenize`` and ``/detokenize``.
-
-Owns: those handlers.
-"""
+"""Handlers of ``/tokenize`` and ``/detokenize``."""
 
 from __future__ import annotations
 
@@ -10,12 +7,12 @@ from starlette.types import ASGIApp
 from jaxinfer.core.errors import RequestError
 from jaxinfer.server.openai.responses import Detokenized, Tokenized
 from jaxinfer.server.openai.schema import DetokenizeRequest, TokenizeRequest
-from jaxinfer.server.routes.call import Call, json_response
-from jaxinfer.server.routes.prompting import chat_prompt
+from jaxinfer.server.routes.endpoint import Call, json_response
+from jaxinfer.server.routes.prompts import chat_prompt
 
 
 async def tokenize(call: Call) -> ASGIApp:
-    """Token ids of a prompt, or of messages as the model would see them."""
+    """Token ids of a prompt, or of messages rendered by the chat template."""
     request = await call.parse(TokenizeRequest)
     service = call.service
     if request.messages is not None:
@@ -28,7 +25,7 @@ async def tokenize(call: Call) -> ASGIApp:
     pieces = None
     if request.return_token_strs:
         piece = service.tokenizer.token_piece
-        pieces = await call.off_loop(lambda: [piece(token_id) for token_id in prompt.token_ids])
+        pieces = await call.run_off_loop(lambda: [piece(token_id) for token_id in prompt.token_ids])
     return json_response(
         Tokenized(
             count=len(prompt.token_ids),
@@ -46,5 +43,7 @@ async def detokenize(call: Call) -> ASGIApp:
     last = call.service.client.facts.vocab_size - 1
     if (largest := max(request.tokens, default=0)) > last:
         raise RequestError(f"tokens holds {largest}; the vocabulary ends at {last}")
-    text = await call.off_loop(lambda: tokenizer.decode(request.tokens, skip_special_tokens=False))
+    text = await call.run_off_loop(
+        lambda: tokenizer.decode(request.tokens, skip_special_tokens=False)
+    )
     return json_response(Detokenized(prompt=text))

@@ -1,7 +1,4 @@
-"""Scores an engine's tokens under ``models.forward``, in float32 and in the engine's own dtype.
-
-Owns: ``Answer``, ``Scores``, ``Judge``.
-"""
+"""Scores an engine's tokens under ``models.forward``, in float32 and in the engine's own dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from jaxinfer.models.base import Model, Params, forward
 from jaxinfer.models.registry import build_model
 from jaxinfer.weights.sources import ModelSource
 
-PAD = 128  # every sequence is padded to a multiple of it that holds the longest: one compilation
+PAD = 128  # every sequence is padded to one multiple of this, so that there is one compilation
 
 
 class Answer(NamedTuple):
@@ -25,19 +22,19 @@ class Answer(NamedTuple):
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    logprobs: tuple[float, ...] | None  # of ``tokens``, where they were asked for
+    logprobs: tuple[float, ...] | None  # of ``tokens``, if they were requested
 
 
 class Scores(NamedTuple):
-    """What the reference and the floor say about an answer's tokens; all float32[tokens]."""
+    """Logprobs of an answer's tokens under the reference and the floor; all float32[tokens]."""
 
     best: np.ndarray  # the reference's logprob of its best token
-    chosen: np.ndarray  # and of the answer's
+    chosen: np.ndarray  # the reference's logprob of the answer's token
     floor_best: np.ndarray  # the reference's logprob of the floor's best token
     floor_chosen: np.ndarray  # the floor's logprob of the answer's token
 
 
-class Judge:
+class Scorer:
     """Scores answers under both forwards; each distinct sequence once."""
 
     def __init__(self, source: ModelSource, dtype: str, params: Params, longest: int) -> None:
@@ -67,7 +64,8 @@ class Judge:
             _, best, (chosen, floor_best) = logprobs(
                 self._reference, self._params32, token_ids, candidates
             )
-        answered = slice(len(sequence) - count - 1, len(sequence) - 1)  # where they are predicted
+        # the positions that predict the answer's tokens
+        answered = slice(len(sequence) - count - 1, len(sequence) - 1)
         return Scores(*(np.asarray(x)[answered] for x in (best, chosen, floor_best, floor_chosen)))
 
 

@@ -1,6 +1,6 @@
-"""What a request asks about becomes token ids.
+"""Prompts from chats, and truncation.
 
-Owns: the chat options and their guards, and truncation.
+Owns: the chat options of a request and the checks of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.openai.fields import refused
+from jaxinfer.server.openai.fields import field_error
 from jaxinfer.server.openai.schema import ChatFields
 from jaxinfer.server.routes.service import Service
 
@@ -20,7 +20,7 @@ async def chat_prompt(
     """The prompt for ``messages``; raises ``RequestError``, ``TokenizerError`` or ``ApiError``."""
     template = request.chat_template
     if template is not None and not service.config.trust_request_chat_template:
-        raise refused(
+        raise field_error(
             "chat_template",
             "chat_template of a request is a program and not run here; start the server with "
             "--trust-request-chat-template, or with --chat-template",
@@ -40,7 +40,7 @@ async def chat_prompt(
 
 
 def truncated(service: Service, prompt: Prompt, keep: int | None, max_tokens: int | None) -> Prompt:
-    """The last ``keep`` tokens of a prompt; -1 keeps what leaves room for ``max_tokens``."""
+    """The last ``keep`` tokens of a prompt; -1 keeps all that leave ``max_tokens`` of context."""
     if keep is None:
         return prompt
     if keep < 0:

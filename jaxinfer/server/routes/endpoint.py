@@ -1,7 +1,7 @@
-"""One HTTP request on its way through a handler.
+"""One HTTP request in its handler.
 
-Owns: ``Call`` (what a handler is given), ``Endpoint`` (a handler as an ASGI app: errors become
-JSON, times become metrics) and how handlers answer.
+Owns: ``Call`` (a handler's argument), ``Endpoint`` (a handler as an ASGI app: it turns errors into
+JSON and times responses) and the helpers that make responses.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from jaxinfer.core.errors import JaxinferError
 from jaxinfer.engine.link.client import MOST_APART
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.guard import answer_error
-from jaxinfer.server.http.sse import EventStream, leaving_noticed
-from jaxinfer.server.openai.answer import Answer, Gain
+from jaxinfer.server.http.sse import EventStream, on_disconnect
+from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.parse import parse
 from jaxinfer.server.openai.schema import AnyRequest
-from jaxinfer.server.openai.writer import merged
+from jaxinfer.server.openai.writer import merged_updates
 from jaxinfer.server.routes.service import Service
 
-CLIENT_GONE = 499  # nginx's status for a request whose client left; nobody reads it
+CLIENT_GONE = 499  # nginx's status for a request whose client disconnected; only metrics see it
 MEDIA_TYPE = "application/json"
-INLINE_BYTES = 16384  # of a body that is worked on in the loop: 100,000 take about 10 ms
+INLINE_BYTES = 16384  # of a body that is parsed in the event loop: 100,000 bytes take about 10 ms
 
 type Handler = Callable[[Call], Awaitable[ASGIApp]]
 
@@ -43,45 +43,46 @@ class Call:
         self.route = scope["path"].removeprefix(scope.get("root_path", ""))
         self.path_parameters: Mapping[str, str] = scope.get("path_params", {})
         self.request_id: str = scope["state"]["request_id"]
-        self.prompt_field = "prompt"  # what a client is told about a prompt that will not do
+        self.prompt_field = "prompt"  # the field that errors about the prompt name
         self._receive = receive
         self._body = body
 
-    async def off_loop[T](self, work: Callable[[], T]) -> T:
-        """What ``work`` gives, which takes the longer the larger the body is.
+    async def run_off_loop[T](self, work: Callable[[], T]) -> T:
+        """The result of ``work``, whose time grows with the size of the body.
 
-        Other answers go on meanwhile: a small body's takes no time, a large one's has a thread.
+        A large body is worked on in a thread, so that other responses continue; a small one takes
+        no time.
         """
         return work() if len(self._body) <= INLINE_BYTES else await asyncio.to_thread(work)
 
     async def parse[T: AnyRequest](self, kind: type[T]) -> T:
-        """The request that the body is; raises ``ApiError`` naming the field that is wrong."""
+        """The request in the body; raises ``ApiError`` naming the invalid field."""
         self._check_media_type()
         strict = self.service.config.strict_fields
-        parsed = await self.off_loop(lambda: parse(self._body, kind, strict=strict))
+        parsed = await self.run_off_loop(lambda: parse(self._body, kind, strict=strict))
         self.service.note_unknown(parsed.unknown)
         self.service.check_model(parsed.request.model)
         return parsed.request
 
-    async def gains(self, answer: Answer) -> list[Gain]:
-        """Everything an answer brings, to its end; aborts it when the client leaves."""
-        gains: list[Gain] = []
-        most_apart = MOST_APART + 2 * len(answer.finish_reasons)
+    async def updates(self, answer: Answer) -> list[ChoiceUpdate]:
+        """All updates of an answer until its end; aborts it if the client disconnects."""
+        updates: list[ChoiceUpdate] = []
+        max_updates = MOST_APART + 2 * len(answer.finish_reasons)
         close = partial(self.service.close, answer)
         try:
-            async with leaving_noticed(self._receive, close):
+            async with on_disconnect(self._receive, close):
                 while more := await answer.read():
-                    gains += more
-                    if len(gains) > most_apart:  # one token's gain takes 300 bytes, joined 10
-                        gains = merged(gains)
+                    updates += more
+                    if len(updates) > max_updates:  # a token's update takes 300 bytes, joined 10
+                        updates = merged_updates(updates)
         finally:
             close()
         if not answer.finished:
             raise ApiError(CLIENT_GONE, "the client has gone")
-        return gains
+        return updates
 
     def _check_media_type(self) -> None:
-        """Raise ``ApiError`` (415) for a body that is not said to be plain JSON."""
+        """Raise ``ApiError`` (415) unless the headers declare uncompressed JSON."""
         media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != MEDIA_TYPE:
             raise ApiError(
@@ -100,22 +101,22 @@ class Call:
             )
 
     def stream(self, answer: Answer, read: Callable[[], Awaitable[bytes]]) -> ASGIApp:
-        """What ``read`` gives of an answer as server-sent events."""
+        """A response that sends the events of ``read`` as server-sent events."""
         return EventStream(read, partial(self.service.close, answer), self.explain)
 
     def explain(self, error: Exception) -> ApiError:
-        """What the client is told; the server's own faults are logged, surprises with traceback."""
+        """The error for the client; a server error is logged, an unexpected one with traceback."""
         if isinstance(error, ApiError):
             return error
-        where = {"request_id": self.request_id, "route": self.route}
+        fields = {"request_id": self.request_id, "route": self.route}
         if isinstance(error, JaxinferError):
-            told = self.service.error(error)
-            if told.param == "prompt":
-                told.param = self.prompt_field
-            if told.status >= 500:
-                self.service.log.error("request_failed", **where, reason=told.message)
-            return told
-        self.service.log.error("unexpected_error", exception=error, **where)
+            api_error = self.service.error(error)
+            if api_error.param == "prompt":
+                api_error.param = self.prompt_field
+            if api_error.status >= 500:
+                self.service.log.error("request_failed", **fields, reason=api_error.message)
+            return api_error
+        self.service.log.error("unexpected_error", exception=error, **fields)
         return ApiError(500, "an internal error occurred; the server's log has its request id")
 
 
@@ -146,7 +147,7 @@ class Endpoint:
             )
 
     async def _respond(self, scope: Scope, receive: Receive) -> ASGIApp:
-        body = (await receive()).get("body", b"")  # whole: the guard has read it
+        body = (await receive()).get("body", b"")  # the whole body: the guard has read it
         call = Call(self._service, scope, receive, body)
         try:
             return await self._handler(call)

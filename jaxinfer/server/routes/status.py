@@ -1,7 +1,4 @@
-"""Routes that tell about the server: health, readiness, models, counters, versions.
-
-Owns: those handlers.
-"""
+"""Routes that report on the server: health, readiness, models, counters, version."""
 
 from __future__ import annotations
 
@@ -13,14 +10,14 @@ from starlette.types import ASGIApp
 from jaxinfer.core.version import VERSION
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.responses import ModelCard, ModelList, Version
-from jaxinfer.server.routes.call import Call, json_response
+from jaxinfer.server.routes.endpoint import Call, json_response
 from jaxinfer.server.routes.service import Service
 
-HEALTH_SECONDS = 10.0  # a step of a long chunk on a slow CPU takes a few
+HEALTH_SECONDS = 10.0  # a step with a long chunk takes a few seconds on a slow CPU
 
 
 async def health(call: Call) -> ASGIApp:
-    """200 while the engine's loop answers."""
+    """200 while the engine's loop responds."""
     client = call.service.client
     if not await client.responds(HEALTH_SECONDS):
         why = f"has not answered for {HEALTH_SECONDS:g} s" if client.alive else "has stopped"
@@ -29,7 +26,7 @@ async def health(call: Call) -> ASGIApp:
 
 
 async def ready(call: Call) -> ASGIApp:
-    """200 while new requests are welcome."""
+    """200 while new requests are accepted."""
     if not call.service.ready:
         raise ApiError(503, "the server takes no new requests", code="not_ready")
     return Response(status_code=200)
@@ -42,20 +39,20 @@ async def models(call: Call) -> ASGIApp:
 
 
 async def model(call: Call) -> ASGIApp:
-    """One of those names."""
+    """One of the names of ``/v1/models``."""
     name = call.path_parameters["model"]
     call.service.check_model(name)
     return json_response(_card(call.service, name))
 
 
 async def metrics(call: Call) -> ASGIApp:
-    """Prometheus' text."""
+    """The metrics in Prometheus's text format."""
     content_type, body = call.service.metrics.render(call.headers.get("accept", ""))
     return Response(body, headers={"content-type": content_type})
 
 
 async def stats(call: Call) -> ASGIApp:
-    """The same counters for people, with quantiles."""
+    """The same counters as JSON for people, with quantiles."""
     service = call.service
     counted: dict[str, Any] = {"model": service.model_names[0], **service.metrics.snapshot()}
     return json_response(counted)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinfer.cli.units import format_bytes, format_count
+from jaxinfer.cli.output import format_bytes, format_count
 
 
 @pytest.mark.parametrize(

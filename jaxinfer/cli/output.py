@@ -1,6 +1,7 @@
-"""Answers on stdout, in the prompts' order, and failures on stderr.
+"""Output of the commands: answers on stdout in the prompts' order, failures on stderr.
 
-Owns: the JSON record of an answer and when each one is shown.
+Owns: the JSON record of an answer, the time at which each answer is printed, and formats of
+numbers.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from jaxinfer.engine.prompts import Prompt
 
 
-class Answers:
-    """Collects what each prompt gains and prints it: a piece at a time, or whole and in order."""
+class OutputPrinter:
+    """Collects the deltas of each prompt and prints them at once, or each whole answer in order."""
 
     def __init__(self, *, as_json: bool, stream: bool) -> None:
         self.any_failed = False
@@ -27,14 +28,14 @@ class Answers:
         self._ready: dict[int, str | None] = {}
         self._next = 0
 
-    def begin(self, number: int, prompt: Prompt, sampling: SamplingParams) -> None:
-        """Expect the answer to a prompt."""
+    def expect(self, number: int, prompt: Prompt, sampling: SamplingParams) -> None:
+        """Register a prompt whose answer will follow."""
         from jaxinfer.engine.outputs import Collector
 
         self._collectors[number] = Collector(str(number), prompt, sampling)
 
-    def gain(self, number: int, delta: Delta) -> None:
-        """Take a part of an answer in."""
+    def add(self, number: int, delta: Delta) -> None:
+        """Add a delta of a prompt's answer."""
         collector = self._collectors[number]
         collector.add(delta)
         if delta.error:
@@ -45,15 +46,15 @@ class Answers:
         elif collector.output.finished:
             answer = collector.output
             text = json.dumps(record(answer)) if self._as_json else answer.outputs[0].text
-            self._show(number, text)
+            self._print_in_order(number, text)
 
     def fail(self, number: int, error: str) -> None:
-        """Report a prompt without an answer; in JSON its place is kept."""
+        """Report a prompt without an answer; in JSON an object with the error takes its place."""
         self.any_failed = True
         click.echo(f"jaxinfer: error: {error}", err=True)
-        self._show(number, json.dumps({"error": error}) if self._as_json else None)
+        self._print_in_order(number, json.dumps({"error": error}) if self._as_json else None)
 
-    def _show(self, number: int, text: str | None) -> None:
+    def _print_in_order(self, number: int, text: str | None) -> None:
         self._ready[number] = text
         while self._next in self._ready:
             line = self._ready.pop(self._next)
@@ -97,3 +98,17 @@ def _logprobs(completion: CompletionOutput) -> list[list[dict[str, Any]]]:
         ]
         for position in completion.logprobs or ()
     ]
+
+
+def format_bytes(count: float) -> str:
+    """Decimal units with three digits: ``98.1 MB``."""
+    return format_count(count, ("B", "kB", "MB", "GB", "TB"))
+
+
+def format_count(count: float, units: tuple[str, ...] = ("", "K", "M", "B", "T")) -> str:
+    """A large number with three digits: ``135 M``."""
+    step = 0
+    while count >= 999.5 and step < len(units) - 1:
+        count /= 1000
+        step += 1
+    return f"{count:.3g} {units[step]}".rstrip()

@@ -1,9 +1,9 @@
-"""What a chat template expects of messages, found out by rendering small chats with it.
+"""Probes of a chat template: which forms of messages it accepts, found by rendering small chats.
 
-Templates differ in what they do with a call's arguments, with a content that is absent or null, and
-with a content in parts; nothing in a model's files says which.
+Templates differ in how they handle a tool call's arguments, a content that is absent or null, and a
+content in parts; a model's files do not say which form the template accepts.
 
-Owns: the trials, and bringing messages into the form that the template takes.
+Owns: the probes, and the conversion of messages to the form that the template accepts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxinfer.text.messages import (
     arguments_object,
     arguments_text,
     called_function,
-    joined,
+    join_parts,
 )
 
 _QUESTION = MappingProxyType({"role": "user", "content": "a question"})
@@ -28,17 +28,17 @@ _WORDS = ("probe words", "further words")
 _ARGUMENTS_TEXT = '{"probe_key": "probe value"}'
 
 
-class Expectations:
-    """What one template expects. Each trial runs once, when the first message needs to know it."""
+class TemplateProbes:
+    """The forms that one template accepts. Each probe runs once, when a message first needs it."""
 
     def __init__(self, render: Callable[[Sequence[Message]], str]) -> None:
-        """``render`` writes a chat by the template, and raises ``TokenizerError`` if that fails."""
+        """``render`` renders a chat by the template; it raises ``TokenizerError`` if that fails."""
         self._render = render
 
     def adapt(self, messages: Sequence[Message]) -> list[Message]:
-        """What ``check_messages`` gives, as the template takes it.
+        """The result of ``check_messages`` in the form that the template accepts.
 
-        Raises ``RequestError`` naming the message whose arguments are no JSON object, if the
+        Raises ``RequestError`` naming the message whose arguments are not a JSON object, if the
         template needs one.
         """
         return [
@@ -49,9 +49,9 @@ class Expectations:
         message = dict(message)
         calls = message.get("tool_calls")
         if "content" not in message:
-            message |= self._without_content_beside_calls if calls else self._without_content
-        elif isinstance(message["content"], list) and message["role"] not in self._roles_in_parts:
-            message["content"] = joined(message["content"])
+            message |= self._absent_content_with_calls if calls else self._absent_content
+        elif isinstance(message["content"], list) and message["role"] not in self._roles_with_parts:
+            message["content"] = join_parts(message["content"])
         if calls:
             message["tool_calls"] = [
                 self._adapted_call(f"{where}.tool_calls[{index}]", call)
@@ -66,61 +66,61 @@ class Expectations:
         if function is not call:
             where += ".function"
         arguments = function["arguments"]
-        if self._joins_arguments:
+        if self._needs_arguments_as_text:
             arguments = arguments_text(arguments)
         else:
             arguments = arguments_object(f"{where}.arguments", arguments)
         changed = {**function, "arguments": arguments}
         return changed if function is call else {**call, "function": changed}
 
-    # the trials
+    # probes
 
     @cached_property
-    def _joins_arguments(self) -> bool:
-        """Whether the template joins a call's arguments to its text, and so needs them as text.
+    def _needs_arguments_as_text(self) -> bool:
+        """Whether the template needs a call's arguments as text, since it concatenates them.
 
-        Others walk through them or write them by ``tojson``; those that take both get the object,
-        as in vLLM.
+        Other templates iterate over them or write them by ``tojson``. A template that accepts both
+        gets the object, as in vLLM.
         """
-        lack = self._without_content_beside_calls
-        as_object = self._trial(_QUESTION, _call(lack, _arguments_object())) or ""
-        as_text = self._trial(_QUESTION, _call(lack, _ARGUMENTS_TEXT)) or ""
+        absent = self._absent_content_with_calls
+        as_object = self._probe(_QUESTION, _call(absent, _arguments_object())) or ""
+        as_text = self._probe(_QUESTION, _call(absent, _ARGUMENTS_TEXT)) or ""
         takes_object = "probe_key" in as_object and "'probe_key'" not in as_object  # Python's repr
         return "probe_key" in as_text and not takes_object
 
     @cached_property
-    def _without_content_beside_calls(self) -> Message:
+    def _absent_content_with_calls(self) -> Message:
         """The content of a message with tool calls and no text, as ``{}`` or ``{"content": ...}``.
 
         Some templates test whether it is null before they write the calls.
         """
-        usual = _nulls(self._call_trial({"content": _WORDS[0]}))
-        trials = [(lack, self._call_trial(lack)) for lack in _lacks()]
-        clean = [(lack, text) for lack, text in trials if text and _nulls(text) <= usual]
-        showing = [lack for lack, text in clean if _FUNCTION in text]
-        return [*showing, *(lack for lack, _ in clean), {"content": ""}][0]
+        usual = _nulls(self._call_probe({"content": _WORDS[0]}))
+        probes = [(absent, self._call_probe(absent)) for absent in _absent_contents()]
+        clean = [(absent, text) for absent, text in probes if text and _nulls(text) <= usual]
+        showing = [absent for absent, text in clean if _FUNCTION in text]
+        return [*showing, *(absent for absent, _ in clean), {"content": ""}][0]
 
-    def _call_trial(self, lack: Message) -> str | None:
-        return self._trial(_QUESTION, _call(lack, _arguments_object())) or self._trial(
-            _QUESTION, _call(lack, _ARGUMENTS_TEXT)
+    def _call_probe(self, absent: Message) -> str | None:
+        return self._probe(_QUESTION, _call(absent, _arguments_object())) or self._probe(
+            _QUESTION, _call(absent, _ARGUMENTS_TEXT)
         )
 
     @cached_property
-    def _without_content(self) -> Message:
-        """The same for an answer that has neither text nor tool calls."""
-        answer = {"role": "assistant"}
-        usual = _nulls(self._trial(_QUESTION, {**answer, "content": _WORDS[0]}))
-        for lack in _lacks():
-            text = self._trial(_QUESTION, {**answer, **lack})
+    def _absent_content(self) -> Message:
+        """The same for an assistant's message that has neither text nor tool calls."""
+        message = {"role": "assistant"}
+        usual = _nulls(self._probe(_QUESTION, {**message, "content": _WORDS[0]}))
+        for absent in _absent_contents():
+            text = self._probe(_QUESTION, {**message, **absent})
             if text and _nulls(text) <= usual:
-                return lack
+                return absent
         return {"content": ""}
 
     @cached_property
-    def _roles_in_parts(self) -> frozenset[str]:
-        """The roles whose content the template writes part by part, all of its text."""
-        arguments = _ARGUMENTS_TEXT if self._joins_arguments else _arguments_object()
-        call = _call(self._without_content_beside_calls, arguments)
+    def _roles_with_parts(self) -> frozenset[str]:
+        """The roles whose content the template accepts as parts and writes in full."""
+        arguments = _ARGUMENTS_TEXT if self._needs_arguments_as_text else _arguments_object()
+        call = _call(self._absent_content_with_calls, arguments)
         before: dict[str, list[Message]] = {
             "system": [],
             "user": [],
@@ -132,15 +132,15 @@ class Expectations:
         roles = set[str]()
         for role, earlier in before.items():
             message = {"role": role, "content": parts, **_tool_names(role)}
-            text = self._trial(*earlier, message, *after.get(role, [])) or ""
-            # a list that was printed as it is shows its keys
+            text = self._probe(*earlier, message, *after.get(role, [])) or ""
+            # a list that was printed by its repr shows its keys
             shows_keys = f"'text': '{_WORDS[0]}'" in text or f'"text": "{_WORDS[0]}"' in text
             if all(words in text for words in _WORDS) and not shows_keys:
                 roles.add(role)
         return frozenset(roles)
 
-    def _trial(self, *messages: Mapping[str, Any]) -> str | None:
-        """What the template makes of a chat, None if it refuses or fails."""
+    def _probe(self, *messages: Mapping[str, Any]) -> str | None:
+        """The chat rendered by the template; None if it refuses or fails."""
         try:
             return self._render([dict(message) for message in messages])
         except TokenizerError:
@@ -151,16 +151,16 @@ def _arguments_object() -> dict[str, str]:
     return {"probe_key": "probe value"}
 
 
-def _lacks() -> tuple[Message, ...]:
-    """The ways to have no content: without the key as in transformers, null, and no text."""
+def _absent_contents() -> tuple[Message, ...]:
+    """The ways to have no content: without the key as in transformers, null, and empty text."""
     return {}, {"content": None}, {"content": ""}
 
 
-def _call(lack: Message, arguments: str | Mapping[str, str]) -> Message:
+def _call(absent: Message, arguments: str | Mapping[str, str]) -> Message:
     function = {"name": _FUNCTION, "arguments": arguments}
-    # Mistral's templates take ids of nine characters only
+    # Mistral's templates accept only ids of nine characters
     call = {"id": "probe0000", "type": "function", "function": function}
-    return {"role": "assistant", **lack, "tool_calls": [call]}
+    return {"role": "assistant", **absent, "tool_calls": [call]}
 
 
 def _tool_names(role: str) -> Message:
@@ -168,5 +168,5 @@ def _tool_names(role: str) -> Message:
 
 
 def _nulls(text: str | None) -> int:
-    """How often a null was written: as Python spells it, or as JSON does."""
+    """How many nulls the text contains, in Python's or JSON's spelling."""
     return 0 if text is None else text.count("None") + text.count("null")
