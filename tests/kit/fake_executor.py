@@ -1,8 +1,8 @@
 """An executor without a model: tokens are a function of (seed, prefix), pages hold prefix digests.
 
-It runs a plan as the device would, in launch order, and checks on every row that the pages of its
-context hold exactly the right prefix. Any schedule must therefore give the same tokens, and a page
-shared or reused wrongly is an error at once.
+It runs a plan as the device would, in launch order, and checks for every row that the pages of its
+context hold exactly the right prefix. Any schedule must therefore give the same tokens, and a
+wrongly shared or reused page is an error at once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ VOCAB = 50
 
 
 def digest(parent: int, token_id: int) -> int:
-    """Names a prefix: of ints only, so it is the same in every process."""
+    """A prefix's digest, made of ints only, so it is the same in every process."""
     return hash((parent, token_id))
 
 
 def salt_digest(request: Request) -> int:
-    """What a prefix starts from; pages are shared only between requests of one salt."""
+    """The digest before the first token; pages are shared only between requests with one salt."""
     return sum((i + 1) * ord(c) for i, c in enumerate(request.cache_salt))
 
 
@@ -42,7 +42,7 @@ def draw(request: Request, prefix: int, num_generated: int) -> int:
 
 
 def expected_tokens(request: Request, max_model_len: int) -> list[int]:
-    """The output of ``request``, generated alone and plainly, by the rules of ending."""
+    """The output of ``request`` generated alone, by the rules of ending."""
     prefix = salt_digest(request)
     for token_id in request.prompt_token_ids:
         prefix = digest(prefix, token_id)
@@ -75,8 +75,10 @@ class Slot:
 
 
 class FakeExecutor:
-    """Holds slots and a shadow of the pages: (page, offset) -> the group of layers that wrote it,
-    and the digest of the prefix it ends.
+    """Holds slots and a shadow of the pages.
+
+    The shadow maps (page, offset) to the group of layers that wrote the entry, and to the digest of
+    the prefix that ends there.
     """
 
     def __init__(self, page_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
@@ -86,7 +88,7 @@ class FakeExecutor:
         self.store: dict[tuple[int, int], tuple[int, int]] = {}
 
     def run(self, plan: StepPlan, hashed_pages: frozenset[int] = frozenset()) -> StepResult:
-        """Run a step; ``hashed_pages`` are those that nobody may write to."""
+        """Run a step; ``hashed_pages`` must not be written."""
         for admission in plan.admissions:
             assert list(admission.token_ids)[: admission.num_prompt_tokens] == list(
                 admission.request.prompt_token_ids
@@ -94,7 +96,7 @@ class FakeExecutor:
             self.slots[admission.slot] = Slot(admission.request, list(admission.token_ids))
         self._check_shape(plan)
         written: set[tuple[int, int]] = set()
-        for row in plan.rows:  # a layer first appends every row's KV, then attends
+        for row in plan.rows:  # a layer first appends every row's KV, then runs attention
             self._write(row, written, hashed_pages)
         return StepResult(plan.step_id, tuple(self._attend(row) for row in plan.rows))
 
