@@ -85,7 +85,7 @@ def decode_plan(limits: Limits, batch: int, context: int) -> StepPlan:
 
 
 def engine_ms_per_step(engine: Engine, prompts: list[list[int]], num_tokens: int) -> float:
-    """Mean over the decode steps: from the turn that gave the first tokens to the last turn."""
+    """Mean over the decode steps: from the iteration with the first tokens to the last one."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)

@@ -182,14 +182,14 @@ def serve_tables(report: Mapping[str, Any], peer: Mapping[str, Any]) -> list[str
     ours = dict(zip(levels, report["rows"], strict=True))
     rows: list[list[str]] = []
     for title, names in SERVE.items():
-        for who, known in (("jaxinfer", ours), (peer["peer"], theirs)):
+        for engine, known in (("jaxinfer", ours), (peer["peer"], theirs)):
             cells = [
                 " / ".join(number(known[level][name]) for name in names)
                 if level in known
                 else NOTHING
                 for level in levels
             ]
-            rows.append([f"{title}, {who}", *cells])
+            rows.append([f"{title}, {engine}", *cells])
     return table(["requests a second", *levels], rows)
 
 

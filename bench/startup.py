@@ -28,8 +28,8 @@ from bench.circumstances import circumstances
 PROMPT = "What is the capital of France?"
 MODEL = "smollm2-135m-instruct"
 # the settings of `generate` for a single prompt, so that a bundle holds the same three executables
-LONE = {"max-num-seqs": 1, "max-num-batched-tokens": 256, "prefill-bucket-start": 256}
-LONE_PAGES = 257
+SINGLE = {"max-num-seqs": 1, "max-num-batched-tokens": 256, "prefill-bucket-start": 256}
+SINGLE_PAGES = 257
 # the figures read from the report: a name, and the number after it
 STATS = {
     "compile_or_load_s": r"^compile\s+([\d.]+) s",
@@ -44,7 +44,7 @@ SCRIPT = Path(sys.executable).with_name("jaxinfer")
 
 def compile_bundle(cache_dir: str, folder: Path) -> dict[str, float]:
     """One process of ``jaxinfer compile``: its wall seconds, the bundle's bytes."""
-    sizes = [f"--{name}={value}" for name, value in {**LONE, "num-pages": LONE_PAGES}.items()]
+    sizes = [f"--{name}={value}" for name, value in {**SINGLE, "num-pages": SINGLE_PAGES}.items()]
     command = [SCRIPT, "compile", MODEL, *sizes, f"--cache-dir={cache_dir}", f"--output={folder}"]
     start = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

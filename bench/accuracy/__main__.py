@@ -106,8 +106,8 @@ def _figures(case: str, metric: str, ours: np.ndarray, floor: np.ndarray) -> lis
 
 def _row(metric: str, case: str, value: float, floor: float | None, **more: Any) -> Row:
     shown = "" if floor is None else f"  floor {floor:12.6f}"
-    beside = (f"{name} {what}" for name, what in more.items())
-    print(f"{metric:24} {case:12} {value:12.6f}{shown}", *beside, flush=True)
+    extra_text = (f"{name} {what}" for name, what in more.items())
+    print(f"{metric:24} {case:12} {value:12.6f}{shown}", *extra_text, flush=True)
     least = None if floor is None else round(floor, 7)
     return {"metric": metric, "case": case, "value": round(value, 7), "floor": least, **more}
 
@@ -118,9 +118,9 @@ def equality_row(
     """How many answers equal the default's; ``margin``: the reference's at the first difference."""
     margins: list[float] = []
     for ours, theirs in zip(answers, default, strict=True):
-        apart = np.flatnonzero(np.not_equal(ours.tokens, theirs.tokens))
-        if apart.size:
-            at = apart[0]
+        different = np.flatnonzero(np.not_equal(ours.tokens, theirs.tokens))
+        if different.size:
+            at = different[0]
             margins.append(float(abs(scorer(ours).chosen[at] - scorer(theirs).chosen[at])))
     margin = round(max(margins, default=0.0), 7)
     return _row(

@@ -38,15 +38,15 @@ def load() -> tuple[Generate, dict[str, Any]]:
 
     def decode(rows: list[tuple[int, int, int, bool]]) -> list[int]:
         """Run (token, position, sequence, needs logits) rows; return the best tokens."""
-        for i, (token, position, sequence, wanted) in enumerate(rows):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
+        for i, (token, position, sequence, needs_logits) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, needs_logits
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = sequence
         batch.n_tokens = len(rows)
         if status := lib.llama_decode(context, batch):
             raise RuntimeError(f"llama_decode returned {status}")
-        wanted_rows = [i for i, row in enumerate(rows) if row[3]]
-        logits = (lib.llama_get_logits_ith(context, i) for i in wanted_rows)
+        rows_with_logits = [i for i, row in enumerate(rows) if row[3]]
+        logits = (lib.llama_get_logits_ith(context, i) for i in rows_with_logits)
         return [int(np.ctypeslib.as_array(one, (vocab_size,)).argmax()) for one in logits]
 
     def prefill(prompts: list[list[int]]) -> list[int]:

@@ -35,7 +35,7 @@ from bench.serve.workload import (
 )
 
 SWEEP = "1,4,8,16,24,32,inf"  # the levels at which other engines have been measured
-WHERE_IT_GOES = ("output", "result_dir", "result_filename")  # paths of one machine
+PATH_ARGUMENTS = ("output", "result_dir", "result_filename")  # paths of one machine
 
 
 def level_size(rate: float) -> int:
@@ -221,7 +221,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "workload": {
             key: str(value)
             for key, value in vars(arguments).items()
-            if value is not None and key not in WHERE_IT_GOES
+            if value is not None and key not in PATH_ARGUMENTS
         },
         **idle,
     }

@@ -156,8 +156,8 @@ def row(metric: str, case: str, samples: list[float], floor: float | None, **mor
     value = middle(samples)
     least = None if floor is None else round(floor, 4)
     samples = [round(sample, 4) for sample in samples]
-    beside = "" if least is None else f"  floor {least:10.3f}"
-    print(f"{metric:16} {case:20} {value:12.3f}{beside}", flush=True)
+    floor_text = "" if least is None else f"  floor {least:10.3f}"
+    print(f"{metric:16} {case:20} {value:12.3f}{floor_text}", flush=True)
     return {"metric": metric, "case": case, "value": value, "floor": least, **more} | {
         "samples": samples
     }
@@ -224,15 +224,15 @@ def _offline(bench: Bench, llm: LLM, config: Path, sampling: str, case: str) -> 
 def gpt2(bench: Bench) -> Iterator[Row]:
     """A small model, limited by the host: speeds, and the share of time the device computes."""
     work, config = bench.work, bench.gpt2_config
-    lone, floor = bench.prompts(config)(1, work.gpt2_input), bench.floor(config)
+    single, floor = bench.prompts(config)(1, work.gpt2_input), bench.floor(config)
     many, tokens_out = bench.prompts(config)(*work.offline[:2]), work.offline[2]
     with bench.engine(config) as llm:
-        samples = cases.tpot_ms(llm, lone, work.repeats)
+        samples = cases.tpot_ms(llm, single, work.repeats)
         least = _decode_floor_ms(floor, 1, work.gpt2_input)
         yield row("tpot_ms", "gpt2/b1", samples, least, input=work.gpt2_input)
         yield _offline(bench, llm, config, "sampled", "gpt2/sampled")
         calls: dict[str, Callable[[], float]] = {
-            "gpt2/b1": lambda: cases.seconds_of(llm, lone, GREEDY, 1 + cases.DECODED),
+            "gpt2/b1": lambda: cases.seconds_of(llm, single, GREEDY, 1 + cases.DECODED),
             "gpt2/sampled": lambda: cases.seconds_of(llm, many, SAMPLED, tokens_out),
         }
         for case, call in calls.items():

@@ -103,9 +103,9 @@ def _single_prompt_settings(text: str, max_tokens: int, settings: dict[str, Any]
     sized = {"max_num_seqs": 1, "max_num_batched_tokens": chunk, "prefill_bucket_start": chunk}
     sized |= settings
     text_bytes = len(text.encode(errors="replace"))  # no tokenizer makes more tokens than bytes
-    most_tokens = text_bytes + TEMPLATE_TOKENS + max_tokens
+    max_total_tokens = text_bytes + TEMPLATE_TOKENS + max_tokens
     size_is_open = settings.keys().isdisjoint({"max_model_len", "kv_cache_memory_bytes"})
-    if size_is_open and most_tokens <= SINGLE_CONTEXT:
+    if size_is_open and max_total_tokens <= SINGLE_CONTEXT:
         sized["num_pages"] = 1 + SINGLE_CONTEXT // DEFAULT_PAGE_SIZE
     return sized
 

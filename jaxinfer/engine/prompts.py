@@ -23,7 +23,7 @@ TOKEN_IDS = tuple[int, ...]  # what msgspec makes of them; a type made anew take
 class Prompt(NamedTuple):
     """A prompt ready for the engine; ``text`` is None when it came as token ids.
 
-    ``offsets``: where each token begins in the text, for a reader of both.
+    ``offsets``: the offset of each token in the text, in characters; empty unless requested.
     """
 
     text: str | None

@@ -12,7 +12,7 @@ from line_server import Generate, serve
 
 
 def load() -> tuple[Generate, dict[str, Any]]:
-    """Fails in the way that the first argument says."""
+    """Fail in the way that the first argument names."""
     how = sys.argv[1] if len(sys.argv) > 1 else "well"
     if how == "missing":
         raise ImportError("No module named 'fake'")

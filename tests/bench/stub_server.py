@@ -1,7 +1,7 @@
-"""A completions server on a real socket that answers with words, or misbehaves when asked to.
+"""A completions server on a real socket that sends words, or misbehaves if a request asks for it.
 
-It writes HTTP by hand, so that a test decides where every byte goes. The field ``stub`` of a
-request names a behaviour of ``StubServer``.
+It writes HTTP by hand, so that a test controls every byte. The field ``stub`` of a request names a
+behaviour of ``StubServer``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ GAP = 0.01  # seconds between two words
 
 
 class StubServer:
-    """Serves until the context ends; counts what it saw."""
+    """Serves until the context ends; counts its requests and connections."""
 
     def __init__(self) -> None:
         self.connections = 0
@@ -100,7 +100,7 @@ class StubServer:
 
     async def _then_closes(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         await self._words(body, writer)
-        return False  # without saying so in the head
+        return False  # without announcing it in the head
 
     async def _not_http(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         writer.write(b"what?\r\n\r\n")
@@ -114,7 +114,7 @@ EVENT_STREAM = (
 
 
 def plain(status: str, body: str) -> bytes:
-    """A sized JSON answer."""
+    """A sized JSON response."""
     head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     return f"{head}\r\n\r\n{body}".encode()
 

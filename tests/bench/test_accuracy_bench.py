@@ -1,4 +1,4 @@
-"""The accuracy bench, whole, on a tiny model; and that wrong tokens and wrong logprobs show."""
+"""The whole accuracy bench on a tiny model; wrong tokens and wrong logprobs change its figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folde
 from kit.tokenizers import tiny_tokenizer_spec
 
 TINY = accuracy.Workload(prompts=3, shortest=3, longest=40, tokens=8, chunk=16)
-SIZES = ("max_num_seqs=1", "prefill_bucket_start=16")  # few executables: compiling is the time
+# few executables, since compiling takes most of the time
+SIZES = ("max_num_seqs=1", "prefill_bucket_start=16")
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def test_a_wrong_token_shows(scorer: Scorer) -> None:
     rows = figures({"rows": accuracy.regret_rows("x", [worst], scorer)})
     assert rows["regret_max", "x"]["value"] >= gap > 0.1
     assert rows["regret_max", "x"]["floor"] == 0
-    errors = np.abs(scorer(worst).chosen)  # of logprobs that said 0
+    errors = np.abs(scorer(worst).chosen)  # of logprobs that were 0
     assert rows["logprob_difference_max", "x"]["value"] == pytest.approx(errors.max(), abs=1e-6)
     row = accuracy.equality_row("x", [best, worst], [best, best], scorer)
     assert (row["value"], row["of"]) == (1, 2)
@@ -104,7 +105,7 @@ def test_scores_are_of_the_answer_alone(scorer: Scorer) -> None:
     np.testing.assert_allclose(later.chosen, whole.chosen[1:], atol=1e-6)
 
 
-def test_the_floor_is_what_rounding_costs(source: ModelSource, folder: Path) -> None:
+def test_the_floor_is_the_effect_of_rounding(source: ModelSource, folder: Path) -> None:
     model = build_model(source.hf_config, "bfloat16")
     params = load_params(
         model,

@@ -1,4 +1,4 @@
-"""A report says of which commit it is, and whether the sources were that commit's."""
+"""A report has its commit, and whether the sources differ from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench import circumstances
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One commit with a file in each of two folders, which the bench takes for its own."""
+    """One commit with a file in each of two folders, as the bench's own repository."""
     for name in ("bench/circumstances.py", "jaxinfer/a.py"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("1")
@@ -23,7 +23,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_changed_sources_are_told(checkout: Path) -> None:
+def test_changed_sources_are_reported(checkout: Path) -> None:
     def dirty() -> bool:
         return circumstances.host_circumstances("jaxinfer")["git_dirty"]
 

@@ -25,7 +25,7 @@ FAKE = Path(__file__).parent / "fake_peer.py"
 
 
 class Scripted:
-    """An engine that takes a given time per token and notes when it ran."""
+    """An engine that takes a given time per token and records when it ran."""
 
     def __init__(self, name: str, ms: float, log: list[str]) -> None:
         self.name, self.ms, self.log = name, ms, log
@@ -63,7 +63,7 @@ def test_a_failed_command_is_named(peer: PeerProcess) -> None:
         pytest.param("dead", "ended with status 1: no more memory", id="dead"),
     ],
 )
-def test_a_peer_that_does_not_start_says_why(how: str, message: str) -> None:
+def test_a_peer_that_does_not_start_reports_the_reason(how: str, message: str) -> None:
     with pytest.raises(PeerUnavailable, match=message):
         PeerProcess(sys.executable, FAKE, how)
 

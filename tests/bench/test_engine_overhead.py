@@ -1,4 +1,4 @@
-"""The bench of the engine's overhead runs on what engines are built of."""
+"""The bench of the engine's overhead runs on the parts of an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_engine_and_bare_steps_of_a_small_model(
     monkeypatch.setenv("JAXINFER_CACHE_DIR", str(tmp_path / "cache"))
     config = tiny_llama_config(num_hidden_layers=1, max_position_embeddings=32)
     model = build_model(config, dtype="float32")
-    tensors, merged = random_hf_tensors(model), {95: "!!"}  # what the one merge of it makes
+    tensors, merged = random_hf_tensors(model), {95: "!!"}  # the result of its one merge
     path = write_gguf(tmp_path / "m.gguf", config, tensors, special=merged)
     samples, splits = measure_overhead(path, [[1, 2, 3]], batches=(1,), num_tokens=4, repeats=2)
     assert {case: len(found) for case, found in samples.items()} == {

@@ -24,7 +24,7 @@ def test_the_reference_belongs_to_the_rows() -> None:
     assert (len(rows), sum(right)) == (200, reference["correct"])
 
 
-def test_scores_of_both_sides_are_of_the_rows_that_were_asked() -> None:
+def test_scores_of_both_sides_are_of_the_evaluated_rows() -> None:
     reference = {
         "rows": [
             # likeliest: 0; per character: 1

@@ -1,4 +1,4 @@
-"""The kernel bench chains calls: each one runs, fed by the last, over its own set of pools."""
+"""The kernel bench chains calls: each one runs, on the last one's result and its own pools."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_calls_that_feed_nothing_all_run() -> None:
 
 
 def test_large_queries_are_fed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of 256 has 2 MB of queries; taken for a pool, a chain of calls would be one call."""
+    """A batch of 256 has 2 MB of queries; as a pool, a chain of calls would be one call."""
     monkeypatch.setattr(kernels, "LARGE_BYTES", 0)
     op = _op("paged_prefill")
     case = next(case for case in op.cases if case.name == "smollm2_page_edges")
@@ -94,7 +94,7 @@ def test_the_ceiling_that_binds_is_the_floor(cost: Cost, seconds: float, bound: 
     assert CEILINGS.bound(cost) == bound
 
 
-def test_rows_say_what_share_of_a_ceiling_they_reach(
+def test_rows_have_their_share_of_the_ceiling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "measured_ceilings", lambda: CEILINGS)

@@ -1,4 +1,4 @@
-"""A level over a simulated device: every token comes, and a bound on mixed steps shortens them."""
+"""A level on a simulated device: every token arrives; a bound on mixed steps shortens them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def test_every_request_gets_its_tokens_in_order_of_time() -> None:
     outcome = run(limits_of(None), BURST)
     assert [len(times) for times in outcome.tokens] == [24] * 96
     assert all(times == sorted(times) and times[0] > 0 for times in outcome.tokens)
-    # of a cached prompt all but its last page is there
+    # all but the last page of a cached prompt is reused
     prompts = sum(row.num_scheduled_tokens for *_, plan in outcome.steps for row in plan.prefills)
     assert prompts == 32 * 16 + 64 * 256
     assert len(outcome.by_bucket()) == len({plan.bucket for *_, plan in outcome.steps})
     assert outcome.line().endswith("tok/s")
 
 
-def test_a_smaller_mixed_step_is_a_shorter_wait_for_those_who_decode() -> None:
+def test_a_smaller_mixed_step_delays_decoding_less() -> None:
     small, large = (run(limits_of(most), BURST) for most in (512, 8192))
     assert longest_gap(small) < 25 < 50 < longest_gap(large)

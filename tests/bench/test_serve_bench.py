@@ -29,7 +29,7 @@ ROUTE = "/v1/completions"
 
 
 def with_stub[T](test: Callable[[StubServer, Client], Awaitable[T]]) -> T:
-    """Run a coroutine against a stub of its own."""
+    """Run a coroutine with its own stub server."""
 
     async def main() -> T:
         async with StubServer() as stub:
@@ -71,7 +71,7 @@ def test_a_stream_that_comes_byte_by_byte() -> None:
         ("not_http", "not HTTP/1.1"),
     ],
 )
-def test_a_bad_answer_is_an_error_of_that_request(stub: str, error: str) -> None:
+def test_an_invalid_response_is_an_error_of_that_request(stub: str, error: str) -> None:
     async def bad_then_good(_: StubServer, client: Client) -> list[Answer]:
         return [await client.post(ROUTE, body(stub)), await client.post(ROUTE, body())]
 
@@ -81,7 +81,7 @@ def test_a_bad_answer_is_an_error_of_that_request(stub: str, error: str) -> None
     assert good.error == ""
 
 
-def test_nobody_listens() -> None:
+def test_no_server_listens() -> None:
     answer = asyncio.run(Client("http://127.0.0.1:9").post(ROUTE, body()))
     assert answer.error and not answer.times
 
@@ -117,7 +117,8 @@ def test_no_request_leaves_before_its_time() -> None:
 
     left = with_stub(ask)
     assert all(when <= at for when, at in zip(times, left, strict=True))
-    assert left == sorted(left) and left[-1] < 10 * times[-1]  # a busy machine is late by tenths
+    # a busy machine is late by tenths of a second
+    assert left == sorted(left) and left[-1] < 10 * times[-1]
 
 
 def test_waiting_for_a_server_ends_at_once_when_it_refuses() -> None:
@@ -144,7 +145,7 @@ def test_random_prompts_have_their_length_and_do_not_depend_on_the_count() -> No
 
 
 @pytest.mark.parametrize(("burstiness", "spread"), [(1.0, 1.0), (100.0, 0.1)])
-def test_arrivals_have_the_rate_and_the_spread_asked_for(burstiness: float, spread: float) -> None:
+def test_arrivals_have_the_requested_rate_and_spread(burstiness: float, spread: float) -> None:
     times = arrivals(4000, rate=8, burstiness=burstiness, seed=0)
     gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
     assert times[-1] == pytest.approx(4000 / 8)
@@ -196,7 +197,7 @@ def test_figures_are_vllms() -> None:
     failed = Answer(10.0, times=[19.0], output_tokens=9, error="cut")
     assert samples([one, two]) == {
         "ttft": [0.5, 0.25],
-        "tpot": [0.75],  # (3.5 - 0.5) / 4, although only 3 chunks came
+        "tpot": [0.75],  # (3.5 - 0.5) / 4, although there are only 3 chunks
         "itl": [1.0, 2.0],
         "e2el": [3.5, 0.25],
     }
@@ -208,7 +209,7 @@ def test_figures_are_vllms() -> None:
 
 
 def run_serve(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """The command against a stub; what it wrote."""
+    """Run the command against a stub; return its result file."""
     path = tmp_path / "result.json"
     given = ["--vocab-size=50", "--random-input-len=6", "--random-output-len=2", *arguments]
 
@@ -289,7 +290,7 @@ def test_steady_load_keeps_its_streams_open(
 
 
 def steady(**changes: Any) -> dict[str, Any]:
-    """Figures of a good run, changed."""
+    """Figures of a good run, with changes."""
     good = {"errors": 0, "answers": 9, "gap_ratio": 2.0, "rss_drift_percent": 1.0}
     return {**good, **changes}
 
@@ -307,7 +308,7 @@ def test_bounds_of_a_steady_run(summary: dict[str, Any], broken: list[str]) -> N
     assert load.broken_bounds(summary) == broken
 
 
-def test_a_warm_up_and_a_growing_memory_are_told_apart() -> None:
+def test_a_warm_up_is_not_growing_memory() -> None:
     run = load.Load(seconds=10.0, warmup=2.0)
     run.memory = [(float(second), 1000 + 10 * second, 0) for second in range(11)]
     run.take(Answer(0.0, times=[1.0, 1.9, 2.1, 2.2], output_tokens=4), start=0.0)

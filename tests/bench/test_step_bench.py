@@ -1,4 +1,4 @@
-"""The device bench, whole, on tiny models; its floors by hand; its file over several calls."""
+"""The whole device bench on tiny models; its floors by hand; its file over several calls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TINY = step.Workload(
     memory_sequences=2,
     repeats=Repeats(at_least=1, at_most=1, seconds=0),
 )
-# two executables, which all groups but `start` share: compiling is nearly all of the time
+# two executables, which all groups except `start` share: compiling takes nearly all of the time
 PAGES = 16  # of such an engine: one sequence of its context
 SIZES = ("max_num_seqs=1", "max_num_batched_tokens=64", "prefill_bucket_start=64")
 
@@ -88,7 +88,7 @@ def test_groups_fill_one_file(
     assert "model" not in engine and "cache_dir" not in engine
     long = next(row for row in report["rows"] if row["case"] == "b2/40")
     short = next(row for row in report["rows"] if row["case"] == "b2")
-    # by its bytes; what was measured on a busy machine may even be below 0, as it is a difference
+    # by its bytes; on a busy machine the measured value may be below 0, since it is a difference
     assert long["predicted"] / short["value"] > 1
     tables = "\n".join(render.step_tables(report, {"peer": "none", "rows": []}))
     assert all(f"| {case} |" in tables for case in ("1", "40", "b2/40", "greedy"))
@@ -103,7 +103,7 @@ def test_the_small_model_and_the_ablations(
     output = tmp_path / "step.json"
     run(flags, "ablation", output, "--commit=abc")
     report = run(flags, "ablation", output, "--commit=abc", "--label=other")
-    assert (report["git"], report["git_dirty"]) == ("abc", None)  # not what git says of here
+    assert (report["git"], report["git_dirty"]) == ("abc", None)  # not the commit of this checkout
     assert cases(report) == {
         (metric, f"{name}/{size}")
         for metric, size in (("ablation_tpot_ms", "b1"), ("ablation_ttft_ms", "8"))
@@ -119,7 +119,7 @@ def test_the_small_model_and_the_ablations(
     }
 
 
-def test_what_was_measured_before_a_failure_is_kept(
+def test_rows_measured_before_a_failure_are_kept(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_cases, "DECODED", 4)
@@ -166,7 +166,7 @@ def test_a_card_is_watched_while_an_engine_fills_its_pages(
     assert full["tokens"] == 16 * (PAGES // 2)
 
 
-def test_without_a_card_none_is_asked(
+def test_without_a_card_there_are_no_rows(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -177,7 +177,7 @@ def test_without_a_card_none_is_asked(
 def test_the_most_in_use_since_the_last_question() -> None:
     card = step_memory.Card(["1, 10", "7, 10", "3, 10"])
     card._thread.join()
-    # a second question before the next line: three are still in use
+    # a second call before the next line: three are still in use
     assert (card.taken_peak(), card.taken_peak(), card.total) == (7, 3, 10)
 
 
@@ -190,7 +190,7 @@ def test_floors_of_qwen3_4b_shapes() -> None:
     assert costs.kv_bytes == 36 * 2 * 8 * 128 * 2 == 147_456
     assert costs.pair_flops == 36 * 4 * 32 * 128
     floor = Floor(costs, CEILINGS["NVIDIA H200"])
-    # the figures of the measured ceilings, computed apart
+    # figures from the measured ceilings, computed independently
     assert 1e3 * floor.decode(64, 1056) == pytest.approx(4.19, abs=0.01)
     assert 1e3 * floor.prefill(1, 4096) == pytest.approx(44, abs=0.5)
     assert 1e3 * floor.prefill(1, 16384) == pytest.approx(250, abs=2)
@@ -247,7 +247,7 @@ def test_a_file_of_another_machine_is_refused_before_measuring(
         run(flags, "tpot", output)
 
 
-def test_rows_of_a_group_replace_their_elders(tmp_path: Path) -> None:
+def test_rows_of_a_group_replace_earlier_ones(tmp_path: Path) -> None:
     path = tmp_path / "new" / "step.json"
     about = {"device": "cpu"}
     old = step_file.read_report(path, about)
@@ -266,7 +266,7 @@ def test_spans_that_overlap_count_once() -> None:
     assert step_busy.covered([]) == 0
 
 
-def test_a_trace_without_a_gpu_says_nothing() -> None:
+def test_a_trace_without_a_gpu_has_no_busy_time() -> None:
     assert step_busy.busy_seconds(lambda: None) is None
 
 
@@ -294,7 +294,7 @@ def test_only_the_streams_of_a_gpu_count(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_no_kind_of_run_of_tpot_comes_after_the_other_more_often() -> None:
-    """A run's prompts take what the run before makes of them; a token takes 0.5 s."""
+    """A run's prefill time depends on the run before it; a token takes 0.5 s."""
     ran = [1]
 
     def run(tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""The tuner, with seconds that a formula makes up: it keeps what is faster, failures aside."""
+"""The tuner with seconds from a formula: it keeps the faster choices and ignores failures."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_kernel_in_mosaic_is_lowered_once_for_a_chain() -> None:
     assert text.count("custom_call @mosaic") == 1
 
 
-def test_a_choice_replaces_that_of_another_case_of_the_same_shapes() -> None:
+def test_a_choice_replaces_the_one_of_another_case_with_the_same_shapes() -> None:
     gemm = tune.TUNABLE["skinny_gemm"]
     before = {"qwen3_4b_down_t8": {"stages": 3}, "qwen3_4b_down_t16": {"stages": 4}}
     assert tune.merged_choices(gemm, before, {"qwen3_4b_down_t1": {"stages": 5}}) == {
@@ -85,7 +85,7 @@ def test_a_choice_replaces_that_of_another_case_of_the_same_shapes() -> None:
     }
 
 
-def test_wants_a_gpu(monkeypatch) -> None:
+def test_needs_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tune", "--op", "append_decode"])
     with pytest.raises(SystemExit, match="needs a GPU, not"):
         tune.main()

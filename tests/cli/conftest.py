@@ -29,7 +29,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_arguments(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options of ``generate`` for an engine of few buckets, compiled once for the session."""
+    """Options of ``generate`` for an engine with few buckets, compiled once for the session."""
     sizes = {"--max-num-seqs": 2, "--max-num-batched-tokens": 64, "--max-model-len": 128}
     arguments = [f"{name}={value}" for name, value in sizes.items()]
     return [

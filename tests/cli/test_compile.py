@@ -1,4 +1,4 @@
-"""Bundles by the command line: written whole, used instead of compiling, refused when other."""
+"""Bundles on the command line: written whole, used instead of compiling, refused if different."""
 
 import json
 import subprocess
@@ -33,8 +33,9 @@ def no_weights(self: SafetensorsCheckpoint, name: str) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_flags_of_xla() -> Iterator[None]:
-    """A bundle names those it was compiled with, and ``make test`` sets some: for other tests, too,
-    so XLA reads them before.
+    """Remove XLA's flags, which a bundle records and ``make test`` sets.
+
+    Other tests need them, so XLA reads them before.
     """
     jax.jit(lambda: 0).lower().compile()
     with pytest.MonkeyPatch.context() as patch:
@@ -75,7 +76,7 @@ def edited(bundle: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, Any]],
 
 
 def test_generate_from_a_bundle(bundle: Path, model_folder: Path, tmp_path: Path) -> None:
-    """No flag is repeated, nothing is compiled, and the answer is that of the same engine."""
+    """No flag is repeated, nothing is compiled, and the answer equals the same engine's."""
     arguments = ("generate", "-m", model_folder, "--json", "--temperature=0", "--max-tokens=9")
     cache = f"--cache-dir={tmp_path}"
     packed = run(*arguments, f"--bundle={bundle}", cache, "--stats", "hello")
@@ -96,8 +97,8 @@ print(*sys.modules)
 """
 
 
-def test_who_traces_nothing_imports_no_modules_of_flax(bundle: Path, model_folder: Path) -> None:
-    """That, Jinja, tokenizers and gguf were 0.17 of 0.79 s of imports."""
+def test_a_bundle_is_run_without_importing_flax(bundle: Path, model_folder: Path) -> None:
+    """Flax, Jinja, tokenizers and gguf took 0.17 of 0.79 s of imports."""
     command = (sys.executable, "-c", START, model_folder, bundle)
     modules = subprocess.check_output(command, text=True).split()
     assert "jax" in modules
@@ -148,7 +149,7 @@ def test_misfit(
     model_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One sentence with both values; no weights are read and nothing is compiled instead."""
+    """The error has both values; no weights are read and nothing is compiled instead."""
     monkeypatch.setattr(SafetensorsCheckpoint, "read", no_weights)
     monkeypatch.delattr(exec_compile, "compile_all")
     folder = edited(lambda manifest: manifest["fingerprint"][part].update({field: "0.0.1"}))
@@ -156,7 +157,7 @@ def test_misfit(
         LLM(str(model_folder), bundle=folder)
 
 
-def test_executable_that_the_manifest_forgot(
+def test_executable_missing_in_the_manifest(
     edited: Callable[..., Path], model_folder: Path
 ) -> None:
     folder = edited(lambda manifest: manifest["executables"].pop("d1"))
@@ -195,7 +196,7 @@ def test_damage(damage: str, edited: Callable[..., Path], model_folder: Path) ->
         LLM(str(model_folder), bundle=folder)
 
 
-def test_the_same_bundle_may_be_there(bundle: Path, model_folder: Path) -> None:
+def test_the_folder_may_hold_the_same_bundle(bundle: Path, model_folder: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in bundle.iterdir()}
     result = run("compile", model_folder, *SIZES, "--page-size=8", "-o", bundle)
     assert result.exit_code == 0
@@ -210,7 +211,7 @@ def test_more_pages_than_can_be_used_are_the_same_plan(bundle: Path, model_folde
         LLM(str(model_folder), bundle=bundle, num_pages=9)
 
 
-def test_another_bundle_is_there(bundle: Path, model_folder: Path) -> None:
+def test_the_folder_holds_another_bundle(bundle: Path, model_folder: Path) -> None:
     result = run("compile", model_folder, *SIZES, "-o", bundle)
     assert result.exit_code == 1
     assert "exists already and is no such bundle" in result.stderr
@@ -218,7 +219,7 @@ def test_another_bundle_is_there(bundle: Path, model_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_something_else_is_there(kind: str, model_folder: Path, tmp_path: Path) -> None:
+def test_the_folder_holds_something_else(kind: str, model_folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "output"
     if kind == "file":
         output.write_text("mine")
@@ -295,5 +296,5 @@ def test_tuned_choices_of_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["m", "--bundle=b"], ["--bundle=b", "--dtype=float32"]])
-def test_inspect_wants_one_thing(arguments: list[str]) -> None:
+def test_inspect_needs_a_model_or_a_bundle(arguments: list[str]) -> None:
     assert run("inspect", *arguments).exit_code == 2

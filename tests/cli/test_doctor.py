@@ -1,4 +1,4 @@
-"""``jaxinfer doctor``: a healthy machine passes, each broken thing is named and fails."""
+"""``jaxinfer doctor``: a healthy machine passes, each broken part is named and fails."""
 
 import dataclasses
 import json

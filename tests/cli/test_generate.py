@@ -1,4 +1,4 @@
-"""``jaxinfer generate`` on a tiny model: prompts in, text or JSON out, errors in between."""
+"""``jaxinfer generate`` on a tiny model: prompts in, text or JSON out, errors."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def test_stats(generate: Generate) -> None:
     assert {"compile", "load", "prompt", "peak RSS"} < set(lines)
 
 
-def test_stats_tell_the_seed_that_was_used(generate: Generate) -> None:
+def test_stats_report_the_seed(generate: Generate) -> None:
     lines = generate("--stats", "--max-tokens=1", "--seed=7", "x").stderr
     assert "seed 7 (flag)" in lines and "seed None" not in lines
 
@@ -106,7 +106,7 @@ def test_engine_flags_change_no_token(flag: str, generate: Generate) -> None:
 
 
 @pytest.mark.parametrize("bad", ["", "x" * 500], ids=["empty", "too_long"])
-def test_a_bad_prompt_leaves_the_others_unharmed(bad: str, generate: Generate) -> None:
+def test_an_invalid_prompt_does_not_affect_the_others(bad: str, generate: Generate) -> None:
     result = generate("--json", "--max-tokens=2", "good", bad, "fine")
     assert result.exit_code == 1
     good, error, fine = records(result)
@@ -169,10 +169,10 @@ def test_chat_with_a_model_that_has_no_template(
     [(2, [], 4096), (3500, [], 4096), (3500, ["--max-tokens=500"], None), (5000, [], None)],
     ids=["short", "longest", "long_answer", "long_prompt"],
 )
-def test_a_lone_prompt_gets_the_context_it_may_need(
+def test_a_single_prompt_gets_the_context_it_may_need(
     length: int, arguments: list[str], enough: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One size for nearly all prompts; others get the engine's own, up to the whole context."""
+    """Nearly all prompts share one size; others get the engine's own, up to the whole context."""
 
     def built(model: str | None, **settings: Any) -> None:
         pages = settings.get("num_pages")

@@ -1,4 +1,4 @@
-"""The command group: exit codes, the shape of errors, and what they import."""
+"""The command group: exit codes, the format of errors, and imports."""
 
 import os
 import subprocess
@@ -81,12 +81,12 @@ main()
 LATIN_1 = {**os.environ, "PYTHONIOENCODING": "latin-1"}
 
 
-def test_a_pipe_gets_utf8_whatever_the_locale() -> None:
+def test_a_pipe_gets_utf8_in_any_locale() -> None:
     said = subprocess.check_output([sys.executable, "-c", SAYS, "say"], env=LATIN_1)
     assert said.decode() == "café 日本\n"
 
 
-def test_a_terminal_gets_what_it_can_show() -> None:
+def test_a_terminal_gets_the_characters_it_can_show() -> None:
     reader, terminal = os.openpty()
     command = [sys.executable, "-c", SAYS, "say"]
     subprocess.run(command, stdout=terminal, env=LATIN_1, check=True)

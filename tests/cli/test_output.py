@@ -1,4 +1,4 @@
-"""Numbers for people."""
+"""Formats of numbers."""
 
 import pytest
 

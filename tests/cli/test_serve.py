@@ -1,4 +1,4 @@
-"""``jaxinfer serve`` up to the start: every flag of vLLM's, what is shown, what is refused."""
+"""``jaxinfer serve`` up to the start: every flag of vLLM's, the shown settings, the refusals."""
 
 import dataclasses
 import os
@@ -23,11 +23,11 @@ from jaxinfer.core.server_config import ServerConfig
 
 JAXINFER = str(Path(sys.executable).with_name("jaxinfer"))
 
-type Running = tuple[subprocess.Popen[str], str]  # and its URL
+type Running = tuple[subprocess.Popen[str], str]  # the process and its URL
 
 
 class Started:
-    """What the last ``jaxinfer serve`` would have started with."""
+    """The settings of the last ``jaxinfer serve`` that would have started."""
 
     engine: EngineConfig
     server: ServerConfig
@@ -54,7 +54,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     return started
 
 
-# the rows of vLLM's table, as its users write them: flags -> settings
+# the rows of vLLM's table in its users' spelling: flags -> settings
 SET: dict[str, dict[str, Any]] = {
     "some/model": {"model": "some/model"},
     "--model some/model": {"model": "some/model"},
@@ -249,7 +249,7 @@ def test_a_template_from_a_file(started: Started, tmp_path: Path) -> None:
 
 
 def test_the_server_process_needs_no_jax() -> None:
-    """Everything that ``_serve`` imports before the engine's own process does."""
+    """Import everything that ``_serve`` imports before the engine's own process starts."""
     script = (
         "import sys, jaxinfer.cli.serve, jaxinfer.server.routes.app, jaxinfer.server.http.run, "
         "jaxinfer.engine.link.process; print('jax' in sys.modules, 'flax' in sys.modules)"
@@ -257,7 +257,7 @@ def test_the_server_process_needs_no_jax() -> None:
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "False False\n"
 
 
-# a process of the engine's that only notes what there is when it is started
+# an engine process that only records the modules imported at its start
 SPAWNING = """
 import sys
 from jaxinfer.cli.main import main
@@ -287,10 +287,10 @@ def test_the_engine_is_started_before_the_server_is_imported() -> None:
     assert done.returncode == 1 and f"port {port} is in use" in done.stderr
     imported, ended = done.stdout.splitlines()
     assert imported == ""
-    assert int(ended) == -signal.SIGKILL  # nothing is left of a start that failed
+    assert int(ended) == -signal.SIGKILL  # a failed start leaves no process
 
 
-def test_what_reading_the_tokenizer_took_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_reading_the_tokenizer_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
     class Process:
@@ -343,7 +343,7 @@ def test_a_server_from_start_to_end(server: Running) -> None:
             break
         time.sleep(0.1)
     assert codes[-1] == 200
-    assert 503 in codes  # it listens before the model is there
+    assert 503 in codes  # it listens before the model is loaded
     request = {"prompt": "ab", "max_tokens": 3, "temperature": 0}
     assert httpx.post(f"{url}/v1/completions", json=request).status_code == 401
     headers = {"Authorization": "Bearer hidden"}

@@ -1,4 +1,4 @@
-"""Where settings come from, and how their values are read."""
+"""The sources of settings, and the readers of their values."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file() -> None:
     }
 
 
-def test_nothing_given_is_nothing() -> None:
+def test_no_source_gives_no_settings() -> None:
     assert resolve_settings(KNOWN, {}, {}) == {}
 
 

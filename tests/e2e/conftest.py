@@ -1,6 +1,6 @@
 """The real SmolLM2-135M-Instruct, downloaded once into the user's cache, in float32.
 
-As the library has it, and as a server has it, each started once.
+Fixtures of the library's engine and of a server, each started once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def golden() -> Golden:
 
 @pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
-    """The default engine; every test that serves with it must leave no late compile behind."""
+    """The default engine; it must have no late compile after all tests that use it."""
     llm = LLM()
     yield llm
     assert llm.stats().num_late_compiles == 0

@@ -1,4 +1,4 @@
-"""64 requests on real weights: the same tokens however the work is cut. Minutes long: nightly."""
+"""64 requests on real weights give the same tokens in every schedule. Takes minutes: nightly."""
 
 from __future__ import annotations
 

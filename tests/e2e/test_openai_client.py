@@ -1,6 +1,6 @@
 """The official ``openai`` client against ``jaxinfer serve``, the command as users start it.
 
-Its engine is the default one, so that nothing is compiled that the other tests here have already.
+Its engine is the default one, so that it shares the executables of the other tests here.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def test_stop(client: OpenAI, model: str) -> None:
 # chats
 
 
-def test_a_chat_is_what_the_library_answers(client: OpenAI, model: str, llm: LLM) -> None:
+def test_a_chat_equals_the_librarys_answer(client: OpenAI, model: str, llm: LLM) -> None:
     answer = client.chat.completions.create(model=model, messages=CHAT, **GREEDY)
     (output,) = llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=24))
     (choice,) = answer.choices
@@ -246,7 +246,7 @@ def stats(client: OpenAI) -> Any:
     return client.get(str(client.base_url).replace("/v1/", "/stats"), cast_to=object)
 
 
-# what vLLM has and OpenAI has not
+# fields of vLLM that OpenAI does not have
 
 
 def extra(part: Any) -> dict[str, Any]:

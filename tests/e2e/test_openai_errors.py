@@ -31,7 +31,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_bad_requests_name_the_field(client: OpenAI, model: str, case: str) -> None:
+def test_invalid_requests_name_the_field(client: OpenAI, model: str, case: str) -> None:
     fields, param = WRONG[case]
     request: dict[str, Any] = {"model": model, "messages": CHAT, **fields}
     with pytest.raises(openai.BadRequestError) as caught:

@@ -1,4 +1,4 @@
-"""What a lone prompt takes of a laptop's memory: at most 2.5 times SmolLM2's weights."""
+"""The memory that a single prompt takes: at most 2.5 times SmolLM2's weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMAND = "from jaxinfer.cli.main import main; main()"
 
 @pytest.mark.nightly
 def test_first_run_and_later_ones(tmp_path: Path) -> None:
-    """The first compiles and dequantises, the second loads both from the cache."""
+    """The first run compiles and dequantises, the second loads both from the cache."""
     command = [sys.executable, "-c", COMMAND, "generate", "--stats", "--max-tokens=8", "Hello"]
     environment = {**os.environ, "JAXINFER_CACHE_DIR": os.fspath(tmp_path)}
     for _ in range(2):

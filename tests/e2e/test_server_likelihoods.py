@@ -1,7 +1,7 @@
-"""Log-likelihoods of HellaSwag's choices, asked of the server, against transformers' own.
+"""Log-likelihoods of HellaSwag's choices from the server, compared with transformers'.
 
-The same weights on both sides. What `bench.hellaswag` does with lm-eval, without lm-eval: each
-choice's own number, not the score.
+Both use the same weights. It is `bench.hellaswag` without lm-eval, and compares each choice's
+likelihood, not the score.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def url() -> Iterator[str]:
 
 
 def clean(text: str) -> str:
-    """HellaSwag as everybody evaluates it: without WikiHow's marks in brackets."""
+    """HellaSwag's usual preprocessing: remove WikiHow's marks in brackets."""
     unmarked = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return unmarked.replace("  ", " ")
 
 
 def likelihoods(url: str, context: list[int], prompts: list[list[int]]) -> list[float]:
-    """Sum over each prompt's tokens after the context; the generated token is not part of it."""
+    """Sum over each prompt's tokens after the context, without the generated token."""
     fields = {"prompt": prompts, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
     request = urllib.request.Request(
         f"{url}/v1/completions",
@@ -54,7 +54,7 @@ def likelihoods(url: str, context: list[int], prompts: list[list[int]]) -> list[
 
 
 @pytest.mark.nightly
-def test_every_choice_is_as_likely_as_transformers_says(url: str) -> None:
+def test_log_likelihoods_equal_transformers(url: str) -> None:
     tokenizer = load_tokenizer(real_spec("smollm2"))
     reference = json.loads((DATA / "hellaswag_200_smollm2.json").read_text())["rows"]
     with gzip.open(DATA / "hellaswag_200.jsonl.gz", "rt") as file:

@@ -1,4 +1,4 @@
-"""The default model through the public API against Hugging Face transformers."""
+"""The default model through the public API, compared with Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_greedy_tokens_are_transformers_tokens(llm: LLM, golden: Golden) -> None
         if len(different):
             assert golden.margin[row, different[0]] < 1e-4, f"prompt {row}, token {different[0]}"
             ties += 1
-    assert ties <= 1  # the smallest margin of the reference is 1.3e-3: none is expected
+    assert ties <= 1  # the reference's smallest margin is 1.3e-3: no tie is expected
 
 
 def test_logprobs_are_transformers_logprobs(llm: LLM, golden: Golden) -> None:

@@ -9,7 +9,7 @@ import pytest
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.facts import ModelFacts, facts_of_configs
-from jaxinfer.server.openai.fields import within
+from jaxinfer.server.openai.fields import limit_max_tokens
 
 
 def facts(
@@ -118,5 +118,5 @@ def test_a_server_gives_no_more_than_the_models_limit() -> None:
     most = facts({"max_new_tokens": 7}).max_new_tokens
     assert most == 7
     for asked, given in ((None, 7), (100, 7), (7, 7), (3, 3)):
-        assert within(SamplingParams(max_tokens=asked), most).max_tokens == given
-    assert within(SamplingParams(max_tokens=None), None).max_tokens is None
+        assert limit_max_tokens(SamplingParams(max_tokens=asked), most).max_tokens == given
+    assert limit_max_tokens(SamplingParams(max_tokens=None), None).max_tokens is None

@@ -1,4 +1,4 @@
-"""Calls of the API of a running server, over HTTP.
+"""Calls of a running server's API over HTTP.
 
 Owns: ``ask`` for an answer, ``events`` for a stream, ``refusal`` for an error.
 """
@@ -21,14 +21,14 @@ CHAT_IDS = [TINY_BOS_ID, 259, *b"hi", TINY_EOS_ID, 260]
 
 
 def ask(server: Serving, path: str, **fields: Any) -> Any:
-    """What is answered to a POST of the fields."""
+    """The JSON answer to a POST of the fields."""
     response = server.post(path, **fields)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def error_of(response: httpx.Response, status: int) -> Any:
-    """The error that a response is; checks its form."""
+    """The error in a response; checks its form."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     body = response.json()
@@ -38,7 +38,7 @@ def error_of(response: httpx.Response, status: int) -> Any:
 
 
 def refusal(server: Serving, path: str, **fields: Any) -> Any:
-    """What is wrong with the fields."""
+    """The error for these fields."""
     return error_of(server.post(path, **fields), 400)
 
 
@@ -52,8 +52,9 @@ def events(response: httpx.Response) -> list[Any]:
 
 
 def same(got: Any, expected: Any) -> bool:
-    """The same but for rounding, which differs with the rows that shared a step: two prompts of a
-    request may reach the engine a step apart.
+    """Equality except for rounding, which differs with the rows of a step.
+
+    Two prompts of a request may reach the engine one step apart.
     """
     if isinstance(expected, float):
         return got == pytest.approx(expected, abs=1e-4)

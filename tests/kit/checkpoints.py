@@ -1,7 +1,7 @@
 """Tiny checkpoints made on the fly: Hugging Face folders, GGUF files, wheels.
 
-The GGUF side takes names and layouts from the ``gguf`` package and from llama.cpp's converter, not
-from jaxinfer, so that reading them back is a comparison with something else.
+The GGUF part takes names and layouts from the ``gguf`` package and from llama.cpp's converter, not
+from jaxinfer, so that reading the files is an independent check.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def tiny_llama_config(**changes: Any) -> HFConfig:
 
 
 def tiny_qwen2_config(**changes: Any) -> HFConfig:
-    """The same sizes with biased queries, keys and values, and its own head."""
+    """The same sizes with biases of queries, keys and values, and an untied head."""
     return tiny_llama_config(
         architectures=["Qwen2ForCausalLM"], model_type="qwen2", tie_word_embeddings=False
     ) | (changes)
 
 
 def tiny_qwen3_config(**changes: Any) -> HFConfig:
-    """The same sizes with normed queries and keys."""
+    """The same sizes with norms of queries and keys."""
     return tiny_llama_config(architectures=["Qwen3ForCausalLM"], model_type="qwen3") | changes
 
 
@@ -127,7 +127,7 @@ def write_hf_folder(
     shards: int = 1,
     index: bool = True,
 ) -> Path:
-    """``config.json`` and, when there are tensors, safetensors files; returns ``folder``."""
+    """Write ``config.json`` and, if there are tensors, safetensors files; return ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     if tensors is None:
@@ -158,10 +158,10 @@ def write_gguf(
     extra: Mapping[str, np.ndarray] | None = None,
     special: Mapping[int, str] | None = None,
 ) -> Path:
-    """What llama.cpp's converter makes of a checkpoint; matrices are stored as ``kind``.
+    """Write a GGUF file as llama.cpp's converter does; matrices are stored as ``kind``.
 
     ``metadata`` adds or replaces keys of plain values, ``extra`` adds tensors by GGUF name,
-    ``special`` makes tokens control tokens of that text.
+    ``special`` makes tokens control tokens with that text.
     """
     arch = config["model_type"]
     writer = gguf.GGUFWriter(path, arch)
@@ -197,7 +197,7 @@ def write_wheel(
     *,
     compressed: bool = False,
 ) -> Path:
-    """A wheel that pip accepts, with ``files`` by their path inside it."""
+    """A wheel that pip accepts, with ``files`` by their path in it."""
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{package}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
@@ -247,7 +247,7 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
 def _write_tokenizer(
     writer: gguf.GGUFWriter, config: Mapping[str, Any], special: Mapping[int, str]
 ) -> None:
-    last = config["vocab_size"] - 1  # what the one merge makes
+    last = config["vocab_size"] - 1  # the result of the one merge
     words = [*(chr(ord("!") + i) for i in range(last)), "!!"]
     tokens = [special.get(i, word) for i, word in enumerate(words)]
     normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL

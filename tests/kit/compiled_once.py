@@ -1,7 +1,4 @@
-"""Modules that are compiled once for all tests of a process.
-
-Owns: ``compiled_once``.
-"""
+"""``compiled_once``: each module is compiled once for all tests of a process."""
 
 from __future__ import annotations
 
@@ -19,30 +16,31 @@ from jaxinfer.engine.loop.late_compiles import COMPILE_EVENT
 
 @contextmanager
 def compiled_once() -> Iterator[None]:
-    """While it lasts, no module is compiled again with the same options: XLA makes the same of it.
+    """Within the context, no module is compiled again with the same options.
 
-    It is told as a compilation all the same, so that alarms hear of it.
+    XLA would produce the same executable. A compilation is reported in each case, so that alarms
+    notice it.
     """
-    compile_anew = jax.stages.Lowered.compile
+    compile_original = jax.stages.Lowered.compile
     made: dict[Any, jax.stages.Compiled] = {}
 
     def compiled(
         self: jax.stages.Lowered, compiler_options: dict[str, Any] | None = None, **others: Any
     ) -> jax.stages.Compiled:
         lowering: Any = self._lowering
-        beside = lowering.compile_args
-        # what calls a function of Python's, or holds an array, does not say in its text which
-        untold = [beside[name] for name in ("host_callbacks", "keepalive", "mut")]
-        if others or any(untold) or lowering.const_args:
-            return compile_anew(self, compiler_options, **others)
+        compile_args = lowering.compile_args
+        # the text of a module that calls a Python function, or holds an array, does not identify it
+        unidentified = [compile_args[name] for name in ("host_callbacks", "keepalive", "mut")]
+        if others or any(unidentified) or lowering.const_args:
+            return compile_original(self, compiler_options, **others)
         options = (*lowering._compiler_options_kvs, *sorted((compiler_options or {}).items()))
-        arguments = (self.in_tree, self.args_info, sorted(beside["kept_var_idx"]))
-        wanted = f"{self.as_text()}{arguments}{self.out_tree}{options}"
-        digest = hashlib.sha256(wanted.encode()).digest()
+        arguments = (self.in_tree, self.args_info, sorted(compile_args["kept_var_idx"]))
+        identity = f"{self.as_text()}{arguments}{self.out_tree}{options}"
+        digest = hashlib.sha256(identity.encode()).digest()
         if digest in made:
             jax.monitoring.record_event_duration_secs(COMPILE_EVENT, 0.0)
         else:
-            made[digest] = compile_anew(self, compiler_options)
+            made[digest] = compile_original(self, compiler_options)
         return made[digest]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,4 @@
-"""Executables that count their calls.
-
-Owns: ``Counted``.
-"""
+"""Executables that count their calls."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from jaxinfer.exec.compile.build import Executables
 
 
 class Counted:
-    """The same executables, with their calls by name."""
+    """The given executables, with counts of their calls by name."""
 
     def __init__(self, executables: Executables) -> None:
         self.calls: Counter[str] = Counter()

@@ -56,7 +56,7 @@ def make_limits(**changes: Any) -> Limits:
 
 
 def make_request(request_id: str, prompt: Sequence[int], **changes: Any) -> Request:
-    """A request with the sampling fields among ``changes`` put where they belong."""
+    """A request; the sampling fields among ``changes`` go into its sampling parameters."""
     top = {
         name: changes.pop(name)
         for name in ("eos_token_ids", "arrival", "priority", "cache_salt", "pools")
@@ -80,7 +80,7 @@ class Drive:
 
     limits: Limits
     depth: int = 2
-    twice: bool = False  # make every call twice and hold that it is pure
+    twice: bool = False  # make every call twice and check that it is pure
     plans: list[StepPlan] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
     last: ScheduleOutput = field(default_factory=lambda: ScheduleOutput(None, ()))
@@ -104,9 +104,9 @@ class Drive:
         return self.last
 
     def tick(self, *events: Event) -> ScheduleOutput:
-        """One turn of the engine's loop: wait for a step if ``depth`` are in flight, then call.
+        """One iteration of the engine's loop: wait if ``depth`` steps are in flight, then call.
 
-        A turn that finds nothing to launch waits for the oldest step in the next one.
+        After an iteration that launched no step, the next one waits for the oldest step.
         """
         done: list[Event] = []
         if self.flying and (len(self.flying) >= self.depth or self.last.step is None):
@@ -114,7 +114,7 @@ class Drive:
         return self.call(*done, *events)
 
     def arrive(self, *requests: Request) -> ScheduleOutput:
-        """A turn in which these arrive."""
+        """An iteration in which these requests arrive."""
         return self.tick(*(Arrive(request) for request in requests))
 
     def _scheduled(self, events: tuple[Event, ...]) -> tuple[SchedulerState, ScheduleOutput]:
@@ -129,7 +129,7 @@ class Drive:
         return first
 
     def finish(self, max_turns: int = 100_000) -> None:
-        """Turns until every request has ended and every step is committed."""
+        """Iterations until every request has ended and every step is committed."""
         for _ in range(max_turns):
             if not self.state.num_unfinished and not self.flying:
                 return
@@ -139,7 +139,7 @@ class Drive:
         raise AssertionError("the run does not end")
 
     def tokens(self) -> dict[str, list[int]]:
-        """All tokens delivered, by request."""
+        """All delivered tokens, by request."""
         out: dict[str, list[int]] = {}
         for event in self.events:
             out.setdefault(event.request_id, []).extend(event.token_ids)

@@ -1,4 +1,4 @@
-"""Talking to an engine in a process of its own.
+"""Calls of an engine in a process of its own.
 
 Owns: ``talk`` and ``answer``.
 """
@@ -23,7 +23,7 @@ type Running = tuple[EngineProcess, EngineFacts]
 
 
 def talk(running: Running, scenario: Scenario) -> None:
-    """Run a scenario with a client; the engine is ended with it."""
+    """Run a scenario with a client, then end the engine."""
     link, facts = running
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Engines over tiny random models, for tests of everything above the step.
+"""Engines over tiny random models, for tests of the code above the step.
 
 Owns: ``tiny_engine`` and ``run``. Each executable is compiled once for all engines of a session.
 """
@@ -26,7 +26,7 @@ from kit.tiny_models import tiny_model
 from kit.tokenizers import tiny_tokenizer_spec
 
 MAX_PAGES = 129
-EOS = 319  # beyond the tiny tokenizer's ids, so that text never ends by chance
+EOS = 319  # beyond the tiny tokenizer's ids, so that no text ends by chance
 
 
 def tiny_limits(
@@ -39,7 +39,7 @@ def tiny_limits(
     enable_prefix_caching: bool = True,
     windows: tuple[int | None, ...] = (None,),
 ) -> Limits:
-    """Small enough that page edges, chunks and full slots are met at once."""
+    """Small limits, so that page edges, chunks and full slots occur at once."""
     return Limits(
         num_pages=num_pages,
         page_size=page_size,
@@ -62,7 +62,7 @@ def tiny_limits(
 def tiny_executor(limits: Limits, model_name: str = "llama") -> Executor:
     """A real executor over a tiny model."""
     model, params = tiny_model(model_name)
-    # a smaller pool and no prefix caching are the scheduler's business: share the executables
+    # a smaller pool and no prefix caching only concern the scheduler: the executables are shared
     program = Program(model, replace(limits, num_pages=MAX_PAGES, enable_prefix_caching=True))
     by_name = {name: _compiled(_program_of(name, program), name) for name in program.names()}
     executables = Executables(by_name, compiled=0, workspace_bytes=0)
@@ -70,14 +70,14 @@ def tiny_executor(limits: Limits, model_name: str = "llama") -> Executor:
 
 
 def _program_of(name: str, program: Program) -> Program:
-    """What is left of a program when nothing else is compiled: the same for many engines."""
+    """The program with a single executable, which many engines share."""
     own = tuple(bucket for bucket in program.limits.buckets if bucket.name == name)
     return Program(program.model, replace(program.limits, buckets=own, max_num_batched_tokens=1))
 
 
 @cache
 def _compiled(program: Program, name: str) -> Compiled:
-    # LLVM's optimiser takes a third of the time; tests/e2e compiles what users run
+    # LLVM's optimiser takes a third of the time; tests/e2e compiles with it, as users do
     return program.trace(name).lower().compile({"xla_backend_optimization_level": 0})
 
 
@@ -141,7 +141,7 @@ def run(
 
 
 def drain(engine: Engine, collectors: dict[str, Collector]) -> None:
-    """Step until nothing is left to do."""
+    """Step until the engine has no work."""
     while engine.has_work:
         for delta in engine.step().deltas:
             assert not delta.error, delta.error

@@ -1,4 +1,4 @@
-"""Tiny GGUF files whose metadata scales rope in every way that llama.cpp reads.
+"""Tiny GGUF files with every kind of rope scaling that llama.cpp reads.
 
 Owns: the cases, and the tokens on which they are compared. Run as a program, it writes the files
 into a folder for ``golden/make_gguf_rope.py``.
@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def write_case(folder: Path, name: str) -> Path:
-    """The GGUF file of one case; the weights are larger than usual, so that positions matter."""
+    """The GGUF file of one case, with weights large enough for positions to have an effect."""
     arch = name.split("/")[0]
     config = _CONFIGS[arch]
     tensors = random_hf_tensors(build_model(config, "float32"))

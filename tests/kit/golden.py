@@ -1,7 +1,4 @@
-"""The golden greedy answers of SmolLM2, as arrays.
-
-Owns: reading them.
-"""
+"""The golden greedy answers of SmolLM2, as arrays."""
 
 from __future__ import annotations
 
@@ -15,18 +12,18 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "smollm2_greedy.safeten
 
 
 class Golden(NamedTuple):
-    """What transformers answered, greedily, on the same dequantised weights."""
+    """Greedy answers of transformers on the same dequantised weights."""
 
     prompts: list[list[int]]
     tokens: np.ndarray  # int[30, 64]
-    margin: np.ndarray  # float[30, 64]: logit distance between its choice and its second choice
+    margin: np.ndarray  # float[30, 64]: logit distance between the first and the second choice
     topk_steps: np.ndarray  # int[3]
     topk_ids: np.ndarray  # int[30, 3, 20]
     topk_logprobs: np.ndarray  # float[30, 3, 20]
 
 
 def read_golden() -> Golden:
-    """The committed file."""
+    """Read the committed file."""
     data = load_file(GOLDEN)
     ends = np.cumsum(data["prompt_lens"])[:-1]
     prompts = [part.tolist() for part in np.split(data["prompt_tokens"], ends)]

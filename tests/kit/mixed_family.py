@@ -1,7 +1,7 @@
-"""A family of one's own: every kind of layer that the step's contract has room for, in one model.
+"""A model family defined outside the library, with every kind of layer that the step allows.
 
 Its layers mix a window of keys and values, a latent per token, a recurrent state per sequence, and
-a toy mixture of experts whose weights are 8-bit values with scales. The library does not know it.
+a toy mixture of experts with 8-bit weights and scales. The library does not contain it.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ FAMILY = ModelFamily("mixed", ("MixedForTests",), lambda *_: MixedConfig(kinds=(
 
 
 def mixed_model(*kinds: str) -> tuple[Model, Params]:
-    """A model with these mixers, and random parameters in which every part shows."""
+    """A model with these mixers, and random parameters with which every part has an effect."""
     model = Model(FAMILY, "MixedForTests", MixedConfig(kinds=kinds))
     arrays = built_arrays(model, mixed_tensors(model))
     return model, nested({path: jnp.asarray(array) for path, array in arrays.items()})

@@ -1,6 +1,6 @@
-"""What a reference names, resolved as the engine does it.
+"""Resolves a model reference as the engine does.
 
-Owns: ``resolve``, and ``load`` as far as headers allow.
+Owns: ``resolve``, and ``load``, which stops after the headers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from jaxinfer.weights.sources import ModelSource, resolve_source
 
 
 def resolve(reference: Path | str, **options: Any) -> ModelSource:
-    """The model that a reference names."""
+    """The source of a reference."""
     options = {"cache_dir": Path("unused"), "progress": NoProgress()} | options
     return resolve_source(str(reference), **options)
 
 
 def load(reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load as far as headers allow: reading any tensor fails the test."""
+    """Load without reading a tensor: reading any tensor fails the test."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("data was read before all headers were checked")

@@ -1,6 +1,6 @@
-"""What tests share that ask one server with the official ``openai`` client.
+"""Shared parts of tests that use one server with the official ``openai`` client.
 
-Owns: how that server is set, a chat to begin with, ``endless``.
+Owns: the server's settings, a first chat, ``endless``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHAT: list[Any] = [{"role": "user", "content": QUESTION}]
 
 
 def endless(client: OpenAI, model: str) -> Stream[Completion]:
-    """A stream that only its reader ends."""
+    """A stream that ends only when its reader closes it."""
     return client.completions.create(
         model=model,
         prompt="Once upon a time",

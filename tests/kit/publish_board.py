@@ -1,8 +1,8 @@
-"""What publish's Triton kernel writes into memory: ``python -m kit.publish_board``.
+"""Memory writes of publish's Triton kernel: ``python -m kit.publish_board``.
 
-A process of its own, with TRITON_INTERPRET=1, as ``kit.triton_sweep``. The memory is none of the
-launch's arrays, so the watch over these is off. Prints one JSON object: the result, the entries
-of two rows more than there are, and the same of a call with address 0.
+A process of its own, with TRITON_INTERPRET=1, as ``kit.triton_sweep``. The memory belongs to none
+of the launch's arrays, so the check of accesses is off. Prints one JSON object: the result, the
+entries of two rows beyond the last, and the same of a call with address 0.
 """
 
 import json

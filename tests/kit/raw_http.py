@@ -1,4 +1,4 @@
-"""HTTP by hand: clients that vanish, dawdle, or send what no library would.
+"""HTTP by hand: clients that disconnect, read slowly, or send invalid bytes.
 
 Owns: ``RawClient``, and reading event streams.
 """
@@ -13,12 +13,12 @@ from contextlib import suppress
 from http.client import HTTPResponse
 from typing import Any, NamedTuple
 
-SECONDS = 30.0  # after which a test gives up waiting
+SECONDS = 30.0  # after which a test stops waiting
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 
 
 class Reply(NamedTuple):
-    """A whole answer."""
+    """A whole response."""
 
     status: int
     headers: dict[str, str]  # names in lower case
@@ -31,7 +31,7 @@ class Reply(NamedTuple):
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error that the body is; checks its form."""
+        """The error in the body; checks its form."""
         assert self.status >= 400, self
         error = self.json["error"]
         assert set(error) == {"message", "type", "param", "code"} and error["message"], error
@@ -53,7 +53,7 @@ class RawClient:
         self._taken = b""
         self._socket = socket.socket()
         self._socket.settimeout(SECONDS)
-        if receive_buffer is not None:  # before connect, which tells the window
+        if receive_buffer is not None:  # before connect, which announces the window
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         try:
             self._socket.connect(("127.0.0.1", port))
@@ -74,11 +74,11 @@ class RawClient:
         return self
 
     def post(self, path: str, **fields: Any) -> RawClient:
-        """Send a request; ``reply`` reads the answer."""
+        """Send a request; ``reply`` reads the response."""
         return self.post_body(path, json.dumps(fields).encode())
 
     def post_body(self, path: str, body: bytes, *headers: str) -> RawClient:
-        """Send any body; a header given here stands in the place of the usual one."""
+        """Send any body; a header given here replaces the usual one."""
         lines = {
             "host": "host: localhost",
             "connection": "connection: close",
@@ -95,16 +95,16 @@ class RawClient:
         return self.send(head.encode())
 
     def wait(self) -> RawClient:
-        """Return once the answer has begun."""
+        """Return once the response has begun."""
         self._socket.recv(1, socket.MSG_PEEK)
         return self
 
     def read_byte(self) -> None:
-        """Take one byte of the answer off the wire; ``reply`` still has it."""
+        """Read one byte of the response; ``reply`` still returns it."""
         self._taken += self._socket.recv(1)
 
     def reply(self) -> Reply:
-        """The whole answer."""
+        """The whole response."""
         with HTTPResponse(_Whole(self._taken, self._socket)) as response:  # type: ignore[arg-type]
             response.begin()
             headers = {name.lower(): value for name, value in response.getheaders()}
@@ -114,26 +114,26 @@ class RawClient:
         """All bytes until the server closes the connection."""
         return b"".join(iter(lambda: self._socket.recv(1 << 16), b""))
 
-    def vanish(self) -> None:
-        """Be gone, as a killed program is."""
+    def disconnect(self) -> None:
+        """Disconnect at once, like a killed program."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         self._socket.close()
 
 
 def post(port: int, path: str, **fields: Any) -> Reply:
-    """A request and its answer."""
+    """A request and its response."""
     with RawClient(port) as client:
         return client.post(path, **fields).reply()
 
 
 def get(port: int, path: str) -> Reply:
-    """A GET and its answer."""
+    """A GET and its response."""
     with RawClient(port) as client:
         return client.get(path).reply()
 
 
 class _Whole:
-    """A socket whose first bytes have been read already, as ``HTTPResponse`` wants one."""
+    """A socket whose first bytes have already been read, for ``HTTPResponse``."""
 
     def __init__(self, taken: bytes, connection: socket.socket) -> None:
         self._parts = [taken] if taken else []

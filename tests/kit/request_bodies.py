@@ -1,6 +1,6 @@
-"""Bodies of requests, read as the server reads them.
+"""Bodies of requests, parsed as in the server.
 
-Owns: the least bodies, ``read`` and ``refusal``.
+Owns: the minimal bodies, ``read`` and ``refusal``.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ KINDS = (CompletionRequest, ChatCompletionRequest, GenerateRequest)
 
 
 def minimal(kind: type) -> dict[str, Any]:
-    """The least body of a kind of request."""
+    """The minimal body of a kind of request."""
     return CHAT if kind is ChatCompletionRequest else PROMPT
 
 
 def read(body: Any, kind: type = CompletionRequest, **options: Any) -> Any:
-    """The request that a body is."""
+    """The request in a body."""
     return parse(json.dumps(body).encode(), kind, **options).request
 
 
 def refusal(body: Any, kind: type = CompletionRequest, **options: Any) -> ApiError:
-    """What is told of a body that is wrong; checks that it is short and in our own words."""
+    """The error for an invalid body; checks that it is short and not in msgspec's words."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     with pytest.raises(ApiError) as caught:
         parse(raw, kind, **options)
     error = caught.value
     assert error.status == 400
     assert error.type == "invalid_request_error"
-    assert "$" not in error.message and "`" not in error.message  # msgspec's own words
+    assert "$" not in error.message and "`" not in error.message  # as in msgspec's messages
     assert len(error.message) < 300
     return error

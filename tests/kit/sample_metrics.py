@@ -1,4 +1,4 @@
-"""Metrics of a server to which much has happened, and what they export.
+"""Metrics of a server with activity of every kind, and their export.
 
 Owns: the events, ``busy_metrics``, and reading series.
 """
@@ -67,7 +67,7 @@ def make_metrics(**options: Any) -> Metrics:
 
 
 def busy_metrics() -> Metrics:
-    """Metrics to which everything has happened."""
+    """Metrics after every kind of event."""
     metrics = make_metrics()
     metrics.request_received()
     metrics.observe(News((), (), STEPS, STATS))
@@ -81,7 +81,7 @@ def busy_metrics() -> Metrics:
 
 
 def families_of(metrics: Metrics) -> dict[str, Metric]:
-    """Each family that is exported, by its name."""
+    """Each exported family, by its name."""
     _, body = metrics.render()
     return {family.name: family for family in parse_text(body.decode())}
 

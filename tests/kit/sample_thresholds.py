@@ -1,8 +1,8 @@
 """Thresholds that sample's Triton kernels find: ``python -m kit.sample_thresholds``.
 
-A token that is drawn seldom betrays a threshold that is a little off, so this looks at the
+A token that is seldom drawn rarely reveals a threshold that is slightly wrong, so this checks the
 thresholds themselves. A process of its own, with TRITON_INTERPRET=1, as ``kit.triton_sweep``.
-Prints one JSON object: for each case the rows whose threshold is wrong.
+Prints one JSON object: for each case the rows with a wrong threshold.
 """
 
 import json
@@ -22,9 +22,9 @@ from pallas_kernels.sample.cases import HARD, MIXED, Draw, SampleCase, build
 from pallas_kernels.sample.levels import least_of
 
 ROUNDING = 2e-6  # of a sum of probabilities
-REACH = 19.5  # below the most likely token, where noise cannot lift another above it
+REACH = 19.5  # below the most likely token, where noise cannot lift another token above it
 NUCLEI = (
-    Draw(0.3, top_p=0.9),  # of few tokens, then of ever more
+    Draw(0.3, top_p=0.9),  # few tokens, then more and more
     Draw(0.4, top_p=0.99),
     Draw(1.0, top_p=0.1),
     Draw(1.0, top_p=0.9),
@@ -43,7 +43,7 @@ LARGE = (
 
 
 def thresholds(args: tuple[np.ndarray, ...]) -> np.ndarray:  # float32[B]
-    """Of each row; what a greedy one has means nothing."""
+    """The threshold of each row; a greedy row's has no meaning."""
     seen = {}
 
     def stand_in(*values: Any, kernel: Any, **params: Any) -> Any:
@@ -57,13 +57,13 @@ def thresholds(args: tuple[np.ndarray, ...]) -> np.ndarray:  # float32[B]
 
 
 def is_right(found: float, logits: np.ndarray, heat: float, k: int, p: float, share: float) -> bool:
-    """Whether a row's threshold keeps what the definition keeps."""
+    """Whether a row's threshold keeps the same tokens as the definition."""
     scaled = logits / heat
     top = scaled.max()
     weights = np.exp(scaled.astype(np.float64) - top)
     floor = float(np.sort(scaled)[-k]) if 0 < k < scaled.size else -np.inf
     floor = max(floor, float(top + np.log(share)) if share > 0 else -np.inf)
-    if found < floor:  # too low, unless it is the reach of noise that binds
+    if found < floor:  # too low, unless the reach of noise binds
         return False
     if p < 1:
         needed = p * weights[scaled >= floor].sum()
@@ -90,7 +90,7 @@ def _least(levels: Any, heats: Any, found: Any) -> None:  # float32[N] each
 
 
 def wrong_leasts() -> list[int]:
-    """Of levels, exactly those of logits among them, those that another logit is the least of."""
+    """Indices of levels with a wrong least logit; some of the levels equal a logit."""
     rng = np.random.default_rng(0)
     logits = np.append(rng.standard_normal(400) * 10, [1e-30, -1e-30, 65504, -65504, 1e30])
     heats = rng.choice([0.7, 1, 1.3, 1e-3, 50, 2 / 3], logits.size).astype(np.float32)
@@ -106,8 +106,8 @@ def wrong_leasts() -> list[int]:
 if __name__ == "__main__":
     problems: dict[str, list[int]] = {"least_of": wrong_leasts()}
     problems |= {case.name: wrong_rows(case) for case in (*SMALL, *LARGE)}
-    with patch.object(launch, "PROGRAMS", 0):  # one program a row, as in a large batch
+    with patch.object(launch, "PROGRAMS", 0):  # one CTA a row, as in a large batch
         problems |= {f"{case.name}/alone": wrong_rows(case) for case in LARGE}
-    with patch.object(launch, "FEW", 1):  # all launches, also for rows that need but one
+    with patch.object(launch, "FEW", 1):  # all launches, also for rows that need only one
         problems |= {f"{case.name}/all_launches": wrong_rows(case) for case in (*SMALL, *LARGE)}
     json.dump(problems, sys.stdout)

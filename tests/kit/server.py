@@ -1,7 +1,7 @@
 """The HTTP app on a real socket, in a thread of the test process.
 
-Owns: ``serving``. The engine is whatever the test brings, on its own thread as in
-``--disable-frontend-multiprocessing``, so that a test can look into it.
+Owns: ``serving``. The test passes the engine, which runs on its own thread as with
+``--disable-frontend-multiprocessing``, so that the test can inspect it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.routes.app import create_app
 from jaxinfer.server.routes.service import Service
 
-SECONDS = 30.0  # after which a test gives up waiting
+SECONDS = 30.0  # after which a test stops waiting
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Serving:
     loop: asyncio.AbstractEventLoop
 
     def client(self, **options: Any) -> httpx.Client:
-        """A client with the server as its base; it reads no certificates, which takes 30 ms."""
+        """A client of the server; it reads no certificates, which would take 30 ms."""
         return httpx.Client(
             base_url=self.url, timeout=SECONDS, trust_env=False, verify=False, **options
         )
@@ -52,7 +52,7 @@ class Serving:
             return client.post(path, json=fields)
 
     def wait_until_idle(self) -> None:
-        """Return once no request is open and every page is free; fail if that does not come."""
+        """Return once no request is open and every page is free; fail after a timeout."""
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
             stats = self.engine.stats()
@@ -66,9 +66,9 @@ class Serving:
 def serving(
     engine: Engine, *, send_buffer: int | None = None, **settings: Any
 ) -> Iterator[Serving]:
-    """Serve ``engine`` on a free port of this machine; the settings are those of ServerConfig.
+    """Serve ``engine`` on a free local port; the settings are those of ServerConfig.
 
-    ``send_buffer``: bytes that the kernel holds of each answer, if it shall not choose.
+    ``send_buffer``: bytes that the kernel buffers of each response, instead of its default.
     """
     config = ServerConfig(host="127.0.0.1", port=0, **settings)
     started = threading.Event()

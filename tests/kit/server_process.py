@@ -31,7 +31,7 @@ SIM_SERVE = (
 
 
 def sim_main() -> None:
-    """The command line, with engines that are simulated; the model is the script."""
+    """The command line with simulated engines; the model argument is the script."""
     from jaxinfer.cli.main import main
     from jaxinfer.engine.link import spawn
 
@@ -40,13 +40,13 @@ def sim_main() -> None:
 
 
 def sim_arguments(step_seconds: float, num_seqs: int = 64) -> tuple[str, ...]:
-    """For ``SIM_SERVE``."""
+    """Arguments for ``SIM_SERVE``."""
     script = json.dumps({"step_seconds": step_seconds, "trace_file": ""})
     return ("--model", script, "--max-num-seqs", str(num_seqs), "--served-model-name", "sim")
 
 
 class ServerProcess:
-    """A server that is ready. What it writes to stderr is in ``lines``."""
+    """A server that is ready. ``lines`` has its stderr."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.lines: list[str] = []
@@ -66,7 +66,7 @@ class ServerProcess:
         return [pid for pid in _pids() if _parent(pid) == self.pid]
 
     def wait_ready(self) -> ServerProcess:
-        """Return once the server says so."""
+        """Return once the server reports that it is ready."""
         wait_until(lambda: bool(self.port) or self._process.poll() is not None, "ready", SECONDS)
         assert self.port, self.lines
         return self
@@ -83,7 +83,7 @@ class ServerProcess:
             raise AssertionError(f"it did not end: {self.lines[-20:]}") from None
 
     def close(self) -> None:
-        """End it if it still runs."""
+        """Kill the server if it still runs."""
         self._process.kill()
         self._process.wait()
         self._reader.join(10)  # ends with the last process that may write
@@ -100,7 +100,7 @@ class ServerProcess:
 
 @contextmanager
 def server_process(*command: str, port: int = 0) -> Iterator[ServerProcess]:
-    """Run a command, which is one of the above and its arguments, until it is ready."""
+    """Run one of the commands above with its arguments until it is ready."""
     process = ServerProcess([*command, "--host", "127.0.0.1", "--port", str(port)])
     try:
         yield process.wait_ready()
@@ -109,7 +109,7 @@ def server_process(*command: str, port: int = 0) -> Iterator[ServerProcess]:
 
 
 def wait_until(true: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    """Return once it is true; fail when that takes longer."""
+    """Return once it is true; fail after a timeout."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
@@ -126,7 +126,7 @@ def _pids() -> list[int]:
 
 
 def _parent(pid: int) -> int:
-    """The parent of a running process, else 0 (also of a zombie, which nobody has waited for)."""
+    """The parent of a running process, else 0 (also of a zombie)."""
     try:
         state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

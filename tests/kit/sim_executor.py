@@ -1,7 +1,7 @@
-"""A device that takes its time: scripted tokens, steps of a given length, nothing computed.
+"""A simulated device: scripted tokens, steps of a given length, no computation.
 
 Owns: ``SimExecutor``, ``sim_engine``, and a program for ``EngineProcess`` that runs one
-(``SIM_PROGRAM``). What is left of an engine's step is the host's own work.
+(``SIM_PROGRAM``). An engine over it does only the host's work.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FIRST_TOKEN, NUM_TOKENS = 300, 20_000  # tokens of text, none of them special
 
 @dataclass(frozen=True, slots=True)
 class SimStep:
-    """When a step was given to the device, done, and known to be; the CPU seconds until then."""
+    """Times at which a step was launched, done, and collected; the CPU seconds until then."""
 
     num_rows: int
     launched: float
@@ -61,7 +61,7 @@ class SimExecutor:
     _free_at: float = 0.0
 
     def launch(self, plan: StepPlan) -> tuple[StepPlan, float, float]:
-        """Queue a step behind the others."""
+        """Queue a step after the others."""
         launched = time.monotonic()
         seconds = self.step_seconds if self._free_at else max(self.step_seconds, self.first_seconds)
         self._free_at = max(launched, self._free_at) + seconds
@@ -86,7 +86,7 @@ def _result(plan: StepPlan, row: ScheduledSeq) -> RowResult:
 
 
 def sim_limits(num_seqs: int) -> Limits:
-    """Pages enough for every sequence to fill the context."""
+    """Limits with enough pages for every sequence to fill the context."""
     return Limits(
         num_pages=1 + num_seqs * 128,
         page_size=16,
@@ -102,12 +102,12 @@ def sim_limits(num_seqs: int) -> Limits:
 
 
 def sim_facts(tokenizer: Tokenizer) -> ModelFacts:
-    """A model that never ends by itself."""
+    """A model without end tokens."""
     return ModelFacts("sim", tokenizer.vocab_size, (), SamplingParams())
 
 
 def sim_config(num_seqs: int, executor: SimExecutor, trace_file: str = "") -> EngineConfig:
-    """Settings that a child makes the same executor of; the trace is left in ``trace_file``."""
+    """Settings from which a child makes the same executor; the trace is saved in ``trace_file``."""
     script = {
         "step_seconds": executor.step_seconds,
         "first_seconds": executor.first_seconds,
@@ -149,10 +149,10 @@ def child_main() -> None:
 
 
 def write_trace(file: Path, trace: Sequence[SimStep]) -> None:
-    """As JSON."""
+    """Write a trace as JSON."""
     file.write_text(json.dumps([asdict(step) for step in trace]))
 
 
 def read_trace(file: Path) -> list[SimStep]:
-    """What ``write_trace`` wrote."""
+    """Read a file of ``write_trace``."""
     return [SimStep(**step) for step in json.loads(file.read_text())]

@@ -1,4 +1,4 @@
-"""A tiny random model for each architecture: data, so that tests run over all of them.
+"""A tiny random model for each architecture, as data, so that tests can run over all of them.
 
 Owns: the configs and the random parameters.
 """
@@ -75,18 +75,18 @@ NAMES = tuple(CONFIGS)
 
 @cache
 def tiny_model(name: str, dtype: str = "float32") -> tuple[Model, Params]:
-    """The model called ``name`` in ``CONFIGS``, with the same random parameters every time."""
+    """The model ``name`` of ``CONFIGS``, with the same random parameters every time."""
     model = build_model(CONFIGS[name], dtype)
     return model, random_params(model)
 
 
 def tiny_config(name: str) -> dict[str, Any]:
-    """Its config.json."""
+    """The config.json of ``name``."""
     return dict(CONFIGS[name])
 
 
 def random_params(model: Model, seed: int = 0) -> Params:
-    """Values large enough that every part shows in the logits and greedy choices are clear."""
+    """Random values so large that every part affects the logits and greedy choices are clear."""
     rng = np.random.default_rng(seed)
 
     def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:

@@ -1,7 +1,4 @@
-"""Tokenizers for tests: a hermetic byte-level one, and the real ones under tests/data/tokenizers.
-
-Owns: building and reading them.
-"""
+"""Tokenizers for tests: a self-contained byte-level one, and real ones in tests/data/tokenizers."""
 
 from __future__ import annotations
 
@@ -79,7 +76,7 @@ def real_spec(name: str) -> TokenizerSpec:
 
 
 def gguf_spec_of(spec: TokenizerSpec, pre: str, **more: Any) -> TokenizerSpec:
-    """The same byte-level tokenizer as a GGUF file's metadata would hold it.
+    """The same byte-level tokenizer in the metadata of a GGUF file.
 
     ``more`` are further ``tokenizer.ggml.`` entries.
     """

@@ -1,6 +1,6 @@
-"""The memory of a launch in Triton's interpreter, which must not leave its arrays.
+"""Checks that a launch in Triton's interpreter accesses only its own arrays.
 
-On a GPU an access beyond an array mostly reaches another array of the process, and nobody notices
+On a GPU an access beyond an array mostly reaches another array of the process, and stays unnoticed
 until an allocator leaves a hole there. Here it is an error.
 """
 
@@ -14,39 +14,39 @@ from unittest.mock import patch
 import numpy as np
 from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
-ALIGN = 256  # bytes, as XLA's arrays are
-LEAST_GAP = 1 << 20  # bytes
+ALIGN = 256  # bytes, as the alignment of XLA's arrays
+MIN_GAP = 1 << 20  # bytes
 
 
 class OutsideOfArrays(AssertionError):
-    """An access that does not lie in one of the launch's arrays."""
+    """An access that is not within one of the launch's arrays."""
 
 
 class LaunchMemory:
-    """Copies of the arrays that a kernel is handed, in memory of their own, far apart.
+    """Copies of a kernel's arrays in separate memory, with large gaps between them.
 
-    A gap is as large as the largest array: an index that is twice what it should be is in no other
-    array. Nobody touches the gaps, so they take no room.
+    A gap is as large as the largest array, so that an index twice as large as it should be is in no
+    other array. Gaps are not accessed, so they take no physical memory.
     """
 
     def __init__(self, kernel: str, arrays: Mapping[str, np.ndarray]) -> None:
         self._kernel = kernel
         self._names = tuple(arrays)
-        gap = max(LEAST_GAP, *(array.nbytes for array in arrays.values()))
+        gap = max(MIN_GAP, *(array.nbytes for array in arrays.values()))
         steps = [-(-(array.nbytes + gap) // ALIGN) * ALIGN for array in arrays.values()]
-        room = np.empty(gap + sum(steps) + ALIGN, np.uint8)
-        first = room.ctypes.data + gap
+        memory = np.empty(gap + sum(steps) + ALIGN, np.uint8)
+        first = memory.ctypes.data + gap
         base = -(-first // ALIGN) * ALIGN
         self._starts = base + np.cumsum([0, *steps[:-1]])  # addresses
         self.arrays: list[np.ndarray] = []
-        for array, start in zip(arrays.values(), self._starts - room.ctypes.data, strict=True):
-            copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        for array, start in zip(arrays.values(), self._starts - memory.ctypes.data, strict=True):
+            copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
             copy[...] = array
             self.arrays.append(copy)
 
     @contextmanager
     def enforced(self) -> Iterator[None]:
-        """While it lasts, an access of the interpreter outside of the arrays raises."""
+        """Within the context, an access of the interpreter outside the arrays raises."""
         builder = interpreter_builder
         load, store = builder.create_masked_load, builder.create_masked_store
         swap, update = builder.create_atomic_cas, builder.create_atomic_rmw
@@ -78,9 +78,9 @@ class LaunchMemory:
             yield
 
     def _check(self, verb: str, pointers: TensorHandle, mask: Any) -> None:
-        """That the lanes which are not masked lie in one array, all of them in the same."""
-        there = np.broadcast_to(mask, pointers.data.shape).astype(bool)
-        at = pointers.data[there].astype(np.int64)
+        """Check that all unmasked lanes are in the same array."""
+        active = np.broadcast_to(mask, pointers.data.shape).astype(bool)
+        at = pointers.data[active].astype(np.int64)
         if not at.size:
             return
         item = max(1, pointers.get_element_ty().primitive_bitwidth // 8)

@@ -1,8 +1,8 @@
 """Stand-ins for ``jax_triton.triton_call`` on a machine without a GPU.
 
-``interpreted`` runs a kernel in Triton's interpreter on numpy memory, outside of which it may not
-look; it wants a process that was started with TRITON_INTERPRET=1. ``Recorder`` runs nothing and
-notes each call; ``compile_call`` makes sm_90 machine code of one and reads what it costs.
+``interpreted`` runs a kernel in Triton's interpreter on numpy memory, outside of which accesses are
+errors; it needs a process started with TRITON_INTERPRET=1. ``Recorder`` runs nothing and records
+each call; ``compile_call`` compiles one to sm_90 machine code and reads its resources.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kit.triton_memory import LaunchMemory
 
 HOPPER = GPUTarget("cuda", 90, 32)
 LAUNCH_OPTIONS = ("num_warps", "num_stages")
-# Each sum and product of 32-bit integers would be made in 64 bits too, which took a third of the
-# time; the memory that is watched finds an index that is wrong.
+# Each sum and product of 32-bit integers would be computed in 64 bits too, which took a third of
+# the time; the memory check finds a wrong index.
 WITHOUT_OVERFLOW_CHECKS = replace(interpreter_builder.options, sanitize_overflow=False)
 TRITON_NAMES = {
     "float8_e4m3fn": "fp8e4nv",
@@ -48,10 +48,10 @@ NUMPY_TYPES = {theirs: jnp.dtype(name) for name, theirs in TRITON_NAMES.items()}
 
 @contextmanager
 def in_place_of_triton_call(stand_in: Any) -> Iterator[None]:
-    """Kernels' wrappers call ``stand_in`` while the context lasts.
+    """Within the context, the kernels' wrappers call ``stand_in``.
 
-    Jitted functions trace them but once, so what was traced outside must not serve inside, nor the
-    other way round.
+    Jitted functions trace them only once, so a trace from outside must not be used inside, and vice
+    versa.
     """
     jax.clear_caches()
     try:
@@ -62,7 +62,7 @@ def in_place_of_triton_call(stand_in: Any) -> Iterator[None]:
 
 
 class _Buffer:
-    """An array as the interpreter wants its pointers."""
+    """An array with the interface of the interpreter's pointers."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -73,7 +73,7 @@ class _Buffer:
 
 
 class _NumpyGrid(GridExecutor):
-    """The interpreter's loop over programs, on buffers that need no copies from a device."""
+    """The interpreter's loop over CTAs, on buffers that need no copies from a device."""
 
     def _init_args_hst(self, args_dev: Any, kwargs: Any) -> tuple[Any, Any]:
         return args_dev, kwargs
@@ -83,8 +83,8 @@ class _NumpyGrid(GridExecutor):
 
 
 # The interpreter keeps a bfloat16 or an 8-bit float as an integer of its bits. Its conversions lose
-# the carry of a mantissa that is rounded up, and its product takes bfloat16's bits for integers;
-# these two stand in for them, on numpy's extension types.
+# the carry of a mantissa that is rounded up, and its matmul takes bfloat16's bits for integers;
+# these two functions replace them, with numpy's extension types.
 
 
 def _float_values(bits: np.ndarray, dtype: Any) -> np.ndarray:
@@ -106,7 +106,7 @@ _numpy_type_of_scalar = cache(interpreter._get_np_dtype)
 
 
 def _numpy_type(dtype: Any) -> np.dtype:
-    """Of a type's elements; the interpreter's own makes a table of all types at every call."""
+    """The dtype of a type's elements; the interpreter's own function is slow."""
     scalar = dtype.scalar
     return np.dtype(np.uint64) if scalar.is_ptr() else _numpy_type_of_scalar(scalar)
 
@@ -133,7 +133,7 @@ def interpreted(
         grid3 = (*grid, 1, 1)[:3]
         executor = _NumpyGrid(kernel.rewrite(), kernel.arg_names, grid3)
         with (
-            # a function patches the language whenever it is called; once a launch is enough
+            # a function patches the language at every call; once a launch is enough
             patch.object(interpreter, "_patch_lang", cache(interpreter._patch_lang)),
             patch.object(interpreter, "_get_np_dtype", _numpy_type),
             patch.object(interpreter_builder, "create_dot", _dot),
@@ -153,10 +153,11 @@ def interpreted(
 
 @dataclass(frozen=True)
 class KernelCall:
-    """What decides a kernel's machine code."""
+    """The parameters that determine a kernel's machine code."""
 
     kernel: Any
-    types: tuple[tuple[str, str], ...]  # of each parameter that is no constant, as Triton says it
+    # of each parameter that is not a constant, in Triton's notation
+    types: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
     options: tuple[tuple[str, Any], ...]
 
@@ -167,7 +168,7 @@ class KernelCall:
 
 
 class Recorder:
-    """``triton_call`` that notes its calls, each kind once, and returns zeros."""
+    """A ``triton_call`` that records its calls, each kind once, and returns zeros."""
 
     def __init__(self) -> None:
         self.calls: dict[KernelCall, None] = {}
@@ -186,7 +187,7 @@ class Recorder:
         types = {
             name: f"*{TRITON_NAMES[str(x.dtype)]}" for name, x in zip(pointers, arrays, strict=True)
         }
-        # an integer, unless it is 1: to jax-triton that is a constant
+        # an integer, unless it is 1: jax-triton treats 1 as a constant
         integers = [name for name, x in given.items() if not parameters[name] and x != 1]
         constants = {name: x for name, x in given.items() if name not in integers}
         assert math.prod(grid) > 0, f"{kernel.__name__}: grid {grid}"
@@ -204,16 +205,18 @@ class Recorder:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What a compiled kernel takes of the chip, a thread and a program."""
+    """The resources that a compiled kernel takes of the SM, per thread and per CTA."""
 
     registers: int
-    spilled_bytes: int  # stores and loads of registers that had no room
+    spilled_bytes: int  # stores and loads of spilled registers
     shared_bytes: int
 
 
 def compile_call(call: KernelCall) -> MachineCode:
-    """Compile for sm_90 as jax-triton would: all arrays aligned to 16 bytes, nothing known
-    of integers."""
+    """Compile for sm_90 as jax-triton would.
+
+    All arrays are aligned to 16 bytes, and nothing is known of integers.
+    """
     constants = dict(call.constants)
     types = dict(call.types) | dict.fromkeys(constants, "constexpr")
     order = [parameter.name for parameter in call.kernel.params]
@@ -241,7 +244,7 @@ def compile_call(call: KernelCall) -> MachineCode:
 
 
 def _registers_and_spills(report: str) -> tuple[int, int]:
-    """Of a thread, by what the assembler says of the code it made; spills in bytes."""
+    """Registers of a thread and spilled bytes, from the assembler's report."""
     spills = re.findall(r"(\d+) bytes spill", report)
     registers = re.search(r"Used (\d+) registers", report)
     assert spills and registers, report

@@ -1,7 +1,7 @@
 """Runs kernel cases in Triton's interpreter: ``python -m kit.triton_sweep OP/IMPL/CASE...``.
 
 A process of its own, with TRITON_INTERPRET=1, since a process either interprets kernels or compiles
-them. Prints one JSON object: for each case null, or how the result is wrong.
+them. Prints one JSON object: for each case null, or the error of the result.
 """
 
 import json
@@ -13,14 +13,14 @@ from pallas_kernels.testing import mismatch
 
 
 def run(name: str) -> str | None:
-    """How the named case goes wrong, or None."""
+    """The error of the named case, or None."""
     op_name, impl_name, case_name = name.split("/")
     op = next(op for op in all_ops() if op.name == op_name)
     impl = next(impl for impl in op.impls if impl.name == impl_name)
     case = next(case for case in op.cases if case.name == case_name)
     try:
         return mismatch(op, impl, case, op.build(case, 0))
-    except Exception as error:  # one broken kernel must not hide what the others do
+    except Exception as error:  # one broken kernel must not hide the results of the others
         return f"{name}: {error!r}"
 
 

@@ -1,4 +1,4 @@
-"""An executor around another one: it notes the plans, holds steps back and fails when told to.
+"""An executor around another one: it records plans, and holds steps back or fails on request.
 
 Owns: ``WatchedExecutor`` and ``watched_engine``.
 """
@@ -22,12 +22,14 @@ from jaxinfer.text.tokenizer import load_tokenizer
 from kit.sim_executor import SimExecutor
 from kit.tokenizers import tiny_tokenizer_spec
 
-SECONDS = 30.0  # that a step is held back at most
+SECONDS = 30.0  # for which a step is held back at most
 
 
 class WatchedExecutor:
-    """A ``StepExecutor``. Set ``failure`` and the next launched step raises it when collected; one
-    that is in flight already, behind a step that failed, ends as it would have.
+    """A ``StepExecutor`` around another one.
+
+    If ``failure`` is set, the next launched step raises it when it is collected; a step in flight
+    behind a failed step ends normally.
     """
 
     def __init__(self, inner: StepExecutor[Any]) -> None:
@@ -38,7 +40,7 @@ class WatchedExecutor:
         self._open.set()
 
     def launch(self, plan: StepPlan) -> Any:
-        """Note the plan and launch it."""
+        """Record the plan and launch it."""
         self.plans.append(plan)
         failure, self.failure = self.failure, None
         return self._inner.launch(plan), failure
@@ -63,10 +65,10 @@ class WatchedExecutor:
 
 
 class AlphabetExecutor(SimExecutor):
-    """Continues any prompt of p tokens with the alphabet from letter p on, and takes its time."""
+    """Continues any prompt of p tokens with the alphabet from letter p on, in simulated time."""
 
     def collect(self, step: tuple[StepPlan, float, float]) -> StepResult:
-        """As a device that has computed the step."""
+        """The result of a device that has computed the step."""
         result = super().collect(step)
         drawn = tuple(
             done if not done.token_ids else replace(done, token_ids=(_letter(row),))
@@ -82,7 +84,7 @@ def _letter(row: ScheduledSeq) -> int:
 def watched_engine(
     num_seqs: int = 4, *, step_seconds: float = 0.001, chunk: int = 64, max_model_len: int = 2048
 ) -> tuple[Engine, WatchedExecutor]:
-    """An engine that recites the alphabet; one step has up to ``chunk`` tokens of prompts."""
+    """An engine that generates the alphabet; one step has up to ``chunk`` tokens of prompts."""
     page_size = 16
     limits = Limits(
         num_pages=1 + num_seqs * -(-max_model_len // page_size),

@@ -1,4 +1,4 @@
-"""What several of the server's tests need."""
+"""Fixtures of several tests of the server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kit.watched_executor import WatchedExecutor, watched_engine
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
-    """As users start it."""
+    """A server with default settings."""
     with serving(tiny_engine()) as running:
         yield running
         running.wait_until_idle()

@@ -1,4 +1,4 @@
-"""Many clients that come at once are accepted together, not one in each turn of the loop."""
+"""Clients that connect at once are accepted together, not one in each iteration of the loop."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     raise AssertionError("nothing is asked")
 
 
-async def turns_to_accept(server: Server, config: ServerConfig) -> int:
-    """Turns of the loop until everybody who has connected before them is accepted."""
+async def iterations_to_accept(server: Server, config: ServerConfig) -> int:
+    """Iterations of the loop until all clients that connected before are accepted."""
     with bound_sockets(config) as sockets, ExitStack() as clients:
         address = sockets[0].getsockname()
         serving = asyncio.create_task(server.serve(sockets))
         while not server.started:
             await asyncio.sleep(0.01)
-        for _ in range(NUM_CLIENTS):  # the loop stands still meanwhile
+        for _ in range(NUM_CLIENTS):  # the loop does not run here
             clients.enter_context(socket.create_connection(address))
         turns = 0
         while len(server.server_state.connections) < NUM_CLIENTS and turns < 2 * NUM_CLIENTS:
@@ -39,10 +39,10 @@ async def turns_to_accept(server: Server, config: ServerConfig) -> int:
     return turns
 
 
-def test_a_burst_of_clients_is_accepted_in_a_few_turns() -> None:
+def test_a_burst_of_clients_is_accepted_in_a_few_iterations() -> None:
     config = ServerConfig(host="127.0.0.1", port=0)
     server = Server(uvicorn_config(config, app))
     turns = asyncio.run(
-        turns_to_accept(server, config), loop_factory=server.config.get_loop_factory()
+        iterations_to_accept(server, config), loop_factory=server.config.get_loop_factory()
     )
     assert turns < NUM_CLIENTS // 4

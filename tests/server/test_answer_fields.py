@@ -1,4 +1,4 @@
-"""Fields of a request over HTTP: what each changes in the answer, and which are refused."""
+"""Fields of a request over HTTP: their effect on the answer, and refusals."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def choice(server: Serving, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("keep", [3, -1], ids=str)
-def test_a_prompt_is_cut_at_its_beginning(server: Serving, keep: int) -> None:
+def test_a_prompt_is_truncated_at_its_beginning(server: Serving, keep: int) -> None:
     ids = [number % 200 for number in range(500)]
-    kept = ids[-3:] if keep == 3 else ids[-120:]  # -1 leaves room for max_tokens
+    kept = ids[-3:] if keep == 3 else ids[-120:]  # -1 leaves max_tokens of the context
     fields = {"truncate_prompt_tokens": keep, "return_token_ids": True}
     cut = choice(server, prompt=ids, **fields)
     assert cut["prompt_token_ids"] == kept
     assert cut["token_ids"] == choice(server, prompt=kept, return_token_ids=True)["token_ids"]
 
 
-def test_a_cut_prompt_is_echoed_as_cut(server: Serving) -> None:
+def test_a_truncated_prompt_is_echoed_truncated(server: Serving) -> None:
     assert choice(server, prompt="abcdef", truncate_prompt_tokens=2, echo=True)["text"][:2] == "ef"
 
 
@@ -65,7 +65,7 @@ def test_a_prompt_beyond_the_context(server: Serving) -> None:
     assert (chat["param"], chat["code"]) == ("messages", "context_length_exceeded")
 
 
-# what ends an output
+# ends of an output
 
 
 def test_stop_strings(server: Serving) -> None:
@@ -89,7 +89,7 @@ def test_stop_ids_and_min_tokens(server: Serving) -> None:
     assert len(longer["token_ids"]) >= 6 and ids[3] not in longer["token_ids"][:5]
 
 
-# how tokens are chosen
+# sampling
 
 
 def test_a_bias_forces_a_token(server: Serving) -> None:
@@ -191,7 +191,7 @@ def test_request_ids(server: Serving) -> None:
         assert odd.startswith("req-")
 
 
-def test_unknown_fields_are_told_once(server: Serving, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_are_logged_once(server: Serving, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             choice(server, colour="red", depth=3)
@@ -208,7 +208,7 @@ def test_unknown_fields_are_told_once(server: Serving, caplog: pytest.LogCapture
     ],
     ids=lambda part: part.rpartition("/")[2],
 )
-def test_what_is_not_supported_is_named(server: Serving, path: str, name: str) -> None:
+def test_unsupported_fields_are_named(server: Serving, path: str, name: str) -> None:
     prompts = CHAT if path == CHATS else {"prompt": "a"}
     error = refusal(server, path, **prompts, **{name: "something"})
     assert error["param"] == name and error["message"].startswith(f"{name} is not supported")

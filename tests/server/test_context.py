@@ -1,4 +1,4 @@
-"""Requests beyond the context, 128 tokens here: refused in the words that clients look for."""
+"""Requests beyond the context (128 tokens here) are refused in the words that clients match on."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_prompts(server: Serving, path: str, fields: dict[str, Any], param: str)
         (CHATS, {**CHAT, "max_completion_tokens": 128, "max_tokens": 1}, "max_completion_tokens"),
     ],
 )
-def test_tokens_asked_for(server: Serving, path: str, fields: dict[str, Any], param: str) -> None:
+def test_requested_tokens(server: Serving, path: str, fields: dict[str, Any], param: str) -> None:
     error = exceeded(server, path, **fields)
     assert error["param"] == param and f"lower {param} to at most" in error["message"]
 
@@ -77,7 +77,7 @@ def test_tokens_asked_for(server: Serving, path: str, fields: dict[str, Any], pa
     ("path", "fields"),
     [
         (COMPLETIONS, {"prompt": "x" * 120, "max_tokens": 8}),
-        (COMPLETIONS, {"prompt": "x" * 120}),  # the default of 16 is not asked for: it is cut
+        (COMPLETIONS, {"prompt": "x" * 120}),  # the default of 16 is not a request: it is lowered
         (COMPLETIONS, {"prompt": "x" * 120, "max_tokens": None}),
         (COMPLETIONS, {"prompt": "x" * 127, "max_tokens": 0, "echo": True}),
         (GENERATE, {"prompt": "x" * 120}),
@@ -85,7 +85,7 @@ def test_tokens_asked_for(server: Serving, path: str, fields: dict[str, Any], pa
         (CHATS, {**CHAT, "max_tokens": 500, "max_completion_tokens": 2}),
     ],
 )
-def test_what_fits(server: Serving, path: str, fields: dict[str, Any]) -> None:
+def test_requests_that_fit(server: Serving, path: str, fields: dict[str, Any]) -> None:
     answer = ask(server, path, **fields, temperature=0, ignore_eos=True)
     usage = answer["usage"]
     assert usage["prompt_tokens"] + usage["completion_tokens"] in (128, 127, len("hi") + 6)

@@ -1,4 +1,4 @@
-"""What a request and a token must not cost again: calls to return through, ids looked at twice."""
+"""Costs per request and token that were reduced once: nested calls, repeated checks of ids."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from jaxinfer.text.tokenizer import load_tokenizer
 from kit.sim_executor import sim_facts, sim_limits
 from kit.tokenizers import real_spec
 
-MOST_CALLS = 5  # between a task and the future that a token wakes
+MAX_CALLS = 5  # between a task and the future that a token wakes
 STREAMED = {"prompt": [[5, 6], [7, 8]], "stream": True, "max_tokens": 3}
 
 
-class Paper:
-    """A ``Link`` to an engine that only notes who came; the test writes its news."""
+class FakeLink:
+    """A ``Link`` to an engine that only records requests; the test writes its updates."""
 
     alive = True
 
@@ -61,21 +61,21 @@ class Paper:
         pass
 
 
-class RequestedTokens:
-    """One request of an app on paper: what was sent, and how to let the engine say something."""
+class FakeRequest:
+    """One request to an app with a ``FakeLink``: the sent messages, and the engine's updates."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         tokenizer = load_tokenizer(real_spec("smollm2"))
         limits, facts = sim_limits(4), sim_facts(tokenizer)
         self.service = Service(ServerConfig(), EventLog())
-        self.link = Paper()
+        self.link = FakeLink()
         self.client = EngineClient(self.link, limits, facts, tokenizer)
         self.service.attach(self.client, Metrics(facts.name, limits))
         self.sent: list[Message] = []
         self._body = [json.dumps(fields).encode()]
 
     async def run(self) -> None:
-        """Ask; returns with the end of the answer."""
+        """Send the request; return at the end of the response."""
         scope = {
             **{"type": "http", "method": "POST", "path": "/v1/completions", "root_path": ""},
             "headers": [(b"content-type", b"application/json")],
@@ -83,10 +83,10 @@ class RequestedTokens:
         await create_app(self.service)(scope, self._receive, self._send)
 
     async def update(self, **fields: Any) -> None:
-        """A turn of the engine brings this to every request."""
+        """An iteration of the engine adds this to every request."""
         deltas = tuple(Delta(key, 0, **fields) for key in self.link.keys)
         self.client.news(News(deltas, (), (), EngineStats()))
-        await turns()
+        await run_loop()
 
     async def _receive(self) -> Message:
         if not self._body:
@@ -97,8 +97,8 @@ class RequestedTokens:
         self.sent.append(message)
 
 
-async def turns() -> None:
-    """Let the loop do all that can be done."""
+async def run_loop() -> None:
+    """Run the loop until no task can continue."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -115,24 +115,24 @@ def calls_of(task: asyncio.Task[Any]) -> list[str]:
 
 def test_a_token_returns_through_few_calls() -> None:
     async def main() -> tuple[list[list[str]], list[Message]]:
-        asked = RequestedTokens(STREAMED)
-        running = asyncio.create_task(asked.run())
-        await turns()
-        await asked.update(text="a", token_ids=(1,))
+        request = FakeRequest(STREAMED)
+        running = asyncio.create_task(request.run())
+        await run_loop()
+        await request.update(text="a", token_ids=(1,))
         chains = [calls_of(task) for task in asyncio.all_tasks()]
-        await asked.update(finish_reason=FinishReason.LENGTH)
+        await request.update(finish_reason=FinishReason.LENGTH)
         await running
-        return [chain for chain in chains if "Answer.read" in chain], asked.sent
+        return [chain for chain in chains if "Answer.read" in chain], request.sent
 
     readers, sent = asyncio.run(main())
-    assert len(readers) == 1 and len(readers[0]) <= MOST_CALLS, readers
+    assert len(readers) == 1 and len(readers[0]) <= MAX_CALLS, readers
     assert sent[0]["status"] == 200 and sent[-1]["body"] == b"data: [DONE]\n\n"
 
 
-def test_ids_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 
-    def noted(work: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(work: Callable[..., Any]) -> Callable[..., Any]:
         def note(ids: Any, *arguments: Any, **named: Any) -> Any:
             seen.append(ids)
             return work(ids, *arguments, **named)
@@ -140,15 +140,15 @@ def test_ids_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return note
 
     async def main() -> None:
-        asked = RequestedTokens(STREAMED)
-        running = asyncio.create_task(asked.run())
-        await turns()
-        assert len(asked.link.keys) == 2
-        await asked.update(finish_reason=FinishReason.LENGTH)
+        request = FakeRequest(STREAMED)
+        running = asyncio.create_task(request.run())
+        await run_loop()
+        assert len(request.link.keys) == 2
+        await request.update(finish_reason=FinishReason.LENGTH)
         await running
 
-    monkeypatch.setattr(client_module, "check_request", noted(check_request))
-    monkeypatch.setattr(schema, "prompt_list", noted(schema.prompt_list))
+    monkeypatch.setattr(client_module, "check_request", recorded(check_request))
+    monkeypatch.setattr(schema, "prompt_list", recorded(schema.prompt_list))
     asyncio.run(main())
     assert sorted(map(str, seen)) == ["((5, 6), (7, 8))", "(5, 6)", "(7, 8)"]
 
@@ -162,28 +162,28 @@ def test_ids_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"type": "websocket", "path": "/llm/v1/x"}, "router"),
     ],
 )
-def test_known_paths_do_without_the_router(scope: Scope, answers: str) -> None:
-    asked: list[str] = []
+def test_exact_paths_bypass_the_router(scope: Scope, answers: str) -> None:
+    called: list[str] = []
 
     def app(name: str) -> ASGIApp:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            asked.append(name)
+            called.append(name)
 
         return answer
 
     known = ExactPaths({("POST", "/llm/v1/x"): app("endpoint")}, app("router"))
     asyncio.run(cast("Any", known(scope, cast("Any", None), cast("Any", None))))
-    assert asked == [answers]
+    assert called == [answers]
 
 
-def test_the_collector_leaves_alone_what_was_there_before_the_first_request() -> None:
+def test_the_garbage_collector_skips_objects_from_before_the_first_request() -> None:
     tokenizer = load_tokenizer(real_spec("smollm2"))
     found = EngineFacts(sim_facts(tokenizer), sim_limits(4), tokenizer, EngineStats())
 
     async def main() -> int:
         service = Service(ServerConfig(served_model_name=("m",)), EventLog())
-        start = lambda config: (Paper(), found)  # noqa: E731
-        async with serve._loaded(EngineConfig(model="m"), start, service):
+        start = lambda config: (FakeLink(), found)  # noqa: E731
+        async with serve._load(EngineConfig(model="m"), start, service):
             return gc.get_freeze_count()
 
     before = gc.get_freeze_count()

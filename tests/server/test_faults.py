@@ -1,4 +1,4 @@
-"""Clients that vanish or dawdle, and engines that fail: nobody else notices, nothing is left."""
+"""Clients that disconnect or read slowly, and engines that fail: no effect on others, no leaks."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def num_files() -> int:
 
 
 def is_idle_engine(server: Serving) -> bool:
-    """Nothing runs, waits or holds pages."""
+    """No request runs, waits or holds pages."""
     stats = server.engine.stats()
     return not (stats.num_live_pages or stats.num_running or stats.num_waiting)
 
 
 def is_idle(server: Serving) -> bool:
-    """Nor is anything open or queued in the server."""
+    """No request is open or queued in the server either."""
     client = server.service.client
     is_open = client.num_open or client.num_waiting_tokens or client.num_queued()
     return is_idle_engine(server) and not is_open
@@ -61,7 +61,7 @@ def is_idle(server: Serving) -> bool:
 # clients
 
 
-def test_500_clients_vanish() -> None:
+def test_500_clients_disconnect() -> None:
     engine, _ = watched_engine(32)
     with serving(engine) as server:
         assert post(server.port, ROUTE, **GREEDY).status == 200
@@ -72,9 +72,9 @@ def test_500_clients_vanish() -> None:
                 for number in range(250)
             ]
             for number, client in enumerate(clients):
-                if number % 5 == 1:  # the others have not seen a byte
+                if number % 5 == 1:  # the others have not read a byte
                     client.wait()
-                client.vanish()
+                client.disconnect()
         wait_until(lambda: is_idle(server), f"idle: {server.engine.stats()}")
         assert server.service.client.num_queued(32) == 0  # every slot is known to be free
         wait_until(lambda: num_tasks(server) <= tasks, "tasks have ended")
@@ -83,11 +83,11 @@ def test_500_clients_vanish() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_who_vanishes_is_in_no_step_after_the_next(
+def test_a_disconnected_client_is_in_no_step_after_the_next(
     watched: Watched, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, executor = watched
-    noticed: list[int] = []  # steps launched until the engine was told
+    noticed: list[int] = []  # steps launched until the engine got the abort
     abort = EngineThread.abort
 
     def noting(link: EngineThread, request_id: str) -> None:
@@ -99,7 +99,7 @@ def test_who_vanishes_is_in_no_step_after_the_next(
         leaver = RawClient(server.port).post(ROUTE, **LONG, stream=stream)
         wait_until(lambda: len(executor.plans) > 5, "it runs")
         other.post(ROUTE, **LONG, stream=True).wait()
-        leaver.vanish()
+        leaver.disconnect()
         wait_until(lambda: bool(noticed), "the server noticed")
         wait_until(lambda: len(executor.plans) > noticed[0] + 5, "steps went on")
         for plan in executor.plans[noticed[0] + 1 :]:
@@ -109,14 +109,14 @@ def test_who_vanishes_is_in_no_step_after_the_next(
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.002], ids=["before", "midway"])
-def test_vanishing_at_any_point_of_a_request(watched: Watched, delay: float) -> None:
+def test_disconnecting_at_any_point_of_a_request(watched: Watched, delay: float) -> None:
     server, _ = watched
     tasks = num_tasks(server)
     head = f"POST {ROUTE} HTTP/1.1\r\ncontent-length: 50\r\ncontent-type: application/json\r\n"
     for end in (10, len(head), len(head) + 2, len(head) + 20):
         client = RawClient(server.port).send(f"{head}\r\n{'{'.ljust(40)}".encode()[:end])
         time.sleep(delay)
-        client.vanish()
+        client.disconnect()
     wait_until(lambda: num_tasks(server) <= tasks and is_idle(server), "nothing is left")
     assert post(server.port, ROUTE, **GREEDY).status == 200
 
@@ -127,7 +127,7 @@ def test_requests_of_one_connection_are_answered_in_turn(watched: Watched) -> No
     head = f"POST {ROUTE} HTTP/1.1\r\ncontent-type: application/json\r\n"
     one = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
     with RawClient(server.port) as client:
-        client.send(one * 2)  # without waiting for the first answer
+        client.send(one * 2)  # without waiting for the first response
         answers = client.post_body(ROUTE, body).rest().split(b"HTTP/1.1 200")
     assert [answer.count(b"[DONE]") for answer in answers] == [0, 1, 1, 1]
     assert [answer.count(b'"length"') for answer in answers] == [0, 1, 1, 1]
@@ -136,7 +136,7 @@ def test_requests_of_one_connection_are_answered_in_turn(watched: Watched) -> No
 
 def test_200_clients_that_read_one_byte_a_second() -> None:
     engine, _ = watched_engine(202, step_seconds=0.005)
-    name = "m" * 4000  # in every event, so that buffers are soon full
+    name = "m" * 4000  # in every event, so that buffers fill quickly
     fields = {"prompt": "hello", "max_tokens": 150, "stream": True}
     settings = {"served_model_name": (name,), "max_num_queued_reqs": 0}
     with serving(engine, send_buffer=8192, **settings) as server:
@@ -152,23 +152,24 @@ def test_200_clients_that_read_one_byte_a_second() -> None:
                 for client in slow:
                     client.read_byte()
                 time.sleep(1)
-            assert server.service.client.num_open > 190  # whose readers are at the first line
+            assert server.service.client.num_open > 190  # with readers that are at the first line
             start = time.monotonic()
             quick = post(server.port, ROUTE, **fields).events
-            assert len(quick) > 75 and time.monotonic() - start < 5  # it is not behind the others
-            # their slots are free all the same
+            # it does not wait for the others
+            assert len(quick) > 75 and time.monotonic() - start < 5
+            # their slots are free nevertheless
             with ThreadPoolExecutor(8) as pool:
                 asked = [pool.submit(post, server.port, ROUTE, **GREEDY) for _ in range(8)]
                 assert {one.result().status for one in asked} == {200}
             for client in slow:
                 events = client.reply().events
-                assert len(events) < 150  # what it left lying came as one
+                assert len(events) < 150  # the unread updates were joined
                 assert sum(len(event["choices"][0]["text"]) for event in events) == 150
                 assert events[-1]["choices"][0]["finish_reason"] == "length"
         wait_until(lambda: is_idle(server), "all have their answers")
 
 
-def test_what_nobody_reads_takes_little_room() -> None:
+def test_unread_updates_take_little_memory() -> None:
     async def main() -> int:
         stream = Stream(cast("Any", None), "r", 1, 2, asyncio.Event())
         tracemalloc.start()
@@ -186,11 +187,11 @@ def test_what_nobody_reads_takes_little_room() -> None:
     assert asyncio.run(main()) < 20_000 * 64  # bytes; a delta of one token has 250
 
 
-def test_an_answer_that_is_not_streamed_takes_little_room() -> None:
+def test_an_answer_that_is_not_streamed_takes_little_memory() -> None:
     num_tokens = 20_000
 
     class Answer:
-        """Two choices; the size of what was read is noted before the end."""
+        """Two choices; records the size of the updates before the end."""
 
         finish_reasons, finished, left, size = (None, None), True, num_tokens, 0
 
@@ -222,7 +223,7 @@ def test_an_answer_that_is_not_streamed_takes_little_room() -> None:
 
 def test_the_end_does_not_wait_for_slow_readers() -> None:
     engine, executor = watched_engine(4)
-    name = "m" * 20_000  # in every event, so that buffers are soon full
+    name = "m" * 20_000  # in every event, so that buffers fill quickly
     with (
         serving(engine, send_buffer=8192, served_model_name=(name,)) as server,
         RawClient(server.port, receive_buffer=4096) as client,
@@ -287,13 +288,13 @@ def test_failures_are_logged(watched: Watched, caplog: pytest.LogCaptureFixture)
     fields = vars(of_server)["fields"]
     assert fields["route"] == ROUTE and "injected" in fields["reason"] and fields["request_id"]
     assert post(server.port, ROUTE, prompt="").status == 400
-    assert len(caplog.records) == 2  # a client's own fault is the client's to know
+    assert len(caplog.records) == 2  # a client's invalid request is not logged
     executor.failure = EngineError("the device is lost")
     assert post(server.port, ROUTE, **GREEDY).status == 503
     assert [one.levelname for one in caplog.records[2:]] == ["CRITICAL", "ERROR"]
 
 
-def test_a_lost_device_is_told_to_all(watched: Watched) -> None:
+def test_a_lost_device_is_reported_to_all_requests(watched: Watched) -> None:
     server, executor = watched
     with RawClient(server.port) as whole, RawClient(server.port) as stream:
         whole.post(ROUTE, **LONG)

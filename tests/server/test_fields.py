@@ -1,4 +1,4 @@
-"""What the fields of a request mean: prompts, SamplingParams and their bounds, usage."""
+"""The meaning of a request's fields: prompts, SamplingParams and their bounds, usage."""
 
 import math
 from typing import get_args, get_type_hints

@@ -1,8 +1,8 @@
-"""Requests that nobody would write, made from the server's own OpenAPI document.
+"""Random requests generated from the server's own OpenAPI document.
 
-Nothing may answer 5xx, every answer must be one that the document describes, and most of what the
-document allows must be accepted. Afterwards nothing is left behind, and the next request is
-answered as before.
+No response may be 5xx, every response must be one that the document describes, and most requests
+that the document allows must be accepted. Afterwards no request or page is left, and the next
+request is answered as before.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ PATHS = {
     path.replace(":path}", "}"): method for method, path in (*ROUTES, ("GET", "/openapi.json"))
 }
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
-# 26 each way for what takes a body and 5 for what does not: 300 in all; 2,100 by night
+# 26 valid and 26 invalid requests for each path with a body, 5 for the others: 300 in all; 2,100 at
+# night
 CASES = [
     *((path, mode, 26) for path in PATHS if PATHS[path] == "POST" for mode in GenerationMode),
     *((path, POSITIVE, 5) for path in PATHS if PATHS[path] == "GET"),
 ]
 NAMES = [f"{path[1:]}-{mode.value}" for path, mode, _ in CASES]
-LEAST_ACCEPTED = 0.7  # of what the document allows: a prompt may still be too long
-MOST_COMPLETIONS = 4  # of a fuzzed request: it would accept thousands
+LEAST_ACCEPTED = 0.7  # of the requests that the document allows: a prompt may still be too long
+MOST_COMPLETIONS = 4  # of a fuzzed request: thousands would be accepted
 ORDINARY = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0}
 
 
@@ -79,7 +80,7 @@ def test_no_request_of_thousands_breaks_the_server(
 
 
 def fuzz(server: Serving, path: str, mode: GenerationMode, how: settings) -> None:
-    """Send cases and check each answer."""
+    """Send cases and check each response."""
     with server.client() as client:
         schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
     statuses: Counter[int] = Counter()
@@ -102,14 +103,14 @@ def fuzz(server: Serving, path: str, mode: GenerationMode, how: settings) -> Non
 
 
 def has_wrong_body(case: Case) -> bool:
-    """Whether the body breaks the schema; a wrong header alone is the server's to replace."""
+    """Whether the body violates the schema; the server replaces an invalid header."""
     assert case.meta is not None
     parts = {part.value: info.mode for part, info in case.meta.components.items()}
     return parts.get("body") is NEGATIVE
 
 
 def reconcile(body: dict[str, Any]) -> None:
-    """Take out what only contradicts another field, so that the engine has something to do."""
+    """Remove fields that only contradict another one, so that the engine has work."""
     if body.get("prompt") is not None or body.get("messages"):
         fit(body)
     if not body.get("stream"):
@@ -118,7 +119,7 @@ def reconcile(body: dict[str, Any]) -> None:
         body.pop("prompt_logprobs", None)
     if not body.get("logprobs"):
         body.pop("top_logprobs", None)
-    n = body.get("n")  # anything, on a path whose schema does not know it
+    n = body.get("n")  # any value, on a path whose schema does not have it
     if isinstance(n, int) and n > MOST_COMPLETIONS:
         body["n"] = MOST_COMPLETIONS
     if body.get("best_of") not in (None, 1, body.get("n")):

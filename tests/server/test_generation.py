@@ -1,4 +1,4 @@
-"""The generation routes over HTTP: whole answers, streams, and how the two agree."""
+"""The generation routes over HTTP: whole responses, streams, and their agreement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Grafana board: exported series only, only those of the chosen servers, panels that fit."""
+"""The Grafana board: only exported series, only those of the chosen servers, panels that fit."""
 
 import json
 import re
@@ -37,7 +37,7 @@ class TestBoard:
             series = len(re.findall(r"(?:vllm|jaxinfer):\w+", expression))
             assert series == expression.count('model_name=~"$model_name"'), expression
             others = len(re.findall(r"(?:http|process)_\w+", expression))
-            assert others == expression.count('job=~"$job"'), expression  # they name no model
+            assert others == expression.count('job=~"$job"'), expression  # they have no model label
 
     def test_panels(self, board: dict[str, Any]) -> None:
         assert [item["name"] for item in board["templating"]["list"]] == [

@@ -1,4 +1,4 @@
-"""The layers in front of the app, each with an app that tells what reached it."""
+"""The layers in front of the app, each with an app that records the requests that reach it."""
 
 import asyncio
 import io
@@ -21,7 +21,7 @@ from jaxinfer.server.routes.service import Service
 
 
 class Echo:
-    """Answers with the size of the body, once it has read it all; remembers the requests."""
+    """Responds with the size of the body after reading it all; records the requests."""
 
     def __init__(self) -> None:
         self.scopes: list[Scope] = []
@@ -66,7 +66,7 @@ KEYS = ServerConfig(api_key=("first", "second"))
 
 @pytest.mark.parametrize("path", [path for _, path in ROUTES] + ["/openapi.json", "/nowhere"])
 def test_every_route_needs_the_key(path: str) -> None:
-    """The app's own table; its service is not loaded, so what passes the key says 503."""
+    """The app's own table; its service is not loaded, so a request that passes the key gets 503."""
     app = create_app(Service(KEYS, EventLog()))
     method = next((method for method, known in ROUTES if known == path), "GET")
     response = ask(KEYS, method, path, app=app)
@@ -168,14 +168,14 @@ def test_a_sane_request_id_is_kept(given: str) -> None:
 
 
 @pytest.mark.parametrize("given", [b"", b"x" * 129, b"a\tb", b"caf\xe9"])
-def test_another_gets_a_new_one(given: bytes) -> None:
+def test_an_unsafe_request_id_is_replaced(given: bytes) -> None:
     response = ask(ServerConfig(), headers={"X-Request-Id": given})
     assert re.fullmatch("req-[0-9a-f]{32}", response.headers["x-request-id"])
 
 
 @pytest.fixture
 def lines() -> Iterator[io.StringIO]:
-    """What the server's logger writes."""
+    """The output of the server's logger."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())
@@ -229,7 +229,7 @@ def test_a_larger_one_is_413(chunked: bool) -> None:
 
 
 class Body:
-    """A client's body, chunk by chunk, and what is sent back to it."""
+    """A client's body, chunk by chunk, and the response to it."""
 
     def __init__(self, *messages: Message, gap: float = 0.0) -> None:
         self.left = list(messages)
@@ -278,7 +278,7 @@ def test_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(body.left) > 80
 
 
-def test_a_client_that_leaves_midway_reaches_nobody() -> None:
+def test_a_body_that_ends_early_does_not_reach_the_app() -> None:
     echo = Echo()
     body = Body(part(b"x"), {"type": "http.disconnect"})
     body.run(BodyLimits(echo, 1000))
@@ -296,7 +296,7 @@ def test_a_disconnect_after_the_body_is_passed_on() -> None:
     assert seen == [part(b"abc", more=False), {"type": "http.disconnect"}]
 
 
-def test_what_a_guard_refuses_is_told() -> None:
+def test_refusals_of_a_guard_are_reported() -> None:
     told: list[tuple[str, int]] = []
     config = ServerConfig(api_key=("secret",), max_body_bytes=10)
     app = guarded(Echo(), config, EventLog(), lambda *refusal: told.append(refusal))

@@ -1,4 +1,4 @@
-"""Deadlines, queue limits, order of service, and requests that are no good: who waits for whom."""
+"""Timeouts, queue limits, order of service, and invalid requests, while other requests run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MANY = 100_000
 type Watched = tuple[Serving, WatchedExecutor]
 
 
-# deadlines
+# timeouts
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_prompt_tokens_beyond_the_limit_are_refused_exactly() -> None:
             for number, client in enumerate(asked):
                 client.post(ROUTE, prompt=prompt, max_tokens=4)
                 wait_until(lambda n=number: server.service.client.num_open == n + 1, "it is in")
-                if not number:  # what runs does not count
+                if not number:  # a running request does not count
                     wait_until(lambda: bool(executor.plans), "it runs")
             refused = post(server.port, ROUTE, prompt=prompt, max_tokens=4)
             assert refused.status == 429 and "prompt tokens" in refused.error["message"]
@@ -113,10 +113,10 @@ def test_prompt_tokens_beyond_the_limit_are_refused_exactly() -> None:
 
 
 @pytest.mark.parametrize("limit", ["max_num_queued_reqs", "max_num_queued_tokens"])
-def test_an_idle_server_refuses_nobody(limit: str) -> None:
+def test_an_idle_server_refuses_no_request(limit: str) -> None:
     engine, executor = watched_engine(2)
     with serving(engine, **{limit: 0}) as server:
-        for _ in range(3):  # more prompts than slots: they could never come in another way
+        for _ in range(3):  # more prompts than slots: they could not be accepted otherwise
             assert post(server.port, ROUTE, prompt=["hello"] * 8, max_tokens=4).status == 200
         with executor.held(), RawClient(server.port) as first, RawClient(server.port) as second:
             first.post(ROUTE, **SHORT)
@@ -138,7 +138,7 @@ def test_lower_priority_numbers_are_served_first() -> None:
     assert order == ["0", "2", "4", "1", "3"]
 
 
-def test_a_salt_keeps_cached_prefixes_apart(watched: Watched) -> None:
+def test_a_salt_separates_cached_prefixes(watched: Watched) -> None:
     server, _ = watched
 
     def cached(**fields: Any) -> int:
@@ -165,7 +165,7 @@ def test_a_long_prompt_delays_decoding_by_one_chunk_at_most() -> None:
         assert sum(row.num_scheduled_tokens for row in plan.prefills) <= 32
 
 
-# requests that are no good
+# invalid requests
 
 
 def _json(**fields: Any) -> bytes:
@@ -214,7 +214,7 @@ BAD = {
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[tuple[Serving, RawClient]]:
-    """A server with a key, at work on a stream that lasts, and that nobody disturbs."""
+    """A server with a key and a long stream, which must not be disturbed."""
     engine, _ = watched_engine(2, step_seconds=0.01, max_model_len=20_000)
     with serving(engine, api_key=("secret",)) as server, RawClient(server.port) as client:
         body = json.dumps({"prompt": "hello", "max_tokens": 19_000, "stream": True}).encode()
@@ -228,7 +228,7 @@ def busy() -> Iterator[tuple[Serving, RawClient]]:
 
 
 def refused(server: Serving, body: bytes, *headers: str, path: str = ROUTE) -> Reply:
-    """The answer, which comes soon and closes nobody's stream."""
+    """The response, which arrives soon and does not close the stream."""
     start = time.monotonic()
     with RawClient(server.port) as client:
         reply = client.post_body(path, body, "authorization: Bearer secret", *headers).reply()
@@ -238,7 +238,7 @@ def refused(server: Serving, body: bytes, *headers: str, path: str = ROUTE) -> R
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_body(busy: tuple[Serving, RawClient], case: str) -> None:
+def test_an_invalid_body(busy: tuple[Serving, RawClient], case: str) -> None:
     body, status, param = BAD[case]
     reply = refused(busy[0], body)
     assert reply.status == status, reply
@@ -289,7 +289,7 @@ def test_long_answers_are_written_off_the_loop(monkeypatch: pytest.MonkeyPatch) 
                 server.port, ROUTE, prompt="hello", max_tokens=max_tokens, ignore_eos=True
             )
             assert answer.json["usage"]["completion_tokens"] == max_tokens
-    assert writers == [True, False]  # in the loop's thread or not
+    assert writers == [True, False]  # whether in the loop's thread
 
 
 def test_a_chunked_body_beyond_the_limit(busy: tuple[Serving, RawClient]) -> None:
@@ -316,7 +316,7 @@ def test_a_chunked_body_beyond_the_limit(busy: tuple[Serving, RawClient]) -> Non
     ],
     ids=["wrong key", "no scheme", "no key", "media type", "route", "method"],
 )
-def test_a_bad_head(
+def test_an_invalid_head(
     busy: tuple[Serving, RawClient], headers: tuple[str, ...], path: str, status: int, code: str
 ) -> None:
     reply = refused(busy[0], _json(), *headers, path=path)

@@ -20,7 +20,7 @@ from jaxinfer.server.http.log import (
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    """What is logged at level "info"; the loggers are as before afterwards."""
+    """The log at level "info"; the loggers are restored afterwards."""
     loggers = [logging.getLogger(name) for name in (LOGGER, *LIBRARY_LOGGERS)]
     before = [(one, one.handlers, one.propagate, one.level) for one in loggers]
     stream = io.StringIO()
@@ -50,7 +50,7 @@ def test_errors_carry_their_traceback(stream: io.StringIO) -> None:
 
 
 @pytest.mark.parametrize("name", ["uvicorn.error", "jaxinfer.engine"])
-def test_others_are_routed_in(stream: io.StringIO, name: str) -> None:
+def test_library_messages_are_routed_in(stream: io.StringIO, name: str) -> None:
     logging.getLogger(name).warning("odd %s", "thing")
     logging.getLogger(name).info("chatter")
     [line] = map(json.loads, stream.getvalue().splitlines())
@@ -72,7 +72,7 @@ def test_once_by_name(stream: io.StringIO) -> None:
     assert names == ["a", "b"]
 
 
-def test_names_that_clients_invent_are_bounded(stream: io.StringIO) -> None:
+def test_names_from_clients_are_bounded(stream: io.StringIO) -> None:
     log = EventLog()
     for number in range(2 * MAX_WARNED_NAMES):
         log.warning_once("unknown_field", f"{number}-" + "x" * 10_000)
@@ -80,7 +80,7 @@ def test_names_that_clients_invent_are_bounded(stream: io.StringIO) -> None:
     assert len(stream.getvalue()) < 400 * MAX_WARNED_NAMES
 
 
-def test_requests_are_logged_only_when_asked(stream: io.StringIO) -> None:
+def test_requests_are_logged_only_if_enabled(stream: io.StringIO) -> None:
     sampling = SamplingParams(
         temperature=0.5, stop=("x" * 1000,), logit_bias=dict.fromkeys(range(300), 1.0)
     )

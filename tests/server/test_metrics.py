@@ -28,7 +28,7 @@ from kit.sample_metrics import (
 )
 
 # vLLM 0.30's list; kv_block_* (sampled there, and by a flag) and lora_requests_info (exported there
-# only with LoRA) are left out, docs/metrics.md says so
+# only with LoRA) are left out, as docs/metrics.md says
 VLLM_SERIES = {
     "gauge": (
         "num_requests_running num_requests_waiting num_requests_waiting_by_reason "
@@ -61,7 +61,7 @@ EXTRA_LABELS = {
 
 
 class Clock:
-    """A clock that stands until it is moved."""
+    """A clock that stands still until the test moves it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -91,7 +91,7 @@ def test_series_of_vllm(kind: str, name: str) -> None:
     assert {sample.name for sample in family.samples} == {
         f"vllm:{name}{suffix}" for suffix in suffixes[kind]
     }
-    if name == "cache_config_info":  # it names its engine and no model, as vLLM's
+    if name == "cache_config_info":  # as in vLLM, it has the engine's label and no model's
         return
     for sample in family.samples:
         assert MODEL.items() <= sample.labels.items()
@@ -206,7 +206,7 @@ def test_a_rebuilt_engine_counts_from_its_own_start() -> None:
     assert value_of(metrics, "vllm:generation_tokens_total") == 1
 
 
-def test_two_servers_of_a_process_count_apart() -> None:
+def test_two_servers_of_a_process_count_separately() -> None:
     assert value_of(busy_metrics(), "jaxinfer:requests_received_total") == 1
     assert value_of(make_metrics(), "jaxinfer:requests_received_total") == 0
 

@@ -1,4 +1,4 @@
-"""What metrics are counted with: histograms and their quantiles, rates over a window."""
+"""The data structures of metrics: histograms and their quantiles, rates over a window."""
 
 import pytest
 

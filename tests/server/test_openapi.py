@@ -1,4 +1,4 @@
-"""The OpenAPI document: whole, valid, and as strict as the parser."""
+"""The OpenAPI document: complete, valid, and as strict as the parser."""
 
 import json
 from collections import Counter
@@ -29,7 +29,7 @@ DESCRIBED = {
 
 
 def resolved(schema):
-    """A schema that stands alone."""
+    """A self-contained schema."""
     return {**schema, "components": {"schemas": SCHEMAS}}
 
 
@@ -38,7 +38,7 @@ def accepts(name, body) -> bool:
 
 
 def test_every_route_has_its_operation():
-    """A route without an entry, and an entry without a route, are mistakes."""
+    """Neither a route without an operation nor an operation without a route is allowed."""
     routes = {(method, path.replace(":path}", "}")) for method, path in ROUTES}
     assert set(OPERATIONS) == {*routes, ("GET", "/openapi.json")}
     assert set(DESCRIBED) == set(OPERATIONS)
@@ -54,7 +54,7 @@ def test_document_is_valid():
     for name in SCHEMAS:
         schema = resolved({"$ref": f"#/components/schemas/{name}"})
         jsonschema_rs.meta.validate(schema)
-        jsonschema_rs.validator_for(schema)  # every $ref leads somewhere
+        jsonschema_rs.validator_for(schema)  # every $ref has a target
     json.dumps(DOCUMENT, allow_nan=False)
 
 
@@ -71,7 +71,7 @@ def test_every_field_is_described():
             assert described.get("description") or is_struct, (name, field)
 
 
-def test_no_words_without_a_field():
+def test_no_description_without_a_field():
     fields = {field for schema in SCHEMAS.values() for field in schema.get("properties", ())}
     assert set(RESPONSE_FIELDS) <= fields
 
@@ -167,14 +167,14 @@ def test_models_are_named():
     assert not accepts("CompletionRequest", {"prompt": "a", "model": "other"})
 
 
-# which no JSON schema without conditions can say
+# rules that no JSON schema without conditions can express
 ACROSS_FIELDS = ("stream_options", "prompt_logprobs", "truncate_prompt_tokens", "top_logprobs")
 ACROSS_FIELDS += ("max_tokens", "best_of", "prompt", "n")
 
 
 @pytest.mark.parametrize(("method", "path"), [key for key in OPERATIONS if OPERATIONS[key].request])
-def test_parser_takes_what_the_document_allows(method, path):
-    """What schemathesis makes of the document is refused only for fields that contradict."""
+def test_parser_accepts_requests_that_the_document_allows(method, path):
+    """Requests that schemathesis generates are refused only for fields that contradict."""
     kind = OPERATIONS[method, path].request
     verdicts = Counter()
     operation = schemathesis.openapi.from_dict(DOCUMENT)[path][method]

@@ -1,4 +1,4 @@
-"""Answers as they are sent, read by the official client's own types, and the form of errors."""
+"""Responses, read by the official client's own types, and the form of errors."""
 
 import json
 

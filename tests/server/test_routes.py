@@ -1,4 +1,4 @@
-"""Every route, what guards them, what settings change, and requests that are no calls."""
+"""Every route, its guards, the settings that affect it, and other methods and paths."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TAKES_JSON = [path for method, path in ALL_ROUTES if method == "POST" and path !
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Serving]:
-    """With everything set that is off by default."""
+    """A server with all settings that are off by default."""
     with serving(
         tiny_engine(),
         api_key=(KEY, "another"),
@@ -64,7 +64,7 @@ def get(server: Serving, path: str, **options: Any) -> httpx.Response:
     return send(server, "GET", path, **options)
 
 
-# what the server tells about itself
+# reports of the server
 
 
 @pytest.mark.parametrize("path", OPEN_PATHS)
@@ -90,7 +90,7 @@ def test_models(server: Serving, guarded: Serving) -> None:
         assert client.get("/v1/models/tiny%2Fone").json()["root"] == "tiny-llama"
 
 
-def test_a_model_that_is_not_there(server: Serving) -> None:
+def test_an_unknown_model(server: Serving) -> None:
     for response in (get(server, "/v1/models/no"), server.post(CHATS, model="no", **CHAT)):
         error = error_of(response, 404)
         assert (error["param"], error["code"]) == ("model", "model_not_found")
@@ -108,7 +108,7 @@ def test_document_has_every_route(server: Serving) -> None:
 
 
 def series(server: Serving) -> dict[str, float]:
-    """Each sample of /metrics, its labels but the status left out."""
+    """Each sample of /metrics, by its labels without the status."""
     response = get(server, "/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     found: dict[str, float] = {}
@@ -169,7 +169,7 @@ def test_tokenize_needs_one_of_both(server: Serving) -> None:
     assert refusal(server, "/tokenize", prompt="a", **CHAT)["param"] == "prompt"
 
 
-def test_detokenize_knows_the_vocabulary(server: Serving) -> None:
+def test_detokenize_refuses_ids_outside_the_vocabulary(server: Serving) -> None:
     assert refusal(server, "/detokenize", tokens=[1, 320])["param"] == "tokens"
     assert ask(server, "/detokenize", tokens=[]) == {"prompt": ""}
 
@@ -246,7 +246,7 @@ def test_cors(server: Serving, guarded: Serving) -> None:
     assert "access-control-allow-origin" not in other.headers
 
 
-# requests that are no calls
+# other methods, paths and content types
 
 
 @pytest.mark.parametrize(("method", "path"), ALL_ROUTES)
@@ -263,7 +263,7 @@ def test_other_paths(server: Serving, path: str) -> None:
         assert error_of(send(server, method, path), 404)["code"] == "not_found"
 
 
-BODIES = {  # that are answered with 200
+BODIES = {  # bodies that get 200
     COMPLETIONS: {"prompt": "a", "max_tokens": 1},
     CHATS: {**CHAT, "max_tokens": 1},
     "/v1/generate": {"prompt": "a", "max_tokens": 1},
@@ -297,7 +297,7 @@ def test_a_slash_at_the_end_makes_no_difference(
 
 
 def test_slashes_below_a_root_path() -> None:
-    with serving(tiny_engine(), root_path="/llm") as server:  # which a proxy takes off
+    with serving(tiny_engine(), root_path="/llm") as server:  # which a proxy removes
         assert get(server, "/v1/models/").json()["object"] == "list"
         assert get(server, "/health/").status_code == 200
         assert error_of(get(server, "/"), 404)["code"] == "not_found"

@@ -1,4 +1,4 @@
-"""The server's life, with a small app in a process of its own: TLS, heads, signals, the end."""
+"""The server from start to shutdown, with a small app in its own process: TLS, heads, signals."""
 
 import json
 import os
@@ -80,7 +80,7 @@ run.run(app, service, load, config, lambda line: print(line, file=sys.stderr, fl
 
 
 class Server:
-    """A running dummy."""
+    """A running server process."""
 
     def __init__(self, config: dict[str, Any], options: dict[str, Any]) -> None:
         self.config = config
@@ -100,14 +100,14 @@ class Server:
         return line
 
     def end(self) -> tuple[int, str]:
-        """Exit code and what was told since."""
+        """Exit code and the output since the last read."""
         _, told = self.process.communicate(timeout=20)
         return self.process.returncode, told
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Server]]:
-    """Start a dummy with these settings; all are killed in the end."""
+    """Starts a server process with these settings; all are killed at the end."""
     started: list[Server] = []
 
     def start(config: dict[str, Any], **options: Any) -> Server:
@@ -140,7 +140,7 @@ def connect(config: dict[str, Any]) -> socket.socket:
 
 
 def exchange(client: socket.socket, *parts: bytes) -> bytes:
-    """Everything the server says to these bytes, until it hangs up."""
+    """The server's response to these bytes, until it closes the connection."""
     with client:
         try:
             for part in parts:
@@ -202,7 +202,7 @@ def test_broken_tls_files(certificate: str, key: str) -> None:
 
 @pytest.fixture(scope="module")
 def serving() -> Iterator[dict[str, Any]]:
-    """The address of a dummy that takes heads up to 8 KiB."""
+    """The address of a server that accepts heads up to 8 KiB."""
     config = free_address() | {"h11_max_incomplete_event_size": 8192}
     server = Server(config, {})
     server.wait_ready()
@@ -273,13 +273,13 @@ def test_a_slow_head_is_dropped_and_an_idle_connection_is_not(
         assert exchange(patient).count(b"HTTP/1.1 200 ") == 1
 
 
-def test_what_is_no_http(serving: dict[str, Any]) -> None:
+def test_bytes_that_are_not_http(serving: dict[str, Any]) -> None:
     said = exchange(connect(serving), b"\x16\x03\x01 hello\r\n\r\n")
     assert said.startswith(b"HTTP/1.1 400 ")
     assert json.loads(said.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "invalid_http"
 
 
-# the end
+# shutdown
 
 
 def stream(config: dict[str, Any], query: str) -> socket.socket:
@@ -344,7 +344,7 @@ def test_after_the_timeout_they_are_ended_properly(
     assert server.end()[0] == 0
 
 
-def test_a_client_that_does_not_read_is_cut_off(
+def test_a_client_that_does_not_read_is_disconnected(
     start: Callable[..., Server], local: dict[str, Any]
 ) -> None:
     server = start(local | {"shutdown_timeout": 0.2}, flush_seconds=0.5)

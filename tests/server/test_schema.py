@@ -1,4 +1,4 @@
-"""Bodies of requests: what is none, and each field that is wrong, unknown or not supported."""
+"""Bodies of requests: invalid JSON, and each field that is invalid, unknown or not supported."""
 
 import json
 import time
@@ -240,7 +240,7 @@ def test_unsupported_fields(kind):
         ("modalities", ["text", "audio"]),
         ("service_tier", "flex"),
         ("store", True),
-        ("store", 0),  # is not false
+        ("store", 0),  # not equal to false
         ("use_beam_search", True),
         ("reasoning_effort", "high"),
     ],
@@ -259,7 +259,7 @@ def test_every_parameter_of_openai_is_known():
 
 
 def test_whole_numbers_with_a_point():
-    """To JSON Schema, and so to clients made from it, 2.0 is an integer."""
+    """In JSON Schema, and so in clients generated from it, 2.0 is an integer."""
     given = {"prompt": [[1.0, 2]], "max_tokens": 4.0, "stop_token_ids": [1, 2.0], "top_p": 1}
     request = read(given)
     assert (request.prompts, request.max_tokens, request.stop_token_ids) == ([(1, 2)], 4, (1, 2))

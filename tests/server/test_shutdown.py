@@ -1,4 +1,4 @@
-"""The end of a server, asked for or not: what clients get, and that nothing stays behind."""
+"""The end of a server, planned or not: the responses that clients get, and that nothing is left."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
 ROUTE = "/v1/completions"
 SHORT = {"prompt": "hello", "max_tokens": 4}
 ENDLESS = {"prompt": "hello", "max_tokens": 2000}
-STEP = 0.02  # seconds: 2,000 tokens take 40
+STEP = 0.02  # seconds: 2,000 tokens take 40 s
 
 type Serve = Callable[..., ServerProcess]
 
@@ -49,7 +49,7 @@ def serve() -> Iterator[Serve]:
 
 
 def replies(clients: list[RawClient]) -> list[Reply]:
-    """All answers, read at the same time."""
+    """All responses, read at the same time."""
     with ThreadPoolExecutor(len(clients)) as pool:
         return list(pool.map(RawClient.reply, clients))
 
@@ -83,7 +83,7 @@ def test_sigterm_lets_32_streams_end(serve: Serve) -> None:
         RawClient(server.port)
 
 
-def test_sigterm_ends_what_takes_too_long(serve: Serve) -> None:
+def test_sigterm_ends_requests_that_take_too_long(serve: Serve) -> None:
     server = serve("--shutdown-timeout", "0.2")
     (engine,) = server.children
     with ExitStack() as stack:

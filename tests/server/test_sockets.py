@@ -1,4 +1,4 @@
-"""The sockets that the server listens on: taken, foreign, left behind, or unusable."""
+"""The sockets that the server listens on: in use, on another host, left behind, or unusable."""
 
 import socket
 from pathlib import Path

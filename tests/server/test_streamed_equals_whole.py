@@ -1,5 +1,7 @@
-"""A stream adds up to the whole answer, and offsets are those of the text as returned: for drawn
-settings of stop strings, min_tokens, logprobs, echo, n, special tokens and parts of characters.
+"""A stream adds up to the whole answer, and offsets match the returned text.
+
+The settings are drawn at random: stop strings, min_tokens, logprobs, echo, n, special tokens and
+parts of characters.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ SHARED = ("max_tokens", "min_tokens", "stop", "include_stop_str_in_output", "ski
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """Settings of a request, so biased that characters, parts of them and special tokens come."""
+    """Settings of a request, biased towards characters, parts of them and special tokens."""
     draw = random.Random(seed)
     likely = [*draw.choice(WORDS).encode(), *draw.choice(WORDS).encode(), ord("a")]
     if draw.random() < 0.4:
@@ -60,7 +62,7 @@ def streamed(server: Serving, path: str, **fields: Any) -> dict[int, list[Any]]:
 
 
 def added(parts: list[Any], *path: str) -> Any:
-    """What a field of the parts adds up to."""
+    """The sum of a field over the parts."""
     values = []
     for part in parts:
         for name in path:
@@ -70,8 +72,8 @@ def added(parts: list[Any], *path: str) -> Any:
     return "".join(values) if isinstance(values[0], str) else [x for one in values for x in one]
 
 
-def check_places(choice: Any, prompt_ids: list[int], *, skip: bool) -> None:
-    """The offsets of a choice's tokens, by what the text has there."""
+def check_offsets(choice: Any, prompt_ids: list[int], *, skip: bool) -> None:
+    """Check the offsets of a choice's tokens against its text."""
     text, ids = choice["text"], [*prompt_ids, *choice["token_ids"]]
     offsets = choice["logprobs"]["text_offset"]
     assert len(offsets) == len(ids)
@@ -79,7 +81,7 @@ def check_places(choice: Any, prompt_ids: list[int], *, skip: bool) -> None:
     assert all(0 <= offset <= len(text) for offset in offsets)
     for number, (token, offset) in enumerate(zip(ids, offsets, strict=True)):
         if token < 0x80 and offset < len(text):
-            assert text[offset] == chr(token)  # ASCII stands where it is said to
+            assert text[offset] == chr(token)  # an ASCII token is at its offset
         if skip and token >= TINY_BOS_ID and number + 1 < len(ids) and number >= len(prompt_ids):
             assert offsets[number + 1] - offset <= 1  # of a character that it interrupts
 
@@ -92,18 +94,18 @@ def test_completions(server: Serving, seed: int) -> None:
     whole = ask(server, COMPLETIONS, **fields)["choices"]
     parts = streamed(server, COMPLETIONS, **fields)
     for choice in whole:
-        told = parts[choice["index"]]
-        assert added(told, "text") == choice["text"]
-        assert added(told, "token_ids") == choice["token_ids"]
-        assert told[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+        streamed_parts = parts[choice["index"]]
+        assert added(streamed_parts, "text") == choice["text"]
+        assert added(streamed_parts, "token_ids") == choice["token_ids"]
+        assert streamed_parts[0]["prompt_token_ids"] == choice["prompt_token_ids"]
         for name in ("finish_reason", "stop_reason"):
-            assert told[-1][name] == choice[name]
+            assert streamed_parts[-1][name] == choice[name]
         for name, values in choice["logprobs"].items():
-            assert same(added(told, "logprobs", name), values), name
-        for part in told:  # what is said of a token comes with the token
+            assert same(added(streamed_parts, "logprobs", name), values), name
+        for part in streamed_parts:  # a token's fields arrive with the token
             assert len(part["logprobs"]["tokens"]) >= len(part["token_ids"])
         echoed = choice["prompt_token_ids"] if fields["echo"] else []
-        check_places(choice, echoed, skip=fields["skip_special_tokens"])
+        check_offsets(choice, echoed, skip=fields["skip_special_tokens"])
     spelt = ask(server, COMPLETIONS, **fields, return_tokens_as_token_ids=True)["choices"]
     for plain, choice in zip(whole, spelt, strict=True):
         assert choice["logprobs"]["text_offset"] == plain["logprobs"]["text_offset"]
@@ -119,14 +121,14 @@ def test_chats(server: Serving, seed: int) -> None:
     whole = ask(server, CHATS, **fields)["choices"]
     parts = streamed(server, CHATS, **fields)
     for choice in whole:
-        told = parts[choice["index"]]
-        assert added(told, "delta", "content") == choice["message"]["content"]
-        assert told[-1]["finish_reason"] == choice["finish_reason"]
-        assert told[-1]["stop_reason"] == choice["stop_reason"]
-        content = added(told, "logprobs", "content")
+        streamed_parts = parts[choice["index"]]
+        assert added(streamed_parts, "delta", "content") == choice["message"]["content"]
+        assert streamed_parts[-1]["finish_reason"] == choice["finish_reason"]
+        assert streamed_parts[-1]["stop_reason"] == choice["stop_reason"]
+        content = added(streamed_parts, "logprobs", "content")
         assert same(content, choice["logprobs"]["content"])
         if choice["finish_reason"] == "stop":
-            continue  # what ended it is cut off
+            continue  # the text that ended it is cut off
         shown = [
             entry["bytes"]
             for entry, token in zip(content, choice["token_ids"], strict=True)
@@ -140,11 +142,13 @@ def test_chats(server: Serving, seed: int) -> None:
 def test_generate(server: Serving, seed: int) -> None:
     fields = {"prompt": TEXTS[seed % len(TEXTS)], **drawn(seed), "logprobs": 1}
     answer = ask(server, GENERATE, **fields)
-    told = events(server.post(GENERATE, **fields, stream=True))
-    assert told[0]["prompt_token_ids"] == answer["prompt_token_ids"]
-    assert all("prompt_token_ids" not in event for event in told[1:])
+    streamed_parts = events(server.post(GENERATE, **fields, stream=True))
+    assert streamed_parts[0]["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert all("prompt_token_ids" not in event for event in streamed_parts[1:])
     for output in answer["outputs"]:
-        parts = [o for event in told for o in event["outputs"] if o["index"] == output["index"]]
+        parts = [
+            o for event in streamed_parts for o in event["outputs"] if o["index"] == output["index"]
+        ]
         assert added(parts, "text") == output["text"]
         assert added(parts, "token_ids") == output["token_ids"]
         assert same(added(parts, "logprobs"), output["logprobs"])
@@ -152,8 +156,8 @@ def test_generate(server: Serving, seed: int) -> None:
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_text_that_is_held_back_and_cut(server: Serving, include: bool) -> None:
-    """Tokens whose text is cut off stand at its end, in streams too, where they come with it."""
+def test_a_text_that_is_held_back_and_cut_off(server: Serving, include: bool) -> None:
+    """Tokens whose text is cut off have the offset of its end, in streams too."""
     fields = {
         "prompt": "a", "max_tokens": 6, "temperature": 0, "logprobs": 0,
         "logit_bias": {str(ord("x")): 100}, "stop": ["xxxy", "xxxxx"],

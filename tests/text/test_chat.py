@@ -1,4 +1,4 @@
-"""Chat templates render what transformers renders; bad messages and templates are refused."""
+"""Chat templates render the same as in transformers; invalid messages and templates are refused."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_tool_calls_may_stand_without_content() -> None:
         ),
     ],
 )
-def test_bad_messages(messages: Any, message: str) -> None:
+def test_invalid_messages(messages: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         render("{{ messages }}", messages)
 
@@ -113,7 +113,7 @@ def test_bad_messages(messages: Any, message: str) -> None:
         pytest.param("{% for i in range(10**9) %}{% endfor %}", "too big", id="endless range"),
     ],
 )
-def test_bad_templates(source: str, message: str) -> None:
+def test_invalid_templates(source: str, message: str) -> None:
     with pytest.raises(TokenizerError, match=message):
         render(source)
 

@@ -1,6 +1,6 @@
-"""Histories as OpenAI's clients send them render as transformers renders what a template expects.
+"""Histories as OpenAI's clients send them render as transformers renders the template's own form.
 
-tests/golden/make_chat.py made the expected prompts, and says how each template is written.
+tests/golden/make_chat.py made the expected prompts; it describes how each template is written.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_arguments_that_are_no_object_name_the_message(
 
 @pytest.mark.parametrize("template", ["deepseek-r1", "deepseek-v3.1", "own-printed"])
 def test_text_that_a_template_joins_stays_as_it_is(template: str) -> None:
-    text = '{"city":  "Par'  # a template that needs no object takes what is no JSON, too
+    text = '{"city":  "Par'  # a template that needs no object accepts text that is not JSON
     assert text in published(template).render_chat(history_with(text))
     given = published(template).render_chat(history_with({"é": 1}))
     assert '{"é": 1}' in given
@@ -111,7 +111,7 @@ def test_calls_of_another_form_name_the_message(message: dict[str, Any], reason:
 
 @pytest.mark.parametrize("role", ["user", "system", "developer"])
 @pytest.mark.parametrize("content", [{}, {"content": None}])
-def test_others_need_content(role: str, content: dict[str, Any]) -> None:
+def test_other_messages_need_content(role: str, content: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=r"messages\[1\].content must be"):
         published("qwen3").render_chat([USER, {"role": role, **content}])
 
@@ -122,7 +122,7 @@ def test_calls_before_openais_form() -> None:
 
 
 class Message:
-    """An answer of the openai client."""
+    """A response message of the openai client."""
 
     def model_dump(self) -> dict[str, Any]:
         return {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None}

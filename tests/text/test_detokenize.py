@@ -1,4 +1,4 @@
-"""Streams of text equal the text decoded at once, and never show half a character."""
+"""Streams of text equal the text decoded at once, and never show part of a character."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def stream(tokenizer: Tokenizer, token_ids: list[int], skip: bool, cut: int = 1)
 
 
 def valid_byte_runs(tokenizer: Tokenizer, token_ids: list[int], skip: bool) -> bool:
-    """Whether the stated exception of IncrementalDetokenizer does not apply."""
+    """Whether the documented exception of IncrementalDetokenizer does not apply."""
     tokens = [tokenizer._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
     if skip:
         tokens = [
@@ -79,7 +79,7 @@ def test_text_streams_without_replacement(name: str, text: str) -> None:
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     shown = stream(tokenizer, token_ids, skip=True)
     assert shown == tokenizer.decode(token_ids)
-    # SmolLM2 has no token for the bytes that begin a character beyond U+3FFFF.
+    # SmolLM2 has no token for the first bytes of a character beyond U+3FFFF.
     assert shown.count("\ufffd") == text.count("\ufffd")
 
 
@@ -116,12 +116,13 @@ def test_leading_space_belongs_to_the_start_of_the_text_only() -> None:
     tokenizer = tokenizer_of("stories")
     once = tokenizer.encode("Once", add_special_tokens=False)
     assert tokenizer.detokenizer().push(once) == "Once"
-    assert tokenizer.detokenizer([1]).push(once) == "Once"  # bos is skipped, so no text before
+    # bos is skipped, so the text has not begun
+    assert tokenizer.detokenizer([1]).push(once) == "Once"
     assert tokenizer.detokenizer(once).push(once) == " Once"
 
 
 def characters(data: bytes, errors: str) -> list[int]:
-    """Where each character of the decoded bytes begins, by the byte."""
+    """Where each character of the decoded bytes begins, by byte."""
     decoder, starts, held = codecs.getincrementaldecoder("utf-8")(errors), list[int](), 0
     for at in range(len(data) + 1):
         is_end = at == len(data)
@@ -137,8 +138,8 @@ def characters(data: bytes, errors: str) -> list[int]:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-def test_places_are_those_of_the_text(name: str, data: st.DataObject) -> None:
-    """A token's place is the number of characters that have ended where its bytes begin."""
+def test_offsets_are_those_of_the_text(name: str, data: st.DataObject) -> None:
+    """A token's offset is the number of characters that have ended where its bytes begin."""
     tokenizer = tokenizer_of(name)
     texts = st.text("a \u00e9\u20ac\U0001f917", max_size=4).map(tokenizer.encode)
     token_id = st.integers(0, 300) | st.integers(0, tokenizer.vocab_size + 5)
@@ -179,9 +180,7 @@ def test_places_are_those_of_the_text(name: str, data: st.DataObject) -> None:
     ],
 )
 @pytest.mark.parametrize("special", [False, True])
-def test_an_encoded_text_tells_the_places_of_its_tokens(
-    name: str, text: str, special: bool
-) -> None:
+def test_an_encoded_text_has_the_offsets_of_its_tokens(name: str, text: str, special: bool) -> None:
     tokenizer = tokenizer_of(name)
     token_ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=special)
     assert token_ids == tokenizer.encode(text, add_special_tokens=special)
@@ -201,7 +200,7 @@ def test_output_completes_a_character_begun_in_the_prompt() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-def test_a_prompt_is_passed_over_as_if_it_were_pushed(name: str, data: st.DataObject) -> None:
+def test_a_context_has_the_effect_of_pushing_it(name: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(name)
     token_ids = st.integers(0, 300) | st.integers(0, tokenizer.vocab_size + 5)
     texts = st.text("a \u00e9\u20ac\U0001f917", max_size=4).map(tokenizer.encode)
@@ -227,7 +226,7 @@ def test_long_prompts_take_no_time(name: str) -> None:
 
 
 def test_many_tokens_take_linear_time() -> None:
-    """Also of bytes that never become characters, on which a window of tokens grows."""
+    """Also of bytes that never become characters, for which a window of tokens would grow."""
     detokenizer = tokenizer_of("tiny").detokenizer()
     start = time.perf_counter()
     for _ in range(100_000):
@@ -302,8 +301,11 @@ def words(alphabet: str, longest: int) -> list[str]:
 
 @pytest.mark.parametrize("include", [False, True])
 def test_all_short_stop_strings(include: bool) -> None:
-    """Every pair of stop strings on every text, one character a push: found as defined, and
-    what is held back is exactly the longest end that begins a stop string."""
+    """Every pair of stop strings on every text, one character a push.
+
+    The result is as defined, and the held-back text is exactly its longest suffix that begins a
+    stop string.
+    """
     texts = words("abc", 5)[-(3**5) :]
     for stop in combinations(words("ab", 3), 2):
         beginnings = {string[:size] for string in stop for size in range(1, len(string))}

@@ -1,4 +1,4 @@
-"""Which tokens of a GGUF vocabulary end a text: llama.cpp's rules."""
+"""Tokens of a GGUF vocabulary that end a text, by llama.cpp's rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kit.tokenizers import gguf_spec_of, real_spec, stories_gguf_metadata, tiny_
 
 
 def ends_of(*tokens: str, **ids: int) -> set[str]:
-    """The texts that end, of a vocabulary of these tokens."""
+    """The end tokens of a vocabulary of these tokens."""
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": list(tokens)}
     metadata |= {f"tokenizer.ggml.{role}_token_id": value for role, value in ids.items()}
     return {tokens[token_id] for token_id in end_token_ids(metadata)}
@@ -80,7 +80,7 @@ def test_without_a_vocabulary_the_named_ones_end() -> None:
         (True, "_token_id must be an integer, got True"),
     ],
 )
-def test_refuses_what_is_no_id(role: str, value: Any, message: str) -> None:
+def test_refuses_an_invalid_id(role: str, value: Any, message: str) -> None:
     with pytest.raises(TokenizerError, match=f"{role}{message}" if message[0] == "_" else message):
         ends_of("a", "b", **{role: value})
 
@@ -108,7 +108,7 @@ def test_ends_of_real_vocabularies() -> None:
     smollm2 = load_tokenizer(gguf_spec_of(real_spec("smollm2"), "smollm", eos_token_id=2))
     assert texts(smollm2) == {"<|endoftext|>", "<|im_end|>", "<reponame>"}
     qwen3 = load_tokenizer(gguf_spec_of(real_spec("qwen3"), "qwen2", eos_token_id=151645))
-    # llama.cpp ends at </s>, too: BPE never makes this word, so Qwen does not say it
+    # llama.cpp also ends at </s>; BPE never makes this word, so Qwen does not generate it
     assert texts(qwen3) == {
         *("<|im_end|>", "<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "</s>")
     }
@@ -122,7 +122,7 @@ def texts(tokenizer: Tokenizer) -> set[str]:
 
 
 def test_an_end_of_a_turn_is_never_an_ordinary_word() -> None:
-    """Some converters wrote it as one, so that a template's text fell into pieces."""
+    """Some converters wrote it as one, so that a template's text was split into pieces."""
     for text, is_whole in (("<end_of_turn>", True), ("<|im_end|>", True), ("<an_other>", False)):
         metadata = gguf_spec_of(tiny_tokenizer_spec(), "gpt-2").gguf_metadata
         assert metadata is not None

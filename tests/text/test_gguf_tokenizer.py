@@ -137,7 +137,7 @@ def test_space_prefix_follows_the_metadata() -> None:
 
 
 def tiny_with(token: str, token_type: int, pre: str = "gpt-2") -> Tokenizer:
-    """The tiny tokenizer with one more token, of id 261 and not reached by any merge."""
+    """The tiny tokenizer with one more token, of id 261, which no merge produces."""
     metadata = gguf_spec_of(tiny_tokenizer_spec(), pre, add_bos_token=False).gguf_metadata
     assert metadata is not None
     more = {"tokens": [token], "token_type": [token_type]}

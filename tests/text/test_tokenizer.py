@@ -1,4 +1,4 @@
-"""Token ids of real models against published vectors, and what load_tokenizer refuses."""
+"""Token ids of real models against published vectors, and the refusals of load_tokenizer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_smollm2_equals_vectors() -> None:
 def test_decode_inverts_encode(name: str) -> None:
     text = read_vector("utf8_input.txt")
     tokenizer = real(name)
-    # Qwen normalises to NFC before it encodes, so compare from its own normal form.
+    # Qwen normalises to NFC before it encodes, so the comparison starts from that form.
     text = tokenizer.decode(tokenizer.encode(text))
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -95,7 +95,7 @@ def test_token_piece_shows_text_and_marks_parts_of_characters() -> None:
 
 
 def test_ids_beyond_the_vocabulary_are_no_text() -> None:
-    tokenizer = real("smollm2")  # a model's embedding may be padded past its vocabulary
+    tokenizer = real("smollm2")  # a model's embedding may be padded beyond its vocabulary
     assert tokenizer.decode([19556, 49999]) == "Hello"
     assert tokenizer.token_piece(49999) == ""
 
@@ -112,7 +112,7 @@ def test_truncation_stored_in_the_file_is_not_applied() -> None:
     assert len(tokenizer.encode("0123456789")) == 10
 
 
-def test_lone_surrogate_is_the_requests_error() -> None:
+def test_an_unpaired_surrogate_is_a_request_error() -> None:
     with pytest.raises(RequestError, match="surrogate pair at position 2"):
         real("gpt2").encode("ab\ud83d")
 

@@ -361,7 +361,7 @@ def _message() -> dict[str, Any]:
         "required": ["type", "text"],
     }
     content = [{"type": "string"}, {"type": "array", "items": part}]
-    may_lack_content = {
+    content_optional = {
         "type": "object",
         "properties": {
             "role": {"enum": ["assistant", "tool"]},
@@ -374,7 +374,7 @@ def _message() -> dict[str, Any]:
         "properties": {"role": {"type": "string"}, "content": {"anyOf": content}},
         "required": ["role", "content"],
     }
-    return {"anyOf": [others, may_lack_content]}
+    return {"anyOf": [others, content_optional]}
 
 
 def _bound_token_ids(schema: Any, last: int) -> None:

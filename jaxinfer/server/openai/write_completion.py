@@ -100,7 +100,7 @@ class CompletionWriter:
         assert finish_reason is not None, "the answer has ended"
         text, token_ids = self._output(delta)
         listed = self._request.return_token_ids
-        wants_prompt = self._request.prompt_logprobs is not None
+        has_prompt_logprobs = self._request.prompt_logprobs is not None
         return CompletionChoice(
             index=update.choice,
             text=self._echo(update.prompt).text + text,
@@ -109,7 +109,7 @@ class CompletionWriter:
             stop_reason=stop_reason,
             token_ids=list(token_ids) if listed else UNSET,
             prompt_token_ids=list(prompt.token_ids) if listed else UNSET,
-            prompt_logprobs=self._prompt_logprobs[update.prompt] if wants_prompt else UNSET,
+            prompt_logprobs=self._prompt_logprobs[update.prompt] if has_prompt_logprobs else UNSET,
         )
 
     def _chunk_choice(self, update: ChoiceUpdate) -> CompletionChunkChoice:
