@@ -7,9 +7,12 @@ shared or reused wrongly is an error at once.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
-from itertools import product
 
+import numpy as np
+
+from jaxinfer.core.config import Limits
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import (
     RowResult,
@@ -61,7 +64,8 @@ class Slot:
 
     request: Request
     token_ids: list[int]
-    prefixes: list[int] = field(default_factory=list)  # prefixes[i] covers token_ids[: i + 1]
+    # prefixes[i] covers token_ids[: i + 1]
+    prefixes: array[int] = field(default_factory=lambda: array("q"))
 
     def __post_init__(self) -> None:
         tokens, self.token_ids = self.token_ids, []
@@ -73,17 +77,21 @@ class Slot:
         self.prefixes.append(digest(parent, token_id))
         self.token_ids.append(token_id)
 
+    def contents(self, group: int, start: int, end: int) -> np.ndarray:
+        """What the layers of a group leave in a page for the tokens at [start, end)."""
+        return np.frombuffer(self.prefixes, np.int64)[start:end] ^ group
+
 
 class FakeExecutor:
-    """Holds slots and a shadow of the pages: (page, offset) -> the group of layers that wrote it,
-    and the digest of the prefix it ends.
+    """Holds slots and a shadow of the pages: the place of a token in the pool -> the digest of the
+    prefix that it ends, told apart by the group of layers that wrote it.
     """
 
     def __init__(self, page_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
         self.page_size = page_size
         self.windows = windows
         self.slots: dict[int, Slot] = {}
-        self.store: dict[tuple[int, int], tuple[int, int]] = {}
+        self.store = np.zeros(0, np.int64)  # by page * page_size + offset
 
     def run(self, plan: StepPlan, hashed_pages: frozenset[int] = frozenset()) -> StepResult:
         """Run a step; ``hashed_pages`` are those that nobody may write to."""
@@ -93,9 +101,9 @@ class FakeExecutor:
             )
             self.slots[admission.slot] = Slot(admission.request, list(admission.token_ids))
         self._check_shape(plan)
-        written: set[tuple[int, int]] = set()
-        for row in plan.rows:  # a layer first appends every row's KV, then attends
-            self._write(row, written, hashed_pages)
+        # a layer first appends every row's KV, then attends
+        written = [place for row in plan.rows for place in self._write(row, hashed_pages)]
+        assert len(set(written)) == len(written), "two rows write to one place"
         return StepResult(plan.step_id, tuple(self._attend(row) for row in plan.rows))
 
     def _check_shape(self, plan: StepPlan) -> None:
@@ -108,9 +116,8 @@ class FakeExecutor:
         for row in plan.prefills:
             assert row.token_ids is not None and len(row.token_ids) == row.num_scheduled_tokens > 0
 
-    def _write(
-        self, row: ScheduledSeq, written: set[tuple[int, int]], hashed_pages: frozenset[int]
-    ) -> None:
+    def _write(self, row: ScheduledSeq, hashed_pages: frozenset[int]) -> list[int]:
+        """Write the row's tokens; returns their places."""
         slot, start = self.slots[row.slot], row.num_computed_tokens
         assert slot.request.request_id == row.request_id
         end = start + row.num_scheduled_tokens
@@ -119,29 +126,35 @@ class FakeExecutor:
         else:
             assert row.token_ids.tolist() == slot.token_ids[start:end]
             assert row.samples == (end == len(slot.token_ids))
-        for group, position in product(range(len(self.windows)), range(start, end)):
-            place = self._place(row, group, position)
-            assert place not in written, f"two rows write to {place}"
-            assert place[0] not in hashed_pages, f"{place} is written but hashed"
-            written.add(place)
-            self.store[place] = group, slot.prefixes[position]
+        written: list[int] = []
+        for group in range(len(self.windows)):
+            places = self._places(row, group, start, end)
+            hashed = hashed_pages.intersection((places // self.page_size).tolist())
+            assert not hashed, f"pages {hashed} are written but hashed"
+            self.store[places] = slot.contents(group, start, end)
+            written += places.tolist()
+        return written
 
     def _attend(self, row: ScheduledSeq) -> RowResult:
         slot, end = self.slots[row.slot], row.num_computed_tokens + row.num_scheduled_tokens
         for group, window in enumerate(self.windows):
             first = 0 if window is None else max(0, row.num_computed_tokens + 1 - window)
             assert row.pages[group].first == first // self.page_size, "as the device expects"
-            for position in range(first, end):
-                found = self.store.get(self._place(row, group, position))
-                assert found == (group, slot.prefixes[position]), (
-                    f"request {row.request_id!r} reads another prefix at position {position}"
-                )
-        token_id = None
+            found = self.store[self._places(row, group, first, end)]
+            wrong = np.flatnonzero(found != slot.contents(group, first, end))
+            assert not len(wrong), (
+                f"request {row.request_id!r} reads another prefix at position {first + wrong[0]}"
+            )
+        token_id = logprobs = None
         if row.samples:
             num_generated = end - len(slot.request.prompt_token_ids)
             token_id = draw(slot.request, slot.prefixes[end - 1], num_generated)
             slot.append(token_id)
-        return RowResult(row.request_id, row.epoch, token_id, None, self._prompt_logprobs(row))
+            if (num_listed := slot.request.sampling.logprobs) is not None:
+                listed = (token_id, *range(num_listed))
+                logprobs = TokenLogprobs(listed, (-1.0,) * len(listed), 1)
+        prompt_logprobs = self._prompt_logprobs(row)
+        return RowResult(row.request_id, row.epoch, token_id, logprobs, prompt_logprobs)
 
     def _prompt_logprobs(self, row: ScheduledSeq) -> tuple[TokenLogprobs, ...]:
         if row.target_ids is None:
@@ -158,8 +171,27 @@ class FakeExecutor:
             for i, target in enumerate(targets)
         )
 
-    def _place(self, row: ScheduledSeq, group: int, position: int) -> tuple[int, int]:
-        pages = row.pages[group]
-        page = pages.ids[position // self.page_size - pages.first]
-        assert page > 0, "page 0 is the padding sink"
-        return page, position % self.page_size
+    def _places(self, row: ScheduledSeq, group: int, start: int, end: int) -> np.ndarray:
+        """Where the row's tokens at [start, end) are in the pool."""
+        pages, positions = row.pages[group], np.arange(start, end)
+        page_ids = pages.ids.array()[positions // self.page_size - pages.first]
+        assert page_ids.min(initial=1) > 0, "page 0 is the padding sink"
+        places = page_ids * self.page_size + positions % self.page_size
+        if missing := max(0, places.max(initial=-1) + 1 - len(self.store)):
+            self.store = np.append(self.store, np.zeros(missing, np.int64))
+        return places
+
+
+class FakeDevice:
+    """A ``StepExecutor`` over ``FakeExecutor``: a step runs when it is launched."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.fake = FakeExecutor(limits.page_size, limits.windows)
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        """Run the step."""
+        return self.fake.run(plan)
+
+    def collect(self, step: StepResult) -> StepResult:
+        """Its result."""
+        return step
