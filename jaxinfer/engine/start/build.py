@@ -133,16 +133,34 @@ def _sizes(
     config: EngineConfig, model: Model, pins: Pins, placement: Placement
 ) -> tuple[MemoryPlan, Limits]:
     """What is compiled for, and the memory that it takes."""
+    limits = limits_of(config, _context(config, model), model.state.windows)
+    if model.state.bytes_per_slot:  # the state of a slot is not kept beyond its sequence
+        limits = msgspec.structs.replace(limits, enable_prefix_caching=False)
+    device = device_memory(placement.device)
+    memory = plan_memory(config, Program(model, limits, pins=pins), device)
+    limits = msgspec.structs.replace(limits, num_pages=memory.num_pages)
+    if config.max_model_len is None:  # derived: as much of the model's context as fits
+        limits = msgspec.structs.replace(limits, max_model_len=limits.longest_context())
+    return program_memory(Program(model, limits, pins=pins), device), limits
+
+
+def limits_of(
+    config: EngineConfig, max_model_len: int, windows: tuple[int | None, ...] = (None,)
+) -> Limits:
+    """The limits that settings with their device's defaults ask for, their pages not yet counted.
+
+    ``windows``: how far back each group of layers looks.
+    """
     max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
     decode_start, mixed_start = config.decode_bucket_start, config.mixed_bucket_start
     prefill_start, prefill_factor = config.prefill_bucket_start, config.prefill_bucket_factor
     assert max_num_seqs and chunk and decode_start and mixed_start, "with_device_defaults"
     assert prefill_start and prefill_factor, "with_device_defaults"
-    limits = Limits(
+    return Limits(
         num_pages=0,
         page_size=config.page_size or DEFAULT_PAGE_SIZE,
         max_num_seqs=max_num_seqs,
-        max_model_len=_context(config, model),
+        max_model_len=max_model_len,
         max_num_batched_tokens=chunk,
         buckets=bucket_table(
             max_num_seqs,
@@ -153,17 +171,10 @@ def _sizes(
             mixed_start=mixed_start,
             max_num_mixed_tokens=config.max_num_mixed_tokens,
         ),
-        # the state of a slot is not kept beyond its sequence
-        enable_prefix_caching=config.enable_prefix_caching and not model.state.bytes_per_slot,
+        enable_prefix_caching=config.enable_prefix_caching,
         prefill_first=bool(config.prefill_first),
-        windows=model.state.windows,
+        windows=windows,
     )
-    device = device_memory(placement.device)
-    memory = plan_memory(config, Program(model, limits, pins=pins), device)
-    limits = msgspec.structs.replace(limits, num_pages=memory.num_pages)
-    if config.max_model_len is None:  # derived: as much of the model's context as fits
-        limits = msgspec.structs.replace(limits, max_model_len=limits.longest_context())
-    return program_memory(Program(model, limits, pins=pins), device), limits
 
 
 def build_engine(
