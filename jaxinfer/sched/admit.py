@@ -112,10 +112,11 @@ def admit(draft: Draft, seq: Sequence) -> Sequence | None:
     watermark = 0 if nobody_runs else _watermark(limits)
     if sum(num_new) + watermark > num_free:
         return None
-    draft.pages.share(shared)
+    for group, ids in enumerate(hits):
+        draft.pages.share(ids, group)
     pages = [
-        Pages(IntLog(ids + draft.pages.take(count)), first)
-        for ids, count, first in zip(hits, num_new, firsts, strict=True)
+        Pages(IntLog(hits[group] + draft.pages.take(count, group)), firsts[group])
+        for group, count in enumerate(num_new)
     ]
     epoch, draft.next_epoch = draft.next_epoch, draft.next_epoch + 1
     return msgspec.structs.replace(
