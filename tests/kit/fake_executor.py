@@ -36,8 +36,11 @@ def salt_digest(request: Request) -> int:
 
 
 def draw(request: Request, prefix: int, num_generated: int) -> int:
-    """The token after ``prefix``; stop ids are masked until ``min_tokens``, as on the device."""
-    token_id = hash((request.seed, prefix)) % VOCAB
+    """The token after ``prefix``; as on the device, stop ids are masked until ``min_tokens``, and
+    at temperature 0 the seed does not count.
+    """
+    seed = 0 if request.sampling.greedy else request.seed
+    token_id = hash((seed, prefix)) % VOCAB
     if num_generated < request.sampling.min_tokens:
         while token_id in request.stop_ids:
             token_id = (token_id + 1) % VOCAB
