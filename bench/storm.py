@@ -2,12 +2,17 @@
 
 Run from the repository root; the arguments after ``--`` are flags of ``jaxinfer serve``:
 
-    .venv/bin/python -m bench.storm [--streams 200] [--requests 5000] [--output FILE] -- MODEL
+    .venv/bin/python -m bench.storm [--streams 200] [--requests 5000] [--alone 200] -- MODEL
 
-First the situation of a bug report: ``--streams`` streams decode, and requests with 1,000 prompt
-tokens and logprobs, penalties, prompt logprobs and so on arrive, one kind after the other. Then
-random requests with every sampling field, ``AT_ONCE`` open at any time. Exits with 1 unless all are
-answered, nothing is compiled late, and no page is in use at the end.
+First the scene of a bug report: so many streams decode, and requests of 1,000 prompt tokens arrive
+that ask for logprobs, penalties, prompt logprobs and so on, one kind after the other. Then random
+requests with every sampling field, as many at once as the server takes; some clients leave. Then
+some of those requests again, one at a time. Exits with 1 unless all are answered, nothing is
+compiled late, no page is in use afterwards, and requests that are sent alone get the tokens that
+they had, up to near ties.
+
+``tests/server/test_storm.py`` sends the same requests to a simulated device, and
+``tests/e2e/test_storm.py`` to SmolLM2 on a CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ import asyncio
 import json
 import random
 from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +34,14 @@ from bench.server_process import ServerProcess
 STREAM_TOKENS = 400
 AT_ONCE = 512
 SECONDS_UNTIL_STREAMS_DECODE = 2.0
+SECONDS_TO_END = 10
+SHARE_THAT_LEAVES = 0.1  # of the clients, at some time in the first second
+SHARE_IN_COMMON = 0.3  # of the prompts: these share their beginnings
 COMPLETIONS = "/v1/completions"
+NEAR_TIE = 0.05  # difference of two logits of a bfloat16 model that another batch may reverse
+
+type Body = dict[str, Any]
+type Tokens = dict[int, list[int]]  # by choice
 
 ARRIVALS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 2},
@@ -39,8 +53,16 @@ ARRIVALS: dict[str, dict[str, Any]] = {
 }
 
 
-async def sent(client: Client, body: dict[str, Any]) -> Answer:
-    """One request, read to its end."""
+@dataclass
+class Met:
+    """What a storm met: how requests ended, and those that a repetition has to answer alike."""
+
+    ended: Counter[str] = field(default_factory=Counter[str])
+    repeatable: list[tuple[Body, Tokens]] = field(default_factory=list[tuple[Body, Tokens]])
+
+
+async def sent(client: Client, body: Body) -> Answer:
+    """One request, answered to its end."""
     return await client.post(COMPLETIONS, json.dumps(body).encode())
 
 
@@ -56,10 +78,7 @@ def told(answer: Answer) -> str:
 async def scene(url: str, streams: int, ids: random.Random) -> Counter[str]:
     """Streams decode while each kind of request arrives."""
     client = Client(url)
-    bodies = [
-        {"prompt": prompt(ids, 16), "max_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
-        for _ in range(streams)
-    ]
+    bodies = [stream_of(ids, STREAM_TOKENS) for _ in range(streams)]
     decoding = [asyncio.create_task(sent(client, body)) for body in bodies]
     await asyncio.sleep(SECONDS_UNTIL_STREAMS_DECODE)
     arriving = [
@@ -73,17 +92,70 @@ async def scene(url: str, streams: int, ids: random.Random) -> Counter[str]:
     return ended
 
 
-async def storm(url: str, requests: int, ids: random.Random) -> Counter[str]:
-    """Random requests, ``AT_ONCE`` open at any time."""
-    client, ended, bodies = Client(url), Counter[str](), [any_body(ids) for _ in range(requests)]
+async def storm(
+    url: str, bodies: Iterable[Body], ids: random.Random, at_once: int = AT_ONCE
+) -> Met:
+    """Send requests, so many open at any time; some clients leave before their answer ends."""
+    client, met, left_to_send = Client(url), Met(), iter(bodies)
 
     async def worker() -> None:
-        while bodies:
-            ended[told(await sent(client, bodies.pop()))] += 1
+        for body in left_to_send:
+            patience = ids.random() if ids.random() < SHARE_THAT_LEAVES else None
+            try:
+                answer = await asyncio.wait_for(sent(client, body), patience)
+            except TimeoutError:
+                met.ended["left"] += 1
+                continue
+            met.ended[told(answer)] += 1
+            if "seed" in body or body.get("temperature") == 0:
+                met.repeatable.append((body, answer.token_ids))
 
-    await asyncio.gather(*(worker() for _ in range(min(AT_ONCE, requests))))
+    await asyncio.gather(*(worker() for _ in range(at_once)))
     client.close()
-    return ended
+    return met
+
+
+async def alone(
+    url: str, requests: Sequence[tuple[Body, Tokens]], near_tie: float = NEAR_TIE
+) -> Counter[str]:
+    """Send requests again, one at a time: how many get the same tokens, how many others after a
+    near tie, and how many differ.
+    """
+    client, found = Client(url), Counter[str]()
+    for body, together in requests:
+        answer = await sent(client, body)
+        if told(answer) != "answered":
+            found[told(answer)] += 1
+        elif answer.token_ids == together:
+            found["same"] += 1
+        else:
+            tied = await _is_near_tie(client, body, together, answer.token_ids, near_tie)
+            found["near ties" if tied else "different"] += 1
+    client.close()
+    return found
+
+
+async def _is_near_tie(
+    client: Client, body: Body, together: Tokens, by_itself: Tokens, near_tie: float
+) -> bool:
+    """Whether every choice that differs has its former token again when the logits of the two
+    tokens at the first difference are moved towards each other by ``near_tie`` in all.
+    """
+    for choice in together.keys() | by_itself.keys():
+        one, other = together.get(choice, []), by_itself.get(choice, [])
+        if one == other:
+            continue
+        pairs = enumerate(zip(one, other, strict=False))
+        at = next((i for i, (first, second) in pairs if first != second), None)
+        if at is None:  # one is the beginning of the other
+            return False
+        bias = dict(body.get("logit_bias", {}))
+        for token, more in ((one[at], near_tie / 2), (other[at], -near_tie / 2)):
+            bias[str(token)] = bias.get(str(token), 0.0) + more
+        answer = await sent(client, {**body, "logit_bias": bias})
+        if answer.token_ids.get(choice, [])[: at + 1] != one[: at + 1]:
+            return False
+    return True
 
 
 def prompt(ids: random.Random, length: int) -> list[int]:
@@ -91,9 +163,20 @@ def prompt(ids: random.Random, length: int) -> list[int]:
     return [ids.randrange(100, 40_000) for _ in range(length)]
 
 
-def any_body(ids: random.Random) -> dict[str, Any]:
-    """A request with a random choice of sampling fields."""
-    most = ids.choice((1, 2, 8, 33, 64))
+def prompt_in_common(ids: random.Random, length: int) -> list[int]:
+    """The beginning that many prompts share, and a random last token."""
+    return [100 + 7 * i * i % 39_900 for i in range(length - 1)] + prompt(ids, 1)
+
+
+def stream_of(ids: random.Random, num_tokens: int) -> Body:
+    """A request that soon decodes, for so many tokens."""
+    fields = {"max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    return {"prompt": prompt(ids, 16), **fields}
+
+
+def any_body(ids: random.Random) -> Body:
+    """A request with a random choice of sampling fields, whose answer lists its token ids."""
+    most = ids.choice((1, 2, 8, 33, 64, 300))
     choices: dict[str, Any] = {
         "temperature": ids.choice((0, 0.3, 1.0, 2.0)),
         "top_p": ids.choice((0.1, 0.9, 1.0)),
@@ -107,11 +190,15 @@ def any_body(ids: random.Random) -> dict[str, Any]:
         "logprobs": ids.choice((0, 1, 5)),
         "prompt_logprobs": ids.choice((0, 3)),
         "seed": ids.randrange(2**63),
+        "stop": ids.choice(("e", "1", ["qu", "!!"])),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
         "stop_token_ids": [ids.randrange(40_000)],
         "ignore_eos": ids.random() < 0.5,
         "n": ids.choice((1, 1, 2, 4)),
         "stream": ids.random() < 0.5,
         "priority": ids.randrange(3),
+        "cache_salt": ids.choice("ab"),
     }
     chosen = {name: value for name, value in choices.items() if ids.random() < 0.3}
     if "prompt_logprobs" in chosen:  # a stream cannot have them
@@ -119,15 +206,29 @@ def any_body(ids: random.Random) -> dict[str, Any]:
     if chosen.get("temperature") == 0:
         chosen.pop("n", None)
     length = ids.choice((1, 17, 100, 400, 1500, 3000))
-    return {"prompt": prompt(ids, length), "max_tokens": most, **chosen}
+    new_prompt = prompt_in_common if ids.random() < SHARE_IN_COMMON else prompt
+    return {
+        "prompt": new_prompt(ids, length),
+        "max_tokens": most,
+        "return_token_ids": True,
+        **chosen,
+    }
 
 
 async def left_over(url: str) -> dict[str, float]:
-    """Late compiles and pages in use, from the server's own statistics."""
-    client = Client(url)
-    stats = json.loads((await client.get("/stats")).body)
+    """Late compiles, and what is in use when the engine has had time to end what clients left, by
+    the server's own statistics.
+    """
+    client, stats, left = Client(url), dict[str, Any](), dict[str, float]()
+    for _ in range(SECONDS_TO_END * 10):
+        stats = json.loads((await client.get("/stats")).body)
+        left = {name: stats["requests"][name] for name in ("active", "running", "waiting")}
+        left |= {"live_pages": stats["pages"]["live"]}
+        if not any(left.values()):
+            break
+        await asyncio.sleep(0.1)
     client.close()
-    return {"late_compiles": stats["late_compiles"], "live_pages": stats["pages"]["live"]}
+    return {"late_compiles": stats["late_compiles"], **left}
 
 
 def main() -> int:
@@ -135,22 +236,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--alone", type=int, default=200)
     parser.add_argument("--output", type=Path)
     parser.add_argument("serve", nargs="+", help="model and flags of jaxinfer serve, after --")
     given = parser.parse_args()
     ids = random.Random(0)
     with ServerProcess(*given.serve) as server:
-        met = {
-            "scene": asyncio.run(scene(server.url, given.streams, ids)),
-            "storm": asyncio.run(storm(server.url, given.requests, ids)),
-        }
+        ended = asyncio.run(scene(server.url, given.streams, ids))
+        met = asyncio.run(storm(server.url, [any_body(ids) for _ in range(given.requests)], ids))
+        again = ids.sample(met.repeatable, min(given.alone, len(met.repeatable)))
+        repeated = asyncio.run(alone(server.url, again))
         left = asyncio.run(left_over(server.url))
-    report = {**host_circumstances("jaxinfer", "pallas_kernels"), **met, "left": left}
+    report = {
+        **host_circumstances("jaxinfer", "pallas_kernels"),
+        "scene": ended,
+        "storm": met.ended,
+        "alone": repeated,
+        "left": left,
+    }
     print(json.dumps(report, indent=1))
     if given.output:
         given.output.write_text(json.dumps(report, indent=1) + "\n")
-    answered = all(set(ended) == {"answered"} for ended in met.values())
-    return int(not answered or any(left.values()))
+    good = (
+        set(ended) == {"answered"}
+        and set(met.ended) <= {"answered", "left"}
+        and set(repeated) <= {"same", "near ties"}
+    )
+    return int(not good or any(left.values()))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ class _Message(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
+    index: int = 0
+    token_ids: list[int] | None = None
     text: str | None = None
     delta: _Message | None = None
     message: _Message | None = None
@@ -55,6 +57,7 @@ class Answer:
     start: float
     times: list[float] = field(default_factory=list)  # of the chunks that carry a choice
     text: list[str] = field(default_factory=list)
+    token_ids: dict[int, list[int]] = field(default_factory=dict)  # by choice, where listed
     prompt_tokens: int = 0
     output_tokens: int = 0
     status: int = 0
@@ -90,6 +93,9 @@ class Answer:
             choice = chunk.choices[0]
             message = choice.delta or choice.message
             self.text.append((message.content if message else choice.text) or "")
+        for choice in chunk.choices:
+            if choice.token_ids:
+                self.token_ids.setdefault(choice.index, []).extend(choice.token_ids)
         if chunk.usage:
             self.prompt_tokens = chunk.usage.prompt_tokens
             self.output_tokens = chunk.usage.completion_tokens or 0

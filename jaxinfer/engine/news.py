@@ -50,6 +50,7 @@ class EngineStats:
     num_running: int = 0  # sequences with a slot
     num_waiting: int = 0
     num_live_pages: int = 0  # owned by sequences
+    num_live_pages_of_groups: tuple[int, ...] = ()  # the same, of each of ``Limits.windows``
     num_cached_pages: int = 0  # owned by nobody, kept for prefix reuse until somebody needs them
     num_fresh_pages: int = 0
 

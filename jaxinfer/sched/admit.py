@@ -112,10 +112,11 @@ def admit(draft: Draft, seq: Sequence) -> tuple[Sequence, SlotAdmission] | None:
     watermark = 0 if nobody_runs else _watermark(limits)
     if sum(num_new) + watermark > num_free:
         return None
-    draft.pages.share(shared)
+    for group, ids in enumerate(hit.ids):
+        draft.pages.share(ids, group)
     pages = [
-        Pages(IntLog(ids + draft.pages.take(count)), first)
-        for ids, count, first in zip(hit.ids, num_new, firsts, strict=True)
+        Pages(IntLog(hit.ids[group] + draft.pages.take(count, group)), firsts[group])
+        for group, count in enumerate(num_new)
     ]
     restored = limits.num_snapshots and hit.num_pages
     snapshot = draft.snapshots.use(reusable[hit.num_pages - 1]) if restored else None

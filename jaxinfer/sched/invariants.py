@@ -49,6 +49,12 @@ def _check_pool(state: SchedulerState) -> None:
         _fail(f"pages {odd[:8]} are not in exactly one of fresh, cached and live")
     if pool.num_cached != len(cached):
         _fail(f"num_cached is {pool.num_cached}, but {len(cached)} pages are cached")
+    num_live = [
+        len({page for seq in state.running for page in seq.pages[group].ids})
+        for group in range(len(state.limits.windows))
+    ]
+    if list(pool.num_live) != num_live:
+        _fail(f"num_live is {pool.num_live}, but {num_live} pages of each group are live")
     for page in range(num_pages):
         if pool.num_sharers[page] != max(0, owners[page] - 1):
             _fail(f"page {page} has {owners[page]} owners, num_sharers {pool.num_sharers[page]}")

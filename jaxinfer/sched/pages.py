@@ -38,6 +38,7 @@ class PagePool(msgspec.Struct, frozen=True):
     cached: IntLog
     cached_head: int
     num_cached: int
+    num_live: tuple[int, ...]  # pages that sequences own, of each group of layers
     num_sharers: IntArray  # int32[P]: owners beyond the first
     stamps: IntArray  # int32[P]: position in ``cached``; below ``cached_head`` if it is not there
     page_by_hash: Map[bytes, int]
@@ -49,14 +50,15 @@ class PagePool(msgspec.Struct, frozen=True):
         return len(self.fresh) - self.fresh_head + self.num_cached
 
 
-def new_pool(num_pages: int) -> PagePool:
-    """All pages fresh, but the padding sink."""
+def new_pool(num_pages: int, num_groups: int = 1) -> PagePool:
+    """All pages fresh, but the padding sink; for layers in so many groups."""
     return PagePool(
         fresh=IntLog(range(1, num_pages)),
         fresh_head=0,
         cached=IntLog(),
         cached_head=0,
         num_cached=0,
+        num_live=(0,) * num_groups,
         num_sharers=_frozen(np.zeros(num_pages, np.int32)),
         stamps=_frozen(np.full(num_pages, NO_STAMP, np.int32)),
         page_by_hash=Map(),
@@ -74,6 +76,7 @@ class PageWriter:
         self._cached = pool.cached
         self._cached_head = pool.cached_head
         self._num_cached = pool.num_cached
+        self._num_live = list(pool.num_live)
         self._num_sharers = pool.num_sharers
         self._stamps = pool.stamps
         self._page_by_hash = pool.page_by_hash
@@ -102,27 +105,29 @@ class PageWriter:
         """How many of these hashed pages have no owner, and so would stop being free if shared."""
         return int(np.count_nonzero(self._stamps[pages] >= self._cached_head)) if pages else 0
 
-    def take(self, count: int) -> list[int]:
-        """``count`` private pages; the caller has checked ``num_free``."""
+    def take(self, count: int, group: int = 0) -> list[int]:
+        """``count`` private pages for a group; the caller has checked ``num_free``."""
+        self._num_live[group] += count
         head = self._fresh_head
         pages: list[int] = self._fresh.array()[head : head + count].tolist()
         self._fresh_head = head + len(pages)
         return pages + self._evict(count - len(pages)) if len(pages) < count else pages
 
-    def share(self, pages: list[int]) -> None:
-        """Add an owner to hashed pages."""
+    def share(self, pages: list[int], group: int = 0) -> None:
+        """Add an owner to hashed pages of a group."""
         if not pages:
             return
         hashed = np.array(pages, np.int32)
         cached = self._stamps[hashed] >= self._cached_head
         if num_cached := int(np.count_nonzero(cached)):
             self._num_cached -= num_cached
+            self._num_live[group] += num_cached
             self._writable_stamps()[hashed[cached]] = NO_STAMP
         if num_cached < len(pages):
             self._writable_num_sharers()[hashed[~cached]] += 1
 
-    def release(self, pages: IntArray) -> None:
-        """Remove an owner of a sequence's ``pages``, in token order.
+    def release(self, pages: IntArray, group: int = 0) -> None:
+        """Remove an owner of a sequence's ``pages`` in a group, in token order.
 
         Hashed pages without an owner become cached, the deepest first: a prefix outlives what
         follows it, since a page is of use only together with all pages before it.
@@ -131,6 +136,7 @@ class PageWriter:
         if shared.any():
             self._writable_num_sharers()[pages[shared]] -= 1
             pages = pages[~shared]
+        self._num_live[group] -= len(pages)
         free = pages[::-1]
         if self._hash_by_page:  # none has a hash without prefix caching
             known = (page in self._hash_by_page for page in free.tolist())
@@ -161,6 +167,7 @@ class PageWriter:
             self._cached,
             self._cached_head,
             self._num_cached,
+            tuple(self._num_live),
             _frozen(self._num_sharers),
             _frozen(self._stamps),
             self._page_by_hash,

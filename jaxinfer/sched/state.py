@@ -161,7 +161,7 @@ def initial_state(limits: Limits) -> SchedulerState:
         waiting=(),
         orders=Map(),
         free_slots=tuple(reversed(range(slots))),
-        pages=new_pool(limits.num_pages),
+        pages=new_pool(limits.num_pages, len(limits.windows)),
         snapshots=new_snapshots(limits.num_snapshots),
     )
 
@@ -292,8 +292,8 @@ class Draft:
     def _vacate(self, seq: Sequence) -> None:
         del self.running[seq.request_id]
         self.free_slots.append(seq.slot)
-        for pages in seq.pages:
-            self.pages.release(pages.ids.array())
+        for group, pages in enumerate(seq.pages):
+            self.pages.release(pages.ids.array(), group)
 
     def _pull_waiting(self, request_id: str) -> Sequence:
         at = bisect_left(self.waiting, self.orders[request_id], key=_order_of)

@@ -30,7 +30,7 @@ def without_passed(pages: PageWriter, held: GroupPages, start: int, limits: Limi
         passed = first_page(start, window, limits.page_size) - group.first
         if passed > 0:
             ids = group.ids.array()
-            pages.release(ids[:passed])
+            pages.release(ids[:passed], len(kept))  # the group's number
             group = Pages(IntLog(ids[passed:]), group.first + passed)
         kept.append(group)
     return tuple(kept)
@@ -47,10 +47,10 @@ def extended(pages: PageWriter, held: GroupPages, end: int, limits: Limits) -> G
     needed = cdiv(end, limits.page_size)
     return tuple(
         [
-            group
-            if group.end >= needed
-            else Pages(group.ids.extend(pages.take(needed - group.end)), group.first)
-            for group in held
+            own
+            if own.end >= needed
+            else Pages(own.ids.extend(pages.take(needed - own.end, group)), own.first)
+            for group, own in enumerate(held)
         ]
     )
 

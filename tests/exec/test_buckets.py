@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
-from jaxinfer.engine.start.build import with_device_defaults
 from jaxinfer.exec.compile.buckets import bucket_table
 from jaxinfer.sched.choose import Budget, smallest_bucket
 from jaxinfer.sched.state import Draft, Sequence, initial_state
+from kit.default_limits import default_limits
 from kit.drive import make_limits, make_request
 
 
@@ -107,16 +106,7 @@ def test_names() -> None:
 
 def device_table(platform: str, max_num_seqs: int | None = None) -> tuple[Bucket, ...]:
     """The table of a file in configs/engine, for its own number of sequences or another."""
-    config = with_device_defaults(EngineConfig(max_num_seqs=max_num_seqs), platform)
-    return bucket_table(
-        config.max_num_seqs or 0,
-        config.max_num_batched_tokens or 0,
-        decode_start=config.decode_bucket_start or 0,
-        prefill_start=config.prefill_bucket_start or 0,
-        prefill_factor=config.prefill_bucket_factor or 0,
-        mixed_start=config.mixed_bucket_start or 0,
-        max_num_mixed_tokens=config.max_num_mixed_tokens,
-    )
+    return default_limits(platform, max_num_seqs=max_num_seqs).buckets
 
 
 def rows_at_borders(table: tuple[Bucket, ...], most: int) -> list[int]:

@@ -8,11 +8,12 @@ shared or reused wrongly is an error at once.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
-from itertools import product
 
 import numpy as np
 
+from jaxinfer.core.config import Limits
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import (
     RowResult,
@@ -36,8 +37,11 @@ def salt_digest(request: Request) -> int:
 
 
 def draw(request: Request, prefix: int, num_generated: int) -> int:
-    """The token after ``prefix``; stop ids are masked until ``min_tokens``, as on the device."""
-    token_id = hash((request.seed, prefix)) % VOCAB
+    """The token after ``prefix``; as on the device, stop ids are masked until ``min_tokens``, and
+    at temperature 0 the seed does not count.
+    """
+    seed = 0 if request.sampling.greedy else request.seed
+    token_id = hash((seed, prefix)) % VOCAB
     if num_generated < request.sampling.min_tokens:
         while token_id in request.stop_ids:
             token_id = (token_id + 1) % VOCAB
@@ -45,7 +49,7 @@ def draw(request: Request, prefix: int, num_generated: int) -> int:
 
 
 def expected_tokens(request: Request, max_model_len: int) -> list[int]:
-    """The output of ``request``, generated alone and plainly, by the rules of ending."""
+    """The output of ``request`` generated alone, by the rules of ending."""
     if request.pools:
         return []
     prefix = salt_digest(request)
@@ -66,7 +70,8 @@ class Slot:
 
     request: Request
     token_ids: list[int]
-    prefixes: list[int] = field(default_factory=list)  # prefixes[i] covers token_ids[: i + 1]
+    # prefixes[i] covers token_ids[: i + 1]
+    prefixes: array[int] = field(default_factory=lambda: array("q"))
 
     def __post_init__(self) -> None:
         tokens, self.token_ids = self.token_ids, []
@@ -78,6 +83,10 @@ class Slot:
         self.prefixes.append(digest(parent, token_id))
         self.token_ids.append(token_id)
 
+    def contents(self, group: int, start: int, end: int) -> np.ndarray:
+        """What the layers of a group leave in a page for the tokens at [start, end)."""
+        return np.frombuffer(self.prefixes, np.int64)[start:end] ^ group
+
 
 def guess(request: Request, prefix: int, num_generated: int) -> int:
     """A draft of the token after ``prefix``, right two times in three."""
@@ -86,11 +95,12 @@ def guess(request: Request, prefix: int, num_generated: int) -> int:
 
 
 class FakeExecutor:
-    """Holds slots and a shadow of the pages: (page, offset) -> the group of layers that wrote it,
-    and the digest of the prefix it ends.
+    """Holds slots and a shadow of the pages.
 
-    A decode row of several tokens guesses those behind the first. The scheduler does not know where
-    such a row is, only a bound, until it hears how many guesses were right.
+    The shadow maps the place of a token in the pool to the digest of the prefix that ends there,
+    changed by the group of layers that wrote it. A decode row of several tokens guesses those
+    behind the first; the scheduler does not know where such a row is, only a bound, until it hears
+    how many guesses were right.
     """
 
     def __init__(
@@ -104,9 +114,9 @@ class FakeExecutor:
         self.num_snapshots = num_snapshots
         self.states: dict[int, int] = {}  # slot -> digest of the tokens that its state is of
         self.snapshots: dict[int, int] = {}  # likewise, of each row
-        self.slots: dict[int, Slot] = {}
-        self.store: dict[tuple[int, int], tuple[int, int]] = {}
         self.drafts: dict[int, list[int]] = {}  # of the row of each slot, in the step that runs
+        self.slots: dict[int, Slot] = {}
+        self.store = np.zeros(0, np.int64)  # by page * page_size + offset
 
     def run(self, plan: StepPlan, hashed_pages: frozenset[int] = frozenset()) -> StepResult:
         """Run a step; ``hashed_pages`` are those that nobody may write to."""
@@ -118,9 +128,9 @@ class FakeExecutor:
             if admission.snapshot is not None:
                 self.states[admission.slot] = self.snapshots[admission.snapshot]
         self._check_shape(plan)
-        written: set[tuple[int, int]] = set()
-        for row in plan.rows:  # a layer first appends every row's KV, then attends
-            self._write(row, written, hashed_pages)
+        # a layer first appends every row's KV, then attends
+        written = [place for row in plan.rows for place in self._write(row, hashed_pages)]
+        assert len(set(written)) == len(written), "two rows write to one place"
         results = tuple(self._attend(row) for row in plan.rows)
         self._save(plan)
         return StepResult(plan.step_id, results)
@@ -147,29 +157,31 @@ class FakeExecutor:
         for row in plan.prefills:
             assert row.token_ids is not None and len(row.token_ids) == row.num_scheduled_tokens > 0
 
-    def _write(
-        self, row: ScheduledSeq, written: set[tuple[int, int]], hashed_pages: frozenset[int]
-    ) -> None:
-        slot = self.slots[row.slot]
+    def _write(self, row: ScheduledSeq, hashed_pages: frozenset[int]) -> list[int]:
+        """Write the row's tokens; returns their places."""
+        slot, start = self.slots[row.slot], self._start(row)
         assert slot.request.request_id == row.request_id
-        start = self._start(row)
         end = start + row.num_scheduled_tokens
-        prefixes = slot.prefixes[start:]
+        prefixes = np.array(slot.prefixes[start:end], np.int64)
         if row.token_ids is None:
             assert start <= row.num_computed_tokens, "the scheduler plans for less than there is"
             self.drafts[row.slot] = self._guessed(slot, row.num_scheduled_tokens - 1)
+            prefixes = list(prefixes)
             for token_id in self.drafts[row.slot]:
-                prefixes.append(digest(prefixes[-1], token_id))
+                prefixes.append(digest(int(prefixes[-1]), token_id))
+            prefixes = np.array(prefixes, np.int64)
         else:
             assert row.token_ids.tolist() == slot.token_ids[start:end]
             assert (row.samples or row.pools) == (end == len(slot.token_ids))
             assert not (row.samples and row.pools)
-        for group, position in product(range(len(self.windows)), range(start, end)):
-            place = self._place(row, group, position)
-            assert place not in written, f"two rows write to {place}"
-            assert place[0] not in hashed_pages, f"{place} is written but hashed"
-            written.add(place)
-            self.store[place] = group, prefixes[position - start]
+        written: list[int] = []
+        for group in range(len(self.windows)):
+            places = self._places(row, group, start, end)
+            hashed = hashed_pages.intersection((places // self.page_size).tolist())
+            assert not hashed, f"pages {hashed} are written but hashed"
+            self.store[places] = prefixes ^ group
+            written += places.tolist()
+        return written
 
     def _start(self, row: ScheduledSeq) -> int:
         """The position of a row's first token: a decode row's is that of the slot's last token."""
@@ -197,8 +209,7 @@ class FakeExecutor:
         for group, window in enumerate(self.windows):
             first = 0 if window is None else max(0, start + 1 - window)
             assert row.pages[group].first <= first // self.page_size, "its pages have gone back"
-            for position in range(first, end):
-                self._read(row, group, position)
+            self._read(row, group, first, end)
         token_ids: list[int] = []
         drafts = [] if row.token_ids is not None else self.drafts[row.slot]
         while row.samples:
@@ -208,20 +219,28 @@ class FakeExecutor:
             if len(token_ids) > len(drafts) or drafts[len(token_ids) - 1] != token_ids[-1]:
                 break
             for group in range(len(self.windows)):  # the accepted draft's own page
-                self._read(row, group, len(slot.token_ids) - 1)
+                self._read(row, group, len(slot.token_ids) - 1, len(slot.token_ids))
         return RowResult(
             row.request_id,
             row.epoch,
             tuple(token_ids),
-            (),
+            self._logprobs(slot.request, token_ids),
             self._prompt_logprobs(row),
             np.array([slot.prefixes[-1] % 1000], np.float32) if row.pools else None,
         )
 
-    def _read(self, row: ScheduledSeq, group: int, position: int) -> None:
-        found = self.store.get(self._place(row, group, position))
-        assert found == (group, self.slots[row.slot].prefixes[position]), (
-            f"request {row.request_id!r} reads another prefix at position {position}"
+    def _logprobs(self, request: Request, token_ids: list[int]) -> tuple[TokenLogprobs, ...]:
+        if (num_listed := request.sampling.logprobs) is None:
+            return ()
+        listed = [(token_id, *range(num_listed)) for token_id in token_ids]
+        return tuple(TokenLogprobs(ids, (-1.0,) * len(ids), 1) for ids in listed)
+
+    def _read(self, row: ScheduledSeq, group: int, first: int, end: int) -> None:
+        """Check the pages of the tokens at [first, end)."""
+        found = self.store[self._places(row, group, first, end)]
+        wrong = np.flatnonzero(found != self.slots[row.slot].contents(group, first, end))
+        assert not len(wrong), (
+            f"request {row.request_id!r} reads another prefix at position {first + wrong[0]}"
         )
 
     def _prompt_logprobs(self, row: ScheduledSeq) -> tuple[TokenLogprobs, ...]:
@@ -239,8 +258,27 @@ class FakeExecutor:
             for i, target in enumerate(targets)
         )
 
-    def _place(self, row: ScheduledSeq, group: int, position: int) -> tuple[int, int]:
-        pages = row.pages[group]
-        page = pages.ids[position // self.page_size - pages.first]
-        assert page > 0, "page 0 is the padding sink"
-        return page, position % self.page_size
+    def _places(self, row: ScheduledSeq, group: int, start: int, end: int) -> np.ndarray:
+        """Where the row's tokens at [start, end) are in the pool."""
+        pages, positions = row.pages[group], np.arange(start, end)
+        page_ids = pages.ids.array()[positions // self.page_size - pages.first]
+        assert page_ids.min(initial=1) > 0, "page 0 is the padding sink"
+        places = page_ids * self.page_size + positions % self.page_size
+        if missing := max(0, places.max(initial=-1) + 1 - len(self.store)):
+            self.store = np.append(self.store, np.zeros(missing, np.int64))
+        return places
+
+
+class FakeDevice:
+    """A ``StepExecutor`` over ``FakeExecutor``: a step runs when it is launched."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.fake = FakeExecutor(limits.page_size, limits.windows, limits.num_snapshots)
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        """Run the step."""
+        return self.fake.run(plan)
+
+    def collect(self, step: StepResult) -> StepResult:
+        """Its result."""
+        return step

@@ -23,6 +23,7 @@ LIMITS = Limits(
     max_model_len=4096,
     max_num_batched_tokens=512,
     buckets=(),
+    windows=(None, 512, 512),
 )
 MODEL = {"model_name": "smol", "engine": "0"}
 STATS = EngineStats(
@@ -39,6 +40,7 @@ STATS = EngineStats(
     num_running=2,
     num_waiting=5,
     num_live_pages=25,
+    num_live_pages_of_groups=(12, 7, 6),
     num_cached_pages=15,
     num_fresh_pages=60,
 )

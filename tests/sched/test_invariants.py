@@ -53,6 +53,7 @@ DAMAGES: tuple[tuple[Callable[[SchedulerState], SchedulerState], str], ...] = (
     (lambda s: pool(s, fresh_head=s.pages.fresh_head + 1), "not in exactly one of"),
     (lambda s: first(s, pages=more_pages(s, 40)), "not in exactly one of"),
     (lambda s: pool(s, num_cached=0), "num_cached is 0"),
+    (lambda s: pool(s, num_live=(0,)), "pages of each group are live"),
     (lambda s: pool(s, num_sharers=s.pages.num_sharers * 0), "has 2 owners"),
     (lambda s: pool(s, stamps=s.pages.stamps + 99), "not in exactly one of"),
     (lambda s: pool(s, stamps=written(s.pages.stamps, 40, 99)), "the stamp 99 of page 40"),

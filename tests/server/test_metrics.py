@@ -162,6 +162,8 @@ def test_new_metrics_count_nothing() -> None:
         ("jaxinfer:pages", {"state": "live"}, 25),
         ("jaxinfer:pages", {"state": "cached"}, 15),
         ("jaxinfer:pages", {"state": "fresh"}, 60),
+        ("jaxinfer:live_pages", {"window": "none"}, 12),
+        ("jaxinfer:live_pages", {"window": "512"}, 13),
         ("jaxinfer:step_seconds_sum", {"kind": "mixed"}, 0.01),
         ("jaxinfer:executables", {"source": "bundle"}, 6),
         ("jaxinfer:executables", {"source": "compiled"}, 4),
@@ -252,7 +254,13 @@ def test_snapshot() -> None:
     assert json.loads(json.dumps(shown, allow_nan=False)) == shown
     assert shown["requests"]["running"] == 2
     assert shown["requests"]["active"] == 1
-    assert shown["pages"] == {"live": 25, "cached": 15, "fresh": 60, "usage": 0.25}
+    assert shown["pages"] == {
+        "live": 25,
+        "cached": 15,
+        "fresh": 60,
+        "live_by_window": {"none": 12, "512": 13},
+        "usage": 0.25,
+    }
     assert shown["per_second"]["generated_tokens"] == 40 / 5
     assert shown["seconds"]["inter_token"]["mean"] == pytest.approx(0.004)
     assert 0.003 <= shown["seconds"]["inter_token"]["p50"] <= 0.004

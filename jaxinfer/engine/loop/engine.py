@@ -167,6 +167,7 @@ class Engine:
             num_running=state.num_running,
             num_waiting=state.num_waiting,
             num_live_pages=self.limits.num_usable_pages - num_free,
+            num_live_pages_of_groups=state.pages.num_live,
             num_cached_pages=state.pages.num_cached,
             num_fresh_pages=num_free - state.pages.num_cached,
             **self._counters,

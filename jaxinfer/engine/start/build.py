@@ -186,30 +186,45 @@ def _sizes(
     """What is compiled for, and the memory that it takes."""
     limits = _limits(config, model)
     device = device_memory(placement.device)
-    memory = plan_memory(
-        config, Program(model, limits, placement.platform, pins, placement), device
-    )
+    program = Program(model, limits, placement.platform, pins, placement)
+    memory = plan_memory(config, program, device)
     limits = msgspec.structs.replace(limits, num_pages=memory.num_pages)
     if config.max_model_len is None:  # derived: as much of the model's context as fits
         limits = msgspec.structs.replace(limits, max_model_len=limits.longest_context())
-    return program_memory(
-        Program(model, limits, placement.platform, pins, placement), device
-    ), limits
+    return program_memory(replace(program, limits=limits), device), limits
 
 
 def _limits(config: EngineConfig, model: Model) -> Limits:
-    """The limits that settings and model state; no pages are planned yet."""
+    """The limits for a model, without pages."""
+    state = model.state
+    return limits_of(
+        config, _context(config, model), state.windows, has_slot_state=state.bytes_per_slot > 0
+    )
+
+
+def limits_of(
+    config: EngineConfig,
+    max_model_len: int,
+    windows: tuple[int | None, ...] = (None,),
+    *,
+    has_slot_state: bool = False,
+) -> Limits:
+    """The limits that settings with their device's defaults amount to, without pages.
+
+    ``windows``: how far back each group of layers looks. A model with state for each sequence
+    reuses prefixes through snapshots.
+    """
     max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
     decode_start, mixed_start = config.decode_bucket_start, config.mixed_bucket_start
     prefill_start, prefill_factor = config.prefill_bucket_start, config.prefill_bucket_factor
     assert max_num_seqs and chunk and decode_start and mixed_start, "with_device_defaults"
     assert prefill_start and prefill_factor, "with_device_defaults"
-    snapshots = config.enable_prefix_caching and model.state.bytes_per_slot > 0
+    snapshots = config.enable_prefix_caching and has_slot_state
     return Limits(
         num_pages=0,
         page_size=config.page_size or DEFAULT_PAGE_SIZE,
         max_num_seqs=max_num_seqs,
-        max_model_len=_context(config, model),
+        max_model_len=max_model_len,
         max_num_batched_tokens=chunk,
         buckets=bucket_table(
             max_num_seqs,
@@ -222,7 +237,7 @@ def _limits(config: EngineConfig, model: Model) -> Limits:
         ),
         enable_prefix_caching=config.enable_prefix_caching,
         prefill_first=bool(config.prefill_first),
-        windows=model.state.windows,
+        windows=windows,
         num_snapshots=snapshots_for(max_num_seqs) if snapshots else 0,
     )
 

@@ -80,6 +80,12 @@ _GAUGES = (
         "state",
     ),
     _Reading(
+        "jaxinfer:live_pages",
+        "KV pages that sequences own, by the window of the layers that fill them, in tokens.",
+        lambda t: t.live_pages_of_windows,
+        "window",
+    ),
+    _Reading(
         "jaxinfer:padding_waste_ratio",
         "Share of the computed tokens that was padding, since the start.",
         lambda t: t.padding_waste,
@@ -104,7 +110,7 @@ _COUNTERS = (
     _Reading(
         "vllm:prefix_cache_queries",
         "Prompt tokens looked up in the prefix cache.",
-        lambda t: t.engine.num_prefilled_tokens if t.enable_prefix_caching else 0,
+        lambda t: t.engine.num_prefilled_tokens if t.limits.enable_prefix_caching else 0,
     ),
     _Reading(
         "vllm:prefix_cache_hits",

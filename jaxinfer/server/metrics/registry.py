@@ -68,7 +68,7 @@ class Metrics:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._tally = Tally(start or EngineStats(), limits.enable_prefix_caching)
+        self._tally = Tally(start or EngineStats(), limits)
         self._rates = Rates()
         self._rates.mark(clock(), self._counters())
         self._families = families = Histograms(limits)
@@ -175,6 +175,7 @@ class Metrics:
                 "live": stats.num_live_pages,
                 "cached": stats.num_cached_pages,
                 "fresh": stats.num_fresh_pages,
+                "live_by_window": tally.live_pages_of_windows,
                 "usage": tally.kv_usage,
             },
             "tokens": {

@@ -44,7 +44,7 @@ class Tally:
     """
 
     engine: EngineStats
-    enable_prefix_caching: bool
+    limits: Limits
     num_received: int = 0
     num_closed: int = 0  # of the received requests, those that ended in any way
     num_decode_steps: int = 0
@@ -61,6 +61,18 @@ class Tally:
         """Share of the computed tokens that is padding."""
         computed = self.bucket_tokens.total()
         return 1.0 - self.scheduled_tokens.total() / computed if computed else 0.0
+
+    @property
+    def live_pages_of_windows(self) -> dict[str, int]:
+        """Pages that sequences own, by the window of the layers that fill them; groups of one
+        window are added up.
+        """
+        windows = ["none" if window is None else str(window) for window in self.limits.windows]
+        pages = dict.fromkeys(windows, 0)
+        # an engine that has not reported yet has no counts
+        for window, count in zip(windows, self.engine.num_live_pages_of_groups, strict=False):
+            pages[window] += count
+        return pages
 
     @property
     def kv_usage(self) -> float:

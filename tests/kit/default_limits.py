@@ -1,0 +1,26 @@
+"""The limits of an engine as users start it, without a model.
+
+Owns: ``default_limits``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.engine.start.build import limits_of, with_device_defaults
+
+
+def default_limits(
+    platform: str,
+    *,
+    max_model_len: int = 4096,
+    num_pages: int = 0,
+    windows: tuple[int | None, ...] = (None,),
+    **settings: Any,
+) -> Limits:
+    """What configs/engine says for a platform, where the settings do not; its real bucket table."""
+    config = with_device_defaults(EngineConfig(**settings), platform)
+    return replace(limits_of(config, max_model_len, windows), num_pages=num_pages)

@@ -1,0 +1,113 @@
+"""A storm: random mixes of every sampling field over HTTP, 512 at once, and clients that leave.
+
+The bucket tables are the real ones, and so are scheduler, engine thread and server; the device is
+simulated. It checks that each step fits its bucket and that each row finds its own prefix in its
+pages, and its tokens are a function of seed and context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from bench.storm import AT_ONCE, SHARE_THAT_LEAVES, Body, Met, alone, any_body, storm, stream_of
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.engine.facts import ModelFacts
+from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.sched.invariants import check
+from jaxinfer.server.openai.fields import UNSUPPORTED
+from jaxinfer.server.openai.schema import CompletionRequest
+from jaxinfer.text.tokenizer import load_tokenizer
+from kit.default_limits import default_limits
+from kit.drive import EOS
+from kit.fake_executor import FakeDevice
+from kit.server import SECONDS, Serving, serving
+from kit.tokenizers import real_spec
+from kit.watched_executor import WatchedExecutor
+
+NEUTRAL = {"best_of", "truncate_prompt_tokens", *UNSUPPORTED}  # of which no request can make use
+
+
+@dataclass(frozen=True)
+class Weather:
+    """An engine, and what is sent to it: short prompts that decode for long, then anything."""
+
+    platform: str
+    num_pages: int
+    num_random: int
+    num_alone: int
+    windows: tuple[int | None, ...] = (None,)
+    num_streams: int = 0
+    stream_tokens: int = 32
+
+    def bodies(self, ids: random.Random) -> list[Body]:
+        """Of all requests, in order."""
+        streams = [stream_of(ids, self.stream_tokens) for _ in range(self.num_streams)]
+        return streams + [any_body(ids) for _ in range(self.num_random)]
+
+
+GPU = Weather("gpu", 30_000, num_random=700, num_alone=200, num_streams=460)
+GPU_WINDOWS = Weather("gpu", 2000, num_random=200, num_alone=30, windows=(None, 512, 512))
+CPU_FEW_PAGES = Weather(
+    *("cpu", 260),
+    num_random=150,
+    num_alone=30,
+    windows=(None, 64),
+    num_streams=20,
+    stream_tokens=300,
+)
+
+
+def all_at_once(
+    server: Serving, executor: WatchedExecutor, bodies: list[Body], ids: random.Random
+) -> Met:
+    """A storm whose first step ends when the clients have sent their first requests."""
+    enough = (1 - 2 * SHARE_THAT_LEAVES) * min(AT_ONCE, len(bodies))
+
+    async def main() -> Met:
+        with executor.held():
+            storming = asyncio.create_task(storm(server.url, bodies, ids))
+            async with asyncio.timeout(SECONDS):
+                while server.service.client.num_open < enough:
+                    await asyncio.sleep(0.01)
+        return await storming
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "weather", [GPU, GPU_WINDOWS, CPU_FEW_PAGES], ids=["gpu", "gpu, windows", "cpu, few pages"]
+)
+def test_a_storm(weather: Weather) -> None:
+    limits = default_limits(weather.platform, num_pages=weather.num_pages, windows=weather.windows)
+    tokenizer = load_tokenizer(real_spec("smollm2"))
+    facts = ModelFacts("fake", tokenizer.vocab_size, (EOS,), SamplingParams())
+    executor = WatchedExecutor(FakeDevice(limits))
+    engine = Engine(executor, limits, facts, tokenizer)
+    ids = random.Random(0)
+    bodies = weather.bodies(ids)
+    with serving(engine) as server:
+        met = all_at_once(server, executor, bodies, ids)
+        assert set(met.ended) == {"answered", "left"}
+        assert met.ended.total() == len(bodies)
+        server.wait_until_idle()
+        stats = engine.stats()
+        assert not (stats.num_running or stats.num_waiting or any(stats.num_live_pages_of_groups))
+        check(engine._loop.state)
+        assert stats.num_cached_tokens > 0
+        assert stats.num_preemptions > 0 or weather is not CPU_FEW_PAGES
+        most_rows = max(len(plan.rows) for plan in executor.plans)
+        assert most_rows > 300 or weather is not GPU
+        again = ids.sample(met.repeatable, weather.num_alone)
+        assert asyncio.run(alone(server.url, again)) == {"same": weather.num_alone}
+        server.wait_until_idle()
+
+
+def test_a_storm_has_every_sampling_field() -> None:
+    ids = random.Random(0)
+    sent = {name for _ in range(100) for name in any_body(ids)}
+    fields = set(SamplingParams.__struct_fields__) & set(CompletionRequest.__struct_fields__)
+    assert fields - NEUTRAL <= sent
