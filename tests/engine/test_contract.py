@@ -68,7 +68,9 @@ def expected(
 
 
 @cache
-def executables(name: str, num_pages: int, num_snapshots: int) -> tuple[Program, Executables]:
+def executables(
+    name: str, num_pages: int, num_snapshots: int, platform: str = "cpu"
+) -> tuple[Program, Executables]:
     model, _ = mixed_model(*KINDS[name])
     limits = replace(
         LIMITS,
@@ -76,17 +78,23 @@ def executables(name: str, num_pages: int, num_snapshots: int) -> tuple[Program,
         windows=model.state.windows,
         num_snapshots=num_snapshots if model.state.bytes_per_slot else 0,
     )
-    program = Program(model, limits)
+    program = Program(model, limits, platform=platform)
     by_name = {one: program.trace(one).lower().compile() for one in program.names()}
     return program, Executables(by_name, compiled=0, workspace_bytes=0)
 
 
 def engine(
-    name: str, num_pages: int = 120, *, num_snapshots: int = 3, overlap: bool = True
+    name: str,
+    num_pages: int = 120,
+    *,
+    num_snapshots: int = 3,
+    platform: str = "cpu",
+    overlap: bool = True,
 ) -> Engine:
-    program, compiled = executables(name, num_pages, num_snapshots)
+    program, compiled = executables(name, num_pages, num_snapshots, platform)
     _, params = mixed_model(*KINDS[name])
     executor = Executor(program, compiled, params, *init_state(program))
+    executor.warm_up()
     return engine_of(executor, program.limits, overlap=overlap)
 
 
@@ -141,6 +149,17 @@ def test_snapshots_run_out(name: str, num_snapshots: int) -> None:
         assert [tuple(one.outputs[0].token_ids) for one in outputs] == expected(name)
         cached += sum(one.num_cached_tokens for one in outputs)
     assert cached > 0
+
+
+def test_several_copies_in_a_call() -> None:
+    """As on a GPU, where padding is copied as well, and a prompt's step is two executables."""
+    program, _ = executables("all", 120, 3, "gpu")
+    assert program.copied_at_once > len(PROMPTS)
+    served = engine("all", platform="gpu")
+    for cached in ([0, 0, 0], [36, 32, 0]):
+        outputs = run(served, PROMPTS, GREEDY)
+        assert [tuple(output.outputs[0].token_ids) for output in outputs] == expected("all")
+        assert [output.num_cached_tokens for output in outputs] == cached
 
 
 def test_a_preempted_sequence_starts_from_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
