@@ -68,20 +68,20 @@ def expected(
 
 
 @cache
-def executables(name: str, num_pages: int) -> tuple[Program, Executables]:
+def executables(name: str) -> tuple[Program, Executables]:
     model, _ = mixed_model(*KINDS[name])
-    limits = replace(LIMITS, num_pages=num_pages, windows=model.state.windows)
-    program = Program(model, limits)
+    program = Program(model, replace(LIMITS, windows=model.state.windows))
     by_name = {one: program.trace(one).lower().compile() for one in program.names()}
     return program, Executables(by_name, compiled=0, workspace_bytes=0)
 
 
-def engine(name: str, num_pages: int = 120, *, overlap: bool = True) -> Engine:
-    program, compiled = executables(name, num_pages)
+def engine(name: str, num_pages: int = LIMITS.num_pages, *, overlap: bool = True) -> Engine:
+    """With ``num_pages`` the scheduler may use; the pool that steps are compiled for has them all."""
+    program, compiled = executables(name)
     _, params = mixed_model(*KINDS[name])
     executor = Executor(program, default_placement(), compiled, params, *init_state(program))
     reusable = not program.model.state.bytes_per_slot  # as ``engine.start.build`` has it
-    limits: Limits = replace(program.limits, enable_prefix_caching=reusable)
+    limits: Limits = replace(program.limits, num_pages=num_pages, enable_prefix_caching=reusable)
     return engine_of(executor, limits, overlap=overlap)
 
 
@@ -105,7 +105,7 @@ def test_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_preempted(name: str) -> None:
-    needed = executables(name, 120)[0].limits.pages_needed(50)
+    needed = executables(name)[0].limits.pages_needed(50)
     served = engine(name, num_pages=needed + 8)
     outputs = run(served, SHORT, LONG)
     found = [tuple(output.outputs[0].token_ids) for output in outputs]
@@ -125,7 +125,7 @@ def test_prefix_hits() -> None:
 def test_pages_behind_a_window_go_back() -> None:
     """A sequence never holds more of them than its window and a chunk fill."""
     served = engine("paged")
-    limits = executables("paged", 120)[0].limits
+    limits = executables("paged")[0].limits
     assert limits.windows.count(WINDOW) == 3
     most, scheduler_state = 0, lambda: served._loop._state
     served.add_request("r", PROMPTS[0], GREEDY)
