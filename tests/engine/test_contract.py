@@ -76,7 +76,7 @@ def executables(name: str) -> tuple[Program, Executables]:
 
 
 def engine(name: str, num_pages: int = LIMITS.num_pages, *, overlap: bool = True) -> Engine:
-    """With ``num_pages`` the scheduler may use; the pool that steps are compiled for has them all."""
+    """Of ``num_pages`` for the scheduler; steps are compiled for a pool of the most."""
     program, compiled = executables(name)
     _, params = mixed_model(*KINDS[name])
     executor = Executor(program, default_placement(), compiled, params, *init_state(program))
