@@ -29,8 +29,8 @@ def sample(
         scaled = logits / jnp.where(random, temperature, 1.0)[:, None]
         threshold = _lowest_kept(scaled, random, top_k, top_p, min_p)
         noise = gumbel(seed_low, seed_high, positions, logits.shape[1])
-        drawn = argmax(jnp.where(scaled >= threshold[:, None], scaled + noise, -jnp.inf))
-        return jnp.where(random, drawn, argmax(logits))
+        noisy = jnp.where(scaled >= threshold[:, None], scaled + noise, -jnp.inf)
+        return argmax(jnp.where(random[:, None], noisy, logits))
 
     return lax.cond(jnp.any(random), draw, argmax, logits)
 
@@ -50,26 +50,28 @@ def _lowest_kept(
     top_p: jax.Array,  # float32[B]
     min_p: jax.Array,  # float32[B]
 ) -> jax.Array:  # float32[B]
-    """The threshold of each row; what is below it is dropped."""
+    """The threshold of each row; what is below it is dropped.
 
-    def narrow_k(threshold: jax.Array) -> jax.Array:
-        k = jnp.where(top_k > 0, top_k, logits.shape[1]).astype(jnp.float32)
-        return jnp.maximum(threshold, _threshold(logits, jnp.ones_like(logits), k))
+    That of top_k does not depend on min_p's, so min_p's may come first. The other two are passes of
+    one loop: XLA compiles a bisection once, which is a third of the time that a draw takes it.
+    """
+    best = jnp.max(logits, axis=-1)
 
-    def narrow_min(threshold: jax.Array) -> jax.Array:
-        return jnp.maximum(threshold, jnp.max(logits, axis=-1) + jnp.log(min_p))
+    def narrow(i: jax.Array, threshold: jax.Array) -> jax.Array:
+        nucleus = i == 1  # else top_k
+        wanted = jnp.where(nucleus, top_p < 1, top_k > 0)
 
-    def narrow_p(threshold: jax.Array) -> jax.Array:
-        kept = logits >= threshold[:, None]
-        weights = jnp.where(kept, jnp.exp(logits - jnp.max(logits, -1, keepdims=True)), 0.0)
-        mass = top_p * jnp.sum(weights, axis=-1)
-        nucleus = jnp.where(top_p < 1, _threshold(logits, weights, mass), threshold)
-        return jnp.maximum(threshold, nucleus)
+        def cut(threshold: jax.Array) -> jax.Array:
+            kept = logits >= threshold[:, None]
+            mass = jnp.where(kept, jnp.exp(logits - best[:, None]), 0.0)
+            weights = jnp.where(nucleus, mass, 1.0)
+            least = jnp.where(nucleus, top_p * jnp.sum(mass, axis=-1), top_k.astype(jnp.float32))
+            found = _threshold(logits, weights, least)
+            return jnp.where(wanted, jnp.maximum(threshold, found), threshold)
 
-    threshold = jnp.full(logits.shape[0], -jnp.inf, jnp.float32)
-    for wanted, narrow in ((top_k > 0, narrow_k), (min_p > 0, narrow_min), (top_p < 1, narrow_p)):
-        threshold = lax.cond(jnp.any(wanted & random), narrow, lambda same: same, threshold)
-    return threshold
+        return lax.cond(jnp.any(wanted & random), cut, lambda same: same, threshold)
+
+    return lax.fori_loop(0, 2, narrow, best + jnp.log(min_p))
 
 
 def _threshold(

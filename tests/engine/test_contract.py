@@ -31,6 +31,7 @@ KINDS = {
     "recurrent": ("recurrent", "full", "recurrent"),
 }
 STATEFUL = ("all", "recurrent")
+MOST_SNAPSHOTS = 3
 GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 
@@ -68,15 +69,12 @@ def expected(
 
 
 @cache
-def executables(
-    name: str, num_pages: int, num_snapshots: int, platform: str = "cpu"
-) -> tuple[Program, Executables]:
+def executables(name: str, platform: str = "cpu") -> tuple[Program, Executables]:
     model, _ = mixed_model(*KINDS[name])
     limits = replace(
         LIMITS,
-        num_pages=num_pages,
         windows=model.state.windows,
-        num_snapshots=num_snapshots if model.state.bytes_per_slot else 0,
+        num_snapshots=MOST_SNAPSHOTS if model.state.bytes_per_slot else 0,
     )
     program = Program(model, limits, platform=platform)
     by_name = {one: program.trace(one).lower().compile() for one in program.names()}
@@ -85,17 +83,23 @@ def executables(
 
 def engine(
     name: str,
-    num_pages: int = 120,
+    num_pages: int = LIMITS.num_pages,
     *,
-    num_snapshots: int = 3,
+    num_snapshots: int = MOST_SNAPSHOTS,
     platform: str = "cpu",
     overlap: bool = True,
 ) -> Engine:
-    program, compiled = executables(name, num_pages, num_snapshots, platform)
+    """The scheduler has ``num_pages`` and ``num_snapshots``; steps are compiled for the most."""
+    program, compiled = executables(name, platform)
     _, params = mixed_model(*KINDS[name])
     executor = Executor(program, compiled, params, *init_state(program))
     executor.warm_up()
-    return engine_of(executor, program.limits, overlap=overlap)
+    limits = replace(
+        program.limits,
+        num_pages=num_pages,
+        num_snapshots=min(num_snapshots, program.limits.num_snapshots),
+    )
+    return engine_of(executor, limits, overlap=overlap)
 
 
 def answers(one: Engine, *, together: bool = True) -> list[tuple[int, ...]]:
@@ -118,7 +122,7 @@ def test_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_preempted(name: str) -> None:
-    needed = executables(name, 120, 3)[0].limits.pages_needed(50)
+    needed = executables(name)[0].limits.pages_needed(50)
     served = engine(name, num_pages=needed + 8)
     outputs = run(served, SHORT, LONG)
     found = [tuple(output.outputs[0].token_ids) for output in outputs]
@@ -153,7 +157,7 @@ def test_snapshots_run_out(name: str, num_snapshots: int) -> None:
 
 def test_several_copies_in_a_call() -> None:
     """As on a GPU, where padding is copied as well, and a prompt's step is two executables."""
-    program, _ = executables("all", 120, 3, "gpu")
+    program, _ = executables("all", "gpu")
     assert program.copied_at_once > len(PROMPTS)
     served = engine("all", platform="gpu")
     for cached in ([0, 0, 0], [36, 32, 0]):
@@ -164,7 +168,7 @@ def test_several_copies_in_a_call() -> None:
 
 def test_a_preempted_sequence_starts_from_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its own prompt: no other prompt has this beginning."""
-    needed = executables("recurrent", 120, 3)[0].limits.pages_needed(50)
+    needed = executables("recurrent")[0].limits.pages_needed(50)
     served = engine("recurrent", num_pages=needed + 8)
     plans: list[StepPlan] = []
     launch = Executor.launch
@@ -180,7 +184,7 @@ def test_a_preempted_sequence_starts_from_a_snapshot(monkeypatch: pytest.MonkeyP
 def test_pages_behind_a_window_go_back() -> None:
     """A sequence never holds more of them than its window and a chunk fill."""
     served = engine("paged")
-    limits = executables("paged", 120, 3)[0].limits
+    limits = executables("paged")[0].limits
     assert limits.windows.count(WINDOW) == 3
     most, scheduler_state = 0, lambda: served._loop._state
     served.add_request("r", PROMPTS[0], GREEDY)

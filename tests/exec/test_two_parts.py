@@ -37,6 +37,13 @@ ASKED = [
 ]
 
 
+class InOne(Program):
+    """The same with no step in two: their other executables are the same, and compiled once."""
+
+    def begins_apart(self, bucket: Bucket) -> bool:
+        return False
+
+
 def deep_model(family: str) -> tuple[Model, Params]:
     """Of twelve layers, so that names of layers do not sort as their numbers do."""
     model = build_model(tiny_config(family) | {LAYERS[family]: 12}, "float32")
@@ -47,13 +54,11 @@ def test_tokens_are_those_of_steps_in_one(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Program, "compiler_options", lambda *_: dict(QUICKLY))
     model, params = deep_model("qwen3")
     engines, counts = [], []
-    for platform in ("gpu", "cpu"):
-        program = Program(model, LIMITS, platform=platform)
-        folder = tmp_path / platform
+    for kind in (Program, InOne):
+        program = kind(model, LIMITS, platform="gpu")
+        folder, memory = tmp_path / kind.__name__, program_memory(program, None)
         counted = Counted(
-            build_executables(
-                program, folder=folder, memory=program_memory(program, None), progress=NoProgress()
-            )
+            build_executables(program, folder=folder, memory=memory, progress=NoProgress())
         )
         executor = Executor(program, counted.executables, params, *init_state(program))
         engines.append(engine_of(executor, LIMITS))
