@@ -134,9 +134,9 @@ def run(limits: Limits, level: Level) -> Outcome:
     device = Device()
     loop = EngineLoop(device, limits)
     for number in range(level.num_cached):  # one by one: nobody preempts or evicts
-        loop.turn((Arrive(_request(f"cached-{number}", number, level, output_len=1)),))
+        loop.iterate((Arrive(_request(f"cached-{number}", number, level, output_len=1)),))
         while not loop.idle:
-            loop.turn(())
+            loop.iterate(())
     begin, device.steps = device.now, []
     way_in, todo = 0.0, list[tuple[float, int]]()
     for number, sent in enumerate(level.sent):
@@ -144,14 +144,14 @@ def run(limits: Limits, level: Level) -> Outcome:
         todo.append((begin + way_in, number))
     tokens: list[list[float]] = [[] for _ in level.sent]
     while todo or not loop.idle:
-        loop.wait_for_room()
+        loop.wait_until_launchable()
         if loop.idle:
             device.now = max(device.now, todo[0][0])
         events: list[Event] = []
         while todo and todo[0][0] <= device.now:
             number = todo.pop(0)[1]
             events.append(Arrive(_request(str(number), number, level)))
-        for event in loop.turn(tuple(events)).events:
+        for event in loop.iterate(tuple(events)).events:
             tokens[int(event.request_id)] += [device.now - begin] * len(event.token_ids)
     return Outcome(level.sent, tokens, device.steps)
 

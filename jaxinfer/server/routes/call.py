@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.core.errors import JaxinferError
-from jaxinfer.engine.link.client import MOST_APART
+from jaxinfer.engine.link.client import MAX_UNJOINED_DELTAS
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.guard import answer_error
 from jaxinfer.server.http.sse import EventStream, leaving_noticed
@@ -66,7 +66,7 @@ class Call:
     async def gains(self, answer: Answer) -> list[Gain]:
         """Everything an answer brings, to its end; aborts it when the client leaves."""
         gains: list[Gain] = []
-        most_apart = MOST_APART + 2 * len(answer.finish_reasons)
+        most_apart = MAX_UNJOINED_DELTAS + 2 * len(answer.finish_reasons)
         close = partial(self.service.close, answer)
         try:
             async with leaving_noticed(self._receive, close):
