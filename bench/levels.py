@@ -136,9 +136,9 @@ def run(limits: Limits, level: Level) -> Outcome:
     loop = EngineLoop(device, limits)
     # one by one, so that no sequence is preempted and no page evicted
     for number in range(level.num_cached):
-        loop.turn((Arrive(_request(f"cached-{number}", number, level, output_len=1)),))
+        loop.iterate((Arrive(_request(f"cached-{number}", number, level, output_len=1)),))
         while not loop.idle:
-            loop.turn(())
+            loop.iterate(())
     begin, device.steps = device.now, []
     server_free_at, todo = 0.0, list[tuple[float, int]]()
     for number, sent in enumerate(level.sent):
@@ -146,14 +146,14 @@ def run(limits: Limits, level: Level) -> Outcome:
         todo.append((begin + server_free_at, number))
     tokens: list[list[float]] = [[] for _ in level.sent]
     while todo or not loop.idle:
-        loop.wait_for_room()
+        loop.wait_until_launchable()
         if loop.idle:
             device.now = max(device.now, todo[0][0])
         events: list[Event] = []
         while todo and todo[0][0] <= device.now:
             number = todo.pop(0)[1]
             events.append(Arrive(_request(str(number), number, level)))
-        for event in loop.turn(tuple(events)).events:
+        for event in loop.iterate(tuple(events)).events:
             tokens[int(event.request_id)] += [device.now - begin] * len(event.token_ids)
     return Outcome(level.sent, tokens, device.steps)
 

@@ -20,7 +20,7 @@ from jaxinfer.cli.generate import generate
 from jaxinfer.cli.inspect import inspect
 from jaxinfer.cli.serve import serve
 from jaxinfer.core.errors import JaxinferError
-from jaxinfer.core.heap import keep_heap_small
+from jaxinfer.core.host_memory import limit_heap_arenas
 
 INTERRUPTED = 130  # the shell's exit code for a command that SIGINT ended
 
@@ -54,7 +54,7 @@ cli.add_command(serve)
 
 def main(prog_name: str = "jaxinfer") -> None:
     """The entry point of the console script; ``prog_name`` is its name in usage lines."""
-    keep_heap_small()
+    limit_heap_arenas()
     _write_any_text()
     try:
         cli(prog_name=prog_name)

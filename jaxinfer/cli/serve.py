@@ -189,12 +189,12 @@ async def _load(config: EngineConfig, start: Start, service: Service) -> AsyncIt
 
 
 def _engine_process(spawned: Spawned, config: EngineConfig) -> tuple[Link, EngineFacts]:
-    from jaxinfer.core.after_start import release_memory_of_start
+    from jaxinfer.core.host_memory import release_startup_memory
     from jaxinfer.engine.link.process import EngineProcess
 
     process = EngineProcess.start(config, spawned, progress=True)
     facts = process.ready()
-    release_memory_of_start()
+    release_startup_memory()
     return process, facts
 
 

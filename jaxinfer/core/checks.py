@@ -1,6 +1,6 @@
-"""Values that came from outside, made plain numbers.
+"""Conversion of values from users and files to plain numbers.
 
-Owns: what counts as a number: Python's and numpy's, never a bool or a string.
+Python's and numpy's numbers are accepted, a bool or a string never is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def as_int(value: Any) -> int | None:
-    """The whole number that ``value`` is, or None; 2.0 is none."""
+    """``value`` as an int, or None if it is not an integer; 2.0 is not one."""
     if isinstance(value, bool):
         return None
     try:
@@ -21,12 +21,12 @@ def as_int(value: Any) -> int | None:
 
 
 def as_float(value: Any) -> float | None:
-    """The real number that ``value`` is (infinities and NaN included), or None."""
-    if type(value) is float:  # nearly always, and asking for a Real takes ten times as long
+    """``value`` as a float (infinities and NaN included), or None if it is not a real number."""
+    if type(value) is float:  # the usual case; the check against Real takes ten times as long
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
         return float(value)
-    except OverflowError:  # an integer beyond every float
+    except OverflowError:  # an integer larger than every float
         return None

@@ -37,19 +37,19 @@ SIZES = (
     "num_pages",
     "kv_cache_memory_bytes",
 )
-COMPILED = ("dtype", *SIZES, "gpu_memory_utilization", "kernels")  # what a bundle has decided
-BUNDLE_MANIFEST = "manifest.json"  # what a bundle's folder says of itself
+COMPILED = ("dtype", *SIZES, "gpu_memory_utilization", "kernels")  # settings that a bundle fixes
+BUNDLE_MANIFEST = "manifest.json"  # in the folder of a bundle
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
 FLAGS = ("skip_tokenizer_init", "enable_prefix_caching", "prefill_first", "overlap")
-# jax's own variables: which allocator a GPU has, the share of the GPU that it may take (the second
-# is the old name; what it is by default), and whether it takes that at once
+# JAX's variables: the allocator for GPUs, the share of the GPU that it may use (new and old name,
+# and the default), and whether it allocates that share at once
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 ALLOCATOR_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 DEFAULT_ALLOCATOR_SHARE = 0.75
 ALLOCATOR_PREALLOCATES = "XLA_PYTHON_CLIENT_PREALLOCATE"
-NO_LINE_INFO = "TRITON_DISABLE_LINE_INFO"  # Triton's own variable
-# XLA's own: the least grave kind of message that it shows, and what JAX sets it to on import
+NO_LINE_INFO = "TRITON_DISABLE_LINE_INFO"  # Triton's variable
+# XLA's variable for the lowest level of messages to show, and the value that JAX sets on import
 XLA_LOG, JAXS_XLA_LOG = "TF_CPP_MIN_LOG_LEVEL", "1"
 
 
@@ -57,24 +57,24 @@ XLA_LOG, JAXS_XLA_LOG = "TF_CPP_MIN_LOG_LEVEL", "1"
 class EngineConfig:
     """Everything an engine is built from. Names and meanings follow vLLM's ``EngineArgs``.
 
-    Sizes are tokens unless said. ``None`` means "derived from the model and the device".
-    ``max_num_batched_tokens`` bounds the prompt tokens of one step (the chunk of chunked prefill),
-    ``max_num_mixed_tokens`` those of a step in which rows decode too, fewer beside very many rows
-    (``exec.compile.buckets``); None is the same. Decoding
-    rows ride along in addition, so a step never stalls them for more than that: the more, the
-    sooner a first token for those who wait, the later the next one for those who have begun.
+    Sizes are tokens unless stated. ``None`` means "derived from the model and the device".
+    ``max_num_batched_tokens`` limits the prompt tokens of one step (the chunk of chunked prefill).
+    ``max_num_mixed_tokens`` limits those of a step in which rows also decode, to less with very
+    many rows (``exec.compile.buckets``); None: the same limit. Decode rows come in addition and
+    wait for the chunk: a larger limit gives waiting requests their first token sooner and running
+    ones their next token later.
     ``decode_bucket_start``: decode steps are compiled for 1, start, 2 * start, ... rows.
     ``prefill_bucket_start``: chunks are compiled for start, factor * start, ... tokens, where
     ``prefill_bucket_factor`` is the factor, 2 or more.
     ``mixed_bucket_start``: steps that decode and prefill pad their decode rows to start, 2 * start,
     ... rows.
-    ``prefill_first``: when all requests fit at once, their prompts are computed before anybody
+    ``prefill_first``: if all requests fit at once, all prompts are computed before the first row
     decodes, which suits a batch but stalls a stream. None is True for ``LLM``, False for a server.
     ``page_size``: None is 16. ``gpu_memory_utilization``: None is 0.92.
-    ``kernels``: implementations for measurements, "op=implementation" joined by commas; without it
-    the fastest that can run.
-    ``bundle``: a folder that ``jaxinfer compile`` wrote; it decides the sizes that are None.
-    ``generation_config``: sampling defaults from the model's own file, or ("vllm") from none.
+    ``kernels``: pins for measurements, "op=implementation" joined by commas; an op without a pin
+    uses the fastest implementation that can run.
+    ``bundle``: a folder that ``jaxinfer compile`` wrote; its sizes replace those that are None.
+    ``generation_config``: "auto" takes sampling defaults from the model's file, "vllm" does not.
     Paths may be ``os.PathLike``. Raises ``ConfigError`` naming the setting that is wrong.
     """
 
@@ -124,15 +124,15 @@ class EngineConfig:
         if self.gpu_memory_utilization is not None:
             self._store("gpu_memory_utilization", _share(self.gpu_memory_utilization))
         if self.kernels is not None:
-            self._store("kernels", _joined(_pinned(self.kernels)))
+            self._store("kernels", _canonical(_parse_pins(self.kernels)))
 
     @property
     def pinned_kernels(self) -> dict[str, str]:
-        """Of ``kernels``: the implementation by op."""
-        return {} if self.kernels is None else _pinned(self.kernels)
+        """``kernels`` as a dict from op to implementation."""
+        return {} if self.kernels is None else _parse_pins(self.kernels)
 
     def _store(self, name: str, checked: object) -> None:
-        """One form of a value that came as another (a Path, a numpy integer)."""
+        """Replace a value by its checked form, for example a Path by a str."""
         object.__setattr__(self, name, checked)
 
 
@@ -140,7 +140,7 @@ MAX_STEPS_IN_FLIGHT = 3  # while a step is planned, that step included
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What the scheduler may use; frozen inside its state. Page 0 is the padding sink."""
+    """The limits that the scheduler keeps to; part of its state. Page 0 is the padding sink."""
 
     num_pages: int
     page_size: int
@@ -150,10 +150,10 @@ class Limits(msgspec.Struct, frozen=True):
     buckets: tuple[Bucket, ...]
     enable_prefix_caching: bool = True
     prefill_first: bool = False
-    # how far back the layers of each group of pages look, in tokens (None: all of the context)
+    # attention window of each group of layers, in tokens (None: the whole context)
     windows: tuple[int | None, ...] = (None,)
-    query_tokens: int = 1  # of a decode row: the last token drawn, and drafts
-    pools: bool = False  # whether requests may pool
+    query_tokens: int = 1  # tokens of a decode row: the last token drawn, then drafts
+    pools: bool = False  # whether requests may request the hidden state of their last token
     # rows behind the slots for copies of their layer state (``sched.snapshots``); 0 for models
     # without such state. A model with it has prefix caching only with snapshots
     num_snapshots: int = 0
@@ -174,8 +174,8 @@ class Limits(msgspec.Struct, frozen=True):
         return self.num_pages - 1
 
     def most_pages(self, window: int | None) -> int:
-        """Pages that a sequence owns at most in a group that looks so far back: what a window and
-        one chunk of a prompt fill, or the drafts of the steps in flight.
+        """The most pages that a sequence owns in a group with this window: pages for the window and
+        for one chunk of a prompt, or for the drafts of the steps in flight.
         """
         if window is None:
             return self.max_pages_per_seq
@@ -193,7 +193,7 @@ class Limits(msgspec.Struct, frozen=True):
         return min(fitting * self.page_size, self.max_model_len)
 
     def pages_needed(self, num_tokens: int) -> int:
-        """Pages that a sequence of so many tokens owns at most, over all groups."""
+        """The most pages that a sequence of ``num_tokens`` tokens owns, over all groups."""
         pages = cdiv(num_tokens, self.page_size)
         return sum([min(pages, self.most_pages(window)) for window in self.windows])
 
@@ -201,7 +201,7 @@ class Limits(msgspec.Struct, frozen=True):
 def cache_root(configured: str | None = None) -> Path:
     """The cache folder: the setting, else ``JAXINFER_CACHE_DIR``, else the XDG cache folder.
 
-    Raises ``ConfigError`` when it is in the home of an unknown user.
+    Raises ``ConfigError`` if the path begins with the home folder of an unknown user.
     """
     xdg_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     chosen = configured or os.environ.get("JAXINFER_CACHE_DIR") or f"{xdg_cache}/jaxinfer"
@@ -215,12 +215,12 @@ def cache_root(configured: str | None = None) -> Path:
 
 
 def bound_gpu_allocator(share: float) -> None:
-    """Choose JAX's allocator for GPUs; let it take at most ``share`` of one, as it is asked to.
+    """Choose JAX's allocator over virtual memory for GPUs, limited to ``share`` of each GPU.
 
-    By default JAX takes 75 % at once, and keeps a table of it on the host: 4 GB for an H200, which
-    take two seconds to make. Its allocator over virtual memory has none. JAX reads its variables
-    when its backend starts, once in a process; later they change nothing. A variable that the user
-    has set stays.
+    JAX's default allocator takes 75 % at once and keeps a table on the host: 4 GB for an H200,
+    which take two seconds to fill. The allocator over virtual memory has no table. JAX reads these
+    variables when its backend starts, once in a process; later changes have no effect. Variables
+    that the user has set are kept.
     """
     os.environ.setdefault(ALLOCATOR, "vmm")
     if not any(name in os.environ for name in ALLOCATOR_SHARES):
@@ -229,35 +229,36 @@ def bound_gpu_allocator(share: float) -> None:
 
 
 def allocator_share() -> float:
-    """What ``bound_gpu_allocator`` or the user has let JAX's allocator take of a GPU."""
+    """The share of a GPU that JAX's allocator may use, from the environment."""
     given = (os.environ[name] for name in ALLOCATOR_SHARES if name in os.environ)
     return float(next(given, DEFAULT_ALLOCATOR_SHARE))
 
 
 def leave_out_line_info() -> None:
-    """Let Triton write no line numbers for a debugger into kernels: half of what a kernel holds.
+    """Compile Triton kernels without line numbers for debuggers, which are half of their size.
 
-    Every call of a kernel in an executable holds it, and its launch copies it. A variable that the
-    user has set stays.
+    Every call of a kernel in an executable holds a copy of the kernel, and its launch copies it
+    again. A variable that the user has set is kept.
     """
     os.environ.setdefault(NO_LINE_INFO, "1")
 
 
 def keep_xla_quiet() -> None:
-    """Let XLA show fatal messages alone: what fails is raised as well.
+    """Show only fatal messages of XLA; errors are raised as well.
 
-    The others are for its developers. Of a plan that nearly fills a GPU it says for each executable
-    that memory is over a limit, which is not the allocator's. Another level than JAX's stays.
+    The other messages are for XLA's developers: if the memory plan nearly fills a GPU, XLA warns
+    for each executable of a limit that is not the allocator's. A level that the user has set is
+    kept.
     """
     if os.environ.get(XLA_LOG, JAXS_XLA_LOG) == JAXS_XLA_LOG:
         os.environ[XLA_LOG] = "3"
 
 
 def compiler_environment() -> dict[str, str]:
-    """Environment settings that change what the compiler makes; part of a bundle's fingerprint."""
+    """Environment variables that change compiled code; part of a bundle's fingerprint."""
     names = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_DEFAULT_MATMUL_PRECISION", "NVIDIA_TF32_OVERRIDE")
     given = {name: os.environ[name] for name in names if name in os.environ}
-    return given | {NO_LINE_INFO: os.environ.get(NO_LINE_INFO, "1")}  # which an engine sets
+    return given | {NO_LINE_INFO: os.environ.get(NO_LINE_INFO, "1")}  # engines set it
 
 
 def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
@@ -293,7 +294,7 @@ def _share(value: object) -> float:
     return share
 
 
-def _pinned(value: object) -> dict[str, str]:
+def _parse_pins(value: object) -> dict[str, str]:
     pairs = [pair.partition("=") for pair in value.split(",")] if isinstance(value, str) else []
     pinned = {op.strip(): impl.strip() for op, _, impl in pairs}
     if not pinned or len(pinned) < len(pairs) or not all((*pinned, *pinned.values())):
@@ -301,8 +302,8 @@ def _pinned(value: object) -> dict[str, str]:
     return pinned
 
 
-def _joined(pinned: dict[str, str]) -> str:
-    """One form of what means the same."""
+def _canonical(pinned: dict[str, str]) -> str:
+    """Canonical string form."""
     return ",".join(f"{op}={impl}" for op, impl in sorted(pinned.items()))
 
 

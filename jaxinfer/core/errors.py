@@ -1,7 +1,4 @@
-"""The one exception tree. Every message is a clear sentence that names the thing and the remedy.
-
-Owns: the classes.
-"""
+"""The exception classes. Every message is one sentence: what is wrong, and the remedy."""
 
 
 class JaxinferError(Exception):
@@ -9,7 +6,7 @@ class JaxinferError(Exception):
 
 
 class ConfigError(JaxinferError, ValueError):
-    """A setting is unknown, out of range or contradicts another."""
+    """A setting is unknown, out of range or contradicts another one."""
 
 
 class SourceError(JaxinferError):
@@ -29,7 +26,7 @@ class TokenizerError(JaxinferError):
 
 
 class CacheError(JaxinferError):
-    """The user cache cannot be written or holds something unusable."""
+    """The user cache cannot be written, or one of its entries is unusable."""
 
 
 class RequestError(JaxinferError, ValueError):
@@ -37,8 +34,8 @@ class RequestError(JaxinferError, ValueError):
 
 
 class ContextLengthError(RequestError):
-    """A prompt, or a prompt and the tokens asked for, does not fit the context. ``field`` is the
-    path of what is too large.
+    """A prompt, or a prompt with the requested tokens, does not fit the context. ``field`` is the
+    path of the field that is too large.
     """
 
     def __init__(self, message: str, field: str = "prompt") -> None:

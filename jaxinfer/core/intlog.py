@@ -1,8 +1,8 @@
 """An append-only list of ints as an immutable value: the token ids and page ids of a sequence.
 
-Owns: ``IntLog``. A state keeps a view of the first ``len`` entries of a shared buffer, so appending
-costs amortised O(1) along one history, and a second history grown from the same view copies first.
-Every view therefore behaves as a frozen tuple.
+An ``IntLog`` is a view of the first ``len`` entries of a shared buffer. Appending to the longest
+view costs amortised O(1); appending to a shorter one copies the entries first. So every view
+behaves as a frozen tuple.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 class IntLog(Sequence[int]):
     """An immutable sequence of int32 with cheap ``extend`` and zero-copy numpy views.
 
-    A log of a log is the same value, and costs nothing.
+    ``IntLog(log)`` is an equal log that shares the buffer.
     """
 
     __slots__ = ("_buffer", "_length")
 
     def __init__(self, values: Iterable[int] = ()) -> None:
-        if type(values) is IntLog:  # final; and an ABC takes five times as long to ask
+        if type(values) is IntLog:  # a final class; isinstance of an ABC is 5 times slower
             self._buffer, self._length = values._buffer, values._length
             return
         self._buffer = _Buffer(_int32(values))
@@ -35,10 +35,10 @@ class IntLog(Sequence[int]):
         added = _int32(values)
         if not len(added):
             return self
-        if not self._length:  # nothing to share: whoever holds an empty log leaves it small
+        if not self._length:  # nothing to share: the buffer of an empty log stays small
             return self._view(_Buffer(added), len(added))
         buffer = self._buffer
-        if buffer.used != self._length:  # another history already grew from here: branch
+        if buffer.used != self._length:  # a longer view exists: copy instead of overwriting it
             buffer = _Buffer(self.array().copy())
         buffer.append(added)
         return self._view(buffer, self._length + len(added))
@@ -91,14 +91,14 @@ class IntLog(Sequence[int]):
 
 
 class _Buffer:
-    """Growing storage, full at first; ``used`` marks how far the longest view reaches,
-    ``readable`` is ``data`` for those who must not write.
+    """Growing storage, full at first. ``used`` is the length of the longest view; ``readable`` is a
+    read-only view of ``data``.
     """
 
     __slots__ = ("data", "readable", "used")
 
     def __init__(self, data: np.ndarray) -> None:
-        data.setflags(write=False)  # nobody writes before it grows
+        data.setflags(write=False)  # it is full: nothing is written before it grows
         self.data = self.readable = data
         self.used = len(data)
 
@@ -117,9 +117,9 @@ def _int32(values: Iterable[int]) -> np.ndarray:
     """A private int32 copy; raises ``OverflowError`` for an integer beyond int32."""
     if isinstance(values, np.ndarray):
         return np.array(values, np.int32)
-    if isinstance(values, tuple):  # a prompt, which struct reads in two thirds of numpy's time
+    if isinstance(values, tuple):  # a prompt: struct takes two thirds of numpy's time
         try:
             return np.frombuffer(struct.pack(f"{len(values)}i", *values), np.int32)
         except struct.error:
-            return np.fromiter(values, np.int32)  # converts, or says what cannot be
+            return np.fromiter(values, np.int32)  # converts other types, or raises a clear error
     return np.fromiter(values, np.int32)

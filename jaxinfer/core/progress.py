@@ -1,7 +1,4 @@
-"""The word for "how far along": what loaders report and what the CLI draws.
-
-Owns: the ``Progress`` protocol and the silent implementation.
-"""
+"""The protocol by which long tasks report progress, and an implementation that shows nothing."""
 
 from __future__ import annotations
 
@@ -13,19 +10,19 @@ type Advance = Callable[[float], None]
 
 
 class Progress(Protocol):
-    """Reports long work: download, conversion, load, compile."""
+    """Receives the progress of long tasks: download, conversion, load, compile."""
 
     def task(self, description: str, total: float | None) -> AbstractContextManager[Advance]:
-        """A bar of ``total`` units (None: unknown); the yielded function adds finished units."""
+        """A task of ``total`` units (None: unknown); the yielded function adds finished units."""
         ...
 
     def note(self, text: str) -> None:
-        """One line that stays, such as a decision that the user should see."""
+        """Show one line permanently, such as a decision that the user should see."""
         ...
 
 
 class NoProgress:
-    """Says nothing."""
+    """Shows nothing."""
 
     @contextmanager
     def task(self, description: str, total: float | None) -> Generator[Advance]:

@@ -1,7 +1,4 @@
-"""What a user asks for: ``SamplingParams`` and ``Request``.
-
-Owns: the fields, their defaults (vLLM's names and values) and their bounds.
-"""
+"""``SamplingParams`` and ``Request``: fields, defaults (vLLM's names and values) and bounds."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ import msgspec
 from jaxinfer.core.checks import as_float, as_int
 from jaxinfer.core.errors import RequestError
 
-MAX_LOGPROBS = 20  # the widest logprobs list that a compiled step returns (OpenAI's and vLLM's cap)
-MAX_LOGIT_BIAS = 512  # entries a slot can hold on the device; OpenAI's own cap is 300
-MAX_STOP_TOKEN_IDS = 64  # stop ids a slot can mask while min_tokens is not reached
-MAX_STOP_CHARACTERS = 65536  # of all stop strings: their automaton is built in about 0.1 s
+MAX_LOGPROBS = 20  # the most logprobs that a compiled step returns (OpenAI's and vLLM's cap)
+MAX_LOGIT_BIAS = 512  # entries that a slot holds on the device; OpenAI's cap is 300
+MAX_STOP_TOKEN_IDS = 64  # stop ids that a slot can mask until min_tokens is reached
+MAX_STOP_CHARACTERS = 65536  # of all stop strings; their automaton takes about 0.1 s to build
 INT32_MAX = 2**31 - 1
 
 # bounds, both included: [low, high]
@@ -36,8 +33,8 @@ WHOLE_BOUNDS = MappingProxyType(
 )
 PRIORITY_BOUNDS = (-INT32_MAX - 1, INT32_MAX)
 BIAS_BOUNDS = (-100.0, 100.0)
-_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")  # whole, or None
-# what logits are divided or multiplied by must leave them finite in float32: 1e30 is far from use
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")  # a whole number or None
+# logits must stay finite in float32 when divided or multiplied by these; 1e30 is far beyond use
 REAL_BOUNDS = MappingProxyType(
     {
         "temperature": (0.0, 1e30),
@@ -50,7 +47,7 @@ REAL_BOUNDS = MappingProxyType(
 ABOVE_ZERO_BOUNDS = MappingProxyType({"top_p": 1.0})  # (0, high]
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
 _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {  # vLLM's fields that nothing here reads: the values which ask for nothing
+    {  # vLLM's fields that are not supported, with the values that change nothing
         "best_of": (None, 1),
         "bad_words": (None, []),
         "allowed_token_ids": (None,),
@@ -69,7 +66,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended; the values are what OpenAI's and vLLM's clients read."""
+    """Why a sequence ended; the values are those of OpenAI's and vLLM's APIs."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -84,8 +81,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
     in that order; logprobs are of the unmodified distribution. The token drawn at a position is a
     function of (seed, position) and the logits alone.
 
-    Fields from ``best_of`` on exist so that vLLM's scripts run: only their neutral values are
-    possible. Raises ``RequestError`` naming the field when a value is unusable.
+    Fields from ``best_of`` on exist so that vLLM's scripts run; only their neutral values are
+    accepted. Raises ``RequestError`` naming the field if a value is invalid.
     """
 
     n: int = 1
@@ -98,7 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
-    max_tokens: int | None = 16  # None: up to the end of the context
+    max_tokens: int | None = 16  # None: until the context is full
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
@@ -136,7 +133,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken; temperatures under 1e-5 count as 0."""
+        """Whether the most likely token is drawn; temperatures under 1e-5 count as 0."""
         return self.temperature < 1e-5
 
     @property
@@ -150,15 +147,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
 
     @property
     def needs_extras(self) -> bool:
-        """Whether its tokens are drawn behind the step, by an executable that does more than draw:
-        for logit_bias, min_tokens, penalties or logprobs.
+        """Whether it has extras (logit_bias, min_tokens, penalties or logprobs), for which a second
+        executable draws its tokens after the step.
         """
         return bool(
             self.logit_bias or self.min_tokens or self.has_penalties or self.logprobs is not None
         )
 
     def _checked(self) -> dict[str, Any]:
-        """Every field in its one form (vLLM accepts several for most), or what is wrong with it."""
+        """Every field in canonical form (vLLM accepts several); raises for an invalid one."""
         given = msgspec.structs.asdict(self)
         for name, allowed in _NEUTRAL.items():
             _neutral(name, given.pop(name), allowed)
@@ -179,14 +176,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to continue, tokenised and checked. ``n`` > 1 becomes n requests before this.
+    """One sequence to continue, tokenised and validated; ``n`` > 1 becomes n of these.
 
-    ``max_tokens`` is resolved (never None), ``seed`` too; ``eos_token_ids`` are the model's own,
-    empty under ``ignore_eos``. ``arrival`` is a counter that the engine gives out: lower is older.
+    ``max_tokens`` and ``seed`` are resolved (never None). ``eos_token_ids`` are the model's, empty
+    under ``ignore_eos``. ``arrival`` is a counter of the engine: lower is older.
     """
 
     request_id: str
-    prompt_token_ids: Sequence[int]  # the scheduler takes an ``IntLog`` as it is
+    prompt_token_ids: Sequence[int]  # the scheduler does not copy an ``IntLog``
     sampling: SamplingParams
     max_tokens: int
     seed: int
@@ -194,7 +191,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     arrival: int = 0
     priority: int = 0  # lower runs first, as in vLLM
     cache_salt: str = ""
-    pools: bool = False  # it yields its last token's hidden state, and draws no token
+    pools: bool = False  # it yields the hidden state of its last token and draws no token
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -203,7 +200,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_identity(priority: object, cache_salt: object) -> tuple[int, str]:
-    """A request's priority and cache salt, checked; None, vLLM's "no salt", becomes ""."""
+    """Validate a request's priority and cache salt; None, vLLM's "no salt", becomes ""."""
     salt = "" if cache_salt is None else cache_salt
     if not isinstance(salt, str):
         raise RequestError(f"cache_salt must be text, got {salt!r}")
@@ -247,7 +244,7 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
         )
     biases: dict[int, float] = {}
     for key, bias in given.items():
-        # JSON, so OpenAI's API, can only send the keys as strings
+        # the keys of JSON objects, and so of OpenAI's API, are strings
         spelt = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
         token_id = _token_id("logit_bias", int(key) if spelt else key)
         biases[token_id] = _real(f"logit_bias[{token_id}]", bias, *BIAS_BOUNDS)
@@ -255,7 +252,7 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
 
 
 def _items(name: str, value: Any) -> tuple[Any, ...]:
-    """The items of a list, set or the like; None is an empty one."""
+    """The items of a list, set or other iterable; none for None."""
     if value is None:
         return ()
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
@@ -273,7 +270,7 @@ def _token_id(name: str, value: object) -> int:
 
 
 def _whole(name: str, value: object, low: int, high: int) -> int:
-    """The whole number in [low, high] that ``value`` is."""
+    """``value`` as a whole number in [low, high]; raises ``RequestError``."""
     whole = as_int(value)
     if whole is None:
         raise RequestError(f"{name} must be a whole number, got {value!r}")
@@ -283,7 +280,7 @@ def _whole(name: str, value: object, low: int, high: int) -> int:
 
 
 def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
-    """The finite number in [low, high] (or (low, high]) that ``value`` is; NaN never passes."""
+    """``value`` as a finite number in [low, high], or (low, high]; raises ``RequestError``."""
     real = as_float(value)
     if (
         real is not None
@@ -302,7 +299,7 @@ def _flag(name: str, value: object) -> None:
 
 
 def _neutral(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value is allowed[0]:  # the default, in all requests that come over HTTP
+    if value is allowed[0]:  # the default, which every HTTP request has
         return
     if not any(type(value) is type(one) and value == one for one in allowed):
         raise RequestError(f"{name}={value!r} is not supported; leave {name} out")

@@ -1,7 +1,4 @@
-"""Settings of the HTTP server. Names and meanings follow ``vllm serve`` where it has them.
-
-Owns: names, defaults and bounds.
-"""
+"""Settings of the HTTP server. Names and meanings follow ``vllm serve`` where it has them."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ INF = float("inf")
 # bounds, both included
 WHOLE = MappingProxyType(
     {
-        "port": (0, 65535),  # 0: any free one
+        "port": (0, 65535),  # 0: any free port
         "ssl_cert_reqs": (0, 2),
         "max_body_bytes": (1, INF),
         "h11_max_incomplete_event_size": (1024, INF),
@@ -30,19 +27,19 @@ WHOLE = MappingProxyType(
         "max_logprobs": (0, MAX_LOGPROBS),
     }
 )
-SECONDS = MappingProxyType({"request_timeout": 0.001, "shutdown_timeout": 0.0})  # at least
+SECONDS = MappingProxyType({"request_timeout": 0.001, "shutdown_timeout": 0.0})  # minima
 LISTS = ("api_key", "allowed_origins", "allowed_methods", "allowed_headers", "served_model_name")
 MAPPINGS = ("default_chat_template_kwargs", "override_generation_config")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How the server listens, whom it lets in, and what it allows. Sizes are bytes unless said.
+    """Addresses, access, limits and options of the server. Sizes are bytes unless stated.
 
     ``None`` means "no limit" for queues and deadlines. Raises ``ConfigError`` naming the setting.
     """
 
-    # where
+    # addresses and TLS
     host: str | None = None  # None: every interface
     port: int = 8000
     uds: str | None = None  # a Unix socket instead of host and port
@@ -51,20 +48,20 @@ class ServerConfig:
     ssl_certfile: str | None = None
     ssl_ca_certs: str | None = None
     ssl_cert_reqs: int = 0  # ssl.CERT_NONE
-    # whom
+    # access
     api_key: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
-    # how much
+    # limits
     max_body_bytes: int = 8 * MIB
-    h11_max_incomplete_event_size: int = 64 * 1024  # of a request's head
+    h11_max_incomplete_event_size: int = 64 * 1024  # size of a request's head
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
-    request_timeout: float | None = None  # seconds, also the longest that a request may ask for
+    request_timeout: float | None = None  # seconds; a request's own timeout is at most this
     shutdown_timeout: float = 30.0  # seconds for open requests after SIGTERM
-    # what
+    # models, requests and answers
     served_model_name: tuple[str, ...] = ()  # empty: the model's own name
     strict_fields: bool = False
     max_logprobs: int = 20
@@ -79,11 +76,11 @@ class ServerConfig:
     )
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
-    # telling
+    # logs and processes
     enable_log_requests: bool = False
     disable_uvicorn_access_log: bool = False
     uvicorn_log_level: str = "info"
-    disable_frontend_multiprocessing: bool = False  # the engine on a thread of the server's process
+    disable_frontend_multiprocessing: bool = False  # run the engine on a thread, not in a process
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -105,7 +102,7 @@ class ServerConfig:
 
 
 def _checked(name: str, value: Any, type_name: Any) -> Any:
-    """The value in the form of its type; raises ``ConfigError``."""
+    """The value in canonical form; raises ``ConfigError``."""
     if name in WHOLE:
         return _whole(name, value)
     if name in SECONDS:
@@ -157,7 +154,7 @@ def _check_tls(config: ServerConfig) -> None:
     if config.ssl_certfile is None and (config.ssl_keyfile or config.ssl_ca_certs):
         raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile as well")
     if config.ssl_cert_reqs and not config.ssl_ca_certs:
-        raise ConfigError("ssl_cert_reqs needs ssl_ca_certs, who sign the clients' certificates")
+        raise ConfigError("ssl_cert_reqs needs ssl_ca_certs, which sign the clients' certificates")
     if config.allow_credentials and "*" in config.allowed_origins:
         raise ConfigError("allow_credentials needs allowed_origins that are named, not *")
 

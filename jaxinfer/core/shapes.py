@@ -12,7 +12,7 @@ def cdiv(numerator: int, denominator: int) -> int:
 
 
 def first_page(position: int, window: int | None, page_size: int) -> int:
-    """The first page of a context that a token at ``position``, and every later one, looks at."""
+    """The first page that the token at ``position``, or any later one, attends to."""
     return 0 if window is None else max(0, position + 1 - window) // page_size
 
 

@@ -1,11 +1,9 @@
-"""Cache entries that are either whole or absent.
-
-Owns: how a folder of the cache comes to be.
+"""Folders of the cache that are either complete or absent.
 
 An entry is built in ``<entry>.partial`` under an exclusive lock on ``<entry>.lock`` and renamed
-when whole; the lock file goes then. The system drops the lock of a killed process, so a partial
-folder found while holding it belongs to nobody and is removed; a second process that wants the
-entry waits and then uses it.
+when it is complete; then the lock file is removed. The system releases the lock of a killed
+process, so a process that holds the lock and finds a partial folder removes it. A second process
+that needs the entry waits for the lock and then uses the entry.
 """
 
 from __future__ import annotations
@@ -24,37 +22,38 @@ OTHER_CACHE = "choose another cache folder with JAXINFER_CACHE_DIR"
 
 
 def build_once(entry: Path, fill: Callable[[Path], None], *, elsewhere: str = OTHER_CACHE) -> bool:
-    """Make sure that the folder ``entry`` exists; ``fill`` writes its contents into a folder.
+    """Create the folder ``entry`` unless it exists; ``fill`` writes the contents into a folder.
 
-    Returns whether ``fill`` ran. When it raises, nothing is left behind. Raises ``CacheError``
-    when the folder cannot be written; ``elsewhere`` says how to choose another one.
+    Returns whether ``fill`` ran. If it raises, nothing is left behind. Raises ``CacheError`` if the
+    folder cannot be written; ``elsewhere`` is the part of its message on how to choose another one.
     """
-    with _written(entry, elsewhere):
+    with _cache_errors(entry, elsewhere):
         if entry.is_dir():
             return False
         entry.parent.mkdir(parents=True, exist_ok=True)
         with _locked(entry.with_name(entry.name + ".lock")):
-            if entry.is_dir():  # another process built it meanwhile
+            if entry.is_dir():  # another process has built it
                 return False
             _build(entry, fill)
     return True
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make a folder of entries; raises ``CacheError`` when none could be written into it."""
-    with _written(folder, OTHER_CACHE):
+    """Create a folder for entries; raises ``CacheError`` if it is not writable."""
+    with _cache_errors(folder, OTHER_CACHE):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 @contextmanager
-def _written(what: Path, elsewhere: str) -> Generator[None]:
+def _cache_errors(path: Path, elsewhere: str) -> Generator[None]:
+    """Raise an ``OSError`` of the block as ``CacheError``."""
     try:
         yield
     except OSError as error:
         raise CacheError(
-            f"cannot write {what} ({error.strerror or error}); make room, make the folder "
+            f"cannot write {path} ({error.strerror or error}); make room, make the folder "
             f"writable, or {elsewhere}"
         ) from error
 
@@ -75,7 +74,7 @@ def _build(entry: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Bring files and folders to the disk: a rename must not outlive what it names."""
+    """Flush files and folders to the disk: a rename must not reach it before the contents do."""
     for path, _, names in os.walk(folder):
         for name in names:
             with open(os.path.join(path, name), "rb") as file:
@@ -93,9 +92,10 @@ def _flush_folder(folder: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Generator[None]:
-    """Hold the lock file, and remove it afterwards.
+    """Hold an exclusive lock on a file, and remove the file afterwards.
 
-    Who waited for a file that was removed meanwhile begins again with the one that is there now.
+    If the previous holder removed the file while this process waited, the lock is of no use and a
+    new file is locked.
     """
     while True:
         with path.open("w") as file:

@@ -1,7 +1,6 @@
-"""The words that scheduler and executor share: a bucket, a step's plan, a step's result.
+"""Records that ``sched``, ``exec`` and ``engine`` share: buckets, step plans, results, events.
 
-Owns: the records that cross between ``sched``, ``exec`` and ``engine``. Scheduler and executor meet
-only here.
+Scheduler and executor import nothing of each other; they share only these records.
 """
 
 from __future__ import annotations
@@ -12,19 +11,19 @@ import msgspec
 
 from jaxinfer.core.request import FinishReason, Request
 
-if TYPE_CHECKING:  # settings name a Bucket, and a command reads them before it imports numpy
+if TYPE_CHECKING:  # core.config imports Bucket; commands read settings without numpy
     import numpy as np
 
     from jaxinfer.core.intlog import IntLog
 
 
 class Bucket(msgspec.Struct, frozen=True, order=True):
-    """One compiled shape. Rows [0, num_decodes) hold ``query_tokens`` tokens each: the last one
-    drawn and drafts of those that follow. The prefill rows come behind them.
+    """One compiled shape. Rows [0, num_decodes) hold ``query_tokens`` tokens each: the token drawn
+    last and drafts of the following ones. The prefill rows come after them.
 
     ``num_prefill_tokens`` are packed back to back (ragged) over ``num_prefills`` rows. A bucket
-    that ``scores`` keeps the hidden states of all its prompt tokens, which prompt logprobs are
-    computed from; others may compute the last layer for the last token of each row alone.
+    that ``scores`` returns the hidden states of all its prompt tokens, from which prompt logprobs
+    are computed; other buckets may compute the last layer only for the last token of each row.
     """
 
     num_decodes: int
@@ -55,12 +54,12 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether rows decode beside prompts."""
+        """Whether the step has both decode rows and prefill rows."""
         return bool(self.num_decodes and self.num_prefills)
 
     @property
     def name(self) -> str:
-        """Short and unique: ``d8``, ``d8q4``, ``p512x8``, ``d8p512x8``."""
+        """A short unique name: ``d8``, ``d8q4``, ``p512x8``, ``d8p512x8``."""
         query = f"q{self.query_tokens}" if self.query_tokens > 1 else ""
         decodes = f"d{self.num_decodes}{query}" if self.num_decodes else ""
         prefills = f"p{self.num_prefill_tokens}x{self.num_prefills}" if self.num_prefills else ""
@@ -75,8 +74,8 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
         scores: bool = False,
         query_tokens: int = 1,
     ) -> bool:
-        """Whether a step of this size can run in this shape. It ``scores`` if a row requests prompt
-        logprobs; ``query_tokens`` is the most tokens of a decode row.
+        """Whether a step of this size can run in this shape. ``scores``: a row requests prompt
+        logprobs. ``query_tokens``: the most tokens of a decode row.
         """
         return (
             decodes <= self.num_decodes
@@ -88,8 +87,8 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
 
 
 class Pages(msgspec.Struct, frozen=True, gc=False):
-    """The pages of a sequence in one group of layers, from its page number ``first`` on; those
-    before are beyond the group's window and have gone back to the pool.
+    """The pages of a sequence in one group of layers, from page number ``first`` on. Earlier pages
+    are outside the group's window and were returned to the pool.
     """
 
     ids: IntLog
@@ -97,18 +96,17 @@ class Pages(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def end(self) -> int:
-        """The number of the page behind the last."""
+        """One past the number of the last page."""
         return self.first + len(self.ids)
 
 
 class ScheduledSeq(msgspec.Struct, frozen=True, gc=False):
     """One row of a step: ``num_scheduled_tokens`` tokens after ``num_computed_tokens``.
 
-    A decode row's input token is the one its slot drew last, which only the device knows when the
-    step is planned; ``token_ids`` is therefore empty for it and holds the chunk for a prefill row.
-    A decode row of several tokens has drafts behind that one. How many of them are accepted is
-    known on the device alone, so while such rows are in flight ``num_computed_tokens`` is the most
-    that can have been computed.
+    For a prefill row ``token_ids`` is the chunk. For a decode row it is None: the input token is
+    the one that its slot drew last, which only the device knows when the step is planned. A decode
+    row of several tokens has drafts after that one. The number of accepted drafts is known only on
+    the device, so while such rows are in flight ``num_computed_tokens`` is an upper bound.
     """
 
     request_id: str
@@ -116,9 +114,9 @@ class ScheduledSeq(msgspec.Struct, frozen=True, gc=False):
     slot: int
     num_computed_tokens: int
     num_scheduled_tokens: int
-    pages: tuple[Pages, ...]  # of each group, from the first that the row's tokens may look at
+    pages: tuple[Pages, ...]  # for each group, from the first page that the row's tokens attend to
     token_ids: np.ndarray | None = None  # int32[num_scheduled_tokens], prefill rows only
-    samples: bool = True  # whether the row draws: after its last token, a decode row after each
+    samples: bool = True  # whether the row draws: after its last token; a decode row after each one
     # prompt_logprobs: target_ids[i] is the prompt token that follows token_ids[i], -1 where the
     # chunk's last token is the prompt's last one
     target_ids: np.ndarray | None = None  # int32[num_scheduled_tokens] or None
@@ -127,14 +125,14 @@ class ScheduledSeq(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def most_drawn(self) -> int:
-        """Tokens that the row draws, if every draft is accepted."""
+        """The number of tokens that the row yields if every draft is accepted."""
         if not self.samples:
             return 0
         return self.num_scheduled_tokens if self.token_ids is None else 1
 
 
 class SlotAdmission(msgspec.Struct, frozen=True, gc=False):
-    """A slot was given to a request: its sampling state must be written before the step runs.
+    """Assigns a slot to a request; the executor writes its sampling state before the step runs.
 
     ``token_ids`` are all tokens known at admission (the prompt, and after a preemption the tokens
     generated so far); the first ``num_prompt_tokens`` are the prompt. ``snapshot``: where the
@@ -153,7 +151,7 @@ class SlotAdmission(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
-    """What the executor runs next: rows in order, and the bucket that holds them."""
+    """The next step for the executor: its rows in order, and its bucket."""
 
     step_id: int
     bucket: Bucket
@@ -180,17 +178,17 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):
-    """The record of one row: tokens with their logprobs, or a vector. ``token_ids`` is empty for a
-    chunk that does not end its prompt, and for a row with an ``error``, which ends its request
-    alone. A decode row has one token, and one more for each draft that was accepted. ``logprobs``
-    has an entry for each token, if requested. ``pooled`` float32[D] is set where the row pools.
+    """The result of one row: tokens with their logprobs, or a vector. ``token_ids`` is empty for a
+    chunk that does not end its prompt, and for a row with an ``error``, which ends only its own
+    request. A decode row has one token, and one more for each accepted draft. ``logprobs`` has an
+    entry for each token, if requested. ``pooled`` float32[D] is set if the row pools.
     """
 
     request_id: str
     epoch: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens after this chunk's own
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of ``ScheduledSeq.target_ids``
     pooled: np.ndarray | None = None
     error: str = ""
 
@@ -202,17 +200,17 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     rows: tuple[RowResult, ...]
 
 
-# Events: what the outside world tells the scheduler, in the order it happened.
+# Events: the inputs of the scheduler, in the order of time.
 
 
 class Arrive(msgspec.Struct, frozen=True, tag=True):
-    """A request enters."""
+    """A new request."""
 
     request: Request
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """A request leaves early: its client went away, or its text met a stop string."""
+    """End a request early: its client disconnected, or its text contains a stop string."""
 
     request_id: str
     reason: FinishReason = FinishReason.ABORT
@@ -235,7 +233,7 @@ type Event = Arrive | Abort | StepDone | StepFailed
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
-    """News of one request for its reader; ``finish_reason`` is set exactly once, at the end."""
+    """New output of one request; ``finish_reason`` is set exactly once, at the end."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -243,6 +241,6 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the stop id that ended it, when one of the user's own did
+    stop_token_id: int | None = None  # the user's stop id that ended the request, if one did
     pooled: np.ndarray | None = None  # float32[D]
     error: str = ""

@@ -1,4 +1,4 @@
-"""The version, for every floor. pyproject.toml has it too; a test holds them equal."""
+"""The version. A test checks that pyproject.toml has the same one."""
 
 from typing import Final
 

@@ -1,7 +1,4 @@
-"""What requests are checked against, and the check: pure, so that any process can do it.
-
-Owns: ``ModelFacts``, what a model's configs say of it, and ``check_request``.
-"""
+"""Validation of requests against a model and its limits: pure, so that any process can run it."""
 
 from __future__ import annotations
 
@@ -22,23 +19,23 @@ from jaxinfer.sched.admit import refusal
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The model as requests see it."""
+    """The facts of a model that requests are validated against."""
 
     name: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    default_sampling: SamplingParams  # the model's generation_config over vLLM's defaults
-    max_new_tokens: int | None = None  # the most that a server gives a request, as in vLLM
+    default_sampling: SamplingParams  # vLLM's defaults, overridden by generation_config
+    max_new_tokens: int | None = None  # a server's limit for each request, as in vLLM
 
 
-class CheckedRequest(msgspec.Struct, frozen=True, gc=False):
-    """What ``Engine.check`` let pass, so that nobody has to look at it again."""
+class ValidatedRequest(msgspec.Struct, frozen=True, gc=False):
+    """A request that passed validation."""
 
     prompt_token_ids: IntLog
     sampling: SamplingParams
     priority: int
     cache_salt: str
-    pools: bool = False  # it is for the last token's hidden state, not for tokens
+    pools: bool = False  # it yields the last token's hidden state instead of tokens
 
 
 def facts_of_configs(
@@ -47,13 +44,14 @@ def facts_of_configs(
     hf_config: Mapping[str, Any],
     generation_config: Mapping[str, Any],
     *,
-    samples_as_told: bool,
+    use_generation_config: bool,
 ) -> ModelFacts:
-    """What a model's own configs say, its sampling defaults only if asked for; raises
-    ``ConfigError`` for what cannot be used.
+    """The facts of a model, from its config files. Raises ``ConfigError`` for unusable values.
+
+    Without ``use_generation_config`` the sampling defaults are vLLM's.
     """
     sampling, most = SamplingParams(), None
-    if samples_as_told:
+    if use_generation_config:
         sampling, most = sampling_of(generation_config, hf_config)
     return ModelFacts(
         name=name,
@@ -65,9 +63,9 @@ def facts_of_configs(
 
 
 def resolved_max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limits: Limits) -> int:
-    """How many tokens may be generated: what was asked for, within the context."""
-    room = max(limits.max_model_len - num_prompt_tokens, 0)
-    return room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    """The number of tokens to generate: the requested one, limited by the context."""
+    left = max(limits.max_model_len - num_prompt_tokens, 0)
+    return left if sampling.max_tokens is None else min(sampling.max_tokens, left)
 
 
 def check_request(
@@ -78,8 +76,9 @@ def check_request(
     facts: ModelFacts,
     has_tokenizer: bool,
 ) -> IntLog:
-    """The prompt's ids, looked at; raises ``RequestError`` for a request that an engine of these
-    facts can never answer.
+    """Validate a request and return its prompt's token ids.
+
+    Raises ``RequestError`` if an engine with these facts and limits can never answer it.
     """
     num_tokens = len(prompt_token_ids)
     max_tokens = resolved_max_tokens(num_tokens, sampling, limits)
@@ -87,29 +86,29 @@ def check_request(
         too_long = num_tokens >= limits.max_model_len
         raise ContextLengthError(reason) if too_long else RequestError(reason)
     prompt = _prompt(prompt_token_ids, facts.vocab_size)
-    # these hold no negative ids
+    # SamplingParams has refused negative ids
     if sampling.stop_token_ids and max(sampling.stop_token_ids) >= facts.vocab_size:
-        raise _unknown("stop_token_ids", sampling.stop_token_ids, facts.vocab_size)
+        raise _out_of_vocabulary("stop_token_ids", sampling.stop_token_ids, facts.vocab_size)
     if sampling.logit_bias and max(sampling.logit_bias) >= facts.vocab_size:
-        raise _unknown("logit_bias", sampling.logit_bias, facts.vocab_size)
+        raise _out_of_vocabulary("logit_bias", sampling.logit_bias, facts.vocab_size)
     if sampling.stop and not has_tokenizer:
         raise RequestError("stop strings need a tokenizer; use stop_token_ids instead")
     return prompt
 
 
 def _prompt(token_ids: Sequence[int], vocab_size: int) -> IntLog:
-    """Ids of which none is beyond the vocabulary."""
+    """The prompt as int32; raises ``RequestError`` for an id outside the vocabulary."""
     try:
         log = IntLog(token_ids)
-    except OverflowError:  # an id that is no int32, and no token
-        raise _unknown("the prompt", token_ids, vocab_size) from None
-    if log.array().view(np.uint32).max() >= vocab_size:  # there negative ids are the largest
-        raise _unknown("the prompt", token_ids, vocab_size)
+    except OverflowError:  # an id beyond int32
+        raise _out_of_vocabulary("the prompt", token_ids, vocab_size) from None
+    if log.array().view(np.uint32).max() >= vocab_size:  # as uint32 negative ids are the largest
+        raise _out_of_vocabulary("the prompt", token_ids, vocab_size)
     return log
 
 
-def _unknown(name: str, token_ids: Collection[int], vocab_size: int) -> RequestError:
-    """Says which of these ids, ``name`` to the user, is none of the vocabulary's."""
-    ends = min(token_ids), max(token_ids)
-    unknown = next(token_id for token_id in ends if not 0 <= token_id < vocab_size)
+def _out_of_vocabulary(name: str, token_ids: Collection[int], vocab_size: int) -> RequestError:
+    """Error that names the first out-of-vocabulary id. ``name``: the field, for the message."""
+    extremes = min(token_ids), max(token_ids)
+    unknown = next(token_id for token_id in extremes if not 0 <= token_id < vocab_size)
     return RequestError(f"{name} holds token id {unknown}; the vocabulary ends at {vocab_size - 1}")

@@ -1,10 +1,8 @@
-"""What a model's own files say of sampling and of where texts end.
+"""Sampling defaults and end-of-text ids from a model's own config files.
 
-Owns: which fields of ``generation_config.json`` are taken (those that vLLM takes), which change
-nothing, and which are refused.
-
-vLLM passes over the fields that it does not take. One of those that would change the text is
-refused here by name, since the answers would not be the model's and nothing would say so.
+The fields of ``generation_config.json`` that vLLM uses are used. vLLM ignores all other fields;
+here one that would change the text is refused by name, since otherwise the answers would silently
+differ from those that the file describes.
 """
 
 from __future__ import annotations
@@ -17,20 +15,20 @@ from typing import Any, cast
 from jaxinfer.core.errors import ConfigError, RequestError
 from jaxinfer.core.request import SamplingParams
 
-_TAKEN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_LIMIT = "max_new_tokens"  # vLLM's server gives no request more than that
+_USED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_LIMIT = "max_new_tokens"  # vLLM's server generates no more than this for a request
 _NO_EFFECT = frozenset(
     {
-        # ids, which are taken elsewhere or not needed, and versions
+        # ids that are read elsewhere or not needed, and versions
         *("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id"),
         *("_commit_hash", "_from_model_config", "transformers_version"),
-        # vLLM samples unless the temperature is 0, whatever this says
+        # vLLM samples unless the temperature is 0, and ignores this field
         "do_sample",
-        # lengths of prompt and output together, for which engines have a context
+        # limits of prompt and output together; here max_model_len is the limit
         *("max_length", "max_time"),
-        # beams and answers, of which a request asks for as many as it wants
+        # beam search, and the number of answers, which each request sets
         *("early_stopping", "length_penalty", "low_memory", "num_return_sequences"),
-        # how transformers computes, and what it returns
+        # how transformers computes, and which outputs it returns
         *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind"),
         *("cache_config", "cache_implementation", "compile_config", "disable_compile"),
         *("generation_kwargs", "is_assistant", "max_cache_len", "max_matching_ngram_size"),
@@ -41,7 +39,7 @@ _NO_EFFECT = frozenset(
         *("token_healing", "use_cache", "use_mtp"),
     }
 )
-# Fields that change the text, and the values besides null at which they do not.
+# Fields that change the text, and the values, besides null, at which they do not.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "bad_words_ids": ([],),
@@ -79,35 +77,35 @@ _REMEDY = "remove it from the file, or start with generation_config 'vllm', whic
 def sampling_of(
     generation_config: Mapping[str, Any], hf_config: Mapping[str, Any]
 ) -> tuple[SamplingParams, int | None]:
-    """vLLM's defaults with the model's own over them, and the most tokens that a server gives.
+    """vLLM's sampling defaults overridden by the model's, and a server's limit of new tokens.
 
-    Without a generation_config the old place counts, config.json. Raises ``ConfigError`` naming the
-    field that cannot be used.
+    Without a generation_config the fields are read from config.json, their old place. Raises
+    ``ConfigError`` naming the unusable field.
     """
-    known = (*_TAKEN, _LIMIT, *_NEUTRAL)
+    known = (*_USED, _LIMIT, *_NEUTRAL)
     given = generation_config or {key: hf_config.get(key) for key in known}
     given = {key: value for key, value in given.items() if value is not None}
     for key, value in given.items():
-        _refuse_skipped(key, value)
+        _check_unused(key, value)
     limit = given.get(_LIMIT)
-    values = {key: given[key] for key in _TAKEN if key in given}
+    values = {key: given[key] for key in _USED if key in given}
     try:
         sampling = SamplingParams(**values)
         if limit is not None:
             limit = SamplingParams(max_tokens=limit).max_tokens
             sampling = SamplingParams(**values, max_tokens=limit)
     except RequestError as error:
-        said = str(error).replace("max_tokens", _LIMIT)
+        reason = str(error).replace("max_tokens", _LIMIT)
         raise ConfigError(
-            f"the model's generation_config is unusable: {said}; correct the file, or start with "
+            f"the model's generation_config is unusable: {reason}; correct the file, or start with "
             "generation_config 'vllm', which takes nothing from it"
         ) from error
     return sampling, limit
 
 
-def _refuse_skipped(key: str, value: object) -> None:
-    """A field that is not taken may not be one that changes the text."""
-    if key in _TAKEN or key == _LIMIT or key in _NO_EFFECT:
+def _check_unused(key: str, value: object) -> None:
+    """Raise ``ConfigError`` if a field is not used and its value would change the text."""
+    if key in _USED or key == _LIMIT or key in _NO_EFFECT:
         return
     if key in _NEUTRAL:
         changes = value not in _NEUTRAL[key]
@@ -122,9 +120,9 @@ def _refuse_skipped(key: str, value: object) -> None:
 def eos_ids_of(
     generation_config: Mapping[str, Any], hf_config: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """The ids that end a text: generation_config's, or else config.json's.
+    """The token ids that end a text: generation_config's, or else config.json's.
 
-    Raises ``ConfigError`` for what is no token id.
+    Raises ``ConfigError`` for a value that is not a token id or a list of them.
     """
     place, eos = "generation_config", generation_config.get("eos_token_id")
     if eos is None:  # absent, or an explicit null

@@ -1,7 +1,4 @@
-"""What a user gets back, under vLLM's names: ``RequestOutput`` and its parts.
-
-Owns: the records, and ``Collector``, which grows one from deltas.
-"""
+"""Outputs of requests under vLLM's names: ``RequestOutput``, its parts, and deltas of it."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ type PositionLogprobs = dict[int, Logprob]  # the chosen token first, then by ra
 
 
 class SequenceTimes(msgspec.Struct, frozen=True, gc=False):
-    """When things happened to one sequence, in seconds of ``time.monotonic``."""
+    """The times of one sequence, in seconds of ``time.monotonic``."""
 
     arrived: float
     started: float  # its first step was launched
@@ -37,14 +34,14 @@ class SequenceTimes(msgspec.Struct, frozen=True, gc=False):
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What one completion gained since its last delta.
+    """The new output of one completion since its last delta.
 
-    ``finish_reason`` and ``times`` come once, at the end; a completion that ended before its first
-    token has no times.
+    ``finish_reason`` and ``times`` are set once, at the end; a completion that ended before its
+    first token has no times.
     """
 
     request_id: str
-    index: int  # which of the request's n completions
+    index: int  # of the completion, below the request's n
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
@@ -58,7 +55,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
-    """The deltas of one completion, in order, as one."""
+    """Merge deltas of one completion, given in order, into one."""
     if len(deltas) == 1:
         return deltas[0]
     return msgspec.structs.replace(
@@ -103,7 +100,7 @@ class RequestOutput:
 
 
 class Collector:
-    """Grows one ``RequestOutput`` from deltas."""
+    """Builds one ``RequestOutput`` from deltas."""
 
     def __init__(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> None:
         scored = sampling.logprobs is not None
@@ -119,7 +116,7 @@ class Collector:
             self.output.prompt_logprobs = [None]
 
     def add(self, delta: Delta) -> None:
-        """Take one delta in."""
+        """Add one delta."""
         output, completion = self.output, self.output.outputs[delta.index]
         completion.text += delta.text
         completion.token_ids.extend(delta.token_ids)

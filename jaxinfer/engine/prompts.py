@@ -1,7 +1,4 @@
-"""The forms a prompt may come in, made one: text and token ids.
-
-Owns: ``Prompt`` and its parsing (vLLM's forms: a string, a list of ids, or a dict of either).
-"""
+"""Parsing of prompts in vLLM's forms: a string, a list of token ids, or a dict of either."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from jaxinfer.core.errors import RequestError
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer
 
-TOKEN_IDS = tuple[int, ...]  # what msgspec makes of them; a type made anew takes as long as ten ids
+TOKEN_IDS = tuple[int, ...]  # a constant, since making the type takes as long as ten ids
 
 
 class Prompt(NamedTuple):
@@ -32,10 +29,10 @@ class Prompt(NamedTuple):
 
 
 def parse_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
-    """One or several prompts, each a string, a list of token ids, or a dict
+    """Parse one or several prompts, each a string, a list of token ids, or a dict
     ``{"prompt": str}`` or ``{"prompt_token_ids": [int]}``.
 
-    Raises ``RequestError``, for one of several with its number.
+    Raises ``RequestError``; with several prompts it names the number of the invalid one.
     """
     if isinstance(prompts, (str, Mapping)):
         return [parse_prompt(prompts, tokenizer)]
@@ -54,7 +51,7 @@ def parse_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
 
 
 def parse_prompt(prompt: Any, tokenizer: Tokenizer | None) -> Prompt:
-    """One prompt in any of its forms."""
+    """Parse one prompt in any of the forms; raises ``RequestError``."""
     text, token_ids = _parts(prompt)
     if text is not None and not isinstance(text, str):
         raise RequestError(f"a prompt must be text or token ids, got {type(text).__name__}")
@@ -68,14 +65,14 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer | None) -> Prompt:
 def encode(
     text: str, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True
 ) -> tuple[int, ...]:
-    """Token ids of a text; an error says what to do when there is no tokenizer."""
+    """Token ids of a text; raises ``RequestError`` if the engine has no tokenizer."""
     if tokenizer is None:
         raise RequestError("the engine has no tokenizer; give prompt_token_ids instead of text")
     return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
 def _parts(prompt: Any) -> tuple[Any, Any]:
-    """The text and the token ids that a prompt names, None where it names none."""
+    """The text and the token ids of a prompt; None for a missing one."""
     if isinstance(prompt, str):
         return prompt, None
     if not isinstance(prompt, Mapping):
@@ -89,7 +86,7 @@ def _parts(prompt: Any) -> tuple[Any, Any]:
 
 def _token_ids(value: Any) -> tuple[int, ...]:
     items = _items(value)
-    try:  # no call of ours for each of what may be thousands
+    try:  # one call for all, since there may be thousands
         return msgspec.convert(items, TOKEN_IDS)
     except msgspec.ValidationError:
         return tuple([_token_id(item) for item in items])

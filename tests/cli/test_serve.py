@@ -305,7 +305,7 @@ def test_memory_of_reading_the_tokenizer_is_released(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("jaxinfer.engine.link.process.EngineProcess", Process)
     for name in ("release_free_heap", "release_library_pages"):
         release = partial(done.append, name)
-        monkeypatch.setattr(f"jaxinfer.core.after_start.{name}", release)
+        monkeypatch.setattr(f"jaxinfer.core.host_memory.{name}", release)
     _, facts = module._engine_process(None, EngineConfig())  # type: ignore[arg-type] # pyright: ignore
     assert facts == "facts" and done == [
         "the tokenizer is read",

@@ -1,4 +1,4 @@
-"""Settings are checked when they are made; the cache folder follows setting, environment, XDG."""
+"""Validation of settings; the cache folder from setting, environment or XDG; shape helpers."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from jaxinfer.core.shapes import cdiv, ladder, round_up
         ({"cache_dir": b"x"}, "cache_dir must be text or a path"),
     ],
 )
-def test_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**settings)
 
 
-def test_one_form_is_stored() -> None:
+def test_values_are_stored_in_canonical_form() -> None:
     given: dict[str, Any] = {"model": Path("m"), "cache_dir": Path("c"), "num_pages": np.int64(9)}
     config = EngineConfig(**given, tokenizer=None, gpu_memory_utilization=1)
     assert (config.model, config.cache_dir, config.num_pages) == ("m", "c", 9)

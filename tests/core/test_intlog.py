@@ -1,4 +1,4 @@
-"""IntLog is an immutable value, however its histories branch."""
+"""An IntLog is an immutable value, also when several logs grow from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ values = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
 
 @given(st.data())
-def test_every_view_stays_what_it_was(data: st.DataObject) -> None:
+def test_a_view_never_changes(data: st.DataObject) -> None:
     known: list[tuple[IntLog, list[int]]] = [(IntLog(), [])]
     for _ in range(12):
         log, expected = data.draw(st.sampled_from(known))
@@ -37,7 +37,7 @@ def test_arrays_cannot_be_written(added: int) -> None:
         IntLog([1, 2]).extend(range(added)).array()[0] = 5
 
 
-def test_an_empty_log_keeps_nothing_of_what_grew_from_it() -> None:
+def test_an_empty_log_does_not_hold_the_buffer_of_longer_logs() -> None:
     empty = IntLog()
     grown = [empty.extend(range(1000)), empty.append(7)]
     assert [len(log) for log in grown] == [1000, 1] and len(empty) == 0
@@ -46,7 +46,7 @@ def test_an_empty_log_keeps_nothing_of_what_grew_from_it() -> None:
 
 @pytest.mark.parametrize("kind", [list, tuple, iter, np.array], ids=lambda kind: kind.__name__)
 @given(values)
-def test_any_form_of_the_values_is_the_same_log(
+def test_logs_of_lists_tuples_iterators_and_arrays_are_equal(
     kind: Callable[[list[int]], Any], given: list[int]
 ) -> None:
     log = IntLog(kind(given))
@@ -56,7 +56,7 @@ def test_any_form_of_the_values_is_the_same_log(
 
 @pytest.mark.parametrize("kind", [list, tuple])
 @pytest.mark.parametrize("beyond", [2**31, -(2**31) - 1, 2**70])
-def test_what_is_no_int32_is_an_error(kind: Callable[[list[int]], Any], beyond: int) -> None:
+def test_values_beyond_int32_are_errors(kind: Callable[[list[int]], Any], beyond: int) -> None:
     with pytest.raises(OverflowError):
         IntLog(kind([1, beyond]))
 

@@ -1,4 +1,4 @@
-"""Sampling parameters: vLLM's forms are accepted, nonsense is refused by name."""
+"""Sampling parameters: vLLM's forms are accepted; an error names the invalid field."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_refused_by_name(name: str) -> None:
         SamplingParams(**values)
 
 
-def test_vllm_s_forms() -> None:
+def test_forms_of_vllm_are_accepted() -> None:
     params = SamplingParams(
         stop="end", stop_token_ids=[5], top_k=-1, logit_bias={"7": 2}, max_tokens=None
     )  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def test_vllm_s_forms() -> None:
     assert SamplingParams(stop=None, stop_token_ids=None).stop == ()  # type: ignore[arg-type]
 
 
-def test_numpy_s_numbers_are_stored_as_python_s() -> None:
+def test_numpy_numbers_are_stored_as_python_numbers() -> None:
     params = SamplingParams(
         max_tokens=np.int64(5),  # type: ignore[arg-type]
         temperature=np.float32(0.5),  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def test_numpy_s_numbers_are_stored_as_python_s() -> None:
     assert {type(value) for value in values} == {int, float}
 
 
-def test_neutral_values_of_vllm_s_other_fields() -> None:
+def test_neutral_values_of_unsupported_fields_are_accepted() -> None:
     params = SamplingParams(
         temperature=0.5,
         best_of=1,
@@ -122,7 +122,7 @@ def test_neutral_values_of_vllm_s_other_fields() -> None:
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
 
 
-def test_identity() -> None:
+def test_priority_and_cache_salt() -> None:
     assert check_identity(np.int32(-3), None) == (-3, "")
     assert check_identity(0, "tenant é") == (0, "tenant é")
 
@@ -137,12 +137,12 @@ def test_identity() -> None:
         (0, "\ud800", "cache_salt .* has no UTF-8 form"),
     ],
 )
-def test_bad_identity(priority: Any, salt: Any, message: str) -> None:
+def test_invalid_priority_or_cache_salt(priority: Any, salt: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         check_identity(priority, salt)
 
 
-def test_defaults_are_vllm_s() -> None:
+def test_defaults_are_those_of_vllm() -> None:
     params = SamplingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k) == (1, 1.0, 1.0, 0)
     assert (params.max_tokens, params.min_tokens, params.repetition_penalty) == (16, 0, 1.0)

@@ -1,4 +1,4 @@
-"""The streaming API: concurrent answers, early leavers, failures, shutdown."""
+"""The streaming API: concurrent answers, aborted generators, failures, shutdown."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_deltas_add_up() -> None:
     with_llm(scenario)
 
 
-def test_leaving_early_aborts() -> None:
+def test_closing_or_cancelling_a_generator_aborts_its_request() -> None:
     async def scenario(llm: AsyncLLM) -> None:
         stream = llm.generate([1, 2, 3], LONG)
         await anext(stream)
@@ -93,7 +93,7 @@ def raising(*_: object) -> None:
     raise ValueError("surprise")
 
 
-def test_a_label_may_be_used_again_at_once() -> None:
+def test_a_request_id_may_be_used_again_at_once() -> None:
     async def scenario(llm: AsyncLLM) -> None:
         expected = await answer(llm, PROMPTS[0])
         first = llm.generate(PROMPTS[1], LONG, request_id="x")
@@ -108,7 +108,9 @@ def test_a_label_may_be_used_again_at_once() -> None:
     with_llm(scenario)
 
 
-def test_a_loop_that_closes_without_shutdown_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_that_closes_without_shutdown_prints_no_traceback(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     async def main() -> AsyncLLM:
         llm = AsyncLLM(tiny_engine())
         async for _ in llm.generate([1, 2], LONG):
@@ -124,7 +126,7 @@ def test_a_loop_that_closes_without_shutdown_is_quiet(capfd: pytest.CaptureFixtu
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_invalid_requests_raise_and_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_requests_raise_and_leave_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         good = asyncio.create_task(answer(llm, PROMPTS[0]))
         with pytest.raises(RequestError, match="empty"):
@@ -160,14 +162,14 @@ def test_shutdown_ends_open_streams() -> None:
     with_llm(scenario)
 
 
-def test_a_broken_engine_says_so_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_engine_fails_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         def broken(events: object) -> None:
             time.sleep(0.2)  # long enough for the second request to wait in the inbox
             raise ValueError("scheduler bug")
 
         loop = llm.engine._loop  # pyright: ignore[reportPrivateUsage]
-        monkeypatch.setattr(loop, "turn", broken)
+        monkeypatch.setattr(loop, "iterate", broken)
         first = asyncio.create_task(answer(llm, [1, 2]))
         await asyncio.sleep(0.05)
         second = asyncio.create_task(answer(llm, [1, 2]))

@@ -1,4 +1,4 @@
-"""How long a context may be follows the kind of rope scaling, in engines as in configs."""
+"""The longest context of a model and its default depend on the kind of rope scaling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kit.checkpoints import tiny_llama_config, write_hf_folder
 
 POSITIONS = 256  # of ``tiny_llama_config``
 ORIGINAL = "original_max_position_embeddings"
-FACTORS = [1.0] * 8  # one a component of heads of 16
+FACTORS = [1.0] * 8  # one for each pair of components of heads of 16
 KINDS: dict[str, tuple[dict[str, Any], int, int]] = {  # section, default, longest
     "yarn": ({"factor": 4, ORIGINAL: POSITIONS}, 1024, 1024),
     "yarn_derived": ({"factor": 2, "finetuned": True, "truncate": False}, 512, 512),
@@ -49,7 +49,7 @@ def plan(folder: Path, kind: str, max_model_len: int | None) -> EnginePlan:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_context_up_to_the_scaled_length(tmp_path: Path, kind: str) -> None:
+def test_a_context_may_have_the_scaled_length(tmp_path: Path, kind: str) -> None:
     _, default, longest = KINDS[kind]
     assert plan(tmp_path, kind, None).limits.max_model_len == default
     assert plan(tmp_path, kind, longest).limits.max_model_len == longest
@@ -58,8 +58,8 @@ def test_a_context_up_to_the_scaled_length(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_frequencies_follow_the_engines_context(tmp_path: Path, kind: str) -> None:
-    """Not before it is longer than the original length, which transformers compares, too."""
+def test_frequencies_depend_on_max_model_len(tmp_path: Path, kind: str) -> None:
+    """Only if it is longer than the original length, as in transformers."""
     _, default, longest = KINDS[kind]
     short, same, long = (
         plan(tmp_path, kind, length).model.config for length in (default // 2, default, longest)

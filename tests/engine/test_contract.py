@@ -1,4 +1,4 @@
-"""The proof of the step's contract: a family that the library does not know is served.
+"""The step's contract holds: a family that the library does not know is served.
 
 Whatever the engine does with its requests (batches, chunks, preemption, reuse of prefixes and of
 snapshots of state, overlap) the tokens are those of the dense form.
@@ -182,7 +182,7 @@ def test_a_preempted_sequence_starts_from_a_snapshot(monkeypatch: pytest.MonkeyP
 
 
 def test_pages_behind_a_window_go_back() -> None:
-    """A sequence never holds more of them than its window and a chunk fill."""
+    """A sequence never holds more pages than for its window and a chunk."""
     served = engine("paged")
     limits = executables("paged")[0].limits
     assert limits.windows.count(WINDOW) == 3

@@ -1,4 +1,4 @@
-"""The same tokens however the work is cut: batching, chunks, preemption, prefix reuse, overlap."""
+"""Batching, chunks, preemption, prefix reuse and overlap do not change the tokens."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def prompts() -> list[list[int]]:
     rng = np.random.default_rng(3)
     shared = rng.integers(0, VOCAB_SIZE - 2, 24).tolist()
     own = [rng.integers(0, VOCAB_SIZE - 2, length).tolist() for length in PROMPT_LENGTHS]
-    # half of the prompts begin alike, so that prefix reuse has something to find
+    # half of the prompts share a prefix, so that some of it is reused
     return [shared[: 8 + 2 * i] + one if i % 2 else one for i, one in enumerate(own)]
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[list[list[int]]]]:
-    """The reference: one request at a time, nothing shared."""
+    """The reference: one request at a time, without prefix reuse."""
     limits = tiny_limits(enable_prefix_caching=False)
     engine = tiny_engine(limits)
     return {
@@ -63,7 +63,7 @@ def test_without_overlap(alone: dict[str, list[list[list[int]]]]) -> None:
     assert tokens(run(engine, prompts(), SAMPLING["seeded"])) == alone["seeded"]
 
 
-def test_preemption_really_happens() -> None:
+def test_the_variant_preemption_preempts() -> None:
     engine = tiny_engine(VARIANTS["preemption"])
     run(engine, prompts(), SAMPLING["greedy"])
     assert engine.stats().num_preemptions > 0
@@ -80,7 +80,7 @@ def test_second_round_reuses_the_prefix(alone: dict[str, list[list[list[int]]]])
 
 @pytest.mark.parametrize("model_name", [name for name in NAMES if name != "llama"])
 def test_every_family_serves(model_name: str) -> None:
-    # two executables, as compiling is the time: rows alone run in one and together in the other
+    # only two executables, to save compile time: one for a single row, one for rows together
     limits = replace(
         tiny_limits(max_num_seqs=2), buckets=(Bucket(1), Bucket(2, 32, 2, scores=True))
     )

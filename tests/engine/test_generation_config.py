@@ -1,4 +1,4 @@
-"""What the model's files say of sampling: a zero is a value, and nothing is skipped."""
+"""Sampling defaults and end-of-text ids from a model's config files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jaxinfer.server.openai.fields import limit_max_tokens
 def facts(
     generation_config: dict[str, Any],
     hf_config: dict[str, Any] | None = None,
-    samples_as_told: bool = True,
+    use_generation_config: bool = True,
 ) -> ModelFacts:
     return facts_of_configs(
-        "m", 96, hf_config or {}, generation_config, samples_as_told=samples_as_told
+        "m", 96, hf_config or {}, generation_config, use_generation_config=use_generation_config
     )
 
 
@@ -34,12 +34,12 @@ def facts(
     ],
     ids=str,
 )
-def test_every_field_that_is_taken(given: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_fields_that_are_used(given: dict[str, Any], expected: dict[str, Any]) -> None:
     assert facts(given).default_sampling == SamplingParams(**expected)
-    assert facts(given, samples_as_told=False).default_sampling == SamplingParams()
+    assert facts(given, use_generation_config=False).default_sampling == SamplingParams()
 
 
-def test_without_the_file_the_old_place_counts() -> None:
+def test_without_the_file_config_json_is_read() -> None:
     old = {"temperature": 0.0, "top_k": 5, "attention_bias": True, "max_length": 20}
     assert facts({}, old).default_sampling == SamplingParams(temperature=0.0, top_k=5)
     assert facts({"top_p": 0.5}, old).default_sampling == SamplingParams(top_p=0.5)
@@ -64,14 +64,14 @@ def test_without_the_file_the_old_place_counts() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_used_is_named(given: dict[str, Any], message: str) -> None:
+def test_unusable_fields_are_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"generation_config .*{message}.*'vllm'"):
         facts(given)
-    assert facts(given, samples_as_told=False).default_sampling == SamplingParams()
+    assert facts(given, use_generation_config=False).default_sampling == SamplingParams()
 
 
 def test_fields_that_change_nothing() -> None:
-    published = {  # of Llama 2 chat and others
+    published = {  # in files of Llama 2 chat and other models
         "_from_model_config": True,
         "bos_token_id": 1,
         "do_sample": False,
@@ -97,12 +97,12 @@ def test_fields_that_change_nothing() -> None:
     ],
     ids=str,
 )
-def test_ends_of_a_text(generation_config: Any, hf_config: Any, expected: tuple[int, ...]) -> None:
+def test_eos_token_ids(generation_config: Any, hf_config: Any, expected: tuple[int, ...]) -> None:
     assert facts(generation_config, hf_config).eos_token_ids == expected
 
 
 @pytest.mark.parametrize("eos", [True, -1, 2.0, "2", [1, [2]], {"id": 2}], ids=str)
-def test_an_end_that_is_no_token_id(eos: Any) -> None:
+def test_an_eos_token_id_that_is_not_a_token_id(eos: Any) -> None:
     for configs, place in (
         (({"eos_token_id": eos}, {}), "generation_config"),
         (
@@ -114,9 +114,9 @@ def test_an_end_that_is_no_token_id(eos: Any) -> None:
             facts(*configs)
 
 
-def test_a_server_gives_no_more_than_the_models_limit() -> None:
+def test_a_server_limits_max_tokens_to_the_models_limit() -> None:
     most = facts({"max_new_tokens": 7}).max_new_tokens
     assert most == 7
-    for asked, given in ((None, 7), (100, 7), (7, 7), (3, 3)):
-        assert limit_max_tokens(SamplingParams(max_tokens=asked), most).max_tokens == given
+    for requested, limited in ((None, 7), (100, 7), (7, 7), (3, 3)):
+        assert limit_max_tokens(SamplingParams(max_tokens=requested), most).max_tokens == limited
     assert limit_max_tokens(SamplingParams(max_tokens=None), None).max_tokens is None

@@ -1,7 +1,4 @@
-"""What a GPU's allocator may take is said before JAX starts its backend, and only once.
-
-So is what Triton puts into kernels.
-"""
+"""Variables for JAX's GPU allocator, Triton and XLA are set before the backend starts."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ KIND, SHARE, OLD_SHARE, PREALLOCATE, NO_LINE_INFO, XLA_LOG = NAMES = (
     "TRITON_DISABLE_LINE_INFO",
     "TF_CPP_MIN_LOG_LEVEL",
 )
-# Changing the number of CPU devices raises once a backend has started.
+# jax_num_cpu_devices cannot be changed once a backend has started: then the program fails
 PROGRAM = f"""
 import json, os, jax
 from jaxinfer import EngineConfig
@@ -68,7 +65,7 @@ def test_variables_are_set_before_the_backend_starts(
     [((), 0.75), ((SHARE,), 0.3), ((OLD_SHARE,), 0.3)],
     ids=["neither", "share", "old_share"],
 )
-def test_share_that_the_allocator_has(
+def test_share_of_the_allocator(
     names: tuple[str, ...], expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in (SHARE, OLD_SHARE):

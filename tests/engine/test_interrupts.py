@@ -1,4 +1,4 @@
-"""Ctrl-C waits for the end of a block, then does what it always does."""
+"""Ctrl-C is deferred to the end of a block, then handled as usual."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ def press_ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_interrupt_waits_for_the_end() -> None:
+def test_an_interrupt_is_deferred_to_the_end_of_the_block() -> None:
     done: list[str] = []
     with pytest.raises(KeyboardInterrupt), interrupts_deferred():
         press_ctrl_c()
@@ -29,14 +29,14 @@ def test_interrupt_waits_for_the_end() -> None:
         press_ctrl_c()
 
 
-def test_quiet_block_changes_nothing() -> None:
+def test_a_block_without_interrupt_restores_the_handler() -> None:
     before = signal.getsignal(signal.SIGINT)
     with interrupts_deferred():
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_own_handlers_are_kept() -> None:
+def test_a_handler_of_the_user_is_called() -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
     try:
@@ -48,7 +48,7 @@ def test_own_handlers_are_kept() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_other_threads_leave_signals_alone() -> None:
+def test_other_threads_do_not_change_the_handler() -> None:
     before, within = signal.getsignal(signal.SIGINT), []
 
     def block() -> None:
@@ -61,19 +61,19 @@ def test_other_threads_leave_signals_alone() -> None:
     assert within == [before]
 
 
-def test_ctrl_c_does_not_wait_until_all_prompts_are_added(
+def test_ctrl_c_is_handled_before_all_prompts_are_added(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, _ = watched_engine()
     monkeypatch.setattr(llm_module, "start_engine", lambda *_: engine)
-    add_checked = Engine.add_checked
+    add_validated = Engine.add_validated
 
     def interrupted(self: Engine, *arguments: Any, **named: Any) -> None:
         if not self.stats().num_requests:
             press_ctrl_c()
-        add_checked(self, *arguments, **named)
+        add_validated(self, *arguments, **named)
 
-    monkeypatch.setattr(Engine, "add_checked", interrupted)
+    monkeypatch.setattr(Engine, "add_validated", interrupted)
     llm, params = LLM("m"), SamplingParams(max_tokens=2)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2]] * (2 * ADDED_AT_ONCE), params, use_tqdm=False)

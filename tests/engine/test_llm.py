@@ -1,4 +1,4 @@
-"""The Python API: vLLM's scripts run after changing the import; mistakes are said in a sentence."""
+"""The Python API: vLLM's scripts run after changing the import; errors are one clear sentence."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.core.collector import NEVER
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import CacheError, ConfigError, EngineError, JaxinferError, RequestError
+from jaxinfer.core.host_memory import NEVER
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.step import StepPlan
 from jaxinfer.engine.api import llm as llm_module
@@ -63,7 +63,7 @@ def llm(folder: Path, cache: str) -> LLM:
     return LLM(str(folder), cache_dir=cache, **SMALL)
 
 
-def test_text_ids_and_dicts_are_the_same_prompt(llm: LLM) -> None:
+def test_text_ids_and_dicts_are_equal_prompts(llm: LLM) -> None:
     ids = llm.get_tokenizer().encode("hello")
     forms = ["hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids}]
     outputs = llm.generate(forms, GREEDY, use_tqdm=False)
@@ -74,7 +74,7 @@ def test_text_ids_and_dicts_are_the_same_prompt(llm: LLM) -> None:
     assert llm.generate("hello", GREEDY)[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
 
 
-def test_one_params_for_each_prompt(llm: LLM) -> None:
+def test_sampling_params_for_each_prompt(llm: LLM) -> None:
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 4, 9)]
     outputs = llm.generate(["a", "b", "c"], params)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 4, 9]
@@ -89,12 +89,12 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     assert [output.prompt for output in several] == ["<user>a<assistant>", "<user>b<assistant>"]
 
 
-def test_sampling_defaults_are_the_model_s(llm: LLM) -> None:
+def test_sampling_defaults_are_those_of_the_model(llm: LLM) -> None:
     defaults = llm.get_default_sampling_params()
     assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, 5, 1.0)
 
 
-def test_a_bad_prompt_is_named_and_nothing_began(llm: LLM) -> None:
+def test_an_invalid_prompt_is_named_and_none_is_started(llm: LLM) -> None:
     before = llm.stats().num_requests
     with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):
         llm.generate(["good", "", "good"], GREEDY)
@@ -110,7 +110,7 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "bools": ([True], "prompt_token_ids holds True"),
     "bytes": (b"ab", "a list of token ids, got b'ab'"),
     "numbered": ([[1], [1, "2"]], "prompt 1: prompt_token_ids holds '2'"),
-    "text that is none": ({"prompt": 5}, "a prompt must be text or token ids, got int"),
+    "a number as text": ({"prompt": 5}, "a prompt must be text or token ids, got int"),
     "ids under the text's name": ({"prompt": [1]}, "a prompt must be text or token ids, got list"),
     "empty dict": ([{}], "prompt 0: a prompt needs text or token ids"),
     "an image": ({"prompt": "a", "multi_modal_data": {}}, "'multi_modal_data' in a prompt dict"),
@@ -118,19 +118,19 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_PROMPTS)
-def test_bad_prompts(name: str) -> None:
+def test_invalid_prompts(name: str) -> None:
     prompts, message = BAD_PROMPTS[name]
     with pytest.raises(RequestError, match=message):
         parse_prompts(prompts, None)
 
 
-def test_numpy_s_ids_are_a_prompt() -> None:
+def test_numpy_ids_are_a_prompt() -> None:
     ids = np.array([1, 2])
     for form in ({"prompt_token_ids": ids}, list(ids), [ids]):
         assert parse_prompts(form, None) == [Prompt(None, (1, 2))]
 
 
-def test_a_prompt_made_by_the_tokenizer_is_that_of_chat(llm: LLM) -> None:
+def test_apply_chat_template_gives_the_prompt_of_chat(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hi"}]
     tokenizer = llm.get_tokenizer()
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -165,7 +165,7 @@ def test_arguments_of_generate_and_chat(llm: LLM) -> None:
         assert output.prompt == shown
 
 
-def test_a_stream_left_early_frees_the_engine(llm: LLM) -> None:
+def test_closing_a_stream_frees_the_engine(llm: LLM) -> None:
     prompts = parse_prompts(["one", "two"], llm.get_tokenizer())
     stream = llm.stream(prompts, [GREEDY, GREEDY])
     next(stream)
@@ -197,7 +197,7 @@ def test_without_a_tokenizer(folder: Path, cache: str) -> None:
         llm.get_tokenizer()
 
 
-def test_a_batch_is_prefilled_first_unless_told_otherwise(
+def test_a_batch_is_prefilled_first_by_default(
     llm: LLM, folder: Path, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mixing = LLM(str(folder), cache_dir=cache, prefill_first=False, **SMALL)
@@ -214,8 +214,10 @@ def test_a_batch_is_prefilled_first_unless_told_otherwise(
     assert mixing.stats().num_compiled == 0, "the executables are the same"
 
 
-def test_outputs_are_made_after_the_first_launch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then the device waits."""
+def test_outputs_are_created_after_the_first_launch(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the device is idle."""
     order: list[str] = []
 
     def noted(name: str, function: Any) -> Any:
@@ -232,9 +234,7 @@ def test_outputs_are_made_after_the_first_launch(llm: LLM, monkeypatch: pytest.M
     assert order[0] == "launch" and order.count("output") == len(outputs)
 
 
-def test_nothing_is_collected_until_the_first_launch(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gc_is_paused_until_the_first_launch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     collects: list[bool] = []
     launch, check = Executor.launch, Engine.check
 
@@ -250,7 +250,7 @@ def test_nothing_is_collected_until_the_first_launch(
     assert gc.isenabled()
 
 
-def test_old_objects_are_left_alone_while_a_batch_is_answered(
+def test_full_collections_are_deferred_while_a_batch_is_answered(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, seen, step = gc.get_threshold(), set[int](), Engine.step
@@ -267,10 +267,10 @@ def test_old_objects_are_left_alone_while_a_batch_is_answered(
     assert gc.get_threshold() == before
 
 
-def test_no_prompts_take_no_turn(llm: LLM) -> None:
-    turns = llm.stats().num_turns
+def test_no_prompts_take_no_iteration(llm: LLM) -> None:
+    before = llm.stats().num_iterations
     assert llm.generate([], GREEDY, use_tqdm=False) == []
-    assert llm.stats().num_turns == turns
+    assert llm.stats().num_iterations == before
 
 
 def test_vllm_arguments_that_change_nothing_are_accepted(folder: Path, cache: str) -> None:
@@ -295,7 +295,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two devices": ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported"),
     "unknown dtype": ({"dtype": "float63"}, "dtype 'float63' is unknown"),
     "context beyond the model": ({"max_model_len": 10**6}, "beyond the model's"),
-    "no room": ({"kv_cache_memory_bytes": 1000}, "KV cache"),
+    "too little memory": ({"kv_cache_memory_bytes": 1000}, "KV cache"),
     "zero sequences": ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
     "logprobs": ({"max_logprobs": 21}, "max_logprobs=21 is not supported: 20 is the bound"),
     "generation config": ({"generation_config": "x"}, "generation_config 'x' is unknown"),
@@ -321,7 +321,7 @@ def test_progress_reports_the_plan_then_compile_load_and_generate(folder: Path, 
     class Recorder(NoProgress):
         def __init__(self) -> None:
             self.tasks: list[str] = []
-            self.notes: list[tuple[str, int]] = []  # and how many tasks had begun
+            self.notes: list[tuple[str, int]] = []  # with the number of tasks that had begun
 
         def note(self, text: str) -> None:
             self.notes.append((text, len(self.tasks)))
@@ -344,7 +344,7 @@ TINY = {**SMALL, "max_num_seqs": 1, "max_num_batched_tokens": 8}
 
 @pytest.fixture(scope="module")
 def tiny_cache(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the bundle of an engine in it, for tests that damage a copy."""
+    """A cache with the bundle of an engine, for tests that damage a copy."""
     cache = tmp_path_factory.mktemp("cache")
     llm = LLM(str(folder), cache_dir=str(cache), **TINY)
     assert llm.stats().num_compiled == llm.stats().num_executables > 0
@@ -373,7 +373,7 @@ def test_a_damaged_bundle_is_named(
             manifest.write_text("{")
         case "no manifest":
             manifest.unlink()
-        case _:  # whole, and not an executable
+        case _:  # the hash is right, but the content is not an executable
             payload = executable.read_bytes()
             digest, junk = hashlib.sha256(payload).hexdigest(), bytes(len(payload))
             executable.write_bytes(junk)
@@ -383,7 +383,7 @@ def test_a_damaged_bundle_is_named(
         LLM(str(folder), cache_dir=str(tmp_path), **TINY)
 
 
-def test_weights_that_find_no_room(
+def test_weights_that_do_not_fit(
     folder: Path, tiny_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load_params(*_: Any, **settings: Any) -> None:
@@ -394,7 +394,7 @@ def test_weights_that_find_no_room(
         LLM(str(folder), cache_dir=str(tiny_cache), **TINY)
 
 
-def test_a_plan_that_finds_no_room_is_said_before_anything_is_compiled(
+def test_a_plan_that_does_not_fit_is_an_error_before_compiling(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def claim_memory(*_: Any) -> None:
@@ -411,7 +411,7 @@ def test_a_bundle_left_half_written_is_compiled_again(
 ) -> None:
     bundle = bundle_copy(tiny_cache, tmp_path)
     first = LLM(str(folder), cache_dir=str(tmp_path), **TINY)
-    bundle.rename(bundle.with_name(bundle.name + ".partial"))  # as a killed run leaves it
+    bundle.rename(bundle.with_name(bundle.name + ".partial"))  # as after a killed process
     again = LLM(str(folder), cache_dir=str(tmp_path), **TINY)
     assert again.stats().num_compiled == first.stats().num_executables
     assert LLM(str(folder), cache_dir=str(tmp_path), **TINY).stats().num_compiled == 0
@@ -419,9 +419,7 @@ def test_a_bundle_left_half_written_is_compiled_again(
     assert again.generate("a", GREEDY) == first.generate("a", GREEDY)
 
 
-def test_a_wrong_checkpoint_is_known_before_anything_is_compiled(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_wrong_checkpoint_is_an_error_before_compiling(folder: Path, tmp_path: Path) -> None:
     config = tiny_llama_config(vocab_size=TINY_VOCAB_SIZE)
     tensors = random_hf_tensors(build_model(config, "float32"))
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
@@ -434,20 +432,20 @@ def test_a_wrong_checkpoint_is_known_before_anything_is_compiled(
     assert not (tmp_path / "cache").exists()
 
 
-def test_vllm_s_own_sampling_defaults(folder: Path, cache: str) -> None:
+def test_sampling_defaults_of_vllm(folder: Path, cache: str) -> None:
     llm = LLM(str(folder), cache_dir=cache, generation_config="vllm", **SMALL)
     assert llm.get_default_sampling_params() == SamplingParams()
 
 
 def test_ctrl_c_while_adding_leaves_a_usable_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Engine.add_checked
+    original = Engine.add_validated
 
     def interrupted(engine: Engine, *arguments: Any, **named: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         original(engine, *arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "add_checked", interrupted)
+        patch.setattr(Engine, "add_validated", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["a", "b"], SamplingParams(n=3, seed=1), use_tqdm=False)
     assert llm.generate("a", GREEDY)[0].finished
@@ -469,7 +467,7 @@ def test_eos_comes_from_either_config(
 
 
 @pytest.mark.parametrize("skip_tokenizer_init", [False, True])
-def test_every_end_of_a_gguf_file_ends(tmp_path: Path, skip_tokenizer_init: bool) -> None:
+def test_all_end_tokens_of_a_gguf_file_are_eos(tmp_path: Path, skip_tokenizer_init: bool) -> None:
     config = tiny_llama_config(eos_token_id=7)
     special = {7: "<|im_end|>", 8: "<|endoftext|>", 9: "<|end|>", 10: "<|return|>", 11: "<|call|>"}
     tensors = random_hf_tensors(build_model(config, "float32"))

@@ -1,4 +1,4 @@
-"""What is loaded beside what, and what waits for what, on the way to an engine."""
+"""The order in which weights, pages and executables are loaded or created."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile.memory_plan import DeviceMemory
 from kit.checkpoints import tiny_llama_config
 
-SECONDS = 10  # until a test gives up
+SECONDS = 10  # timeout of waits
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> EnginePlan:
-    """Of an engine whose executables are saved."""
+    """The plan of an engine whose executables are saved."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(tiny_llama_config()))
     config = EngineConfig(
@@ -44,14 +44,14 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> EnginePlan:
 
 @pytest.fixture
 def gpu_plan(plan: EnginePlan) -> EnginePlan:
-    """The same for a device with memory of its own."""
+    """The same plan for a device with its own memory."""
     return replace(plan, memory=replace(plan.memory, device=DeviceMemory(10**12, 10**12)))
 
 
-def wrapped(
+def record_order(
     monkeypatch: pytest.MonkeyPatch, before_weights: Callable[[], None], events: list[str]
 ) -> None:
-    """Note when weights are loaded and when pages are made."""
+    """Record the order in which weights are loaded and pages created."""
     load_params, compile_init_state = loading.load_params, loading.compile_init_state
 
     def weights(*arguments: Any, **settings: Any) -> Any:
@@ -74,32 +74,32 @@ def wrapped(
     monkeypatch.setattr(loading, "compile_init_state", pages)
 
 
-def test_pages_are_made_while_weights_load_where_a_device_has_its_own_memory(
+def test_pages_are_created_while_weights_load_if_the_device_has_its_own_memory(
     gpu_plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
 
-    def until_pages_are_there() -> None:
+    def wait_for_pages() -> None:
         end = time.monotonic() + SECONDS
         while "pages" not in events:
             assert time.monotonic() < end, "pages wait for weights"
             time.sleep(0.01)
 
-    wrapped(monkeypatch, until_pages_are_there, events)
+    record_order(monkeypatch, wait_for_pages, events)
     assert not build.build_planned(gpu_plan).stats().num_compiled
     assert events == ["pages", "weights"]
 
 
-def test_pages_take_what_weights_have_left_of_the_hosts_memory(
+def test_pages_are_created_after_the_weights_in_host_memory(
     plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    wrapped(monkeypatch, lambda: time.sleep(0.5), events)
+    record_order(monkeypatch, lambda: time.sleep(0.5), events)
     assert not build.build_planned(plan).stats().num_compiled
     assert events == ["weights", "pages"]
 
 
-def test_nobody_waits_for_a_region_that_could_not_be_claimed(
+def test_no_thread_waits_for_memory_that_could_not_be_claimed(
     gpu_plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = {*threading.enumerate()}
@@ -115,10 +115,10 @@ def test_nobody_waits_for_a_region_that_could_not_be_claimed(
         assert not thread.is_alive(), thread.name
 
 
-def test_the_kernels_runtime_is_loaded_with_the_plan(
+def test_the_kernel_runtime_is_loaded_before_threads_compile(
     plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before any thread may compile: it changes the environment that XLA starts ptxas with."""
+    """Since loading it changes the environment in which XLA starts ptxas."""
     threads: list[int] = []
     before = threading.active_count()
     monkeypatch.setattr(

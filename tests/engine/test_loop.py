@@ -1,4 +1,4 @@
-"""The loop with a scripted executor: overlap, failures, late compiles."""
+"""The loop with a simulated executor: overlap, failures, late compiles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kit.fake_executor import VOCAB, FakeExecutor, expected_tokens
 
 
 class Scripted:
-    """A fake device: runs at launch, may fail at launch or at collect, notes what overlapped."""
+    """A fake device: runs at launch, can fail at launch or collect, counts steps in flight."""
 
     def __init__(self, page_size: int, fail_launch: int = -1, fail_collect: int = -1) -> None:
         self.fake = FakeExecutor(page_size)
@@ -48,9 +48,9 @@ class Scripted:
 
 
 def drain(loop: EngineLoop, *events: Arrive | Abort) -> list[TokenEvent]:
-    news = list(loop.turn(tuple(events)).events)
+    news = list(loop.iterate(tuple(events)).events)
     while not loop.idle:
-        news += loop.turn(()).events
+        news += loop.iterate(()).events
     return news
 
 
@@ -72,24 +72,24 @@ def test_two_steps_are_in_flight_with_overlap_and_one_without() -> None:
 @pytest.mark.parametrize(
     ("changes", "finish"),
     [({"max_tokens": 2}, None), ({"eos_token_ids": range(VOCAB)}, FinishReason.STOP)],
-    ids=["its last step is in flight", "it ended, and a step too many is in flight"],
+    ids=["its last step is in flight", "it ended, and a stale step is in flight"],
 )
-def test_news_waits_for_no_step_behind_it(
+def test_events_are_returned_without_waiting_for_the_next_step(
     changes: dict[str, Any], finish: FinishReason | None
 ) -> None:
     limits = make_limits()
     executor = Scripted(limits.page_size)
     loop = EngineLoop(executor, limits)
-    loop.turn((Arrive(make_request("a", [1, 2], **changes)),))
-    loop.turn(())
+    loop.iterate((Arrive(make_request("a", [1, 2], **changes)),))
+    loop.iterate(())
     assert executor.in_flight == 2
-    (event,) = loop.turn(()).events
+    (event,) = loop.iterate(()).events
     assert len(event.token_ids) == 1 and event.finish_reason is finish
     assert executor.in_flight == 1
     assert len(drain(loop)) == (finish is None)
 
 
-def test_failures_end_the_step_s_requests_only() -> None:
+def test_a_failed_step_ends_only_its_requests() -> None:
     for where in ("fail_launch", "fail_collect"):
         limits = make_limits()
         executor = Scripted(limits.page_size, **{where: 3})
@@ -113,7 +113,7 @@ def test_a_lost_device_is_an_engine_error() -> None:
 
     executor.launch = lost  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="the device failed"):
-        EngineLoop(executor, limits).turn((Arrive(make_request("a", [1, 2], max_tokens=5)),))
+        EngineLoop(executor, limits).iterate((Arrive(make_request("a", [1, 2], max_tokens=5)),))
 
 
 def test_many_failing_launches_do_not_recurse() -> None:
@@ -128,11 +128,11 @@ def test_many_failing_launches_do_not_recurse() -> None:
     arrivals = tuple(
         Arrive(make_request(f"r{i}", [1, 2], max_tokens=5, arrival=i)) for i in range(2000)
     )
-    news = loop.turn(arrivals).events
+    news = loop.iterate(arrivals).events
     assert len(news) == 2000 and loop.idle
 
 
-def test_late_compiles_are_counted_inside_only() -> None:
+def test_late_compiles_are_counted_only_inside_the_block() -> None:
     watch = LateCompiles()
     jax.jit(lambda x: x * 3)(jnp.ones(5))
     with watch.watch():
@@ -145,16 +145,16 @@ def test_late_compiles_are_counted_inside_only() -> None:
     assert watch.count == before
 
 
-def test_who_comes_while_a_step_runs_is_in_the_step_after_the_next() -> None:
+def test_a_request_that_arrives_during_a_step_joins_the_next_launch() -> None:
     limits = make_limits()
     loop = EngineLoop(Scripted(limits.page_size), limits)
-    loop.turn((Arrive(make_request("a", range(1, 8), max_tokens=50)),))
-    loop.turn(())  # two are in flight
-    loop.wait_for_room()
-    loop.wait_for_room()  # nothing more to wait for
-    turn = loop.turn((Arrive(make_request("b", range(2, 9), max_tokens=5, arrival=1)),))
-    assert [plan.step_id for plan in turn.collected] == [0]
-    assert [admission.request.request_id for admission in turn.launched[0].admissions] == ["b"]
+    loop.iterate((Arrive(make_request("a", range(1, 8), max_tokens=50)),))
+    loop.iterate(())  # two are in flight
+    loop.wait_until_launchable()
+    loop.wait_until_launchable()  # nothing more to wait for
+    iteration = loop.iterate((Arrive(make_request("b", range(2, 9), max_tokens=5, arrival=1)),))
+    assert [plan.step_id for plan in iteration.collected] == [0]
+    assert [admission.request.request_id for admission in iteration.launched[0].admissions] == ["b"]
     assert not loop.idle
 
 
@@ -165,8 +165,9 @@ def engine_of(executor: Scripted, limits: Limits) -> Engine:
     return engine
 
 
-def test_what_compiles_while_it_waits_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "LateCompiles", LateCompiles)  # not one that must count 0
+def test_compiles_while_the_engine_waits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the real class in place of conftest's, which fails on a late compile
+    monkeypatch.setattr(engine_module, "LateCompiles", LateCompiles)
     limits = make_limits()
     executor = Scripted(limits.page_size)
     collect = executor.collect
@@ -180,7 +181,7 @@ def test_what_compiles_while_it_waits_is_counted(monkeypatch: pytest.MonkeyPatch
     steps = 0
     while engine.has_work:
         steps += len(engine.step().steps)
-        engine.wait_for_room()
+        engine.wait_until_launchable()
     assert engine.stats().num_late_compiles == steps
 
 
@@ -196,53 +197,53 @@ def test_a_device_lost_while_it_waits_stops_the_engine() -> None:
     for _ in range(2):
         engine.step()
     with pytest.raises(EngineError, match="the device failed"):
-        engine.wait_for_room()
+        engine.wait_until_launchable()
     assert not engine.has_work
     with pytest.raises(EngineError, match="build a new one"):
         engine.add_request("b", [1], SamplingParams())
 
 
 class WaitingEngine:
-    """Notes what it is told; a submission comes while it waits for the device."""
+    """Records its calls; a request is submitted while it waits for the device."""
 
     def __init__(self) -> None:
         self.thread = EngineThread(self)  # type: ignore[arg-type]
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.open_request_ids = ()
 
     @property
     def has_work(self) -> bool:
-        return bool(self.told)
+        return bool(self.calls)
 
     def add_request(self, request_id: str, *_: object, **__: object) -> None:
-        self.told.append(request_id)
+        self.calls.append(request_id)
 
     def step(self) -> str:
-        self.told.append("step")
+        self.calls.append("step")
         return "news"
 
-    def wait_for_room(self) -> None:
-        first = "wait" not in self.told
-        self.told.append("wait")
+    def wait_until_launchable(self) -> None:
+        first = "wait" not in self.calls
+        self.calls.append("wait")
         if first:
             self.thread.submit("during", (1,), SamplingParams())
         else:
             self.thread.put(Stop())
 
 
-def test_the_thread_looks_for_commands_after_it_waited() -> None:
+def test_the_thread_reads_commands_after_the_wait() -> None:
     engine = WaitingEngine()
     news: list[object] = []
     listener = SimpleNamespace(news=news.append, refuse=lambda *_: None, pong=lambda: None)
     engine.thread.submit("first", (1,), SamplingParams())
     engine.thread.connect(listener)  # type: ignore[arg-type]
     engine.thread.wait()
-    assert engine.told == ["first", "step", "wait", "during", "step", "wait"]
+    assert engine.calls == ["first", "step", "wait", "during", "step", "wait"]
     assert news == ["news", "news"]
 
 
 def test_a_step_ends_when_it_is_collected() -> None:
-    """Commands that are carried out before the turn that tells of it are not its time."""
+    """The time of commands before the iteration that reports the step is not the step's."""
     now = [0.0]
     limits = make_limits()
     engine = engine_of(Scripted(limits.page_size), limits)
@@ -251,6 +252,6 @@ def test_a_step_ends_when_it_is_collected() -> None:
     for _ in range(2):
         engine.step()
     now[0] = 5.0
-    engine.wait_for_room()
+    engine.wait_until_launchable()
     now[0] = 100.0
     assert [step.seconds for step in engine.step().steps] == [5.0]

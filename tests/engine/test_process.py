@@ -1,4 +1,4 @@
-"""The engine in a process of its own: its start, the same answers, and how it is given up."""
+"""The engine in its own process: its start, answers equal to an in-process engine's, its end."""
 
 from __future__ import annotations
 
@@ -70,18 +70,19 @@ CASES = {
 def test_answers_equal_those_of_the_engine_in_this_process(config: EngineConfig) -> None:
     engine = build_engine(config)
     expected = {
-        name: run(engine, PROMPTS, case, together=False)  # rows share a step's rounding
+        name: run(
+            engine, PROMPTS, case, together=False
+        )  # alone, since rounding depends on the bucket
         for name, case in CASES.items()
     }
     assert expected["stop string"][0].outputs[0].stop_reason == "aaa"
     assert expected["logprobs"][0].prompt_logprobs
     link = EngineProcess.start(config, spawn())
-    told = link.ready()
-    assert (told.facts, told.limits) == (engine.facts, engine.limits)
-    assert (
-        told.stats.num_executables == engine.stats().num_executables and told.tokenizer is not None
-    )
-    assert told.tokenizer.decode(PROMPTS[-1]) == "".join(map(chr, PROMPTS[-1]))
+    ready = link.ready()
+    assert (ready.facts, ready.limits) == (engine.facts, engine.limits)
+    assert ready.stats.num_executables == engine.stats().num_executables
+    assert ready.tokenizer is not None
+    assert ready.tokenizer.decode(PROMPTS[-1]) == "".join(map(chr, PROMPTS[-1]))
 
     async def scenario(client: EngineClient) -> None:
         for name, case in CASES.items():
@@ -99,7 +100,7 @@ def test_answers_equal_those_of_the_engine_in_this_process(config: EngineConfig)
         assert client.stats.num_late_compiles == 0
         assert client.stats.num_live_pages == 0
 
-    talk((link, told), scenario)
+    talk((link, ready), scenario)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_answers_equal_those_of_the_engine_in_this_process(config: EngineConfig)
     ],
     ids=["model", "context", "pages", "tokenizer"],
 )
-def test_build_errors_come_as_they_are(
+def test_build_errors_keep_their_class_and_message(
     config: EngineConfig,
     changes: dict[str, Any],
     kind: type[JaxinferError],
@@ -136,66 +137,66 @@ def test_a_process_that_ends_while_it_starts(config: EngineConfig) -> None:
         link.ready()
 
 
-# tells what it has imported, with a look at the real start: JAX, then the order, then the rest
+# the real start, which prints its imports: JAX, then the server's message, then the rest
 IMPORTING = """
 import sys
 from jaxinfer.engine.link import child
 
 def load(settings):
-    def told():
+    def printing():
         heavy = sorted({"jax", "flax", "jaxinfer.engine.start.build", "orbax"} & set(sys.modules))
-        print("before the order:", *heavy, file=sys.stderr, flush=True)
+        print("before the message:", *heavy, file=sys.stderr, flush=True)
         return settings()
 
-    return child.load_planner(told)
+    return child.load_planner(printing)
 
 child.main(load)
 """
 
 
-def test_jax_is_imported_before_anybody_says_what_to_build(
+def test_jax_is_imported_before_the_server_sends_the_config(
     config: EngineConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with spawn((sys.executable, "-c", IMPORTING)) as spawned:
-        told = ""
+        printed = ""
 
-        def has_told() -> bool:
-            nonlocal told
-            told += capfd.readouterr().err
-            return told.endswith("\n")
+        def has_printed() -> bool:
+            nonlocal printed
+            printed += capfd.readouterr().err
+            return printed.endswith("\n")
 
-        wait_until(has_told, "it tells what it has imported", 30)
-        assert told == "before the order: jax\n"
+        wait_until(has_printed, "it prints its imports", 30)
+        assert printed == "before the message: jax\n"
         link = EngineProcess.start(config, spawned)
         assert link.ready().facts.vocab_size == TINY_VOCAB_SIZE
         link.stop()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_library_pages_that_only_the_start_touched_go_back(config: EngineConfig) -> None:
+def test_library_pages_are_released_after_the_start(config: EngineConfig) -> None:
     link = EngineProcess.start(config, spawn())
     link.ready()
 
-    def of_files() -> int:
+    def resident_of_files() -> int:
         pages = int(Path(f"/proc/{link.pid}/statm").read_text().split()[2])
         return pages * os.sysconf("SC_PAGESIZE")
 
     try:
-        wait_until(lambda: of_files() < 40 << 20, "what 150 MiB of libraries are for is over", 10)
+        wait_until(lambda: resident_of_files() < 40 << 20, "150 MiB of libraries are released", 10)
     finally:
         link.stop()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5], ids=["start", "import"])
-def test_a_process_that_nobody_tells_what_to_build(seconds: float) -> None:
-    with spawn() as left:
+def test_a_process_ends_if_no_config_is_sent(seconds: float) -> None:
+    with spawn() as closed:
         time.sleep(seconds)
-        left.end.close()  # as when the server's process has gone
-        left.process.wait(5)
-        assert left.process.returncode == -signal.SIGKILL
-    with spawn() as given_up:
+        closed.end.close()  # as if the server's process had gone
+        closed.process.wait(5)
+        assert closed.process.returncode == -signal.SIGKILL
+    with spawn() as killed:
         time.sleep(seconds)
-    assert given_up.process.returncode == -signal.SIGKILL
+    assert killed.process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.3, 0.9, 2.5], ids=["start", "import", "jax", "compile"])
@@ -226,7 +227,7 @@ def build():
         gc.collect()
         time.sleep(30)
     finally:
-        (folder / "tidied").touch()
+        (folder / "cleaned_up").touch()
 
 main(lambda _: lambda *_: Blueprint(sim_limits(4), tiny_tokenizer_spec(), build))
 """
@@ -235,13 +236,13 @@ main(lambda _: lambda *_: Blueprint(sim_limits(4), tiny_tokenizer_spec(), build)
 def test_a_stop_while_garbage_is_collected(
     config: EngineConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Python ignores what is raised there."""
+    """Python drops exceptions that are raised in the garbage collector."""
     kit = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})"
     code = f"{kit}; from pathlib import Path; folder = Path({str(tmp_path)!r}){COLLECTING}"
     link = EngineProcess.start(config, spawn([sys.executable, "-c", code]))
     wait_until((tmp_path / "collecting").exists, "it builds and collects", 30)
     link.stop()
-    assert gone(link.pid) and (tmp_path / "tidied").exists()
+    assert gone(link.pid) and (tmp_path / "cleaned_up").exists()
     assert not capfd.readouterr().err
 
 
@@ -264,7 +265,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("moment", ["ready", "building"])
-def test_a_server_that_is_killed_takes_the_engine_along(
+def test_the_engine_ends_when_the_server_is_killed(
     config: EngineConfig, moment: str, tmp_path: Path
 ) -> None:
 

@@ -1,4 +1,4 @@
-"""A running process of the engine, simulated: killed, failing, hanging, stopped, or not read."""
+"""A process with a simulated engine is killed, fails, hangs, is stopped, or is not read."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def test_a_process_that_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
 
     with sim_process() as (link, facts):
         talk((link, facts), scenario)
-    assert capfd.readouterr().err.count("killed by SIGKILL") == 1  # though all may be idle
+    assert (
+        capfd.readouterr().err.count("killed by SIGKILL") == 1
+    )  # on stderr, as no request may be open
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_a_step_that_fails(script: dict[str, int], match: str, alive: bool) -> N
         talk(running, scenario)
 
 
-def test_a_stop_refuses_what_is_open() -> None:
+def test_a_stop_refuses_open_requests() -> None:
     async def scenario(client: EngineClient) -> None:
         stream = client.open((1, 2, 3), LONG)
         await stream.read()
@@ -126,7 +128,7 @@ def test_a_stop_of_a_process_that_hangs(
     assert "did not end in 0.3 s and is killed" in capfd.readouterr().err
 
 
-def test_signals_are_for_the_server() -> None:
+def test_signals_do_not_end_the_engine() -> None:
     async def scenario(client: EngineClient) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(link.pid, number)
@@ -137,7 +139,7 @@ def test_signals_are_for_the_server() -> None:
         talk((link, facts), scenario)
 
 
-def test_early_leavers_free_their_pages() -> None:
+def test_closed_streams_free_their_pages() -> None:
     async def scenario(client: EngineClient) -> None:
         streams = [client.open((1, 2, 3), LONG) for _ in range(32)]
         await streams[-1].read()
@@ -153,7 +155,7 @@ def test_early_leavers_free_their_pages() -> None:
 
 
 class SlowListener:
-    """Takes no news until it is let go."""
+    """Blocks on news until ``go`` is set."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -174,7 +176,7 @@ def test_a_server_that_does_not_read_delays_no_step() -> None:
     with sim_process() as (link, _):
         link.connect(listener)
         sampling = replace(LONG, max_tokens=200)
-        for number in range(64):  # more news than fits a socket's buffer
+        for number in range(64):  # more news than a socket's buffer holds
             link.submit(str(number), (1, 2, 3), sampling)
         time.sleep(1.5)
         woken = time.monotonic()

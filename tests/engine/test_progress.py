@@ -1,4 +1,4 @@
-"""Bars on a terminal, lines elsewhere."""
+"""Progress is shown as bars on a terminal and as lines elsewhere."""
 
 import io
 import threading
@@ -14,7 +14,7 @@ class Terminal(io.StringIO):
 
 
 def drawing_threads(before: set[threading.Thread]) -> int:
-    """Threads that do not end by themselves within a second."""
+    """The number of new threads that do not end within a second."""
     return sum(not ended(thread) for thread in set(threading.enumerate()) - before)
 
 
@@ -36,7 +36,7 @@ def test_a_pipe_gets_one_line_for_each_finished_task() -> None:
     assert stream.getvalue() == "Load: 0.0 s\n"
 
 
-def test_a_pipe_hears_of_a_long_task_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_lines_while_a_long_task_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, clock = io.StringIO(), [0.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     with progress_on(stream).task("Compile", 8) as advance:

@@ -1,4 +1,4 @@
-"""What a request asks for is what it gets: stops, lengths, n, seeds, logprobs, refusals."""
+"""Requests get what their sampling parameters say: stops, n, seeds, logprobs; refusals."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def plain(engine: Engine) -> list[int]:
-    """The greedy continuation that the other tests cut, bias and compare with."""
+    """The greedy continuation with which the other tests compare."""
     return run(engine, [PROMPT], GREEDY)[0].outputs[0].token_ids
 
 
-def test_greedy_is_the_argmax_of_the_research_forward(plain: list[int]) -> None:
+def test_greedy_is_the_argmax_of_forward(plain: list[int]) -> None:
     model, params = tiny_model("llama")
     logits = forward(model, params, jnp.asarray(PROMPT + plain, jnp.int32))
     np.testing.assert_array_equal(np.argmax(logits[len(PROMPT) - 1 : -1], -1), plain)
@@ -68,7 +68,7 @@ def test_nothing_is_detokenized_before_the_first_step_is_launched(
     assert order[0] == "launch" and order.count("text") == order.count("stop") == 1
 
 
-def test_sampling_parameters_are_made_anew_only_to_score_the_prompt_once(
+def test_sampling_parameters_are_copied_only_to_score_the_prompt_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrived: list[SamplingParams] = []
@@ -85,7 +85,7 @@ def test_sampling_parameters_are_made_anew_only_to_score_the_prompt_once(
     assert [sampling.prompt_logprobs for sampling in arrived[3:]] == [1, None]
 
 
-def test_length(engine: Engine, plain: list[int]) -> None:
+def test_max_tokens(engine: Engine, plain: list[int]) -> None:
     output = run(engine, [PROMPT], greedy(max_tokens=5))[0].outputs[0]
     assert (output.token_ids, output.finish_reason) == (plain[:5], "length")
 
@@ -112,7 +112,7 @@ def test_eos_ends_and_ignore_eos_does_not(engine: Engine, plain: list[int]) -> N
     assert kept.token_ids == [319, 319, 319]
 
 
-def test_min_tokens_holds_eos_back(engine: Engine) -> None:
+def test_min_tokens_masks_eos(engine: Engine) -> None:
     params = greedy(ignore_eos=False, logit_bias={319: 100.0}, min_tokens=4)
     output = run(engine, [PROMPT], params)[0].outputs[0]
     assert len(output.token_ids) == 5
@@ -143,8 +143,8 @@ def test_stop_strings_wait_for_min_tokens(engine: Engine, plain: list[int]) -> N
 
 
 def ends_by_stop(engine: Engine, plain: list[int], stop: str, least: int) -> tuple[int, str, str]:
-    """How many tokens there are, the text and why it ended, where a stop string has to end within
-    a later token than the first ``least``: the definition, token by token.
+    """The number of tokens, the text and the finish reason if a stop string counts only when it
+    ends after the first ``least`` tokens: the definition, token by token.
     """
     assert engine.tokenizer is not None
     detokenizer, text = engine.tokenizer.detokenizer(PROMPT), ""
@@ -170,15 +170,17 @@ def test_a_stop_string_may_begin_before_min_tokens(
     assert ended == ends_by_stop(engine, plain, stop, least)
 
 
-def test_min_tokens_beyond_the_context_disturbs_nobody(engine: Engine, plain: list[int]) -> None:
+def test_min_tokens_beyond_the_context_does_not_affect_others(
+    engine: Engine, plain: list[int]
+) -> None:
     endless = greedy(max_tokens=None, min_tokens=2**31 - 1)
     outputs = run(engine, [PROMPT, PROMPT], [GREEDY, endless])
     assert outputs[0].outputs[0].token_ids == plain
     assert len(outputs[1].outputs[0].token_ids) == 120
 
 
-def test_a_name_used_again_is_another_request(engine: Engine, plain: list[int]) -> None:
-    """The stop string's abort is still on its way when the name is taken again."""
+def test_a_request_id_can_be_used_again_at_once(engine: Engine, plain: list[int]) -> None:
+    """The abort for the stop string is still in flight when the id is used again."""
     assert engine.tokenizer is not None
     engine.add_request("x", PROMPT, greedy(stop=engine.tokenizer.decode(plain[:2])[-1:]))
     while "x" in engine.open_request_ids:
@@ -220,7 +222,7 @@ def test_unseeded_requests_differ(engine: Engine) -> None:
 
 
 def close(position: PositionLogprobs, expected: np.ndarray, chosen: int, top: int) -> None:
-    """One position against a row of log-softmax."""
+    """Compare one position with a row of log-softmax."""
     assert next(iter(position)) == chosen
     assert len(position) in (top, top + 1)
     for token, logprob in position.items():
@@ -245,7 +247,7 @@ def test_logprobs(engine: Engine, plain: list[int]) -> None:
 def test_prompt_logprobs_over_chunks(length: int) -> None:
     prompt = np.random.default_rng(length).integers(0, 300, length).tolist()
     engine = tiny_engine()
-    run(engine, [prompt], GREEDY)  # cached pages must not swallow positions
+    run(engine, [prompt], GREEDY)  # positions in cached pages are scored too
     output = run(engine, [prompt], greedy(prompt_logprobs=2, max_tokens=2))[0]
     model, params = tiny_model("llama")
     logits = forward(model, params, jnp.asarray(prompt, jnp.int32))
@@ -270,7 +272,7 @@ def test_penalties_see_the_prompt_and_the_output(engine: Engine, plain: list[int
     strong = greedy(repetition_penalty=5.0, presence_penalty=2.0, frequency_penalty=2.0)
     output = run(engine, [PROMPT], strong)[0].outputs[0].token_ids
     assert output != plain
-    assert len(set(output)) == len(output), "nothing is said twice under such penalties"
+    assert len(set(output)) == len(output), "such penalties prevent every repetition"
 
 
 REFUSED = {
@@ -281,28 +283,28 @@ REFUSED = {
         "no room for an output within max_model_len 128",
     ),
     "token id out of range": ([1, 320], GREEDY, "320; the vocabulary ends at 319"),
-    "token id of no machine word": ([2**70, 1], GREEDY, f"{2**70}; the vocabulary ends at 319"),
+    "token id beyond int64": ([2**70, 1], GREEDY, f"{2**70}; the vocabulary ends at 319"),
     "negative token id": ([-1], GREEDY, "-1"),
     "stop id out of range": (PROMPT, greedy(stop_token_ids=[999]), "stop_token_ids"),
     "bias id out of range": (PROMPT, greedy(logit_bias={320: 1.0}), "logit_bias"),
 }
 
 
-def test_what_is_checked_is_not_checked_again(
+def test_a_validated_request_is_not_validated_again(
     engine: Engine, plain: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked = engine.check(PROMPT, GREEDY)
-    assert list(checked.prompt_token_ids) == PROMPT
-    assert engine.check(checked.prompt_token_ids, GREEDY) == checked
+    validated = engine.check(PROMPT, GREEDY)
+    assert list(validated.prompt_token_ids) == PROMPT
+    assert engine.check(validated.prompt_token_ids, GREEDY) == validated
     monkeypatch.setattr(engine, "check", None)
-    engine.add_checked("x", checked)
+    engine.add_validated("x", validated)
     deltas = []
     while engine.has_work:
         deltas += engine.step().deltas
     assert [token for delta in deltas for token in delta.token_ids] == plain
 
 
-def test_a_log_is_checked_no_less(engine: Engine) -> None:
+def test_an_intlog_is_validated_too(engine: Engine) -> None:
     with pytest.raises(RequestError, match="holds token id 320; the vocabulary ends at 319"):
         engine.add_request("x", IntLog([1, 320]), GREEDY)
     with pytest.raises(RequestError, match="holds token id -1; the vocabulary ends at 319"):
@@ -333,7 +335,7 @@ def test_request_id_in_use(engine: Engine) -> None:
     with pytest.raises(RequestError, match="in use"):
         engine.add_request("same", PROMPT, GREEDY)
     with pytest.raises(RequestError, match="in use"):
-        engine.add_checked("same", engine.check(PROMPT, GREEDY))
+        engine.add_validated("same", engine.check(PROMPT, GREEDY))
     engine.abort("same")
     while engine.has_work:
         engine.step()

@@ -1,9 +1,8 @@
-"""A row yields a record: several tokens, or a vector.
+"""Rows that yield several tokens, and rows that yield a hidden state.
 
-Rows of several tokens: whatever is drafted, the tokens are those of rows of one token.
-
-The drafts are forced: a table of answers, wrong in two of five places, so that rows accept none,
-some and all of theirs, and the host learns how many only when it reads a step.
+Drafts do not change the tokens. The drafts come from a table of answers that is wrong at two of
+five positions, so rows accept none, some or all of them, and the host knows how many only when it
+reads the step.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from kit.mixed_family import mixed_model
 from kit.tiny_models import tiny_model
 
 COUNT = 3  # drafts of a row
-KEY = 4  # tokens by which the table knows a prompt
+KEY = 4  # first tokens of a prompt, by which it is found in the table
 SIZES = ((1, 20), (2, 5), (3, 9))
 PROMPTS = tuple(tuple((7 * i * i + 11 * first) % 300 for i in range(n)) for first, n in SIZES)
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -50,7 +49,7 @@ def model_of(name: str) -> tuple[Model, Params]:
 
 @cache
 def drafter_of(answers: tuple[tuple[int, ...], ...]) -> Drafter:
-    """Proposes what follows in the answer that begins with a row's first tokens."""
+    """A drafter that continues a row from the answer with the same first tokens."""
     longest = max(map(len, answers)) + COUNT + 1
     table = jnp.array([[*one, *[0] * (longest - len(one))] for one in answers], jnp.int32)
 
@@ -115,7 +114,7 @@ def plain(name: str, sampling: SamplingParams) -> list[RequestOutput]:
 def test_tokens_are_those_of_rows_of_one_token(name: str, sampling: SamplingParams) -> None:
     expected = plain(name, sampling)
     served = engine(name, drafter_of(complete(expected)))
-    for together in (True, False):  # prefixes are reused the second time
+    for together in (True, False):  # the second run reuses prefixes
         assert tokens(run(served, PROMPTS, sampling, together=together)) == tokens(expected)
     assert served.stats().num_live_pages == 0
 
@@ -136,8 +135,8 @@ def test_accepted_drafts_save_steps(overlap: bool) -> None:
     assert steps < GREEDY.max_tokens * (0.6 if not overlap else 1)
 
 
-def test_rows_that_draft_beside_rows_with_extras() -> None:
-    """Whose one token is drawn again by an executable of its own, so they draft nothing."""
+def test_rows_with_drafts_next_to_rows_with_extras() -> None:
+    """Rows with extras have no drafts, since their one token is drawn again after the step."""
     params = [
         GREEDY,
         replace_sampling(logprobs=2),
@@ -157,7 +156,7 @@ def replace_sampling(**changes: object) -> SamplingParams:
 
 @pytest.mark.parametrize("name", ["llama", "mixed"])
 def test_preempted(name: str) -> None:
-    """Pages are taken for every draft, and given back by the last sequence when there are none."""
+    """Pages are taken for every draft; if none is left the last sequence is preempted."""
     expected = plain(name, GREEDY)
     groups = len(model_of(name)[0].state.windows)
     served = engine(name, drafter_of(complete(expected)), num_pages=1 + 14 * groups)
@@ -174,7 +173,7 @@ def test_a_stop_token_among_accepted_drafts_ends_the_text_there() -> None:
     assert output.outputs[0].token_ids == answer[: answer.index(stop) + 1]
 
 
-def test_a_state_of_sequences_cannot_go_back() -> None:
+def test_drafts_are_refused_for_models_with_state_for_each_sequence() -> None:
     model, _ = mixed_model("recurrent", "full")
     limits = replace(tiny_limits(), query_tokens=2)
     with pytest.raises(ConfigError, match="serve it without drafts"):
@@ -192,7 +191,7 @@ def test_acceptance(drafts: tuple[int, int], most: int, accepted: int) -> None:
 
 
 def test_pooled_vectors_are_the_dense_forms_last_hidden_states() -> None:
-    """In chunks, beside each other and beside rows that generate."""
+    """With chunked prompts, several such rows in a step, and rows that generate."""
     model, params = model_of("llama")
     served = engine("llama", None, pools=True)
     served.add_request("text", PROMPTS[1], GREEDY)
@@ -214,6 +213,6 @@ def test_pooled_vectors_are_the_dense_forms_last_hidden_states() -> None:
     assert served.stats().num_live_pages == 0
 
 
-def test_an_engine_that_does_not_pool_says_so() -> None:
+def test_pooling_is_refused_by_an_engine_built_without_it() -> None:
     with pytest.raises(RequestError, match="was not built to pool"):
         engine("llama", None).add_request("r", PROMPTS[0], GREEDY, pools=True)

@@ -1,8 +1,7 @@
-"""What is imported when, on the way to an engine; fakes of JAX tell the order, not time."""
+"""The order of imports, the backend's start and loading; fakes record it, so time is no matter."""
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from typing import Any
 import jax
 import pytest
 
-from jaxinfer.core.collector import NEVER, nothing_collected, old_left_alone
 from jaxinfer.core.config import ALLOCATOR_PREALLOCATES, ALLOCATOR_SHARES, EngineConfig
 from jaxinfer.core.errors import EngineError, TokenizerError
 from jaxinfer.engine.start import build
@@ -29,7 +27,7 @@ SHARE = ALLOCATOR_SHARES[0]
 
 
 class Backend:
-    """Starts once it is let; notes what share of a GPU was set then."""
+    """A fake backend: starts when ``let`` is set, and records the GPU share that was set then."""
 
     def __init__(self) -> None:
         self.share, self.over = "", False
@@ -42,7 +40,7 @@ class Backend:
         if self.over:
             return "cpu"
         self.over = True
-        raise RuntimeError("there is no device")  # which is for those who ask for one
+        raise RuntimeError("there is no device")  # as JAX does, once
 
 
 @pytest.fixture
@@ -63,19 +61,19 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Generator[Backend]:
         ({"gpu_memory_utilization": 0.5}, "0.5"),
         ({"gpu_memory_utilization": 0.5, "bundle": "somewhere"}, "0.5"),
     ],
-    ids=["default", "given", "given beside a bundle"],
+    ids=["default", "given", "given with a bundle"],
 )
 def test_imports_go_on_while_the_backend_starts(
     backend: Backend, settings: dict[str, object], share: str
 ) -> None:
     with backend_starting(EngineConfig(**settings)):  # type: ignore[arg-type]
         assert backend.begun.wait(10)
-        assert not backend.over  # and lasts until somebody lets it
+        assert not backend.over  # it waits for ``let``
     assert backend.share == share
 
 
-def test_a_backend_that_does_not_start_is_told(backend: Backend) -> None:
-    """JAX itself would answer with a CPU, the next time that it is asked."""
+def test_the_error_of_a_backend_is_raised(backend: Backend) -> None:
+    """Although JAX itself falls back to the CPU after the first error."""
     backend.let.set()
     with pytest.raises(EngineError, match="there is no device"):
         start_engine(EngineConfig(model="never looked for"))
@@ -90,9 +88,9 @@ def test_a_backend_that_does_not_start_is_told(backend: Backend) -> None:
         ("junk", None),
         (None, None),
     ],
-    ids=["said", "default", "other", "junk", "none"],
+    ids=["given", "default", "other", "junk", "none"],
 )
-def test_a_bundle_says_how_much_of_a_gpu_is_the_allocators(
+def test_the_allocator_share_comes_from_the_bundle(
     manifest: str | None, share: str | None, backend: Backend, tmp_path: Path
 ) -> None:
     if manifest is not None:
@@ -102,49 +100,25 @@ def test_a_bundle_says_how_much_of_a_gpu_is_the_allocators(
     assert (backend.share if share else os.environ.get(SHARE)) == share
 
 
-@pytest.mark.parametrize("collects", [True, False])
-def test_nothing_is_collected_meanwhile(collects: bool) -> None:
-    before = gc.isenabled()
-    (gc.enable if collects else gc.disable)()
-    try:
-        with pytest.raises(KeyError), nothing_collected():
-            assert not gc.isenabled()
-            raise KeyError
-        assert gc.isenabled() is collects
-    finally:
-        (gc.enable if before else gc.disable)()
-
-
-def test_old_objects_are_left_alone_meanwhile_by_whoever_is_at_it() -> None:
-    before = gc.get_threshold()
-    first, second = old_left_alone(), old_left_alone()
-    with pytest.raises(KeyError), first:
-        second.__enter__()
-        assert gc.get_threshold() == (*before[:2], NEVER)
-        raise KeyError
-    second.__exit__(None, None, None)  # which began later, and ends later
-    assert gc.get_threshold() == before
-
-
-# Orbax alone takes a fifth of all imports, Flax another, Mosaic's kernels a tenth; Triton is for
-# GPUs, Jinja and tokenizers for who reads a tokenizer, gguf for who reads such a file
+# Orbax takes a fifth of all import time, Flax another, Mosaic's kernels a tenth; Triton is only for
+# GPUs, Jinja and tokenizers only for tokenizers, gguf only for GGUF files
 UNUSED = ("orbax", "tensorstore", "jax.experimental.mosaic", "jax_triton", "triton", "scipy")
 UNUSED += ("flax", "jinja2", "tokenizers", "gguf")
 
 
-def test_an_engine_of_plain_weights_imports_nothing_that_it_does_not_use() -> None:
+def test_slow_libraries_are_not_imported_before_they_are_used() -> None:
     script = "import sys, jaxinfer.engine.start.build, jaxinfer.models.qwen3; print(*sys.modules)"
     modules = subprocess.check_output([sys.executable, "-c", script], text=True).split()
     assert "jax" in modules
     assert not {*UNUSED} & {*modules}
 
 
-def test_the_offline_api_is_named_without_jax() -> None:
+def test_importing_the_api_does_not_import_jax() -> None:
     script = "import sys; from jaxinfer import LLM, AsyncLLM; print('jax' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "False\n"
 
 
-def test_the_tokenizer_is_checked_before_a_minute_of_compiling_and_read_beside_loading(
+def test_the_tokenizer_is_read_before_compiling_and_while_executables_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "model"

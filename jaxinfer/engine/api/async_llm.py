@@ -1,6 +1,6 @@
 """The streaming API: ``async for output in llm.generate(...)``, many requests at once.
 
-Owns: ``AsyncLLM``, an engine on a thread of this process for callers of one asyncio loop.
+``AsyncLLM`` runs the engine on a thread of this process, for the coroutines of one asyncio loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class AsyncLLM:
-    """An engine for concurrent callers of one asyncio loop. Make it inside the loop.
+    """An engine for concurrent coroutines of one asyncio loop. Create it inside the loop.
 
     Leaving a generator early (``break``, cancellation, a closed connection) aborts its request.
     """
@@ -40,7 +40,7 @@ class AsyncLLM:
     async def create(
         cls, model: str | None = None, *, progress: Progress | None = None, **arguments: Any
     ) -> Self:
-        """Build the engine (off the loop) and start it; arguments are those of ``LLM``."""
+        """Build the engine on another thread and start it; arguments are those of ``LLM``."""
         config = engine_config(model, arguments)
         return cls(await asyncio.to_thread(start_engine, config, progress))
 
@@ -53,11 +53,11 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Yield the growing answer to one prompt, once for each step that added to it.
+        """Yield the growing answer to one prompt after each step that added to it.
 
-        The same object is yielded each time; ``request_id`` is its label and may repeat. Raises
-        ``RequestError`` for an invalid request and ``EngineError`` when the answer could not be
-        completed.
+        The same object is yielded each time; ``request_id`` is its label and need not be unique.
+        Raises ``RequestError`` for an invalid request and ``EngineError`` if the answer could not
+        be completed.
         """
         parsed = parse_prompt(prompt, self.engine.tokenizer)
         collector = Collector(request_id or self._next_id(), parsed, sampling_params)
@@ -77,7 +77,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[Delta]:
-        """Yield what each step added, over all n completions; ends when the last one has."""
+        """Yield the deltas of each step for all n completions, until the last one has ended."""
         stream = self.client.open(
             prompt.token_ids, sampling_params, priority=priority, cache_salt=cache_salt
         )

@@ -1,7 +1,7 @@
-"""Ctrl-C between turns of the engine, never inside one.
+"""Ctrl-C between iterations of the engine, never inside one.
 
-Owns: ``interrupts_deferred``. Python raises KeyboardInterrupt between any two instructions; inside
-a turn that could lose a step whose tokens the scheduler still waits for, and the engine with it.
+Python raises KeyboardInterrupt between any two instructions. Inside an iteration this could lose a
+step whose tokens the scheduler waits for, after which the engine is unusable.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from types import FrameType
 
 @contextmanager
 def interrupts_deferred() -> Generator[None]:
-    """Within the block SIGINT only waits; at the end it takes its usual course.
+    """Defer SIGINT to the end of the block, where its usual handler runs.
 
-    Signals reach the main thread alone, so on any other there is nothing to do.
+    Python handles signals on the main thread only, so on other threads this does nothing.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    waiting: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: waiting.append((number, frame)))
+    deferred: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: deferred.append((number, frame)))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if waiting:
-            handler(*waiting[0])
+        if deferred:
+            handler(*deferred[0])

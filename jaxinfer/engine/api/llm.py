@@ -1,6 +1,6 @@
 """The offline API under vLLM's names: ``LLM(...).generate(prompts, SamplingParams(...))``.
 
-Owns: ``LLM``. It drives the engine in the caller's thread; between calls nothing runs.
+``LLM`` runs the engine on the caller's thread; between calls nothing runs.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import replace
 from itertools import batched
 from typing import TYPE_CHECKING, Any, cast
 
-from jaxinfer.core.collector import nothing_collected, old_left_alone
 from jaxinfer.core.errors import EngineError, RequestError
+from jaxinfer.core.host_memory import full_collections_deferred, gc_paused
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.api.interrupts import interrupts_deferred
 from jaxinfer.engine.api.vllm_args import engine_config
-from jaxinfer.engine.facts import CheckedRequest
+from jaxinfer.engine.facts import ValidatedRequest
 from jaxinfer.engine.news import EngineStats
 from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
 from jaxinfer.engine.prompts import Prompt, encode, parse_prompts
@@ -27,14 +27,14 @@ from jaxinfer.engine.start.start import start_engine
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer
 
-ADDED_AT_ONCE = 64  # requests between looks for Ctrl-C, one of which takes as long as adding one
+ADDED_AT_ONCE = 64  # requests between checks for Ctrl-C; a check takes as long as adding one
 
 
 class LLM:
-    """A model ready to answer. Arguments are vLLM's; see ``EngineConfig`` for what they mean.
+    """A model that answers prompts. Arguments are vLLM's; ``EngineConfig`` describes them.
 
-    ``progress`` reports start-up and, with ``use_tqdm``, generation; by default bars on stderr.
-    Raises a ``JaxinferError``, one clear sentence, when the model or a setting cannot be used.
+    ``progress`` shows the start and, with ``use_tqdm``, generation; by default as bars on stderr.
+    Raises a ``JaxinferError`` if the model or a setting cannot be used.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LLM:
     ) -> None:
         self._progress = progress or progress_on(sys.stderr)
         config = engine_config(model, arguments)
-        if config.prefill_first is None:  # nobody watches single tokens
+        if config.prefill_first is None:  # no token is streamed
             config = replace(config, prefill_first=True)
         self.config = config
         self._engine = start_engine(config, self._progress)
@@ -56,7 +56,7 @@ class LLM:
         return self._engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """vLLM's defaults with the model's own generation_config over them."""
+        """vLLM's sampling defaults, overridden by the model's generation_config."""
         return self._engine.facts.default_sampling
 
     def stats(self) -> EngineStats:
@@ -71,11 +71,11 @@ class LLM:
         lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue one or several prompts; outputs come in the prompts' order.
+        """Continue one or several prompts; outputs are in the order of the prompts.
 
         A prompt is a string, a list of token ids, ``{"prompt": str}`` or
-        ``{"prompt_token_ids": [int]}``. Raises ``RequestError`` naming the prompt before any of
-        them begins when one is invalid. ``priority`` has one number per prompt: lower runs first.
+        ``{"prompt_token_ids": [int]}``. If one is invalid, ``RequestError`` names it and no prompt
+        is started. ``priority`` has one number for each prompt: lower runs first.
         """
         _refuse_lora(lora_request)
         parsed = parse_prompts(prompts, self._engine.tokenizer)
@@ -94,9 +94,9 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several: lists of ``{"role": ..., "content": ...}``.
+        """Answer one or several conversations: lists of ``{"role": ..., "content": ...}``.
 
-        ``tools`` and ``chat_template_kwargs`` are shown to the chat template.
+        ``tools`` and ``chat_template_kwargs`` are passed to the chat template.
         """
         _refuse_lora(lora_request)
         variables = {**(chat_template_kwargs or {})}
@@ -123,7 +123,7 @@ class LLM:
         sampling_params: Sequence[SamplingParams],
         priorities: Sequence[int] | None = None,
     ) -> Generator[tuple[int, Delta]]:
-        """Yield (number of the prompt, what it gained) as it comes. Closing it aborts the rest."""
+        """Yield (number of the prompt, delta) after each step. Closing it aborts open requests."""
         if priorities is None:
             priorities = [0] * len(prompts)
         if self._answering:
@@ -131,28 +131,28 @@ class LLM:
         self._answering = True
         numbers: dict[str, int] = {}
         try:
-            with nothing_collected():  # until the first step is launched, its device waits
-                self._add(self._checked(prompts, sampling_params, priorities), numbers)
-                deltas = self._turn()
+            with gc_paused():  # the device is idle until the first launch
+                self._add(self._validated(prompts, sampling_params, priorities), numbers)
+                deltas = self._step()
             while deltas or self._engine.has_work:
                 for delta in deltas:
                     yield numbers[delta.request_id], delta
-                deltas = self._turn()
+                deltas = self._step()
         finally:
             self._abort(numbers)
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams, priority: int = 0) -> None:
-        """Raise ``RequestError`` when this request could never be answered."""
+        """Raise ``RequestError`` if the engine can never answer this request."""
         self._engine.check(prompt.token_ids, sampling_params, priority=priority)
 
-    def _checked(
+    def _validated(
         self,
         prompts: Sequence[Prompt],
         sampling_params: Sequence[SamplingParams],
         priorities: Sequence[int],
-    ) -> list[CheckedRequest]:
-        """The requests as the engine takes them; none has begun when one of them is refused."""
-        check, requests = self._engine.check, list[CheckedRequest]()
+    ) -> list[ValidatedRequest]:
+        """Validate all requests; raises ``RequestError`` for the first invalid one."""
+        check, requests = self._engine.check, list[ValidatedRequest]()
         given = zip(prompts, sampling_params, priorities, strict=True)
         for number, (prompt, params, priority) in enumerate(given):
             try:
@@ -161,14 +161,14 @@ class LLM:
                 raise RequestError(f"prompt {number}: {error}") from None
         return requests
 
-    def _add(self, requests: Sequence[CheckedRequest], numbers: dict[str, int]) -> None:
-        """Give the requests to the engine, and note the number of each under its id."""
+    def _add(self, requests: Sequence[ValidatedRequest], numbers: dict[str, int]) -> None:
+        """Add the requests to the engine; ``numbers`` receives prompt numbers by request id."""
         for some in batched(enumerate(requests), ADDED_AT_ONCE):
             with interrupts_deferred():
                 for number, request in some:
                     request_id = f"llm-{self._requests}"
                     self._requests += 1
-                    self._engine.add_checked(request_id, request)
+                    self._engine.add_validated(request_id, request)
                     numbers[request_id] = number
 
     def _run(
@@ -182,10 +182,10 @@ class LLM:
         levels = [0] * len(prompts)
         if priorities is not None:
             levels = _one_each("priorities", priorities, len(prompts))
-        # made with the first news: until a batch's first step is launched, its device waits
+        # made after the first step: until a batch's first launch the device is idle
         collectors: dict[int, Collector] = {}
         progress = self._progress if use_tqdm else NoProgress()
-        with progress.task("generate", len(prompts)) as advance, old_left_alone():
+        with progress.task("generate", len(prompts)) as advance, full_collections_deferred():
             for number, delta in self.stream(prompts, params, levels):
                 if number not in collectors:
                     collectors[number] = Collector(str(number), prompts[number], params[number])
@@ -210,15 +210,15 @@ class LLM:
         return several
 
     def _abort(self, request_ids: Mapping[str, int]) -> None:
-        """End what is unfinished (a closed stream, an error), so that its pages are free again."""
+        """Abort unfinished requests after an error or a closed stream, to free their pages."""
         with interrupts_deferred():
-            self._answering = False  # first: a step may raise, and the next call must say why
+            self._answering = False  # first: a step may raise, and the next call must report it
             for request_id in request_ids:
                 self._engine.abort(request_id)
             while self._engine.has_work:
                 self._engine.step()
 
-    def _turn(self) -> tuple[Delta, ...]:
+    def _step(self) -> tuple[Delta, ...]:
         if not self._engine.has_work:
             return ()
         with interrupts_deferred():
@@ -231,7 +231,7 @@ def _refuse_lora(lora_request: object) -> None:
 
 
 def _one_each(name: str, given: Any, prompts: int) -> list[Any]:
-    """The items of an argument that holds one for each prompt."""
+    """The items of an argument that has one item for each prompt; raises ``RequestError``."""
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
         raise RequestError(f"{name} must be a list, one for each prompt, got {given!r}")
     items = list(cast("Iterable[Any]", given))

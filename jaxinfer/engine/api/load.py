@@ -1,7 +1,4 @@
-"""A model for research: the very weights and functions that serve, without an engine around them.
-
-Owns: ``load``.
-"""
+"""A model for research: the weights and functions that serve, without an engine."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Loaded(NamedTuple):
-    """A model in memory; ``jaxinfer.models.forward(model, params, token_ids)`` runs it."""
+    """A loaded model; ``jaxinfer.models.forward(model, params, token_ids)`` runs it."""
 
     model: Model
     params: Params
@@ -28,11 +25,11 @@ class Loaded(NamedTuple):
 def load(
     model: str = DEFAULT_MODEL, *, progress: Progress | None = None, **settings: Any
 ) -> Loaded:
-    """A model, its parameters on the default device, and its tokenizer.
+    """Load a model, its parameters onto the default device, and its tokenizer.
 
-    ``model`` is what ``LLM`` takes: a short name, a folder, a GGUF file or a config.json. Settings
-    are those of ``EngineConfig``, of which ``dtype``, ``load_format``, ``max_model_len``,
-    ``tokenizer`` and ``seed`` matter here. Raises a ``JaxinferError`` naming what does not fit.
+    ``model`` is a short name, a folder, a GGUF file or a config.json, as for ``LLM``. Settings are
+    those of ``EngineConfig``; ``dtype``, ``load_format``, ``max_model_len``, ``tokenizer`` and
+    ``seed`` have an effect here. Raises a ``JaxinferError`` if the model cannot be loaded.
     """
     progress = progress or NoProgress()
     plan = plan_engine(EngineConfig(model=model, **settings), progress)

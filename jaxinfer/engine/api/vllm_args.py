@@ -1,6 +1,6 @@
-"""vLLM's constructor arguments, for scripts that only change their import.
+"""vLLM's constructor arguments: which are renamed, accepted without effect, or refused.
 
-Owns: which of vLLM's names mean something here, which are neutral, which are refused with advice.
+Scripts written for vLLM need to change only their import.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RENAMED = MappingProxyType(
 )
 DTYPE_ALIASES = MappingProxyType({"half": "float16", "float": "float32"})
 
-# accepted with these values only, because that is what jaxinfer does anyway
+# accepted with these values only, which describe jaxinfer's own behaviour
 FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("tensor_parallel_size", (1,), "one device is used"),
     ("pipeline_parallel_size", (1,), "one device is used"),
@@ -45,7 +45,7 @@ FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("tool_call_parser", (None,), "tool calls are not supported"),
     ("reasoning_parser", (None,), "reasoning stays in the text"),
     ("otlp_traces_endpoint", (None,), "traces are not supported; see the metrics"),
-    # gone from vLLM 0.33 too
+    # removed from vLLM 0.33
     ("best_of", (None, 1), "ask for n completions and choose among them"),
     ("swap_space", (0,), "preempted sequences are computed again, so leave it out"),
     ("num_scheduler_steps", (1,), "planning overlaps with computing anyway, so leave it out"),
@@ -56,7 +56,7 @@ FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ),
     ("guided_decoding_backend", (None, "auto"), "structured output is not supported"),
 )
-# accepted and without effect: they tune what does not exist here
+# accepted without effect: jaxinfer has no such mechanism
 IGNORED = MappingProxyType(
     {
         "trust_remote_code": "a model folder's code is never run",
@@ -74,18 +74,18 @@ IGNORED = MappingProxyType(
 
 
 def notices(arguments: Mapping[str, Any]) -> list[str]:
-    """A sentence about each argument that is accepted and has no effect."""
+    """A sentence about each given argument that has no effect."""
     return [f"{name} has no effect: {IGNORED[name]}" for name in arguments if name in IGNORED]
 
 
 def engine_config(model: str | None, arguments: Mapping[str, Any]) -> EngineConfig:
-    """The settings that keyword arguments ask for; raises ``ConfigError`` naming the wrong one."""
+    """Settings from keyword arguments; raises ``ConfigError`` naming the invalid one."""
     known = {field.name for field in fields(EngineConfig)}
     settings: dict[str, Any] = {} if model is None else {"model": model}
     for name, value in arguments.items():
         name = RENAMED.get(name, name)
         if name in known:
-            if value is not None:  # vLLM's word for "the default"
+            if value is not None:  # in vLLM None means "the default"
                 settings[name] = value
         elif name not in IGNORED:
             _check_fixed(name, value)

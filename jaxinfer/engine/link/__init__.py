@@ -1,1 +1,1 @@
-"""An engine that runs elsewhere, on a thread or in a process, and an asyncio loop's side of it."""
+"""An engine on another thread or in another process, and its client for an asyncio loop."""

@@ -1,7 +1,7 @@
 """The engine's own process: ``python -m jaxinfer.engine.link.child FD``, started by ``spawn``.
 
-Owns: what the process does with the socket ``FD``: build what is asked for, run it, and end as soon
-as the server's process has gone, whatever it is at.
+It builds the engine that the server requests over the socket ``FD``, runs it, and ends as soon as
+the server's process has gone, also during a build.
 """
 
 from __future__ import annotations
@@ -21,21 +21,19 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from jaxinfer.core.after_start import release_memory_of_start
-from jaxinfer.core.collector import nothing_collected
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
-from jaxinfer.core.heap import keep_heap_small
+from jaxinfer.core.host_memory import gc_paused, limit_heap_arenas, release_startup_memory
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.engine.link.wire import (
     Build,
     Channel,
     FromEngine,
+    NewsMessage,
     Planned,
     Pong,
     Ready,
     ToEngine,
-    Told,
     engine_end,
     failed,
     refused,
@@ -49,13 +47,13 @@ if TYPE_CHECKING:
     from jaxinfer.engine.link.thread import EngineThread
     from jaxinfer.engine.loop.engine import Engine
 
-AFTER_IGNORED = 0.01  # seconds until the collection that ignored an interrupt is over, or goes on
-TIDY_SECONDS = 0.5  # to remove temporary files, when the server has gone during a build
+RETRY_SECONDS = 0.01  # from an interrupt that the garbage collector dropped to the next one
+CLEANUP_SECONDS = 0.5  # to remove temporary files, if the server has gone during a build
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """An engine that is decided on but not built."""
+    """A planned engine, and the function that builds it."""
 
     limits: Limits
     tokenizer: TokenizerSpec | None
@@ -67,15 +65,15 @@ type Load = Callable[[Callable[[], EngineConfig]], Planner]
 
 
 def load_planner(settings: Callable[[], EngineConfig]) -> Planner:
-    """What plans the engine that the settings describe; imports JAX, which takes seconds.
+    """Import JAX, which takes seconds, and return the function that plans an engine.
 
-    ``settings`` waits for the server, which is still importing itself.
+    ``settings`` waits for the server, whose own imports are still running.
     """
-    with nothing_collected():
-        import_module("jax")  # the longest of all, for which no settings are needed
+    with gc_paused():
+        import_module("jax")  # the slowest import, which needs no settings
     with backend_starting(settings()) as platform:
         from jaxinfer.engine.start.build import build_planned, plan_engine
-    gc.freeze()  # modules stay
+    gc.freeze()  # modules are never freed
 
     def plan(config: EngineConfig, progress: Progress) -> Blueprint:
         made = plan_engine(config, progress, platform)
@@ -85,94 +83,95 @@ def load_planner(settings: Callable[[], EngineConfig]) -> Planner:
 
 
 class EngineChild:
-    """This process's one engine: built, then run until the server says stop or has gone."""
+    """The engine of this process: built, then run until the server stops it or has gone."""
 
     def __init__(self, channel: Channel[FromEngine, ToEngine]) -> None:
         self._channel = channel
-        self._order: Future[Build] = Future()
-        self._engine: EngineThread | None = None  # once it is built
+        self._build_message: Future[Build] = Future()
+        self._engine: EngineThread | None = None  # set once it is built
         self._building = False
-        self._server_left = False
-        self._ignored = threading.Event()  # an interrupt was, and has to come again
+        self._server_gone = False
+        self._interrupt_dropped = threading.Event()  # it has to be sent again
 
     def run(self, load: Load) -> int:
-        """The whole life, on the main thread; returns the exit code."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server decides
+        """Build and run the engine on the main thread; returns the exit code."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server stops the engine
         signal.signal(signal.SIGINT, self._interrupt)
         sys.unraisablehook = self._unraisable
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # progress, though not in the foreground
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a background process may write progress
         threading.Thread(target=self._follow, daemon=True).start()
         try:
             error = self._serve(load)
-        except KeyboardInterrupt:  # the server left
+        except KeyboardInterrupt:  # the server has gone
             return 1
         self._channel.send(failed(error))
         self._channel.flush()
         return 0
 
     def _serve(self, load: Load) -> JaxinferError:
-        """Build and run; returns why it is over."""
+        """Build and run the engine; returns the reason for its end."""
         try:
-            planner = load(lambda: self._order.result().config)
-            order = self._order.result()
-            progress = progress_on(sys.stderr) if order.progress else NoProgress()
-            self._building = True  # not before: an import interrupted within C would complain
-            blueprint = planner(order.config, progress)
+            planner = load(lambda: self._build_message.result().config)
+            message = self._build_message.result()
+            progress = progress_on(sys.stderr) if message.progress else NoProgress()
+            self._building = True  # from here on: an import interrupted in C code prints errors
+            blueprint = planner(message.config, progress)
             self._channel.send(Planned(blueprint.limits, blueprint.tokenizer))
             engine = blueprint.build()
         except JaxinferError as error:
             return error
         except Exception as error:
-            if not self._server_left:
+            if not self._server_gone:
                 traceback.print_exc()
             return EngineError(f"the engine cannot be built ({type(error).__name__}: {error})")
         finally:
             self._building = False
         from jaxinfer.engine.link.thread import EngineThread
 
-        gc.freeze()  # JAX's 140,000 objects stay; looking at them takes 0.1 s of a full collection
+        gc.freeze()  # scanning JAX's 140,000 objects takes 0.1 s of a full collection
         thread = EngineThread(engine)
         thread.connect(self)
         self._engine = thread
         self._channel.send(Ready(engine.facts, engine.stats()))
-        release_memory_of_start()
+        release_startup_memory()
         return thread.wait()
 
     def _follow(self) -> None:
-        """Pass commands on until the server has gone, then end this process."""
+        """Pass commands to the engine until the server has gone, then end this process."""
         try:
             for message in self._channel.messages():
                 if isinstance(message, Build):
-                    self._order.set_result(message)
+                    self._build_message.set_result(message)
                 elif self._engine is not None:
-                    with suppress(EngineError):  # it has ended: the last message tells why
+                    with suppress(EngineError):  # it has ended: the last message has the reason
                         self._engine.put(message)
         finally:
-            self._leave()
+            self._end()
 
-    def _leave(self) -> None:
-        self._server_left = True
-        end = time.monotonic() + TIDY_SECONDS
+    def _end(self) -> None:
+        """Interrupt a build, so that it removes its temporary files, and kill this process."""
+        self._server_gone = True
+        end = time.monotonic() + CLEANUP_SECONDS
         while self._building:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            if not self._ignored.wait(end - time.monotonic()):
+            if not self._interrupt_dropped.wait(end - time.monotonic()):
                 break
-            self._ignored.clear()
-            time.sleep(AFTER_IGNORED)
+            self._interrupt_dropped.clear()
+            time.sleep(RETRY_SECONDS)
         self._kill()
 
     def _kill(self) -> None:
-        """End this process with whatever it has started, and from whatever it is at."""
+        """Kill this process and the processes that it has started."""
         os.killpg(0, signal.SIGKILL)
 
     def _interrupt(self, *_: object) -> None:
-        if self._building and self._server_left:
+        if self._building and self._server_gone:
             raise KeyboardInterrupt
 
     def _unraisable(self, what: sys.UnraisableHookArgs) -> None:
-        """Python drops what is raised while it collects garbage, an interrupt too."""
-        if self._server_left and isinstance(what.exc_value, KeyboardInterrupt):
-            self._ignored.set()
+        """Python drops an exception raised in the garbage collector, also KeyboardInterrupt."""
+        if self._server_gone and isinstance(what.exc_value, KeyboardInterrupt):
+            self._interrupt_dropped.set()
         else:
             sys.__unraisablehook__(what)
 
@@ -180,7 +179,7 @@ class EngineChild:
 
     def news(self, news: News) -> None:
         """See ``Listener``."""
-        self._channel.send(Told(news))
+        self._channel.send(NewsMessage(news))
 
     def refuse(self, request_id: str, error: JaxinferError) -> None:
         """See ``Listener``."""
@@ -192,8 +191,8 @@ class EngineChild:
 
 
 def main(load: Load = load_planner) -> None:
-    """Serve the socket that the command line names."""
-    keep_heap_small()
+    """Serve the socket whose file descriptor is on the command line."""
+    limit_heap_arenas()
     end = socket.socket(fileno=int(sys.argv[1]))
     sys.exit(EngineChild(engine_end(end)).run(load))
 

@@ -1,7 +1,7 @@
-"""One asyncio loop's side of an engine that runs elsewhere: streams in, streams out.
+"""The client of an engine on another thread or process, for one asyncio loop.
 
-Owns: ``EngineClient`` and its ``Stream``: which requests are open and which of them still wait, the
-routing of news to readers, and the wake of the loop (one for each step, not one a token).
+``EngineClient`` opens a ``Stream`` for each request, counts open and waiting ones, and routes news
+to streams. It wakes the loop once a step, not once a token.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta, joined
 from jaxinfer.text.tokenizer import Tokenizer
 
-MOST_APART = 256  # deltas that a stream holds before it joins them
+MAX_UNJOINED_DELTAS = 256  # deltas that an unread stream holds before it joins them
 
 
 class Link(Protocol):
-    """The way to an engine: a thread of this process, or another process.
+    """A connection to an engine on a thread of this process or in another process.
 
-    What comes back goes to the three callbacks of ``Listener``, from any thread.
+    Answers are passed to the three callbacks of ``Listener``, on any thread.
     """
 
     def connect(self, listener: Listener) -> None:
-        """Name who is told; called once, before anything else."""
+        """Set the listener; called once, before any other method."""
         ...
 
     @property
@@ -45,7 +45,7 @@ class Link(Protocol):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Send a request; raises ``EngineError`` when nobody would answer it."""
+        """Send a request; raises ``EngineError`` if the engine has ended."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -53,7 +53,7 @@ class Link(Protocol):
         ...
 
     def ping(self) -> None:
-        """Ask for a ``pong``, which comes once the engine's loop has read this."""
+        """Request a ``pong``, which comes when the engine's loop has read the ping."""
         ...
 
     def stop(self) -> None:
@@ -62,14 +62,14 @@ class Link(Protocol):
 
 
 class Listener(Protocol):
-    """Who is told what happens. Every call returns at once; any thread may make it."""
+    """The callbacks of a ``Link``. They return at once and may be called on any thread."""
 
     def news(self, news: News) -> None:
-        """A turn of the engine brought something."""
+        """An iteration of the engine has ended."""
         ...
 
     def refuse(self, request_id: str, error: JaxinferError) -> None:
-        """A request was not accepted, or cannot be finished."""
+        """A request was refused, or cannot be completed."""
         ...
 
     def pong(self) -> None:
@@ -78,9 +78,9 @@ class Listener(Protocol):
 
 
 class Stream:
-    """What one request gains, for one reader. Close it always; closing an open one aborts it.
+    """The output of one request. Always close it; closing an unfinished one aborts the request.
 
-    ``wake`` is set whenever there is something to take; streams with one reader may share it.
+    ``wake`` is set whenever there is output to take; streams with the same reader may share it.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class Stream:
         self._key = key
         self._unfinished = n
         self._arrived: list[Delta] = []
-        self._most_apart = MOST_APART  # deltas in _arrived, then they are joined
+        self._max_arrived = MAX_UNJOINED_DELTAS  # beyond this, deltas in _arrived are joined
         self._error: JaxinferError | None = None
         self._wake = wake
 
     @property
     def num_unfinished(self) -> int:
-        """Completions that the engine has not ended."""
+        """Completions that have not ended."""
         return self._unfinished
 
     @property
@@ -108,21 +108,21 @@ class Stream:
         return not (self._unfinished or self._arrived or self._error)
 
     def take(self) -> list[Delta]:
-        """Everything gained since the last call, maybe nothing.
+        """The deltas since the last call, possibly none.
 
-        Raises ``RequestError`` for a request that the engine refused and ``EngineError`` when the
-        answer could not be completed, after what came before.
+        After all deltas have been taken it raises ``RequestError`` if the engine refused the
+        request, and ``EngineError`` if the answer could not be completed.
         """
         arrived, self._arrived = self._arrived, []
-        self._most_apart = MOST_APART
+        self._max_arrived = MAX_UNJOINED_DELTAS
         if not arrived and self._error is not None:
             raise self._error
         return arrived
 
     async def read(self) -> list[Delta]:
-        """``take``, waiting for something; empty once finished or closed.
+        """Wait for deltas and ``take`` them; empty once finished or closed.
 
-        A slow reader thus gets several steps at once.
+        A slow reader gets the deltas of several steps at once.
         """
         while not (arrived := self.take()) and self._unfinished:
             self._wake.clear()
@@ -130,41 +130,41 @@ class Stream:
         return arrived
 
     def close(self) -> None:
-        """Forget the request; an unfinished one is aborted. What has arrived can still be taken."""
+        """Abort the request if it is unfinished. Deltas that have arrived can still be taken."""
         self._client.forget(self._key)
         self._unfinished = 0
         self._wake.set()
 
     def put(self, delta: Delta) -> None:
-        """Take a delta in; called by the client."""
+        """Add a delta; called by the client."""
         if delta.finish_reason is not None:
             self._unfinished -= 1
         if delta.error:
             self.fail(EngineError(delta.error))
             return
         self._arrived.append(delta)
-        if len(self._arrived) > self._most_apart:
+        if len(self._arrived) > self._max_arrived:
             self._join()
         self._wake.set()
 
     def _join(self) -> None:
-        """One delta for each completion, which is a fifth of the memory until a reader comes."""
+        """Join the deltas of each completion, which takes a fifth of the memory."""
         several: dict[int, list[Delta]] = {}
         for delta in self._arrived:
             several.setdefault(delta.index, []).append(delta)
         self._arrived = [joined(deltas) for deltas in several.values()]
-        self._most_apart = MOST_APART + 2 * len(self._arrived)
+        self._max_arrived = MAX_UNJOINED_DELTAS + 2 * len(self._arrived)
 
     def fail(self, error: JaxinferError) -> None:
-        """End with an error, after what has arrived; called by the client."""
+        """End with an error after the deltas that have arrived; called by the client."""
         self._error = self._error or error
         self._wake.set()
 
 
 class EngineClient:
-    """Opens streams on an engine. Make it inside the loop that will use it.
+    """Opens streams on an engine. Create it inside the loop that will use it.
 
-    ``observe``, which may be set later, is called in the loop with all news, for counters.
+    ``observe``, which may be set later, is called in the loop with all news, for metrics.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class EngineClient:
         self.limits = limits
         self.facts = facts
         self.tokenizer = tokenizer
-        self.stats = stats or EngineStats()  # of the engine's last turn
+        self.stats = stats or EngineStats()  # of the engine's last iteration
         self.observe = observe
         self._link = link
         self._loop = asyncio.get_running_loop()
@@ -199,17 +199,17 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """Streams that somebody still reads."""
+        """Streams that have not been closed."""
         return len(self._streams)
 
     def num_queued(self, arriving: int = 0) -> int:
-        """Requests that have no slot, nor a free one to take, once ``arriving`` more came."""
+        """Requests for which no slot would be free if ``arriving`` more were opened."""
         free = max(self.limits.max_num_seqs - self._num_started, 0)
         return max(self._num_waiting + arriving - free, 0)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of all requests that have not begun."""
+        """Prompt tokens of all requests that have not started."""
         return self._num_waiting_tokens
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
@@ -232,14 +232,14 @@ class EngineClient:
         wake: asyncio.Event | None = None,
         checked: bool = False,
     ) -> Stream:
-        """Submit a request; raises ``RequestError`` or ``EngineError`` when that is hopeless.
+        """Submit a request; raises ``RequestError``, or ``EngineError`` if the engine has ended.
 
-        ``checked``: it has passed ``check``, which looks at every token id of the prompt.
+        ``checked``: it has passed ``check``, which reads every token id of the prompt.
         """
         if not checked:
             self.check(prompt_token_ids, sampling)
         self._opened += 1
-        key = f"stream-{self._opened}"  # never used again, whatever ids users choose
+        key = f"stream-{self._opened}"  # unique, since users may repeat their request ids
         self._link.submit(key, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt)
         stream = Stream(self, key, len(prompt_token_ids), sampling.n, wake or asyncio.Event())
         self._streams[key] = stream
@@ -248,7 +248,7 @@ class EngineClient:
         return stream
 
     def forget(self, key: str) -> None:
-        """Drop a stream; called by the stream, and harmless the second time."""
+        """Remove a stream; called by the stream, perhaps twice."""
         stream = self._streams.pop(key, None)
         if stream is None:
             return
@@ -260,7 +260,7 @@ class EngineClient:
             self._link.abort(key)
 
     async def responds(self, seconds: float) -> bool:
-        """Whether the engine's loop answers within ``seconds``."""
+        """Whether the engine's loop answers a ping within ``seconds``."""
         if not self.alive:
             return False
         pong = self._loop.create_future()
@@ -297,7 +297,7 @@ class EngineClient:
         try:
             self._loop.call_soon_threadsafe(callback, *arguments)
         except RuntimeError:
-            if not self._loop.is_closed():  # when it is, its readers have left
+            if not self._loop.is_closed():  # a closed loop has no readers
                 raise
 
     # in the loop
@@ -313,7 +313,7 @@ class EngineClient:
             if (stream := self._streams.get(delta.request_id)) is not None:
                 stream.put(delta)
                 if stream.started and delta.finish_reason is not None:
-                    self._num_started -= 1  # its slot is free, whenever its reader comes
+                    self._num_started -= 1  # its slot is free before the delta is read
         if self.observe is not None:
             self.observe(news)
 

@@ -1,7 +1,4 @@
-"""What is asked of a running engine, whichever thread or process it runs on.
-
-Owns: the commands: plain records that may cross to another thread or process.
-"""
+"""Commands for a running engine: plain records that may be sent to another thread or process."""
 
 from __future__ import annotations
 
@@ -20,18 +17,18 @@ class Submission(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str | None
 
 
-class Leave(msgspec.Struct, frozen=True, tag=True):
-    """A request's reader has left."""
+class AbortRequest(msgspec.Struct, frozen=True, tag=True):
+    """End a request whose output is no longer read."""
 
     request_id: str
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Answer, if you can."""
+    """Request a ``pong``."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Finish the step at hand and end."""
+    """Finish the current iteration and end."""
 
 
-type Command = Submission | Leave | Ping | Stop
+type Command = Submission | AbortRequest | Ping | Stop

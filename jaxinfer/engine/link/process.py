@@ -1,7 +1,4 @@
-"""An engine in a process of its own, so that nothing the server does takes the GIL from its loop.
-
-Owns: ``EngineProcess``: ordering, following and ending that process (``spawn`` starts it).
-"""
+"""The server's side of an engine in its own process, so that the server never holds its GIL."""
 
 from __future__ import annotations
 
@@ -18,44 +15,44 @@ from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.core.request import SamplingParams, check_identity
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.link.client import Listener
-from jaxinfer.engine.link.commands import Command, Leave, Ping, Stop, Submission
+from jaxinfer.engine.link.commands import AbortRequest, Command, Ping, Stop, Submission
 from jaxinfer.engine.link.spawn import Spawned
 from jaxinfer.engine.link.wire import (
     Build,
     Failed,
+    NewsMessage,
     Planned,
     Pong,
     Ready,
     Refused,
-    Told,
     error_of,
     server_end,
 )
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
 
-STOP_SECONDS = 10.0  # for the step at hand
+STOP_SECONDS = 10.0  # for the current step to finish
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What ``EngineClient`` needs to know of an engine that is ready."""
+    """The facts of a ready engine that ``EngineClient`` needs."""
 
     facts: ModelFacts
     limits: Limits
-    tokenizer: Tokenizer | None  # this process's own
+    tokenizer: Tokenizer | None  # loaded in this process
     stats: EngineStats
 
 
 class EngineProcess:
-    """An engine elsewhere. A ``Link``: ``start``, ``ready``, then ``connect``; ``stop`` always."""
+    """A ``Link`` to an engine's process: ``start``, ``ready``, ``connect``; always ``stop`` it."""
 
     def __init__(self, spawned: Spawned) -> None:
         self._process = spawned.process
         self._channel = server_end(spawned.end)
         self._messages = self._channel.messages()
-        self._lock = threading.Lock()  # between "is anybody reading" and noting who is open
-        self._ended: EngineError | None = None  # why nobody is reading
+        self._lock = threading.Lock()  # guards ``_ended`` and ``_open`` together
+        self._ended: EngineError | None = None  # why the engine answers no more
         self._open: dict[str, int] = {}  # unfinished completions of each request
         self._reader: threading.Thread | None = None
 
@@ -63,13 +60,13 @@ class EngineProcess:
     def start(
         cls, config: EngineConfig, spawned: Spawned, *, progress: bool = False
     ) -> EngineProcess:
-        """Tell what to build, and return at once. ``progress``: whether it is drawn on stderr."""
+        """Send ``config`` and return at once. ``progress``: whether it is shown on stderr."""
         started = cls(spawned)
         started._channel.send(Build(config, progress))
         return started
 
     def ready(self) -> EngineFacts:
-        """Wait for the engine; raises what ``build_engine`` raises, after which all is over."""
+        """Wait for the engine; raises the errors of ``build_engine``, after which it has ended."""
         try:
             return self._facts()
         except JaxinferError:
@@ -94,7 +91,7 @@ class EngineProcess:
         raise self._ending("while it was starting")
 
     def connect(self, listener: Listener) -> None:
-        """Start following the engine; ``listener`` is called on a thread of its own."""
+        """Start the thread that reads messages and calls ``listener``."""
         self._reader = threading.Thread(
             target=self._follow, args=(listener,), name="jaxinfer-engine-news", daemon=True
         )
@@ -102,7 +99,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """The process's number, which is its group's too."""
+        """The process id, which is also its process group."""
         return self._process.pid
 
     @property
@@ -119,7 +116,7 @@ class EngineProcess:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Send a request; raises ``EngineError`` when nobody would answer it."""
+        """Send a request; raises ``EngineError`` if the engine has ended."""
         priority, salt = check_identity(priority, cache_salt)
         submission = Submission(request_id, prompt_token_ids, sampling, priority, salt)
         with self._lock:
@@ -133,18 +130,18 @@ class EngineProcess:
     def abort(self, request_id: str) -> None:
         """End a request; its pages are free within one step. Unknown ids are ignored."""
         with suppress(EngineError):
-            self._send(Leave(request_id))
+            self._send(AbortRequest(request_id))
 
     def ping(self) -> None:
-        """Ask for a ``pong``; raises ``EngineError`` when nobody would answer."""
+        """Request a ``pong``; raises ``EngineError`` if the engine has ended."""
         self._send(Ping())
 
     def stop(self) -> None:
-        """Refuse what is open and end the process; one that does not end in time is killed."""
+        """Refuse open requests and end the process; if it does not end in time it is killed."""
         with self._lock:
             was_alive = self._ended is None
             self._ended = self._ended or EngineError("the engine is shut down; build a new one")
-        if self._reader is None:  # nothing is open
+        if self._reader is None:  # not connected, so no request is open
             self._channel.hang_up()
         elif was_alive:
             self._channel.send(Stop())
@@ -161,12 +158,12 @@ class EngineProcess:
             raise RequestError(f"the request cannot be sent to the engine: {error}") from error
 
     def _follow(self, listener: Listener) -> None:
-        """Pass messages on until the engine has gone."""
+        """Pass messages to the listener until the engine has gone."""
         error: JaxinferError | None = None
         try:
             for message in self._messages:
                 match message:
-                    case Told():
+                    case NewsMessage():
                         self._note(message.news)
                         listener.news(message.news)
                     case Refused():
@@ -190,21 +187,21 @@ class EngineProcess:
                     del self._open[delta.request_id]
 
     def _end(self, error: JaxinferError | None, listener: Listener) -> None:
-        """Nobody answers any more: refuse what is open, and all that comes."""
+        """Refuse open and future requests: the engine answers no more."""
         if not isinstance(error, EngineError):
             error = self._ending("before the answer was done")
         with self._lock:
-            if self._ended is None:  # nobody asked for it, and maybe no request is there to tell
+            if self._ended is None:  # not by ``stop``, and perhaps no open request reports it
                 print(f"jaxinfer: {error}", file=sys.stderr)
             self._ended = self._ended or error
             left, self._open = tuple(self._open), {}
         for request_id in left:
             listener.refuse(request_id, error)
-        listener.pong()  # who waits for one may now see that nobody is alive
+        listener.pong()  # a waiting client then sees that the engine is not alive
         self._channel.hang_up()
 
     def _ending(self, when: str) -> EngineError:
-        """What became of a process that hung up without a word."""
+        """The error for a process that ended without a message."""
         self._reap()
         code = self._process.returncode
         if code >= 0:
@@ -214,7 +211,7 @@ class EngineProcess:
         return EngineError(f"the engine's process was killed by {name} {when}{cause}; start again")
 
     def _reap(self) -> None:
-        """Wait for the process to end, but not for ever."""
+        """Wait until the process has ended; kill it after ``STOP_SECONDS``."""
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:

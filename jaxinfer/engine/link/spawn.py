@@ -1,7 +1,7 @@
-"""Starts the engine's process, which takes seconds until it can do anything.
+"""Starts the engine's process, which needs seconds for its imports.
 
-Owns: ``spawn``, the command and the socket. A module of its own, which imports nothing that takes
-long, so that the other process can come first and both import at the same time.
+This module imports nothing slow, so that the process can be started first and both processes import
+at the same time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ ENGINE_PROGRAM = (sys.executable, "-m", "jaxinfer.engine.link.child")
 
 @dataclass(frozen=True)
 class Spawned:
-    """A process, and our end of the socket to it. The process ends when that is closed.
+    """A process and this side's end of the socket to it; closing the socket ends the process.
 
-    As a context manager it kills the process in the end, unless somebody has ended it before.
+    The context manager kills the process on exit if it is still running.
     """
 
     process: subprocess.Popen[bytes]
@@ -34,18 +34,18 @@ class Spawned:
     def __exit__(self, *_: object) -> None:
         self.end.close()
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)  # its compilers too
+            os.killpg(self.process.pid, signal.SIGKILL)  # and its compiler processes
         self.process.wait()
 
 
 def spawn(program: Sequence[str] = ENGINE_PROGRAM) -> Spawned:
-    """Start ``program`` with the number of its socket, and return at once."""
+    """Start ``program`` with its socket's file descriptor as argument; returns at once."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
             [*program, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            process_group=0,  # Ctrl-C is for the server, which then decides
+            process_group=0,  # Ctrl-C reaches the server only, which then stops the engine
         )
     return Spawned(process, ours)

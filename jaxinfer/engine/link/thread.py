@@ -1,7 +1,6 @@
-"""The engine on its own thread of this process: an inbox of commands in, news out.
+"""The engine on its own thread of this process: commands in through an inbox, news out.
 
-Owns: ``EngineThread``. Everything that changes the engine runs on the thread; callers only put
-commands into the inbox.
+Only the thread changes the engine; other threads put commands into the inbox.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from typing import TYPE_CHECKING
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.link.client import Listener
-from jaxinfer.engine.link.commands import Command, Leave, Ping, Stop, Submission
+from jaxinfer.engine.link.commands import AbortRequest, Command, Ping, Stop, Submission
 
 if TYPE_CHECKING:
     from jaxinfer.engine.loop.engine import Engine
 
 
 class EngineThread:
-    """Runs an engine from ``connect`` to ``stop``. A ``Link``."""
+    """A ``Link`` that runs an engine from ``connect`` to ``stop``."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._inbox: SimpleQueue[Command] = SimpleQueue()
-        self._lock = threading.Lock()  # between "is anybody reading" and putting into the inbox
-        self._ended: EngineError | None = None  # why nobody is reading
+        self._lock = threading.Lock()  # guards ``_ended`` and the inbox together
+        self._ended: EngineError | None = None  # why the inbox is no longer read
         self._thread: threading.Thread | None = None
 
     def connect(self, listener: Listener) -> None:
@@ -50,19 +49,19 @@ class EngineThread:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Put a request into the inbox; raises ``EngineError`` when nobody would read it."""
+        """Put a request into the inbox; raises ``EngineError`` if the engine has ended."""
         self.put(Submission(request_id, prompt_token_ids, sampling, priority, cache_salt))
 
     def abort(self, request_id: str) -> None:
         """End a request; its pages are free within one step. Unknown ids are ignored."""
-        self._inbox.put(Leave(request_id))
+        self._inbox.put(AbortRequest(request_id))
 
     def ping(self) -> None:
-        """Ask for a ``pong``; raises ``EngineError`` when nobody would answer."""
+        """Request a ``pong``; raises ``EngineError`` if the engine has ended."""
         self.put(Ping())
 
     def stop(self) -> None:
-        """Finish the step at hand, refuse what is open, end the thread."""
+        """Finish the current iteration, refuse open requests and end the thread."""
         with self._lock:
             self._ended = self._ended or EngineError("the engine is shut down; build a new one")
         self._inbox.put(Stop())
@@ -70,14 +69,14 @@ class EngineThread:
             self._thread.join()
 
     def wait(self) -> EngineError:
-        """Return once the thread has ended: why it did."""
+        """Wait until the thread has ended; returns the reason."""
         assert self._thread is not None, "connect comes first"
         self._thread.join()
         assert self._ended is not None
         return self._ended
 
     def put(self, command: Command) -> None:
-        """Put a command into the inbox; raises ``EngineError`` when nobody would read it."""
+        """Put a command into the inbox; raises ``EngineError`` if the engine has ended."""
         with self._lock:
             if self._ended is not None:
                 raise self._ended
@@ -89,15 +88,15 @@ class EngineThread:
             while self._take_commands(listener):
                 if self._engine.has_work:
                     listener.news(self._engine.step())
-                    self._engine.wait_for_room()  # who comes meanwhile is in that step
-        except EngineError as failure:  # the engine itself, not one request
+                    self._engine.wait_until_launchable()  # requests that arrive now join it
+        except EngineError as failure:  # the engine failed, not one request
             error = failure
         with self._lock:
             self._ended = self._ended or error
         self._refuse_all(listener, error)
 
     def _take_commands(self, listener: Listener) -> bool:
-        """Carry out every waiting command, sleeping while there is nothing to do; False to end."""
+        """Execute all waiting commands; waits for one while the engine is idle. False: stop."""
         block = not self._engine.has_work
         while True:
             try:
@@ -108,7 +107,7 @@ class EngineThread:
             match command:
                 case Submission():
                     self._add(command, listener)
-                case Leave():
+                case AbortRequest():
                     self._engine.abort(command.request_id)
                 case Ping():
                     listener.pong()
@@ -126,13 +125,15 @@ class EngineThread:
             )
         except JaxinferError as error:
             listener.refuse(submission.request_id, error)
-        except Exception as error:  # whatever is wrong with one request, the others go on
+        except Exception as error:  # an error of one request must not stop the others
             refusal = RequestError(f"the request is unusable: {error}")
             listener.refuse(submission.request_id, refusal)
 
     def _refuse_all(self, listener: Listener, error: JaxinferError) -> None:
-        """Answer everybody who still waits: the engine's requests, and what is in the inbox, which
-        nobody can add to any more."""
+        """Refuse the engine's open requests and the submissions in the inbox, and answer its pings.
+
+        No command can be added to the inbox any more.
+        """
         for request_id in self._engine.open_request_ids:
             listener.refuse(request_id, error)
         while not self._inbox.empty():
@@ -140,6 +141,6 @@ class EngineThread:
                 case Submission(request_id=request_id):
                     listener.refuse(request_id, error)
                 case Ping():
-                    listener.pong()  # the asker then sees that nobody is alive
+                    listener.pong()  # the client then sees that the engine is not alive
                 case _:
                     pass

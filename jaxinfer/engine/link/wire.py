@@ -1,7 +1,7 @@
 """Messages between a server's process and its engine's process.
 
-Owns: the records that cross, their form as bytes (msgpack, each frame behind its length), and
-``Channel``, which sends without ever making the sender wait.
+On the socket a message is its length, then a msgpack frame. ``Channel`` sends messages without
+blocking the sender.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxinfer.core import errors
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.engine.facts import ModelFacts
-from jaxinfer.engine.link.commands import Leave, Ping, Stop, Submission
+from jaxinfer.engine.link.commands import AbortRequest, Ping, Stop, Submission
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 
@@ -27,34 +27,34 @@ _LENGTH_BYTES = 4  # before each frame, little endian
 
 
 class Build(msgspec.Struct, frozen=True, tag=True):
-    """To the engine, first: what to build. ``progress``: whether to show it on stderr."""
+    """First message to the engine: build one. ``progress``: whether to show it on stderr."""
 
     config: EngineConfig
     progress: bool
 
 
 class Planned(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: what the server can prepare itself for, long before it is ready."""
+    """From the engine, before weights are loaded: the server prepares itself with these."""
 
     limits: Limits
     tokenizer: TokenizerSpec | None
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: requests are answered from now on."""
+    """From the engine: it answers requests from now on."""
 
     facts: ModelFacts
     stats: EngineStats
 
 
-class Told(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: a turn's news."""
+class NewsMessage(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: the output of one iteration."""
 
     news: News
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: one request failed. ``kind`` is a class of ``core.errors``."""
+    """From the engine: one request failed. ``kind``: the name of a class of ``core.errors``."""
 
     request_id: str
     kind: str
@@ -66,14 +66,14 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, last: it could not be built, or has ended, and why."""
+    """Last message from the engine: why it could not be built or has ended."""
 
     kind: str
     message: str
 
 
-type ToEngine = Build | Submission | Leave | Ping | Stop
-type FromEngine = Planned | Ready | Told | Refused | Pong | Failed
+type ToEngine = Build | Submission | AbortRequest | Ping | Stop
+type FromEngine = Planned | Ready | NewsMessage | Refused | Pong | Failed
 
 
 def failed(error: JaxinferError) -> Failed:
@@ -87,15 +87,15 @@ def refused(request_id: str, error: JaxinferError) -> Refused:
 
 
 def error_of(message: Failed | Refused) -> JaxinferError:
-    """The error that a message stands for: the same class, the same text."""
+    """The error of a message, with the same class and text."""
     kind = getattr(errors, message.kind, EngineError)
     return kind(message.message)
 
 
 class Channel[Sent, Received]:
-    """One end of a socket. Sending is queued for a thread of its own; receiving blocks.
+    """One end of a socket. A thread of its own sends queued messages; receiving blocks.
 
-    A peer that has gone shows as the end of ``messages``; what is sent to it is lost.
+    If the peer has closed its end, ``messages`` ends and sent messages are lost.
     """
 
     def __init__(self, end: socket.socket, received: Any) -> None:
@@ -107,11 +107,11 @@ class Channel[Sent, Received]:
         self._writer.start()
 
     def send(self, message: Sent) -> None:
-        """Send soon; returns at once. Raises ``ValueError`` for text that has no UTF-8 form."""
+        """Queue a message for sending. Raises ``ValueError`` for text that has no UTF-8 form."""
         self._frames.put(self._encoder.encode(message))
 
     def messages(self) -> Generator[Received]:
-        """Everything that arrives, until the peer has gone."""
+        """Received messages, until the peer has closed its end."""
         while (head := self._read(_LENGTH_BYTES)) is not None:
             frame = self._read(int.from_bytes(head, "little"))
             if frame is None:
@@ -119,13 +119,13 @@ class Channel[Sent, Received]:
             yield self._decoder.decode(frame)
 
     def flush(self) -> None:
-        """Return when all that was sent is on its way, or the peer has gone. Send no more."""
+        """Wait until all messages are sent or the peer has gone. Send none afterwards."""
         self._frames.put(None)
         self._writer.join()
 
     def hang_up(self) -> None:
-        """Close the socket, sent or not; ``messages`` ends at both sides."""
-        with suppress(OSError):  # the peer was first
+        """Close the socket; unsent messages are lost and ``messages`` ends on both sides."""
+        with suppress(OSError):  # the peer has closed it
             self._socket.shutdown(socket.SHUT_RDWR)
         self.flush()
         self._socket.close()
@@ -135,15 +135,15 @@ class Channel[Sent, Received]:
             try:
                 self._socket.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
             except OSError:
-                return  # the peer has gone: the reader sees that too
+                return  # the peer has gone, which ends ``messages`` too
 
     def _read(self, size: int) -> bytearray | None:
-        """Exactly ``size`` bytes; None when the peer has gone before."""
+        """Read exactly ``size`` bytes; None if the peer has closed its end before."""
         data = bytearray(size)
         view, done = memoryview(data), 0
         while done < size:
             try:
-                # the whole frame in one call: each return to Python waits for the GIL
+                # one call for the whole frame, since each return to Python waits for the GIL
                 count = self._socket.recv_into(view[done:], 0, socket.MSG_WAITALL)
             except OSError:
                 return None

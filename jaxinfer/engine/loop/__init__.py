@@ -1,1 +1,1 @@
-"""The loop: validated requests to the scheduler and the executor, tokens back to text."""
+"""The engine's loop: requests to the scheduler and the executor, tokens back to text."""

@@ -1,6 +1,6 @@
-"""The engine: validated requests in, deltas out. Drives the loop; one thread at a time.
+"""The engine: validated requests in, deltas out. It runs the loop, on one thread at a time.
 
-Owns: the seeds of unseeded requests, the n sequences of a request, late-compile watching, counters.
+Owns: seeds of unseeded requests, the n sequences of a request, counters, late compiles.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.request import FinishReason, Request, SamplingParams, check_identity
 from jaxinfer.core.step import Abort, Arrive, Event, TokenEvent
 from jaxinfer.engine.facts import (
-    CheckedRequest,
     ModelFacts,
+    ValidatedRequest,
     check_request,
     resolved_max_tokens,
 )
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Requests in, deltas out. Build one with ``engine.start.build.build_engine``."""
+    """Validates, runs and aborts requests; built by ``engine.start.build.build_engine``."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class Engine:
         self._counters = Counter[str]()
         self._arrivals = 0
         self._pending: list[Event] = []
-        # the scheduler knows a sequence by a number that is never used again, so that news of an
-        # ended one can never be taken for news of a later request of the same name
+        # by the scheduler's ids: unique numbers, so that late events of an ended sequence are not
+        # taken for those of a later request with the same name
         self._sequences: dict[str, SequenceProcessor] = {}
         self._children: dict[str, tuple[str, ...]] = {}  # unfinished sequences of each request
         self._timeline = Timeline()
@@ -68,7 +68,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` would do anything."""
+        """Whether ``step`` has something to do."""
         return self._failure is None and bool(self._pending or not self._loop.idle)
 
     def check(
@@ -79,9 +79,9 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         pools: bool = False,
-    ) -> CheckedRequest:
-        """The request as ``add_checked`` takes it; raises ``RequestError`` for one that this engine
-        can never answer. One that ``pools`` yields its last token's hidden state.
+    ) -> ValidatedRequest:
+        """Validate a request for ``add_validated``; raises ``RequestError`` if the engine can never
+        answer it. ``pools``: it yields the hidden state of its last token.
         """
         if pools and not self.limits.pools:
             raise RequestError("this engine was not built to pool; generate text with it instead")
@@ -93,7 +93,7 @@ class Engine:
             facts=self.facts,
             has_tokenizer=self.tokenizer is not None,
         )
-        return CheckedRequest(prompt, sampling, priority, salt, pools)
+        return ValidatedRequest(prompt, sampling, priority, salt, pools)
 
     def add_request(
         self,
@@ -105,17 +105,17 @@ class Engine:
         cache_salt: str | None = None,
         pools: bool = False,
     ) -> None:
-        """Accept a request; raises ``RequestError`` before anything of it has begun."""
-        self._refuse_now(request_id)
-        checked = self.check(
+        """Validate and add a request; raises ``RequestError`` if it is refused."""
+        self._check_accepting(request_id)
+        validated = self.check(
             prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt, pools=pools
         )
-        self.add_checked(request_id, checked)
+        self.add_validated(request_id, validated)
 
-    def add_checked(self, request_id: str, checked: CheckedRequest) -> None:
-        """Accept what ``check`` let pass."""
-        self._refuse_now(request_id)
-        requests = [self._request(checked, index) for index in range(checked.sampling.n)]
+    def add_validated(self, request_id: str, validated: ValidatedRequest) -> None:
+        """Add a request that ``check`` has validated."""
+        self._check_accepting(request_id)
+        requests = [self._request(validated, index) for index in range(validated.sampling.n)]
         for index, request in enumerate(requests):
             self._sequences[request.request_id] = SequenceProcessor(
                 request, request_id, index, self.tokenizer
@@ -126,7 +126,7 @@ class Engine:
         self._children[request_id] = children
         self._timeline.arrive(children)
         self._counters["num_requests"] += 1
-        self._counters["num_prompt_tokens"] += len(checked.prompt_token_ids) * len(children)
+        self._counters["num_prompt_tokens"] += len(validated.prompt_token_ids) * len(children)
 
     def abort(self, request_id: str) -> None:
         """End a request; its pages are free after the next step. Unknown ids are ignored."""
@@ -137,27 +137,29 @@ class Engine:
         """Requests with an unfinished completion, oldest first."""
         return tuple(self._children)
 
-    def wait_for_room(self) -> None:
-        """Return once another step may be launched. Requests that are added after it, not before
-        it, are in that step too.
+    def wait_until_launchable(self) -> None:
+        """Return once another step may be launched, so that requests that arrive before the next
+        ``step`` can join it.
         """
         with self._running():
-            if self._loop.wait_for_room():
+            if self._loop.wait_until_launchable():
                 self._timeline.step_ended()
 
     def step(self) -> News:
-        """One turn of the loop: take new requests in, run the device, return what was gained."""
+        """One iteration of the loop: schedule and launch a step, return the news."""
         events, self._pending = tuple(self._pending), []
         with self._running():
-            turn = self._loop.turn(events)
-            steps, newly_started = self._timeline.turn(turn)
+            iteration = self._loop.iterate(events)
+            steps, newly_started = self._timeline.record(iteration)
             started = self._parents_of(newly_started)  # before an event can end one of them
-            deltas = [delta for event in turn.events if (delta := self._process(event)) is not None]
-        self._counters["num_turns"] += 1
+            deltas = [
+                delta for event in iteration.events if (delta := self._process(event)) is not None
+            ]
+        self._counters["num_iterations"] += 1
         return News(tuple(deltas), started, steps, self.stats())
 
     def stats(self) -> EngineStats:
-        """Counters so far, and what is held now."""
+        """The counters and present values."""
         state = self._loop.state
         num_free = state.num_free_pages
         return replace(
@@ -175,7 +177,7 @@ class Engine:
 
     @contextmanager
     def _running(self) -> Generator[None]:
-        """After a lost device, or a bug, nothing can be trusted any more: the engine stops."""
+        """Stop the engine if the block raises: its state can no longer be trusted."""
         try:
             with self._late_compiles.watch():
                 yield
@@ -185,14 +187,14 @@ class Engine:
             raise self._failure from error
 
     def _parents_of(self, sequences: tuple[str, ...]) -> tuple[str, ...]:
-        """The requests whose first sequence is among these."""
+        """The request ids of those sequences that are the first of their request."""
         known = (self._sequences.get(child) for child in sequences)
         return tuple(child.parent_id for child in known if child and child.index == 0)
 
     def _process(self, event: TokenEvent) -> Delta | None:
         sequence = self._sequences.get(event.request_id)
         if sequence is None:
-            return None  # ended by a stop string while this token was on its way
+            return None  # a stop string ended it while this token was in flight
         delta = _delta_of(sequence, event)
         if event.token_ids or event.pooled is not None:
             if self._timeline.token(event.request_id):
@@ -206,8 +208,8 @@ class Engine:
             return msgspec.structs.replace(delta, times=self._timeline.finish(event.request_id))
         return delta
 
-    def _refuse_now(self, request_id: str) -> None:
-        """Raise where, at present, nothing or nothing of this name can be accepted."""
+    def _check_accepting(self, request_id: str) -> None:
+        """Raise if the engine has stopped or the request id is in use."""
         if self._failure is not None:
             raise self._failure
         if request_id in self._children:
@@ -221,10 +223,10 @@ class Engine:
         else:
             del self._children[parent]
 
-    def _request(self, checked: CheckedRequest, index: int) -> Request:
+    def _request(self, validated: ValidatedRequest, index: int) -> Request:
         """Sequence ``index`` of the next request."""
         arrival = self._arrivals + index
-        prompt, sampling = checked.prompt_token_ids, checked.sampling
+        prompt, sampling = validated.prompt_token_ids, validated.sampling
         if index and sampling.prompt_logprobs is not None:  # the prompt is scored once
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return Request(
@@ -232,25 +234,25 @@ class Engine:
             prompt_token_ids=prompt,
             sampling=sampling,
             max_tokens=1
-            if checked.pools
+            if validated.pools
             else resolved_max_tokens(len(prompt), sampling, self.limits),
             seed=self._seed_of(sampling, index, arrival),
             eos_token_ids=() if sampling.ignore_eos else self.facts.eos_token_ids,
             arrival=arrival,
-            priority=checked.priority,
-            cache_salt=checked.cache_salt,
-            pools=checked.pools,
+            priority=validated.priority,
+            cache_salt=validated.cache_salt,
+            pools=validated.pools,
         )
 
     def _seed_of(self, sampling: SamplingParams, index: int, arrival: int) -> int:
-        """The user's seed for the first sequence; others, and unseeded requests, get their own."""
+        """The user's seed for the first sequence; a derived one for all others."""
         if sampling.seed is None:
             return _mix(self._seed, arrival)
         return sampling.seed if index == 0 else _mix(sampling.seed, index)
 
 
 def _delta_of(sequence: SequenceProcessor, event: TokenEvent) -> Delta:
-    """What an event says to its reader; where its text cannot be made, this sequence ends alone."""
+    """The delta of an event; if making its text fails, an error that ends this sequence."""
     try:
         return sequence.process(event)
     except Exception as error:

@@ -1,7 +1,7 @@
-"""The alarm on late compilation: after start-up, nothing may compile on the serving path.
+"""Counts late compiles: after the start nothing may compile while requests are served.
 
-Owns: a counter fed by jax's own compile events. Buckets cannot compile late (a compiled function
-refuses any other shape), so what this catches is host code with a jax operation in a turn.
+The counter reads JAX's compile events. Steps cannot compile late, since a compiled function refuses
+other shapes; a compile comes from host code that calls a JAX operation in an iteration.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LateCompiles:
 
     @contextmanager
     def watch(self) -> Generator[None]:
-        """Count what compiles in this block, on this thread."""
+        """Count the compilations in this block on this thread."""
         self._thread = threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
         try:

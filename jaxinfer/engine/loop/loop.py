@@ -1,7 +1,7 @@
-"""The thin loop between two pure functions: events -> schedule -> launch -> collect.
+"""The loop between scheduler and executor: events -> schedule -> launch -> collect.
 
-Owns: the scheduler's state, the steps in flight, and the order of a turn. With overlap, step n + 1
-is planned and launched before step n's tokens are read, so the host works while the device does.
+Owns: the scheduler's state and the steps in flight. With overlap, step n + 1 is planned and
+launched before step n's tokens are read, so that host and device work at the same time.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from jaxinfer.core.step import Event, StepDone, StepFailed, StepPlan, StepResult
 from jaxinfer.sched.schedule import SchedulerState, initial_state, schedule
 
 LOGGER = "jaxinfer.engine"
-OVERLAP_DEPTH = 2  # one step runs while the next waits behind it; more would only add latency
+OVERLAP_DEPTH = 2  # one step runs and the next one is queued; more would only add latency
 
 
 class StepExecutor[Handle](Protocol):
-    """What runs steps: the real executor, or a scripted one in tests.
+    """Runs steps: ``exec.run.executor.Executor``, or a simulated one in tests.
 
-    An ``EngineError`` says that the device state is lost; any other exception is about one step.
+    It raises ``EngineError`` if the device state is lost; another exception fails one step only.
     """
 
     def launch(self, plan: StepPlan) -> Handle:
-        """Queue a step without waiting for it."""
+        """Launch a step without waiting for it."""
         ...
 
     def collect(self, step: Handle) -> StepResult:
@@ -34,8 +34,8 @@ class StepExecutor[Handle](Protocol):
         ...
 
 
-class Turn(NamedTuple):
-    """What a turn did, in order of time within each part."""
+class Iteration(NamedTuple):
+    """The result of one iteration; each field is in order of time."""
 
     events: tuple[TokenEvent, ...]
     launched: tuple[StepPlan, ...]  # at most one
@@ -43,7 +43,7 @@ class Turn(NamedTuple):
 
 
 class EngineLoop[Handle]:
-    """One engine's loop. A turn takes the new events and returns news of requests."""
+    """The loop of one engine. An iteration takes new events and returns events of requests."""
 
     def __init__(
         self,
@@ -56,35 +56,37 @@ class EngineLoop[Handle]:
         self._state = initial_state(limits)
         self._depth = OVERLAP_DEPTH if overlap else 1
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
-        self._collected: list[StepPlan] = []  # since the last turn
-        self._ended: StepDone | StepFailed | None = None  # what ``wait_for_room`` collected
+        self._collected: list[StepPlan] = []  # since the last iteration
+        self._ended: StepDone | StepFailed | None = None  # by ``wait_until_launchable``
 
     @property
     def state(self) -> SchedulerState:
-        """The scheduler's present state; a value, safe to keep."""
+        """The scheduler's state, an immutable value."""
         return self._state
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to do until a new event comes."""
-        waits = self._in_flight or self._ended is not None or self._state.num_unfinished
-        return not waits
+        """Whether an iteration without new events would do nothing."""
+        busy = self._in_flight or self._ended is not None or self._state.num_unfinished
+        return not busy
 
-    def wait_for_room(self) -> bool:
-        """Return once another step may be launched: when as many are in flight as may be, the
-        oldest has to end, and the result is True. What comes until then is still in time for the
-        turn after it.
+    def wait_until_launchable(self) -> bool:
+        """Return once another step may be launched.
+
+        If the limit of steps in flight is reached, it waits for the oldest one and returns True.
+        The next iteration handles that step's result, and events that arrive while this waits.
         """
         if self._ended is not None or len(self._in_flight) < self._depth:
             return False
         self._ended = self._collect()
         return True
 
-    def turn(self, events: tuple[Event, ...]) -> Turn:
-        """Apply events and what was waited for, and launch the next step if there is one; without
-        it wait for steps in flight until there is news, which then waits for no further one.
+    def iterate(self, events: tuple[Event, ...]) -> Iteration:
+        """Apply the events and the step collected by ``wait_until_launchable``; launch a step.
+
+        If no step can be planned, collect steps in flight until one has events of requests.
         """
-        self.wait_for_room()
+        self.wait_until_launchable()
         if self._ended is not None:
             events, self._ended = (*events, self._ended), None
         news, launched = self._advance(events)
@@ -92,12 +94,12 @@ class EngineLoop[Handle]:
             # nothing can be planned before the device answers
             news, launched = self._advance((self._collect(),))
         collected, self._collected = tuple(self._collected), []
-        return Turn(news, launched, collected)
+        return Iteration(news, launched, collected)
 
     def _advance(
         self, events: tuple[Event, ...]
     ) -> tuple[tuple[TokenEvent, ...], tuple[StepPlan, ...]]:
-        """Schedule until a step is launched or none can be; returns news and the launched step."""
+        """Schedule until a step is launched or none can be planned; returns events and the step."""
         news: tuple[TokenEvent, ...] = ()
         while True:
             self._state, output = schedule(self._state, events)
@@ -111,7 +113,7 @@ class EngineLoop[Handle]:
             except EngineError:
                 raise
             except Exception as error:
-                # the step's requests end with the message; the loop goes on with the others
+                # the step's requests end with this error, all others continue
                 events = (*self._drain(), _failed(output.step, error))
                 continue
             self._in_flight.append((output.step, handle))
@@ -128,12 +130,12 @@ class EngineLoop[Handle]:
             return _failed(plan, error)
 
     def _drain(self) -> tuple[Event, ...]:
-        """Collect every older step: failures are reported in launch order too."""
+        """Collect all steps in flight, since failures are reported in launch order too."""
         return tuple(self._collect() for _ in range(len(self._in_flight)))
 
 
 def _failed(plan: StepPlan, error: Exception) -> StepFailed:
-    """The requests are told in a sentence; who runs the engine needs to know where it was."""
+    """Log the traceback of a failed step; its requests get one sentence."""
     reason = f"step {plan.step_id} failed: {error}"
     logging.getLogger(LOGGER).error(reason, exc_info=error)
     return StepFailed(plan.step_id, reason)

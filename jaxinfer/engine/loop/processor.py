@@ -1,7 +1,4 @@
-"""Token events of one sequence become text: detokenize, find stop strings, decode logprobs.
-
-Owns: ``SequenceProcessor``.
-"""
+"""Turns token events of one sequence into deltas: text, stop strings and named logprobs."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SequenceProcessor:
-    """One sequence's way from tokens to text; ``matched_stop`` is set when a string ended it."""
+    """Processes the events of one sequence; ``matched_stop`` is the stop string that ended it."""
 
     def __init__(
         self, request: Request, parent_id: str, index: int, tokenizer: Tokenizer | None
@@ -32,7 +29,7 @@ class SequenceProcessor:
         self._num_tokens = 0
 
     def process(self, event: TokenEvent) -> Delta:
-        """The delta of one event. After a stop string matched, the sequence has ended."""
+        """The delta of one event. A matching stop string ends the sequence."""
         text, kept = "", len(event.token_ids)
         for number, token_id in enumerate(event.token_ids):
             text += self._push(token_id, event)
@@ -60,7 +57,7 @@ class SequenceProcessor:
             error=event.error,
         )
 
-    # Made with the first token: until a batch's first step is launched, its device waits.
+    # Built with the first token: until a batch's first launch the device is idle.
 
     @cached_property
     def _stop(self) -> StopStrings:
@@ -93,15 +90,15 @@ class SequenceProcessor:
         return text if self.matched_stop is not None else text + self._stop.flush()
 
     def _look_for_stop(self, text: str) -> str:
-        """What may be shown. A stop string that ends after ``min_tokens`` tokens ends the sequence,
-        wherever it begins, as in vLLM.
+        """The text that can be returned now. As in vLLM, a stop string ends the sequence if it ends
+        after ``min_tokens`` tokens; it may begin earlier.
         """
         may_end = self._num_tokens > self._request.sampling.min_tokens
         text, self.matched_stop = self._stop.push(text, may_end=may_end)
         return text
 
     def _named(self, position: TokenLogprobs) -> PositionLogprobs:
-        """vLLM's form: {token id: Logprob}, the chosen token first."""
+        """Logprobs in vLLM's form: {token id: Logprob}, the chosen token first."""
         named: PositionLogprobs = {}
         ranks = (position.rank, *range(1, len(position.token_ids)))
         for token_id, logprob, rank in zip(

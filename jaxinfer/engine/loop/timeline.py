@@ -1,7 +1,7 @@
-"""When things happen: to each sequence, and to each step.
+"""The times of sequences and steps.
 
-Owns: the engine's clock. A sequence's times follow it from arrival to its end; a step's time is
-what it added to the run: with overlap it is launched early and starts when its predecessor ends.
+A sequence has times from its arrival to its end. A step's time counts from its launch or, with
+overlap, from the end of the step before it, if that is later.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxinfer.core.step import StepPlan
-from jaxinfer.engine.loop.loop import Turn
+from jaxinfer.engine.loop.loop import Iteration
 from jaxinfer.engine.news import StepKind, StepRecord
 from jaxinfer.engine.outputs import SequenceTimes
 
@@ -25,30 +25,30 @@ class _Times:
 
 
 class Timeline:
-    """Notes times of sequences and steps; ``clock`` is ``time.monotonic`` outside of tests."""
+    """Records times of sequences and steps; ``clock`` is ``time.monotonic`` outside tests."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._sequences: dict[str, _Times] = {}
         self._launched: dict[int, float] = {}
         self._last_finish = 0.0
-        self._ended: float | None = None  # when the next turn's first finished step did
+        self._ended: float | None = None  # end of the first step that the next iteration reports
 
     def arrive(self, sequences: tuple[str, ...]) -> None:
-        """Sequences enter."""
+        """Record the arrival of sequences."""
         now = self._clock()
         for name in sequences:
             self._sequences[name] = _Times(now)
 
     def step_ended(self) -> None:
-        """The oldest step has ended, and the turn that tells of it is still to come."""
+        """Record the end of the oldest step, which the next iteration reports."""
         self._ended = self._clock()
 
-    def turn(self, turn: Turn) -> tuple[tuple[StepRecord, ...], tuple[str, ...]]:
-        """A turn has ended: its finished steps, and the sequences that got their first slot."""
+    def record(self, iteration: Iteration) -> tuple[tuple[StepRecord, ...], tuple[str, ...]]:
+        """Record an iteration; returns its finished steps and the sequences with a first slot."""
         now = self._clock()
         started: list[str] = []
-        for plan in turn.launched:
+        for plan in iteration.launched:
             self._launched[plan.step_id] = now
             for admission in plan.admissions:
                 times = self._sequences[admission.request.request_id]
@@ -58,12 +58,13 @@ class Timeline:
                     started.append(admission.request.request_id)
         ended, self._ended = self._ended or now, None
         records = tuple(
-            self._record(plan, now if index else ended) for index, plan in enumerate(turn.collected)
+            self._step_record(plan, now if index else ended)
+            for index, plan in enumerate(iteration.collected)
         )
         return records, tuple(started)
 
     def token(self, sequence: str) -> bool:
-        """A sequence has drawn a token; says whether it is its first."""
+        """Record a token of a sequence; returns whether it is the first."""
         times = self._sequences[sequence]
         if times.first_token:
             return False
@@ -71,7 +72,7 @@ class Timeline:
         return True
 
     def finish(self, sequence: str) -> SequenceTimes | None:
-        """Forget a sequence; its times, unless it ended before its first token."""
+        """Remove a sequence; returns its times, or None if it ended before its first token."""
         times = self._sequences.pop(sequence)
         if not times.first_token:
             return None
@@ -83,7 +84,7 @@ class Timeline:
             num_preemptions=times.num_admissions - 1,
         )
 
-    def _record(self, plan: StepPlan, now: float) -> StepRecord:
+    def _step_record(self, plan: StepPlan, now: float) -> StepRecord:
         # a step that failed at launch has no launch time, and took none
         began = max(self._launched.pop(plan.step_id, now), self._last_finish)
         self._last_finish = now

@@ -1,1 +1,1 @@
-"""From settings to a running engine: what is planned, loaded, built, and the way there."""
+"""From settings to a running engine: plan, load, build, and progress of the start."""

@@ -1,7 +1,6 @@
 """From settings to a running engine: find the model, plan memory, load, run.
 
-Owns: the order of start-up (everything is checked before anything slow begins) and the defaults
-that depend on the device.
+Everything is checked before slow work begins. Defaults that depend on the device are added here.
 """
 
 from __future__ import annotations
@@ -63,9 +62,9 @@ def plan_engine(
     progress: Progress | None = None,
     platform_of_backend: Callable[[], str] | None = None,
 ) -> EnginePlan:
-    """Resolve the model and the sizes; raises a ``JaxinferError`` naming what does not fit.
+    """Resolve the model and all sizes; raises a ``JaxinferError`` if something does not fit.
 
-    ``platform_of_backend``: of a backend that is starting already, see ``start.backend_starting``.
+    ``platform_of_backend``: waits for a backend that is starting, see ``start.backend_starting``.
     """
     progress = progress or NoProgress()
     cache_dir = cache_root(config.cache_dir)
@@ -108,9 +107,9 @@ def plan_engine(
         model.config.vocab_size,
         source.hf_config,
         source.generation_config,
-        samples_as_told=config.generation_config == "auto",
+        use_generation_config=config.generation_config == "auto",
     )
-    load_kernel_runtime()  # it changes the environment too, and from here on threads compile
+    load_kernel_runtime()  # before threads compile, since it changes the environment
     return EnginePlan(
         config=config,
         source=source,
@@ -183,7 +182,7 @@ def _with_fitting_seqs(
 def _sizes(
     config: EngineConfig, model: Model, pins: Pins, placement: Placement
 ) -> tuple[MemoryPlan, Limits]:
-    """What is compiled for, and the memory that it takes."""
+    """The memory plan, and the limits for which steps are compiled."""
     limits = _limits(config, model)
     device = device_memory(placement.device)
     program = Program(model, limits, placement.platform, pins, placement)
@@ -247,14 +246,14 @@ def build_engine(
     progress: Progress | None = None,
     platform_of_backend: Callable[[], str] | None = None,
 ) -> Engine:
-    """A ready engine: weights on the device, and every executable that a request may need compiled,
-    loaded and run.
+    """Build a ready engine: weights are on the device, and every executable that a request may need
+    is compiled, loaded and has run once. Raises a ``JaxinferError``.
     """
     return build_planned(plan_engine(config, progress, platform_of_backend), progress)
 
 
 def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
-    """``build_engine``, when the plan is already made."""
+    """Build the engine of a plan; see ``build_engine``."""
     progress = progress or NoProgress()
     program = plan.program
     (executables, compile_seconds), (state, load_seconds) = load(
@@ -282,7 +281,7 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
 def write_planned(
     plan: EnginePlan, folder: Path, progress: Progress | None = None
 ) -> tuple[Manifest, bool]:
-    """Compile what a plan needs into a bundle; see ``compile_bundle``. Reads no weights."""
+    """Compile the executables of a plan into a bundle, without weights; see ``compile_bundle``."""
     return compile_bundle(
         plan.program,
         folder,
@@ -293,20 +292,20 @@ def write_planned(
 
 
 def bundle_settings(plan: EnginePlan) -> dict[str, Any]:
-    """The settings that a bundle of this plan decides, as it was planned."""
+    """The settings that a bundle of this plan fixes, with the planned sizes."""
     sizes = ("num_pages", "page_size", "max_model_len")
     planned = {name: getattr(plan.limits, name) for name in sizes}
     return {name: getattr(plan.config, name) for name in COMPILED} | planned
 
 
 def with_bundle_settings(config: EngineConfig, bundle: Bundle) -> EngineConfig:
-    """The settings with the bundle's where the user gave none; refuses those that contradict it."""
+    """Replace missing settings by the bundle's; raises ``ConfigError`` for contradicting ones."""
     changes: dict[str, Any] = {}
     for name in COMPILED:
         given, made = getattr(config, name), bundle.manifest.settings.get(name)
         if given in (None, "auto"):
             changes[name] = made
-        elif given != made and name != "num_pages":  # a plan may need fewer: compared after it
+        elif given != made and name != "num_pages":  # compared after planning, which may need fewer
             raise ConfigError(
                 f"{name} is {'not set' if made is None else made} in the bundle {bundle.folder} "
                 f"and {given} was asked for; leave it out, or compile another bundle"
@@ -315,7 +314,7 @@ def with_bundle_settings(config: EngineConfig, bundle: Bundle) -> EngineConfig:
 
 
 def with_device_defaults(config: EngineConfig, platform: str) -> EngineConfig:
-    """The settings with the platform's defaults (configs/engine) where the user gave none."""
+    """Replace missing settings by the platform's defaults (configs/engine)."""
     name = "cpu" if platform == "cpu" else "gpu"
     text = files("jaxinfer.configs").joinpath("engine", f"{name}.toml").read_text()
     defaults: dict[str, Any] = tomllib.loads(text)
@@ -331,8 +330,8 @@ def check_device(platform_of_backend: Callable[[], str] | None = None) -> str:
     """The platform of the first device; raises ``EngineError`` when there is none."""
     try:
         return (platform_of_backend or jax.default_backend)()
-    except Exception as error:  # jax has no class of its own for this
-        clear_backends()  # a CPU is there already, and would be the answer the next time
+    except Exception as error:  # JAX has no specific class for it
+        clear_backends()  # else JAX would fall back to the CPU on the next call
         asked = jax.config.jax_platforms  # type: ignore[attr-defined]
         wanted = f" for JAX_PLATFORMS={asked}" if asked else ""
         words = " ".join(f"{type(error).__name__} {error}".split())
@@ -343,7 +342,7 @@ def check_device(platform_of_backend: Callable[[], str] | None = None) -> str:
 
 
 def model_facts(plan: EnginePlan) -> ModelFacts:
-    """What requests are checked against, from the model's own files and its tokenizer."""
+    """The facts of the plan's model, with the tokenizer's end tokens added."""
     if plan.tokenizer is None:
         return plan.facts
     ends = (*plan.facts.eos_token_ids, *sorted(plan.tokenizer.end_token_ids))
@@ -351,7 +350,7 @@ def model_facts(plan: EnginePlan) -> ModelFacts:
 
 
 def _context(config: EngineConfig, model: Model) -> int:
-    """The context asked for; a model cannot be asked for more positions than it has."""
+    """The context; raises ``ConfigError`` if it is longer than the model's positions."""
     default, longest = model.config.lengths
     if config.max_model_len is None:
         return default

@@ -1,8 +1,4 @@
-"""What an engine needs in memory: executables, weights, pages and slots, and what of it is made
-beside what.
-
-Owns: ``load``.
-"""
+"""Loads executables and weights and creates pages and slots, at the same time where possible."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from os.path import isdir
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.core.heap import release_free_heap
+from jaxinfer.core.host_memory import release_free_heap
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import prepare_folder
 from jaxinfer.engine.start.plan import EnginePlan
@@ -45,20 +41,20 @@ type State = tuple[Params, layer_state.State, SlotState]
 def load(
     plan: EnginePlan, program: Program, settings: Mapping[str, Any], progress: Progress
 ) -> tuple[Timed[Executables], Timed[State]]:
-    """Executables beside weights, tokenizer and pages, where all are only to be loaded.
+    """Return the executables and the state, each with the seconds of its loading or compiling.
 
-    On a CPU, compiling comes first: the compiler's memory and the weights would add up to twice
-    the peak (2.3 instead of 1.3 GB for SmolLM2-135M). A GPU holds its weights itself, but pages
-    come last there: XLA tries products in the memory that they take. ``settings`` are those that
-    the manifest of what is compiled is to keep. Each comes with the seconds that it took, the state
-    with those of its weights.
+    If nothing has to be compiled, executables load while weights, tokenizer and pages do. Else, on
+    a CPU, compiling comes first: the compiler's memory and the weights together would nearly double
+    the peak (2.3 GB instead of 1.3 GB for SmolLM2-135M). On a GPU weights load while the steps
+    compile, but pages come last: XLA runs GEMMs in their memory to autotune them. ``settings`` are
+    saved in the manifest of a new bundle. The seconds of the state are those of its weights.
     """
     loader = _Loader(plan, program, settings, progress)
     if loader.finds_executables:
         progress.note(plan.memory.described())
         return _beside(loader.state, loader.executables)
-    plan.read_tokenizer()  # compiling takes a minute: what does not fit is said before
-    prepare_folder(loader.folder.parent)  # and that nothing can be saved
+    plan.read_tokenizer()  # compiling takes a minute: errors are reported before it
+    prepare_folder(loader.folder.parent)  # an error if nothing can be saved
     progress.note(plan.memory.described())
     claim_memory(plan.memory, plan.placement.device)
     if program.platform == "cpu":
@@ -69,7 +65,7 @@ def load(
 
 @dataclass(frozen=True)
 class _Loader:
-    """The parts, each for a thread of its own."""
+    """The tasks of ``load``, for threads."""
 
     plan: EnginePlan
     program: Program
@@ -79,14 +75,15 @@ class _Loader:
 
     @property
     def finds_executables(self) -> bool:
-        """Whether the user gave a bundle, or an engine of this plan has saved one. It is opened by
-        who loads it, beside the weights.
+        """Whether the user gave a bundle, or an engine of this plan has saved one.
+
+        ``executables`` opens it, while weights load.
         """
-        # no directory under an impossible name, which staging tells
+        # False for an invalid path; ``staging`` reports its error
         return self.plan.bundle is not None or isdir(self.folder)
 
     def executables(self) -> Timed[Executables]:
-        """Loaded, and compiled and saved before where there is no bundle."""
+        """Load the executables; without a bundle, compile and save them before."""
         start, program, progress = time.perf_counter(), self.program, self.progress
         if self.plan.bundle is not None:
             made = load_executables(program, self.plan.bundle, progress)
@@ -103,13 +100,13 @@ class _Loader:
         return made, time.perf_counter() - start
 
     def weights(self) -> Timed[Params]:
-        """Claims the memory of all first."""
+        """Claim the memory of the whole plan, then load the weights."""
         start, plan = time.perf_counter(), self.plan
         try:
             claim_memory(plan.memory, plan.placement.device)
             self._claimed.set_result(None)
         except BaseException as error:
-            self._claimed.set_exception(error)  # somebody waits
+            self._claimed.set_exception(error)  # ``_pages_and_slots`` waits for it
             raise
         with taking(plan.memory.weight_bytes):
             params = load_params(
@@ -124,8 +121,8 @@ class _Loader:
         return params, time.perf_counter() - start
 
     def state(self) -> Timed[State]:
-        """Weights, pages and slots, with the tokenizer read beside."""
-        if self.plan.memory.device is None:  # pages take what weights have left of the host's
+        """Load weights, create pages and slots; the tokenizer is read at the same time."""
+        if self.plan.memory.device is None:  # pages reuse host memory that loading weights frees
             (params, seconds), make = _beside(self._state_maker, self.weights)
             return (params, *make()), seconds
         (params, seconds), pages_and_slots = _beside(self._pages_and_slots, self.weights)
@@ -133,7 +130,7 @@ class _Loader:
 
     def _pages_and_slots(self) -> tuple[layer_state.State, SlotState]:
         make = self._state_maker()
-        self._claimed.result()  # XLA's own allocator takes 2 s for 130 GB, without Python's lock
+        self._claimed.result()  # XLA's default allocator takes 2 s for 130 GB, without the GIL
         return make()
 
     def _state_maker(self) -> Callable[[], tuple[layer_state.State, SlotState]]:
@@ -142,15 +139,15 @@ class _Loader:
 
     @cached_property
     def folder(self) -> Path:
-        """Where executables are saved, and found, that the user gave no bundle of."""
+        """The folder of executables in the cache, for engines without the user's bundle."""
         return cached_bundle(self.program, self.plan.cache_dir / "executables")
 
 
 def _beside[A, B](other: Callable[[], A], main: Callable[[], B]) -> tuple[B, A]:
-    """Both results: ``main`` of this thread, while another runs ``other``."""
+    """Run ``main`` on this thread and ``other`` on another; returns both results, main's first."""
     pool = ThreadPoolExecutor(1)
     try:
         under_way = pool.submit(other)
         return main(), under_way.result()
-    finally:  # after a failure or Ctrl-C, nobody waits for the other
+    finally:  # after a failure or Ctrl-C, do not wait for the other
         pool.shutdown(wait=False, cancel_futures=True)

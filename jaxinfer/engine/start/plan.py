@@ -1,7 +1,4 @@
-"""What is decided before anything is loaded.
-
-Owns: ``EnginePlan``.
-"""
+"""``EnginePlan``: the decisions that are made before anything is loaded."""
 
 from __future__ import annotations
 
@@ -29,17 +26,17 @@ if TYPE_CHECKING:
 class EnginePlan:
     """Everything decided before weights and tokenizer are read or a step is compiled."""
 
-    config: EngineConfig  # no None left where a default exists
+    config: EngineConfig  # with defaults in place of None
     source: ModelSource
     model: Model
     limits: Limits
     placement: Placement
     pins: Pins
     memory: MemoryPlan
-    tokenizer_spec: TokenizerSpec | None  # for whoever needs a tokenizer of their own
-    facts: ModelFacts  # but for the tokenizer's eos: see ``model_facts``
+    tokenizer_spec: TokenizerSpec | None  # for other processes, which load their own
+    facts: ModelFacts  # without the tokenizer's eos: see ``model_facts``
     cache_dir: Path
-    bundle: Bundle | None  # one that fits, where the user gave one
+    bundle: Bundle | None  # the user's, which has been found to fit
 
     @cached_property
     def program(self) -> Program:
@@ -48,14 +45,14 @@ class EnginePlan:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Read on first use, which takes up to half a second and holds the GIL meanwhile."""
+        """The tokenizer, read on first use; that takes up to 0.5 s and holds the GIL."""
         if self.tokenizer_spec is None:
             return None
-        # here, as it imports Jinja and others: a quarter of what was imported before JAX
+        # imported here, since Jinja and others are a quarter of all imports before JAX
         from jaxinfer.text.tokenizer import load_tokenizer
 
         return load_tokenizer(self.tokenizer_spec)
 
     def read_tokenizer(self) -> None:
-        """Read it now, and raise ``TokenizerError`` when that cannot be done."""
+        """Read the tokenizer now; raises ``TokenizerError`` if that fails."""
         _ = self.tokenizer

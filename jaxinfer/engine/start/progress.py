@@ -1,7 +1,4 @@
-"""Progress on stderr: bars on a terminal, else a line for each finished task, and while it is long.
-
-Owns: the two drawings of ``core.progress.Progress``.
-"""
+"""Progress on stderr: bars on a terminal, else lines for finished and for long tasks."""
 
 from __future__ import annotations
 
@@ -13,16 +10,16 @@ from typing import TextIO
 
 from jaxinfer.core.progress import Advance, Progress
 
-LINE_SECONDS = 10.0  # between two lines of a task that goes on
+LINE_SECONDS = 10.0  # between two lines of a running task
 
 
 def progress_on(stream: TextIO) -> Progress:
-    """The drawing that suits the stream."""
+    """The implementation for a stream: bars for a terminal, else lines."""
     return BarProgress(stream) if stream.isatty() else LineProgress(stream)
 
 
 class LineProgress:
-    """For logs and pipes: says what was done and how long it took; what takes long, how far it is.
+    """For logs and pipes: one line for each finished task, and every 10 s for a running one.
 
     Tasks may be advanced from any thread.
     """
@@ -32,18 +29,18 @@ class LineProgress:
 
     @contextmanager
     def task(self, description: str, total: float | None) -> Generator[Advance]:
-        """See ``Progress``. A task that fails leaves no line; its error does."""
-        start = told = time.monotonic()
+        """See ``Progress``. A task that fails writes no line, as its error is reported."""
+        start = last_line = time.monotonic()
         done = 0.0
         lock = threading.Lock()
 
         def advance(amount: float) -> None:
-            nonlocal told, done
+            nonlocal last_line, done
             with lock:
                 done += amount
                 now = time.monotonic()
-                if total and now - told >= LINE_SECONDS:
-                    told = now
+                if total and now - last_line >= LINE_SECONDS:
+                    last_line = now
                     self.note(f"{description}: {done / total:.0%} after {now - start:.0f} s")
 
         yield advance
@@ -57,7 +54,7 @@ class LineProgress:
 
 
 class BarProgress:
-    """For people: a bar with the time left for each running task; finished bars disappear.
+    """For terminals: a bar with the time left for each running task; finished bars disappear.
 
     Tasks may overlap and may be advanced from any thread; one live display shows them all.
     """

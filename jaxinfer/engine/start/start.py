@@ -1,7 +1,7 @@
-"""The way to an engine in a process that has not imported JAX yet, which takes over a second.
+"""Builds an engine in a process that has not imported JAX yet, which takes over a second.
 
-Owns: ``start_engine`` and ``backend_starting``: JAX's backend starts while Python imports. A GPU's
-takes most of a second that needs no GIL.
+JAX's backend starts on a thread while Python imports; a GPU's takes most of a second, during which
+it does not need the GIL.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxinfer.core.collector import nothing_collected
 from jaxinfer.core.config import (
     BUNDLE_MANIFEST,
     DEFAULT_GPU_MEMORY_UTILIZATION,
@@ -23,6 +22,7 @@ from jaxinfer.core.config import (
     keep_xla_quiet,
     leave_out_line_info,
 )
+from jaxinfer.core.host_memory import gc_paused
 from jaxinfer.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def start_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
-    """See ``build.build_engine``, which this imports."""
+    """``build.build_engine``, imported while JAX's backend starts."""
     with backend_starting(config) as platform:
         from jaxinfer.engine.start.build import build_engine
     return build_engine(config, progress, platform)
@@ -38,32 +38,34 @@ def start_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
 
 @contextmanager
 def backend_starting(config: EngineConfig) -> Generator[Callable[[], str]]:
-    """Import within what needs JAX; its backend starts beside, and nothing is collected.
+    """Start JAX's backend on a thread while the block imports modules that need JAX.
 
-    Yields what waits for the backend: it returns its platform, or raises what kept it from
-    starting. Nobody else tells: JAX has a CPU by then, and answers with that the next time.
+    Yields a function that waits for the backend and returns its platform, or raises the error of
+    its start. The error is raised only once: afterwards JAX itself falls back to the CPU. The
+    garbage collector is paused in the block.
     """
-    with nothing_collected():
+    with gc_paused():
         import jax
 
-        share = _allocators_share(config)
+        share = _allocator_share(config)
         if share is None:
             yield jax.default_backend
             return
         bound_gpu_allocator(share)
         keep_xla_quiet()
-        leave_out_line_info()  # here: others must not change the environment while CUDA reads it
+        leave_out_line_info()  # now: the environment must not change while CUDA reads it
         started = Future[str]()
-        # no daemon: a process that ends meanwhile must not unload CUDA under its feet
+        # not a daemon: a process that exits must not unload CUDA while the backend starts
         threading.Thread(
             target=_start, args=(jax.default_backend, started), name="jax-backend"
         ).start()
         yield started.result
 
 
-def _allocators_share(config: EngineConfig) -> float | None:
-    """How much of a GPU is the allocator's, which must be known before; None of a bundle that
-    cannot be read, which whoever opens it tells.
+def _allocator_share(config: EngineConfig) -> float | None:
+    """The share of a GPU for JAX's allocator, which has to be set before the backend starts.
+
+    None if the bundle is unreadable; opening it reports the error.
     """
     share = config.gpu_memory_utilization
     if share is None and config.bundle is not None:

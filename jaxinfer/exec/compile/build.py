@@ -15,10 +15,9 @@ from typing import Any
 
 import jax
 
-from jaxinfer.core.collector import nothing_collected
 from jaxinfer.core.config import BUNDLE_MANIFEST
 from jaxinfer.core.errors import CacheError
-from jaxinfer.core.heap import release_free_heap
+from jaxinfer.core.host_memory import gc_paused, release_free_heap
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import OTHER_CACHE, build_once
 from jaxinfer.exec.compile.bundle import (
@@ -170,7 +169,7 @@ def compile_all(
     try:
         with (
             progress.task("compile", len(names)) as advance,
-            nothing_collected(),
+            gc_paused(),
             Toolchain(threads) as toolchain,
         ):
             steps = _Steps(program, folder, toolchain, pool, advance)

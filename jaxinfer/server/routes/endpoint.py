@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.core.errors import JaxinferError
-from jaxinfer.engine.link.client import MOST_APART
+from jaxinfer.engine.link.client import MAX_UNJOINED_DELTAS
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.guard import answer_error
 from jaxinfer.server.http.sse import EventStream, on_disconnect
@@ -67,7 +67,7 @@ class Call:
     async def updates(self, answer: Answer) -> list[ChoiceUpdate]:
         """All updates of an answer until its end; aborts it if the client disconnects."""
         updates: list[ChoiceUpdate] = []
-        max_updates = MOST_APART + 2 * len(answer.finish_reasons)
+        max_updates = MAX_UNJOINED_DELTAS + 2 * len(answer.finish_reasons)
         close = partial(self.service.close, answer)
         try:
             async with on_disconnect(self._receive, close):

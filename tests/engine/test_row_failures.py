@@ -1,4 +1,4 @@
-"""An error of one row ends its request alone, wherever it happens; others draw the same tokens."""
+"""An error of one row ends only its request; the other requests draw the same tokens."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from kit.tiny_models import tiny_model
 LIMITS = tiny_limits(max_num_seqs=4)
 PROMPTS = {"a": (72, 105, 33), "b": (9, 8, 7, 6), "c": (40, 41, 42, 43, 44), "d": (77,) * 9}
 PLAIN = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-BAD_SEED = 666  # of the request that fails
-ASKING = {
+BAD_SEED = 666  # marks the request that fails
+SAMPLING = {
     "plain": PLAIN,
     "logprobs": replace(PLAIN, logprobs=2),
     "penalty": replace(PLAIN, presence_penalty=1.0),
@@ -37,13 +37,13 @@ ASKING = {
 def answered(
     engine: Engine, sampling: dict[str, SamplingParams], late: Sequence[str] = ()
 ) -> dict[str, list[Delta]]:
-    """The deltas of each request; those that are ``late`` arrive while the others decode."""
+    """The deltas of each request; ``late`` requests arrive while the others decode."""
     deltas: dict[str, list[Delta]] = {name: [] for name in sampling}
     for name, one in sampling.items():
         if name not in late:
             engine.add_request(name, PROMPTS[name], one)
-    for turn in range(60):
-        if turn == 3:
+    for iteration in range(60):
+        if iteration == 3:
             for name in late:
                 engine.add_request(name, PROMPTS[name], sampling[name])
         if engine.has_work:
@@ -94,7 +94,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("when", ["together", "late"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_fails_for_a_row_on_the_host(
+def test_an_error_of_a_row_on_the_host(
     fault: str, when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = {
@@ -102,7 +102,9 @@ def test_what_fails_for_a_row_on_the_host(
         "admission": replace(PLAIN, presence_penalty=1.0),
         "logprobs": replace(PLAIN, logprobs=3),
     }[fault]
-    sampling = dict(zip(PROMPTS, ASKING.values(), strict=True)) | {"c": replace(bad, seed=BAD_SEED)}
+    sampling = dict(zip(PROMPTS, SAMPLING.values(), strict=True)) | {
+        "c": replace(bad, seed=BAD_SEED)
+    }
     late = ("c",) if when == "late" else ()
     expected = answered(engine_of(tiny_executor(LIMITS), LIMITS), sampling, late)
     engine = engine_of(tiny_executor(LIMITS), LIMITS)
@@ -111,14 +113,14 @@ def test_what_fails_for_a_row_on_the_host(
     monkeypatch.setattr(module, name, failing(function, is_bad))
     found = answered(engine, sampling, late)
     check_others(found, expected, "c", "injected")
-    assert "injected" in caplog.text, "the log has where it was"
+    assert "injected" in caplog.text, "the log has the traceback"
     monkeypatch.undo()
     again = answered(engine, sampling, late)
     assert {n: tokens(d) for n, d in again.items()} == {n: tokens(d) for n, d in expected.items()}
 
 
-def test_what_fails_in_the_text_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampling = dict(zip(PROMPTS, ASKING.values(), strict=True))
+def test_an_error_in_detokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = dict(zip(PROMPTS, SAMPLING.values(), strict=True))
     engine = engine_of(tiny_executor(LIMITS), LIMITS)
     expected = answered(engine, sampling)
     process = SequenceProcessor.process
@@ -133,19 +135,17 @@ def test_what_fails_in_the_text_of_an_answer(monkeypatch: pytest.MonkeyPatch) ->
     assert engine.stats().num_live_pages == 0
 
 
-@pytest.mark.parametrize("asking", ASKING)
+@pytest.mark.parametrize("kind", SAMPLING)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_logits_that_are_not_finite(asking: str, value: float) -> None:
-    """Of a request whose prompt has a token with damaged weights, whatever it asks for. Its pages
-    are used again at once.
-    """
-    model, params = tiny_model("mistral")  # whose head is not its embedding
+def test_logits_that_are_not_finite(kind: str, value: float) -> None:
+    """A prompt has a token whose embedding is damaged; its freed pages are reused at once."""
+    model, params = tiny_model("mistral")  # its head is not tied to the embedding
     damaged = {**params, "embed": params["embed"].at[77].set(value)}
     limits = tiny_limits(max_num_seqs=4, num_pages=20, enable_prefix_caching=False, windows=(7,))
     executor = tiny_executor(limits, "mistral")
-    whole = engine_of(executor, limits)
-    sampling = {name: PLAIN for name in PROMPTS} | {"d": ASKING[asking]}
-    expected = answered(whole, sampling)
+    undamaged = engine_of(executor, limits)
+    sampling = {name: PLAIN for name in PROMPTS} | {"d": SAMPLING[kind]}
+    expected = answered(undamaged, sampling)
     executor._weights = executor_module.flat_params(model, damaged)
     executor._head = executor_module.head_params(damaged)
     for _ in range(3):
@@ -154,7 +154,7 @@ def test_logits_that_are_not_finite(asking: str, value: float) -> None:
         assert not tokens(found["d"])
 
 
-def test_a_call_that_leaves_the_state_as_it_was_fails_its_step_alone(
+def test_a_failed_call_that_did_not_take_the_state_fails_only_its_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = engine_of(tiny_executor(LIMITS), LIMITS)
@@ -170,7 +170,7 @@ def test_a_call_that_leaves_the_state_as_it_was_fails_its_step_alone(
     assert "injected" in found["a"][-1].error and len(tokens(found["b"])) == 6
 
 
-def test_a_call_that_takes_the_state_and_fails_loses_the_device(
+def test_a_failed_call_that_took_the_state_stops_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = engine_of(tiny_executor(LIMITS), LIMITS)
@@ -186,8 +186,8 @@ def test_a_call_that_takes_the_state_and_fails_loses_the_device(
         engine.step()
 
 
-def test_the_bucket_that_is_told_is_the_one_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever rows ask for: ``padding_waste_ratio`` is made of these."""
+def test_the_reported_bucket_is_the_one_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all kinds of sampling: ``padding_waste_ratio`` is computed from these."""
     engine = engine_of(tiny_executor(LIMITS), LIMITS)
     ran: list[int] = []
     launched = Executor._launched
@@ -201,10 +201,10 @@ def test_the_bucket_that_is_told_is_the_one_that_ran(monkeypatch: pytest.MonkeyP
     plans: list[StepPlan] = []
     launch = Executor.launch
     monkeypatch.setattr(Executor, "launch", lambda self, p: plans.append(p) or launch(self, p))
-    told: list[int] = []
-    for name, sampling in zip(PROMPTS, ASKING.values(), strict=True):
+    reported: list[int] = []
+    for name, sampling in zip(PROMPTS, SAMPLING.values(), strict=True):
         engine.add_request(name, PROMPTS[name], sampling)
     while engine.has_work:
-        told += [step.num_bucket_tokens for step in engine.step().steps]
+        reported += [step.num_bucket_tokens for step in engine.step().steps]
     assert ran == [plan.bucket.num_seqs for plan in plans]
-    assert told == [plan.bucket.num_tokens for plan in plans]
+    assert reported == [plan.bucket.num_tokens for plan in plans]
