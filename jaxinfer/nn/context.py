@@ -57,7 +57,7 @@ class Angles(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepContext:
-    """A step as its layers see it; ``num_decodes`` and ``pins`` are static.
+    """A step as its layers see it; ``num_decodes``, ``pins`` and ``axis`` are static.
 
     ``pages`` has an entry for each group of layers, ``angles`` for each kind of rotation. A layer
     is given a context with its own alone (``of_layer``).
@@ -70,6 +70,9 @@ class StepContext:
     arrivals: jax.Ref | None = None  # int32[>= num_decodes * K]: see ``append_decode``
     num_decodes: int = field(default=0, metadata={"static": True})
     pins: Pins = field(default=NO_PINS, metadata={"static": True})
+    # the mesh axis by which heads and feed-forward columns are divided (``nn.placement.TENSOR``),
+    # inside ``jax.shard_map``; None where a device has all of them
+    axis: str | None = field(default=None, metadata={"static": True})
 
     def of_layer(self, group: int | None, rotation: int | None) -> StepContext:
         """The context of a layer of this group and this kind of rotation."""

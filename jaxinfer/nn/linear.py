@@ -89,9 +89,12 @@ def linear(
     bias: jax.Array | None = None,  # [O]
     partial: bool = False,
 ) -> jax.Array:  # [T, O], or with partial perhaps float32[S, T, O]
-    """``x @ w``. With ``partial`` the result may be the partial sums of a split-K kernel, which the
-    next norm adds up; a bias needs the whole sum.
+    """``x @ w``. A ``partial`` product joins the residual stream. It may be the partial sums of a
+    split-K kernel, which the next norm adds up; a bias needs the whole sum. On a mesh each device
+    has a share of ``x``'s columns and ``w``'s rows, and the devices' products are added here.
     """
-    split = partial and bias is None
+    split = partial and bias is None and ctx.axis is None
     y = skinny_gemm(x, w, split=split, impl=ctx.pinned("skinny_gemm"))
+    if partial and ctx.axis is not None:
+        y = jax.lax.psum(y, ctx.axis)
     return y if bias is None else y + bias

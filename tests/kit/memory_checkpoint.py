@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.text.spec import TokenizerSpec
+from jaxinfer.text.tokenizer_config import TokenizerSpec
 from jaxinfer.weights.checkpoint import TensorInfo
 from jaxinfer.weights.sources import ModelSource
 

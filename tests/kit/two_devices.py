@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.exec.compile.fingerprint import of_machine
@@ -20,7 +22,11 @@ from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
 from jaxinfer.models.tree import by_path
-from jaxinfer.nn.placement import Placement, default_placement, placement_on
+from jaxinfer.nn.context import Angles, StepContext, dense_context
+from jaxinfer.nn.decoder_config import LayerSpec
+from jaxinfer.nn.linear import Norm, Stream
+from jaxinfer.nn.placement import TENSOR, Placement, default_placement, placement_on
+from jaxinfer.nn.rope import rope_tables
 from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.sources import ModelSource, resolve_source
@@ -114,11 +120,50 @@ def check_state(placement: Placement) -> None:
         heads, dim = entry.shape
         assert {shard.data.shape[-2:] for shard in array.addressable_shards} == {(heads // 2, dim)}
         assert len(array.addressable_shards) == 2
-    assert all(array.is_fully_replicated for array in slots)
+    assert all(array.is_fully_replicated for array in jax.tree.leaves(slots))
     abstract = (program.state(), program.slots())
     jax.tree.map(_same_place, abstract, (state, slots))
     params = dummy_params(model, placement=placement, seed=0, progress=NoProgress())
     jax.tree.map(_same_place, program.params(), params)
+
+
+def check_layer(placement: Placement) -> None:
+    """A layer whose heads and columns are divided adds what the whole layer adds."""
+    model = build_model(CONFIG, "float32")
+    layer, params = model.config.decoder.layers[0], {}
+    for where in (default_placement(), placement):
+        params[where] = dummy_params(model, placement=where, seed=3, progress=NoProgress())
+    x = jax.random.normal(jax.random.key(0), (7, Q), "float32")
+    ctx, norm_weights = dense_context(len(x)), np.ones((2, Q), np.float32)
+
+    def added(layer: LayerSpec, params: Any, x: jax.Array, ctx: StepContext) -> jax.Array:
+        angles = (Angles(*rope_tables(layer.mixer.rope, ctx.positions)),)
+        mixer, ffn = layer.mixer.module(), layer.ffn.module()
+        variables, norm = {"params": params}, partial(Norm, norm_weights, eps=1e-5)
+        ctx = ctx.with_angles(angles)
+        x, delta, _ = mixer.apply(variables, Stream(x), norm(row=0), None, ctx)
+        x, delta = ffn.apply(variables, Stream(x + delta), norm(row=1), ctx)
+        return x + delta
+
+    whole = added(layer, params[default_placement()]["layers_0"], x, ctx)
+    shares = replace(
+        layer,
+        mixer=replace(
+            layer.mixer,
+            num_heads=layer.mixer.num_heads // 2,
+            num_kv_heads=layer.mixer.num_kv_heads // 2,
+        ),
+        ffn=replace(layer.ffn, width=layer.ffn.width // 2),
+    )
+    own = params[placement]["layers_0"]
+    specs = jax.tree.map(lambda array: array.sharding.spec, own)
+    divided = jax.shard_map(
+        lambda params, x: added(shares, params, x, replace(ctx, axis=TENSOR)),
+        mesh=placement.mesh,
+        in_specs=(specs, PartitionSpec()),
+        out_specs=PartitionSpec(),
+    )
+    np.testing.assert_allclose(jax.jit(divided)(own, x), whole, rtol=1e-5, atol=1e-5)
 
 
 def _same_place(abstract: jax.ShapeDtypeStruct, array: jax.Array) -> None:
@@ -134,6 +179,7 @@ def main(folder: Path) -> None:
     check_weights(folder, placement)
     check_stacks(placement, folder)
     check_state(placement)
+    check_layer(placement)
     second = jax.devices()[1]
     with jax.default_device(second):
         assert default_placement().device == second
