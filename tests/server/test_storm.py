@@ -13,7 +13,17 @@ from dataclasses import dataclass
 
 import pytest
 
-from bench.storm import AT_ONCE, SHARE_THAT_LEAVES, Body, Met, alone, any_body, storm, stream_of
+from bench.storm import (
+    AT_ONCE,
+    COMPLETIONS,
+    SHARE_THAT_LEAVES,
+    Body,
+    Met,
+    alone,
+    any_body,
+    storm,
+    stream_of,
+)
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
@@ -111,3 +121,18 @@ def test_a_storm_has_every_sampling_field() -> None:
     sent = {name for _ in range(100) for name in any_body(ids)}
     fields = set(SamplingParams.__struct_fields__) & set(CompletionRequest.__struct_fields__)
     assert fields - NEUTRAL <= sent
+
+
+def test_another_token_is_a_difference_unless_it_is_near(server: Serving) -> None:
+    """With a real model, as the simulated device knows no logits."""
+    body = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+
+    def found(tokens: list[int], near_tie: float) -> dict[str, int]:
+        return asyncio.run(alone(server.url, [(body, {0: tokens})], near_tie))
+
+    drawn: list[int] = server.post(COMPLETIONS, **body).json()["choices"][0]["token_ids"]
+    other = [(drawn[0] + 1) % 250, *drawn[1:]]
+    assert found(drawn, 0.0) == {"same": 1}
+    assert found(other, 1e-6) == {"different": 1}
+    assert found(other, 100.0) == {"near ties": 1}
+    assert found(drawn[:3], 100.0) == {"different": 1}
