@@ -257,11 +257,11 @@ def check_device(platform_of_backend: Callable[[], str] | None = None) -> str:
         return (platform_of_backend or jax.default_backend)()
     except Exception as error:  # JAX has no specific class for it
         clear_backends()  # else JAX would fall back to the CPU on the next call
-        asked = jax.config.jax_platforms  # type: ignore[attr-defined]
-        wanted = f" for JAX_PLATFORMS={asked}" if asked else ""
+        platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+        setting = f" for JAX_PLATFORMS={platforms}" if platforms else ""
         words = " ".join(f"{type(error).__name__} {error}".split())
         raise EngineError(
-            f"JAX finds no device{wanted} ({words}); check JAX_PLATFORMS, that jax[cuda12] or "
+            f"JAX finds no device{setting} ({words}); check JAX_PLATFORMS, that jax[cuda12] or "
             "jax[cuda13] is installed for a GPU, and `jaxinfer doctor`"
         ) from error
 
