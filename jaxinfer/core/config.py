@@ -153,7 +153,7 @@ class Limits(msgspec.Struct, frozen=True):
     # attention window of each group of layers, in tokens (None: the whole context)
     windows: tuple[int | None, ...] = (None,)
     query_tokens: int = 1  # tokens of a decode row: the last token drawn, then drafts
-    pools: bool = False  # whether requests may request the hidden state of their last token
+    pools: bool = False  # whether requests may yield hidden states instead of tokens
 
     @property
     def max_pages_per_seq(self) -> int:

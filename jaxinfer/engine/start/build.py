@@ -131,7 +131,7 @@ def _check_tuned() -> None:
 def _sizes(
     config: EngineConfig, model: Model, pins: Pins, placement: Placement
 ) -> tuple[MemoryPlan, Limits]:
-    """The memory plan, and the limits for which steps are compiled."""
+    """What is compiled for, and the memory that it takes."""
     max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
     decode_start, mixed_start = config.decode_bucket_start, config.mixed_bucket_start
     prefill_start, prefill_factor = config.prefill_bucket_start, config.prefill_bucket_factor
@@ -205,7 +205,7 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
 def write_planned(
     plan: EnginePlan, folder: Path, progress: Progress | None = None
 ) -> tuple[Manifest, bool]:
-    """Compile the executables of a plan into a bundle, without weights; see ``compile_bundle``."""
+    """Compile what a plan needs into a bundle; see ``compile_bundle``. Reads no weights."""
     program = Program(plan.model, plan.limits, pins=plan.pins)
     return compile_bundle(
         program,
