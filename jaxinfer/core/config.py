@@ -153,7 +153,7 @@ class Limits(msgspec.Struct, frozen=True):
     # attention window of each group of layers, in tokens (None: the whole context)
     windows: tuple[int | None, ...] = (None,)
     query_tokens: int = 1  # tokens of a decode row: the last token drawn, then drafts
-    pools: bool = False  # whether requests may request the hidden state of their last token
+    pools: bool = False  # whether requests may yield hidden states instead of tokens
     # rows behind the slots for copies of their layer state (``sched.snapshots``); 0 for models
     # without such state. A model with it has prefix caching only with snapshots
     num_snapshots: int = 0

@@ -111,10 +111,10 @@ def _checked(name: str, value: Any, type_name: Any) -> Any:
         return _texts(name, value)
     if name in MAPPINGS:
         return _mapping(name, value)
-    wanted = bool if type_name == "bool" else str
-    if not isinstance(value, wanted):
+    expected = bool if type_name == "bool" else str
+    if not isinstance(value, expected):
         raise ConfigError(
-            f"{name} must be {'True or False' if wanted is bool else 'text'}, got {value!r}"
+            f"{name} must be {'True or False' if expected is bool else 'text'}, got {value!r}"
         )
     return value
 

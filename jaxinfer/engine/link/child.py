@@ -1,7 +1,7 @@
 """The engine's own process: ``python -m jaxinfer.engine.link.child FD``, started by ``spawn``.
 
 It builds the engine that the server requests over the socket ``FD``, runs it, and ends as soon as
-the server's process has gone, also during a build.
+the server's process has exited, also during a build.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.loop.engine import Engine
 
 RETRY_SECONDS = 0.01  # from an interrupt that the garbage collector dropped to the next one
-CLEANUP_SECONDS = 0.5  # to remove temporary files, if the server has gone during a build
+CLEANUP_SECONDS = 0.5  # to remove temporary files, if the server exits during a build
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def load_planner(settings: Callable[[], EngineConfig]) -> Planner:
 
 
 class EngineChild:
-    """The engine of this process: built, then run until the server stops it or has gone."""
+    """The engine of this process: built, then run until the server stops it or exits."""
 
     def __init__(self, channel: Channel[FromEngine, ToEngine]) -> None:
         self._channel = channel
@@ -102,7 +102,7 @@ class EngineChild:
         threading.Thread(target=self._follow, daemon=True).start()
         try:
             error = self._serve(load)
-        except KeyboardInterrupt:  # the server has gone
+        except KeyboardInterrupt:  # the server has exited
             return 1
         self._channel.send(failed(error))
         self._channel.flush()
@@ -137,7 +137,7 @@ class EngineChild:
         return thread.wait()
 
     def _follow(self) -> None:
-        """Pass commands to the engine until the server has gone, then end this process."""
+        """Pass commands to the engine until the server exits, then end this process."""
         try:
             for message in self._channel.messages():
                 if isinstance(message, Build):

@@ -158,7 +158,7 @@ class EngineProcess:
             raise RequestError(f"the request cannot be sent to the engine: {error}") from error
 
     def _follow(self, listener: Listener) -> None:
-        """Pass messages to the listener until the engine has gone."""
+        """Pass messages to the listener until the engine's process exits."""
         error: JaxinferError | None = None
         try:
             for message in self._messages:

@@ -119,7 +119,7 @@ class Channel[Sent, Received]:
             yield self._decoder.decode(frame)
 
     def flush(self) -> None:
-        """Wait until all messages are sent or the peer has gone. Send none afterwards."""
+        """Wait until all messages are sent or the peer has closed. Send none afterwards."""
         self._frames.put(None)
         self._writer.join()
 
@@ -135,7 +135,7 @@ class Channel[Sent, Received]:
             try:
                 self._socket.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
             except OSError:
-                return  # the peer has gone, which ends ``messages`` too
+                return  # the peer has closed, which ends ``messages`` too
 
     def _read(self, size: int) -> bytearray | None:
         """Read exactly ``size`` bytes; None if the peer has closed its end before."""
