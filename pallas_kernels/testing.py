@@ -1,4 +1,4 @@
-"""Trying an implementation: run it and the reference on a poisoned case, compare.
+"""Comparison of an implementation with the op's definition on a poisoned case.
 
 Owns: ``mismatch`` and ``runnable``; the sweep test and the bench are loops over these.
 """
@@ -22,17 +22,17 @@ def runnable(impl: Impl, inputs: Inputs) -> str | None:
 def mismatch(op: KernelOp, impl: Impl, case: Case, inputs: Inputs) -> str | None:
     """How the implementation's jitted result differs from the definition's, or None.
 
-    NaN in the result counts as a difference: the inputs hold NaN wherever the op must not look.
+    NaN in the result counts as a difference: the inputs are NaN wherever the op must not read.
     """
     expected = op.observable(op.ref(*inputs.args, **inputs.static))
 
     @jax.jit
     def run(*args: Any) -> tuple[Any, list[jax.Array]]:
-        handed = with_refs(op, dict(enumerate(args)))
-        outputs = impl.fn(*handed.values(), **inputs.static)
-        return outputs, [handed[i][...] for i in op.refs if handed[i] is not None]
+        passed = with_refs(op, dict(enumerate(args)))
+        outputs = impl.fn(*passed.values(), **inputs.static)
+        return outputs, [passed[i][...] for i in op.refs if passed[i] is not None]
 
-    outputs, left = run(*jax.tree.map(jnp.asarray, inputs.args))
+    outputs, after = run(*jax.tree.map(jnp.asarray, inputs.args))
     actual = op.observable(outputs)
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     for index, (got, want) in enumerate(pairs):
@@ -47,7 +47,7 @@ def mismatch(op: KernelOp, impl: Impl, case: Case, inputs: Inputs) -> str | None
         worst = float(error.max(initial=0.0))
         if not worst <= bound:  # also true for NaN
             return f"{where}: off by {worst:.3g}, at most {bound:.3g} is accepted"
-    found = [inputs.args[i] for i in op.refs if inputs.args[i] is not None]
-    if not all(np.array_equal(*pair) for pair in zip(found, left, strict=True)):
-        return f"{op.name}/{impl.name}/{case.name} leaves a reference changed"
+    before = [inputs.args[i] for i in op.refs if inputs.args[i] is not None]
+    if not all(np.array_equal(*pair) for pair in zip(before, after, strict=True)):
+        return f"{op.name}/{impl.name}/{case.name} changes an argument that it takes as a Ref"
     return None

@@ -46,7 +46,7 @@ SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 # norm_gemm stands for switches that off as well.
 KERNELS = {
     "append_decode": "triton",
-    "norm_gemm": "apart",
+    "norm_gemm": "unfused",
     "paged_prefill": "triton",
     "publish": "xla",
     "qk_rope_append": "xla",

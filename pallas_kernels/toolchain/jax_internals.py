@@ -26,7 +26,7 @@ OPAQUE = "opaque"  # its attribute: a compressed TritonAnyKernelCall (jaxlib/gpu
 MOSAIC = "jax.experimental.pallas.mosaic_gpu"  # the language; importing it loads Mosaic's runtime
 MOSAIC_CALL = "mosaic_gpu_v2"  # the custom call of a kernel in Mosaic
 MODULE, HASH = "module", "kernel_hash"  # its attributes: the kernel, and the key of Mosaic's cache
-WAIT = "griddepcontrol.wait"  # ``pdl.await_kernel_before`` in a Mosaic module
+WAIT = "griddepcontrol.wait"  # ``pdl.grid_dependency_wait`` in a Mosaic module
 USES_PDL = "mosaic_gpu.uses_pdl"  # mark of a module whose kernel may begin early
 
 ALIASES = "output_operand_aliases"

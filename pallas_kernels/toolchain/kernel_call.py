@@ -23,7 +23,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from pallas_kernels.device import Device, current_device, described
+from pallas_kernels.device import Device, compiling_for, current_device
 from pallas_kernels.toolchain.jax_internals import (
     HASH,
     LOWERING_SETTINGS,
@@ -85,7 +85,7 @@ class Kernel:
         """The shapes of its results."""
         if self.returned is not None:
             return self.returned
-        with described(self.device):
+        with compiling_for(self.device):
             return jax.eval_shape(self._function(), *self.shapes)
 
     def lower(self) -> bytes:
@@ -93,7 +93,7 @@ class Kernel:
 
         Raises ValueError when its results are not those that ``returned`` says.
         """
-        with _LOWERING, described(self.device), _set((*self.settings, *LOWERING_SETTINGS)):
+        with _LOWERING, compiling_for(self.device), _set((*self.settings, *LOWERING_SETTINGS)):
             exported = self.exported(self._function())
         said, made = (_listed(x) for x in (jax.tree.leaves(self.returned), exported.out_avals))
         if self.returned is not None and said != made:

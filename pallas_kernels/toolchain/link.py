@@ -27,7 +27,7 @@ from pallas_kernels.toolchain.jax_internals import (
     stablehlo,
     within,
 )
-from pallas_kernels.toolchain.link_modules import Launch, linked_module
+from pallas_kernels.toolchain.link_modules import LinkedLaunch, linked_module
 from pallas_kernels.toolchain.machine_code import KernelCall
 
 LIVE_OUT = 1 << 30  # time of a read outside the run
@@ -49,7 +49,7 @@ def link_kernels(module: Any, source_of: Source) -> list[KernelCall]:
         }
         block = functions["main"].regions[0].blocks[0]
         _inline(block, functions)
-        made: dict[tuple[Launch, ...], KernelCall] = {}  # layers share theirs
+        made: dict[tuple[LinkedLaunch, ...], KernelCall] = {}  # layers share theirs
         for run in list(_runs(block)):
             _Linked(run).replace(source_of, made)
         _drop_unused(functions)
@@ -174,7 +174,7 @@ class _Linked:
     free: list[tuple[int, int]] = field(default_factory=list)  # time of the last read, output
     places: dict[ir.Value, tuple[bool, int]] = field(default_factory=dict)  # is it an output, index
 
-    def replace(self, source_of: Source, made: dict[tuple[Launch, ...], KernelCall]) -> None:
+    def replace(self, source_of: Source, made: dict[tuple[LinkedLaunch, ...], KernelCall]) -> None:
         """Replace the run; ``made`` holds the calls of other runs, and then this one's."""
         kernels = [operation for operation in self.run if _is_kernel(operation)]
         last_reads = self._last_reads()
@@ -188,7 +188,7 @@ class _Linked:
                 self.places[operation.results[0]] = self._place(operation.operands[0])
         first_output = len(self.inputs)
         launches = tuple(
-            Launch(source, tuple(i + first_output * is_output for is_output, i in arrays))
+            LinkedLaunch(source, tuple(i + first_output * is_output for is_output, i in arrays))
             for source, arrays in launched
         )
         known = made.get(launches)

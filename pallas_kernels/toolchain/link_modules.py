@@ -30,7 +30,7 @@ type Value = Any  # an ir.Value that an operation made
 type Attributes = dict[str, Any]
 
 
-class Launch(NamedTuple):
+class LinkedLaunch(NamedTuple):
     """One kernel of a linked call: its Mosaic module, and for each of its arrays the index of that
     array among the call's.
     """
@@ -39,7 +39,7 @@ class Launch(NamedTuple):
     arrays: tuple[int, ...]
 
 
-def linked_module(launches: Sequence[Launch]) -> bytes:
+def linked_module(launches: Sequence[LinkedLaunch]) -> bytes:
     """The module of all launches, in order, as Mosaic compiles it.
 
     Each but the first may begin before the previous one has ended, if its kernel waits for that
@@ -58,7 +58,7 @@ def linked_module(launches: Sequence[Launch]) -> bytes:
         return mosaic_bytecode(module)
 
 
-def _host_launch(i: int, launch: Launch, kernels: dict[bytes, _Kernel]) -> HostLaunch:
+def _host_launch(i: int, launch: LinkedLaunch, kernels: dict[bytes, _Kernel]) -> HostLaunch:
     kernel = kernels[launch.source]
     return HostLaunch(kernel.number, launch.arrays, begins_early=i > 0 and kernel.waits)
 

@@ -151,9 +151,7 @@ def described_device(device: Device) -> Any:
     """Jax's device for ``device``, one NVIDIA GPU, to compile for; it need not be present."""
     major, minor = device.compute_capability.split(".")
     features = OWN_FEATURES if int(major) >= FIRST_WITH_FEATURES else ""
-    target = TARGET.format(
-        major=major, minor=minor, features=features, cores=device.multiprocessors
-    )
+    target = TARGET.format(major=major, minor=minor, features=features, cores=device.num_sms)
     described = topologies.get_topology_desc(
         platform="cuda", topology="1x1x1", target_config=target
     )

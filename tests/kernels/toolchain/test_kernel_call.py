@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.interpreters.mlir import ir, make_ir_context
 
-from pallas_kernels.device import Device, described
+from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.registry import imported_when_called
 from pallas_kernels.toolchain import machine_code
 from pallas_kernels.toolchain.find import kernels_in
@@ -103,7 +103,7 @@ def test_kernels_in_mosaic_are_lowered_once_on_a_gpu(
     platform = "cuda" if device == GPU else "cpu"
     for shift in range(3):
         step = jax.jit(lambda x, y, n=shift: product(x, y, scale=1.0)[0] + n)
-        with described(device):
+        with compiling_for(device):
             traced = step.trace(X, Y)
         traced.lower(lowering_platforms=(platform,))  # where nobody describes the device
     assert kernel.traces == traces
@@ -119,7 +119,7 @@ def test_a_kernel_that_is_handed_a_reference_is_called_as_it_is(module: Module) 
         return kernel(x, ref, None) + jax.freeze(ref)
 
     kernel = imported_when_called(module(increment=increment), "increment")
-    with described(GPU):
+    with compiling_for(GPU):
         np.testing.assert_allclose(jax.jit(step)(X), 3.0 * X + 2.0)
 
 

@@ -26,7 +26,7 @@ from pallas_kernels.toolchain.jax_internals import (
     attribute_of,
     custom_calls,
 )
-from pallas_kernels.toolchain.link_modules import Launch
+from pallas_kernels.toolchain.link_modules import LinkedLaunch
 
 X = jax.ShapeDtypeStruct((4, 64), jnp.bfloat16)
 POOL = jax.ShapeDtypeStruct((16, 64), jnp.bfloat16)
@@ -53,7 +53,7 @@ class Step:
 
     fn: Fn
     shapes: Sequence[jax.ShapeDtypeStruct]
-    launches: dict[bytes, tuple[Launch, ...]] = field(default_factory=dict)  # by linked module
+    launches: dict[bytes, tuple[LinkedLaunch, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         traced = jax.jit(self.fn).trace(*self.shapes)
@@ -130,7 +130,7 @@ def linked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Step], int]:
             KERNELS[module] = len(call.operands), tuple(aliases_of(call).values())
             sources[attribute_of(call, HASH)] = module
 
-        def linked_module(launches: Sequence[Launch]) -> bytes:
+        def linked_module(launches: Sequence[LinkedLaunch]) -> bytes:
             name = f"linked {len(step.launches)}".encode()
             step.launches[name] = tuple(launches)
             return name

@@ -15,7 +15,7 @@ from jax.extend.mlir import deserialize_portable_artifact
 from jax.interpreters.mlir import ir, make_ir_context
 
 from pallas_kernels.device import Device
-from pallas_kernels.pdl import await_kernel_before, let_next_begin
+from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
 from pallas_kernels.toolchain import link_modules
 from pallas_kernels.toolchain.jax_internals import (
     HASH,
@@ -30,16 +30,16 @@ from pallas_kernels.toolchain.jax_internals import (
 )
 from pallas_kernels.toolchain.kernel_call import Kernel
 from pallas_kernels.toolchain.link import link_kernels
-from pallas_kernels.toolchain.link_modules import Launch, linked_module
+from pallas_kernels.toolchain.link_modules import LinkedLaunch, linked_module
 
-H200 = Device("gpu", "NVIDIA H200", "9.0", multiprocessors=132)
+H200 = Device("gpu", "NVIDIA H200", "9.0", num_sms=132)
 X = jax.ShapeDtypeStruct((4, 256), jnp.bfloat16)
 
 
 def _copy(scale: float, *, early: bool, x: Any, out: Any) -> None:
     if early:
-        let_next_begin()
-        await_kernel_before()
+        launch_dependents()
+        grid_dependency_wait()
     row = jax.lax.axis_index("row")
     out[row] = x[row] * scale
 
@@ -102,25 +102,27 @@ def test_a_kernel_by_itself_is_launched_as_any_other(waits: bytes) -> None:
 
 
 def test_each_source_is_one_kernel(waits: bytes, does_not_wait: bytes) -> None:
-    launches = [Launch(waits, (0, 1)), Launch(does_not_wait, (1, 2)), Launch(waits, (2, 3))]
+    sources = (waits, does_not_wait, waits)
+    launches = [LinkedLaunch(source, (i, i + 1)) for i, source in enumerate(sources)]
     module = linked_module(launches)
     assert re.findall(r"gpu\.func @(\w+)", text(module)) == ["nothing", "k0", "k1"]
     assert text(module).count("griddepcontrol.wait") == 1
 
 
 def test_who_waits_begins_early_but_for_the_first(waits: bytes, does_not_wait: bytes) -> None:
-    launches = [Launch(waits, (0, 1)), Launch(does_not_wait, (1, 2)), Launch(waits, (2, 3))]
+    sources = (waits, does_not_wait, waits)
+    launches = [LinkedLaunch(source, (i, i + 1)) for i, source in enumerate(sources)]
     assert launched(linked_module(launches)) == [("k0", False), ("k1", False), ("k0", True)]
 
 
 def test_arrays_of_a_launch_are_where_it_was_said(waits: bytes) -> None:
-    module = text(linked_module([Launch(waits, (0, 7)), Launch(waits, (7, 3))]))
+    module = text(linked_module([LinkedLaunch(waits, (0, 7)), LinkedLaunch(waits, (7, 3))]))
     assert re.search(r"@places\(dense<\[0, 7, 7, 3\]> : tensor<4xi32>\)", module)
 
 
 def test_a_kernel_takes_nothing_but_what_its_host_loads(waits: bytes) -> None:
     """The pass that Mosaic runs makes kernels of what follows ``gpu.launch`` alone."""
-    module = text(linked_module([Launch(waits, (0, 1)), Launch(waits, (1, 2))]))
+    module = text(linked_module([LinkedLaunch(waits, (0, 1)), LinkedLaunch(waits, (1, 2))]))
     assert "gpu.launch " not in module
     assert module.count("gpu.launch_func") == 1
     (arguments,) = re.findall(r"gpu\.func @k0\(([^)]*)\)", module)
@@ -129,7 +131,7 @@ def test_a_kernel_takes_nothing_but_what_its_host_loads(waits: bytes) -> None:
 
 
 def test_the_same_launches_are_the_same_bytes(waits: bytes) -> None:
-    launches: Sequence[Launch] = [Launch(waits, (0, 1)), Launch(waits, (1, 2))]
+    launches: Sequence[LinkedLaunch] = [LinkedLaunch(waits, (0, 1)), LinkedLaunch(waits, (1, 2))]
     assert linked_module(launches) == linked_module(launches)
 
 
@@ -139,7 +141,7 @@ def test_blocks_of_two_dimensions_are_refused(
     numbers = iter((4, 1, 1, 128, 2, 1, 0, 0, 0))
     monkeypatch.setattr(link_modules, "_number", lambda _: next(numbers))
     with pytest.raises(ValueError, match="more than one dimension"):
-        linked_module([Launch(waits, (0, 1))])
+        linked_module([LinkedLaunch(waits, (0, 1))])
 
 
 def test_a_step_is_linked_with_what_its_kernels_are(waits: bytes) -> None:

@@ -13,7 +13,7 @@ import pytest
 from jax import export
 from jax.experimental import serialize_executable
 
-from pallas_kernels.device import Device, current_device, described
+from pallas_kernels.device import Device, compiling_for, current_device
 from pallas_kernels.skinny_gemm.api import skinny_gemm
 from pallas_kernels.toolchain.find import kernels_in
 from pallas_kernels.toolchain.kernel_call import LoweredKernel
@@ -66,7 +66,7 @@ def test_arrays_are_changed_in_place() -> None:
 @pytest.mark.skipif(not HAS_CUDA, reason="XLA's compiler for NVIDIA GPUs is in JAX's CUDA plugin")
 def test_a_kernel_is_compiled_for_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((128, 512), (512, 128))]
-    with described(Device("gpu", "NVIDIA H200", "9.0")):
+    with compiling_for(Device("gpu", "NVIDIA H200", "9.0")):
         (kernel,) = kernels_in(jax.jit(skinny_gemm).trace(*shapes).jaxpr)
     assert isinstance(kernel, LoweredKernel)
     made: list[bytes] = []

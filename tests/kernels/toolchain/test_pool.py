@@ -24,7 +24,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters.mlir import ir, make_ir_context
 
 from pallas_kernels.append_decode.api import append_decode
-from pallas_kernels.device import Device, described
+from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.norm_gemm.api import norm_gemm
 from pallas_kernels.paged_prefill.api import paged_prefill
 from pallas_kernels.skinny_gemm.api import skinny_gemm
@@ -74,7 +74,7 @@ WITH_PARTS = {"parts": (partial(skinny_gemm, split=True), (array(8, 4096), array
 def kernel_of(name: str) -> Kernel:
     """The one that a step on an H200 would have in it."""
     call, args = (CALLS | WITH_PARTS)[name]
-    with described(H200):
+    with compiling_for(H200):
         (found,) = kernels_in(jax.jit(call).trace(*args).jaxpr)
     assert isinstance(found, LoweredKernel)
     return found.kernel
