@@ -35,15 +35,16 @@ def mismatch(op: KernelOp, impl: Impl, case: Case, inputs: Inputs) -> str | None
     outputs, after = run(*jax.tree.map(jnp.asarray, inputs.args))
     actual = op.observable(outputs)
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    for index, (got, want) in enumerate(pairs):
+    for index, (result, reference) in enumerate(pairs):
         where = f"{op.name}/{impl.name}/{case.name} output {index}"
-        if got.shape != want.shape or got.dtype != want.dtype:
-            return f"{where}: {got.dtype}{got.shape} instead of {want.dtype}{want.shape}"
-        got64, want64 = np.asarray(got, np.float64), np.asarray(want, np.float64)
-        if not np.isfinite(want64).all():
+        if result.shape != reference.shape or result.dtype != reference.dtype:
+            types = f"{result.dtype}{result.shape} instead of {reference.dtype}{reference.shape}"
+            return f"{where}: {types}"
+        result64, reference64 = np.asarray(result, np.float64), np.asarray(reference, np.float64)
+        if not np.isfinite(reference64).all():
             return f"{where}: the reference itself is not finite"
-        error = np.abs(got64 - want64) / (1.0 + np.abs(want64))
-        bound = op.tolerance[str(want.dtype)]
+        error = np.abs(result64 - reference64) / (1.0 + np.abs(reference64))
+        bound = op.tolerance[str(reference.dtype)]
         worst = float(error.max(initial=0.0))
         if not worst <= bound:  # also true for NaN
             return f"{where}: off by {worst:.3g}, at most {bound:.3g} is accepted"

@@ -154,9 +154,9 @@ def _bracket(
         if highest < float("inf"):
             which = tl.arange(0, LEVELS)
             level = _level(lowest, highest, which, LEVELS)
-            part = tl.arange(0, TILES_TILE)[:, None]
-            at = masses + part * LEVELS + which[None, :]
-            reached = tl.sum(tl.load(at, mask=part < NUM_TILES, other=0.0), 0)
+            tile = tl.arange(0, TILES_TILE)[:, None]
+            at = masses + tile * LEVELS + which[None, :]
+            reached = tl.sum(tl.load(at, mask=tile < NUM_TILES, other=0.0), 0)
             enough = (reached >= mass) | (which == 0)
             low = tl.max(tl.where(enough, level, float("-inf")), 0)
             high = tl.min(tl.where(enough, float("inf"), level), 0)

@@ -1,4 +1,4 @@
-"""append_decode's arguments are checked."""
+"""append_decode: errors for bad arguments."""
 
 from __future__ import annotations
 

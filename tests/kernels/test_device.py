@@ -1,4 +1,4 @@
-"""Which device kernels are made for."""
+"""The device that kernels are compiled for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pallas_kernels.tuned import lookup
 H200 = Device("gpu", "NVIDIA H200", "9.0")
 
 
-def test_it_is_jaxs_own_unless_another_is_described() -> None:
+def test_it_is_jaxs_device_unless_another_is_set() -> None:
     assert current_device() == Device("cpu", jax.devices()[0].device_kind, "none")
     with compiling_for(H200):
         assert current_device() == H200
@@ -29,7 +29,7 @@ def test_it_is_jaxs_own_unless_another_is_described() -> None:
     assert current_device().platform == "cpu"
 
 
-def test_multiprocessors_are_the_devices_own_where_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_num_sms_is_the_devices_core_count(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = swiglu_gemm.SwigluSizes(8192, 2560, 9728)
     assert swiglu_gemm.heuristic_config(sizes).group == 16
     device = SimpleNamespace(platform="gpu", device_kind="small", core_count=24)
@@ -44,7 +44,7 @@ def test_it_follows_jaxs_setting(chosen: str | jax.Device) -> None:
         assert current_device().platform == "cpu"
 
 
-def test_all_that_depends_on_a_device_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_device_dependent_function_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     files: list[str] = []
     monkeypatch.setattr(
         "pallas_kernels.tuned.read_choices", lambda file: files.append(str(file)) or {}

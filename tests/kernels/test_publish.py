@@ -1,4 +1,4 @@
-"""publish: what it writes into memory, and arguments that are checked."""
+"""publish: writes to host memory, and errors for bad arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linked modules: each kernel once, all launches in order, and who of them may begin early."""
+"""Linked modules: each kernel once, all launches in order, and which may start early."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _copy(scale: float, *, early: bool, x: Any, out: Any) -> None:
 
 
 def scaled(x: jax.Array, *, scale: float, early: bool) -> jax.Array:
-    """A kernel of one program a row."""
+    """A kernel with one CTA per row."""
 
     def body(x: Any, out: Any) -> None:
         _copy(scale, early=early, x=x, out=out)
@@ -55,7 +55,7 @@ def scaled(x: jax.Array, *, scale: float, early: bool) -> jax.Array:
 
 
 def source(*, scale: float = 2.0, early: bool = True) -> bytes:
-    """The kernel's module as executables hold it."""
+    """The kernel's module as in executables."""
     settings = tuple((name, getattr(jax.config, name)) for name in TRACE_SETTINGS)
     static = (("scale", scale), ("early", early))
     kernel = Kernel(__name__, "scaled", (X,), static, H200, settings)
@@ -96,7 +96,7 @@ def launched(module: bytes) -> list[tuple[str, bool]]:
     return found
 
 
-def test_a_kernel_by_itself_is_launched_as_any_other(waits: bytes) -> None:
+def test_an_unlinked_kernel_has_no_programmatic_edge(waits: bytes) -> None:
     assert USES_PDL not in text(waits)
     assert "griddepcontrol.wait" in text(waits)
 
@@ -109,19 +109,19 @@ def test_each_source_is_one_kernel(waits: bytes, does_not_wait: bytes) -> None:
     assert text(module).count("griddepcontrol.wait") == 1
 
 
-def test_who_waits_begins_early_but_for_the_first(waits: bytes, does_not_wait: bytes) -> None:
+def test_waiting_kernels_start_early_except_the_first(waits: bytes, does_not_wait: bytes) -> None:
     sources = (waits, does_not_wait, waits)
     launches = [LinkedLaunch(source, (i, i + 1)) for i, source in enumerate(sources)]
     assert launched(linked_module(launches)) == [("k0", False), ("k1", False), ("k0", True)]
 
 
-def test_arrays_of_a_launch_are_where_it_was_said(waits: bytes) -> None:
+def test_arrays_of_a_launch_are_at_their_indices(waits: bytes) -> None:
     module = text(linked_module([LinkedLaunch(waits, (0, 7)), LinkedLaunch(waits, (7, 3))]))
     assert re.search(r"@places\(dense<\[0, 7, 7, 3\]> : tensor<4xi32>\)", module)
 
 
-def test_a_kernel_takes_nothing_but_what_its_host_loads(waits: bytes) -> None:
-    """The pass that Mosaic runs makes kernels of what follows ``gpu.launch`` alone."""
+def test_kernel_parameters_are_values_that_the_host_loads(waits: bytes) -> None:
+    """Mosaic's pass handles host values for ``gpu.launch`` only."""
     module = text(linked_module([LinkedLaunch(waits, (0, 1)), LinkedLaunch(waits, (1, 2))]))
     assert "gpu.launch " not in module
     assert module.count("gpu.launch_func") == 1
@@ -144,7 +144,7 @@ def test_blocks_of_two_dimensions_are_refused(
         linked_module([LinkedLaunch(waits, (0, 1))])
 
 
-def test_a_step_is_linked_with_what_its_kernels_are(waits: bytes) -> None:
+def test_a_step_is_linked_with_its_kernels(waits: bytes) -> None:
     def step(x: jax.Array) -> jax.Array:
         for _ in range(3):
             x = scaled(x, scale=2.0, early=True)
