@@ -214,7 +214,7 @@ def _tile(
         common_block = jnp.minimum(_num_blocks(end - spec.window + BLOCK - 1), end_block)
     diagonal_block = jnp.maximum(_num_blocks(position + 1), common_block)
     blocks = (first_block, common_block, diagonal_block, end_block)
-    token = aligned_token * TOKEN_ALIGNMENT  # the product tells Mosaic about the alignment
+    token = aligned_token * TOKEN_ALIGNMENT  # Mosaic infers the alignment from this multiplication
     return Tile(head, row, token, lead, count, position, end, *blocks, blocks_before, index)
 
 

@@ -146,8 +146,8 @@ class _Kernel:
         return taken
 
     def _uses_from_outside(self) -> dict[Value, list[tuple[Any, int]]]:
-        """The values of the host code that the body uses, and where. It asks the host code's few
-        values for their uses: the body has tens of thousands of operations.
+        """The host code's values that the body uses, with those uses. Found from the host code's
+        few values, since the body has tens of thousands of operations.
         """
         made = [value for op in self._host.operations for value in op.operation.results]
         found: dict[Value, list[tuple[Any, int]]] = {}
