@@ -54,45 +54,45 @@ class Tunable:
     impl: str = "triton"
 
     @property
-    def launched(self) -> Callable[..., Any]:
+    def launch_with(self) -> Callable[..., Any]:
         """The op's implementation, with the choice before its arguments."""
         module = f"pallas_kernels.{self.op.name}.{self.impl}"
         if self.impl != "mosaic":
-            return imported_when_called(module, "launched")
+            return imported_when_called(module, "launch_with")
         # Lowered once for a chain of calls: 6 of append_decode take 3 s of Python (were 15 s).
-        function = importlib.import_module(module).launched
+        function = importlib.import_module(module).launch_with
         static = inspect.getfullargspec(function).kwonlyargs
         return jax.jit(function, static_argnums=0, static_argnames=static)
 
 
-def _append_starts(case: Any, args: Sequence[Any]) -> Sequence[append_decode_launch.Launch]:
+def _append_starts(case: Any, args: Sequence[Any]) -> Sequence[append_decode_launch.TritonConfig]:
     qkv, _, _, _, k_pages, _, page_table, _, _ = args
-    return (append_decode_launch.by_rule(qkv, k_pages, page_table),)
+    return (append_decode_launch.heuristic_config(qkv, k_pages, page_table),)
 
 
 def _append_mosaic_starts(
     case: Any, args: Sequence[Any]
-) -> Sequence[append_decode_mosaic_launch.Launch]:
+) -> Sequence[append_decode_mosaic_launch.MosaicConfig]:
     qkv, _, _, _, k_pages, _, page_table, _, _ = args
-    return (append_decode_mosaic_launch.by_rule(qkv, k_pages, page_table),)
+    return (append_decode_mosaic_launch.heuristic_config(qkv, k_pages, page_table),)
 
 
-def _prefill_starts(case: Any, args: Sequence[Any]) -> Sequence[paged_prefill_launch.Launch]:
+def _prefill_starts(case: Any, args: Sequence[Any]) -> Sequence[paged_prefill_launch.TritonConfig]:
     """Small and large tiles, since the best number of warps depends on them."""
     tiles = ((64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3))
-    choices = (paged_prefill_launch.Launch(*tile) for tile in tiles)
-    return tuple(dict.fromkeys((paged_prefill_launch.by_rule(args[0]), *choices)))
+    choices = (paged_prefill_launch.TritonConfig(*tile) for tile in tiles)
+    return tuple(dict.fromkeys((paged_prefill_launch.heuristic_config(args[0]), *choices)))
 
 
-def _gemm_starts(case: Any, args: Sequence[Any]) -> Sequence[skinny_gemm_launch.Launch]:
-    return (skinny_gemm_launch.by_rule(case.sizes),)
+def _gemm_starts(case: Any, args: Sequence[Any]) -> Sequence[skinny_gemm_launch.GemmConfig]:
+    return (skinny_gemm_launch.heuristic_config(case.sizes),)
 
 
-def _swiglu_starts(case: Any, args: Sequence[Any]) -> Sequence[swiglu_gemm_launch.Launch]:
-    """Large and small tiles, since the best other values depend on them."""
+def _swiglu_starts(case: Any, args: Sequence[Any]) -> Sequence[swiglu_gemm_launch.SwigluConfig]:
+    """Large and small tiles: the best of the rest depends on them."""
     sizes = swiglu_gemm_launch.sizes_of(*args)
-    small = swiglu_gemm_launch.Launch(128, 64, 64, 6, 2, 8)
-    return (swiglu_gemm_launch.by_rule(sizes), small)
+    small = swiglu_gemm_launch.SwigluConfig(128, 64, 64, 6, 2, 8)
+    return (swiglu_gemm_launch.heuristic_config(sizes), small)
 
 
 TUNABLE = {
@@ -115,7 +115,7 @@ TUNABLE = {
             ("splits", (1, 2, 4, 8)),
             ("block", (64, 128)),
             ("stages", (2, 3, 4, 6)),
-            ("programs", (132, 264, 1 << 20)),
+            ("max_clusters", (132, 264, 1 << 20)),
         ),
         impl="mosaic",
     ),
@@ -135,7 +135,7 @@ TUNABLE = {
         _gemm_starts,
         skinny_gemm_launch.shapes_of,
         (
-            ("parts", (1, 2, 3, 4)),
+            ("split_k", (1, 2, 3, 4)),
             ("block_k", (64, 128, 256)),
             ("stages", (2, 3, 4, 5, 6, 7, 9, 12)),
             ("warpgroups", (1, 2)),
@@ -176,7 +176,7 @@ def tune(tunable: Tunable, cases: Sequence[Any]) -> Any:
     def score(choice: Any) -> float:
         total = 0.0
         for inputs, arguments, cost in zip(calls, arrays, costs, strict=True):
-            function = partial(tunable.launched, choice, **inputs.static)
+            function = partial(tunable.launch_with, choice, **inputs.static)
             try:
                 total += seconds_in_a_chain(op, function, arguments, cost) / cost.bytes
             except (jax.errors.JaxRuntimeError, ValueError) as error:  # too much shared memory

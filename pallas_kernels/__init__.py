@@ -1,1 +1,1 @@
-"""Floor 0: kernels as ops: a definition, implementations, test cases. Never imports jaxinfer."""
+"""Floor 0: kernels as ops: definition, implementations, test cases. Never imports jaxinfer."""

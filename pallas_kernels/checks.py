@@ -1,4 +1,4 @@
-"""Checks that several ops share."""
+"""Checks shared by ops. Functions that return a str or None return the reason for a refusal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pallas_kernels.device import current_device
 
 NOT_INSTALLED = "jax-triton is not installed; install jaxinfer[cuda13] or jaxinfer[cuda12]"
 VALUE_DTYPES = ("bfloat16", "float16", "float32")
-NARROW_DTYPES = ("float8_e4m3fn", "float8_e5m2")  # pages of any values
+NARROW_DTYPES = ("float8_e4m3fn", "float8_e5m2")  # of pages, whatever the queries' dtype is
 
 
 def check_paged(
@@ -40,23 +40,23 @@ def check_paged(
         raise ValueError(f"{op}: window must be at least 1, got {window}")
 
 
-def check_parts(
+def check_partials(
     op: str,
     x: jax.Array,  # [T, D]
-    parts: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
+    partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
 ) -> None:
-    """Raise ValueError unless there are no parts, or they add up to something like ``x``."""
-    if parts is None:
+    """Raise ValueError when split-K partials do not add up to an array of the shape of ``x``."""
+    if partials is None:
         return
-    dtype = x.dtype if parts.ndim == 2 else jnp.dtype("float32")
-    if parts.ndim not in (2, 3) or parts.shape[-2:] != x.shape or not parts.size:
-        raise ValueError(f"{op}: parts {parts.shape} do not fit tokens {x.shape}")
-    if parts.dtype != dtype:
-        raise ValueError(f"{op}: parts {parts.shape} are {parts.dtype}, not {dtype}")
+    dtype = x.dtype if partials.ndim == 2 else jnp.dtype("float32")
+    if partials.ndim not in (2, 3) or partials.shape[-2:] != x.shape or not partials.size:
+        raise ValueError(f"{op}: partials {partials.shape} do not fit tokens {x.shape}")
+    if partials.dtype != dtype:
+        raise ValueError(f"{op}: partials {partials.shape} are {partials.dtype}, not {dtype}")
 
 
 def unfit_for_triton(values: jax.Array, pages: jax.Array) -> str | None:
-    """Why no Triton kernel can meet these dtypes here, or None. Imports no Triton."""
+    """Why no Triton kernel can take these dtypes on this machine, or None. Imports no Triton."""
     value_dtype, page_dtype = str(values.dtype), str(pages.dtype)
     if value_dtype not in VALUE_DTYPES:
         return f"the arguments are {value_dtype}, not one of {', '.join(VALUE_DTYPES)}"
@@ -66,7 +66,7 @@ def unfit_for_triton(values: jax.Array, pages: jax.Array) -> str | None:
 
 
 def without_triton() -> str | None:
-    """Why no Triton kernel can be made here, or None. Imports no Triton."""
+    """Why no Triton kernel can be compiled on this machine, or None. Imports no Triton."""
     return None if find_spec("jax_triton") and find_spec("triton") else NOT_INSTALLED
 
 

@@ -1,4 +1,4 @@
-"""The device that kernels are compiled for: jax's default one, or one that is described."""
+"""The device that kernels are compiled for: JAX's default device, or another one."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from dataclasses import dataclass
 
 import jax
 
-_DESCRIBED: ContextVar[Device | None] = ContextVar("described_device", default=None)
+_TARGET: ContextVar[Device | None] = ContextVar("target_device", default=None)
 
 
 @dataclass(frozen=True)
 class Device:
-    """All that decides which kernels are chosen, how they are launched and what is compiled."""
+    """What the choice of kernels, their launches and their machine code depend on."""
 
     platform: str  # "cpu", "gpu" or "tpu"
-    kind: str  # as its driver calls it
+    kind: str  # the name that the driver reports
     compute_capability: str = "none"  # of an NVIDIA GPU: "9.0"
-    multiprocessors: int = 132  # of a GPU; those of an H100 or H200 where a device does not say
+    num_sms: int = 132  # of a GPU; the default is that of H100 and H200
 
     @property
     def xla_platform(self) -> str:
-        """As XLA calls the platform. Kernels for GPUs are for NVIDIA's alone."""
+        """XLA's name of the platform. All kernels for GPUs are for NVIDIA GPUs."""
         return "cuda" if self.platform == "gpu" else self.platform
 
 
 def current_device() -> Device:
-    """The described device within ``described``, else the one jax places new computations on."""
-    device = _DESCRIBED.get()
+    """The device of ``compiling_for``, else the one on which JAX places new computations."""
+    device = _TARGET.get()
     return _default_device() if device is None else device
 
 
 @contextmanager
-def described(device: Device) -> Generator[None]:
-    """Within it, and in this thread alone, ``device`` is the current one; it need not be present.
+def compiling_for(device: Device) -> Generator[None]:
+    """Make ``device`` the current device in this thread for a scope; it need not be present.
 
-    ``jax.jit`` reuses traces whatever device is described: describe only one in a process.
+    ``jax.jit`` reuses a trace whatever the current device is, so use one device per process.
     """
-    token = _DESCRIBED.set(device)
+    token = _TARGET.set(device)
     try:
         yield
     finally:
-        _DESCRIBED.reset(token)
+        _TARGET.reset(token)
 
 
 def _default_device() -> Device:
@@ -51,5 +51,5 @@ def _default_device() -> Device:
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
     capability = getattr(device, "compute_capability", Device.compute_capability)
-    cores = getattr(device, "core_count", Device.multiprocessors)
-    return Device(device.platform, device.device_kind, str(capability), cores)
+    num_sms = getattr(device, "core_count", Device.num_sms)
+    return Device(device.platform, device.device_kind, str(capability), num_sms)

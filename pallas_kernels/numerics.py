@@ -1,4 +1,4 @@
-"""Formulas that the models and several ops share.
+"""Formulas shared by models and ops.
 
 Statistics and angles are float32 whatever the dtype; results keep the input's dtype.
 """
@@ -16,11 +16,13 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:  # [...,
     return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def add_parts(x: jax.Array, parts: jax.Array) -> jax.Array:  # [T, D] -> [T, D]
-    """``x`` plus [T, D] in its dtype, or plus the sum of float32[S, T, D], rounded once."""
-    if parts.ndim == x.ndim:
-        return x + parts
-    return (x.astype(jnp.float32) + parts.sum(0)).astype(x.dtype)
+def add_partials(x: jax.Array, partials: jax.Array) -> jax.Array:  # [T, D] -> [T, D]
+    """``x`` plus [T, D] in its dtype, or plus the sum of split-K partials float32[S, T, D], rounded
+    once.
+    """
+    if partials.ndim == x.ndim:
+        return x + partials
+    return (x.astype(jnp.float32) + partials.sum(0)).astype(x.dtype)
 
 
 def rotate(
@@ -39,7 +41,7 @@ def split_heads(
     qkv: jax.Array,  # [T, N + 2K, H]
     num_kv_heads: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H], 2 * [T, K, H]
-    """Queries, keys and values of heads that lie one after the other."""
+    """Split the fused projection into queries, keys and values."""
     values = qkv.shape[1] - num_kv_heads
     q, k, v = jnp.split(qkv, (values - num_kv_heads, values), axis=1)
     return q, k, v
@@ -53,7 +55,7 @@ def split_and_rotate(
     num_kv_heads: int,
     eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H], 2 * [T, K, H]
-    """Queries and keys normalised (with ``qk_norms``) and rotated, values as they are."""
+    """Queries and keys, normalised (with ``qk_norms``) and rotated, and unchanged values."""
     q, k, v = split_heads(qkv, num_kv_heads)
     if qk_norms is not None:
         q, k = rms_norm(q, qk_norms[0], eps), rms_norm(k, qk_norms[1], eps)
@@ -61,5 +63,5 @@ def split_and_rotate(
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n, as Triton's tiles must be."""
+    """The smallest power of two that is at least n: the size of a Triton tile."""
     return 1 << (n - 1).bit_length()

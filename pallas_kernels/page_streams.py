@@ -1,6 +1,6 @@
-"""How the warps of a loading warpgroup share the pages of keys and values, in Pallas Mosaic GPU.
+"""Page copies of the memory warpgroup in Pallas Mosaic GPU, divided among its warps.
 
-Owns: ``Stream`` and ``copied_by_warps``.
+Owns: ``PagedOperand``, ``PageStream`` and ``for_each_stream``.
 """
 
 from __future__ import annotations
@@ -12,41 +12,45 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-READERS = 2  # warps that copy keys, and as many that copy values
+WARPS_PER_OPERAND = 2  # two warps copy keys, two copy values
 
 type Ref = Any
 
 
-class Pages(NamedTuple):
-    """Keys or values: where they lie, where they go, and the barriers that say what is there."""
+class PagedOperand(NamedTuple):
+    """Keys or values: their pool, their shared-memory buffer, and its barriers."""
 
-    pool: Ref  # [P, S, K, H]
-    room: Ref  # [stages, block, H]
-    full: Ref  # [stages]
-    free: Ref  # [stages]
-
-
-class Stream(NamedTuple):
-    """What one warp copies: its share of the pages of keys or of values."""
-
-    pages: Pages
-    own: range  # pages of a block
-    is_first: bool  # of the warps
+    pool: Ref  # [P, S, K, H], global memory
+    smem: Ref  # [stages, block, H]
+    barriers: Ref  # [stages]: a block has arrived
+    consumed_barriers: Ref  # [stages]: a stage may be overwritten
 
 
-def copied_by_warps(
-    keys: Pages, values: Pages, pages_of_block: int, copy: Callable[[Stream], None]
+class PageStream(NamedTuple):
+    """The copies of one warp: its share of the pages of keys or of values."""
+
+    operand: PagedOperand
+    page_indices: range  # within a block
+    is_first: bool  # the first of the four warps
+
+
+def for_each_stream(
+    keys: PagedOperand,
+    values: PagedOperand,
+    pages_per_block: int,
+    copy: Callable[[PageStream], None],
 ) -> None:
-    """Call ``copy`` in each of the warps that copy, with its stream.
+    """Call ``copy`` with its stream in each warp that copies.
 
-    A warp issues a copy without a barrier of its warpgroup, and neither waits for the other's room.
+    A warp issues its copies without a barrier across the warpgroup, and keys do not wait for a free
+    stage of values, nor values for one of keys.
     """
-    readers = min(READERS, pages_of_block)
+    warps = min(WARPS_PER_OPERAND, pages_per_block)
 
     @plgpu.warp_map
     def _warp(warp: jax.Array) -> None:
-        for i, pages in enumerate((keys, values)):
-            for share in range(readers):
-                own = range(share, pages_of_block, readers)
-                stream = Stream(pages, own, is_first=i == share == 0)
-                pl.when(warp == i * readers + share)(lambda stream=stream: copy(stream))
+        for i, operand in enumerate((keys, values)):
+            for share in range(warps):
+                page_indices = range(share, pages_per_block, warps)
+                stream = PageStream(operand, page_indices, is_first=i == share == 0)
+                pl.when(warp == i * warps + share)(lambda stream=stream: copy(stream))

@@ -1,4 +1,4 @@
-"""Pins: for a measurement or a test, the implementation that an op uses, faster or not."""
+"""Pins: the implementation of an op that the user chose, for a measurement or a test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pallas_kernels.registry import OP_NAMES, all_ops
 
 @dataclass(frozen=True)
 class Pins:
-    """Pairs of op and implementation, sorted; hashable, so that what is traced may depend on it."""
+    """Pairs of op and implementation, sorted; hashable, as traces depend on it."""
 
     pairs: tuple[tuple[str, str], ...] = ()
 
@@ -20,23 +20,24 @@ class Pins:
 
 
 NO_PINS = Pins()
-# Not an op: neighbouring kernels of a step become one call (``toolchain.link``), unless pinned so.
+# Not an op: "links=none" keeps neighbouring kernels from being linked into one call
+# (``toolchain.link``).
 LINKS, UNLINKED = "links", "none"
-# Plain jnp on every platform: what research needs, since kernels neither differentiate nor vmap.
+# Plain jnp on every platform, for research: kernels neither differentiate nor vmap.
 ALL_XLA = Pins(tuple((name, "xla") for name in OP_NAMES))
 
 
 def checked_pins(by_op: Mapping[str, str], platform: str) -> Pins:
-    """The pins; raises ValueError for a name that is unknown and for an implementation that does
-    not run on the platform.
+    """Pins from op names and implementation names.
 
-    Whether an implementation supports a model's shapes is known when a step is traced.
+    Raises ValueError for an unknown name and for an implementation that does not run on the
+    platform. Shapes are checked later, when a step is traced.
     """
     ops = {op.name: op for op in all_ops()}
     for name, pinned in by_op.items():
         if name == LINKS:
             if pinned != UNLINKED:
-                raise ValueError(f"{LINKS} can be pinned to {UNLINKED} alone, not to {pinned!r}")
+                raise ValueError(f"{LINKS} can be pinned to {UNLINKED} only, not to {pinned!r}")
             continue
         if name not in ops:
             raise ValueError(f"there is no kernel {name!r}; the kernels are {', '.join(ops)}")

@@ -1,4 +1,4 @@
-"""What a kernel op is, and how an implementation of it is chosen.
+"""Kernel ops, and the choice of an implementation.
 
 An op is a frozen record in its own folder (``<op>/api.py``); nothing registers itself.
 """
@@ -33,10 +33,10 @@ OP_NAMES = (
 
 
 class UnfitKernel(ValueError):
-    """No implementation of an op can run a call, or the one that was pinned cannot."""
+    """No implementation of an op can run a call, or the pinned one cannot."""
 
 
-def _runs_always(*args: Any, **static: Any) -> None:
+def _supports_all(*args: Any, **static: Any) -> None:
     """The ``supports`` of an implementation without limits."""
 
 
@@ -45,18 +45,17 @@ def imported_when_called(
 ) -> Callable[..., Any]:
     """A function of a module that is imported when the function is first called.
 
-    The languages of GPU kernels are optional and slow to import. Mosaic is slow to lower as well,
-    so on a GPU all executables share one lowering for each shape (``toolchain``), unless an
-    argument is a reference. (XLA's code has little to lower, and jax-triton keeps the kernels that
-    it has compiled.) ``results`` returns the shapes of such a kernel's results; without it the
-    kernel is traced for them.
+    Triton and Mosaic are optional and slow to import. Mosaic is also slow to lower, so on a GPU all
+    executables share one lowering per shape (``toolchain``), unless an argument is a Ref. (Plain
+    XLA code is quick to lower, and jax-triton caches the kernels that it has compiled.) ``results``
+    returns the result shapes of a Mosaic kernel; without it the kernel is traced for them.
     """
-    in_mosaic = module.endswith(".mosaic")
+    is_mosaic = module.endswith(".mosaic")
 
     def call(*args: Any, **static: Any) -> Any:
         function = getattr(importlib.import_module(module), name)
         refs = any(isinstance(arg, jax.Ref) for arg in args)
-        if in_mosaic and current_platform() == "gpu" and not refs:
+        if is_mosaic and current_platform() == "gpu" and not refs:
             return call_lowered(module, name, args, static, results)
         return function(*args, **static)
 
@@ -67,15 +66,16 @@ def imported_when_called(
 class Impl:
     """One implementation of an op.
 
-    ``fn`` takes the op's arrays and static keywords. ``platforms`` are the jax platforms it runs on
-    (empty: all). ``supports`` takes what ``fn`` takes, looks at shapes, dtypes and static keywords,
-    at the device and at what is installed, and returns None or the reason why ``fn`` cannot run.
+    ``fn`` takes the op's arrays and static keywords. ``platforms`` are the JAX platforms it runs on
+    (empty: all). ``supports`` takes the arguments of ``fn``, checks shapes, dtypes, static
+    keywords, the device and the installed packages, and returns None or the reason why ``fn``
+    cannot run.
     """
 
     name: str
     fn: Callable[..., Any]
     platforms: tuple[str, ...] = ()
-    supports: Callable[..., str | None] = _runs_always
+    supports: Callable[..., str | None] = _supports_all
 
     def refuses(self, platform: str, args: tuple[Any, ...], static: dict[str, Any]) -> str | None:
         """Why this implementation cannot run the call, or None."""
@@ -85,7 +85,7 @@ class Impl:
 
 
 class Case(Protocol):
-    """A named call of an op; ``tags`` are among ci, full, bench, and gpu: bench only on one."""
+    """A named call of an op. ``tags``: ci, full, bench, and gpu (in benchmarks, only on a GPU)."""
 
     @property
     def name(self) -> str: ...
@@ -95,7 +95,7 @@ class Case(Protocol):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What an implementation is called with: arrays (numpy) and static keywords."""
+    """Arguments of an implementation: arrays (numpy) and static keywords."""
 
     args: tuple[Any, ...]
     static: dict[str, Any]
@@ -103,7 +103,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Cost:
-    """The least work of a case: bytes that must move and floating-point operations."""
+    """Lower bound on the work of a case: bytes read and written, floating-point operations."""
 
     bytes: int
     flops: int
@@ -111,15 +111,16 @@ class Cost:
 
 @dataclass(frozen=True)
 class KernelOp:
-    """An op: its definition, implementations in order of preference, and how to try them.
+    """An op: its definition, implementations in order of preference, and test cases.
 
     ``ref`` is the definition in plain jnp. ``build`` makes a case's inputs from a seed, with NaN
-    wherever the op must not look. ``tolerance`` maps a dtype's name to the largest accepted
+    wherever the op must not read. ``tolerance`` maps a dtype's name to the largest accepted
     difference from ``ref``, relative to 1 + the reference's magnitude. ``observable`` keeps the
     part of the outputs that the op defines. ``donate`` are the arguments updated in place.
-    ``feeds`` pairs an argument with the output (by index) that may be that argument of a next call:
-    updated pools, or attention's result as queries; a bench chains calls by them. ``refs`` are the
-    arguments that implementations take as ``jax.Ref``: they leave them as they found them.
+    ``feeds`` pairs an argument with the output (by index) that may be that argument of the next
+    call: updated pools, or the output of attention as queries; benchmarks chain calls this way.
+    ``refs`` are the arguments that implementations take as ``jax.Ref``; their contents are the same
+    after the call.
     """
 
     name: str
@@ -136,7 +137,7 @@ class KernelOp:
 
 
 def with_refs(op: KernelOp, named: Mapping[int, Any]) -> dict[int, Any]:
-    """Arguments by index, in a trace: those of ``refs`` that are there become references."""
+    """Arguments by index, in a trace; those of ``op.refs`` that are not None become Refs."""
     return {i: jax.new_ref(x) if i in op.refs and x is not None else x for i, x in named.items()}
 
 
@@ -159,9 +160,9 @@ def select(
 ) -> Impl:
     """The implementation for a call: the pinned one, else the first that can run.
 
-    Depends on shapes, dtypes, static keywords and the machine alone, never on values, so a trace
-    always chooses the same. Raises ``UnfitKernel``, with every reason, when none can run or the
-    pinned one cannot.
+    Depends on shapes, dtypes, static keywords and the machine, never on values, so every trace
+    makes the same choice. Raises ``UnfitKernel`` with all reasons when none can run or the pinned
+    one cannot.
     """
     return _select(op, platform, args, static, pinned)[0]
 
@@ -173,7 +174,7 @@ def _select(
     static: dict[str, Any],
     pinned: str | None,
 ) -> tuple[Impl, dict[str, str]]:
-    """``select``, and why those before the chosen one were passed over, by name."""
+    """``select``, and the reasons of the implementations before the chosen one, by name."""
     candidates = op.impls
     if pinned is not None:
         candidates = tuple(impl for impl in op.impls if impl.name == pinned)
@@ -186,7 +187,7 @@ def _select(
         if reason is None:
             return impl, refused
         refused[impl.name] = reason
-    raise UnfitKernel(f"{op.name} cannot run as asked: {_listed(refused)}")
+    raise UnfitKernel(f"{op.name} cannot run this call: {_listed(refused)}")
 
 
 def dispatch(
@@ -208,5 +209,5 @@ def _listed(reasons: Mapping[str, str]) -> str:
 
 @cache
 def _log_once(level: int, line: str) -> None:
-    """Log a line the first time: a model makes the same choice in every layer."""
+    """Log a line the first time only: a model makes the same choice in every layer."""
     logging.getLogger(__name__).log(level, line)

@@ -1,4 +1,4 @@
-"""Attention shapes of real models, and the arrays that cases are tried on.
+"""Attention shapes of real models, and input arrays of test cases.
 
 Owns: ``Heads``, ``PagedCase``, the poisoned page pool of decode and prefill, ``normal``.
 """
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-# Values of a larger array repeat after so many: to draw a GB of them takes seconds. A prime, so
-# that no two tokens are alike.
-MOST_VALUES = 2_000_003
+# Values of a larger array repeat after this many: drawing a GB of them takes seconds. A prime, so
+# that no two tokens are equal.
+MAX_DISTINCT_VALUES = 2_000_003
 
 
 def normal(
     rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, scale: float = 1.0
 ) -> np.ndarray:
     """Normal values with deviation ``scale``."""
-    values = rng.standard_normal(min(math.prod(shape), MOST_VALUES), np.float32)
+    values = rng.standard_normal(min(math.prod(shape), MAX_DISTINCT_VALUES), np.float32)
     return np.resize((scale * values).astype(dtype), shape)
 
 
@@ -63,11 +63,11 @@ class PagedCase:
     padding: int = 0
     window: int | None = None
     dtype: str = "float32"
-    kv_dtype: str = ""  # of the pages; empty: as the queries
+    kv_dtype: str = ""  # of the pages; empty: the dtype of the queries
     tags: tuple[str, ...] = ("ci",)
 
     def visible_keys(self, row: int) -> int:
-        """Sum over the row's queries of the keys each one sees."""
+        """Number of visible (query, key) pairs of the row."""
         lens = self.query_lens or (1,) * len(self.seq_lens)
         seq, queries = self.seq_lens[row], lens[row]
         if seq == 0:
@@ -76,7 +76,7 @@ class PagedCase:
         return int(np.minimum(seen, self.window or seq).sum())
 
     def touched_keys(self, row: int) -> int:
-        """Keys that at least one of the row's queries sees."""
+        """Number of keys that at least one of the row's queries sees."""
         lens = self.query_lens or (1,) * len(self.seq_lens)
         seq = self.seq_lens[row]
         if seq == 0 or lens[row] == 0:
@@ -86,9 +86,9 @@ class PagedCase:
 
 @dataclass(frozen=True)
 class PagedArrays:
-    """The pool of a case: every slot that no row owns is NaN, spare table entries are junk.
+    """The pool of a case: NaN in every slot that no row owns, junk in spare table entries.
 
-    The pool's last page is the last of a row, so that what is read beyond it lies outside.
+    The pool's last page is the last page of a row, so a read past it is out of bounds.
     """
 
     k_pages: np.ndarray  # [P, S, K, H]
@@ -97,11 +97,11 @@ class PagedArrays:
 
 
 def paged_arrays(case: PagedCase, num_rows: int, rng: np.random.Generator) -> PagedArrays:
-    """A pool for the case in shuffled page order; rows past the case's own are padding."""
+    """A pool for the case in shuffled page order; rows past the rows of the case are padding."""
     size, heads, dtype = case.page_size, case.heads, jnp.dtype(case.kv_dtype or case.dtype)
     needed = [-(-length // size) for length in case.seq_lens]
     max_pages = max(case.max_pages, *needed, 1)
-    num_pages = 1 + sum(needed) + 2  # the padding sink, the rows' pages, two that nobody owns
+    num_pages = 1 + sum(needed) + 2  # the padding sink, the rows' pages, two unused ones
     shape = (num_pages, size, heads.num_kv_heads, heads.head_dim)
     k_pages, v_pages = np.full(shape, np.nan, dtype), np.full(shape, np.nan, dtype)
     pages = rng.permutation(np.arange(1, num_pages - 1))
@@ -109,7 +109,9 @@ def paged_arrays(case: PagedCase, num_rows: int, rng: np.random.Generator) -> Pa
     junk = [0, pages[-1], num_pages + 7, -1]
     table = rng.choice(junk, size=(num_rows, max_pages)).astype(np.int32)
     width = shape[2] * shape[3]
-    values = rng.standard_normal(min(2 * sum(case.seq_lens) * width, MOST_VALUES), np.float32)
+    values = rng.standard_normal(
+        min(2 * sum(case.seq_lens) * width, MAX_DISTINCT_VALUES), np.float32
+    )
     values = values.astype(dtype)
     for row, (length, count) in enumerate(zip(case.seq_lens, needed, strict=True)):
         table[row, :count] = [next(free) for _ in range(count)]

@@ -1,7 +1,7 @@
-"""Attention over keys that arrive block by block: the running state of an online softmax.
+"""Online softmax: attention over keys that arrive block by block.
 
-Owns: ``Running`` and its three steps, and the reading of a block of pages. The method is that of
-FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
+Owns: ``SoftmaxState``, its initial value, update factors and final result, and the reading of a
+block of pages. The method is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
 """
 
 from __future__ import annotations
@@ -11,42 +11,45 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Keys that one step of the loop reads. Fixed, so that the order of a row's sums, and with it the
-# row's bits, depends on nothing but the row; decode and prefill share it for the same reason.
+# Keys per loop iteration. Fixed, so that the summation order of a row, and with it the row's bits,
+# depends on the row alone; decode and prefill share it for the same reason.
 KEYS_PER_BLOCK = 128
 
 
-class Running(NamedTuple):
-    """Sums over the keys seen so far, relative to the largest score."""
+class SoftmaxState(NamedTuple):
+    """Softmax state of queries over the keys so far."""
 
-    top: jax.Array  # float32[...]: largest score, -inf before any visible key
-    total: jax.Array  # float32[...]: sum of exp(score - top)
-    mixed: jax.Array  # float32[..., H]: sum of exp(score - top) * value
-
-
-def start(shape: tuple[int, ...], head_dim: int) -> Running:
-    """Nothing seen yet, for queries of the given shape."""
-    return Running(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    m_i: jax.Array  # float32[...]: largest score, -inf before any visible key
+    l_i: jax.Array  # float32[...]: sum of exp(score - m_i)
+    acc: jax.Array  # float32[..., H]: sum of exp(score - m_i) * value
 
 
-def weigh(running: Running, scores: jax.Array, axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The new top, the factor that old sums shrink by, and the weights of a block's scores.
+def init_state(shape: tuple[int, ...], head_dim: int) -> SoftmaxState:
+    """The state before any key, for queries of the given shape."""
+    return SoftmaxState(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
 
-    Keys lie along ``axis`` of ``scores``; an invisible key scores -inf and weighs 0.
+
+def block_weights(
+    state: SoftmaxState, scores: jax.Array, axis: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The new maximum, the factor ``alpha`` that rescales ``l_i`` and ``acc``, and the weights
+    ``p`` = exp(scores - maximum) of a block.
+
+    Keys lie along ``axis`` of ``scores``; a masked key scores -inf and has weight 0.
     """
-    top = jnp.maximum(running.top, jnp.max(scores, axis))
-    # A query that has seen nothing keeps -inf; it subtracts 0, since -inf - -inf would be NaN.
-    base = jnp.where(top == -jnp.inf, 0.0, top)
-    return top, jnp.exp(running.top - base), jnp.exp(scores - jnp.expand_dims(base, axis))
+    m_ij = jnp.maximum(state.m_i, jnp.max(scores, axis))
+    # A query without a visible key keeps -inf; it subtracts 0, since -inf - -inf would be NaN.
+    base = jnp.where(m_ij == -jnp.inf, 0.0, m_ij)
+    return m_ij, jnp.exp(state.m_i - base), jnp.exp(scores - jnp.expand_dims(base, axis))
 
 
-def finish(running: Running) -> jax.Array:  # float32[..., H]
-    """The weighted mean of the values; zeros for a query that saw nothing."""
-    return running.mixed / jnp.where(running.total == 0.0, 1.0, running.total)[..., None]
+def attention_output(state: SoftmaxState) -> jax.Array:  # float32[..., H]
+    """``acc / l_i``; zeros for a query without a visible key."""
+    return state.acc / jnp.where(state.l_i == 0.0, 1.0, state.l_i)[..., None]
 
 
 def pages_per_block(page_size: int) -> int:
-    """Pages that make up one block; one when a page is larger than a block."""
+    """Pages per block of keys; one when a page is larger than a block."""
     return max(1, KEYS_PER_BLOCK // page_size)
 
 
@@ -54,7 +57,7 @@ def read_block(
     pages: jax.Array,  # [P, S, K, H]
     page_ids: jax.Array,  # int32[pages of the block]
 ) -> jax.Array:  # float32[keys, K, H]
-    """The keys (or values) of a block; junk ids read some page, which the caller masks."""
+    """The keys or values of a block. Ids out of range are clipped; the caller masks those keys."""
     _, page_size, num_kv_heads, head_dim = pages.shape
     block = pages.at[page_ids].get(mode="clip")
     return block.reshape(page_ids.size * page_size, num_kv_heads, head_dim).astype(jnp.float32)

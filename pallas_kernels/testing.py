@@ -1,4 +1,4 @@
-"""Trying an implementation: run it and the reference on a poisoned case, compare.
+"""Comparison of an implementation with the op's definition on a poisoned case.
 
 Owns: ``mismatch`` and ``runnable``; the sweep test and the bench are loops over these.
 """
@@ -22,32 +22,33 @@ def runnable(impl: Impl, inputs: Inputs) -> str | None:
 def mismatch(op: KernelOp, impl: Impl, case: Case, inputs: Inputs) -> str | None:
     """How the implementation's jitted result differs from the definition's, or None.
 
-    NaN in the result counts as a difference: the inputs hold NaN wherever the op must not look.
+    NaN in the result counts as a difference: the inputs are NaN wherever the op must not read.
     """
     expected = op.observable(op.ref(*inputs.args, **inputs.static))
 
     @jax.jit
     def run(*args: Any) -> tuple[Any, list[jax.Array]]:
-        handed = with_refs(op, dict(enumerate(args)))
-        outputs = impl.fn(*handed.values(), **inputs.static)
-        return outputs, [handed[i][...] for i in op.refs if handed[i] is not None]
+        passed = with_refs(op, dict(enumerate(args)))
+        outputs = impl.fn(*passed.values(), **inputs.static)
+        return outputs, [passed[i][...] for i in op.refs if passed[i] is not None]
 
-    outputs, left = run(*jax.tree.map(jnp.asarray, inputs.args))
+    outputs, after = run(*jax.tree.map(jnp.asarray, inputs.args))
     actual = op.observable(outputs)
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    for index, (got, want) in enumerate(pairs):
+    for index, (result, reference) in enumerate(pairs):
         where = f"{op.name}/{impl.name}/{case.name} output {index}"
-        if got.shape != want.shape or got.dtype != want.dtype:
-            return f"{where}: {got.dtype}{got.shape} instead of {want.dtype}{want.shape}"
-        got64, want64 = np.asarray(got, np.float64), np.asarray(want, np.float64)
-        if not np.isfinite(want64).all():
+        if result.shape != reference.shape or result.dtype != reference.dtype:
+            types = f"{result.dtype}{result.shape} instead of {reference.dtype}{reference.shape}"
+            return f"{where}: {types}"
+        result64, reference64 = np.asarray(result, np.float64), np.asarray(reference, np.float64)
+        if not np.isfinite(reference64).all():
             return f"{where}: the reference itself is not finite"
-        error = np.abs(got64 - want64) / (1.0 + np.abs(want64))
-        bound = op.tolerance[str(want.dtype)]
+        error = np.abs(result64 - reference64) / (1.0 + np.abs(reference64))
+        bound = op.tolerance[str(reference.dtype)]
         worst = float(error.max(initial=0.0))
         if not worst <= bound:  # also true for NaN
             return f"{where}: off by {worst:.3g}, at most {bound:.3g} is accepted"
-    found = [inputs.args[i] for i in op.refs if inputs.args[i] is not None]
-    if not all(np.array_equal(*pair) for pair in zip(found, left, strict=True)):
-        return f"{op.name}/{impl.name}/{case.name} leaves a reference changed"
+    before = [inputs.args[i] for i in op.refs if inputs.args[i] is not None]
+    if not all(np.array_equal(*pair) for pair in zip(before, after, strict=True)):
+        return f"{op.name}/{impl.name}/{case.name} changes an argument that it takes as a Ref"
     return None

@@ -1,7 +1,8 @@
-"""Tuned choices: which launch was fastest for a case on a device, as data beside the op.
+"""Tuned choices: the fastest configuration found for a case on a device, as data next to the op.
 
-Owns: the files ``<op>/tuned/<device>.json``, {case name: {choice: value}}, which ``bench/tune.py``
-writes; where two implementations of an op are tuned, the second's lie in ``<op>/tuned/<impl>``.
+Owns: the files ``<op>/tuned/<device>.json``, {case name: {field: value}}, written by
+``bench/tune.py``. If two implementations of an op are tuned, the files of the second are in
+``<op>/tuned/<impl>``.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any
 from pallas_kernels.device import current_device
 from pallas_kernels.registry import OP_NAMES, Case, all_ops
 
-NAMES = (*OP_NAMES, "append_decode/mosaic")  # of all that may be tuned: an op, or op/implementation
+NAMES = (*OP_NAMES, "append_decode/mosaic")  # of tunable kernels: an op, or op/implementation
 
 type Choices = dict[str, dict[str, Any]]
 
 
 def tuned_file(name: str, device_kind: str) -> Traversable:
-    """Where the choices for a kind of device lie, whether or not there are any."""
+    """The path of the choices for a kind of device; the file need not exist."""
     op, _, impl = name.partition("/")
     slug = device_kind.lower().replace(" ", "_")
     folder = files("pallas_kernels") / op / "tuned"
@@ -31,13 +32,14 @@ def tuned_file(name: str, device_kind: str) -> Traversable:
 
 @cache
 def read_choices(file: Traversable) -> Choices:
-    """The choices of a file by case name; none when there is no such file."""
+    """The choices in a file by case name; empty when the file does not exist."""
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def check_choices() -> None:
-    """Raise ValueError, with the file's name, for one of the current device that is no JSON object
-    or names what is no case of its op. Calls tell otherwise, when steps are traced.
+    """Check the files of the current device before any step is traced.
+
+    Raises ValueError with the file's name when it is not a JSON object or names an unknown case.
     """
     cases_of = {op.name: op.cases for op in all_ops()}
     for name in NAMES:
@@ -45,7 +47,7 @@ def check_choices() -> None:
         try:
             choices = read_choices(file)
             if not isinstance(choices, dict):
-                raise ValueError("it is no JSON object")
+                raise ValueError("it is not a JSON object")
             _refuse_unknown(choices, cases_of[name.partition("/")[0]])
         except ValueError as error:
             raise ValueError(f"{file} cannot be used: {error}; tune {name} again") from error
@@ -53,15 +55,15 @@ def check_choices() -> None:
 
 def _refuse_unknown(choices: Choices, cases: Sequence[Case]) -> None:
     if unknown := sorted(choices.keys() - {case.name for case in cases}):
-        raise ValueError(f"tuned choices name {unknown[0]!r}, which is no case")
+        raise ValueError(f"tuned choices name {unknown[0]!r}, which is not a case")
 
 
 def by_shapes[C: Case](
     choices: Choices, cases: Sequence[C], shapes_of: Callable[[C], Hashable]
 ) -> dict[Hashable, dict[str, Any]]:
-    """The choices by what a call can be known by, its shapes.
+    """The choices keyed by the shapes of a call.
 
-    Raises ValueError for a name that no case has, and for two tuned cases of the same shapes.
+    Raises ValueError for an unknown case name, and for two tuned cases of the same shapes.
     """
     _refuse_unknown(choices, cases)
     known = {case.name: case for case in cases}
@@ -77,6 +79,6 @@ def by_shapes[C: Case](
 def lookup[C: Case](
     name: str, cases: Sequence[C], shapes_of: Callable[[C], Hashable], shapes: Hashable
 ) -> dict[str, Any] | None:
-    """What was tuned for a call of these shapes on the current device, or None."""
+    """The tuned choice for a call of these shapes on the current device, or None."""
     file = tuned_file(name, current_device().kind)
     return by_shapes(read_choices(file), cases, shapes_of).get(shapes)

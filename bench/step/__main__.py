@@ -46,7 +46,7 @@ SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 # a kernel that norm_gemm replaces switches norm_gemm off as well.
 KERNELS = {
     "append_decode": "triton",
-    "norm_gemm": "apart",
+    "norm_gemm": "unfused",
     "paged_prefill": "triton",
     "publish": "xla",
     "qk_rope_append": "xla",

@@ -16,7 +16,7 @@ import jax
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.layers import layer_norm, take_rows
 from pallas_kernels.norm_gemm.api import norm_gemm
-from pallas_kernels.numerics import add_parts
+from pallas_kernels.numerics import add_partials
 from pallas_kernels.residual_norm.api import residual_norm
 from pallas_kernels.skinny_gemm.api import skinny_gemm
 
@@ -29,7 +29,7 @@ class Stream(NamedTuple):
 
     def total(self) -> jax.Array:  # [T, D]
         """Their sum."""
-        return self.x if self.delta is None else add_parts(self.x, self.delta)
+        return self.x if self.delta is None else add_partials(self.x, self.delta)
 
     def take(self, tokens: jax.Array) -> jax.Array:  # [B, D]
         """The stream of some tokens, whose delta has been added."""

@@ -1,1 +1,1 @@
-"""A decode step's attention: append one new token per row, attend over its pages."""
+"""Attention of a decode step: append one token per row, then attend over the row's pages."""

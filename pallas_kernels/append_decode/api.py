@@ -1,4 +1,4 @@
-"""append_decode: a decode layer from its QKV matmul to its output matmul, in one call."""
+"""append_decode: a decode layer from its QKV GEMM to its output GEMM, in one call."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_call
 
 _triton = imported_when_called("pallas_kernels.append_decode.triton", "append_decode")
 _mosaic = imported_when_called(
-    "pallas_kernels.append_decode.mosaic", "append_decode", mosaic_launch.results
+    "pallas_kernels.append_decode.mosaic", "append_decode", mosaic_launch.result_shapes
 )
 
 
-def _mosaic_alone(*args: Any, **static: Any) -> Any:
-    """The Mosaic kernel without ``arrivals``, which it does not need: handed a reference it would
-    be lowered anew for every layer.
+def _mosaic_without_arrivals(*args: Any, **static: Any) -> Any:
+    """The Mosaic kernel without ``arrivals``, which it does not need: a call with a Ref would be
+    lowered again for every layer.
     """
     return _mosaic(*args[:8], **static)
 
@@ -27,14 +27,19 @@ OP = KernelOp(
     name="append_decode",
     ref=ref.append_decode,
     impls=(
-        Impl("mosaic", _mosaic_alone, platforms=("gpu",), supports=mosaic_launch.supports),
+        Impl(
+            "mosaic",
+            _mosaic_without_arrivals,
+            platforms=("gpu",),
+            supports=mosaic_launch.supports,
+        ),
         Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
         Impl("xla", xla.append_decode),
     ),
     cases=cases.CASES,
     build=cases.build,
     cost=cases.cost,
-    # Of attention, and of what is appended: rounded after the norm and again after the turn.
+    # Of attention and of appended keys, which are rounded after the norm and after the rotation.
     tolerance={"float32": 4e-6, "bfloat16": 2e-2, "float16": 3e-3, "float8_e4m3fn": 0.1},
     observable=cases.observable,
     donate=(4, 5),
@@ -63,13 +68,12 @@ def append_decode(
 
     The same as ``qk_rope_append`` (``kv_append`` where ``cos`` and ``sin`` are None) at the last
     slot of each row's context, then ``attend_ref.attend``; ``seq_lens`` count the new token. Rows
-    of length 0 are padding and yield zeros; page 0 may be written in their place. In place when the
-    caller donates the pools. A row's bits do not depend on what the other rows hold; with ``xla``
-    they do not depend on how many there are either, while the kernels for GPUs split contexts into
-    more pieces the fewer rows there are. ``arrivals`` are zeros with which the CTAs that share a
-    row determine the last of them; they are zeros again afterwards, so one array serves every layer
-    of a step (None: one is made for this call). ``impl`` pins an implementation. Raises ValueError
-    on arguments that do not fit together.
+    of length 0 are padding and yield zeros; page 0 may be written for them. In place when the
+    caller donates the pools. A row's bits do not depend on the other rows. With ``xla`` they do not
+    depend on the number of rows either; the GPU kernels use more splits with fewer rows.
+    ``arrivals`` are counters by which the CTAs of a row find the last one to arrive. They are zero
+    before and after, so one array serves all layers of a step (None: allocated by this call).
+    ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
 
     The online softmax is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691), paging that of
     PagedAttention (Kwon et al., 2023, arXiv:2309.06180).
@@ -89,7 +93,7 @@ def append_decode(
         )
     if qk_norms is not None and (cos is None or qk_norms.shape != (2, head_dim)):
         raise ValueError(
-            f"append_decode: qk_norms {qk_norms.shape} must be two of head_dim {head_dim}, beside "
+            f"append_decode: qk_norms {qk_norms.shape} must be two of head_dim {head_dim}, with "
             "cos and sin"
         )
     if arrivals is not None and arrivals.shape[0] < rows * num_kv_heads:

@@ -43,7 +43,7 @@ def attend(
         grouped = query.astype(jnp.float32).reshape(num_kv_heads, -1, head_dim)
         scores = jnp.einsum("KGH,SKH->KGS", grouped, read(k_pages), precision="highest") * scale
         weights = jax.nn.softmax(scores, axis=-1, where=seen)
-        mixed = jnp.einsum("KGS,SKH->KGH", weights, read(v_pages), precision="highest")
-        return jnp.where(length > 0, mixed.reshape(query.shape), 0.0).astype(q.dtype)
+        out = jnp.einsum("KGS,SKH->KGH", weights, read(v_pages), precision="highest")
+        return jnp.where(length > 0, out.reshape(query.shape), 0.0).astype(q.dtype)
 
     return jax.lax.map(attend_row, (q, page_table, seq_lens))

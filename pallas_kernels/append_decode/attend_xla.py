@@ -1,6 +1,6 @@
 """Decode attention in plain XLA: row by row, blocks of keys under an online softmax.
 
-Rows run one after the other: the work then follows each row's own length, a row's bits cannot
+Rows are computed one after the other: the work follows each row's length, a row's bits cannot
 depend on the other rows, and a block stays in a core's cache, which on a CPU is several times
 faster than a loop over all rows at once (docs/notes/0017-cpu-backend.md). Scores and sums are
 written as multiply and reduce, which XLA fuses on a CPU without transposing the block first.
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
-from pallas_kernels.softmax import Running
+from pallas_kernels.softmax import SoftmaxState
 
 
 @partial(jax.jit, static_argnames=("scale", "window"))  # one trace serves every layer
@@ -40,22 +40,23 @@ def attend(
         length, query = seq_lens[row], grouped[row]  # query: [K, G, H]
         oldest = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
 
-        def block_body(i: jax.Array, running: Running) -> Running:
+        def block_body(i: jax.Array, state: SoftmaxState) -> SoftmaxState:
             ids = jax.lax.dynamic_slice(table, (row, i * block_pages), (1, block_pages))[0]
             position = i * block + jnp.arange(block)
             visible = ((position >= oldest) & (position < length))[:, None, None]
             k = softmax.read_block(k_pages, ids)
             scores = jnp.sum(k[:, :, None] * query, axis=-1)  # [block, K, G]
-            top, shrink, weights = softmax.weigh(running, jnp.where(visible, scores, -jnp.inf), 0)
-            # A weight of 0 does not silence NaN in a slot that nobody wrote: clear it as well.
+            scores = jnp.where(visible, scores, -jnp.inf)
+            m_ij, alpha, p = softmax.block_weights(state, scores, 0)
+            # 0 * NaN is NaN, and unwritten slots may hold NaN, so masked values become 0.
             v = jnp.where(visible, softmax.read_block(v_pages, ids), 0.0)
-            mixed = jnp.sum(weights[..., None] * v[:, :, None], axis=0)
-            total = running.total * shrink + jnp.sum(weights, axis=0)
-            return Running(top, total, running.mixed * shrink[..., None] + mixed)
+            pv = jnp.sum(p[..., None] * v[:, :, None], axis=0)
+            l_i = state.l_i * alpha + jnp.sum(p, axis=0)
+            return SoftmaxState(m_ij, l_i, state.acc * alpha[..., None] + pv)
 
         blocks = (jax.lax.div(oldest, block), jax.lax.div(length + (block - 1), block))
-        running = jax.lax.fori_loop(*blocks, block_body, softmax.start(query.shape[:2], h))
-        result = softmax.finish(running).reshape(n, h).astype(q.dtype)
+        state = jax.lax.fori_loop(*blocks, block_body, softmax.init_state(query.shape[:2], h))
+        result = softmax.attention_output(state).reshape(n, h).astype(q.dtype)
         return jax.lax.dynamic_update_index_in_dim(out, result, row, axis=0)
 
     return jax.lax.fori_loop(0, b, row_body, jnp.zeros_like(q))

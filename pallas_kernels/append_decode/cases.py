@@ -14,10 +14,10 @@ from pallas_kernels.shapes import Heads, PagedCase, paged_arrays
 
 
 @dataclass(frozen=True)
-class AppendCase(PagedCase):
-    """A row's context ends in the new token; ``rotary`` False is a model without rope (GPT-2).
+class DecodeCase(PagedCase):
+    """Contexts that end with the new token; ``rotary`` is False for models without rope (GPT-2).
 
-    Without ``arrivals`` the op makes its own.
+    Without ``arrivals`` the op allocates the counters.
     """
 
     norms: bool = False
@@ -29,8 +29,8 @@ _FP8 = "float8_e4m3fn"
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
 
 
-def _decode_steps() -> tuple[AppendCase, ...]:
-    """A decode step on a GPU, over the contexts of docs/performance.md."""
+def _decode_steps() -> tuple[DecodeCase, ...]:
+    """Decode steps on a GPU, with the contexts of docs/performance.md."""
     shapes_of_steps = (
         *((rows, 1056, 16, "") for rows in (1, 8, 16, 32, 64, 128, 256, 512)),
         (64, 1056, 64, ""),
@@ -39,7 +39,7 @@ def _decode_steps() -> tuple[AppendCase, ...]:
         (8, 16416, 16, ""),
     )
     return tuple(
-        AppendCase(
+        DecodeCase(
             f"qwen3_4b_step_b{rows}_ctx{context}_page{size}{'_fp8' if kv_dtype else ''}",
             shapes.QWEN3_4B,
             (context,) * rows,
@@ -54,10 +54,10 @@ def _decode_steps() -> tuple[AppendCase, ...]:
     )
 
 
-def _contexts(model: str, heads: Heads) -> tuple[AppendCase, ...]:
-    """The grid that serving on a CPU meets: batch 1, 8 and 64 at contexts 128, 1024 and 4096."""
+def _contexts(model: str, heads: Heads) -> tuple[DecodeCase, ...]:
+    """Decode steps on a CPU: batch 1, 8 and 64 at contexts 128, 1024 and 4096."""
     return tuple(
-        AppendCase(
+        DecodeCase(
             f"{model}_b{rows}_ctx{context}",
             heads,
             (context,) * rows,
@@ -70,27 +70,27 @@ def _contexts(model: str, heads: Heads) -> tuple[AppendCase, ...]:
 
 
 CASES = (
-    AppendCase("smollm2_first_token", _SMOL, (1,)),
-    AppendCase("smollm2_page_edges", _SMOL, (15, 16, 17, 1, 33), max_pages=40),
-    AppendCase("smollm2_padding_rows", _SMOL, (5, 0, 40), padding=3, max_pages=40),
-    AppendCase("smollm2_only_padding", _SMOL, (0,), padding=2, max_pages=4),
-    AppendCase("smollm2_blocks", _SMOL, (64, 65, 66, 128, 129, 513, 528)),
-    AppendCase("smollm2_own_arrivals", _SMOL, (513, 3), arrivals=False),
-    AppendCase("smollm2_window", _SMOL, (1, 2, 8, 9, 10, 300), window=8),
-    AppendCase("smollm2_window_of_one", _SMOL, (1, 2, 70), window=1),
-    AppendCase("smollm2_window_blocks", _SMOL, (1, 301, 1000), window=300),
-    AppendCase("gpt2_no_rope", shapes.GPT2, (3, 64, 100), rotary=False, max_pages=64),
-    AppendCase("gpt2_no_rope_f16", shapes.GPT2, (60, 17), rotary=False, dtype="float16"),
-    AppendCase("llama3_70b_tp8_gqa8", shapes.LLAMA3_70B_TP8, (31, 32, 130)),
-    AppendCase("qwen2_5_7b_gqa7", shapes.QWEN2_5_7B, (20, 65), page_size=64),
-    AppendCase("qwen3_0_6b_page64", _QWEN, (63, 64, 65, 129), norms=True, page_size=64),
-    AppendCase("qwen3_4b_bf16", shapes.QWEN3_4B, (17, 90), padding=1, norms=True, dtype="bfloat16"),
-    AppendCase(
+    DecodeCase("smollm2_first_token", _SMOL, (1,)),
+    DecodeCase("smollm2_page_edges", _SMOL, (15, 16, 17, 1, 33), max_pages=40),
+    DecodeCase("smollm2_padding_rows", _SMOL, (5, 0, 40), padding=3, max_pages=40),
+    DecodeCase("smollm2_only_padding", _SMOL, (0,), padding=2, max_pages=4),
+    DecodeCase("smollm2_blocks", _SMOL, (64, 65, 66, 128, 129, 513, 528)),
+    DecodeCase("smollm2_own_arrivals", _SMOL, (513, 3), arrivals=False),
+    DecodeCase("smollm2_window", _SMOL, (1, 2, 8, 9, 10, 300), window=8),
+    DecodeCase("smollm2_window_of_one", _SMOL, (1, 2, 70), window=1),
+    DecodeCase("smollm2_window_blocks", _SMOL, (1, 301, 1000), window=300),
+    DecodeCase("gpt2_no_rope", shapes.GPT2, (3, 64, 100), rotary=False, max_pages=64),
+    DecodeCase("gpt2_no_rope_f16", shapes.GPT2, (60, 17), rotary=False, dtype="float16"),
+    DecodeCase("llama3_70b_tp8_gqa8", shapes.LLAMA3_70B_TP8, (31, 32, 130)),
+    DecodeCase("qwen2_5_7b_gqa7", shapes.QWEN2_5_7B, (20, 65), page_size=64),
+    DecodeCase("qwen3_0_6b_page64", _QWEN, (63, 64, 65, 129), norms=True, page_size=64),
+    DecodeCase("qwen3_4b_bf16", shapes.QWEN3_4B, (17, 90), padding=1, norms=True, dtype="bfloat16"),
+    DecodeCase(
         "qwen3_4b_fp8", shapes.QWEN3_4B, (17, 70), norms=True, dtype="bfloat16", kv_dtype=_FP8
     ),
-    AppendCase("smollm2_blocks_bf16", _SMOL, (64, 65, 66, 513, 0, 1), dtype="bfloat16"),
-    AppendCase("llama3_70b_tp8_gqa8_bf16", shapes.LLAMA3_70B_TP8, (31, 130), dtype="bfloat16"),
-    AppendCase(
+    DecodeCase("smollm2_blocks_bf16", _SMOL, (64, 65, 66, 513, 0, 1), dtype="bfloat16"),
+    DecodeCase("llama3_70b_tp8_gqa8_bf16", shapes.LLAMA3_70B_TP8, (31, 130), dtype="bfloat16"),
+    DecodeCase(
         "qwen3_4b_tp8_page64_bf16",
         shapes.QWEN3_4B_TP8,
         (63, 64, 65, 321),
@@ -98,10 +98,10 @@ CASES = (
         page_size=64,
         dtype="bfloat16",
     ),
-    AppendCase("phi3_head96_bf16", shapes.PHI3_MINI, (40, 3), dtype="bfloat16"),
-    AppendCase("gemma3_head256", shapes.GEMMA3_4B, (40, 90), norms=True, window=32),
-    AppendCase("qwen3_4b_long", shapes.QWEN3_4B, (8192, 1, 4097, 0), norms=True, tags=("full",)),
-    AppendCase(
+    DecodeCase("phi3_head96_bf16", shapes.PHI3_MINI, (40, 3), dtype="bfloat16"),
+    DecodeCase("gemma3_head256", shapes.GEMMA3_4B, (40, 90), norms=True, window=32),
+    DecodeCase("qwen3_4b_long", shapes.QWEN3_4B, (8192, 1, 4097, 0), norms=True, tags=("full",)),
+    DecodeCase(
         "qwen3_4b_many_rows_bf16",
         shapes.QWEN3_4B,
         tuple(range(1, 600, 13)),
@@ -116,7 +116,7 @@ CASES = (
 )
 
 
-def build(case: AppendCase, seed: int) -> Inputs:
+def build(case: DecodeCase, seed: int) -> Inputs:
     """Inputs of a case. The new token's slot holds NaN, and so do the heads of padding rows."""
     rng = np.random.default_rng(seed)
     real, heads, dtype = len(case.seq_lens), case.heads, jnp.dtype(case.dtype)
@@ -131,29 +131,29 @@ def build(case: AppendCase, seed: int) -> Inputs:
     qkv = rng.standard_normal((rows, heads.num_heads + 2 * heads.num_kv_heads, h), np.float32)
     qkv[seq_lens == 0] = np.nan
     angles = rng.uniform(-np.pi, np.pi, (rows, h // 2)).astype(np.float32)
-    turns = (np.cos(angles), np.sin(angles)) if case.rotary else (None, None)
+    cos_sin = (np.cos(angles), np.sin(angles)) if case.rotary else (None, None)
     norms = rng.uniform(0.5, 1.5, (2, h)).astype(dtype) if case.norms else None
     pools = (arrays.k_pages, arrays.v_pages)
     arrivals = np.zeros(rows * heads.num_kv_heads, np.int32) if case.arrivals else None
-    args = (qkv.astype(dtype), *turns, norms, *pools, arrays.page_table, seq_lens, arrivals)
+    args = (qkv.astype(dtype), *cos_sin, norms, *pools, arrays.page_table, seq_lens, arrivals)
     return Inputs(args, {"scale": h**-0.5, "eps": 1e-6, "window": case.window})
 
 
 def observable(outputs: Any) -> Any:
-    """All but page 0. What nobody wrote is NaN and shown as 0: a stray write is a difference."""
+    """All but page 0. Unwritten slots, NaN, become 0, so that a stray write is a difference."""
     out, *pools = outputs
     return (out, *(jnp.where(jnp.isnan(pool[1:]), 0, pool[1:]) for pool in pools))
 
 
-def cost(case: AppendCase) -> Cost:
-    """Every visible key and value read once, queries, new keys and values and angles read, outputs
-    and the new slots written.
+def cost(case: DecodeCase) -> Cost:
+    """Visible keys and values read once; queries, new keys, new values and angles read; outputs and
+    new slots written.
     """
     heads, rows = case.heads, len(case.seq_lens)
     item = jnp.dtype(case.dtype).itemsize
     kv_item = jnp.dtype(case.kv_dtype or case.dtype).itemsize
     keys = sum(case.touched_keys(row) for row in range(rows))
-    # The new token is one of the keys: its slots are written as others are read.
+    # The new token is counted among the keys: its slots are written, the others read.
     pages = 2 * keys * heads.num_kv_heads * kv_item
     tokens = rows * (2 * (heads.num_heads + heads.num_kv_heads) * item + 4)
     return Cost(

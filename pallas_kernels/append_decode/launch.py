@@ -1,6 +1,6 @@
-"""Which calls the Triton kernel of append_decode takes, and how it tiles them.
+"""Which calls the Triton kernel of append_decode supports, and its tile sizes.
 
-It imports no Triton, so that a machine without it can ask.
+Does not import Triton, so it works where Triton is not installed.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pallas_kernels.numerics import power_of_two
 from pallas_kernels.shapes import PagedCase
 
 HEAD_DIMS = (16, 256)  # smallest and largest
-LARGEST_GROUP = 64
+MAX_GROUP = 64
 
-PROGRAMS = 256  # two on each multiprocessor of an H100 or H200 (132), as a power of two
-BLOCK_BYTES = 16384  # of keys in one step, as wide as queries: 64 keys of a bf16 head of 128
-BLOCKS = (16, 64)  # fewest and most keys of a step: 128 of a narrow head spill registers
+CTAS = 256  # about two per SM of an H100 or H200 (132 SMs); a power of two
+BLOCK_BYTES = 16384  # of keys per block, in the dtype of queries: 64 keys of a bf16 head of 128
+BLOCKS = (16, 64)  # smallest and largest block; 128 keys of a narrow head spill registers
 
 
 @dataclass(frozen=True)
-class Launch:
-    """How a call is cut up. ``block``: keys a step, a power of two."""
+class TritonConfig:
+    """Tile sizes and launch parameters. ``block``: keys per loop iteration, a power of two."""
 
     splits: int
     block: int
@@ -41,7 +41,7 @@ def queries_of(qkv: jax.Array, k_pages: jax.Array) -> jax.ShapeDtypeStruct:  # [
 
 
 def shapes_of(case: PagedCase) -> Hashable:
-    """What ``choose`` knows of a case's call."""
+    """The key of a case's tuned choice."""
     heads = case.heads
     rows = len(case.seq_lens) + case.padding
     sizes = (rows, heads.num_heads, heads.num_kv_heads, heads.head_dim, case.page_size)
@@ -49,7 +49,7 @@ def shapes_of(case: PagedCase) -> Hashable:
 
 
 def call_shapes(qkv: jax.Array, k_pages: jax.Array) -> Hashable:  # [B, N + 2K, H], [P, S, K, H]
-    """What ``shapes_of`` says of a case, of a call."""
+    """The key of a call's tuned choice, as ``shapes_of`` for a case."""
     (b, n, h), (page_size, num_kv_heads) = queries_of(qkv, k_pages).shape, k_pages.shape[1:3]
     return (b, n, num_kv_heads, h, page_size, str(qkv.dtype), str(k_pages.dtype))
 
@@ -74,41 +74,41 @@ def supports(
     (_, n, h), num_kv_heads = queries_of(qkv, k_pages).shape, k_pages.shape[2]
     if not HEAD_DIMS[0] <= h <= HEAD_DIMS[1]:
         return f"head_dim {h} is not between {HEAD_DIMS[0]} and {HEAD_DIMS[1]}"
-    if n // num_kv_heads > LARGEST_GROUP:
-        return f"{n // num_kv_heads} query heads share a kv head, at most {LARGEST_GROUP} may"
+    if n // num_kv_heads > MAX_GROUP:
+        return f"{n // num_kv_heads} query heads share a kv head, at most {MAX_GROUP} may"
     return unfit_for_triton(qkv, k_pages)
 
 
-def by_rule(
+def heuristic_config(
     qkv: jax.Array,  # [B, N + 2K, H]
     k_pages: jax.Array,  # [P, S, K, H]
     page_table: jax.Array,  # int32[B, M]
-) -> Launch:
-    """Spans enough to fill the chip; blocks and stages that leave room for three programs on a
-    multiprocessor. Chosen from the compiler's report; tuned choices are up to 30 % faster on an
-    H200.
+) -> TritonConfig:
+    """Splits enough to fill the GPU; blocks and stages such that three CTAs fit on an SM.
+
+    Chosen from the compiler's report; tuned choices are up to 30 % faster on an H200.
     """
     (b, _, h), (page_size, num_kv_heads) = qkv.shape, k_pages.shape[1:3]
     row_bytes = power_of_two(h) * qkv.dtype.itemsize
     block = min(max(BLOCK_BYTES // row_bytes, BLOCKS[0]), BLOCKS[1])
     longest = page_table.shape[1] * page_size
-    splits = min(PROGRAMS // (b * num_kv_heads), -(-longest // block))
-    # In float32 products leave the matrix units. Turning the queries then leaves registers for the
-    # smallest block alone, and more than three stages would spill them.
-    in_matrix_units = qkv.dtype.itemsize <= 2
-    return Launch(
+    splits = min(CTAS // (b * num_kv_heads), -(-longest // block))
+    # float32 does not use tensor cores. With the rotation of queries only the smallest block fits
+    # in registers, and more than three stages would spill.
+    on_tensor_cores = qkv.dtype.itemsize <= 2
+    return TritonConfig(
         splits=power_of_two(max(splits, 1) + 1) // 2,
-        block=block if in_matrix_units else BLOCKS[0],
-        # Five keep two blocks in flight, since a block's page ids are a load of their own.
-        num_stages=5 if in_matrix_units else 3,
+        block=block if on_tensor_cores else BLOCKS[0],
+        # Five keep two blocks in flight, since the page ids of a block are a separate load.
+        num_stages=5 if on_tensor_cores else 3,
     )
 
 
-def choose(
+def choose_config(
     qkv: jax.Array,  # [B, N + 2K, H]
     k_pages: jax.Array,  # [P, S, K, H]
     page_table: jax.Array,  # int32[B, M]
-) -> Launch:
-    """The tuned choice for a call of these shapes on this device, else that of the rule."""
+) -> TritonConfig:
+    """The tuned config for a call of these shapes on this device, else the heuristic one."""
     choice = tuned.lookup("append_decode", CASES, shapes_of, call_shapes(qkv, k_pages))
-    return Launch(**choice) if choice else by_rule(qkv, k_pages, page_table)
+    return TritonConfig(**choice) if choice else heuristic_config(qkv, k_pages, page_table)

@@ -1,21 +1,21 @@
 """append_decode in Pallas Mosaic GPU, for NVIDIA Hopper (compute capability 9.x).
 
-A program has two warpgroups. Four warps of one ask for pages by TMA, two of them for keys and two
-for values, as many blocks ahead as there is room. They read page ids before they know how long the
-row is, so that the first pages are asked for after one wait for memory, not two. Meanwhile the
-other warpgroup turns the queries of one kv head, and then attends. The product is turned around, as
-in ``skinny_gemm``: 64 keys, or 64 components of values, are what the matrix units always take at
-once, and query heads, of which they take any multiple of 8, the other side. So keys and values go
-from memory to shared memory to the units without passing through registers. Softmax runs in base 2,
+A CTA has a memory and a compute warpgroup. Four warps of the memory warpgroup copy pages by TMA,
+two of them keys and two values, as many blocks ahead as there are pipeline stages. They read page
+ids before they know the row's length, so the first copies are issued after one wait for memory, not
+two. At the same time the compute warpgroup rotates the queries of one kv head; then it attends. The
+GEMMs are transposed, as in ``skinny_gemm``: M of a wgmma is always 64, which are keys or components
+of values, and N is any multiple of 8, which are query heads. So keys and values go from global to
+shared memory to the tensor cores without passing through registers. Softmax is computed in base 2,
 sums in float32.
 
-Where rows and kv heads are more than programs fit at once, a program takes several in turn. Its
-loader is then ahead of the other warpgroup across their borders, so that memory never idles.
+If there are more work items, pairs of a row and a kv head, than CTAs fit on the GPU, a CTA computes
+several. Its memory warpgroup runs ahead across their borders, so memory does not idle.
 
-Programs that share a row and a kv head take its blocks in turn and are a cluster: the first of them
-reads what the others found from their shared memory, always in the same order. The last of them,
-which has the fewest blocks, also turns and appends the new key, and begins with its score and the
-new value, so that nobody waits for them to reach memory.
+CTAs that split a work item take its blocks round-robin and form a cluster: the first CTA reads the
+softmax states of the others from their shared memory, always in the same order. The last CTA, which
+has the fewest blocks, also rotates and appends the new key. It starts from the new key's score and
+the new value in shared memory, so no CTA waits until they are in global memory.
 """
 
 from __future__ import annotations
@@ -31,348 +31,381 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.append_decode.launch import queries_of
-from pallas_kernels.append_decode.mosaic_launch import GROUP, KEYS, Launch, choose
-from pallas_kernels.append_decode.mosaic_plan import (
-    Arrays,
-    Plan,
-    Ref,
-    Shared,
-    Span,
-    place_of,
-    shared_types,
-    span_of,
-    stage_of,
-    turns_of,
+from pallas_kernels.append_decode.mosaic_launch import (
+    GROUP_TILE,
+    MMA_KEYS,
+    MosaicConfig,
+    choose_config,
 )
-from pallas_kernels.page_streams import Pages, Stream, copied_by_warps
-from pallas_kernels.pdl import await_kernel_before, let_next_begin
+from pallas_kernels.append_decode.mosaic_plan import (
+    DecodeScratch,
+    DecodeSpec,
+    GmemRefs,
+    Ref,
+    WorkItem,
+    item_index,
+    num_cta_items,
+    scratch_types,
+    stage_index,
+    work_item,
+)
+from pallas_kernels.page_streams import PagedOperand, PageStream, for_each_stream
+from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
 
-LOADER = 1  # the warpgroup that copies
-# What a maximum over keys takes: two heads of each thread. Twice as much, the default, would leave
-# two programs with splits 224 bytes short of room on a multiprocessor.
+MEMORY_WARPGROUP = 1
+# Scratch of a maximum over keys: two heads of each thread. The default, twice as much, would exceed
+# the shared memory of an SM by 224 bytes for two CTAs with splits.
 REDUCTION_BYTES = 2 * 128 * 4
 
-type _Halves = tuple[jax.Array, jax.Array]  # of heads: [GROUP, H / 2] each
+type _Halves = tuple[jax.Array, jax.Array]  # of heads: [GROUP_TILE, H / 2] each
 
 
-class _Sums(NamedTuple):
-    """What a program has found so far."""
+class SoftmaxState(NamedTuple):
+    """Online-softmax state of one CTA."""
 
-    top: jax.Array  # float32[GROUP]: largest score
-    weights: jax.Array  # float32[block, GROUP]: by place in a block; the total is their sum
-    mixed: jax.Array  # float32[H, GROUP]: values times weights
-
-
-def _load(plan: Plan, arrays: Arrays, shared: Shared) -> None:
-    """Copy blocks as room becomes free, for all that the program attends to."""
-    keys = Pages(arrays.k_pages, shared.k, shared.k_full, shared.k_free)
-    values = Pages(arrays.v_pages, shared.v, shared.v_full, shared.v_free)
-    copied_by_warps(keys, values, plan.pages, partial(_copy_all, plan, arrays))
+    m_i: jax.Array  # float32[GROUP_TILE]: largest score
+    p: jax.Array  # float32[block, GROUP_TILE]: weights by position in a block; l_i is their sum
+    acc: jax.Array  # float32[H, GROUP_TILE]: sum of weights * values
 
 
-def _copy_all(plan: Plan, arrays: Arrays, stream: Stream) -> None:
-    copy = partial(_copy_span, plan, arrays, stream)
-    steps = lax.fori_loop(jnp.int32(0), turns_of(plan), copy, jnp.int32(0))
+def _memory_warpgroup(spec: DecodeSpec, gmem: GmemRefs, scratch: DecodeScratch) -> None:
+    """Copy the blocks of all work items of the CTA as pipeline stages are consumed."""
+    keys = PagedOperand(
+        gmem.k_pages, scratch.k_smem, scratch.k_barriers, scratch.k_consumed_barriers
+    )
+    values = PagedOperand(
+        gmem.v_pages, scratch.v_smem, scratch.v_barriers, scratch.v_consumed_barriers
+    )
+    for_each_stream(keys, values, spec.pages_per_block, partial(_copy_items, spec, gmem))
 
-    @pl.loop(jnp.maximum(steps - plan.choice.stages, 0), steps)
-    def _see_through(step: jax.Array) -> None:  # a barrier left early is an error
-        plgpu.barrier_wait(stream.pages.free.at[stage_of(plan, step)])
+
+def _copy_items(spec: DecodeSpec, gmem: GmemRefs, stream: PageStream) -> None:
+    copy = partial(_copy_item, spec, gmem, stream)
+    steps = lax.fori_loop(jnp.int32(0), num_cta_items(spec), copy, jnp.int32(0))
+
+    # A CTA must not exit while a barrier has a phase that was not waited for.
+    @pl.loop(jnp.maximum(steps - spec.config.stages, 0), steps)
+    def _drain(step: jax.Array) -> None:
+        plgpu.barrier_wait(stream.operand.consumed_barriers.at[stage_index(spec, step)])
 
 
-def _copy_span(
-    plan: Plan, arrays: Arrays, stream: Stream, turn: jax.Array, before: jax.Array
+def _copy_item(
+    spec: DecodeSpec, gmem: GmemRefs, stream: PageStream, i: jax.Array, first_step: jax.Array
 ) -> jax.Array:
-    """The steps until after the span."""
-    row, _, split = place = place_of(plan, turn)
-    stages = plan.choice.stages
+    """Copy the CTA's i-th work item; returns the step after it."""
+    row, _, split = index = item_index(spec, i)
+    stages = spec.config.stages
 
-    def places_of(step: jax.Array | int) -> list[jax.Array]:
-        first = (step * plan.choice.splits + split) * plan.pages
-        return [first + i for i in stream.own]
+    def table_columns(step: jax.Array | int) -> list[jax.Array]:
+        first = (step * spec.config.splits + split) * spec.pages_per_block
+        return [first + i for i in stream.page_indices]
 
-    def pages_at(places: list[jax.Array], most: jax.Array | int) -> list[jax.Array]:
-        return [arrays.page_table[row, jnp.minimum(place, most)] for place in places]
+    def read_pages(columns: list[jax.Array], last: jax.Array | int) -> list[jax.Array]:
+        return [gmem.page_table[row, jnp.minimum(column, last)] for column in columns]
 
-    early = [pages_at(places_of(step), plan.table_width - 1) for step in range(stages)]
-    # The compiler would read some of them only when the length has come.
-    length, early = lax.optimization_barrier((arrays.seq_lens[row], early))
-    span = span_of(plan, place, length, before)
-    last = lax.div(jnp.maximum(span.last - 1, 0), jnp.int32(plan.page_size))
-    copy = partial(_copy_block, plan, span, stream)
-    for step, pages in enumerate(early):
-        # Page 0, which is no row's, stands in for what may be junk.
-        places = zip(places_of(step), pages, strict=True)
-        there = [jnp.where(place <= last, page, 0) for place, page in places]
-        pl.when(step < span.steps)(partial(copy, step, there))
+    prologue = [read_pages(table_columns(step), spec.table_width - 1) for step in range(stages)]
+    # Without the barrier the compiler moves some of these reads behind the read of the length.
+    length, prologue = lax.optimization_barrier((gmem.seq_lens[row], prologue))
+    item = work_item(spec, index, length, first_step)
+    last = lax.div(jnp.maximum(item.new_position - 1, 0), jnp.int32(spec.page_size))
+    copy = partial(_copy_block, spec, item, stream)
+    for step, pages in enumerate(prologue):
+        # Entries past the row's pages may be junk: page 0, which belongs to no row, replaces them.
+        columns = zip(table_columns(step), pages, strict=True)
+        valid = [jnp.where(column <= last, page, 0) for column, page in columns]
+        pl.when(step < item.num_steps)(partial(copy, step, valid))
 
-    @pl.loop(jnp.int32(stages), span.steps)
+    @pl.loop(jnp.int32(stages), item.num_steps)
     def _step(step: jax.Array) -> None:
-        copy(step, pages_at(places_of(step), last))  # the last page stands in
+        copy(step, read_pages(table_columns(step), last))  # junk is replaced by the last page
 
-    return before + span.steps
+    return first_step + item.num_steps
 
 
 def _copy_block(
-    plan: Plan, span: Span, stream: Stream, step: jax.Array | int, pages: list[jax.Array]
+    spec: DecodeSpec,
+    item: WorkItem,
+    stream: PageStream,
+    step: jax.Array | int,
+    pages: list[jax.Array],
 ) -> None:
-    stage = stage_of(plan, span.before + step)
-    occupied = span.before + step >= plan.choice.stages
-    pl.when(occupied)(lambda: plgpu.barrier_wait(stream.pages.free.at[stage]))
-    for i, page in zip(stream.own, pages, strict=True):
-        to = stream.pages.room.at[stage, pl.ds(i * plan.page_size, plan.page_size)]
-        source = stream.pages.pool.at[page, pl.ds(0, plan.page_size), span.kv_head]
-        plgpu.copy_gmem_to_smem(source, to, stream.pages.full.at[stage])
+    stage, operand = stage_index(spec, item.first_step + step), stream.operand
+    is_reused = item.first_step + step >= spec.config.stages
+    pl.when(is_reused)(lambda: plgpu.barrier_wait(operand.consumed_barriers.at[stage]))
+    for i, page in zip(stream.page_indices, pages, strict=True):
+        target = operand.smem.at[stage, pl.ds(i * spec.page_size, spec.page_size)]
+        source = operand.pool.at[page, pl.ds(0, spec.page_size), item.kv_head]
+        plgpu.copy_gmem_to_smem(source, target, operand.barriers.at[stage])
 
 
-def _along(plan: Plan, line: Ref) -> jax.Array:  # [H / 2] -> float32[GROUP, H / 2]
-    """The same for each head."""
-    values = plgpu.load(line, layout=plan.layout.reduce(0), optimized=False)
-    shape = (GROUP, plan.head_dim // 2)
+def _broadcast(spec: DecodeSpec, half: Ref) -> jax.Array:  # [H / 2] -> float32[GROUP_TILE, H / 2]
+    """The same values for each head."""
+    values = plgpu.load(half, layout=spec.half_layout.reduce(0), optimized=False)
+    shape = (GROUP_TILE, spec.head_dim // 2)
     return lax.broadcast_in_dim(values.astype(jnp.float32), shape, [1])
 
 
-def _halves_along(plan: Plan, line: Ref) -> _Halves:  # [H]
-    first, second = (_along(plan, line.at[x]) for x in plan.halves)
+def _broadcast_halves(spec: DecodeSpec, head: Ref) -> _Halves:  # [H]
+    first, second = (_broadcast(spec, head.at[half]) for half in spec.halves)
     return first, second
 
 
-def _normed(plan: Plan, heads: _Halves, weights: _Halves) -> _Halves:
+def _rms_norm(spec: DecodeSpec, heads: _Halves, weights: _Halves) -> _Halves:
     """Heads over their root mean square, times weights, rounded to the dtype."""
     first, second = heads
     squares = (first * first + second * second).sum(axis=1)
-    factor = lax.rsqrt(squares / plan.head_dim + plan.eps)
+    factor = lax.rsqrt(squares / spec.head_dim + spec.eps)
     factor = lax.broadcast_in_dim(factor, first.shape, [0])
     first, second = first * factor * weights[0], second * factor * weights[1]
-    first, second = first.astype(plan.dtype), second.astype(plan.dtype)
+    first, second = first.astype(spec.dtype), second.astype(spec.dtype)
     return first.astype(jnp.float32), second.astype(jnp.float32)
 
 
-def _read_queries(plan: Plan, shared: Shared) -> _Halves:
+def _load_queries(spec: DecodeSpec, scratch: DecodeScratch) -> _Halves:
     first, second = (
-        plgpu.load(shared.heads.at[:, x], layout=plan.layout, optimized=False) for x in plan.halves
+        plgpu.load(scratch.heads_smem.at[:, half], layout=spec.half_layout, optimized=False)
+        for half in spec.halves
     )
     return first.astype(jnp.float32), second.astype(jnp.float32)
 
 
-def _prepare(plan: Plan, arrays: Arrays, span: Span, shared: Shared) -> None:
-    """Norm and rope of the queries and of the new key, and its scores."""
-    key = _halves_along(plan, arrays.qkv.at[span.row, plan.num_heads + span.kv_head])
+def _prepare_heads(
+    spec: DecodeSpec, gmem: GmemRefs, item: WorkItem, scratch: DecodeScratch
+) -> None:
+    """Norm and rope of the queries and of the new key, and the new key's scores."""
+    key = _broadcast_halves(spec, gmem.qkv.at[item.row, spec.num_heads + item.kv_head])
     weights = angles = None
-    if arrays.qk_norms is not None:
-        weights = [_halves_along(plan, arrays.qk_norms.at[i]) for i in range(2)]
-    if arrays.cos is not None and arrays.sin is not None:
-        angles = _along(plan, arrays.cos.at[span.row]), _along(plan, arrays.sin.at[span.row])
-    plgpu.barrier_wait(shared.heads_full)
-    turned: list[_Halves] = []
-    for i, (x, y) in enumerate((_read_queries(plan, shared), key)):
+    if gmem.qk_norms is not None:
+        weights = [_broadcast_halves(spec, gmem.qk_norms.at[i]) for i in range(2)]
+    if gmem.cos is not None and gmem.sin is not None:
+        angles = _broadcast(spec, gmem.cos.at[item.row]), _broadcast(spec, gmem.sin.at[item.row])
+    plgpu.barrier_wait(scratch.heads_barrier)
+    rotated: list[_Halves] = []
+    for i, (x, y) in enumerate((_load_queries(spec, scratch), key)):
         if weights is not None:
-            x, y = _normed(plan, (x, y), weights[i])
+            x, y = _rms_norm(spec, (x, y), weights[i])
         if angles is not None:
             cos, sin = angles
             x, y = x * cos - y * sin, y * cos + x * sin
-        turned.append((x.astype(plan.dtype), y.astype(plan.dtype)))
+        rotated.append((x.astype(spec.dtype), y.astype(spec.dtype)))
     score = jnp.zeros((), jnp.float32)
-    for at, x, y in zip(plan.halves, *turned, strict=True):
-        shared.heads[:, at] = x
-        shared.key.at[0, at][...] = y.astype(jnp.float32).max(axis=0).astype(plan.dtype)
-        score = score + (x.astype(jnp.float32) * y.astype(jnp.float32)).sum(axis=1)
-    shared.score[...] = score * plan.scale
-    # A half may be narrower than what is swizzled together.
-    shared.q[...] = plgpu.load(shared.heads, layout=plan.layout, optimized=False)
+    for half, q, k in zip(spec.halves, *rotated, strict=True):
+        scratch.heads_smem[:, half] = q
+        scratch.new_k_smem.at[0, half][...] = k.astype(jnp.float32).max(axis=0).astype(spec.dtype)
+        score = score + (q.astype(jnp.float32) * k.astype(jnp.float32)).sum(axis=1)
+    scratch.new_score_smem[...] = score * spec.scale
+    # Halves are not stored to q_smem directly: a half may be narrower than a swizzled tile.
+    scratch.q_smem[...] = plgpu.load(scratch.heads_smem, layout=spec.half_layout, optimized=False)
     plgpu.commit_smem()
 
 
-def _append(plan: Plan, arrays: Arrays, span: Span, shared: Shared) -> None:
-    """Begin to write the new key and value to their slot, if this program is the last of a row.
+def _append_kv(spec: DecodeSpec, gmem: GmemRefs, item: WorkItem, scratch: DecodeScratch) -> None:
+    """Start to write the new key and value to their slot, in the last CTA of a row.
 
-    Whether the slot's old or new bytes are in a page that is copied meanwhile depends on the time;
-    neither is looked at.
+    A copy of the same page that is in flight may read the old or the new bytes of the slot; neither
+    is used.
     """
 
-    @pl.when((span.length > 0) & (span.split == plan.choice.splits - 1))
+    @pl.when((item.length > 0) & (item.split == spec.config.splits - 1))
     def _store() -> None:
-        page_size = jnp.int32(plan.page_size)
-        page = arrays.page_table[span.row, lax.div(span.last, page_size)]
-        slot = (page, pl.ds(lax.rem(span.last, page_size), 1), span.kv_head)
-        plgpu.copy_smem_to_gmem(shared.key, arrays.k_pages.at[slot])
-        plgpu.copy_smem_to_gmem(shared.value, arrays.v_pages.at[slot])
+        page_size = jnp.int32(spec.page_size)
+        page = gmem.page_table[item.row, lax.div(item.new_position, page_size)]
+        slot = (page, pl.ds(lax.rem(item.new_position, page_size), 1), item.kv_head)
+        plgpu.copy_smem_to_gmem(scratch.new_k_smem, gmem.k_pages.at[slot])
+        plgpu.copy_smem_to_gmem(scratch.new_v_smem, gmem.v_pages.at[slot])
 
 
-def _if_last(plan: Plan, span: Span, x: jax.Array, otherwise: float) -> jax.Array:
-    """The value in the program that has the new token, else a constant."""
-    if plan.choice.splits == 1:
+def _if_last_split(spec: DecodeSpec, item: WorkItem, x: jax.Array, otherwise: float) -> jax.Array:
+    """``x`` in the CTA that has the new token, else a constant."""
+    if spec.config.splits == 1:
         return x
-    is_last = lax.broadcast_in_dim(span.split == plan.choice.splits - 1, x.shape, [])
+    is_last = lax.broadcast_in_dim(item.split == spec.config.splits - 1, x.shape, [])
     return jnp.where(is_last, x, otherwise)
 
 
-def _begin(plan: Plan, span: Span, shared: Shared) -> _Sums:
-    """The new token's score and value, whose weight is not among the weights."""
+def _initial_state(spec: DecodeSpec, item: WorkItem, scratch: DecodeScratch) -> SoftmaxState:
+    """Initialise the state with the new token, which is not in the pages yet. ``p`` leaves out its
+    weight.
+    """
     wgmma = plgpu.Layout.WGMMA
-    value = plgpu.load(shared.value.at[0], layout=wgmma.reduce(1), optimized=False)
-    mixed = lax.broadcast_in_dim(value.astype(jnp.float32), (plan.head_dim, GROUP), [0])
-    weights = jnp.zeros((plan.choice.block, GROUP), jnp.float32)
-    return _Sums(
-        _new_score(plan, span, shared),
-        plgpu.layout_cast(weights, wgmma),
-        _if_last(plan, span, mixed, 0.0),
+    value = plgpu.load(scratch.new_v_smem.at[0], layout=wgmma.reduce(1), optimized=False)
+    acc = lax.broadcast_in_dim(value.astype(jnp.float32), (spec.head_dim, GROUP_TILE), [0])
+    p = jnp.zeros((spec.config.block, GROUP_TILE), jnp.float32)
+    return SoftmaxState(
+        _new_score(spec, item, scratch),
+        plgpu.layout_cast(p, wgmma),
+        _if_last_split(spec, item, acc, 0.0),
     )
 
 
-def _new_score(plan: Plan, span: Span, shared: Shared) -> jax.Array:  # float32[GROUP]
-    score = plgpu.load(shared.score, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-    return _if_last(plan, span, score, -jnp.inf)
+def _new_score(
+    spec: DecodeSpec, item: WorkItem, scratch: DecodeScratch
+) -> jax.Array:  # float32[GROUP_TILE]
+    layout = plgpu.Layout.WGMMA.reduce(0)
+    score = plgpu.load(scratch.new_score_smem, layout=layout, optimized=False)
+    return _if_last_split(spec, item, score, -jnp.inf)
 
 
-def _rows(shape: tuple[int, int]) -> jax.Array:
+def _row_iota(shape: tuple[int, int]) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
 
 
-def _product(a: Ref, b: Ref) -> jax.Array:  # [M, I], [I, GROUP] -> float32[M, GROUP]
-    def multiply(total: Ref) -> jax.Array:
-        plgpu.wgmma(total, a, b)
-        return total[...]
+def _matmul(a: Ref, b: Ref) -> jax.Array:  # [M, I], [I, GROUP_TILE] -> float32[M, GROUP_TILE]
+    def multiply(acc: Ref) -> jax.Array:
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
 
-    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], GROUP), jnp.float32))
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], GROUP_TILE), jnp.float32))
 
 
-def _clear_unwritten(plan: Plan, v: Ref, left: jax.Array) -> None:  # [block, H]
-    """Zero all but the first ``left`` values: a weight of 0 does not silence NaN."""
+def _zero_unwritten(spec: DecodeSpec, v_smem: Ref, num_written: jax.Array) -> None:  # [block, H]
+    """Zero all but the first ``num_written`` values, since 0 * NaN is NaN."""
 
-    @pl.when(left < plan.choice.block)
-    def _clear() -> None:
-        for start in range(0, plan.choice.block, KEYS):
-            part = v.at[pl.ds(start, KEYS)]
-            values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-            written = _rows((KEYS, plan.head_dim)) + start < left
-            part[...] = jnp.where(written, values, jnp.zeros((), values.dtype))
+    @pl.when(num_written < spec.config.block)
+    def _zero() -> None:
+        for start in range(0, spec.config.block, MMA_KEYS):
+            rows = v_smem.at[pl.ds(start, MMA_KEYS)]
+            values = plgpu.load(rows, layout=plgpu.Layout.WGMMA)
+            is_written = _row_iota((MMA_KEYS, spec.head_dim)) + start < num_written
+            rows[...] = jnp.where(is_written, values, jnp.zeros((), values.dtype))
         plgpu.commit_smem()
 
 
-def _attend(plan: Plan, span: Span, shared: Shared, step: jax.Array, sums: _Sums) -> _Sums:
-    """One block more."""
-    block, stage = plan.choice.block, stage_of(plan, span.before + step)
-    left = span.last - (step * plan.choice.splits + span.split) * block
-    shape = (block, GROUP)
-    plgpu.barrier_wait(shared.k_full.at[stage])
-    scores = _product(shared.k.at[stage], shared.q.transpose((1, 0)))
-    plgpu.barrier_arrive(shared.k_free.at[stage])
-    scores = jnp.where(_rows(shape) < left, scores * plan.scale, -jnp.inf)
-    top = jnp.maximum(sums.top, scores.max(axis=0))  # the first key of a block is always seen
-    shrink = jnp.exp2(sums.top - top)
-    weights = jnp.exp2(scores - lax.broadcast_in_dim(top, shape, [1]))
-    # Two keys of a head side by side in a register's pair, instead of two heads.
-    narrow = plgpu.layout_cast(weights.astype(plan.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-    shared.weights.transpose((1, 0))[...] = narrow
+def _attend_block(
+    spec: DecodeSpec, item: WorkItem, scratch: DecodeScratch, step: jax.Array, state: SoftmaxState
+) -> SoftmaxState:
+    """Update the state with one block of keys and values."""
+    block, stage = spec.config.block, stage_index(spec, item.first_step + step)
+    num_keys = item.new_position - (step * spec.config.splits + item.split) * block
+    shape = (block, GROUP_TILE)
+    plgpu.barrier_wait(scratch.k_barriers.at[stage])
+    scores = _matmul(scratch.k_smem.at[stage], scratch.q_smem.transpose((1, 0)))
+    plgpu.barrier_arrive(scratch.k_consumed_barriers.at[stage])
+    scores = jnp.where(_row_iota(shape) < num_keys, scores * spec.scale, -jnp.inf)
+    m_ij = jnp.maximum(state.m_i, scores.max(axis=0))  # finite: a block has at least one key
+    alpha = jnp.exp2(state.m_i - m_ij)
+    p = jnp.exp2(scores - lax.broadcast_in_dim(m_ij, shape, [1]))
+    # A register holds two adjacent keys of a head instead of two heads.
+    p_transposed = plgpu.layout_cast(p.astype(spec.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    scratch.p_smem.transpose((1, 0))[...] = p_transposed
     plgpu.commit_smem()
-    plgpu.barrier_wait(shared.v_full.at[stage])
-    _clear_unwritten(plan, shared.v.at[stage], left)
-    mixed = _product(shared.v.at[stage].transpose((1, 0)), shared.weights.transpose((1, 0)))
-    plgpu.barrier_arrive(shared.v_free.at[stage])
-    weights += sums.weights * lax.broadcast_in_dim(shrink, shape, [1])
-    mixed += sums.mixed * lax.broadcast_in_dim(shrink, mixed.shape, [1])
-    return _Sums(top, weights, mixed)
+    plgpu.barrier_wait(scratch.v_barriers.at[stage])
+    _zero_unwritten(spec, scratch.v_smem.at[stage], num_keys)
+    acc = _matmul(scratch.v_smem.at[stage].transpose((1, 0)), scratch.p_smem.transpose((1, 0)))
+    plgpu.barrier_arrive(scratch.v_consumed_barriers.at[stage])
+    p += state.p * lax.broadcast_in_dim(alpha, shape, [1])
+    acc += state.acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
+    return SoftmaxState(m_ij, p, acc)
 
 
-def _leave(shared: Shared, top: jax.Array, total: jax.Array, mixed: jax.Array) -> None:
-    """Show what a split found to its cluster."""
-    for ref, found in ((shared.top, top), (shared.total, total), (shared.mixed, mixed)):
-        ref[...] = found
-    plgpu.barrier_arrive(shared.cluster)
-    plgpu.barrier_wait(shared.cluster)
+def _share_state(scratch: DecodeScratch, m_i: jax.Array, l_i: jax.Array, acc: jax.Array) -> None:
+    """Write the CTA's state to its shared memory, and wait until all CTAs of the cluster have."""
+    for ref, x in ((scratch.m_smem, m_i), (scratch.l_smem, l_i), (scratch.acc_smem, acc)):
+        ref[...] = x
+    plgpu.barrier_arrive(scratch.cluster_barrier)
+    plgpu.barrier_wait(scratch.cluster_barrier)
 
 
-def _found(shared: Shared, split: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What a split of the cluster left: top, total, mixed. JAX's interpreter cannot look there."""
+def _read_state(scratch: DecodeScratch, split: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """m_i, l_i and acc of a split, from its CTA. JAX's interpreter has no access to other CTAs."""
     wgmma = plgpu.Layout.WGMMA
-    parts = ((shared.top, wgmma.reduce(0)), (shared.total, wgmma.reduce(0)), (shared.mixed, wgmma))
-    top, total, mixed = (
+    per_head = wgmma.reduce(0)
+    refs = ((scratch.m_smem, per_head), (scratch.l_smem, per_head), (scratch.acc_smem, wgmma))
+    m_i, l_i, acc = (
         plgpu.load(plgpu.cluster_ref(ref, {"split": split}), layout=layout, optimized=False)
-        for ref, layout in parts
+        for ref, layout in refs
     )
-    return top, total, mixed
+    return m_i, l_i, acc
 
 
-def _combined(plan: Plan, shared: Shared) -> tuple[jax.Array, jax.Array]:
-    """Total weights and mixed values of all splits."""
-    parts = [_found(shared, split) for split in range(plan.choice.splits)]
-    highest = parts[0][0]
-    for top, _, _ in parts[1:]:
-        highest = jnp.maximum(highest, top)
-    total = mixed = jnp.zeros((), jnp.float32)
-    for top, part, values in parts:
-        weight = jnp.exp2(top - highest)
-        total = total + part * weight
-        mixed = mixed + values * lax.broadcast_in_dim(weight, values.shape, [1])
-    return total, mixed
+def _merge_splits(spec: DecodeSpec, scratch: DecodeScratch) -> tuple[jax.Array, jax.Array]:
+    """l_i and acc over all splits."""
+    states = [_read_state(scratch, split) for split in range(spec.config.splits)]
+    m_max = states[0][0]
+    for m_i, _, _ in states[1:]:
+        m_max = jnp.maximum(m_max, m_i)
+    l_sum = acc_sum = jnp.zeros((), jnp.float32)
+    for m_i, l_i, acc in states:
+        alpha = jnp.exp2(m_i - m_max)
+        l_sum = l_sum + l_i * alpha
+        acc_sum = acc_sum + acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
+    return l_sum, acc_sum
 
 
-def _finish(
-    plan: Plan,
-    arrays: Arrays,
-    span: Span,
-    shared: Shared,
-    total: jax.Array,  # float32[GROUP]
-    mixed: jax.Array,  # float32[H, GROUP]
+def _store_output(
+    spec: DecodeSpec,
+    gmem: GmemRefs,
+    item: WorkItem,
+    scratch: DecodeScratch,
+    l_i: jax.Array,  # float32[GROUP_TILE]
+    acc: jax.Array,  # float32[H, GROUP_TILE]
 ) -> None:
-    """Write the results of a row and kv head."""
-    result = mixed * lax.broadcast_in_dim(1.0 / total, mixed.shape, [1])
-    is_row = lax.broadcast_in_dim(span.length > 0, mixed.shape, [])
-    result = jnp.where(is_row, result, 0.0).astype(plan.dtype)
+    """Start to write the results of a row and kv head."""
+    result = acc * lax.broadcast_in_dim(1.0 / l_i, acc.shape, [1])
+    is_row = lax.broadcast_in_dim(item.length > 0, acc.shape, [])
+    result = jnp.where(is_row, result, 0.0).astype(spec.dtype)
     result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
-    shared.heads.transpose((1, 0))[...] = result
+    scratch.heads_smem.transpose((1, 0))[...] = result
     plgpu.commit_smem()
-    to = arrays.out.at[span.row, pl.ds(span.kv_head * plan.group, plan.group)]
-    plgpu.copy_smem_to_gmem(shared.heads.at[pl.ds(0, plan.group)], to)
+    target = gmem.out.at[item.row, pl.ds(item.kv_head * spec.group, spec.group)]
+    plgpu.copy_smem_to_gmem(scratch.heads_smem.at[pl.ds(0, spec.group)], target)
 
 
-def _work(
-    plan: Plan, arrays: Arrays, shared: Shared, turn: jax.Array, before: jax.Array
+def _copy_heads(
+    spec: DecodeSpec, gmem: GmemRefs, row: jax.Array, kv_head: jax.Array, scratch: DecodeScratch
+) -> None:
+    """Start to copy the queries of the group and the new value."""
+    # Heads next to the group's are copied and computed too; their results are not stored.
+    for start in range(0, spec.num_copies * spec.heads_per_copy, spec.heads_per_copy):
+        source = gmem.qkv.at[row, pl.ds(kv_head * spec.group + start, spec.heads_per_copy)]
+        target = scratch.heads_smem.at[pl.ds(start, spec.heads_per_copy)]
+        plgpu.copy_gmem_to_smem(source, target, scratch.heads_barrier)
+    value = gmem.qkv.at[row, pl.ds(spec.num_heads + spec.num_kv_heads + kv_head, 1)]
+    plgpu.copy_gmem_to_smem(value, scratch.new_v_smem, scratch.heads_barrier)
+
+
+def _compute_item(
+    spec: DecodeSpec, gmem: GmemRefs, scratch: DecodeScratch, i: jax.Array, first_step: jax.Array
 ) -> jax.Array:
-    """From the heads of a row to its results; the steps until then."""
-    row, kv_head, _ = place = place_of(plan, turn)
-    # What lies beside the group's heads is computed, too, and not kept.
-    for start in range(0, plan.copies * plan.box, plan.box):
-        queries = arrays.qkv.at[row, pl.ds(kv_head * plan.group + start, plan.box)]
-        room = shared.heads.at[pl.ds(start, plan.box)]
-        plgpu.copy_gmem_to_smem(queries, room, shared.heads_full)
-    value = arrays.qkv.at[row, pl.ds(plan.num_heads + plan.num_kv_heads + kv_head, 1)]
-    plgpu.copy_gmem_to_smem(value, shared.value, shared.heads_full)
-    span = span_of(plan, place, arrays.seq_lens[row], before)
-    _prepare(plan, arrays, span, shared)
-    _append(plan, arrays, span, shared)
-    attend = partial(_attend, plan, span, shared)
-    sums = lax.fori_loop(jnp.int32(0), span.steps, attend, _begin(plan, span, shared))
-    newest = jnp.exp2(_new_score(plan, span, shared) - sums.top)
-    total = sums.weights.sum(axis=0) + _if_last(plan, span, newest, 0.0)
-    finish = partial(_finish, plan, arrays, span, shared)
-    if plan.choice.splits == 1:
-        finish(total, sums.mixed)
+    """Compute the CTA's i-th work item; returns the step after it."""
+    row, kv_head, _ = index = item_index(spec, i)
+    _copy_heads(spec, gmem, row, kv_head, scratch)
+    item = work_item(spec, index, gmem.seq_lens[row], first_step)
+    _prepare_heads(spec, gmem, item, scratch)
+    _append_kv(spec, gmem, item, scratch)
+    attend = partial(_attend_block, spec, item, scratch)
+    initial = _initial_state(spec, item, scratch)
+    state = lax.fori_loop(jnp.int32(0), item.num_steps, attend, initial)
+    new_p = jnp.exp2(_new_score(spec, item, scratch) - state.m_i)
+    l_i = state.p.sum(axis=0) + _if_last_split(spec, item, new_p, 0.0)
+    store = partial(_store_output, spec, gmem, item, scratch)
+    if spec.config.splits == 1:
+        store(l_i, state.acc)
     else:
-        _leave(shared, sums.top, total, sums.mixed)
+        _share_state(scratch, state.m_i, l_i, state.acc)
 
-        @pl.when(span.split == 0)
-        def _combine() -> None:
-            finish(*_combined(plan, shared))
+        @pl.when(item.split == 0)
+        def _merge() -> None:
+            store(*_merge_splits(spec, scratch))
 
-        # Nobody ends before the first has read what it left.
-        plgpu.barrier_arrive(shared.cluster)
-        plgpu.barrier_wait(shared.cluster)
-    # Shared memory may go once it is read; the writes are done when the kernel is.
+        # Keep the shared state until the first CTA has read it.
+        plgpu.barrier_arrive(scratch.cluster_barrier)
+        plgpu.barrier_wait(scratch.cluster_barrier)
+    # Shared memory may be reused once it is read; the writes complete by the end of the kernel.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    return before + span.steps
+    return first_step + item.num_steps
 
 
-def _kernel(plan: Plan, arrays: Arrays, shared: Shared) -> None:
-    let_next_begin()
+def _kernel(spec: DecodeSpec, gmem: GmemRefs, scratch: DecodeScratch) -> None:
+    launch_dependents()
     warpgroup = lax.axis_index("warpgroup")
-    pl.when(warpgroup == LOADER)(partial(_load, plan, arrays, shared))
+    pl.when(warpgroup == MEMORY_WARPGROUP)(partial(_memory_warpgroup, spec, gmem, scratch))
 
-    @pl.when(warpgroup != LOADER)
-    def _worker() -> None:
-        await_kernel_before()
-        work = partial(_work, plan, arrays, shared)
-        lax.fori_loop(jnp.int32(0), turns_of(plan), work, jnp.int32(0))
+    @pl.when(warpgroup != MEMORY_WARPGROUP)
+    def _compute_warpgroup() -> None:
+        grid_dependency_wait()
+        compute = partial(_compute_item, spec, gmem, scratch)
+        lax.fori_loop(jnp.int32(0), num_cta_items(spec), compute, jnp.int32(0))
 
 
 def append_decode(
@@ -392,13 +425,13 @@ def append_decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
     static = {"scale": scale, "eps": eps, "window": window}
-    choice = choose(qkv, k_pages, page_table)
-    turns = (cos, sin, qk_norms)
-    return launched(choice, qkv, *turns, k_pages, v_pages, page_table, seq_lens, arrivals, **static)
+    config = choose_config(qkv, k_pages, page_table)
+    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals)
+    return launch_with(config, *args, **static)
 
 
-def launched(
-    choice: Launch,
+def launch_with(
+    config: MosaicConfig,
     qkv: jax.Array,  # [B, N + 2K, H]
     cos: jax.Array | None,  # float32[B, H / 2]
     sin: jax.Array | None,  # float32[B, H / 2]
@@ -413,31 +446,31 @@ def launched(
     eps: float,
     window: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
-    """``append_decode`` cut up as ``choice`` says; for it and for the tuner."""
-    del arrivals, window  # clusters arrive by themselves; a call with a window does not come here
+    """``append_decode`` with a given configuration; the tuner calls it too."""
+    del arrivals, window  # cluster barriers replace arrivals; ``supports`` refuses windows
     (b, n, h), (page_size, num_kv_heads) = queries_of(qkv, k_pages).shape, k_pages.shape[1:3]
     scale *= math.log2(math.e)
     sizes = (n, num_kv_heads, h, page_size, page_table.shape[1])
-    plan = Plan(*sizes, qkv.dtype, scale, eps, b * num_kv_heads, choice)
+    spec = DecodeSpec(*sizes, qkv.dtype, scale, eps, b * num_kv_heads, config)
     k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # in place
-    turns = {"cos": cos, "sin": sin, "qk_norms": qk_norms}
-    there = {name: array for name, array in turns.items() if array is not None}
+    optional = {"cos": cos, "sin": sin, "qk_norms": qk_norms}
+    present = {name: array for name, array in optional.items() if array is not None}
 
-    def body(*refs: Ref, **scratch: Ref) -> None:
-        qkv, k_pages, v_pages, page_table, seq_lens, *turning, out = refs
-        named = dict.fromkeys(turns) | dict(zip(there, turning, strict=True))
-        arrays = Arrays(qkv, k_pages, v_pages, page_table, seq_lens, **named, out=out)
-        _kernel(plan, arrays, Shared(**scratch))
+    def body(*refs: Ref) -> None:
+        qkv, k_pages, v_pages, page_table, seq_lens, *present_refs, out, scratch = refs
+        named = dict.fromkeys(optional) | dict(zip(present, present_refs, strict=True))
+        gmem = GmemRefs(qkv, k_pages, v_pages, page_table, seq_lens, **named, out=out)
+        _kernel(spec, gmem, scratch)
 
     cluster: Any = {}
-    if choice.splits > 1:
-        cluster = {"cluster": (choice.splits,), "cluster_names": ("split",)}
+    if config.splits > 1:
+        cluster = {"cluster": (config.splits,), "cluster_names": ("split",)}
     out = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((b, n, h), qkv.dtype),
-        scratch_types=shared_types(plan),
-        grid=(plan.programs,),
-        grid_names=("program",),
+        scratch_types=(scratch_types(spec),),
+        grid=(spec.clusters,),
+        grid_names=("cluster",),
         num_threads=2,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -445,5 +478,5 @@ def launched(
         ),
         kernel_name="append_decode",
         **cluster,
-    )(qkv, k_ref, v_ref, page_table, seq_lens, *there.values())
+    )(qkv, k_ref, v_ref, page_table, seq_lens, *present.values())
     return out, jax.freeze(k_ref), jax.freeze(v_ref)

@@ -1,6 +1,6 @@
-"""Which calls the Mosaic kernel of append_decode takes, and how it tiles them.
+"""Which calls the Mosaic kernel of append_decode supports, and its tile sizes.
 
-A launch is a tuned choice, else that of a rule.
+The configuration of a call is the tuned one, else that of a heuristic.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from pallas_kernels.numerics import power_of_two
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)
-GROUP = 8  # query heads that the matrix units take at a time; fewer are padded
-KEYS = 64  # that they take at a time: the least of a block
-PAGE_SIZES = (8, 16, 32, 64)  # TMA fills swizzled rooms by 8 rows
-TOGETHER = 2  # programs on a multiprocessor: one attends while another begins or ends
-LARGEST_CLUSTER = 8  # that every device of the kind launches; 16 were slower at 16,416 keys
-# With half as many, one row of 16,416 keys took 36.2 us for 24.7 (H200); Triton splits further.
-LEAST_PROGRAMS = 64
-SHARED_BYTES = 192 << 10  # of a multiprocessor, for keys and values on their way
-ALONE_BYTES = 128 << 10  # of these, for a program that has a multiprocessor for itself
+GROUP_TILE = 8  # query heads per kv head, padded to N of a wgmma
+MMA_KEYS = 64  # M of a wgmma: the smallest block of keys
+PAGE_SIZES = (8, 16, 32, 64)  # TMA writes swizzled tiles of 8 rows
+CTAS_PER_SM = 2  # one attends while the other begins or ends
+MAX_SPLITS = 8  # a cluster of 8 runs on every Hopper GPU; 16 were slower at 16,416 keys
+# With 32 CTAs one row of 16,416 keys took 36.2 us (24.7 with 64); Triton has more splits (H200).
+MIN_CTAS = 64
+IN_FLIGHT_BYTES = 192 << 10  # of an SM, for keys and values in flight
+LARGE_BLOCKS_BYTES = 128 << 10  # the same with large blocks, for one CTA per SM
 
 
 @dataclass(frozen=True)
-class Launch:
-    """How a call is cut up.
+class MosaicConfig:
+    """Tile sizes and grid.
 
-    ``splits`` programs, a power of two, share a row and a kv head: they take its blocks in turn.
-    ``block``: keys of a step, a multiple of 64. ``stages`` blocks are on their way at once. At most
-    ``programs``, or clusters of splits, take all rows and kv heads in turn.
+    ``splits`` CTAs, a power of two, form a cluster and take the blocks of a row and kv head
+    round-robin. ``block``: keys per step, a multiple of 64. ``stages`` blocks are in flight. The
+    grid has at most ``max_clusters`` clusters, each of which loops over rows and kv heads.
     """
 
     splits: int
     block: int
     stages: int
-    programs: int
+    max_clusters: int
 
 
 def supports(
@@ -65,23 +65,25 @@ def supports(
     rows, n, h = queries_of(qkv, k_pages).shape
     page_size, num_kv_heads = k_pages.shape[1:3]
     if str(qkv.dtype) not in DTYPES or k_pages.dtype != qkv.dtype:
-        return f"heads are {qkv.dtype} and pages {k_pages.dtype}, not both of 16 bits and alike"
+        return f"heads are {qkv.dtype} and pages {k_pages.dtype}, not the same 16-bit dtype"
     if qk_norms is not None and qk_norms.dtype != qkv.dtype:
         return f"heads are {qkv.dtype} and norms {qk_norms.dtype}"
     if h not in HEAD_DIMS:
         return f"head_dim {h} is neither 64 nor 128"
-    if n // num_kv_heads > GROUP:
-        return f"{n // num_kv_heads} query heads share a kv head, at most {GROUP} may"
+    if n // num_kv_heads > GROUP_TILE:
+        return f"{n // num_kv_heads} query heads share a kv head, at most {GROUP_TILE} may"
     if page_size not in PAGE_SIZES:
         return f"page_size {page_size} is not 8, 16, 32 or 64"
     if window is not None:
-        return "it has no windows"
-    if (programs := rows * num_kv_heads * LARGEST_CLUSTER) < LEAST_PROGRAMS:
-        return f"{programs} programs leave most of the device idle, and more cannot share a row"
+        return "it does not support windows"
+    if (ctas := rows * num_kv_heads * MAX_SPLITS) < MIN_CTAS:
+        return (
+            f"{ctas} CTAs leave most of the device idle, and a row has at most {MAX_SPLITS} splits"
+        )
     return not_hopper()
 
 
-def results(
+def result_shapes(
     qkv: jax.Array,  # [B, N + 2K, H]
     cos: jax.Array | None,  # float32[B, H / 2]
     sin: jax.Array | None,  # float32[B, H / 2]
@@ -91,42 +93,42 @@ def results(
     *_: Any,
     **static: Any,
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """What a call returns, as shapes."""
+    """The shapes of the results of a call."""
     k_pool, v_pool = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_pages, v_pages))
     return queries_of(qkv, k_pages), k_pool, v_pool
 
 
-def by_rule(
+def heuristic_config(
     qkv: jax.Array,  # [B, N + 2K, H]
     k_pages: jax.Array,  # [P, S, K, H]
     page_table: jax.Array,  # int32[B, M]
-) -> Launch:
-    """Splits as long as each program has a multiprocessor.
+) -> MosaicConfig:
+    """Splits while each CTA has an SM for itself; then also larger blocks. For Qwen3-4B on an H200:
 
-    With splits for two on each, 8 rows of Qwen3-4B took 17.7 us for 12.2 on an H200. A program that
-    has one for itself takes blocks twice as large, which are fewer waits: a layer of one row took
-    80.4 us for 86.0 at 16,416 keys, of 1,057 keys 61.8 for 61.5. More of them on their way would
-    leave the kernel that comes next no room beside it: 63.8 at 1,057 keys. For 32 rows, two
-    programs on each, a launch with such blocks took 44.9 us for 40.9.
+    With splits for two CTAs per SM, 8 rows took 17.7 us (12.2 with one). Blocks of 128 keys need
+    fewer waits: a layer of one row took 80.4 us (86.0 with 64 keys) at 16,416 keys, and 61.8 (61.5)
+    at 1,057. With more blocks in flight the next kernel does not fit on the SM: 63.8 us at 1,057
+    keys. For 32 rows, two CTAs per SM, blocks of 128 keys took 44.9 us (40.9 with 64).
     """
     (b, _, h), (page_size, num_kv_heads) = qkv.shape, k_pages.shape[1:3]
     longest = page_table.shape[1] * page_size
-    multiprocessors = current_device().multiprocessors
-    fitting = multiprocessors // (b * num_kv_heads)
-    splits = max(min(fitting, -(-longest // KEYS), LARGEST_CLUSTER), 1)
+    num_sms = current_device().num_sms
+    fitting = num_sms // (b * num_kv_heads)
+    splits = max(min(fitting, -(-longest // MMA_KEYS), MAX_SPLITS), 1)
     splits = power_of_two(splits + 1) // 2
-    alone = b * num_kv_heads * splits <= multiprocessors
-    large = alone and longest >= 2 * KEYS * splits
-    block, room = (2 * KEYS, ALONE_BYTES) if large else (KEYS, SHARED_BYTES // TOGETHER)
+    one_cta_per_sm = b * num_kv_heads * splits <= num_sms
+    block, budget = MMA_KEYS, IN_FLIGHT_BYTES // CTAS_PER_SM
+    if one_cta_per_sm and longest >= 2 * MMA_KEYS * splits:
+        block, budget = 2 * MMA_KEYS, LARGE_BLOCKS_BYTES
     block_bytes = 2 * block * h * qkv.dtype.itemsize
-    return Launch(splits, block, room // block_bytes, TOGETHER * multiprocessors)
+    return MosaicConfig(splits, block, budget // block_bytes, CTAS_PER_SM * num_sms)
 
 
-def choose(
+def choose_config(
     qkv: jax.Array,  # [B, N + 2K, H]
     k_pages: jax.Array,  # [P, S, K, H]
     page_table: jax.Array,  # int32[B, M]
-) -> Launch:
-    """The tuned choice for a call of these shapes on this device, else that of the rule."""
+) -> MosaicConfig:
+    """The tuned config for a call of these shapes on this device, else the heuristic one."""
     choice = tuned.lookup("append_decode/mosaic", CASES, shapes_of, call_shapes(qkv, k_pages))
-    return Launch(**choice) if choice else by_rule(qkv, k_pages, page_table)
+    return MosaicConfig(**choice) if choice else heuristic_config(qkv, k_pages, page_table)

@@ -1,6 +1,6 @@
-"""What the Mosaic kernel of append_decode knows and holds: sizes, memory, and what is whose.
+"""Static description of the Mosaic kernel of append_decode: constants, memory, work items.
 
-Owns: ``Plan``, ``Arrays``, ``Shared``, ``Span``.
+Owns: ``DecodeSpec``, ``GmemRefs``, ``DecodeScratch``, ``WorkItem``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.append_decode.mosaic_launch import GROUP, Launch
+from pallas_kernels.append_decode.mosaic_launch import GROUP_TILE, MosaicConfig
 
 LANES = 32  # of a warp
 
@@ -23,8 +23,8 @@ type Ref = Any
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is known when the kernel is compiled."""
+class DecodeSpec:
+    """Compile-time constants of the kernel."""
 
     num_heads: int  # of queries
     num_kv_heads: int
@@ -32,52 +32,52 @@ class Plan:
     page_size: int
     table_width: int
     dtype: jnp.dtype
-    scale: float  # of scores, log2(e) included
+    scale: float  # of scores, times log2(e)
     eps: float
-    items: int  # rows times kv heads
-    choice: Launch
+    num_items: int  # rows times kv heads
+    config: MosaicConfig
 
     @property
-    def programs(self) -> int:
-        """Programs, or clusters of splits, of the grid."""
-        return min(self.choice.programs, self.items)
+    def clusters(self) -> int:
+        """Clusters of ``splits`` CTAs in the grid."""
+        return min(self.config.max_clusters, self.num_items)
 
     @property
     def group(self) -> int:
-        """Query heads of a kv head."""
+        """Query heads per kv head."""
         return self.num_heads // self.num_kv_heads
 
     @property
-    def pages(self) -> int:
-        """Pages of a block."""
-        return self.choice.block // self.page_size
+    def pages_per_block(self) -> int:
+        """Pages per block of keys."""
+        return self.config.block // self.page_size
 
     @property
-    def box(self) -> int:
-        """Heads of one copy, which must divide those of a row."""
-        return math.gcd(GROUP, self.num_heads + 2 * self.num_kv_heads)
+    def heads_per_copy(self) -> int:
+        """Heads per TMA copy, which must divide the heads of a row."""
+        return math.gcd(GROUP_TILE, self.num_heads + 2 * self.num_kv_heads)
 
     @property
-    def copies(self) -> int:
-        """Copies of a group's queries."""
-        return -(-self.group // self.box)
+    def num_copies(self) -> int:
+        """TMA copies for the queries of a group."""
+        return -(-self.group // self.heads_per_copy)
 
     @property
     def halves(self) -> tuple[Any, Any]:
-        """Slices of a head that are turned with one another."""
+        """Slices of the two halves of a head that rope rotates with each other."""
         half = self.head_dim // 2
         return pl.ds(0, half), pl.ds(half, half)
 
     @property
-    def layout(self) -> Any:
-        """How threads hold a half of each head, [GROUP, H / 2]: a warp has two heads."""
+    def half_layout(self) -> Any:
+        """Register layout of one half of each head, [GROUP_TILE, H / 2]: two heads a warp."""
         half = self.head_dim // 2
-        tiles = plgpu.Tiling(((GROUP, half), (GROUP // 4, half), (half // LANES,)))
+        tiles = plgpu.Tiling(((GROUP_TILE, half), (GROUP_TILE // 4, half), (half // LANES,)))
         return plgpu.Layout.TILED(tiles, warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1)
 
 
-class Arrays(NamedTuple):
-    """What lies in global memory."""
+class GmemRefs(NamedTuple):
+    """Refs to the arrays in global memory."""
 
     qkv: Ref  # [B, N + 2K, H]
     k_pages: Ref  # [P, S, K, H]
@@ -90,98 +90,101 @@ class Arrays(NamedTuple):
     out: Ref  # [B, N, H]
 
 
-class Shared(NamedTuple):
-    """Shared memory of a program, and the barriers that say what is in it."""
+class DecodeScratch(NamedTuple):
+    """Shared memory and barriers of a CTA, in the order of their allocation.
 
-    k: Ref  # [stages, block, H]
-    v: Ref  # [stages, block, H]
-    q: Ref  # [GROUP, H], turned
-    weights: Ref  # [GROUP, block]
-    heads: Ref  # [GROUP, H], not swizzled: queries as they come, turned, then results
-    # [1, H]: the new key, turned. Were it a row of several, Mosaic would have TMA swizzle each 64
-    # components by themselves, and registers are stored otherwise (jax 0.11.2, H200).
-    key: Ref
-    value: Ref  # [1, H]: the new one
-    score: Ref  # float32[GROUP]: of the new key
-    k_full: Ref  # [stages]: one arrival a page
-    v_full: Ref  # [stages]: one arrival a page
-    k_free: Ref  # [stages]
-    v_free: Ref  # [stages]
-    heads_full: Ref  # queries and the new value
-    mixed: Ref = None  # float32[H, GROUP]: a split's sums, for another to read
-    top: Ref = None  # float32[GROUP]: its top scores
-    total: Ref = None  # float32[GROUP]: its total weights
-    cluster: Ref = None  # one arrival of each split
+    ``acc_smem``, ``m_smem``, ``l_smem`` and ``cluster_barrier`` are None without splits.
+    """
+
+    cluster_barrier: Ref  # one arrival per CTA; after SMEM JAX's interpreter would deadlock on it
+    heads_smem: Ref  # [GROUP_TILE, H], not swizzled: queries, then rotated queries, then results
+    k_smem: Ref  # [stages, block, H]
+    # [1, H]: the new key, rotated. As a row of a larger buffer Mosaic would have TMA swizzle each
+    # 64 components by themselves, unlike the stores from registers (jax 0.11.2, H200).
+    new_k_smem: Ref
+    acc_smem: Ref  # float32[H, GROUP_TILE]: acc of a split, read by the first CTA
+    q_smem: Ref  # [GROUP_TILE, H], rotated
+    new_score_smem: Ref  # float32[GROUP_TILE]: scores of the new key
+    m_smem: Ref  # float32[GROUP_TILE]: m_i of a split
+    l_smem: Ref  # float32[GROUP_TILE]: l_i of a split
+    v_smem: Ref  # [stages, block, H]
+    new_v_smem: Ref  # [1, H]
+    p_smem: Ref  # [GROUP_TILE, block]
+    heads_barrier: Ref  # queries and the new value
+    k_consumed_barriers: Ref  # [stages]
+    k_barriers: Ref  # [stages]: one arrival per page
+    v_consumed_barriers: Ref  # [stages]
+    v_barriers: Ref  # [stages]: one arrival per page
 
 
-class Span(NamedTuple):
-    """What a program attends to at a time; int32 scalars."""
+class WorkItem(NamedTuple):
+    """A row and kv head, and the CTA's split of its keys; int32 scalars."""
 
     row: jax.Array
     kv_head: jax.Array
     split: jax.Array
-    length: jax.Array  # 0 for padding, which takes part as a row of one token and yields zeros
-    last: jax.Array  # position of the new token: so many keys are in pages
-    steps: jax.Array  # blocks that are this program's: number ``split`` and every splits-th on
-    before: jax.Array  # steps of the program's earlier spans: stages go round across them
+    length: jax.Array  # 0 for padding, which is computed as a row of one token and yields zeros
+    new_position: jax.Array  # position of the new token, which is also the number of keys in pages
+    num_steps: jax.Array  # blocks of this CTA: number ``split`` and every splits-th from there
+    first_step: jax.Array  # steps of the CTA's earlier items; pipeline stages continue across them
 
 
-def turns_of(plan: Plan) -> jax.Array:
-    """How many rows and kv heads the program takes in turn."""
-    return lax.div(plan.items - 1 - lax.axis_index("program"), jnp.int32(plan.programs)) + 1
+def num_cta_items(spec: DecodeSpec) -> jax.Array:
+    """Number of work items of the CTA."""
+    return lax.div(spec.num_items - 1 - lax.axis_index("cluster"), jnp.int32(spec.clusters)) + 1
 
 
-def place_of(plan: Plan, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Row, kv head and split of a program's turn."""
-    item = lax.axis_index("program") + turn * plan.programs
-    split = lax.axis_index("split") if plan.choice.splits > 1 else jnp.int32(0)
-    heads = jnp.int32(plan.num_kv_heads)
+def item_index(spec: DecodeSpec, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Row, kv head and split of the CTA's i-th work item."""
+    item = lax.axis_index("cluster") + i * spec.clusters
+    split = lax.axis_index("split") if spec.config.splits > 1 else jnp.int32(0)
+    heads = jnp.int32(spec.num_kv_heads)
     return lax.div(item, heads), lax.rem(item, heads), split
 
 
-def span_of(plan: Plan, place: tuple[jax.Array, ...], length: jax.Array, before: jax.Array) -> Span:
-    """What lies at a place, in a row of that length."""
-    choice, (row, kv_head, split) = plan.choice, place
-    last = jnp.maximum(length - 1, 0)
-    blocks = lax.div(last + (choice.block - 1), jnp.int32(choice.block))
-    steps = lax.div(blocks - split + (choice.splits - 1), jnp.int32(choice.splits))
-    return Span(row, kv_head, split, length, last, steps, before)
+def work_item(
+    spec: DecodeSpec, index: tuple[jax.Array, ...], length: jax.Array, first_step: jax.Array
+) -> WorkItem:
+    """The work item at an ``item_index``, for a row of that length."""
+    config, (row, kv_head, split) = spec.config, index
+    new_position = jnp.maximum(length - 1, 0)
+    blocks = lax.div(new_position + (config.block - 1), jnp.int32(config.block))
+    num_steps = lax.div(blocks - split + (config.splits - 1), jnp.int32(config.splits))
+    return WorkItem(row, kv_head, split, length, new_position, num_steps, first_step)
 
 
-def stage_of(plan: Plan, step: jax.Array | int) -> jax.Array:
-    """Where the block of a step lies in shared memory; steps count from a program's first."""
-    return lax.rem(jnp.int32(step), jnp.int32(plan.choice.stages))
+def stage_index(spec: DecodeSpec, step: jax.Array | int) -> jax.Array:
+    """Pipeline stage of a step; steps are counted across the CTA's work items."""
+    return lax.rem(jnp.int32(step), jnp.int32(spec.config.stages))
 
 
-def shared_types(plan: Plan) -> dict[str, Any]:
-    """``Shared``, as a kernel asks for it."""
-    choice, dtype, h = plan.choice, plan.dtype, plan.head_dim
+def scratch_types(spec: DecodeSpec) -> DecodeScratch:
+    """The types of the scratch memory, for ``plgpu.kernel``."""
+    config, dtype, h = spec.config, spec.dtype, spec.head_dim
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
     swizzled = (tiling((8, 64)), swizzle(128))
-    blocks = plgpu.SMEM((choice.stages, choice.block, h), dtype, transforms=swizzled)
-    pages = plgpu.Barrier(num_arrivals=plan.pages, num_barriers=choice.stages)
-    free = plgpu.Barrier(num_barriers=choice.stages)
-    types = {
-        "k": blocks,
-        "v": blocks,
-        "q": plgpu.SMEM((GROUP, h), dtype, transforms=swizzled),
-        "weights": plgpu.SMEM((GROUP, choice.block), dtype, transforms=swizzled),
-        "heads": plgpu.SMEM((GROUP, h), dtype),
-        "key": plgpu.SMEM((1, h), dtype),
-        "value": plgpu.SMEM((1, h), dtype),
-        "score": plgpu.SMEM((GROUP,), jnp.float32),
-        "k_full": pages,
-        "v_full": pages,
-        "k_free": free,
-        "v_free": free,
-        "heads_full": plgpu.Barrier(num_arrivals=plan.copies + 1),
-    }
-    if choice.splits > 1:
-        types |= {
-            "mixed": plgpu.SMEM((h, GROUP), jnp.float32),
-            "top": plgpu.SMEM((GROUP,), jnp.float32),
-            "total": plgpu.SMEM((GROUP,), jnp.float32),
-            "cluster": plgpu.ClusterBarrier(collective_axes=("split",)),
-        }
-    return types
+    blocks = plgpu.SMEM((config.stages, config.block, h), dtype, transforms=swizzled)
+    per_head = plgpu.SMEM((GROUP_TILE,), jnp.float32)
+    barriers = plgpu.Barrier(num_arrivals=spec.pages_per_block, num_barriers=config.stages)
+    consumed_barriers = plgpu.Barrier(num_barriers=config.stages)
+    is_split = config.splits > 1
+    return DecodeScratch(
+        heads_smem=plgpu.SMEM((GROUP_TILE, h), dtype),
+        k_smem=blocks,
+        new_k_smem=plgpu.SMEM((1, h), dtype),
+        acc_smem=plgpu.SMEM((h, GROUP_TILE), jnp.float32) if is_split else None,
+        q_smem=plgpu.SMEM((GROUP_TILE, h), dtype, transforms=swizzled),
+        new_score_smem=per_head,
+        m_smem=per_head if is_split else None,
+        l_smem=per_head if is_split else None,
+        v_smem=blocks,
+        new_v_smem=plgpu.SMEM((1, h), dtype),
+        p_smem=plgpu.SMEM((GROUP_TILE, config.block), dtype, transforms=swizzled),
+        cluster_barrier=plgpu.ClusterBarrier(collective_axes=("split",)) if is_split else None,
+        heads_barrier=plgpu.Barrier(num_arrivals=spec.num_copies + 1),
+        k_consumed_barriers=consumed_barriers,
+        k_barriers=barriers,
+        v_consumed_barriers=consumed_barriers,
+        v_barriers=barriers,
+    )

@@ -27,8 +27,8 @@ def append_decode(
     eps: float,
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
-    """A row of length 0 is padding: its token goes to page 0, which nobody reads."""
-    del arrivals  # of kernels that split a row
+    """A row of length 0 is padding: its token goes to page 0, which is never read."""
+    del arrivals  # for kernels that split a row
     lens, page_size = np.asarray(seq_lens), k_pages.shape[1]
     last = np.maximum(lens - 1, 0)
     page = np.asarray(page_table)[np.arange(len(lens)), last // page_size]

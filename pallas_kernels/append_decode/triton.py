@@ -1,12 +1,11 @@
-"""append_decode in Triton: one launch for norm, rope, append, attention and its combination.
+"""append_decode in Triton: one launch for norm, rope, append, attention and the merge of splits.
 
-One program reads one span of one row's keys for one kv head, with all of that head's queries in
-one tile (padded to 16, the smallest tile of the matrix units), so each key and value is read once.
-It turns the queries itself. The last span also turns the new key and takes it and the new value
-from its registers, so that nobody has to wait for them to reach memory. With few rows a context is
-cut into several spans (flash-decoding: Dao et al., 2023); of the programs that share a row and a
-head, the last to arrive combines what all of them found, always in the same order. Softmax runs in
-base 2, sums in float32.
+A CTA reads one split of a row's keys for one kv head, with all queries of that head in one tile
+(padded to 16, the smallest tile of the tensor cores), so each key and value is read once. Each CTA
+rotates the queries. The CTA of the last split also rotates the new key and uses it and the new
+value from its registers, so no CTA waits until they are in memory. With few rows a context has
+several splits (Flash-Decoding: Dao et al., 2023); the last CTA of a row and head to arrive merges
+the states of all, always in the same order. Softmax is computed in base 2, sums in float32.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ import triton.language as tl
 from pallas_kernels.append_decode import launch
 from pallas_kernels.numerics import power_of_two
 
-SMALLEST_TILE = 16  # of tl.dot, in every direction
+MIN_TILE = 16  # of tl.dot, in every dimension
 
 
 @triton.jit
-def _turned(
-    heads,  # where the heads begin, one pointer or [G, 1] of them
-    dims,  # int32[H tile], or [1, H tile] beside pointers of several heads
+def _norm_and_rotate(
+    heads,  # start of a head, or [G, 1] pointers
+    dims,  # int32[H tile], or [1, H tile] for several heads
     inside,  # mask of heads and dims
     cos,  # float32[B, H / 2], at the row
     sin,
-    norm,  # [H]; anything without HAS_NORMS
+    norm,  # [H]; unused without HAS_NORMS
     axis: tl.constexpr,  # of dims
     EPS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
@@ -62,29 +61,29 @@ def _turned(
 
 
 @triton.jit
-def _combine(
-    mixed,  # float32[B, K, SPLITS, G, H]
-    sums,  # float32[B, K, SPLITS, 2, G]
-    out,  # [G, H], the row's and head's part
-    first_span,
+def _merge_splits(
+    accs,  # float32[B, K, SPLITS, G, H]
+    m_l,  # float32[B, K, SPLITS, 2, G]: m_i, l_i
+    out,  # [G, H] of the row and kv head
+    first_split,
     dims,  # int32[H tile]
-    is_row,  # or padding
+    is_row,  # False for padding
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Attention of one row and kv head from all its spans."""
-    # ".cg": past the first-level cache, which other multiprocessors do not write to
-    spans = first_span + tl.arange(0, SPLITS)
+    """Merge the splits of one row and kv head."""
+    # ".cg" bypasses L1, which is not coherent with the writes of other SMs
+    splits = first_split + tl.arange(0, SPLITS)
     in_dim = dims < HEAD_DIM
-    # unrolled: all loads are under way at once
+    # unrolled, so that all loads are in flight at the same time
     for head in tl.static_range(GROUP):  # type: ignore[attr-defined]
-        top = tl.load(sums + spans * 2 * GROUP + head, cache_modifier=".cg")
-        total = tl.load(sums + spans * 2 * GROUP + GROUP + head, cache_modifier=".cg")
-        weights = tl.exp2(top - tl.max(top, 0))
-        at_parts = mixed + (spans * GROUP + head)[:, None] * HEAD_DIM + dims[None, :]
-        parts = tl.load(at_parts, mask=in_dim[None, :], other=0.0, cache_modifier=".cg")
-        result = tl.sum(parts * weights[:, None], 0) / tl.sum(total * weights, 0)
+        m_i = tl.load(m_l + splits * 2 * GROUP + head, cache_modifier=".cg")
+        l_i = tl.load(m_l + splits * 2 * GROUP + GROUP + head, cache_modifier=".cg")
+        alpha = tl.exp2(m_i - tl.max(m_i, 0))
+        at_acc = accs + (splits * GROUP + head)[:, None] * HEAD_DIM + dims[None, :]
+        acc = tl.load(at_acc, mask=in_dim[None, :], other=0.0, cache_modifier=".cg")
+        result = tl.sum(acc * alpha[:, None], 0) / tl.sum(l_i * alpha, 0)
         result = tl.where(is_row, result, 0.0)
         tl.store(out + head * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=in_dim)
 
@@ -99,24 +98,24 @@ def _append_and_attend(
     v_pages,  # [P, S, K, H]
     page_table,  # int32[B, M]
     seq_lens,  # int32[B]
-    arrivals,  # int32[>= B * K], zeros before and after; anything with one span
+    arrivals,  # int32[>= B * K], zeros before and after; unused with one split
     out,  # [B, N, H]
-    mixed,  # float32[B, K, SPLITS, G, H]; unused with one span, and so are the sums
-    sums,  # float32[B, K, SPLITS, 2, G]: largest score, sum of weights
-    SCALE: tl.constexpr,  # of scores, log2(e) included
+    accs,  # float32[B, K, SPLITS, G, H]; unused with one split
+    m_l,  # float32[B, K, SPLITS, 2, G]: m_i, l_i; unused with one split
+    SCALE: tl.constexpr,  # of scores, times log2(e)
     EPS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     ROTATE: tl.constexpr,
-    WINDOW: tl.constexpr,  # 0: everything
+    WINDOW: tl.constexpr,  # 0: no window
     TABLE_WIDTH: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads of a kv head
+    GROUP: tl.constexpr,  # query heads per kv head
     GROUP_TILE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,  # keys of one step of the loop
+    BLOCK: tl.constexpr,  # keys per loop iteration
 ):
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -130,7 +129,7 @@ def _append_and_attend(
     at_out = (row * NUM_HEADS + kv_head * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
 
     length = tl.load(seq_lens + row)
-    is_row = length > 0  # or padding, which takes part as a row of one token and yields zeros
+    is_row = length > 0  # padding is computed as a row of one token and yields zeros
     last = tl.maximum(length - 1, 0)
     oldest = 0
     if WINDOW > 0:
@@ -143,18 +142,18 @@ def _append_and_attend(
     cos += row * (HEAD_DIM // 2)
     sin += row * (HEAD_DIM // 2)
     at_heads = at_row + (kv_head * GROUP + heads)[:, None] * HEAD_DIM
-    query = _turned(
+    query = _norm_and_rotate(
         at_heads, dims[None, :], in_group, cos, sin, qk_norms, 1, EPS, HAS_NORMS, ROTATE, HEAD_DIM
     )
     if k_pages.dtype.element_ty.primitive_bitwidth == 8 and qkv.dtype.element_ty == tl.bfloat16:
-        query = query.to(tl.float16)  # as in paged_prefill
+        query = query.to(tl.float16)  # see paged_prefill
 
-    top = tl.full((GROUP_TILE,), float("-inf"), tl.float32)
-    total = tl.zeros((GROUP_TILE,), tl.float32)
+    m_i = tl.full((GROUP_TILE,), float("-inf"), tl.float32)
+    l_i = tl.zeros((GROUP_TILE,), tl.float32)
     acc = tl.zeros((GROUP_TILE, DIM_TILE), tl.float32)
-    if split == SPLITS - 1:  # spans are whole blocks, so the last has the fewest keys
+    if split == SPLITS - 1:  # splits are whole blocks, so the last has the fewest keys
         at_key = at_row + (NUM_HEADS + kv_head) * HEAD_DIM
-        key = _turned(
+        key = _norm_and_rotate(
             at_key, dims, in_dim, cos, sin, qk_norms + HEAD_DIM, 0, EPS, HAS_NORMS, ROTATE, HEAD_DIM
         ).to(k_pages.dtype.element_ty)
         at_value = at_row + (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM
@@ -164,48 +163,50 @@ def _append_and_attend(
         at_slot = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims
         tl.store(k_pages + at_slot, key, mask=in_dim & is_row)
         tl.store(v_pages + at_slot, value, mask=in_dim & is_row)
-        top = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * SCALE
-        total = tl.full((GROUP_TILE,), 1.0, tl.float32)
+        m_i = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * SCALE
+        l_i = tl.full((GROUP_TILE,), 1.0, tl.float32)
         acc += value.to(tl.float32)[None, :]
 
     for first in range(start, end, BLOCK):
         position = first + keys
-        seen = position < end
-        page = tl.load(page_table + row * TABLE_WIDTH + position // PAGE_SIZE, mask=seen, other=0)
-        slot = (page * PAGE_SIZE + position % PAGE_SIZE).to(tl.int64)  # bytes pass 2**31
+        visible = position < end
+        page = tl.load(
+            page_table + row * TABLE_WIDTH + position // PAGE_SIZE, mask=visible, other=0
+        )
+        slot = (page * PAGE_SIZE + position % PAGE_SIZE).to(tl.int64)  # offsets exceed int32
         at_key = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
-        readable = seen[:, None] & in_dim[None, :]
+        readable = visible[:, None] & in_dim[None, :]
         k = tl.load(k_pages + at_key, mask=readable, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee") * SCALE
-        # The first key of a block is always seen, so the new top is never -inf.
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        shrink = tl.exp2(top - new_top)
-        weights = tl.exp2(scores - new_top[:, None])
+        # The first key of a block is always visible, so m_ij is never -inf.
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        m_ij = tl.maximum(m_i, tl.max(scores, 1))
+        alpha = tl.exp2(m_i - m_ij)
+        p = tl.exp2(scores - m_ij[:, None])
         v = tl.load(v_pages + at_key, mask=readable, other=0.0).to(query.dtype)
-        mix = tl.dot(weights.to(query.dtype), v, input_precision="ieee")
-        acc = acc * shrink[:, None] + mix
-        total = total * shrink + tl.sum(weights, 1)
-        top = new_top
+        pv = tl.dot(p.to(query.dtype), v, input_precision="ieee")
+        acc = acc * alpha[:, None] + pv
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_ij
 
     if SPLITS == 1:
-        result = tl.where(is_row, acc / total[:, None], 0.0)
+        result = tl.where(is_row, acc / l_i[:, None], 0.0)
         tl.store(out + at_out, result.to(out.dtype.element_ty), mask=in_group)
         return
     row_head = row * NUM_KV_HEADS + kv_head
-    first_span = (row_head * SPLITS).to(tl.int64)
-    SPAN: tl.constexpr = GROUP * HEAD_DIM
-    at_sum = sums + (first_span + split) * 2 * GROUP + heads
-    tl.store(at_sum, top, mask=heads < GROUP)
-    tl.store(at_sum + GROUP, total, mask=heads < GROUP)
-    at_mixed = mixed + (first_span + split) * SPAN
-    tl.store(at_mixed + heads[:, None] * HEAD_DIM + dims[None, :], acc, mask=in_group)
-    tl.debug_barrier()  # every thread's stores come before the arrival, which releases them
+    first_split = (row_head * SPLITS).to(tl.int64)
+    ACC_SIZE: tl.constexpr = GROUP * HEAD_DIM
+    at_m = m_l + (first_split + split) * 2 * GROUP + heads
+    tl.store(at_m, m_i, mask=heads < GROUP)
+    tl.store(at_m + GROUP, l_i, mask=heads < GROUP)
+    at_acc = accs + (first_split + split) * ACC_SIZE
+    tl.store(at_acc + heads[:, None] * HEAD_DIM + dims[None, :], acc, mask=in_group)
+    tl.debug_barrier()  # all stores of the CTA come before the arrival, which releases them
     if tl.atomic_add(arrivals + row_head, 1, sem="acq_rel") < SPLITS - 1:
         return
     tl.store(arrivals + row_head, 0)
-    at_heads = out + row_head * SPAN
-    _combine(mixed, sums, at_heads, first_span, dims, is_row, GROUP, HEAD_DIM, SPLITS)
+    at_heads = out + row_head * ACC_SIZE
+    _merge_splits(accs, m_l, at_heads, first_split, dims, is_row, GROUP, HEAD_DIM, SPLITS)
 
 
 def append_decode(
@@ -225,13 +226,13 @@ def append_decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
     static = {"scale": scale, "eps": eps, "window": window}
-    choice = launch.choose(qkv, k_pages, page_table)
-    turns = (cos, sin, qk_norms)
-    return launched(choice, qkv, *turns, k_pages, v_pages, page_table, seq_lens, arrivals, **static)
+    config = launch.choose_config(qkv, k_pages, page_table)
+    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals)
+    return launch_with(config, *args, **static)
 
 
-def launched(
-    choice: launch.Launch,
+def launch_with(
+    config: launch.TritonConfig,
     qkv: jax.Array,  # [B, N + 2K, H]
     cos: jax.Array | None,  # float32[B, H / 2]
     sin: jax.Array | None,  # float32[B, H / 2]
@@ -246,19 +247,19 @@ def launched(
     eps: float,
     window: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
-    """``append_decode`` cut up as ``choice`` says; for it and for the tuner."""
+    """``append_decode`` with a given configuration; the tuner calls it too."""
     (b, n, h), (page_size, num_kv_heads) = launch.queries_of(qkv, k_pages).shape, k_pages.shape[1:3]
-    group, splits = n // num_kv_heads, choice.splits
+    group, splits = n // num_kv_heads, config.splits
     if arrivals is None:
         arrivals = jax.new_ref(jnp.zeros(b * num_kv_heads if splits > 1 else 1, jnp.int32))
-    absent = seq_lens  # in the place of an array that the kernel does not look at
-    parts = (b, num_kv_heads, splits) if splits > 1 else (1, 1, 1)
-    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # jax-triton's word for in place
+    unused = seq_lens  # placeholder for an array that the kernel does not read
+    partials = (b, num_kv_heads, splits) if splits > 1 else (1, 1, 1)
+    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # jax-triton updates a Ref in place
     out, _, _ = jt.triton_call(
         qkv,
-        absent if cos is None else cos,
-        absent if sin is None else sin,
-        absent if qk_norms is None else qk_norms,
+        unused if cos is None else cos,
+        unused if sin is None else sin,
+        unused if qk_norms is None else qk_norms,
         k_ref,
         v_ref,
         page_table,
@@ -267,12 +268,12 @@ def launched(
         kernel=_append_and_attend,
         out_type=(
             jax.ShapeDtypeStruct((b, n, h), qkv.dtype),
-            jax.ShapeDtypeStruct((*parts, group, h) if splits > 1 else parts, jnp.float32),
-            jax.ShapeDtypeStruct((*parts, 2, group) if splits > 1 else parts, jnp.float32),
+            jax.ShapeDtypeStruct((*partials, group, h) if splits > 1 else partials, jnp.float32),
+            jax.ShapeDtypeStruct((*partials, 2, group) if splits > 1 else partials, jnp.float32),
         ),
         grid=(splits, num_kv_heads, b),
-        num_warps=choice.num_warps,
-        num_stages=choice.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         SCALE=scale * math.log2(math.e),
         EPS=eps,
         HAS_NORMS=qk_norms is not None,
@@ -281,11 +282,11 @@ def launched(
         TABLE_WIDTH=page_table.shape[1],
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
-        GROUP_TILE=max(SMALLEST_TILE, power_of_two(group)),
+        GROUP_TILE=max(MIN_TILE, power_of_two(group)),
         HEAD_DIM=h,
         DIM_TILE=power_of_two(h),
         PAGE_SIZE=page_size,
         SPLITS=splits,
-        BLOCK=choice.block,
+        BLOCK=config.block,
     )
     return out, jax.freeze(k_ref), jax.freeze(v_ref)

@@ -1,4 +1,4 @@
-"""append_decode in plain XLA: the plain implementations of its parts, one after the other."""
+"""append_decode in plain XLA: append with the plain op, then ``attend_xla``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def append_decode(
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
-    del arrivals  # of kernels that split a row
+    del arrivals  # for kernels that split a row
     page_size = k_pages.shape[1]
     last = jnp.maximum(seq_lens - 1, 0)
     page = jnp.take_along_axis(page_table, (last // page_size)[:, None], axis=1)[:, 0]

@@ -1,1 +1,1 @@
-"""Writing a step's keys and values into their pages."""
+"""Writes a step's keys and values into their pages."""

@@ -50,8 +50,8 @@ def kv_append(
 ) -> tuple[jax.Array, jax.Array]:
     """The pools with token t's K and V at slot ``slot_mapping[t]`` = page * page_size + offset.
 
-    Padding tokens name a slot of page 0, the sink, whose content nobody reads; no other slot may
-    be named twice. In place when the caller donates the pools. Values take the pools' dtype.
+    Padding tokens have a slot of page 0, the sink, which is never read; no other slot may occur
+    twice. In place when the caller donates the pools. Values take the pools' dtype.
     ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
     """
     if k.shape != v.shape or k_pages.shape != v_pages.shape:

@@ -13,7 +13,7 @@ from pallas_kernels.shapes import Heads
 
 
 @dataclass(frozen=True)
-class AppendCase:
+class KvAppendCase:
     """``num_tokens`` real tokens, then ``padding`` tokens that go to the sink page."""
 
     name: str
@@ -27,20 +27,20 @@ class AppendCase:
 
 
 CASES = (
-    AppendCase("smollm2_one_token", shapes.SMOLLM2_135M, 1),
-    AppendCase("smollm2_padded", shapes.SMOLLM2_135M, 17, padding=47),
-    AppendCase("gpt2_only_padding", shapes.GPT2, 0, padding=3),
-    AppendCase("qwen3_4b_page64_bf16", shapes.QWEN3_4B, 65, 3, 64, 8, "bfloat16"),
-    AppendCase("phi3_head96", shapes.PHI3_MINI, 5, padding=3),
-    AppendCase("gemma3_head256", shapes.GEMMA3_4B, 5, padding=3),
-    AppendCase("smollm2_decode64", shapes.SMOLLM2_135M, 64, 0, 16, 4096, tags=("bench",)),
-    AppendCase("smollm2_chunk512", shapes.SMOLLM2_135M, 512, 0, 16, 4096, tags=("bench",)),
-    AppendCase("qwen3_4b_chunk512", shapes.QWEN3_4B, 512, 0, 16, 2048, tags=("bench",)),
+    KvAppendCase("smollm2_one_token", shapes.SMOLLM2_135M, 1),
+    KvAppendCase("smollm2_padded", shapes.SMOLLM2_135M, 17, padding=47),
+    KvAppendCase("gpt2_only_padding", shapes.GPT2, 0, padding=3),
+    KvAppendCase("qwen3_4b_page64_bf16", shapes.QWEN3_4B, 65, 3, 64, 8, "bfloat16"),
+    KvAppendCase("phi3_head96", shapes.PHI3_MINI, 5, padding=3),
+    KvAppendCase("gemma3_head256", shapes.GEMMA3_4B, 5, padding=3),
+    KvAppendCase("smollm2_decode64", shapes.SMOLLM2_135M, 64, 0, 16, 4096, tags=("bench",)),
+    KvAppendCase("smollm2_chunk512", shapes.SMOLLM2_135M, 512, 0, 16, 4096, tags=("bench",)),
+    KvAppendCase("qwen3_4b_chunk512", shapes.QWEN3_4B, 512, 0, 16, 2048, tags=("bench",)),
 )
 
 
-def build(case: AppendCase, seed: int) -> Inputs:
-    """Random pages and tokens; padding tokens are NaN. No slot but the sink's is written twice.
+def build(case: KvAppendCase, seed: int) -> Inputs:
+    """Random pages and tokens; padding tokens are NaN. Only slots of the sink are written twice.
 
     The last token goes to the pool's last slot.
     """
@@ -64,7 +64,7 @@ def build(case: AppendCase, seed: int) -> Inputs:
     return Inputs((*news, *pools, slots.astype(np.int32)), {})
 
 
-def cost(case: AppendCase) -> Cost:
+def cost(case: KvAppendCase) -> Cost:
     """Each token's K and V read once and written once."""
     item = jnp.dtype(case.dtype).itemsize
     return Cost(4 * case.num_tokens * case.heads.num_kv_heads * case.heads.head_dim * item, 0)

@@ -1,4 +1,4 @@
-"""The definition of kv_append: one write after the other."""
+"""The definition of kv_append: token by token."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""kv_append in Triton: one launch for both pools, in place. A program moves one token's piece."""
+"""kv_append in Triton: one launch for both pools, in place. A CTA copies a tile of one token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from pallas_kernels.numerics import power_of_two
 
-LARGEST_PIECE = 1024  # components of one program
+MAX_TILE = 1024  # components of a CTA
 
 
 @triton.jit
@@ -20,12 +20,12 @@ def _append(
     v_pages,  # [P, S, K * H]
     slot_mapping,  # int32[T]
     WIDTH: tl.constexpr,  # K * H
-    PIECE: tl.constexpr,
+    WIDTH_TILE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    component = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    component = tl.program_id(1) * WIDTH_TILE + tl.arange(0, WIDTH_TILE)
     inside = component < WIDTH
-    slot = tl.load(slot_mapping + token).to(tl.int64)  # bytes pass 2**31
+    slot = tl.load(slot_mapping + token).to(tl.int64)  # offsets exceed int32
     source = token * WIDTH + component
     target = slot * WIDTH + component
     key = tl.load(k + source, mask=inside)
@@ -44,8 +44,8 @@ def kv_append(
     """See ``kv_append.api``."""
     tokens, num_kv_heads, h = k.shape
     width = num_kv_heads * h
-    piece = min(power_of_two(width), LARGEST_PIECE)
-    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # jax-triton's word for in place
+    tile = min(power_of_two(width), MAX_TILE)
+    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # jax-triton updates a Ref in place
     jt.triton_call(
         k,
         v,
@@ -54,10 +54,10 @@ def kv_append(
         slot_mapping,
         kernel=_append,
         out_type=(),
-        grid=(tokens, -(-width // piece)),
-        num_warps=max(1, piece // 256),
+        grid=(tokens, -(-width // tile)),
+        num_warps=max(1, tile // 256),
         num_stages=1,
         WIDTH=width,
-        PIECE=piece,
+        WIDTH_TILE=tile,
     )
     return jax.freeze(k_ref), jax.freeze(v_ref)

@@ -13,7 +13,7 @@ def kv_append(
     slot_mapping: jax.Array,  # int32[T]
 ) -> tuple[jax.Array, jax.Array]:
     """See ``kv_append.api``."""
-    # Indexing a pool reshaped to [P * S, K, H] reads better, and makes XLA copy the whole pool.
+    # Indexing a pool reshaped to [P * S, K, H] would be simpler, but makes XLA copy the whole pool.
     page_size = jnp.int32(k_pages.shape[1])
     page, offset = jax.lax.div(slot_mapping, page_size), jax.lax.rem(slot_mapping, page_size)
 

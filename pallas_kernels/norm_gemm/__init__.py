@@ -1,1 +1,1 @@
-"""What a product adds to the residual stream, the norm of that, and the product after it."""
+"""Residual add of a GEMM's output, the norm of the sum, and the GEMM after it."""

@@ -14,13 +14,13 @@ from pallas_kernels.shapes import normal
 
 @dataclass(frozen=True)
 class NormGemmCase:
-    """``parts``: 0 for none, 1 for a product in the dtype, more for as many in float32."""
+    """``partials``: 0 for none, 1 for a GEMM output in the dtype, else the number in float32."""
 
     name: str
     tokens: int
     inner: int
     outer: int
-    parts: int
+    partials: int
     swiglu: bool = False
     dtype: str = "bfloat16"
     tags: tuple[str, ...] = ("ci",)
@@ -41,24 +41,24 @@ CASES = (
 
 
 def build(case: NormGemmCase, seed: int) -> Inputs:
-    """Random tokens, parts and weights; of three norms those of the others are NaN."""
+    """Random tokens, partials and weights; the two unused norms are NaN."""
     rng = np.random.default_rng(seed)
     dtype, row = jnp.dtype(case.dtype), 1
     size = (case.tokens, case.inner)
-    parts = normal(rng, size, dtype) if case.parts else None
-    if case.parts > 1:
-        parts = normal(rng, (case.parts, *size), np.dtype(np.float32))
+    partials = normal(rng, size, dtype) if case.partials else None
+    if case.partials > 1:
+        partials = normal(rng, (case.partials, *size), np.dtype(np.float32))
     norms = np.full((3, case.inner), np.nan, dtype)
     norms[row] = rng.uniform(0.5, 1.5, case.inner)
     w = normal(rng, (case.inner, case.outer * (1 + case.swiglu)), dtype, case.inner**-0.5)
     static = {"row": row, "eps": 1e-6, "swiglu": case.swiglu, "pins": Pins()}
-    return Inputs((normal(rng, size, dtype), parts, norms, w), static)
+    return Inputs((normal(rng, size, dtype), partials, norms, w), static)
 
 
 def cost(case: NormGemmCase) -> Cost:
-    """Tokens, parts and weights read once, the sum and the result written once."""
+    """Tokens, partials and weights read once, the sum and the result written once."""
     columns, item = case.outer * (1 + case.swiglu), jnp.dtype(case.dtype).itemsize
     size = case.tokens * case.inner
     values = case.inner * (columns + 1) + 2 * size + case.tokens * case.outer
-    parts = size * case.parts * (4 if case.parts > 1 else item)
-    return Cost(values * item + parts, size * (2 * columns + case.parts + 4))
+    partials = size * case.partials * (4 if case.partials > 1 else item)
+    return Cost(values * item + partials, size * (2 * columns + case.partials + 4))

@@ -1,14 +1,14 @@
 """norm_gemm in Pallas Mosaic GPU, for NVIDIA Hopper (compute capability 9.x), of one token.
 
-A product of one token waits for its weights, and a norm before it for what the last product left;
-a launch for each has the memory idle in between. Here every program adds and norms the token by
-itself, over and over, while the first of its weights are on their way. They come as in
-``skinny_gemm``: one warpgroup asks for them by TMA, many steps ahead, the other multiplies, and the
-product is turned around, so that 64 columns of weights are what the matrix units take at once.
+A GEMM of one token waits for its weights, and the norm before it for the previous GEMM; with one
+launch for each, memory idles in between. Here every CTA computes the residual add and the norm
+itself, redundantly, while its first weights are in flight. The GEMM is that of ``skinny_gemm``: one
+memory warpgroup issues TMA copies of weights many K steps ahead, one compute warpgroup multiplies,
+transposed, so M of a wgmma are 64 columns of weights.
 
-They take tokens by eight, in swizzled tiles [8, 64]. In the first row of such a tile nothing has
-moved. So the token is written there as if tiles were not swizzled, and the other rows, whose
-results nobody looks at, are left as they are.
+N of a wgmma is at least 8 tokens, in swizzled tiles [8, 64]. The swizzle does not move the first
+row of such a tile. So the token is written there through an unswizzled view, and the other rows,
+whose results are not used, are not initialised.
 """
 
 from __future__ import annotations
@@ -22,168 +22,181 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.norm_gemm.launch import COLUMNS, ROWS, Launch, Sizes, choose, sizes_of
-from pallas_kernels.pdl import let_next_begin
-from pallas_kernels.residual_norm.token import added_and_normed
+from pallas_kernels.norm_gemm.launch import (
+    COLUMNS,
+    TOKEN_ROWS,
+    NormGemmConfig,
+    NormGemmSizes,
+    choose_config,
+    sizes_of,
+)
+from pallas_kernels.pdl import launch_dependents
+from pallas_kernels.residual_norm.token import add_and_norm
 
 type Ref = Any
 
 
-class _Plan(NamedTuple):
-    """What is known when the kernel is compiled."""
+class _Spec(NamedTuple):
+    """Compile-time constants of the kernel."""
 
-    sizes: Sizes
-    choice: Launch
+    sizes: NormGemmSizes
+    config: NormGemmConfig
     row: int
     eps: float
     dtype: Any
 
     @property
     def halves(self) -> int:
-        """Of the weights: gate and up, or one whole."""
+        """2 with swiglu (gate and up), else 1."""
         return 1 + self.sizes.swiglu
 
     @property
     def tiles(self) -> int:
-        """Of the token."""
+        """Tiles of the token."""
         return self.sizes.inner // COLUMNS
 
     @property
-    def steps(self) -> int:
-        """Of a program."""
-        return self.sizes.inner // self.choice.block_k
+    def num_steps(self) -> int:
+        """K steps of a CTA."""
+        return self.sizes.inner // self.config.block_k
 
 
-class _Arrays(NamedTuple):
-    """What lies in global memory; a token is cut into tiles."""
+class _GmemRefs(NamedTuple):
+    """Refs to the arrays in global memory; tokens are reshaped to tiles."""
 
     x: Ref  # [tiles, COLUMNS]
-    parts: Ref  # [S, tiles, COLUMNS]
+    partials: Ref  # [S, tiles, COLUMNS]
     norms: Ref  # [W, tiles, COLUMNS]
     w: Ref  # [D, O]; with swiglu [D, 2 * O]
     total: Ref  # [tiles, COLUMNS]
     out: Ref  # [1, O]
 
 
-class _Shared(NamedTuple):
-    """Shared memory of a program, and the barriers that say what is in it."""
+class _Scratch(NamedTuple):
+    """Shared memory and barriers of a CTA, in the order of their allocation."""
 
-    w: Ref  # [stages, 1 or 2, block_k, COLUMNS]
-    tokens: Ref  # [tiles, ROWS, COLUMNS], see ``_both_views``
-    full: Ref  # [stages]: one arrival a copy
-    free: Ref  # [stages]
+    x_smem: Ref  # [tiles, TOKEN_ROWS, COLUMNS], see ``_views``
+    w_smem: Ref  # [stages, 1 or 2, block_k, COLUMNS]
+    consumed_barriers: Ref  # [stages]
+    barriers: Ref  # [stages]: one arrival per copy
 
 
-def _one_room(plain: Any, swizzled: Any) -> Any:
-    """Shared memory that is seen in two ways. JAX's interpreter gives each its own."""
+def _ref_union(plain: Any, swizzled: Any) -> Any:
+    """One allocation with two views. JAX's interpreter allocates each of them separately."""
     return plgpu.RefUnion(plain, swizzled)
 
 
-def _both_views(room: Ref) -> tuple[Ref, Ref]:
-    """What ``_one_room`` was asked for."""
-    return room[0], room[1]
+def _views(union: Ref) -> tuple[Ref, Ref]:
+    """The plain and the swizzled view of a ``_ref_union``."""
+    return union[0], union[1]
 
 
-def _stage(plan: _Plan, step: jax.Array) -> jax.Array:
-    return lax.rem(step, jnp.int32(plan.choice.stages))
+def _stage(spec: _Spec, step: jax.Array) -> jax.Array:
+    return lax.rem(step, jnp.int32(spec.config.stages))
 
 
-def _load(plan: _Plan, column: jax.Array, w: Ref, shared: _Shared) -> None:  # [D, ...]
-    """Copy step after step as room becomes free."""
-    block_k, at_once = plan.choice.block_k, min(plan.choice.stages, plan.steps)
+def _memory_warpgroup(spec: _Spec, column: jax.Array, w: Ref, scratch: _Scratch) -> None:
+    """Copy K steps of the weights, [D, O] or [D, 2 * O], as stages are consumed."""
+    block_k, prologue = spec.config.block_k, min(spec.config.stages, spec.num_steps)
 
     def copy(step: jax.Array) -> None:
-        stage = _stage(plan, step)
-        for half in range(plan.halves):
-            columns = pl.ds(half * plan.sizes.outer + column, COLUMNS)
+        stage = _stage(spec, step)
+        for half in range(spec.halves):
+            columns = pl.ds(half * spec.sizes.outer + column, COLUMNS)
             source = w.at[pl.ds(step * block_k, block_k), columns]
-            plgpu.copy_gmem_to_smem(source, shared.w.at[stage, half], shared.full.at[stage])
+            w_smem, barrier = scratch.w_smem.at[stage, half], scratch.barriers.at[stage]
+            plgpu.copy_gmem_to_smem(source, w_smem, barrier)
 
-    pl.loop(0, at_once)(copy)
+    pl.loop(0, prologue)(copy)
 
-    @pl.loop(at_once, plan.steps)
+    @pl.loop(prologue, spec.num_steps)
     def _step(step: jax.Array) -> None:
-        plgpu.barrier_wait(shared.free.at[_stage(plan, step)])
+        plgpu.barrier_wait(scratch.consumed_barriers.at[_stage(spec, step)])
         copy(step)
 
 
-def _product(plan: _Plan, tokens: Ref, shared: _Shared) -> tuple[jax.Array, ...]:
-    """Multiply step after step as it arrives: float32[COLUMNS, ROWS] of each half."""
-    tiles = plan.choice.block_k // COLUMNS  # of a step
+def _matmul(
+    spec: _Spec,
+    x_smem: Ref,  # [tiles, TOKEN_ROWS, COLUMNS], swizzled
+    scratch: _Scratch,
+) -> tuple[jax.Array, ...]:  # float32[COLUMNS, TOKEN_ROWS], one for each half
+    """Accumulate over the K steps; a wgmma is issued before the previous one has ended."""
+    tiles = spec.config.block_k // COLUMNS  # of a step
 
-    def multiply(*sums: Ref) -> tuple[jax.Array, ...]:
-        @pl.loop(0, plan.steps)
+    def multiply(*accs: Ref) -> tuple[jax.Array, ...]:
+        @pl.loop(0, spec.num_steps)
         def _step(step: jax.Array) -> None:
-            stage = _stage(plan, step)
-            plgpu.barrier_wait(shared.full.at[stage])
+            stage = _stage(spec, step)
+            plgpu.barrier_wait(scratch.barriers.at[stage])
             for tile in range(tiles):
-                x = tokens.at[step * tiles + tile].transpose((1, 0))
-                for half, total in enumerate(sums):
-                    w = shared.w.at[stage, half, pl.ds(tile * COLUMNS, COLUMNS)].transpose((1, 0))
-                    plgpu.wgmma(total, w, x)
-            plgpu.wgmma_wait(plan.halves * tiles)  # for those of the step before
+                x = x_smem.at[step * tiles + tile].transpose((1, 0))
+                rows = pl.ds(tile * COLUMNS, COLUMNS)
+                for half, acc in enumerate(accs):
+                    w = scratch.w_smem.at[stage, half, rows].transpose((1, 0))
+                    plgpu.wgmma(acc, w, x)
+            plgpu.wgmma_wait(spec.halves * tiles)  # wait for the previous step
 
-            # The room of the last steps is not used again, so that nobody waits for it.
-            @pl.when((step > 0) & (step - 1 + plan.choice.stages < plan.steps))
+            # The stages of the last steps are not reused, so no copy waits for their release.
+            @pl.when((step > 0) & (step - 1 + spec.config.stages < spec.num_steps))
             def _release() -> None:
-                plgpu.barrier_arrive(shared.free.at[_stage(plan, step - 1)])
+                plgpu.barrier_arrive(scratch.consumed_barriers.at[_stage(spec, step - 1)])
 
-        return tuple(total[...] for total in sums)
+        return tuple(acc[...] for acc in accs)
 
-    sums = [plgpu.WGMMAAccumulatorRef((COLUMNS, ROWS), jnp.float32)] * plan.halves
-    return pl.run_scoped(multiply, *sums)
+    accs = [plgpu.WGMMAAccumulatorRef((COLUMNS, TOKEN_ROWS), jnp.float32)] * spec.halves
+    return pl.run_scoped(multiply, *accs)
 
 
-def _work(plan: _Plan, column: jax.Array, arrays: _Arrays, shared: _Shared) -> None:
-    """From the residual stream to 64 columns of the result."""
-    plain, swizzled = _both_views(shared.tokens)
-    parts = [arrays.parts.at[i] for i in range(arrays.parts.shape[0])]
-    token = added_and_normed(arrays.x, parts, arrays.norms.at[plan.row], eps=plan.eps)
+def _compute_warpgroup(spec: _Spec, column: jax.Array, gmem: _GmemRefs, scratch: _Scratch) -> None:
+    """Residual add, norm, and 64 columns of the result. The first CTA also writes the sum."""
+    plain, swizzled = _views(scratch.x_smem)
+    partials = [gmem.partials.at[i] for i in range(gmem.partials.shape[0])]
+    token = add_and_norm(gmem.x, partials, gmem.norms.at[spec.row], eps=spec.eps)
     for span, normed in zip(token.spans, token.normed, strict=True):
         plain[span, 0, :] = normed
     plgpu.commit_smem()
 
     @pl.when(column == 0)
-    def _keep() -> None:
+    def _write_sum() -> None:
         for span, total in zip(token.spans, token.total, strict=True):
-            arrays.total[span] = total
+            gmem.total[span] = total
 
-    halves = _product(plan, swizzled, shared)
-    result = halves[0]
-    if plan.sizes.swiglu:
-        result = result / (1.0 + jnp.exp(-result)) * halves[1]
+    accs = _matmul(spec, swizzled, scratch)
+    result = accs[0]
+    if spec.sizes.swiglu:
+        result = result / (1.0 + jnp.exp(-result)) * accs[1]
     row = plgpu.broadcasted_iota(jnp.int32, result.shape, 1, layout=plgpu.Layout.WGMMA)
     result = jnp.where(row == 0, result, 0.0).sum(axis=1)
-    arrays.out[0, pl.ds(column, COLUMNS)] = result.astype(plan.dtype)
+    gmem.out[0, pl.ds(column, COLUMNS)] = result.astype(spec.dtype)
 
 
-def _kernel(plan: _Plan, arrays: _Arrays, shared: _Shared) -> None:
-    let_next_begin()
+def _kernel(spec: _Spec, gmem: _GmemRefs, scratch: _Scratch) -> None:
+    launch_dependents()
     column, warpgroup = lax.axis_index("tile") * COLUMNS, lax.axis_index("warpgroup")
-    pl.when(warpgroup == 0)(partial(_work, plan, column, arrays, shared))
-    pl.when(warpgroup == 1)(partial(_load, plan, column, arrays.w, shared))
+    pl.when(warpgroup == 0)(partial(_compute_warpgroup, spec, column, gmem, scratch))
+    pl.when(warpgroup == 1)(partial(_memory_warpgroup, spec, column, gmem.w, scratch))
 
 
-def _shared_types(plan: _Plan) -> _Shared:
+def _scratch_types(spec: _Spec) -> _Scratch:
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
-    swizzled = (tiling((ROWS, COLUMNS)), swizzle(128))
-    weights = (plan.choice.stages, plan.halves, plan.choice.block_k, COLUMNS)
-    tokens = (plan.tiles, ROWS, COLUMNS)
-    return _Shared(
-        w=plgpu.SMEM(weights, plan.dtype, transforms=swizzled),
-        tokens=_one_room(
-            plgpu.SMEM(tokens, plan.dtype), plgpu.SMEM(tokens, plan.dtype, transforms=swizzled)
+    swizzled = (tiling((TOKEN_ROWS, COLUMNS)), swizzle(128))
+    weights = (spec.config.stages, spec.halves, spec.config.block_k, COLUMNS)
+    token = (spec.tiles, TOKEN_ROWS, COLUMNS)
+    return _Scratch(
+        w_smem=plgpu.SMEM(weights, spec.dtype, transforms=swizzled),
+        x_smem=_ref_union(
+            plgpu.SMEM(token, spec.dtype), plgpu.SMEM(token, spec.dtype, transforms=swizzled)
         ),
-        full=plgpu.Barrier(num_arrivals=plan.halves, num_barriers=plan.choice.stages),
-        free=plgpu.Barrier(num_barriers=plan.choice.stages),
+        barriers=plgpu.Barrier(num_arrivals=spec.halves, num_barriers=spec.config.stages),
+        consumed_barriers=plgpu.Barrier(num_barriers=spec.config.stages),
     )
 
 
 @partial(jax.jit, static_argnames=("row", "eps", "swiglu"))  # one trace, one kernel for all layers
 def norm_gemm(
     x: jax.Array,  # [1, D]
-    parts: jax.Array,  # [1, D] in x's dtype, or float32[S, 1, D]
+    partials: jax.Array,  # [1, D] in x's dtype, or float32[S, 1, D]
     norms: jax.Array,  # [W, D]
     w: jax.Array,  # [D, O]; with swiglu [D, 2 * O]: gate, up
     *,
@@ -192,14 +205,14 @@ def norm_gemm(
     swiglu: bool,
 ) -> tuple[jax.Array, jax.Array]:  # [1, D], [1, O]
     """See ``norm_gemm.api``."""
-    choice = choose(sizes_of(x, w, swiglu=swiglu))
-    return launched(choice, x, parts, norms, w, row=row, eps=eps, swiglu=swiglu)
+    config = choose_config(sizes_of(x, w, swiglu=swiglu))
+    return launch_with(config, x, partials, norms, w, row=row, eps=eps, swiglu=swiglu)
 
 
-def launched(
-    choice: Launch,
+def launch_with(
+    config: NormGemmConfig,
     x: jax.Array,  # [1, D]
-    parts: jax.Array,  # [1, D] in x's dtype, or float32[S, 1, D]
+    partials: jax.Array,  # [1, D] in x's dtype, or float32[S, 1, D]
     norms: jax.Array,  # [W, D]
     w: jax.Array,  # [D, O]; with swiglu [D, 2 * O]: gate, up
     *,
@@ -207,13 +220,14 @@ def launched(
     eps: float,
     swiglu: bool,
 ) -> tuple[jax.Array, jax.Array]:  # [1, D], [1, O]
-    """``norm_gemm`` cut up as ``choice`` says; for it and for tests."""
+    """``norm_gemm`` with a given configuration; tests call it too."""
     sizes = sizes_of(x, w, swiglu=swiglu)
-    plan = _Plan(sizes, choice, row, eps, x.dtype)
-    token = (plan.tiles, COLUMNS)
+    spec = _Spec(sizes, config, row, eps, x.dtype)
+    token = (spec.tiles, COLUMNS)
 
-    def body(*refs: Ref, **scratch: Ref) -> None:
-        _kernel(plan, _Arrays(*refs), _Shared(**scratch))
+    def body(*refs: Ref) -> None:
+        *gmem, scratch = refs
+        _kernel(spec, _GmemRefs(*gmem), scratch)
 
     total, out = plgpu.kernel(
         body,
@@ -221,13 +235,14 @@ def launched(
             jax.ShapeDtypeStruct(token, x.dtype),
             jax.ShapeDtypeStruct((1, sizes.outer), x.dtype),
         ),
-        scratch_types=_shared_types(plan)._asdict(),
+        scratch_types=(_scratch_types(spec),),
         grid=(sizes.outer // COLUMNS,),
         grid_names=("tile",),
         num_threads=2,
         thread_name="warpgroup",
-        # Else all wait before and after each store; none is read before ``commit_smem``.
+        # The automatic barriers would make all threads wait around each store. They are not
+        # needed: no store is read before ``commit_smem``.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="norm_gemm",
-    )(x.reshape(token), parts.reshape(-1, *token), norms.reshape(-1, *token), w)
+    )(x.reshape(token), partials.reshape(-1, *token), norms.reshape(-1, *token), w)
     return total.reshape(x.shape), out

@@ -1,1 +1,1 @@
-"""Causal attention of ragged chunks of queries over their rows' pages."""
+"""Causal attention of ragged chunks of queries over the pages of their rows."""

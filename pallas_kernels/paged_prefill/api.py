@@ -1,4 +1,4 @@
-"""paged_prefill: causal attention of ragged chunks of queries over their rows' pages."""
+"""paged_prefill: causal attention of ragged chunks of queries over the pages of their rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pallas_kernels.paged_prefill import cases, launch, ref, xla
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _mosaic = imported_when_called(
-    "pallas_kernels.paged_prefill.mosaic", "paged_prefill", launch.results
+    "pallas_kernels.paged_prefill.mosaic", "paged_prefill", launch.result_shapes
 )
 _triton = imported_when_called("pallas_kernels.paged_prefill.triton", "paged_prefill")
 
@@ -41,7 +41,7 @@ def paged_prefill(
     window: int | None = None,
     impl: str | None = None,
 ) -> jax.Array:  # [T, N, H]
-    """Each row's queries attend causally to the row's context, ``window`` tokens far (None: all).
+    """Each row's queries attend causally to the last ``window`` tokens of context (None: all).
 
     Row r's queries are ``q[query_start_loc[r] : query_start_loc[r + 1]]``; they are the last
     tokens of a context of ``seq_lens[r]`` tokens whose K and V, this chunk's included, are already

@@ -15,7 +15,7 @@ _FP8 = "float8_e4m3fn"
 
 
 def _prompt_steps(*steps: tuple[str, int, int, int, int]) -> tuple[PagedCase, ...]:
-    """Steps that serving Qwen3-4B meets on a GPU: (name, rows, queries, context, page size)."""
+    """Prompt steps of Qwen3-4B on a GPU, from (name, rows, queries, context, page size)."""
     return tuple(
         PagedCase(
             f"qwen3_4b_{name}",
@@ -119,7 +119,7 @@ def build(case: PagedCase, seed: int) -> Inputs:
 
 
 def cost(case: PagedCase) -> Cost:
-    """Every visible key and value read once, queries read and outputs written."""
+    """Visible keys and values read once, queries read and outputs written."""
     heads, rows = case.heads, range(len(case.seq_lens))
     item = jnp.dtype(case.dtype).itemsize
     kv_item = jnp.dtype(case.kv_dtype or case.dtype).itemsize

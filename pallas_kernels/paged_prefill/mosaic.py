@@ -1,16 +1,15 @@
 """paged_prefill in Pallas Mosaic GPU, for NVIDIA Hopper (compute capability 9.x).
 
-There is one program for each multiprocessor, which takes tiles in turn, the longest first
-(``mosaic_plan``). Two of them are a cluster where a kv head has query heads for both: each loads
-half of every page, and TMA puts that into the shared memory of both. A program has three
-warpgroups. Four warps of one copy queries and pages by TMA, two of them keys and two values, blocks
-ahead of the other warpgroups and across the borders of tiles. Each of those attends for 64 queries
-of one head, its products on the matrix units straight from shared memory: it multiplies a block of
-keys, then the values of the block before by their weights, and weighs the new scores while the
-latter runs. The two share the keys: two heads of one kv head over the same tokens, or, where a kv
-head has an odd number of query heads, one head over 128 tokens. The method is that of
-FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608), but for its turns at the matrix units.
-Softmax runs in base 2, sums in float32.
+A persistent kernel: one CTA per SM, which computes one tile after the other, the longest first
+(``mosaic_plan``). Two CTAs form a cluster if a kv head has query heads for both: each loads half of
+every page, and TMA multicasts it to both. A CTA has three warpgroups. Four warps of the memory
+warpgroup copy queries and pages by TMA, two of them keys and two values, blocks ahead of the
+compute warpgroups and across the borders of tiles. Each of the two compute warpgroups attends for
+64 queries of one head: it issues Q @ K of a block, then P @ V of the previous block, and computes
+the softmax of the new scores while the latter runs. Both use the same keys: two heads of one kv
+head over the same tokens, or, if a kv head has an odd number of query heads, one head over 128
+tokens. The method is that of FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608), without its
+ping-pong scheduling. Softmax is computed in base 2, sums in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,96 +26,124 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.page_streams import Pages, Stream, copied_by_warps
-from pallas_kernels.paged_prefill.launch import ALIGNED, BLOCK, QUERIES, STEPS, WORKERS
+from pallas_kernels.page_streams import PagedOperand, PageStream, for_each_stream
+from pallas_kernels.paged_prefill.launch import (
+    BLOCK,
+    COMPUTE_WARPGROUPS,
+    MMA_QUERIES,
+    STAGES,
+    TOKEN_ALIGNMENT,
+)
 from pallas_kernels.paged_prefill.mosaic_plan import (
-    TURNS,
-    Arrays,
+    Q_STAGES,
+    GmemRefs,
+    PrefillScratch,
+    PrefillSpec,
     Ref,
-    Shared,
-    Sizes,
     Tile,
-    over_tiles,
-    room_of,
-    share_of,
-    shared_types,
-    step_of,
+    for_each_tile,
+    query_stage,
+    scratch_types,
+    stage_index,
     tile_table,
+    warpgroup_offsets,
 )
 
-WORKER_REGISTERS, LOADER_REGISTERS = 232, 40  # of a thread: 504 of the 512 there are for three
-OVERHANGS = (32, 16, 8, 4, 2, 1)  # queries of a copy where a tile has fewer than its own
-FOLD = 8  # columns of which each thread has two, and two in another row
-
-# top [QUERIES], total [QUERIES, FOLD], weights [QUERIES, BLOCK]
-type _Weighed = tuple[jax.Array, jax.Array, jax.Array]
-type _Sums = tuple[jax.Array, _Weighed]  # float32[QUERIES, H], short of the values of the weights
+# Per thread: 504 of the 512 registers that three warpgroups may use.
+COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40
+PARTIAL_COPIES = (32, 16, 8, 4, 2, 1)  # queries per copy where a tile is not full
+FOLD = 8  # columns of which each thread has two, in each of two rows
 
 
-def _load(sizes: Sizes, arrays: Arrays, shared: Shared) -> None:
-    """Copy queries and blocks as room becomes free, each warp its share."""
-    keys = Pages(arrays.k_pages, shared.k, shared.k_full, shared.k_free)
-    values = Pages(arrays.v_pages, shared.v, shared.v_full, shared.v_free)
-    copied_by_warps(keys, values, sizes.pages, partial(_copy_all, sizes, arrays, shared))
+class SoftmaxState(NamedTuple):
+    """Online-softmax state of a compute warpgroup. ``acc`` lacks ``p`` @ V of the last block."""
+
+    acc: jax.Array  # float32[MMA_QUERIES, H]
+    m_i: jax.Array  # float32[MMA_QUERIES]
+    l_i: jax.Array  # float32[MMA_QUERIES, FOLD]: partial sums
+    p: jax.Array  # [MMA_QUERIES, BLOCK] in the dtype of the values
 
 
-def _copy_all(sizes: Sizes, arrays: Arrays, shared: Shared, stream: Stream) -> None:
-    """One warp's copies for all tiles of the program; queries are the first warp's as well, whose
-    keys wait for them, and values do not.
+def _memory_warpgroup(spec: PrefillSpec, gmem: GmemRefs, scratch: PrefillScratch) -> None:
+    """Copy queries and blocks as their stages are consumed, each warp its share."""
+    keys = PagedOperand(
+        gmem.k_pages, scratch.k_smem, scratch.k_barriers, scratch.k_consumed_barriers
+    )
+    values = PagedOperand(
+        gmem.v_pages, scratch.v_smem, scratch.v_barriers, scratch.v_consumed_barriers
+    )
+    copy = partial(_copy_tiles, spec, gmem, scratch)
+    for_each_stream(keys, values, spec.pages_per_block, copy)
+
+
+def _copy_tiles(
+    spec: PrefillSpec, gmem: GmemRefs, scratch: PrefillScratch, stream: PageStream
+) -> None:
+    """One warp's copies for all tiles of the CTA. The first warp, which copies keys, also copies
+    queries, so a wait for a free query stage delays keys but not values.
     """
 
     def copy(tile: Tile) -> None:
         if stream.is_first:
-            pl.when(tile.first < tile.last)(partial(_copy_queries, sizes, arrays, shared, tile))
-        _copy_blocks(sizes, arrays, stream, tile)
+            has_keys = tile.first_block < tile.end_block
+            pl.when(has_keys)(partial(_copy_queries, spec, gmem, scratch, tile))
+        _copy_blocks(spec, gmem, stream, tile)
 
-    attended, blocks = over_tiles(sizes, arrays, copy)
+    tiles_with_keys, blocks = for_each_tile(spec, gmem, copy)
 
-    # A barrier left early is an error.
-    @pl.loop(jnp.maximum(blocks - STEPS, 0), blocks)
-    def _see_through(block: jax.Array) -> None:
-        plgpu.barrier_wait(stream.pages.free.at[lax.rem(block, jnp.int32(STEPS))])
+    # A CTA must not exit while a barrier has a phase that was not waited for.
+    @pl.loop(jnp.maximum(blocks - STAGES, 0), blocks)
+    def _drain(block: jax.Array) -> None:
+        stage = lax.rem(block, jnp.int32(STAGES))
+        plgpu.barrier_wait(stream.operand.consumed_barriers.at[stage])
 
     if stream.is_first:
 
-        @pl.loop(jnp.maximum(attended - TURNS, 0), attended)
-        def _see_queries_through(turn: jax.Array) -> None:
-            for worker in range(WORKERS):
-                plgpu.barrier_wait(shared.q_free.at[room_of(turn, worker)[1]])
+        @pl.loop(jnp.maximum(tiles_with_keys - Q_STAGES, 0), tiles_with_keys)
+        def _drain_queries(index: jax.Array) -> None:
+            for warpgroup in range(COMPUTE_WARPGROUPS):
+                barrier = query_stage(index, warpgroup)[1]
+                plgpu.barrier_wait(scratch.q_consumed_barriers.at[barrier])
 
 
-def _copy_queries(sizes: Sizes, arrays: Arrays, shared: Shared, tile: Tile) -> None:
-    """Of both workers, each once it is done with those whose room they take."""
-    for worker in range(WORKERS):
-        head, offset = share_of(sizes, worker)
-        source = arrays.q.at[pl.ds(tile.token + offset, QUERIES), tile.head + head]
-        place, barrier = room_of(tile.turn, worker)
-        pl.when(tile.turn >= TURNS)(partial(plgpu.barrier_wait, shared.q_free.at[barrier]))
-        plgpu.copy_gmem_to_smem(source, shared.q.at[place, worker], shared.q_full.at[barrier])
+def _copy_queries(spec: PrefillSpec, gmem: GmemRefs, scratch: PrefillScratch, tile: Tile) -> None:
+    """Copy each compute warpgroup's queries once it has consumed the stage's previous ones."""
+    for warpgroup in range(COMPUTE_WARPGROUPS):
+        head, offset = warpgroup_offsets(spec, warpgroup)
+        source = gmem.q.at[pl.ds(tile.token + offset, MMA_QUERIES), tile.head + head]
+        stage, i = query_stage(tile.index, warpgroup)
+        consumed = scratch.q_consumed_barriers.at[i]
+        pl.when(tile.index >= Q_STAGES)(partial(plgpu.barrier_wait, consumed))
+        target, barrier = scratch.q_smem.at[stage, warpgroup], scratch.q_barriers.at[i]
+        plgpu.copy_gmem_to_smem(source, target, barrier)
 
 
-def _copy_blocks(sizes: Sizes, arrays: Arrays, stream: Stream, tile: Tile) -> None:
+def _copy_blocks(spec: PrefillSpec, gmem: GmemRefs, stream: PageStream, tile: Tile) -> None:
     """A warp's share of a tile's blocks."""
-    last_page = lax.div(jnp.maximum(tile.end - 1, 0), jnp.int32(sizes.page_size))
-    kv_head = lax.div(tile.head, jnp.int32(sizes.group))
+    last_page = lax.div(jnp.maximum(tile.end - 1, 0), jnp.int32(spec.page_size))
+    kv_head = lax.div(tile.head, jnp.int32(spec.group))
+    operand = stream.operand
 
-    def pages_of(block: jax.Array | int) -> tuple[jax.Array, ...]:
-        # Entries past the row's pages may be junk: a page that is there stands in for them.
-        places = (jnp.minimum(block * sizes.pages + i, last_page) for i in stream.own)
-        return tuple(arrays.page_table[tile.row, place] for place in places)
+    def read_pages(block: jax.Array | int) -> tuple[jax.Array, ...]:
+        # Entries past the row's pages may be junk: the row's last page replaces them.
+        columns = (
+            jnp.minimum(block * spec.pages_per_block + i, last_page) for i in stream.page_indices
+        )
+        return tuple(gmem.page_table[tile.row, column] for column in columns)
 
     def copy(block: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        step, occupied = step_of(tile, block), tile.before + block - tile.first >= STEPS
-        following = pages_of(block + 1)  # in flight while this block waits for room
-        pl.when(occupied)(lambda: plgpu.barrier_wait(stream.pages.free.at[step]))
-        for i, page in zip(stream.own, pages, strict=True):
-            to = stream.pages.room.at[step, pl.ds(i * sizes.page_size, sizes.page_size)]
-            source = stream.pages.pool.at[page, pl.ds(0, sizes.page_size), kv_head]
-            full = stream.pages.full.at[step]
-            plgpu.copy_gmem_to_smem(source, to, full, collective_axes=sizes.together)
-        return following
+        stage = stage_index(tile, block)
+        is_reused = tile.blocks_before + block - tile.first_block >= STAGES
+        next_pages = read_pages(block + 1)  # in flight while this block waits for a free stage
+        pl.when(is_reused)(lambda: plgpu.barrier_wait(operand.consumed_barriers.at[stage]))
+        for i, page in zip(stream.page_indices, pages, strict=True):
+            target = operand.smem.at[stage, pl.ds(i * spec.page_size, spec.page_size)]
+            source = operand.pool.at[page, pl.ds(0, spec.page_size), kv_head]
+            barrier = operand.barriers.at[stage]
+            plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=spec.multicast_axis)
+        return next_pages
 
-    lax.fori_loop(tile.first, tile.last, copy, pages_of(tile.first))
+    lax.fori_loop(tile.first_block, tile.end_block, copy, read_pages(tile.first_block))
 
 
 def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
@@ -127,47 +154,48 @@ def _zeros(shape: tuple[int, ...], layout: Any = plgpu.Layout.WGMMA) -> jax.Arra
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
-def _clear_unwritten(sizes: Sizes, v: Ref, left: jax.Array) -> None:  # [BLOCK, H]
-    """Zero all but the first ``left`` values: a weight of 0 does not silence NaN.
+def _zero_unwritten(spec: PrefillSpec, v_smem: Ref, num_written: jax.Array) -> None:  # [BLOCK, H]
+    """Zero all but the first ``num_written`` values, since 0 * NaN is NaN.
 
-    Both workers do so and neither waits for the other, as both write the same.
+    Both compute warpgroups do so without synchronisation, as both write the same.
     """
 
-    @pl.when(left < BLOCK)
-    def _clear() -> None:
-        for start in range(0, BLOCK, QUERIES):
-            part = v.at[pl.ds(start, QUERIES)]
-            values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-            written = _iota((QUERIES, sizes.head_dim), 0) + start < left
-            part[...] = jnp.where(written, values, jnp.zeros((), values.dtype))
+    @pl.when(num_written < BLOCK)
+    def _zero() -> None:
+        for start in range(0, BLOCK, MMA_QUERIES):
+            rows = v_smem.at[pl.ds(start, MMA_QUERIES)]
+            values = plgpu.load(rows, layout=plgpu.Layout.WGMMA)
+            is_written = _iota((MMA_QUERIES, spec.head_dim), 0) + start < num_written
+            rows[...] = jnp.where(is_written, values, jnp.zeros((), values.dtype))
         plgpu.commit_smem()
 
 
-def _folded(
+def _fold(
     combine: Callable[[jax.Array, jax.Array], jax.Array],
-    x: jax.Array,  # [QUERIES, BLOCK]
-) -> jax.Array:  # [QUERIES, FOLD]
-    """Columns combined within each thread, four of its values side by side: in a row of 32 each
-    operation would wait for the last (7 % of the kernel's time at 16,384 keys on an H200).
+    x: jax.Array,  # [MMA_QUERIES, BLOCK]
+) -> jax.Array:  # [MMA_QUERIES, FOLD]
+    """Reduce columns within each thread in four independent chains. In one chain of 32 values each
+    operation would wait for the previous one (7 % of the kernel's time at 16,384 keys on an H200).
     """
     return reduce(combine, (x[:, start : start + FOLD] for start in range(0, BLOCK, FOLD)))
 
 
 def _accumulate(
-    acc: jax.Array,  # float32[QUERIES, H]
-    weights: jax.Array,  # [QUERIES, BLOCK]
-    v: Ref,  # [BLOCK, H]
+    acc: jax.Array,  # float32[MMA_QUERIES, H]
+    p: jax.Array,  # [MMA_QUERIES, BLOCK]
+    v_smem: Ref,  # [BLOCK, H]
     init: tuple[jax.Array, ...] = (),
-    meanwhile: Callable[[], tuple[jax.Array, ...]] = tuple,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # float32[QUERIES, H]
-    """Add weights * values in the registers of the sum, and what ``meanwhile`` comes to.
+    overlapped: Callable[[], tuple[jax.Array, ...]] = tuple,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # float32[MMA_QUERIES, H]
+    """``acc`` + ``p`` @ V, and the results of ``overlapped``, which runs during the wgmma.
 
-    ``init`` has the shapes of that. JAX's interpreter cannot multiply like this.
+    ``init`` has the shapes of those results. JAX's interpreter has no wgmma with ``p`` in
+    registers.
     """
 
     def multiply(refs: Any) -> None:
-        plgpu.wgmma(refs[0], weights, v)
-        for ref, result in zip(refs[1], meanwhile(), strict=True):
+        plgpu.wgmma(refs[0], p, v_smem)
+        for ref, result in zip(refs[1], overlapped(), strict=True):
             ref[...] = result
 
     init_acc: Any = plgpu.WGMMAAccumulatorRef.init(acc)
@@ -175,198 +203,204 @@ def _accumulate(
 
 
 @dataclass(frozen=True)
-class _Worker:
-    """One worker's part of a tile."""
+class _WarpgroupTile:
+    """One compute warpgroup's part of a tile."""
 
-    sizes: Sizes
+    spec: PrefillSpec
     tile: Tile
-    index: jax.Array
+    warpgroup: jax.Array
     position: jax.Array  # of its first query
-    shared: Shared
+    scratch: PrefillScratch
 
-    def await_keys(self, block: jax.Array | int) -> None:
+    def wait_for_keys(self, block: jax.Array | int) -> None:
         """Wait for a block of keys, if the tile has it."""
 
-        @pl.when(block < self.tile.last)
+        @pl.when(block < self.tile.end_block)
         def _wait() -> None:
-            plgpu.barrier_wait(self.shared.k_full.at[step_of(self.tile, block)])
+            plgpu.barrier_wait(self.scratch.k_barriers.at[stage_index(self.tile, block)])
 
-    def score(self, scores: Ref, step: jax.Array) -> None:
-        """Begin to multiply queries and keys."""
-        place, _ = room_of(self.tile.turn, self.index)
-        keys = self.shared.k.at[step].transpose((1, 0))
-        plgpu.wgmma(scores, self.shared.q.at[place, self.index], keys)
+    def issue_qk(self, scores: Ref, stage: jax.Array) -> None:
+        """Issue the wgmma of queries and keys."""
+        q_stage, _ = query_stage(self.tile.index, self.warpgroup)
+        keys = self.scratch.k_smem.at[stage].transpose((1, 0))
+        plgpu.wgmma(scores, self.scratch.q_smem.at[q_stage, self.warpgroup], keys)
 
-    def weigh(
+    def softmax_step(
         self,
-        scores: jax.Array,  # float32[QUERIES, BLOCK]
+        scores: jax.Array,  # float32[MMA_QUERIES, BLOCK]
         block: jax.Array | int,
-        top: jax.Array,  # float32[QUERIES]
-        total: jax.Array,  # float32[QUERIES, FOLD]
+        m_i: jax.Array,  # float32[MMA_QUERIES]
+        l_i: jax.Array,  # float32[MMA_QUERIES, FOLD]
         masked: bool,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Top score and total weights so far, what earlier sums shrink by, and the weights."""
-        sizes = self.sizes
+        """The new m_i and l_i, the factor alpha that rescales ``acc``, and the block's p."""
+        spec = self.spec
         if masked:
-            shape = (QUERIES, BLOCK)
-            newest = _iota(shape, 0) + self.position
+            shape = (MMA_QUERIES, BLOCK)
+            last_key = _iota(shape, 0) + self.position
             key = _iota(shape, 1) + block * BLOCK
-            visible = key <= newest
-            if sizes.window is not None:
-                visible &= key > newest - sizes.window
+            visible = key <= last_key
+            if spec.window is not None:
+                visible &= key > last_key - spec.window
             scores = jnp.where(visible, scores, -jnp.inf)
-        new_top = jnp.maximum(top, _folded(jnp.maximum, scores).max(axis=1) * sizes.scale)
-        base = new_top
-        if masked and sizes.window is not None:
-            # A query whose window begins later has seen nothing yet: -inf - -inf would be NaN.
-            base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-        shrink = jnp.exp2(top - base)
-        weights = jnp.exp2(scores * sizes.scale - lax.broadcast_in_dim(base, scores.shape, [0]))
-        total = total * lax.broadcast_in_dim(shrink, total.shape, [0])
-        total += _folded(jnp.add, weights)
-        return new_top, total, shrink, weights
+        m_ij = jnp.maximum(m_i, _fold(jnp.maximum, scores).max(axis=1) * spec.scale)
+        base = m_ij
+        if masked and spec.window is not None:
+            # A query whose window starts in a later block has m_ij = -inf: -inf - -inf is NaN.
+            base = jnp.where(m_ij == -jnp.inf, 0.0, m_ij)
+        alpha = jnp.exp2(m_i - base)
+        p = jnp.exp2(scores * spec.scale - lax.broadcast_in_dim(base, scores.shape, [0]))
+        l_i = l_i * lax.broadcast_in_dim(alpha, l_i.shape, [0])
+        l_i += _fold(jnp.add, p)
+        return m_ij, l_i, alpha, p
 
-    def first_block(self, top: jax.Array, total: jax.Array) -> _Weighed:
-        """Weights of the first block of keys."""
-        block, step = self.tile.first, step_of(self.tile, self.tile.first)
-        self.await_keys(block)
+    def first_block(self, m_i: jax.Array, l_i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """m_i, l_i and p after the first block of keys."""
+        block, stage = self.tile.first_block, stage_index(self.tile, self.tile.first_block)
+        self.wait_for_keys(block)
 
         def multiply(scores: Ref) -> jax.Array:
-            self.score(scores, step)
+            self.issue_qk(scores, stage)
             return scores[...]
 
-        shape = (QUERIES, BLOCK)
+        shape = (MMA_QUERIES, BLOCK)
         scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-        plgpu.barrier_arrive(self.shared.k_free.at[step])
-        new_top, total, _, weights = self.weigh(scores, block, top, total, masked=True)
-        self.await_keys(block + 1)
-        return new_top, total, weights.astype(self.shared.v.dtype)
+        plgpu.barrier_arrive(self.scratch.k_consumed_barriers.at[stage])
+        m_ij, l_i, _, p = self.softmax_step(scores, block, m_i, l_i, masked=True)
+        self.wait_for_keys(block + 1)
+        return m_ij, l_i, p.astype(self.scratch.v_smem.dtype)
 
-    def next_block(self, masked: bool, block: jax.Array, sums: _Sums) -> _Sums:
-        """Weigh a block of keys while the values of the one before it are summed."""
-        shared, (acc, (top, total, narrow)) = self.shared, sums
-        step, before = (step_of(self.tile, b) for b in (block, block - 1))
+    def next_block(self, masked: bool, block: jax.Array, state: SoftmaxState) -> SoftmaxState:
+        """Softmax of a block of keys, overlapped with P @ V of the previous block."""
+        scratch, (acc, m_i, l_i, p) = self.scratch, state
+        stage, previous = (stage_index(self.tile, b) for b in (block, block - 1))
 
         def multiply(scores: Ref) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            self.score(scores, step)
-            plgpu.barrier_wait(shared.v_full.at[before])
+            self.issue_qk(scores, stage)
+            plgpu.barrier_wait(scratch.v_barriers.at[previous])
 
-            weights = _zeros((QUERIES, BLOCK))
+            p_init = _zeros((MMA_QUERIES, BLOCK))
 
-            def weigh() -> tuple[jax.Array, ...]:
-                # Scores alone: the product begun after theirs is still under way.
+            def softmax_step() -> tuple[jax.Array, ...]:
+                # Wait for the scores only: P @ V, which was issued after Q @ K, is in flight.
                 values = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-                plgpu.barrier_arrive(shared.k_free.at[step])
-                results = lax.optimization_barrier(self.weigh(values, block, top, total, masked))
-                # The compiler moves the wait for the product to before the softmax, but for this.
-                self.await_keys(block + 1)
+                plgpu.barrier_arrive(scratch.k_consumed_barriers.at[stage])
+                results = self.softmax_step(values, block, m_i, l_i, masked)
+                results = lax.optimization_barrier(results)
+                # Without this wait the compiler moves the wait for P @ V before the softmax.
+                self.wait_for_keys(block + 1)
                 return results
 
-            init = (top, total, top, weights)
-            return _accumulate(acc, narrow, shared.v.at[before], init, weigh)
+            init = (m_i, l_i, m_i, p_init)
+            return _accumulate(acc, p, scratch.v_smem.at[previous], init, softmax_step)
 
-        scores = plgpu.WGMMAAccumulatorRef((QUERIES, BLOCK), jnp.float32)
-        acc, (top, total, shrink, weights) = pl.run_scoped(multiply, scores)
-        plgpu.barrier_arrive(shared.v_free.at[before])
-        acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
-        # Registers that a product reads must not change before it ends.
-        weights = lax.optimization_barrier(weights)
-        return acc, (top, total, weights.astype(shared.v.dtype))
+        scores = plgpu.WGMMAAccumulatorRef((MMA_QUERIES, BLOCK), jnp.float32)
+        acc, (m_i, l_i, alpha, p) = pl.run_scoped(multiply, scores)
+        plgpu.barrier_arrive(scratch.v_consumed_barriers.at[previous])
+        acc *= lax.broadcast_in_dim(alpha, acc.shape, [0])
+        # Registers that a wgmma reads must not change before it ends.
+        p = lax.optimization_barrier(p)
+        return SoftmaxState(acc, m_i, l_i, p.astype(scratch.v_smem.dtype))
 
-    def last_values(self, sums: _Sums) -> jax.Array:  # float32[QUERIES, H]
-        """The sums with the last block in them, over the total weight."""
-        acc, (_, total, weights) = sums
-        block, shared = self.tile.last - 1, self.shared
-        step = step_of(self.tile, block)
-        plgpu.barrier_wait(shared.v_full.at[step])
-        _clear_unwritten(self.sizes, shared.v.at[step], self.tile.end - block * BLOCK)
-        acc, _ = _accumulate(acc, weights, shared.v.at[step])
-        plgpu.barrier_arrive(shared.v_free.at[step])
-        return acc * lax.broadcast_in_dim(1.0 / total.sum(axis=1), acc.shape, [0])
+    def finish(self, state: SoftmaxState) -> jax.Array:  # float32[MMA_QUERIES, H]
+        """Add P @ V of the last block and divide by l_i."""
+        block, scratch = self.tile.end_block - 1, self.scratch
+        stage = stage_index(self.tile, block)
+        plgpu.barrier_wait(scratch.v_barriers.at[stage])
+        _zero_unwritten(self.spec, scratch.v_smem.at[stage], self.tile.end - block * BLOCK)
+        acc, _ = _accumulate(state.acc, state.p, scratch.v_smem.at[stage])
+        plgpu.barrier_arrive(scratch.v_consumed_barriers.at[stage])
+        return acc * lax.broadcast_in_dim(1.0 / state.l_i.sum(axis=1), acc.shape, [0])
 
-    def attend(self) -> jax.Array:  # float32[QUERIES, H]
-        """Attention over all the tile's keys, of which there is one at least."""
-        tile, shape = self.tile, (QUERIES, self.sizes.head_dim)
-        nothing = _zeros((QUERIES,), plgpu.Layout.WGMMA.reduce(1))
-        sums = _zeros(shape), self.first_block(nothing - jnp.inf, _zeros((QUERIES, FOLD)))
-        with_masks, without = (partial(self.next_block, masked) for masked in (True, False))
-        second = tile.first + 1
-        if self.sizes.window is not None:
-            sums = lax.fori_loop(second, tile.common, with_masks, sums)
-        sums = lax.fori_loop(jnp.maximum(tile.common, second), tile.diagonal, without, sums)
-        sums = lax.fori_loop(jnp.maximum(tile.diagonal, second), tile.last, with_masks, sums)
-        return self.last_values(sums)
+    def attend(self) -> jax.Array:  # float32[MMA_QUERIES, H]
+        """Attention over all keys of the tile, which has at least one."""
+        tile, shape = self.tile, (MMA_QUERIES, self.spec.head_dim)
+        zeros = _zeros((MMA_QUERIES,), plgpu.Layout.WGMMA.reduce(1))
+        acc, first = _zeros(shape), self.first_block(zeros - jnp.inf, _zeros((MMA_QUERIES, FOLD)))
+        state = SoftmaxState(acc, *first)
+        masked, unmasked = (partial(self.next_block, masked) for masked in (True, False))
+        second = tile.first_block + 1
+        common, diagonal = tile.common_block, tile.diagonal_block
+        if self.spec.window is not None:
+            state = lax.fori_loop(second, common, masked, state)
+        state = lax.fori_loop(jnp.maximum(common, second), diagonal, unmasked, state)
+        state = lax.fori_loop(jnp.maximum(diagonal, second), tile.end_block, masked, state)
+        return self.finish(state)
 
 
-def _work(sizes: Sizes, arrays: Arrays, shared: Shared, index: jax.Array) -> None:
-    """Attention of one worker's queries of all tiles, from global memory to global memory."""
-    _, offset = share_of(sizes, index)
+def _compute_warpgroup(
+    spec: PrefillSpec, gmem: GmemRefs, scratch: PrefillScratch, warpgroup: jax.Array
+) -> None:
+    """Attention of one compute warpgroup's queries of all tiles of the CTA."""
+    _, offset = warpgroup_offsets(spec, warpgroup)
 
-    def attend(tile: Tile) -> None:
-        @pl.when(tile.first < tile.last)
+    def compute(tile: Tile) -> None:
+        @pl.when(tile.first_block < tile.end_block)
         def _attend() -> None:
-            _, barrier = room_of(tile.turn, index)
-            plgpu.barrier_wait(shared.q_full.at[barrier])
-            attended = _Worker(sizes, tile, index, tile.position + offset, shared).attend()
-            plgpu.barrier_arrive(shared.q_free.at[barrier])
-            _store(sizes, arrays, shared, tile, index, attended)
+            _, i = query_stage(tile.index, warpgroup)
+            plgpu.barrier_wait(scratch.q_barriers.at[i])
+            part = _WarpgroupTile(spec, tile, warpgroup, tile.position + offset, scratch)
+            result = part.attend()
+            plgpu.barrier_arrive(scratch.q_consumed_barriers.at[i])
+            _store(spec, gmem, scratch, tile, warpgroup, result)
 
-        @pl.when(tile.first == tile.last)
+        @pl.when(tile.first_block == tile.end_block)
         def _padding() -> None:
-            _store(sizes, arrays, shared, tile, index, _zeros((QUERIES, sizes.head_dim)))
+            zeros = _zeros((MMA_QUERIES, spec.head_dim))
+            _store(spec, gmem, scratch, tile, warpgroup, zeros)
 
-    over_tiles(sizes, arrays, attend)
+    for_each_tile(spec, gmem, compute)
     plgpu.wait_smem_to_gmem(0)
 
 
 def _store(
-    sizes: Sizes,
-    arrays: Arrays,
-    shared: Shared,
+    spec: PrefillSpec,
+    gmem: GmemRefs,
+    scratch: PrefillScratch,
     tile: Tile,
-    worker: jax.Array,
-    results: jax.Array,  # float32[QUERIES, H]
+    warpgroup: jax.Array,
+    results: jax.Array,  # float32[MMA_QUERIES, H]
 ) -> None:
-    """Begin to write a worker's results: whole, or those of the tile's row alone."""
-    head, offset = share_of(sizes, worker)
-    plain, swizzled = (view.at[worker] for view in shared.results)
+    """Start to write a compute warpgroup's results; only those of the tile's row."""
+    head, offset = warpgroup_offsets(spec, warpgroup)
+    plain, swizzled = (view.at[warpgroup] for view in scratch.out_smem)
     token, head = tile.token + offset, tile.head + head
     lead = jnp.maximum(tile.lead - offset, 0)
-    count = jnp.clip(tile.count - offset, lead, QUERIES) - lead
-    results = results.astype(arrays.out.dtype)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # those of the tile before have left
+    count = jnp.clip(tile.count - offset, lead, MMA_QUERIES) - lead
+    results = results.astype(gmem.out.dtype)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has been read
 
-    @pl.when(count == QUERIES)
-    def _store_tile() -> None:
+    @pl.when(count == MMA_QUERIES)
+    def _store_all() -> None:
         swizzled[...] = results
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(swizzled, arrays.out.at[pl.ds(token, QUERIES), head])
+        plgpu.copy_smem_to_gmem(swizzled, gmem.out.at[pl.ds(token, MMA_QUERIES), head])
 
-    @pl.when(count < QUERIES)
-    def _store_queries() -> None:
+    @pl.when(count < MMA_QUERIES)
+    def _store_some() -> None:
         plain[...] = results
         plgpu.commit_smem()
-        for size in OVERHANGS:
+        for size in PARTIAL_COPIES:
 
             @pl.when(count & size != 0)
-            def _some(size: int = size) -> None:
-                first = lead + (count & -2 * size)  # larger ones come before
-                to = arrays.out.at[pl.ds(token + first, size), head]
-                plgpu.copy_smem_to_gmem(plain.at[pl.ds(first, size)], to)
+            def _copy(size: int = size) -> None:
+                first = lead + (count & -2 * size)  # larger copies come before
+                target = gmem.out.at[pl.ds(token + first, size), head]
+                plgpu.copy_smem_to_gmem(plain.at[pl.ds(first, size)], target)
 
 
-def _kernel(sizes: Sizes, arrays: Arrays, shared: Shared) -> None:
+def _kernel(spec: PrefillSpec, gmem: GmemRefs, scratch: PrefillScratch) -> None:
     warpgroup = lax.axis_index("warpgroup")
 
-    @pl.when(warpgroup < WORKERS)
-    def _attend() -> None:
-        plgpu.set_max_registers(WORKER_REGISTERS, action="increase")
-        _work(sizes, arrays, shared, warpgroup)
+    @pl.when(warpgroup < COMPUTE_WARPGROUPS)
+    def _compute() -> None:
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        _compute_warpgroup(spec, gmem, scratch, warpgroup)
 
-    @pl.when(warpgroup == WORKERS)
-    def _fetch() -> None:
-        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-        _load(sizes, arrays, shared)
+    @pl.when(warpgroup == COMPUTE_WARPGROUPS)
+    def _memory() -> None:
+        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        _memory_warpgroup(spec, gmem, scratch)
 
 
 @partial(jax.jit, static_argnames=("scale", "window"))  # one trace, one kernel for all layers
@@ -383,25 +417,26 @@ def paged_prefill(
 ) -> jax.Array:  # [T, N, H]
     """See ``paged_prefill.api``."""
     num_tokens = q.shape[0]
-    q = jnp.pad(q, ((0, -num_tokens % ALIGNED), (0, 0), (0, 0)))
+    q = jnp.pad(q, ((0, -num_tokens % TOKEN_ALIGNMENT), (0, 0), (0, 0)))
     (t, n, h), (page_size, num_kv_heads) = q.shape, k_pages.shape[1:3]
     group, scale = n // num_kv_heads, scale * math.log2(math.e)
-    sizes = Sizes(h, page_size, n, group, scale, window)
-    tiles, num_tiles = tile_table(query_start_loc, seq_lens, t, sizes.tile_tokens)
-    sizes = replace(sizes, num_tiles=tiles.shape[0])
+    spec = PrefillSpec(h, page_size, n, group, scale, window)
+    tiles, num_tiles = tile_table(query_start_loc, seq_lens, t, spec.tile_tokens)
+    spec = replace(spec, num_tiles=tiles.shape[0])
 
-    def body(*refs: Ref, **scratch: Ref) -> None:
-        _kernel(sizes, Arrays(*refs), Shared(**scratch))
+    def body(*refs: Ref) -> None:
+        *gmem, scratch = refs
+        _kernel(spec, GmemRefs(*gmem), scratch)
 
     out = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        scratch_types=shared_types(sizes, q.dtype),
-        grid=(sizes.clusters,),
+        scratch_types=(scratch_types(spec, q.dtype),),
+        grid=(spec.clusters,),
         grid_names=("cluster",),
-        cluster=(sizes.cluster,),
+        cluster=(spec.cluster,),
         cluster_names=("rank",),
-        num_threads=WORKERS + 1,
+        num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_prefill",

@@ -1,6 +1,7 @@
-"""What the Mosaic kernel of paged_prefill knows and holds: sizes, memory, whose tiles are which.
+"""Static description of the Mosaic kernel of paged_prefill: constants, memory, tile schedule.
 
-Owns: ``Sizes``, ``Arrays``, ``Shared``, ``Tile``, ``tile_table``, ``over_tiles``.
+Owns: ``PrefillSpec``, ``GmemRefs``, ``PrefillScratch``, ``Tile``, ``tile_table``,
+``for_each_tile``.
 """
 
 from __future__ import annotations
@@ -16,123 +17,122 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import current_device
 from pallas_kernels.paged_prefill.launch import (
-    ALIGNED,
     BLOCK,
     CLUSTER,
-    QUERIES,
-    STEPS,
-    WORKERS,
+    COMPUTE_WARPGROUPS,
+    MMA_QUERIES,
+    STAGES,
+    TOKEN_ALIGNMENT,
 )
 
-ROW, EIGHTH, LEAD, COUNT, POSITION = range(5)  # columns of the table of tiles
-TURNS = 2  # of a program's tiles have their queries in shared memory
+ROW, ALIGNED_TOKEN, LEAD, COUNT, POSITION = range(5)  # columns of the tile table
+Q_STAGES = 2  # tiles of a CTA whose queries are in shared memory
 
 type Ref = Any
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What is known when the kernel is compiled."""
+class PrefillSpec:
+    """Compile-time constants of the kernel."""
 
     head_dim: int
     page_size: int
     num_heads: int  # of queries
-    group: int  # query heads of a kv head
-    scale: float  # of scores, log2(e) included; positive
+    group: int  # query heads per kv head
+    scale: float  # of scores, times log2(e); positive
     window: int | None
-    num_tiles: int = 0  # of the table, those that hold no tokens included
+    num_tiles: int = 0  # entries of the tile table, spare ones included
 
     @property
-    def pages(self) -> int:
-        """Pages of a block."""
+    def pages_per_block(self) -> int:
+        """Pages per block of keys."""
         return BLOCK // self.page_size
 
     @property
     def tile_heads(self) -> int:
-        """Query heads of a tile: one for each worker, where a kv head has so many."""
-        return WORKERS if self.group % WORKERS == 0 else 1
+        """Query heads of a tile: one per compute warpgroup, if a kv head has enough."""
+        return COMPUTE_WARPGROUPS if self.group % COMPUTE_WARPGROUPS == 0 else 1
 
     @property
     def tile_tokens(self) -> int:
         """Tokens of a tile."""
-        return QUERIES * WORKERS // self.tile_heads
+        return MMA_QUERIES * COMPUTE_WARPGROUPS // self.tile_heads
 
     @property
     def cluster(self) -> int:
-        """Programs that load a kv head's pages together, each for other heads and the same tokens;
-        1 where a kv head has too few query heads.
+        """CTAs that load the pages of a kv head together, for different heads of the same tokens; 1
+        if a kv head has too few query heads.
         """
-        return CLUSTER if self.group % (CLUSTER * WORKERS) == 0 else 1
+        return CLUSTER if self.group % (CLUSTER * COMPUTE_WARPGROUPS) == 0 else 1
 
     @property
-    def together(self) -> str | None:
-        """Axis along which programs load pages together. So they free them together."""
+    def multicast_axis(self) -> str | None:
+        """Axis of the CTAs that load pages together, and so also release them together."""
         return "rank" if self.cluster > 1 else None
 
     @property
-    def columns(self) -> int:
-        """Items of a tile of the table, one after the other: they share its page ids. A cluster
-        takes an item.
-        """
+    def items_per_tile(self) -> int:
+        """Consecutive work items of a table entry; a cluster computes an item. They share pages."""
         return self.num_heads // (self.tile_heads * self.cluster)
 
     @property
     def clusters(self) -> int:
-        """Of programs, as many as there are multiprocessors for where there are as many items."""
-        return min(current_device().multiprocessors // self.cluster, self.num_tiles * self.columns)
+        """Number of resident clusters: one CTA per SM, if there are enough work items."""
+        num_items = self.num_tiles * self.items_per_tile
+        return min(current_device().num_sms // self.cluster, num_items)
 
 
-class Shared(NamedTuple):
-    """Shared memory of a program, and the barriers that say what is in it."""
+class PrefillScratch(NamedTuple):
+    """Shared memory and barriers of a CTA, in the order of their allocation."""
 
-    q: Ref  # [TURNS, WORKERS, QUERIES, H]
-    results: tuple[Ref, Ref]  # [WORKERS, QUERIES, H]: one room, plain and swizzled
-    k: Ref  # [STEPS, BLOCK, H]
-    v: Ref  # [STEPS, BLOCK, H]
-    q_full: Ref  # [TURNS * WORKERS]
-    q_free: Ref  # [TURNS * WORKERS]
-    k_full: Ref  # [STEPS]: one arrival a page
-    v_full: Ref  # [STEPS]: one arrival a page
-    k_free: Ref  # [STEPS]: one arrival a worker of the cluster
-    v_free: Ref  # [STEPS]: one arrival a worker of the cluster
+    k_smem: Ref  # [STAGES, BLOCK, H]
+    q_smem: Ref  # [Q_STAGES, COMPUTE_WARPGROUPS, MMA_QUERIES, H]
+    out_smem: tuple[Ref, Ref]  # [COMPUTE_WARPGROUPS, MMA_QUERIES, H]: plain and swizzled view
+    v_smem: Ref  # [STAGES, BLOCK, H]
+    k_consumed_barriers: Ref  # [STAGES]: one arrival per compute warpgroup of the cluster
+    k_barriers: Ref  # [STAGES]: one arrival per page
+    q_consumed_barriers: Ref  # [Q_STAGES * COMPUTE_WARPGROUPS]
+    q_barriers: Ref  # [Q_STAGES * COMPUTE_WARPGROUPS]
+    v_consumed_barriers: Ref  # [STAGES]: one arrival per compute warpgroup of the cluster
+    v_barriers: Ref  # [STAGES]: one arrival per page
 
 
 class Tile(NamedTuple):
-    """What a program attends to; int32 scalars. Blocks count from the start of the context."""
+    """A CTA's tile; int32 scalars. Blocks are counted from the start of the context."""
 
-    head: jax.Array  # the first
+    head: jax.Array  # first query head
     row: jax.Array
-    token: jax.Array  # the first query, in q
-    lead: jax.Array  # queries that belong to the row before
-    count: jax.Array  # queries up to the row's end, those included; the rest of the tile overhangs
-    position: jax.Array  # of the first query in the row's context, negative if it lies before that
-    end: jax.Array  # keys from here on are not seen, perhaps not written
-    first: jax.Array | int  # block
-    common: jax.Array | int  # from this block on every query sees everything ...
-    diagonal: jax.Array  # ... before this one
-    last: jax.Array  # one past the last block
-    before: jax.Array  # blocks of the cluster's earlier tiles: steps go round across them
-    turn: jax.Array  # of the cluster; those without keys come last
+    token: jax.Array  # first query, in q
+    lead: jax.Array  # leading queries that belong to the previous row
+    count: jax.Array  # queries up to the row's end, with those; the rest is past the row's end
+    position: jax.Array  # of the first query in the row's context; negative before its start
+    end: jax.Array  # keys from here on are not visible and may be unwritten
+    first_block: jax.Array | int
+    common_block: jax.Array | int  # every query sees all keys from this block on ...
+    diagonal_block: jax.Array  # ... to before this one
+    end_block: jax.Array  # one past the last block
+    blocks_before: jax.Array  # blocks of the cluster's earlier tiles; stages continue across them
+    index: jax.Array  # among the tiles of the cluster; tiles without keys come last
 
 
-class Arrays(NamedTuple):
-    """What lies in global memory."""
+class GmemRefs(NamedTuple):
+    """Refs to the arrays in global memory."""
 
     q: Ref  # [T, N, H]
     k_pages: Ref  # [P, S, K, H]
     v_pages: Ref  # [P, S, K, H]
     page_table: Ref  # int32[R, M]
     tiles: Ref  # int32[tiles, 5]
-    num_tiles: Ref  # int32[1]: the first so many hold tokens
+    num_tiles: Ref  # int32[1]: the tiles that have tokens come first
     out: Ref  # [T, N, H]
 
 
-class _Entry(NamedTuple):
-    """A place of the table of tiles, and a head; int32 scalars."""
+class _TableEntry(NamedTuple):
+    """An entry of the tile table, and a head; int32 scalars."""
 
     head: jax.Array
     row: jax.Array
-    eighth: jax.Array  # the first token, in units of ``ALIGNED``
+    aligned_token: jax.Array  # first token, divided by ``TOKEN_ALIGNMENT``
     lead: jax.Array
     count: jax.Array
     position: jax.Array
@@ -144,137 +144,148 @@ def tile_table(
     num_tokens: int,
     tile_tokens: int,
 ) -> tuple[jax.Array, jax.Array]:  # int32[tiles, 5], int32[1]
-    """Tiles of all rows, those with the longest contexts first, and how many hold tokens.
+    """The tiles of all rows, longest contexts first, and the number of tiles that have tokens.
 
-    A row's tiles begin at a multiple of ``ALIGNED`` tokens: the first may begin with the last
-    tokens of the row before. Row r owns the tiles from ``query_start_loc[r] // tile_tokens + r``
-    on, at least as many as it fills; the padding behind the last row is one more row, of no
-    context. Spare tiles count 0.
+    A row's tiles start at multiples of ``TOKEN_ALIGNMENT`` tokens: the first one may start with the
+    last tokens of the previous row. Row r has the tiles from ``query_start_loc[r] // tile_tokens +
+    r`` on, at least as many as it needs; the padding after the last row is one more row, without
+    context. Spare tiles have count 0.
     """
     num_rows = seq_lens.shape[0] + 1
     starts = jnp.append(query_start_loc, jnp.int32(num_tokens))
     lens = jnp.append(seq_lens, jnp.int32(0))
-    owned_from = starts[:-1] // tile_tokens + jnp.arange(num_rows, dtype=jnp.int32)
+    first_tile = starts[:-1] // tile_tokens + jnp.arange(num_rows, dtype=jnp.int32)
     tile = jnp.arange(num_tokens // tile_tokens + num_rows, dtype=jnp.int32)
-    row = jnp.sum(owned_from <= tile[:, None], axis=1, dtype=jnp.int32) - 1
+    row = jnp.sum(first_tile <= tile[:, None], axis=1, dtype=jnp.int32) - 1
     start, end = starts[row], starts[row + 1]
-    token = start // ALIGNED * ALIGNED + (tile - owned_from[row]) * tile_tokens
+    token = start // TOKEN_ALIGNMENT * TOKEN_ALIGNMENT + (tile - first_tile[row]) * tile_tokens
     lead = jnp.maximum(start - token, 0)
     count = jnp.minimum(end - token, tile_tokens)
     count = jnp.where(count > lead, count, 0)
     position = lens[row] - (end - token)
     blocks = jnp.where(count > 0, (jnp.maximum(position + count, 0) + BLOCK - 1) // BLOCK, -1)
-    own = jnp.minimum(row, num_rows - 2)
-    table = jnp.stack([own, token // ALIGNED, lead, count, position], axis=1)
+    table_row = jnp.minimum(row, num_rows - 2)
+    table = jnp.stack([table_row, token // TOKEN_ALIGNMENT, lead, count, position], axis=1)
     num_tiles = jnp.sum(count > 0, dtype=jnp.int32, keepdims=True)
-    return table[_descending(blocks)], num_tiles
+    return table[_argsort_descending(blocks)], num_tiles
 
 
-def _descending(keys: jax.Array) -> jax.Array:  # int32[n] -> int32[n]
-    """Indices of the keys, largest first, those of equals in order; without a sort of XLA's."""
+def _argsort_descending(keys: jax.Array) -> jax.Array:  # int32[n] -> int32[n]
+    """A stable argsort, largest first, without XLA's sort op."""
     index = jnp.arange(keys.shape[0], dtype=jnp.int32)
-    later = (keys > keys[:, None]) | ((keys == keys[:, None]) & (index < index[:, None]))
-    place = jnp.sum(later, axis=1, dtype=jnp.int32)
-    return jnp.sum(jnp.where(place == index[:, None], index, 0), axis=1, dtype=jnp.int32)
+    precedes = (keys > keys[:, None]) | ((keys == keys[:, None]) & (index < index[:, None]))
+    rank = jnp.sum(precedes, axis=1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(rank == index[:, None], index, 0), axis=1, dtype=jnp.int32)
 
 
-def _slot(sizes: Sizes, turn: jax.Array) -> jax.Array:
-    """Clusters take a round of items from either end in turn, as each is shorter than the last."""
+def _wave_slot(spec: PrefillSpec, wave: jax.Array) -> jax.Array:
+    """The cluster's slot in a wave of items. Every other wave is reversed, as items get shorter."""
     cluster = lax.axis_index("cluster")
-    return jnp.where(lax.rem(turn, jnp.int32(2)) == 0, cluster, sizes.clusters - 1 - cluster)
+    return jnp.where(lax.rem(wave, jnp.int32(2)) == 0, cluster, spec.clusters - 1 - cluster)
 
 
-def _turns(sizes: Sizes, arrays: Arrays) -> jax.Array:
-    """How many items, tiles of some heads, the program's cluster takes."""
-    items, clusters = arrays.num_tiles[0] * sizes.columns, jnp.int32(sizes.clusters)
-    whole = lax.div(items, clusters)
-    return whole + (_slot(sizes, whole) < lax.rem(items, clusters)).astype(jnp.int32)
+def _cluster_items(spec: PrefillSpec, gmem: GmemRefs) -> jax.Array:
+    """Number of work items of the CTA's cluster."""
+    items, clusters = gmem.num_tiles[0] * spec.items_per_tile, jnp.int32(spec.clusters)
+    full_waves = lax.div(items, clusters)
+    in_last_wave = _wave_slot(spec, full_waves) < lax.rem(items, clusters)
+    return full_waves + in_last_wave.astype(jnp.int32)
 
 
-def _read_entry(sizes: Sizes, arrays: Arrays, turn: jax.Array) -> _Entry:
-    """The program's part of a turn's item, perhaps of a turn that its cluster does not have."""
-    item = turn * sizes.clusters + _slot(sizes, turn)
-    columns = jnp.int32(sizes.columns)
-    index = jnp.minimum(lax.div(item, columns), arrays.tiles.shape[0] - 1)
-    entry = (arrays.tiles[index, i] for i in (ROW, EIGHTH, LEAD, COUNT, POSITION))
-    first = lax.rem(item, columns) * sizes.cluster + lax.axis_index("rank")
-    return _Entry(first * sizes.tile_heads, *entry)
+def _read_entry(spec: PrefillSpec, gmem: GmemRefs, wave: jax.Array) -> _TableEntry:
+    """The CTA's part of its cluster's item in a wave; the item need not exist."""
+    item = wave * spec.clusters + _wave_slot(spec, wave)
+    items_per_tile = jnp.int32(spec.items_per_tile)
+    index = jnp.minimum(lax.div(item, items_per_tile), gmem.tiles.shape[0] - 1)
+    entry = (gmem.tiles[index, i] for i in (ROW, ALIGNED_TOKEN, LEAD, COUNT, POSITION))
+    head_tile = lax.rem(item, items_per_tile) * spec.cluster + lax.axis_index("rank")
+    return _TableEntry(head_tile * spec.tile_heads, *entry)
 
 
-def _tile_of(sizes: Sizes, entry: _Entry, before: jax.Array, turn: jax.Array) -> Tile:
-    head, row, eighth, lead, count, position = entry
+def _tile(
+    spec: PrefillSpec, entry: _TableEntry, blocks_before: jax.Array, index: jax.Array
+) -> Tile:
+    head, row, aligned_token, lead, count, position = entry
     end = position + count
-    last = _blocks(end + BLOCK - 1)
-    first = common = 0
-    if sizes.window is not None:
-        first = _blocks(position - sizes.window + 1)
-        common = jnp.minimum(_blocks(end - sizes.window + BLOCK - 1), last)
-    diagonal = jnp.maximum(_blocks(position + 1), common)
-    blocks = (first, common, diagonal, last)
-    token = eighth * ALIGNED  # by which Mosaic sees that it is a multiple
-    return Tile(head, row, token, lead, count, position, end, *blocks, before, turn)
+    end_block = _num_blocks(end + BLOCK - 1)
+    first_block = common_block = 0
+    if spec.window is not None:
+        first_block = _num_blocks(position - spec.window + 1)
+        common_block = jnp.minimum(_num_blocks(end - spec.window + BLOCK - 1), end_block)
+    diagonal_block = jnp.maximum(_num_blocks(position + 1), common_block)
+    blocks = (first_block, common_block, diagonal_block, end_block)
+    token = aligned_token * TOKEN_ALIGNMENT  # Mosaic infers the alignment from this multiplication
+    return Tile(head, row, token, lead, count, position, end, *blocks, blocks_before, index)
 
 
-def over_tiles(
-    sizes: Sizes, arrays: Arrays, attend: Callable[[Tile], None]
+def for_each_tile(
+    spec: PrefillSpec, gmem: GmemRefs, body: Callable[[Tile], None]
 ) -> tuple[jax.Array, jax.Array]:
-    """Call with each of the program's tiles in turn; how many have keys, and blocks of all."""
+    """Call ``body`` with each tile of the CTA; returns the number of tiles that have keys, and the
+    number of blocks of all tiles.
+    """
 
-    def one(turn: jax.Array, carry: tuple[_Entry, Any, Any]) -> tuple[_Entry, Any, Any]:
-        entry, attended, before = carry
-        following = _read_entry(sizes, arrays, turn + 1)  # on its way during this turn
-        tile = _tile_of(sizes, entry, before, turn)
-        attend(tile)
-        attended += (tile.first < tile.last).astype(jnp.int32)
-        return following, attended, before + tile.last - tile.first
+    def one(i: jax.Array, carry: tuple[_TableEntry, Any, Any]) -> tuple[_TableEntry, Any, Any]:
+        entry, tiles_with_keys, blocks_before = carry
+        next_entry = _read_entry(spec, gmem, i + 1)  # in flight during this iteration
+        tile = _tile(spec, entry, blocks_before, i)
+        body(tile)
+        tiles_with_keys += (tile.first_block < tile.end_block).astype(jnp.int32)
+        return next_entry, tiles_with_keys, blocks_before + tile.end_block - tile.first_block
 
-    start = _read_entry(sizes, arrays, jnp.int32(0)), jnp.int32(0), jnp.int32(0)
-    return lax.fori_loop(jnp.int32(0), _turns(sizes, arrays), one, start)[1:]
+    start = _read_entry(spec, gmem, jnp.int32(0)), jnp.int32(0), jnp.int32(0)
+    return lax.fori_loop(jnp.int32(0), _cluster_items(spec, gmem), one, start)[1:]
 
 
-def _blocks(keys: jax.Array) -> jax.Array:
-    """Whole blocks in so many keys; none in a negative number."""
+def _num_blocks(keys: jax.Array) -> jax.Array:
+    """Whole blocks in a number of keys; 0 for a negative number."""
     return lax.div(jnp.maximum(keys, 0), jnp.int32(BLOCK))
 
 
-def step_of(tile: Tile, block: jax.Array | int) -> jax.Array:
-    """Where a block lies in shared memory."""
-    return lax.rem(tile.before + block - tile.first, jnp.int32(STEPS))
+def stage_index(tile: Tile, block: jax.Array | int) -> jax.Array:
+    """Pipeline stage of a block."""
+    return lax.rem(tile.blocks_before + block - tile.first_block, jnp.int32(STAGES))
 
 
-def room_of(turn: jax.Array, worker: Any) -> tuple[jax.Array, Any]:
-    """Where a worker's queries of a turn lie in shared memory, and the number of their barrier."""
-    place = lax.rem(turn, jnp.int32(TURNS))
-    return place, place * WORKERS + worker
+def query_stage(index: jax.Array, warpgroup: Any) -> tuple[jax.Array, Any]:
+    """Stage of a compute warpgroup's queries of a tile in ``q_smem``, and their barrier's index."""
+    stage = lax.rem(index, jnp.int32(Q_STAGES))
+    return stage, stage * COMPUTE_WARPGROUPS + warpgroup
 
 
-def share_of(sizes: Sizes, worker: Any) -> tuple[Any, Any]:
-    """Which head of a tile is a worker's, and which token of it its first."""
-    return (worker, 0) if sizes.tile_heads == WORKERS else (0, worker * QUERIES)
+def warpgroup_offsets(spec: PrefillSpec, warpgroup: Any) -> tuple[Any, Any]:
+    """Head and first token of a compute warpgroup within a tile."""
+    if spec.tile_heads == COMPUTE_WARPGROUPS:
+        return warpgroup, 0
+    return 0, warpgroup * MMA_QUERIES
 
 
-def shared_types(sizes: Sizes, dtype: Any) -> dict[str, Any]:
-    """``Shared``, as a kernel asks for it."""
+def scratch_types(spec: PrefillSpec, dtype: Any) -> PrefillScratch:
+    """The types of the scratch memory, for ``plgpu.kernel``."""
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
     swizzled = (tiling((8, 64)), swizzle(128))
-    queries, block = (WORKERS, QUERIES, sizes.head_dim), (STEPS, BLOCK, sizes.head_dim)
-    plain = plgpu.SMEM(queries, dtype)  # single rows leave it, where a tile overhangs
-    pages = plgpu.Barrier(num_arrivals=sizes.pages, num_barriers=STEPS)
-    workers: Any = plgpu.Barrier(num_arrivals=WORKERS, num_barriers=STEPS)
-    if sizes.together:
-        workers = plgpu.ClusterBarrier(
-            collective_axes=(sizes.together,), num_arrivals=WORKERS, num_barriers=STEPS
+    queries = (COMPUTE_WARPGROUPS, MMA_QUERIES, spec.head_dim)
+    block = (STAGES, BLOCK, spec.head_dim)
+    plain = plgpu.SMEM(queries, dtype)  # for copies of single rows, at the end of a row
+    out: Any = plgpu.RefUnion(plain, plgpu.SMEM(queries, dtype, transforms=swizzled))
+    barriers = plgpu.Barrier(num_arrivals=spec.pages_per_block, num_barriers=STAGES)
+    consumed: Any = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=STAGES)
+    if spec.multicast_axis:
+        consumed = plgpu.ClusterBarrier(
+            collective_axes=(spec.multicast_axis,),
+            num_arrivals=COMPUTE_WARPGROUPS,
+            num_barriers=STAGES,
         )
-    return {
-        "q": plgpu.SMEM((TURNS, *queries), dtype, transforms=swizzled),
-        "results": plgpu.RefUnion(plain, plgpu.SMEM(queries, dtype, transforms=swizzled)),
-        "k": plgpu.SMEM(block, dtype, transforms=swizzled),
-        "v": plgpu.SMEM(block, dtype, transforms=swizzled),
-        "q_full": plgpu.Barrier(num_barriers=TURNS * WORKERS),
-        "q_free": plgpu.Barrier(num_barriers=TURNS * WORKERS),
-        "k_full": pages,
-        "v_full": pages,
-        "k_free": workers,
-        "v_free": workers,
-    }
+    return PrefillScratch(
+        k_smem=plgpu.SMEM(block, dtype, transforms=swizzled),
+        q_smem=plgpu.SMEM((Q_STAGES, *queries), dtype, transforms=swizzled),
+        out_smem=out,
+        v_smem=plgpu.SMEM(block, dtype, transforms=swizzled),
+        k_consumed_barriers=consumed,
+        k_barriers=barriers,
+        q_consumed_barriers=plgpu.Barrier(num_barriers=Q_STAGES * COMPUTE_WARPGROUPS),
+        q_barriers=plgpu.Barrier(num_barriers=Q_STAGES * COMPUTE_WARPGROUPS),
+        v_consumed_barriers=consumed,
+        v_barriers=barriers,
+    )

@@ -17,7 +17,7 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
 ) -> jax.Array:  # [T, N, H]
-    """The query i places before its row's end sees the row's context but for the last i tokens."""
+    """The query i positions before its row's end sees all of the context but the last i tokens."""
     index = jnp.arange(q.shape[0])
     row = jnp.searchsorted(query_start_loc, index, side="right") - 1
     real = index < query_start_loc[-1]

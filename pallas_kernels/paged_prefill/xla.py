@@ -1,7 +1,7 @@
 """paged_prefill in plain XLA: tiles of one row's queries over blocks of keys, on every platform.
 
-The number of tiles and of blocks is data, not shape: work follows the queries and the context that
-are there, not the widths of the bucket. Blocks are those of ``append_decode.attend_xla``.
+The numbers of tiles and of blocks are data, not shapes: the work follows the actual queries and
+contexts, not the size of the bucket. Blocks are those of ``append_decode.attend_xla``.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
-from pallas_kernels.softmax import Running
+from pallas_kernels.softmax import SoftmaxState
 
 QUERIES_PER_TILE = 64
 
 
 class _Tile(NamedTuple):
-    """Some consecutive queries of one row; all int32 scalars."""
+    """Consecutive queries of one row; int32 scalars."""
 
     row: jax.Array
     start: jax.Array  # index of the first query in q
-    count: jax.Array  # queries that belong to the row; the rest of the tile overhangs
+    count: jax.Array  # queries of the row; the rest of the tile is past its end
     position: jax.Array  # of the first query in its context
 
 
@@ -45,7 +45,7 @@ def paged_prefill(
     width = min(QUERIES_PER_TILE, t)
     block_pages = softmax.pages_per_block(k_pages.shape[1])
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages)))
-    padded = jnp.pad(q, ((0, width), (0, 0), (0, 0)))  # room for the last row's overhang
+    padded = jnp.pad(q, ((0, width), (0, 0), (0, 0)))  # the last tile may extend past the end
     query_lens = jnp.diff(query_start_loc)
     row_tiles = jax.lax.div(query_lens + (width - 1), width)
     tile_ends = jnp.cumsum(row_tiles)
@@ -64,7 +64,7 @@ def paged_prefill(
         grouped = grouped.transpose(1, 2, 0, 3)  # [K, G, width, H]
         result = _attend_tile(grouped, k_pages, v_pages, table[row], tile, window)
         result = result.transpose(2, 0, 1, 3).reshape(width, n, h).astype(q.dtype)
-        # Overhanging queries are zeros: the next row overwrites them, or they are the padding.
+        # Queries past the row's end are zeros: the next row overwrites them, or they are padding.
         return jax.lax.dynamic_update_slice_in_dim(out, result, tile.start, axis=0)
 
     return jax.lax.fori_loop(0, tile_ends[-1], tile_body, jnp.zeros_like(padded))[:t]
@@ -83,26 +83,26 @@ def _attend_tile(
     block_pages = softmax.pages_per_block(k_pages.shape[1])
     block = block_pages * k_pages.shape[1]
     index = jnp.arange(width)
-    newest = tile.position + index  # [width]: the last key that each query sees
-    end = tile.position + tile.count  # keys from here on are not seen, perhaps not written
+    last_key = tile.position + index  # [width]: the last visible key of each query
+    end = tile.position + tile.count  # keys from here on are not visible and may be unwritten
     in_row = index < tile.count
     oldest = jnp.int32(0) if window is None else jnp.maximum(tile.position - window + 1, 0)
 
-    def block_body(i: jax.Array, running: Running) -> Running:
+    def block_body(i: jax.Array, state: SoftmaxState) -> SoftmaxState:
         ids = jax.lax.dynamic_slice_in_dim(page_ids, i * block_pages, block_pages)
         position = i * block + jnp.arange(block)
-        visible = (position <= newest[:, None]) & in_row[:, None]  # [width, block]
+        visible = (position <= last_key[:, None]) & in_row[:, None]  # [width, block]
         if window is not None:
-            visible &= position > newest[:, None] - window
+            visible &= position > last_key[:, None] - window
         k = softmax.read_block(k_pages, ids)
         scores = jnp.einsum("KGTH,SKH->KGTS", queries, k, precision="highest")
-        top, shrink, weights = softmax.weigh(running, jnp.where(visible, scores, -jnp.inf), -1)
-        # A weight of 0 does not silence NaN in a slot that nobody wrote: clear it as well.
+        m_ij, alpha, p = softmax.block_weights(state, jnp.where(visible, scores, -jnp.inf), -1)
+        # 0 * NaN is NaN, and unwritten slots may hold NaN, so masked values become 0.
         v = jnp.where((position < end)[:, None, None], softmax.read_block(v_pages, ids), 0.0)
-        mixed = jnp.einsum("KGTS,SKH->KGTH", weights, v, precision="highest")
-        total = running.total * shrink + jnp.sum(weights, axis=-1)
-        return Running(top, total, running.mixed * shrink[..., None] + mixed)
+        pv = jnp.einsum("KGTS,SKH->KGTH", p, v, precision="highest")
+        l_i = state.l_i * alpha + jnp.sum(p, axis=-1)
+        return SoftmaxState(m_ij, l_i, state.acc * alpha[..., None] + pv)
 
     blocks = (jax.lax.div(oldest, block), jax.lax.div(end + (block - 1), block))
-    nothing = softmax.start(queries.shape[:3], queries.shape[3])
-    return softmax.finish(jax.lax.fori_loop(*blocks, block_body, nothing))
+    initial = softmax.init_state(queries.shape[:3], queries.shape[3])
+    return softmax.attention_output(jax.lax.fori_loop(*blocks, block_body, initial))

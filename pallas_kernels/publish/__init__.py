@@ -1,1 +1,1 @@
-"""A step's tokens for the host, without asking the device for them."""
+"""A step's tokens for the host, without a copy through the driver."""

@@ -1,25 +1,34 @@
-"""publish: hand tokens on, and write them where the host looks for them.
+"""publish: return tokens, and write them to memory that the host reads.
 
-A device's arrays come to the host by way of its driver: a callback when the device is done wakes a
-thread, which wakes another that asks for the copy, which ends with a callback that wakes whoever
-waits. On an H200 0.5 to 1.2 ms passed between a step and its tokens. What a kernel writes into
-memory that both see is there after microseconds.
+An array's copy to the host goes through the driver: a callback at the end of the step wakes a
+thread, which wakes another that requests the copy, whose callback wakes the waiting thread. On an
+H200 this took 0.5 to 1.2 ms. A kernel's writes to host memory are visible after microseconds.
 """
 
 from __future__ import annotations
 
 import jax
 
-from pallas_kernels.publish import cases, launch, ref
+from pallas_kernels.checks import without_triton
+from pallas_kernels.publish import cases, ref
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _triton = imported_when_called("pallas_kernels.publish.triton", "publish")
+
+
+def _triton_supports(
+    tokens: jax.Array,  # int32[B]
+    place: jax.Array,  # int32[3]
+) -> str | None:
+    del place
+    return without_triton() if tokens.size else "there are no rows"
+
 
 OP = KernelOp(
     name="publish",
     ref=ref.publish,
     impls=(
-        Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
+        Impl("triton", _triton, platforms=("gpu",), supports=_triton_supports),
         Impl("xla", ref.publish),
     ),
     cases=cases.CASES,
@@ -38,12 +47,12 @@ def publish(
 ) -> jax.Array:  # int32[B]
     """The same tokens, none of them negative.
 
-    Where it can, it also writes entry ``number << 32 | token`` of each row into the int64[B] that
-    begins at an address: the low half of the address, its high half and the number are ``place``.
-    An entry is one store of eight bytes, so one with the right number has its token too (as in the
-    LL protocol of NCCL). At address 0 it writes nothing. XLA cannot write there at all, so whoever
-    looks has to look at the result as well. ``impl`` pins an implementation. Raises ValueError on
-    arguments that do not fit together.
+    The Triton kernel also writes ``number << 32 | token`` of each row into the int64[B] at a host
+    address. ``place`` holds the low half of the address, its high half and the number. An entry is
+    one store of eight bytes, so an entry with the right number has its token too (as in NCCL's LL
+    protocol). Nothing is written at address 0. The XLA implementation never writes, so readers must
+    fall back to the result. ``impl`` pins an implementation. Raises ValueError on arguments that do
+    not fit together.
     """
     if tokens.ndim != 1 or tokens.dtype != "int32":
         raise ValueError(f"publish: tokens are {tokens.dtype}{tokens.shape}, not int32[B]")

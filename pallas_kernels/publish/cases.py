@@ -1,4 +1,4 @@
-"""Named calls of publish. What it writes into memory is no result of a call and has a test."""
+"""Named calls of publish. Its writes to host memory are not a result; they have their own test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pallas_kernels.registry import Cost, Inputs
 
 @dataclass(frozen=True)
 class PublishCase:
-    """Tokens of a step's rows, written nowhere."""
+    """Tokens of a step's rows, without an address."""
 
     name: str
     rows: int
@@ -21,7 +21,7 @@ class PublishCase:
 CASES = (
     PublishCase("one_row", 1),
     PublishCase("odd", 13),
-    PublishCase("prompts_beside_rows", 568),
+    PublishCase("prompts_and_rows", 568),
     *(PublishCase(f"b{rows}", rows, ("bench", "gpu")) for rows in (1, 64, 512)),
 )
 

@@ -1,4 +1,4 @@
-"""The definition of publish, as far as XLA sees it."""
+"""The definition of publish, without its writes to host memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ def publish(
     tokens: jax.Array,  # int32[B]
     place: jax.Array,  # int32[3]
 ) -> jax.Array:  # int32[B]
-    """The tokens, written nowhere."""
+    """See ``publish.api``; writes nothing."""
     del place
     return tokens

@@ -7,7 +7,7 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
-TILE = 128  # rows of a program
+TILE = 128  # rows of a CTA
 
 
 @triton.jit

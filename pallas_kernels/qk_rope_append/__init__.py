@@ -1,1 +1,1 @@
-"""Between a layer's projection and its attention: norm and rotate heads, write keys and values."""
+"""Between a layer's QKV GEMM and its attention: norm and rotate heads, write keys and values."""

@@ -19,7 +19,7 @@ OP = KernelOp(
     cases=cases.CASES,
     build=cases.build,
     cost=cases.cost,
-    # Two roundings, each of which may fall to the other side: after the norm and after the turn.
+    # Heads are rounded after the norm and after the rotation; each rounding may differ by one step.
     tolerance={"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3, "float8_e4m3fn": 0.1},
     observable=lambda outputs: (outputs[0], outputs[1][1:], outputs[2][1:]),
     donate=(4, 5),
@@ -43,8 +43,8 @@ def qk_rope_append(
 
     ``qkv`` holds a token's heads: N of queries, K of keys, K of values. Queries and keys are
     normalised over H by their root mean square (``qk_norms``: weights of queries, of keys; None
-    leaves this out; ``eps`` under the root), then component i turns with component i + H/2 by the
-    token's angles. Keys and values go to the slots of ``slot_mapping``, as in ``kv_append``, and
+    no norm; ``eps`` under the root), then components i and i + H/2 are rotated by the token's
+    angles. Keys and values go to the slots of ``slot_mapping``, as in ``kv_append``, and
     take the pools' dtype. In place when the caller donates the pools. ``impl`` pins an
     implementation. Raises ValueError on arguments that do not fit together.
 

@@ -65,7 +65,7 @@ CASES = (
 
 
 def build(case: RopeCase, seed: int) -> Inputs:
-    """Random heads, angles and pages. No slot but the sink's is written twice.
+    """Random heads, angles and pages. Only slots of the sink are written twice.
 
     The last token goes to the pool's last slot.
     """

@@ -1,6 +1,6 @@
-"""Which calls the Triton kernel of qk_rope_append takes, and how it cuts them up.
+"""Which calls the Triton kernel of qk_rope_append supports, and its tile size.
 
-Needs no Triton, so that a machine without it can ask.
+Does not import Triton, so it works where Triton is not installed.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import jax
 
 from pallas_kernels.checks import unfit_for_triton
 
-LARGEST_HEAD_DIM = 512
-PROGRAMS = 256  # two on each multiprocessor of an H100 or H200
-MOST_HEADS = 8  # of one program
+MAX_HEAD_DIM = 512
+MIN_CTAS = 256  # about two per SM of an H100 or H200
+MAX_HEADS = 8  # per CTA
 
 
 def supports(
@@ -27,14 +27,14 @@ def supports(
 ) -> str | None:
     """Why the Triton kernel cannot run the call, or None."""
     del cos, sin, qk_norms, v_pages, slot_mapping, eps
-    if qkv.shape[2] > LARGEST_HEAD_DIM:
-        return f"head_dim {qkv.shape[2]} is above {LARGEST_HEAD_DIM}"
+    if qkv.shape[2] > MAX_HEAD_DIM:
+        return f"head_dim {qkv.shape[2]} is above {MAX_HEAD_DIM}"
     return unfit_for_triton(qkv, k_pages)
 
 
-def heads_per_program(tokens: int, heads: int) -> int:
-    """As many as leave enough programs to fill the chip; a power of two. Not yet timed."""
-    count = MOST_HEADS
-    while count > 1 and tokens * heads < PROGRAMS * count:
+def heads_per_cta(tokens: int, heads: int) -> int:
+    """As many as leave enough CTAs to fill the GPU; a power of two. Not yet timed."""
+    count = MAX_HEADS
+    while count > 1 and tokens * heads < MIN_CTAS * count:
         count //= 2
     return count

@@ -1,4 +1,4 @@
-"""The definition of qk_rope_append: head by head, a rotation as a product of complex numbers."""
+"""The definition of qk_rope_append: head by head, rotated by multiplying complex numbers."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def qk_rope_append(
     *,
     eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
-    """Normalised heads are rounded to their dtype before they turn, as models do."""
+    """Normalised heads are rounded to their dtype before the rotation, as in models."""
     num_kv_heads = k_pages.shape[2]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
-    turn = jax.lax.complex(jnp.asarray(cos), jnp.asarray(sin))  # [T, H / 2]
+    rotation = jax.lax.complex(jnp.asarray(cos), jnp.asarray(sin))  # [T, H / 2]
 
-    def turned(head: int) -> jax.Array:  # [T, H]
+    def rotated_head(head: int) -> jax.Array:  # [T, H]
         x = jnp.asarray(qkv[:, head])
         if qk_norms is not None:
             x32 = x.astype(jnp.float32)
-            length = jnp.sqrt((x32 * x32).mean(-1) + eps)[:, None]
+            rms = jnp.sqrt((x32 * x32).mean(-1) + eps)[:, None]
             weight = jnp.asarray(qk_norms[int(head >= num_heads)], jnp.float32)
-            x = (x32 / length * weight).astype(x.dtype)
+            x = (x32 / rms * weight).astype(x.dtype)
         first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        product = jax.lax.complex(first, second) * turn
+        product = jax.lax.complex(first, second) * rotation
         return jnp.concatenate([product.real, product.imag], axis=-1).astype(x.dtype)
 
-    heads = jnp.stack([turned(head) for head in range(num_heads + num_kv_heads)], axis=1)
+    heads = jnp.stack([rotated_head(head) for head in range(num_heads + num_kv_heads)], axis=1)
     k, v = heads[:, num_heads:], jnp.asarray(qkv)[:, num_heads + num_kv_heads :]
     return heads[:, :num_heads], *kv_append(k, v, k_pages, v_pages, slot_mapping)

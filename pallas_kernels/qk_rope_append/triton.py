@@ -1,6 +1,6 @@
 """qk_rope_append in Triton: one launch, pools written in place.
 
-One program takes a few heads of one token, all of one kind (queries, keys or values).
+A CTA has a few heads of one token, all of one kind (queries, keys or values).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _turn_and_append(
     qkv,  # [T, N + 2K, H]
     cos,  # float32[T, H / 2]
     sin,  # float32[T, H / 2]
-    qk_norms,  # [2, H]; anything without HAS_NORMS
+    qk_norms,  # [2, H]; unused without HAS_NORMS
     k_pages,  # [P, S, K, H]
     v_pages,  # [P, S, K, H]
     slot_mapping,  # int32[T]
@@ -30,7 +30,7 @@ def _turn_and_append(
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # H / 2
     HALF_TILE: tl.constexpr,
-    HEADS: tl.constexpr,  # of one program
+    HEADS: tl.constexpr,  # of a CTA
 ):
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -39,7 +39,7 @@ def _turn_and_append(
     kv_tile = tl.maximum(tile - QUERY_TILES, 0)
     is_query = tile < QUERY_TILES
     is_value = kv_tile >= KV_TILES
-    # The kind's first head in qkv, its number of heads, and this program's heads within the kind.
+    # The kind's first head in qkv, its number of heads, and this CTA's heads within the kind.
     kind_start = tl.where(is_query, 0, NUM_HEADS + tl.where(is_value, NUM_KV_HEADS, 0))
     kind_heads = tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
     kind_tile = tl.where(is_query, tile, tl.where(is_value, kv_tile - KV_TILES, kv_tile))
@@ -72,7 +72,7 @@ def _turn_and_append(
         tl.store(q + to, first, mask=inside)
         tl.store(q + to + HALF, second, mask=inside)
     else:
-        slot = tl.load(slot_mapping + token).to(tl.int64)  # bytes pass 2**31
+        slot = tl.load(slot_mapping + token).to(tl.int64)  # offsets exceed int32
         to = (slot * NUM_KV_HEADS + head)[:, None] * (2 * HALF) + half[None, :]
         pages = k_pages
         if is_value:
@@ -95,9 +95,9 @@ def qk_rope_append(
     """See ``qk_rope_append.api``."""
     (t, heads, h), num_kv_heads = qkv.shape, k_pages.shape[2]
     num_heads = heads - 2 * num_kv_heads
-    tile = launch.heads_per_program(t, heads)
+    tile = launch.heads_per_cta(t, heads)
     tiles = -(-num_heads // tile) + 2 * -(-num_kv_heads // tile)
-    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # jax-triton's word for in place
+    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # jax-triton updates a Ref in place
     q = jt.triton_call(
         qkv,
         cos,

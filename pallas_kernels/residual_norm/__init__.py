@@ -1,1 +1,1 @@
-"""Between a product and the next one: add it to the residual stream, normalise the sum."""
+"""Between two GEMMs: add the first one's output to the residual stream and normalise the sum."""

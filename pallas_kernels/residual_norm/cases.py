@@ -13,20 +13,20 @@ from pallas_kernels.shapes import normal
 
 @dataclass(frozen=True)
 class NormCase:
-    """``parts``: 0 for none, 1 for a product in the dtype, more for as many in float32."""
+    """``partials``: 0 for none, 1 for a GEMM output in the dtype, else the number in float32."""
 
     name: str
     tokens: int
     width: int
-    parts: int
+    partials: int
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
 
 
-def _qwen3_4b(tokens: int, parts: int) -> NormCase:
-    """Between two products of a step on a GPU."""
-    name = f"qwen3_4b_t{tokens}" + (f"_parts{parts}" if parts > 1 else "")
-    return NormCase(name, tokens, 2560, parts, "bfloat16", ("bench", "gpu"))
+def _qwen3_4b(tokens: int, partials: int) -> NormCase:
+    """Between two GEMMs of a step on a GPU."""
+    name = f"qwen3_4b_t{tokens}" + (f"_parts{partials}" if partials > 1 else "")
+    return NormCase(name, tokens, 2560, partials, "bfloat16", ("bench", "gpu"))
 
 
 CASES = (
@@ -41,27 +41,27 @@ CASES = (
     NormCase("qwen3_4b_parts8_bf16", 2, 2560, 8, "bfloat16"),
     NormCase("llama3_70b_parts8", 2, 8192, 8),
     NormCase("llama3_70b_parts6_bf16", 2, 8192, 6, "bfloat16"),
-    *(_qwen3_4b(tokens, parts) for tokens in (1, 8, 32, 64, 128, 256) for parts in (1, 8)),
+    *(_qwen3_4b(tokens, partials) for tokens in (1, 8, 32, 64, 128, 256) for partials in (1, 8)),
     _qwen3_4b(8192, 1),
 )
 
 
 def build(case: NormCase, seed: int) -> Inputs:
-    """Random tokens and parts; of three norms' weights those of the others are NaN."""
+    """Random tokens and partials; the weights of the two unused norms are NaN."""
     rng = np.random.default_rng(seed)
     dtype, row = jnp.dtype(case.dtype), 1
     size = (case.tokens, case.width)
-    parts = normal(rng, size, dtype) if case.parts else None
-    if case.parts > 1:
-        parts = normal(rng, (case.parts, *size), np.dtype(np.float32))
+    partials = normal(rng, size, dtype) if case.partials else None
+    if case.partials > 1:
+        partials = normal(rng, (case.partials, *size), np.dtype(np.float32))
     weights = np.full((3, case.width), np.nan, dtype)
     weights[row] = rng.uniform(0.5, 1.5, case.width)
-    return Inputs((normal(rng, size, dtype), parts, weights), {"row": row, "eps": 1e-6})
+    return Inputs((normal(rng, size, dtype), partials, weights), {"row": row, "eps": 1e-6})
 
 
 def cost(case: NormCase) -> Cost:
-    """Tokens and parts read once, the sum and the norm written once."""
+    """Tokens and partials read once, the sum and the norm written once."""
     size, item = case.tokens * case.width, jnp.dtype(case.dtype).itemsize
-    arrays = 3 if case.parts else 2
-    parts = case.parts * (4 if case.parts > 1 else item)
-    return Cost(size * (arrays * item + parts) + case.width * item, size * (case.parts + 4))
+    arrays = 3 if case.partials else 2
+    partials = case.partials * (4 if case.partials > 1 else item)
+    return Cost(size * (arrays * item + partials) + case.width * item, size * (case.partials + 4))

@@ -1,6 +1,6 @@
-"""Which calls the Triton kernel of residual_norm takes, and how a row is cut up.
+"""Which calls the Triton kernel of residual_norm supports, and its launch parameters.
 
-Needs no Triton, so that a machine without it can ask.
+Does not import Triton, so it works where Triton is not installed.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ import jax
 
 from pallas_kernels.checks import unfit_for_triton
 
-LARGEST_WIDTH = 8192  # wider rows need more registers than there are
-COMPONENTS = 256  # of a warp: 16 bytes a thread of 16-bit values
-MOST_WARPS = 16
-MOST_VALUES = 64  # of parts that a thread holds at once, each in a register
+MAX_WIDTH = 8192  # wider rows would spill registers
+COMPONENTS_PER_WARP = 256  # 16 bytes a thread of 16-bit values
+MAX_WARPS = 16
+MAX_VALUES_IN_FLIGHT = 64  # of partials a thread, each in a register
 
 
 def supports(
     x: jax.Array,  # [T, D]
-    parts: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
+    partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
     weights: jax.Array,  # [W, D]
     *,
     row: int,
     eps: float,
 ) -> str | None:
     """Why the Triton kernel cannot run the call, or None."""
-    del parts, row, eps
+    del partials, row, eps
     if (reason := unfit_for_triton(x, x)) is not None:
         return reason
     if weights.dtype != x.dtype:
@@ -32,17 +32,17 @@ def supports(
     tokens, width = x.shape
     if not tokens:
         return "there are no tokens"
-    if width > LARGEST_WIDTH:
-        return f"rows of {width} components are above {LARGEST_WIDTH}"
+    if width > MAX_WIDTH:
+        return f"rows of {width} components are above {MAX_WIDTH}"
     return None
 
 
-def warps(tile: int) -> int:
-    """Enough that a thread's loads of a part are one or two; others were not timed."""
-    return min(max(tile // COMPONENTS, 1), MOST_WARPS)
+def num_warps(tile: int) -> int:
+    """Warps such that a thread loads a partial in one or two loads; others were not timed."""
+    return min(max(tile // COMPONENTS_PER_WARP, 1), MAX_WARPS)
 
 
-def together(parts: int, tile: int) -> int:
-    """Parts whose loads are under way at once: as many as there are registers for."""
-    values = max(tile // (32 * warps(tile)), 1)  # of a thread
-    return min(max(parts, 1), MOST_VALUES // values)
+def loads_in_flight(partials: int, tile: int) -> int:
+    """Partials whose loads are in flight at the same time, limited by registers."""
+    values = max(tile // (32 * num_warps(tile)), 1)  # of a partial, in a thread
+    return min(max(partials, 1), MAX_VALUES_IN_FLIGHT // values)

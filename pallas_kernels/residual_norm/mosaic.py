@@ -1,7 +1,7 @@
-"""residual_norm in Pallas Mosaic GPU, for NVIDIA Hopper: one program of one warpgroup a row.
+"""residual_norm in Pallas Mosaic GPU, for NVIDIA Hopper: one CTA of one warpgroup per row.
 
-By itself it is no faster than the kernel in Triton. But it can be linked with its neighbours
-(``pdl``), which then load their weights meanwhile.
+Alone it is no faster than the Triton kernel. But it can be linked with its neighbours (``pdl``),
+which then load their weights while it runs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.pdl import let_next_begin
+from pallas_kernels.pdl import launch_dependents
 from pallas_kernels.residual_norm.mosaic_launch import COLUMNS
-from pallas_kernels.residual_norm.token import added_and_normed
+from pallas_kernels.residual_norm.token import add_and_norm
 
 type Ref = Any
 
@@ -24,24 +24,24 @@ def _kernel(
     row: int,
     eps: float,
     x: Ref,  # [T, tiles, COLUMNS]
-    parts: Ref,  # [S, T, tiles, COLUMNS]
+    partials: Ref,  # [S, T, tiles, COLUMNS]
     weights: Ref,  # [W, tiles, COLUMNS]
     total: Ref,  # [T, tiles, COLUMNS]
     normed: Ref,  # [T, tiles, COLUMNS]
 ) -> None:
-    let_next_begin()
+    launch_dependents()
     token = lax.axis_index("token")
-    own = [parts.at[i, token] for i in range(parts.shape[0])]
-    found = added_and_normed(x.at[token], own, weights.at[row], eps=eps)
-    for span, added, scaled in zip(*found, strict=True):
-        total[token, span] = added
-        normed[token, span] = scaled
+    token_partials = [partials.at[i, token] for i in range(partials.shape[0])]
+    result = add_and_norm(x.at[token], token_partials, weights.at[row], eps=eps)
+    for span, token_total, token_normed in zip(*result, strict=True):
+        total[token, span] = token_total
+        normed[token, span] = token_normed
 
 
 @partial(jax.jit, static_argnames=("row", "eps"))  # one trace, one kernel for all layers
 def residual_norm(
     x: jax.Array,  # [T, D]
-    parts: jax.Array,  # [T, D] in x's dtype, or float32[S, T, D]
+    partials: jax.Array,  # [T, D] in x's dtype, or float32[S, T, D]
     weights: jax.Array,  # [W, D]
     *,
     row: int,
@@ -56,8 +56,8 @@ def residual_norm(
         out_type=(out, out),
         grid=(tokens,),
         grid_names=("token",),
-        # Else all wait before and after each load and store.
+        # The automatic barriers would make all threads wait around each load and store.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="residual_norm",
-    )(x.reshape(out.shape), parts.reshape(-1, *out.shape), weights.reshape(-1, *tiles))
+    )(x.reshape(out.shape), partials.reshape(-1, *out.shape), weights.reshape(-1, *tiles))
     return total.reshape(x.shape), normed.reshape(x.shape)

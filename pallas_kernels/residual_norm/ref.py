@@ -1,4 +1,4 @@
-"""The definition of residual_norm: part after part in float32."""
+"""The definition of residual_norm: partials are added one by one in float32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 def residual_norm(
     x: jax.Array,  # [T, D]
-    parts: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
+    partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
     weights: jax.Array,  # [W, D]
     *,
     row: int,
@@ -16,11 +16,11 @@ def residual_norm(
 ) -> tuple[jax.Array, jax.Array]:  # 2 * [T, D]
     """The sum is rounded to its dtype before it is normalised, as models do."""
     x = jnp.asarray(x)
-    if parts is not None:
+    if partials is not None:
         total = jnp.zeros(x.shape, jnp.float32)
-        for part in jnp.reshape(jnp.asarray(parts, jnp.float32), (-1, *x.shape)):
-            total += part
+        for partial in jnp.reshape(jnp.asarray(partials, jnp.float32), (-1, *x.shape)):
+            total += partial
         x = (x.astype(jnp.float32) + total).astype(x.dtype)
     x32 = x.astype(jnp.float32)
-    length = jnp.sqrt((x32 * x32).mean(-1, keepdims=True) + eps)
-    return x, (x32 / length * jnp.asarray(weights[row], jnp.float32)).astype(x.dtype)
+    rms = jnp.sqrt((x32 * x32).mean(-1, keepdims=True) + eps)
+    return x, (x32 / rms * jnp.asarray(weights[row], jnp.float32)).astype(x.dtype)

@@ -1,9 +1,9 @@
-"""residual_norm in Triton: one launch, one program a row.
+"""residual_norm in Triton: one launch, one CTA per row.
 
-Few rows are a matter of latency, so all loads of a row are to be under way before the first is
-waited for. The assembler would rather save registers: it has loads wait for additions, and that of
-the weights for the whole sum. ``volatile`` keeps loads in their order, and the additions begin with
-the part that was loaded last.
+With few rows latency dominates, so all loads of a row should be in flight before the first result
+is used. The assembler saves registers instead: it moves loads behind additions, and the load of the
+weights behind the whole sum. ``volatile`` keeps the loads in order, and the additions start with
+the partial that was loaded last.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from pallas_kernels.residual_norm import launch
 @triton.jit
 def _add_and_norm(
     x,  # [T, D]
-    parts,  # [PARTS, T, D]; anything without parts
+    partials,  # [PARTIALS, T, D]; unused without partials
     weights,  # [W, D]
-    total,  # [T, D]; unwritten without parts
+    total,  # [T, D]; unwritten without partials
     normed,  # [T, D]
     EPS: tl.constexpr,
     ROW: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     WIDTH: tl.constexpr,  # D
     TILE: tl.constexpr,
-    TOGETHER: tl.constexpr,  # parts whose loads are under way at once
+    IN_FLIGHT: tl.constexpr,  # partials whose loads are in flight at the same time
 ):
     component = tl.arange(0, TILE)
     inside = component < WIDTH
     at = tl.program_id(0).to(tl.int64) * WIDTH + component
     weight = tl.load(weights + ROW * WIDTH + component, mask=inside, other=0.0, volatile=True)
     x_row = tl.load(x + at, mask=inside, other=0.0, volatile=True)
-    if PARTS > 0:
-        part_size = tl.num_programs(0).to(tl.int64) * WIDTH
+    if PARTIALS > 0:
+        partial_size = tl.num_programs(0).to(tl.int64) * WIDTH
         delta = tl.zeros((TILE,), tl.float32)
-        for first in tl.static_range(0, PARTS, TOGETHER):  # type: ignore[misc]
-            found = ()
-            for i in tl.static_range(first, first + TOGETHER):  # type: ignore[misc]
-                part = parts + i * part_size + at
-                there = inside & (i < PARTS)
-                found = found + (tl.load(part, mask=there, other=0.0, volatile=True),)
-            for i in tl.static_range(TOGETHER):  # type: ignore[misc]
-                delta += found[TOGETHER - 1 - i].to(tl.float32)
+        for first in tl.static_range(0, PARTIALS, IN_FLIGHT):  # type: ignore[misc]
+            loaded = ()
+            for i in tl.static_range(first, first + IN_FLIGHT):  # type: ignore[misc]
+                at_partial = partials + i * partial_size + at
+                mask = inside & (i < PARTIALS)
+                loaded = loaded + (tl.load(at_partial, mask=mask, other=0.0, volatile=True),)
+            for i in tl.static_range(IN_FLIGHT):  # type: ignore[misc]
+                delta += loaded[IN_FLIGHT - 1 - i].to(tl.float32)
         x_row = (x_row.to(tl.float32) + delta).to(x_row.dtype)
         tl.store(total + at, x_row, mask=inside)
     x32 = x_row.to(tl.float32)
@@ -56,7 +56,7 @@ def _add_and_norm(
 
 def residual_norm(
     x: jax.Array,  # [T, D]
-    parts: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
+    partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
     weights: jax.Array,  # [W, D]
     *,
     row: int,
@@ -65,22 +65,22 @@ def residual_norm(
     """See ``residual_norm.api``."""
     tokens, width = x.shape
     tile = power_of_two(width)
-    count = 0 if parts is None else parts.size // x.size
-    whole = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    count = 0 if partials is None else partials.size // x.size
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
     total, normed = jt.triton_call(
         x,
-        x if parts is None else parts,
+        x if partials is None else partials,
         weights,
         kernel=_add_and_norm,
-        out_type=(jax.ShapeDtypeStruct((1,), x.dtype) if parts is None else whole, whole),
+        out_type=(jax.ShapeDtypeStruct((1,), x.dtype) if partials is None else result, result),
         grid=(tokens,),
-        num_warps=launch.warps(tile),
+        num_warps=launch.num_warps(tile),
         num_stages=1,
         EPS=eps,
         ROW=row,
-        PARTS=count,
+        PARTIALS=count,
         WIDTH=width,
         TILE=tile,
-        TOGETHER=launch.together(count, tile),
+        IN_FLIGHT=launch.loads_in_flight(count, tile),
     )
-    return x if parts is None else total, normed
+    return x if partials is None else total, normed

@@ -1,1 +1,1 @@
-"""Drawing a token of each row from its logits, without sorting the vocabulary."""
+"""Sampling a token per row from its logits, without sorting the vocabulary."""

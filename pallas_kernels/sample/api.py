@@ -1,10 +1,10 @@
 """sample: one token of each row, greedy or drawn under temperature, top_k, min_p and top_p.
 
-The token of a drawn row is the Gumbel maximum over its logits, with noise that is a function of
-(seed, position, token id). A neighbour can therefore change it only by changing the rounding of its
-logits, and then only where two candidates are within that rounding of each other: about 1e-6 a
-token. (Inverting one uniform over a cumulative sum would be cheaper, but there a rounding error
-moves all boundaries at once: about 1e-3 a token over 50,000 entries.)
+A sampled token is the Gumbel maximum over the row's logits, with noise that is a function of (seed,
+position, token id). Other rows can therefore change it only through the rounding of its logits, and
+only if two candidates are within that rounding of each other: about 1e-6 per token. (Inverting one
+uniform number over a cumulative sum would be cheaper, but there a rounding error moves all
+boundaries: about 1e-3 per token over 50,000 entries.)
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ def sample(
     *,
     impl: str | None = None,
 ) -> jax.Array:  # int32[B]
-    """The next token of each row, an id in [0, V) whatever the row holds.
+    """The next token of each row, an id in [0, V) for any logits, NaN included.
 
     A row of temperature 0 takes the first of its largest logits; its other parameters may be junk.
-    Any other row divides its logits by the temperature and drops, in this order, what is below the
-    ``top_k``-th largest (0 or less: nothing), what is less likely than ``min_p`` times the most
-    likely token, and what is beyond the smallest set of the most likely tokens left that hold
-    ``top_p`` of their probability (1: nothing). Entries equal to a threshold are all kept. Of the
-    rest it takes the Gumbel maximum: the first of the largest sums of logit and noise, where noise
-    is a function of (seed, position, token id). -inf is never drawn where anything else is there.
+    For any other row the logits are divided by the temperature and three filters are applied in
+    this order: logits below the ``top_k``-th largest are dropped (0 or less: none), then tokens
+    less likely than ``min_p`` times the most likely one, then all but the smallest set of the most
+    likely remaining tokens that has ``top_p`` of their probability (1: none). Entries equal to a
+    threshold are kept. The token is the Gumbel maximum of the rest: the first of the largest sums
+    of logit and noise, where noise is a function of (seed, position, token id). A logit of -inf is
+    drawn only if all are -inf.
 
     Two implementations may differ by the rounding of a sum of probabilities and of a logarithm,
-    about 1e-6 each: in whether the token at the very edge of top_p's set belongs to it, and in
-    which of two sums that close is the larger. A row's token does not depend on the other rows.
+    about 1e-6 each: in whether the token at the edge of top_p's set belongs to it, and in which of
+    two sums that close is larger. A row's token does not depend on the other rows.
     ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
 
     top_k: Fan et al., 2018 (arXiv:1805.04833); top_p: Holtzman et al., 2020 (arXiv:1904.09751);

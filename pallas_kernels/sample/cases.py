@@ -13,7 +13,7 @@ QWEN3, SMOLLM2 = 151_936, 49_152
 
 
 class Draw(NamedTuple):
-    """How a row draws; everything kept unless said otherwise."""
+    """Sampling parameters of a row; by default no filter."""
 
     temperature: float
     top_k: int = 0
@@ -21,7 +21,7 @@ class Draw(NamedTuple):
     min_p: float = 0.0
 
 
-GREEDY = Draw(0.0, 7, np.nan, np.nan)  # whose filters nobody may look at
+GREEDY = Draw(0.0, 7, np.nan, np.nan)  # its filters must not be read
 PLAIN = Draw(1.0)
 CHAT = Draw(0.7, top_k=50, top_p=0.9)
 NUCLEUS = Draw(0.7, top_p=0.9)
@@ -53,7 +53,7 @@ MIXED = (
     Draw(1.0, min_p=0.2, top_p=0.5),
     Draw(2.0, top_k=40, top_p=0.95, min_p=0.001),
 )
-HARD = (  # most of the vocabulary stays, or nearly nothing says where to cut
+HARD = (  # most of the vocabulary is kept, or blocks say little about the threshold
     Draw(5.0, top_p=0.999),
     Draw(9.0, top_k=20_000),
     Draw(1.0, top_k=10**6),
@@ -61,7 +61,7 @@ HARD = (  # most of the vocabulary stays, or nearly nothing says where to cut
     Draw(1e-3, top_p=0.5),
     Draw(50.0, min_p=0.3, top_p=0.99),
 )
-LISTED = (  # too many for one program's registers, few enough to be listed
+LISTED = (  # too many candidates for one CTA's registers, few enough for lists
     Draw(1.0, top_k=2000),
     Draw(0.9, top_k=3000, top_p=0.8),
     Draw(1.2, top_k=1500, min_p=0.001),
@@ -71,7 +71,7 @@ LISTED = (  # too many for one program's registers, few enough to be listed
 
 
 def _step(batch: int, name: str, draw: Draw) -> SampleCase:
-    """A decode step's rows on a GPU."""
+    """Rows of a decode step on a GPU."""
     return SampleCase(f"qwen3_b{batch}_{name}", QWEN3, (draw,), batch, tags=("bench", "gpu"))
 
 
@@ -120,7 +120,7 @@ def build(case: SampleCase, seed: int) -> Inputs:
 
 
 def cost(case: SampleCase) -> Cost:
-    """The logits read once, compared, and once more to find a mass where rows are drawn."""
+    """The logits read once and compared; sampled rows also sum probabilities."""
     entries = case.batch * case.vocab
     drawn = any(draw.temperature > 0 for draw in case.rows)
     return Cost(4 * entries, entries * (4 if drawn else 1))

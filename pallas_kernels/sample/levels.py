@@ -1,6 +1,6 @@
-"""Searches in Triton over the bits of a float, and what a row's blocks say of its threshold.
+"""Searches in Triton over the bits of a float, and bounds on a row's threshold from its blocks.
 
-Owns: keys that compare as floats do, and levels that a threshold cannot be below.
+Owns: integer keys that are ordered like floats, and lower bounds of thresholds.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NEARLY = tl.constexpr(1 << 12)  # keys: a level that near to what was looked for will do
-EXACTLY = tl.constexpr(1)
+COARSE = tl.constexpr(1 << 12)  # tolerance of a search, in keys
+EXACT = tl.constexpr(1)
 KEYS_NEAR = tl.constexpr(8)
 LAST_KEY = tl.constexpr(0x7FFFFFFF)
-GREATEST = tl.constexpr(3.4028234663852886e38)  # of float32
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)  # largest float32
 
 
 @triton.jit
 def scale(logits, temperature):
-    """Logits over the temperature, rounded as a division is: thresholds compare these. What is -inf
-    is not divided: that takes several times as long."""
+    """Logits over the temperature, rounded as by a division, as thresholds are compared with them.
+    -inf is not divided: that is several times slower."""
     finite = logits > float("-inf")
     return tl.where(finite, tl.div_rn(tl.where(finite, logits, 1.0), temperature), float("-inf"))
 
@@ -31,16 +31,17 @@ def scaled_at(logits, index, mask, temperature):
 
 @triton.jit
 def inverse(temperature):
-    """Finite, so that it can take a logit of 0. By it logits are scaled where a rounding decides
-    nothing: a division is some ten instructions."""
-    return tl.minimum(1.0 / temperature, GREATEST)
+    """1 / temperature, finite, so that 0 times it is 0. Logits are multiplied by it where rounding
+    does not matter: a division is about ten instructions."""
+    return tl.minimum(1.0 / temperature, FLOAT32_MAX)
 
 
 @triton.jit
 def least_of(level, temperature):
-    """The least logit that reaches the level, so that logits compare as scaled ones do: inf if the
-    level is. The product is less than three keys from it, as both roundings are of half a key but
-    below 2**-126, where no two logits of a model differ."""
+    """The smallest logit whose scaled value has_enough the level; inf if the level is inf.
+
+    ``level * temperature`` is less than three keys from it: both roundings are by half a key,
+    except below 2**-126, where logits of a model do not differ."""
     near = level * temperature
     keys = key_of(near) + tl.arange(0, KEYS_NEAR) - KEYS_NEAR // 2
     reached = scale(value_of(keys), temperature) >= level
@@ -50,13 +51,13 @@ def least_of(level, temperature):
 
 @triton.jit
 def nucleus_alone(k, p, min_p, VOCAB: tl.constexpr):
-    """Whether top_p is the row's only filter. Any other leaves a level to begin from."""
+    """Whether top_p is the row's only filter; other filters give a lower bound to start from."""
     return (p < 1) & ((k <= 0) | (k >= VOCAB)) & ~(min_p > 0)
 
 
 @triton.jit
 def key_of(value):
-    """An int32 that compares as the float32 does."""
+    """An int32 that is ordered like the float32."""
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -69,24 +70,24 @@ def value_of(key):
 
 @triton.jit
 def span(low, high):
-    """How many keys [low, high) holds; none where high is not above low. All in 32 bits: every
-    thread works out every pivot."""
+    """Number of keys in [low, high); 0 if high is not above low. In 32 bits, since every thread
+    computes every pivot."""
     keys = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
     return tl.where(high > low, keys, 0)
 
 
 @triton.jit
 def pivots_in(low, high, PIVOTS: tl.constexpr):
-    """Keys above low that cut [low, high) evenly; of a span of few keys some are not below high."""
+    """Keys that divide [low, high) evenly; in a span of few keys some are not below high."""
     step = tl.maximum(span(low, high) // (PIVOTS + 1), 1).to(tl.int32)
     return low + step * (1 + tl.arange(0, PIVOTS))
 
 
 @triton.jit
-def narrowed(low, high, pivots, enough):
-    """[low, high) after it is known which pivots have enough at and above them."""
-    new_low = tl.maximum(low, tl.max(tl.where(enough, pivots, low), 0))
-    return new_low, tl.minimum(high, tl.min(tl.where(enough, high, pivots), 0))
+def narrowed(low, high, pivots, has_enough):
+    """[low, high) narrowed by which pivots have enough weight at and above them."""
+    new_low = tl.maximum(low, tl.max(tl.where(has_enough, pivots, low), 0))
+    return new_low, tl.minimum(high, tl.min(tl.where(has_enough, high, pivots), 0))
 
 
 @triton.jit
@@ -94,14 +95,14 @@ def highest_level(
     values,  # float32[N]
     weights,  # float32[N]
     needed,
-    low,  # a key with enough at and above it
-    top,  # the largest of the values
+    low,  # a key with enough weight at and above it
+    row_max,  # largest value
     NEAR: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
     """A level with sum(weights[values >= level]) >= needed, less than NEAR keys below the highest
-    such. The sum of a level is no larger than that of a lower one, also as rounded."""
-    high = key_of(top) + 1
+    such level. Sums do not increase with the level, also after rounding."""
+    high = key_of(row_max) + 1
     while span(low, high) > NEAR:
         pivots = pivots_in(low, high, PIVOTS)
         reached = values[None, :] >= value_of(pivots)[:, None]
@@ -111,25 +112,25 @@ def highest_level(
 
 
 @triton.jit
-def level_of_rest(
-    tops,  # float32[BLOCKS_TILE]
-    masses,  # float32[BLOCKS_TILE]: of the blocks, relative to the likeliest token
-    peaks,  # float32[BLOCKS_TILE]: of each block's likeliest token
+def level_of_tail(
+    block_max,  # float32[BLOCKS_TILE]
+    masses,  # float32[BLOCKS_TILE]: probability of each block, relative to the likeliest token
+    peaks,  # float32[BLOCKS_TILE]: probability of each block's likeliest token
     spare,
-    low,  # a level below which there is no more than spare
-    top,  # the largest of the tops
+    low,  # a level below which there is at most ``spare``
+    row_max,  # largest of block_max
     BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """A level below which there is no more mass than ``spare``, by what is known of the blocks: one
-    whose top is below has all its mass there. Of another the top is above, and no other token that
-    is below weighs more than the level. Tight where few tokens matter."""
-    high = key_of(top) + 1
+    """A level below which there is at most the mass ``spare``, from block summaries: a block whose
+    maximum is below the level has all its mass below; of another block at most all other tokens,
+    each with at most the level's weight. Tight if few tokens matter."""
+    high = key_of(row_max) + 1
     low = key_of(low)
-    while span(low, high) > NEARLY:
+    while span(low, high) > COARSE:
         pivots = pivots_in(low, high, PIVOTS)
         level = value_of(pivots)[:, None]
-        others = tl.minimum((masses - peaks)[None, :], (BLOCK - 1) * tl.exp(level - top))
-        below = tl.where(tops[None, :] < level, masses[None, :], others)
+        others = tl.minimum((masses - peaks)[None, :], (BLOCK - 1) * tl.exp(level - row_max))
+        below = tl.where(block_max[None, :] < level, masses[None, :], others)
         low, high = narrowed(low, high, pivots, tl.sum(below, 1) <= spare)
     return value_of(low)

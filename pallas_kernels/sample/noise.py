@@ -1,4 +1,4 @@
-"""Gumbel noise in Triton, and which of two tokens wins with it.
+"""Gumbel noise in Triton, and the comparison of tokens with it.
 
 Owns: the noise of a token id under a row's key.
 """
@@ -38,7 +38,7 @@ def threefry(low, high, counter):
 
 @triton.jit
 def row_key(seed_low, seed_high, position):
-    """Both words of the key of a row, from pointers to what its noise depends on."""
+    """Both words of a row's key, from pointers to its seed and position."""
     word_low = tl.load(seed_low).to(tl.uint32, bitcast=True)
     word_high = tl.load(seed_high).to(tl.uint32, bitcast=True)
     return threefry(word_low, word_high, tl.load(position).to(tl.uint32, bitcast=True))
@@ -52,8 +52,8 @@ def uniform(word):
 
 @triton.jit
 def noise_of(index, key_low, key_high, VOCAB: tl.constexpr):
-    """The uniform numbers of token ids, wherever they are."""
-    HALF: tl.constexpr = (VOCAB + 1) // 2  # a counter's two words are for tokens that far apart
+    """The uniform numbers of token ids, in any order."""
+    HALF: tl.constexpr = (VOCAB + 1) // 2  # a counter's two words are for tokens HALF apart
     second = index >= HALF
     counter = tl.where(second, index - HALF, index).to(tl.uint32)
     x, y = threefry(key_low, key_high, counter)  # type: ignore[misc]
@@ -62,9 +62,9 @@ def noise_of(index, key_low, key_high, VOCAB: tl.constexpr):
 
 @triton.jit
 def can_exceed(scaled, u, level):
-    """Whether a logit and its noise may be above the level, at a tenth of the noise's cost: since
-    -log(u) >= 1 - u, noise is at most -log(1 - u). The margin is for rounding, also of a logit
-    scaled by a product."""
+    """Whether the sum of a logit and its noise may exceed the level, at a tenth of the cost of the
+    noise: since -log(u) >= 1 - u, noise is at most -log(1 - u). The margin covers rounding, also of
+    a logit scaled by a multiplication."""
     return 1.0 - u < tl.exp(scaled - level + (1e-4 + 1e-6 * tl.abs(level)))
 
 

@@ -1,4 +1,4 @@
-"""The definition of sample: sort, cut, add noise, take the largest."""
+"""The definition of sample: sort, filter, add noise, take the largest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def sample(
     seed_high: jax.Array,  # int32[B]
     positions: jax.Array,  # int32[B]
 ) -> jax.Array:  # int32[B]
-    """Row by row."""
+    """See ``sample.api``; computed row by row."""
     rows = (logits, temperature, top_k, top_p, min_p, seed_low, seed_high, positions)
     return jax.lax.map(lambda row: _sample_row(*row), rows)
 
@@ -43,8 +43,8 @@ def _sample_row(
     nucleus = descending[jnp.argmax(mass >= top_p * mass[-1])]
     threshold = jnp.where(top_p < 1, jnp.maximum(threshold, nucleus), threshold)
     noisy = scaled + _gumbel(jnp.stack([seed_low, seed_high]), position, vocab)
-    drawn = jnp.argmax(jnp.where(scaled >= threshold, noisy, -jnp.inf))
-    return jnp.where(temperature > 0, drawn, jnp.argmax(logits)).astype(jnp.int32)
+    sampled = jnp.argmax(jnp.where(scaled >= threshold, noisy, -jnp.inf))
+    return jnp.where(temperature > 0, sampled, jnp.argmax(logits)).astype(jnp.int32)
 
 
 def _gumbel(

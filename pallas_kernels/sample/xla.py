@@ -1,7 +1,7 @@
-"""sample in plain XLA: thresholds by bisection, steps that no row needs left out.
+"""sample in plain XLA: thresholds by bisection; filters that no row uses are skipped.
 
-Leaving out is a ``lax.cond`` on the parameters, which costs nothing on a CPU. On a GPU the host
-would wait for each: there this is only for comparison.
+They are skipped by ``lax.cond`` on the parameters, which costs nothing on a CPU. On a GPU the host
+waits for each condition, so there this implementation is for comparison only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-@jax.jit  # one trace (0.5 s) serves every step of as many rows
+@jax.jit  # one trace (0.5 s) serves all steps with the same number of rows
 def sample(
     logits: jax.Array,  # float32[B, V]
     temperature: jax.Array,  # float32[B]
@@ -27,7 +27,7 @@ def sample(
 
     def draw(logits: jax.Array) -> jax.Array:
         scaled = logits / jnp.where(random, temperature, 1.0)[:, None]
-        threshold = _lowest_kept(scaled, random, top_k, top_p, min_p)
+        threshold = _filter_threshold(scaled, random, top_k, top_p, min_p)
         noise = gumbel(seed_low, seed_high, positions, logits.shape[1])
         noisy = jnp.where(scaled >= threshold[:, None], scaled + noise, -jnp.inf)
         return argmax(jnp.where(random[:, None], noisy, logits))
@@ -43,17 +43,18 @@ def argmax(logits: jax.Array) -> jax.Array:  # [B, V] -> int32[B]
     return jnp.min(jnp.where(logits >= best, index, logits.shape[-1] - 1), axis=-1)
 
 
-def _lowest_kept(
+def _filter_threshold(
     logits: jax.Array,  # float32[B, V], divided by the temperature
     random: jax.Array,  # bool[B]
     top_k: jax.Array,  # int32[B]
     top_p: jax.Array,  # float32[B]
     min_p: jax.Array,  # float32[B]
 ) -> jax.Array:  # float32[B]
-    """The threshold of each row; what is below it is dropped.
+    """The threshold of each row; smaller logits are dropped.
 
-    That of top_k does not depend on min_p's, so min_p's may come first. The other two are passes of
-    one loop: XLA compiles a bisection once, which is a third of the time that a draw takes it.
+    The threshold of top_k does not depend on min_p, so min_p may come first. The other two are
+    passes of one loop: XLA compiles a bisection once, which is a third of the time that a draw
+    takes it.
     """
     best = jnp.max(logits, axis=-1)
 
@@ -107,7 +108,7 @@ def _ordered_bits(values: jax.Array) -> jax.Array:
 def _from_ordered_bits(keys: jax.Array) -> jax.Array:
     bits = jnp.where(keys < 0, keys ^ jnp.int32(0x7FFFFFFF), keys)
     value = lax.bitcast_convert_type(bits, jnp.float32)
-    return jnp.where(jnp.isnan(value), -jnp.inf, value)  # below every float: nothing is cut
+    return jnp.where(jnp.isnan(value), -jnp.inf, value)  # keys below -inf: nothing is dropped
 
 
 def gumbel(

@@ -1,1 +1,1 @@
-"""The product of few rows with a large matrix."""
+"""GEMM of a few rows with a large matrix."""

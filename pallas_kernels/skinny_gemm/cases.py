@@ -13,8 +13,8 @@ from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import normal
 
 
-class Sizes(NamedTuple):
-    """What a choice may depend on: [T, I] @ [I, O], or [I, 2 * O] with ``swiglu``."""
+class GemmSizes(NamedTuple):
+    """What a config may depend on: [T, I] @ [I, O], or [I, 2 * O] with ``swiglu``."""
 
     tokens: int
     inner: int
@@ -30,16 +30,16 @@ def sizes_of(
     *,
     swiglu: bool,
     split: bool,
-) -> Sizes:
-    """The sizes of a call."""
+) -> GemmSizes:
+    """The sizes of a call's arguments."""
     tokens, inner = x.shape
     outer = w.shape[1] // 2 if swiglu else w.shape[1]
-    return Sizes(tokens, inner, outer, swiglu, split, str(x.dtype))
+    return GemmSizes(tokens, inner, outer, swiglu, split, str(x.dtype))
 
 
 @dataclass(frozen=True)
 class GemmCase:
-    """A product [T, I] @ [I, O], or [I, 2 * O] with ``swiglu``."""
+    """A GEMM [T, I] @ [I, O], or [I, 2 * O] with ``swiglu``."""
 
     name: str
     tokens: int
@@ -51,13 +51,13 @@ class GemmCase:
     tags: tuple[str, ...] = ("ci",)
 
     @property
-    def sizes(self) -> Sizes:
-        """What a choice of launch may depend on."""
-        return Sizes(self.tokens, self.inner, self.outer, self.swiglu, self.split, self.dtype)
+    def sizes(self) -> GemmSizes:
+        """The sizes of the case's call."""
+        return GemmSizes(self.tokens, self.inner, self.outer, self.swiglu, self.split, self.dtype)
 
 
 def _qwen3_4b(tokens: int) -> tuple[GemmCase, ...]:
-    """The four products of a layer of a decode step on a GPU."""
+    """The four GEMMs of a layer of a decode step on a GPU."""
     more = {"dtype": "bfloat16", "tags": ("bench", "gpu")}
     return (
         GemmCase(f"qwen3_4b_qkv_t{tokens}", tokens, 2560, 6144, **more),
@@ -85,7 +85,7 @@ CASES = (
 
 
 def build(case: GemmCase, seed: int) -> Inputs:
-    """Random arrays; weights are such that products are about as large as tokens."""
+    """Random arrays; weights are scaled so that results have about the magnitude of the input."""
     rng = np.random.default_rng(seed)
     dtype = jnp.dtype(case.dtype)
     x = normal(rng, (case.tokens, case.inner), dtype)
@@ -94,7 +94,7 @@ def build(case: GemmCase, seed: int) -> Inputs:
 
 
 def cost(case: GemmCase) -> Cost:
-    """Weights and tokens read once, the whole result written once."""
+    """Weights and tokens read once, the result written once, without partials."""
     columns = case.outer * (1 + case.swiglu)
     values = case.inner * (columns + case.tokens) + case.tokens * case.outer
     return Cost(

@@ -1,6 +1,6 @@
-"""Which calls the Mosaic kernel of skinny_gemm takes, and how it tiles them.
+"""Which calls the Mosaic kernel of skinny_gemm supports, and its tile sizes.
 
-A launch is a tuned choice, else that of a rule.
+The configuration of a call is the tuned one, else that of a heuristic.
 """
 
 from __future__ import annotations
@@ -13,46 +13,48 @@ import jax.numpy as jnp
 from pallas_kernels import tuned
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.device import current_device
-from pallas_kernels.skinny_gemm.cases import CASES, GemmCase, Sizes, sizes_of
+from pallas_kernels.skinny_gemm.cases import CASES, GemmCase, GemmSizes, sizes_of
 
 DTYPES = ("bfloat16", "float16")
 ITEM_BYTES = 2
-# 256 is the widest product of the matrix units; with swiglu two sums leave too few registers.
-MOST_TOKENS_SWIGLU, MOST_TOKENS = 64, 256
-TOKENS = 8  # that they take at a time; fewer are padded in shared memory
-COLUMNS = 64  # of weights that they take at a time, and inner components that lie side by side
-SHARED_BYTES = 224 << 10  # of a multiprocessor, less what barriers take
-STEP_BYTES = 32768  # of weights and tokens
+# A wgmma instruction has N up to 256; with swiglu two accumulators leave too few registers.
+MAX_TOKENS_SWIGLU, MAX_TOKENS = 64, 256
+MMA_TOKENS = 8  # multiple of N of a wgmma; fewer tokens are padded in shared memory
+MMA_COLUMNS = 64  # M of a wgmma: columns of weights; also the inner components of a swizzled tile
+SMEM_BYTES = 224 << 10  # of an SM, without barriers
+STEP_BYTES = 32768  # weights and tokens of a K step
 FEW_TOKENS = 16
-FEW_TOKENS_BYTES = 96 << 10  # of weights on their way; more were no faster on an H200
-BYTES = 112 << 10  # the same for more tokens
-MOST_PARTS = 4  # each is written once and read once
+FEW_TOKENS_IN_FLIGHT_BYTES = 96 << 10  # of weights; more were no faster on an H200
+IN_FLIGHT_BYTES = 112 << 10  # the same for more tokens
+MAX_SPLIT_K = 4  # each partial is written once and read once
 
 
 @dataclass(frozen=True)
-class Launch:
-    """How a call is cut up.
+class GemmConfig:
+    """Tile sizes.
 
-    A program makes ``block_n`` columns of the result, with swiglu from as many gates and as many
-    ups, in steps of ``block_k`` inner components. ``stages`` steps are on their way at once: 2 or
-    more, as the room of one is free only when the next has begun. ``warpgroups`` share the work: by
-    columns if there are enough, else by tokens. ``parts`` programs share the inner axis.
+    A CTA computes ``block_n`` columns of the result (with swiglu from ``block_n`` gates and
+    ``block_n`` ups) in K steps of ``block_k`` inner components. ``stages`` steps are in flight: at
+    least 2, since a stage is released only when the next step has begun. The compute
+    ``warpgroups`` divide the columns if there are enough, else the tokens. ``split_k`` CTAs divide
+    the inner axis.
     """
 
     block_n: int
     block_k: int
     stages: int
     warpgroups: int = 1
-    parts: int = 1
+    split_k: int = 1
 
-    def cuts_up(self, sizes: Sizes) -> bool:
-        """Whether the kernel can run such a call so, room aside."""
+    def fits(self, sizes: GemmSizes) -> bool:
+        """Whether the tiles divide a call of these sizes; shared memory is not checked."""
         steps, rest = divmod(sizes.inner, self.block_k)
-        whole = rest == 0 and sizes.outer % self.block_n == 0
-        tokens, columns = max(sizes.tokens, TOKENS) // TOKENS, self.block_n // COLUMNS
+        divides = rest == 0 and sizes.outer % self.block_n == 0
+        tokens = max(sizes.tokens, MMA_TOKENS) // MMA_TOKENS
+        columns = self.block_n // MMA_COLUMNS
         shared = columns % self.warpgroups == 0 or tokens % self.warpgroups == 0
-        parts = 1 <= self.parts <= (steps if sizes.split else 1)
-        return whole and shared and parts and self.stages >= 2
+        split = 1 <= self.split_k <= (steps if sizes.split else 1)
+        return divides and shared and split and self.stages >= 2
 
 
 def supports(
@@ -65,84 +67,86 @@ def supports(
     """Why the Mosaic kernel cannot run the call, or None."""
     sizes = sizes_of(x, w, swiglu=swiglu, split=split)
     if sizes.dtype not in DTYPES or w.dtype != x.dtype:
-        return f"tokens are {x.dtype} and weights {w.dtype}, not both of 16 bits and alike"
-    if not 1 <= sizes.tokens <= (most := _most_tokens(sizes)):
-        return f"{sizes.tokens} tokens are not between 1 and {most}"
-    if sizes.tokens > TOKENS and sizes.tokens % (2 * TOKENS):  # two warpgroups may share them
-        return f"{sizes.tokens} tokens are not a multiple of {2 * TOKENS}"
-    if sizes.inner % COLUMNS or sizes.outer % COLUMNS:
-        return f"{sizes.inner} or {sizes.outer} components are not a multiple of {COLUMNS}"
+        return f"tokens are {x.dtype} and weights {w.dtype}, not the same 16-bit dtype"
+    if not 1 <= sizes.tokens <= (max_tokens := _max_tokens(sizes)):
+        return f"{sizes.tokens} tokens are not between 1 and {max_tokens}"
+    if sizes.tokens > MMA_TOKENS and sizes.tokens % (
+        2 * MMA_TOKENS
+    ):  # two warpgroups may divide them
+        return f"{sizes.tokens} tokens are not a multiple of {2 * MMA_TOKENS}"
+    if sizes.inner % MMA_COLUMNS or sizes.outer % MMA_COLUMNS:
+        return f"{sizes.inner} or {sizes.outer} components are not a multiple of {MMA_COLUMNS}"
     return not_hopper()
 
 
-def results(
+def result_shapes(
     x: jax.Array,  # [T, I]
     w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
     *,
     swiglu: bool,
     split: bool,
 ) -> jax.ShapeDtypeStruct:
-    """What a call returns, as a shape."""
+    """The shape of a call's result."""
     sizes = sizes_of(x, w, swiglu=swiglu, split=split)
-    return result_of(choose(sizes), sizes)
+    return result_shape(choose_config(sizes), sizes)
 
 
-def result_of(choice: Launch, sizes: Sizes) -> jax.ShapeDtypeStruct:
-    """What a call cut up like this returns: [T, O], or float32[S, T, O]."""
+def result_shape(config: GemmConfig, sizes: GemmSizes) -> jax.ShapeDtypeStruct:
+    """The result of a call with this configuration: [T, O], or float32[S, T, O]."""
     shape = (sizes.tokens, sizes.outer)
-    if choice.parts == 1:
+    if config.split_k == 1:
         return jax.ShapeDtypeStruct(shape, sizes.dtype)
-    return jax.ShapeDtypeStruct((choice.parts, *shape), jnp.float32)
+    return jax.ShapeDtypeStruct((config.split_k, *shape), jnp.float32)
 
 
-def _most_tokens(sizes: Sizes) -> int:
-    return MOST_TOKENS_SWIGLU if sizes.swiglu else MOST_TOKENS
+def _max_tokens(sizes: GemmSizes) -> int:
+    return MAX_TOKENS_SWIGLU if sizes.swiglu else MAX_TOKENS
 
 
-def parts_for(sizes: Sizes) -> int:
-    """As many as give each multiprocessor a program, where parts are asked for."""
+def _split_k(sizes: GemmSizes) -> int:
+    """Enough splits for a CTA on each SM; 1 where the result must not be split."""
     if not sizes.split:
         return 1
-    most = min(MOST_PARTS, sizes.inner // COLUMNS)
-    return max(1, min(current_device().multiprocessors // (sizes.outer // COLUMNS), most))
+    largest = min(MAX_SPLIT_K, sizes.inner // MMA_COLUMNS)
+    return max(1, min(current_device().num_sms // (sizes.outer // MMA_COLUMNS), largest))
 
 
-def by_rule(sizes: Sizes) -> Launch:
-    """One wave of programs, each with enough bytes on their way. Timed on an H200 with Qwen3-4B.
+def heuristic_config(sizes: GemmSizes) -> GemmConfig:
+    """One wave of CTAs, each with enough bytes in flight. Timed on an H200 with Qwen3-4B.
 
-    More programs than multiprocessors are small enough for two to fit into one: those that share
-    one have twice the bytes on their way there, hence twice the bandwidth, and all end together.
+    If there are more CTAs than SMs, two fit on an SM: these have twice the bytes in flight, hence
+    twice the bandwidth, and all CTAs end at about the same time.
     """
-    parts = parts_for(sizes)
-    together = 2 if sizes.outer // COLUMNS * parts > current_device().multiprocessors else 1
-    weights = (1 + sizes.swiglu) * COLUMNS * ITEM_BYTES  # of an inner component
-    both = weights + max(sizes.tokens, TOKENS) * ITEM_BYTES
+    split_k = _split_k(sizes)
+    ctas_per_sm = 2 if sizes.outer // MMA_COLUMNS * split_k > current_device().num_sms else 1
+    weight_bytes = (1 + sizes.swiglu) * MMA_COLUMNS * ITEM_BYTES  # of an inner component
+    component_bytes = weight_bytes + max(sizes.tokens, MMA_TOKENS) * ITEM_BYTES
     few = sizes.tokens <= FEW_TOKENS
-    widest = 2 * COLUMNS if few else STEP_BYTES // both // together
-    block_k = _block_k(sizes.inner // parts, sizes.inner, min(widest, 2 * COLUMNS))
-    room = SHARED_BYTES // together // (block_k * both)
-    wanted = (FEW_TOKENS_BYTES if few else BYTES) // (block_k * weights)
-    warpgroups = 2 if sizes.tokens >= 2 * COLUMNS else 1
-    return Launch(COLUMNS, block_k, min(room, wanted), warpgroups, parts)
+    widest = 2 * MMA_COLUMNS if few else STEP_BYTES // component_bytes // ctas_per_sm
+    block_k = _block_k(sizes.inner // split_k, sizes.inner, min(widest, 2 * MMA_COLUMNS))
+    fitting = SMEM_BYTES // ctas_per_sm // (block_k * component_bytes)
+    needed = (FEW_TOKENS_IN_FLIGHT_BYTES if few else IN_FLIGHT_BYTES) // (block_k * weight_bytes)
+    warpgroups = 2 if sizes.tokens >= 2 * MMA_COLUMNS else 1
+    return GemmConfig(MMA_COLUMNS, block_k, min(fitting, needed), warpgroups, split_k)
 
 
-def _block_k(span: int, inner: int, widest: int) -> int:
-    """The most inner components of a step: a divisor of all of them, by rows of ``COLUMNS``."""
-    most = min(span, max(widest, COLUMNS)) // COLUMNS
-    return COLUMNS * max(n for n in range(1, most + 1) if inner // COLUMNS % n == 0)
+def _block_k(length: int, inner: int, widest: int) -> int:
+    """The largest multiple of ``MMA_COLUMNS`` up to ``widest`` that divides the inner axis."""
+    largest = min(length, max(widest, MMA_COLUMNS)) // MMA_COLUMNS
+    return MMA_COLUMNS * max(n for n in range(1, largest + 1) if inner // MMA_COLUMNS % n == 0)
 
 
-def _alike(sizes: Sizes) -> Sizes:
-    """The sizes that stand for all whose tokens take the same room."""
-    return sizes._replace(tokens=max(sizes.tokens, TOKENS))
+def _padded(sizes: GemmSizes) -> GemmSizes:
+    """The sizes with the tokens padded as in shared memory: the key of tuned choices."""
+    return sizes._replace(tokens=max(sizes.tokens, MMA_TOKENS))
 
 
-def shapes_of(case: GemmCase) -> Sizes:
-    """What ``choose`` knows of a case's call."""
-    return _alike(case.sizes)
+def shapes_of(case: GemmCase) -> GemmSizes:
+    """The key of a case's tuned choice."""
+    return _padded(case.sizes)
 
 
-def choose(sizes: Sizes) -> Launch:
-    """The tuned choice for a call of these sizes on this device, else that of the rule."""
-    choice = tuned.lookup("skinny_gemm", CASES, shapes_of, _alike(sizes))
-    return Launch(**choice) if choice else by_rule(sizes)
+def choose_config(sizes: GemmSizes) -> GemmConfig:
+    """The tuned config for a call of these sizes on this device, else the heuristic one."""
+    choice = tuned.lookup("skinny_gemm", CASES, shapes_of, _padded(sizes))
+    return GemmConfig(**choice) if choice else heuristic_config(sizes)

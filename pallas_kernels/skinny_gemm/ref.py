@@ -1,4 +1,4 @@
-"""The definition of skinny_gemm: step by step in float32, rounded once."""
+"""The definition of skinny_gemm: computed in float32, rounded once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def skinny_gemm(
     split: bool,
 ) -> jax.Array:  # [T, O]
     """See ``skinny_gemm.api``."""
-    del split  # the sum of all parts is what counts
+    del split  # partials are defined by their sum
     x32, w32 = jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)
-    product = jnp.matmul(x32, w32, precision="highest")
+    out = jnp.matmul(x32, w32, precision="highest")
     if swiglu:
-        gate, up = jnp.split(product, 2, axis=1)
-        product = gate / (1.0 + jnp.exp(-gate)) * up
-    return product.astype(x.dtype)
+        gate, up = jnp.split(out, 2, axis=1)
+        out = gate / (1.0 + jnp.exp(-gate)) * up
+    return out.astype(x.dtype)

@@ -1,4 +1,4 @@
-"""skinny_gemm in plain XLA: for any number of tokens, each step rounded to the dtype."""
+"""skinny_gemm in plain XLA: for any number of tokens; every result is rounded to the dtype."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def skinny_gemm(
     split: bool,
 ) -> jax.Array:  # [T, O]
     """See ``skinny_gemm.api``."""
-    del split  # XLA cuts products up, and adds them up, by itself
-    # Left to itself XLA rounds float32 to 11 bits for the matrix units of a GPU.
+    del split  # XLA chooses split-K itself and returns the sum
+    # By default XLA rounds float32 to TF32 for the tensor cores of a GPU.
     out = jnp.matmul(x, w, precision="highest" if x.dtype == jnp.float32 else None)
     if swiglu:
         gate, up = jnp.split(out, 2, axis=-1)

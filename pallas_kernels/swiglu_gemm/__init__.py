@@ -1,1 +1,1 @@
-"""The product of tokens with gates and ups, and their SwiGLU, in one pass."""
+"""GEMM of tokens with gate and up weights, and SwiGLU of the results, in one kernel."""

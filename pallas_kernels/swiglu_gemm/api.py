@@ -1,4 +1,4 @@
-"""swiglu_gemm: tokens times gates and ups, and their SwiGLU."""
+"""swiglu_gemm: tokens times gate and up weights, and SwiGLU of the results."""
 
 from __future__ import annotations
 
@@ -7,28 +7,38 @@ from functools import partial
 import jax
 
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
-from pallas_kernels.skinny_gemm import launch as few
-from pallas_kernels.swiglu_gemm import cases, launch, ref, xla
+from pallas_kernels.skinny_gemm import launch as skinny_launch
+from pallas_kernels.skinny_gemm import ref, xla
+from pallas_kernels.swiglu_gemm import cases, launch
 
-_many = imported_when_called("pallas_kernels.swiglu_gemm.mosaic", "swiglu_gemm", launch.results)
-_few = partial(
-    imported_when_called("pallas_kernels.skinny_gemm.mosaic", "skinny_gemm", few.results),
+_mosaic = imported_when_called(
+    "pallas_kernels.swiglu_gemm.mosaic", "swiglu_gemm", launch.result_shapes
+)
+_skinny_mosaic = partial(
+    imported_when_called(
+        "pallas_kernels.skinny_gemm.mosaic", "skinny_gemm", skinny_launch.result_shapes
+    ),
     swiglu=True,
     split=False,
 )
 
 OP = KernelOp(
     name="swiglu_gemm",
-    ref=ref.swiglu_gemm,
+    ref=partial(ref.skinny_gemm, swiglu=True, split=False),
     impls=(
-        Impl("mosaic", _many, platforms=("gpu",), supports=launch.supports),
-        Impl("skinny_gemm", _few, ("gpu",), partial(few.supports, swiglu=True, split=False)),
-        Impl("xla", xla.swiglu_gemm),
+        Impl("mosaic", _mosaic, platforms=("gpu",), supports=launch.supports),
+        Impl(
+            "skinny_gemm",
+            _skinny_mosaic,
+            ("gpu",),
+            partial(skinny_launch.supports, swiglu=True, split=False),
+        ),
+        Impl("xla", partial(xla.skinny_gemm, swiglu=True, split=False)),
     ),
     cases=cases.CASES,
     build=cases.build,
     cost=cases.cost,
-    # xla rounds gate and up to the dtype, and each step from there.
+    # xla rounds gate and up to the dtype, and then each intermediate result.
     tolerance={"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3},
 )
 
@@ -41,8 +51,9 @@ def swiglu_gemm(
 ) -> jax.Array:  # [T, O]
     """SiLU of ``x`` times the first half of the columns, times ``x`` times the second half.
 
-    In the dtype of ``x``; sums are in float32. Their order, hence the bits, depends on shapes
-    alone. ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
+    In the dtype of ``x``, accumulated in float32. The order of summation, and with it the bits,
+    depends on shapes only. ``impl`` pins an implementation. Raises ValueError on arguments that do
+    not fit together.
 
     SwiGLU: Shazeer, 2020 (arXiv:2002.05202).
     """

@@ -13,7 +13,7 @@ from pallas_kernels.shapes import normal
 
 @dataclass(frozen=True)
 class SwigluCase:
-    """A product [T, I] @ [I, 2 * O]."""
+    """A GEMM [T, I] @ [I, 2 * O] with SwiGLU."""
 
     name: str
     tokens: int
@@ -24,7 +24,7 @@ class SwigluCase:
 
 
 def _qwen3_4b(tokens: int) -> SwigluCase:
-    """Of a prefill step on a GPU, or of many rows that decode."""
+    """A prefill step on a GPU, or a decode step of many rows."""
     return SwigluCase(f"qwen3_4b_t{tokens}", tokens, 2560, 9728, tags=("bench", "gpu"))
 
 
@@ -39,7 +39,7 @@ CASES = (
 
 
 def build(case: SwigluCase, seed: int) -> Inputs:
-    """Random arrays; weights are such that products are about as large as tokens."""
+    """Random arrays; weights are scaled so that results have about the magnitude of the input."""
     rng = np.random.default_rng(seed)
     dtype = jnp.dtype(case.dtype)
     x = normal(rng, (case.tokens, case.inner), dtype)

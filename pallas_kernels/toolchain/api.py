@@ -1,4 +1,4 @@
-"""The toolchain's interface: compiles the kernels of steps beside the thread that traces them.
+"""The toolchain's interface: compiles kernels of steps while another thread traces steps.
 
 For each step call ``begin`` when it is traced, wait for the futures, call ``lower``, wait for those
 futures, then let XLA compile it.
@@ -22,30 +22,31 @@ from pallas_kernels.toolchain.machine_code import KernelCall
 from pallas_kernels.toolchain.pool import KernelError, KernelPool
 from pallas_kernels.toolchain.triton_text import drop_triton_text
 
-TRITON_THREADS = 8  # that compile kernels in Triton, which need Python's lock for a fifth of it
-# Workers for kernels in Mosaic. An engine on an H200 lowers 60 of them, 0.1 to 1.5 s each, and
-# compiles them and 7 calls of linked ones, 0.1 to 3 s each.
-MOST_WORKERS = 14
-# On two cores the kernels and steps of such an engine are lowered after 19 s with two workers,
-# after 25 with one, and after 31 by this process alone.
-FEWEST_WORKERS = 2
-SPARE_CORES = 2  # for this process, which traces and compiles steps meanwhile
-MOSAIC_THREADS = 64  # that wait for a worker: enough for all kernels of an engine
+TRITON_THREADS = 8  # that compile Triton kernels, which hold the GIL for a fifth of the time
+# Worker processes for Mosaic kernels. An engine on an H200 lowers 60 kernels, 0.1 to 1.5 s each,
+# and compiles them and 7 calls of linked kernels, 0.1 to 3 s each.
+MAX_WORKERS = 14
+# On two cores lowering the kernels and steps of such an engine takes 19 s with two workers, 25 s
+# with one, and 31 s in this process.
+MIN_WORKERS = 2
+SPARE_CORES = 2  # for this process, which traces and compiles steps at the same time
+MOSAIC_THREADS = 64  # that each wait for a worker: enough for all kernels of an engine
 
 
 class Toolchain:
     """Compiles each kernel once, Triton's in threads and Mosaic's in worker processes.
 
-    A kernel is begun by the first step that needs it. As a context manager it is closed at the end.
+    Compilation of a kernel starts with the first step that needs it. As a context manager it closes
+    at the end.
     """
 
     def __init__(self, cores: int) -> None:
         self._device = current_device()
-        self._num_workers = max(FEWEST_WORKERS, min(cores - SPARE_CORES, MOST_WORKERS))
+        self._num_workers = max(MIN_WORKERS, min(cores - SPARE_CORES, MAX_WORKERS))
         self._triton_threads = ThreadPoolExecutor(TRITON_THREADS)
         self._mosaic_threads = ThreadPoolExecutor(MOSAIC_THREADS)
-        self._pool: KernelPool | None = None  # made for the first kernel in Mosaic
-        self._making_pool = Lock()
+        self._pool: KernelPool | None = None  # created for the first Mosaic kernel
+        self._pool_lock = Lock()
         self._closed = False
         self._begun: dict[Hashable, Future[Any]] = {}
 
@@ -56,10 +57,10 @@ class Toolchain:
         self.close()
 
     def close(self) -> None:
-        """End the workers; kernels that are not compiled yet are given up."""
+        """End the workers; compilations that have not ended are cancelled."""
         for threads in (self._triton_threads, self._mosaic_threads):
             threads.shutdown(wait=False, cancel_futures=True)
-        with self._making_pool:
+        with self._pool_lock:
             self._closed = True
             if self._pool is not None:
                 self._pool.close()
@@ -69,33 +70,34 @@ class Toolchain:
         self._mosaic_threads.submit(self._workers)
 
     def begin(self, traced: Traced, *, link: bool = False) -> list[Future[Any]]:
-        """Begin to compile the kernels of a traced step; returns what to wait for before ``lower``.
+        """Start to compile the kernels of a traced step; returns futures to wait for before
+        ``lower``.
 
-        A kernel that was begun before is not begun again. With ``link`` kernels in Mosaic are only
-        lowered: ``lower`` links and compiles them.
+        A kernel is compiled once. With ``link`` Mosaic kernels are only lowered here; ``lower``
+        links and compiles them.
         """
-        wanted = []
+        futures = []
         for key, compile_kernel in kernels_in(traced.jaxpr).items():
             if not isinstance(key, LoweredKernel):
-                wanted.append(self._once(key, self._triton_threads, compile_kernel))
+                futures.append(self._once(key, self._triton_threads, compile_kernel))
             elif link:
                 lowering = ("lowered", key)
-                wanted.append(self._once(lowering, self._mosaic_threads, self._lower, key))
+                futures.append(self._once(lowering, self._mosaic_threads, self._lower, key))
             elif not key.compiled:
-                wanted.append(self._once(key, self._mosaic_threads, self._compile, key))
-        return wanted
+                futures.append(self._once(key, self._mosaic_threads, self._compile, key))
+        return futures
 
     def lower(self, traced: Traced, *, link: bool = False) -> tuple[Lowered, list[Future[Any]]]:
-        """Lower a step whose kernels are begun, with the same ``link``; returns it and what to wait
-        for before XLA compiles it.
+        """Lower a step after ``begin`` with the same ``link``; returns it and futures to wait for
+        before XLA compiles it.
         """
         lowered = traced.lower()
-        module = lowered.compiler_ir()  # changed in place: it is what JAX compiles
+        module = lowered.compiler_ir()  # JAX compiles this module, so it is changed in place
         drop_triton_text(module)
         return lowered, self._link(traced.jaxpr, module) if link else []
 
     def _link(self, traced: ClosedJaxpr, module: Any) -> list[Future[Any]]:  # an ir.Module
-        """Link neighbouring kernels; begin to compile the calls and the kernels that are left."""
+        """Link neighbouring kernels; start to compile the linked calls and the other kernels."""
         kernels = [kernel for kernel in kernels_in(traced) if isinstance(kernel, LoweredKernel)]
         sources = {kernel: kernel.sources() for kernel in kernels}
         by_hash = {name: source for each in sources.values() for name, source in each.items()}
@@ -119,9 +121,9 @@ class Toolchain:
         kernel.compile(self._workers().run)
 
     def _workers(self) -> KernelPool:
-        with self._making_pool:
+        with self._pool_lock:
             if self._closed:
-                raise KernelError("no kernel is made any more")
+                raise KernelError("the toolchain is closed; no kernel can be compiled")
             if self._pool is None:
                 self._pool = KernelPool(self._num_workers, self._device)
             return self._pool

@@ -1,7 +1,7 @@
 """The kernels in a trace, and how to compile each of them.
 
-jax-triton compiles a kernel when a step around it is lowered, and keeps it; Mosaic does so when XLA
-compiles the step. LLVM, which does not hold Python's lock, takes most of that time. So threads can
+jax-triton compiles a kernel when a step with it is lowered, and caches it; Mosaic does so when XLA
+compiles the step. Most of that time is spent in LLVM, which does not hold the GIL. So threads can
 compile the kernels of steps that are traced but not lowered yet.
 """
 
@@ -20,11 +20,10 @@ from pallas_kernels.toolchain.torch_hidden import torch_hidden
 
 
 def kernels_in(traced: ClosedJaxpr) -> dict[Hashable, Callable[[], Any]]:
-    """Every kernel in a trace, in its order: a key that determines its machine code, and how to
-    compile it.
+    """The kernels in a trace, in order: a key that determines the machine code, and a function that
+    compiles it.
 
-    A kernel that two traces have in common has the same key in both. The key of a kernel in Mosaic
-    is its ``LoweredKernel``.
+    A kernel has the same key in every trace. The key of a Mosaic kernel is its ``LoweredKernel``.
     """
     found: dict[Hashable, Callable[[], Any]] = {}
     for call in _calls(traced.jaxpr, set()):
@@ -37,7 +36,7 @@ def kernels_in(traced: ClosedJaxpr) -> dict[Hashable, Callable[[], Any]]:
 
 
 def _calls(jaxpr: Jaxpr, seen: set[Jaxpr]) -> Iterator[JaxprEqn]:
-    if jaxpr in seen:  # such as the function of a layer, which every layer calls
+    if jaxpr in seen:  # for example the function of a layer, which is called for every layer
         return
     seen.add(jaxpr)
     for equation in jaxpr.eqns:
@@ -47,9 +46,9 @@ def _calls(jaxpr: Jaxpr, seen: set[Jaxpr]) -> Iterator[JaxprEqn]:
 
 
 def _key(call: JaxprEqn) -> Hashable:
-    decisive = ("fn", "metaparams", "backend_options")  # grid and run-time integers are not
+    relevant = ("fn", "metaparams", "backend_options")  # not the grid and run-time integers
     types = [x.dtype for x in (*_avals(call), *call.params["out_shapes"])]
-    return *(call.params[name] for name in decisive), *types
+    return *(call.params[name] for name in relevant), *types
 
 
 def _avals(call: JaxprEqn) -> list[Any]:
@@ -57,14 +56,14 @@ def _avals(call: JaxprEqn) -> list[Any]:
 
 
 def _compile(call: JaxprEqn) -> None:
-    """Lower the call alone: jax-triton then keeps its kernel."""
+    """Lower the call by itself, so that jax-triton compiles and caches its kernel."""
     avals = _avals(call)
     is_ref = [hasattr(aval, "inner_aval") for aval in avals]
 
     def alone(*arrays: jax.Array) -> Any:
         pairs = zip(arrays, is_ref, strict=True)
-        handed = [jax.new_ref(array) if ref else array for array, ref in pairs]
-        return call.primitive.bind(*handed, **call.params)
+        passed = [jax.new_ref(array) if ref else array for array, ref in pairs]
+        return call.primitive.bind(*passed, **call.params)
 
     traced = jax.jit(alone).trace(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
     with torch_hidden():

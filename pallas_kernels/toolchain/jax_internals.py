@@ -1,4 +1,4 @@
-"""What the toolchain uses of JAX, jaxlib and jax-triton beyond their documented API.
+"""The toolchain's uses of JAX, jaxlib and jax-triton beyond their documented API.
 
 StableHLO and Mosaic modules as MLIR objects, the custom calls of kernels in them, and the names
 under which kernels are found.
@@ -26,8 +26,8 @@ OPAQUE = "opaque"  # its attribute: a compressed TritonAnyKernelCall (jaxlib/gpu
 MOSAIC = "jax.experimental.pallas.mosaic_gpu"  # the language; importing it loads Mosaic's runtime
 MOSAIC_CALL = "mosaic_gpu_v2"  # the custom call of a kernel in Mosaic
 MODULE, HASH = "module", "kernel_hash"  # its attributes: the kernel, and the key of Mosaic's cache
-WAIT = "griddepcontrol.wait"  # ``pdl.await_kernel_before`` in a Mosaic module
-USES_PDL = "mosaic_gpu.uses_pdl"  # mark of a module whose kernel may begin early
+WAIT = "griddepcontrol.wait"  # ``pdl.grid_dependency_wait`` in a Mosaic module
+USES_PDL = "mosaic_gpu.uses_pdl"  # attribute of a module whose kernel may start early
 
 ALIASES = "output_operand_aliases"
 LAYOUTS = ("operand_layouts", "result_layouts")
@@ -36,10 +36,10 @@ CONFIG = "mhlo.backend_config"  # the attributes of a custom call
 # Settings on which traces depend.
 TRACE_SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_numpy_dtype_promotion")
 LOWERING_SETTINGS = (
-    # What is lowered runs with this version of JAX: it need not suit an older one. (Mosaic's older
-    # form names things that the newer reader does not know.)
+    # Modules run with this version of JAX and need not suit an older one. (Mosaic's older form has
+    # names that the newer reader does not know.)
     ("jax_export_ignore_forward_compatibility", True),
-    # Else a kernel's bytes, and so its hash, depend on who called it.
+    # Otherwise a kernel's bytes, and so its hash, depend on the call site.
     ("jax_include_full_tracebacks_in_locations", False),
 )
 
@@ -91,7 +91,7 @@ def set_kernel(call: Any, module: bytes) -> None:
 
 
 def aliases_of(call: Any) -> dict[int, int]:
-    """The results of a call that are written in place of an operand: operand by result."""
+    """Results of a call that alias an operand: operand index by result index."""
     found = {}
     for each in call.attributes.get(ALIASES, ()):
         alias = stablehlo.OutputOperandAlias(each)

@@ -1,10 +1,10 @@
-"""Neighbouring Mosaic kernels of a lowered step as one custom call, in which each may begin early.
+"""Neighbouring Mosaic kernels of a lowered step as one custom call, with overlapping launches.
 
-XLA makes each custom call a child graph of the step's CUDA graph, and a kernel begins when the
-child graph before it has ended. Kernels of one child graph may overlap: the next one loads weights
-while the previous one still runs (``pallas_kernels.pdl``). So each run of Mosaic calls with nothing
-else in between is replaced by one call. This is the StableHLO part; ``link_modules`` makes the
-Mosaic module of such a call.
+XLA makes each custom call a child graph of the step's CUDA graph, and a kernel starts when the
+previous child graph has ended. Kernels of one child graph may overlap: the next one loads weights
+while the previous one still runs (``pallas_kernels.pdl``). So each run of Mosaic calls without
+other operations in between is replaced by one call. This is the StableHLO part; ``link_modules``
+builds the Mosaic module of such a call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pallas_kernels.toolchain.jax_internals import (
     stablehlo,
     within,
 )
-from pallas_kernels.toolchain.link_modules import Launch, linked_module
+from pallas_kernels.toolchain.link_modules import LinkedLaunch, linked_module
 from pallas_kernels.toolchain.machine_code import KernelCall
 
 LIVE_OUT = 1 << 30  # time of a read outside the run
@@ -37,7 +37,7 @@ type Source = Callable[[bytes], bytes]  # a kernel's module, by its hash
 
 def link_kernels(module: Any, source_of: Source) -> list[KernelCall]:
     """Replace each run of kernels in ``module``'s main function by one call, in place; returns the
-    different calls.
+    distinct calls.
 
     ``module`` is an ``ir.Module`` of StableHLO, as ``jax.stages.Lowered.compiler_ir`` gives it.
     """
@@ -49,11 +49,11 @@ def link_kernels(module: Any, source_of: Source) -> list[KernelCall]:
         }
         block = functions["main"].regions[0].blocks[0]
         _inline(block, functions)
-        made: dict[tuple[Launch, ...], KernelCall] = {}  # layers share theirs
+        calls_made: dict[tuple[LinkedLaunch, ...], KernelCall] = {}  # shared by layers
         for run in list(_runs(block)):
-            _Linked(run).replace(source_of, made)
+            _Linked(run).replace(source_of, calls_made)
         _drop_unused(functions)
-        return list(made.values())
+        return list(calls_made.values())
 
 
 def _inline(block: ir.Block, functions: dict[str, Any]) -> None:
@@ -61,14 +61,14 @@ def _inline(block: ir.Block, functions: dict[str, Any]) -> None:
     inlined = _with_kernels(functions)
     for call in [each for each in _calls(block) if _callee(each) in inlined]:
         body = functions[_callee(call)].regions[0].blocks[0]
-        results = _copied(body, list(call.operands), call, functions, inlined)
+        results = _inline_body(body, list(call.operands), call, functions, inlined)
         for result, value in zip(call.results, results, strict=True):
             result.replace_all_uses_with(value)
         call.erase()
 
 
 def _with_kernels(functions: dict[str, Any]) -> set[str]:
-    """Names of functions that call kernels, or such functions."""
+    """Names of functions that call kernels, directly or through other functions."""
     blocks = {name: function.regions[0].blocks[0] for name, function in functions.items()}
     found = {
         name for name, function in functions.items() if any(custom_calls(function, MOSAIC_CALL))
@@ -94,33 +94,33 @@ def _callee(call: Any) -> str:
     return call.attributes["callee"].value
 
 
-def _copied(
+def _inline_body(
     body: ir.Block,
     arguments: Sequence[ir.Value],
     before: Any,
     functions: dict[str, Any],
     inlined: set[str],
 ) -> list[ir.Value]:
-    """Copy a function's body to before an operation; returns its results."""
-    there: dict[ir.Value, ir.Value] = dict(zip(body.arguments, arguments, strict=True))
+    """Copy a function's body in front of an operation; returns its results."""
+    value_map: dict[ir.Value, ir.Value] = dict(zip(body.arguments, arguments, strict=True))
     for each in body.operations:
         operation = each.operation
-        operands = [there[x] for x in operation.operands]
+        operands = [value_map[x] for x in operation.operands]
         if operation.name == "func.return":
             return operands
         callee = _callee(operation) if operation.name == "func.call" else None
         if callee in inlined:
             inner = functions[callee].regions[0].blocks[0]
-            results = _copied(inner, operands, before, functions, inlined)
+            results = _inline_body(inner, operands, before, functions, inlined)
         else:
             with ir.InsertionPoint(before):
                 copy = operation.clone()
-            for part in (copy.operation, *within(copy.operation)):  # branches read from outside
+            for part in (copy.operation, *within(copy.operation)):  # regions may use outer values
                 for i, operand in enumerate(part.operands):
-                    if operand in there:
-                        part.operands[i] = there[operand]
+                    if operand in value_map:
+                        part.operands[i] = value_map[operand]
             results = list(copy.results)
-        there.update(zip(operation.results, results, strict=True))
+        value_map.update(zip(operation.results, results, strict=True))
     raise ValueError("a function has no return")
 
 
@@ -128,22 +128,22 @@ def _runs(block: ir.Block) -> Iterator[list[Any]]:
     """Maximal runs of Mosaic calls, with reshapes between them, whose results no other operation
     in between reads.
 
-    A kernel that writes an operand in place which others read is in no run: XLA copies it.
+    A kernel that updates an operand in place which others also read is in no run: XLA copies it.
     """
     run: list[Any] = []
-    made: set[ir.Value] = set()
+    produced: set[ir.Value] = set()
     for op in block.operations:
         operation = op.operation
         reads = (x for part in (operation, *within(operation)) for x in part.operands)
-        needs = any(value in made for value in reads)
+        needs = any(value in produced for value in reads)
         is_kernel = _is_kernel(operation) and not _writes_shared_operand(operation)
         if is_kernel or (needs and operation.name == "stablehlo.reshape"):
             run.append(operation)
-            made.update(operation.results)
+            produced.update(operation.results)
         elif needs or operation.name == "func.return":
             if sum(map(_is_kernel, run)) > 1:
                 yield run
-            run, made = [], set()
+            run, produced = [], set()
 
 
 def _is_kernel(operation: Any) -> bool:
@@ -162,20 +162,24 @@ def _writes_shared_operand(kernel: Any) -> bool:
 class _Linked:
     """The call that replaces a run of kernels.
 
-    Its operands are what the run reads from outside, its results what the run writes. A result may
-    hold the results of several kernels, one after the other, since each has been read before the
-    next is written.
+    Its operands are the values that the run reads from outside, its results the arrays that it
+    writes. Several kernels may write the same result array, one after the other, if each value has
+    been read before the next is written.
     """
 
     run: Sequence[Any]
     inputs: list[ir.Value] = field(default_factory=list)
     outputs: list[ir.Type] = field(default_factory=list)
     aliases: dict[int, int] = field(default_factory=dict)  # of outputs to inputs
-    free: list[tuple[int, int]] = field(default_factory=list)  # time of the last read, output
-    places: dict[ir.Value, tuple[bool, int]] = field(default_factory=dict)  # is it an output, index
+    free_outputs: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # time of the last read, output
+    places: dict[ir.Value, tuple[bool, int]] = field(default_factory=dict)  # (is output, index)
 
-    def replace(self, source_of: Source, made: dict[tuple[Launch, ...], KernelCall]) -> None:
-        """Replace the run; ``made`` holds the calls of other runs, and then this one's."""
+    def replace(
+        self, source_of: Source, calls_made: dict[tuple[LinkedLaunch, ...], KernelCall]
+    ) -> None:
+        """Replace the run; ``calls_made`` caches the calls of all runs."""
         kernels = [operation for operation in self.run if _is_kernel(operation)]
         last_reads = self._last_reads()
         launched = []
@@ -188,14 +192,14 @@ class _Linked:
                 self.places[operation.results[0]] = self._place(operation.operands[0])
         first_output = len(self.inputs)
         launches = tuple(
-            Launch(source, tuple(i + first_output * is_output for is_output, i in arrays))
+            LinkedLaunch(source, tuple(i + first_output * is_output for is_output, i in arrays))
             for source, arrays in launched
         )
-        known = made.get(launches)
+        known = calls_made.get(launches)
         call = self._call(kernels[-1], known.kernel if known else linked_module(launches))
         self._replace_by(call, kernels[-1])
         if known is None:
-            made[launches] = KernelCall.of(call, "linked kernels", current_device())
+            calls_made[launches] = KernelCall.of(call, "linked kernels", current_device())
 
     def _last_reads(self) -> dict[ir.Value, int]:
         """The time of each value's last read, including reads of its reshapes."""
@@ -235,17 +239,17 @@ class _Linked:
                 continue
             fitting = [
                 (read, place)
-                for read, place in self.free
+                for read, place in self.free_outputs
                 if read < time and self.outputs[place] == result.type
             ]
             if fitting:
-                self.free.remove(fitting[0])
+                self.free_outputs.remove(fitting[0])
                 place = fitting[0][1]
             else:
                 place = len(self.outputs)
                 self.outputs.append(result.type)
             self.places[result] = True, place
-            self.free.append((max(last_reads[result], time), place))
+            self.free_outputs.append((max(last_reads[result], time), place))
 
     def _call(self, like: Any, module: bytes) -> Any:
         attributes = {name: like.attributes[name] for name in like.attributes}

@@ -1,6 +1,6 @@
-"""The host code of linked kernels, as MLIR text: all of their module but the kernels.
+"""The host code of linked kernels, as MLIR text: their module without the kernels.
 
-It calls the CUDA driver by the names that Mosaic's runtime exports, and is for Hopper alone.
+It calls the CUDA driver by the names that Mosaic's runtime exports, and is for Hopper only.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# cuda.h: of CUlaunchAttributeID and CUfunction_attribute
+# cuda.h: CUlaunchAttributeID and CUfunction_attribute
 PROGRAMMATIC_SERIALIZATION, CLUSTER_DIMENSION = 6, 4
 MAX_DYNAMIC_SHARED_BYTES = 8
 # CUlaunchAttribute is 4 bytes of id, 4 of padding, 64 of value; CUlaunchConfig: grid, block,
@@ -24,8 +24,8 @@ CONFIG_FIELDS = (
 
 
 class HostLaunch(NamedTuple):
-    """A launch: the kernel's number, indices of its arrays among the call's, and whether it may
-    begin before the previous one has ended.
+    """A launch: the kernel's number, indices of its arrays among those of the call, and whether it
+    may start before the previous one has ended.
     """
 
     kernel: int
@@ -34,8 +34,8 @@ class HostLaunch(NamedTuple):
 
 
 def host_module(launches: Sequence[HostLaunch]) -> str:
-    """The module, without the kernels and their own host code. The host code belongs into the
-    functions ``host0``, ``host1`` ..., the kernels beside ``nothing`` in ``kernels``.
+    """The module, without the kernels and their own host code. The host code is to be put in the
+    functions ``host0``, ``host1`` ..., the kernels next to ``nothing`` in ``kernels``.
     """
     names, hosts, calls, places = [], [], [], list[int]()
     for number in range(1 + max(launch.kernel for launch in launches)):
@@ -90,7 +90,7 @@ llvm.func @abort()
 llvm.mlir.global internal constant @places({places}) : !llvm.array<{num_places} x i32>
 {names}
 
-// As Mosaic does when CUDA refuses a launch.
+// Aborts like Mosaic when CUDA refuses a launch.
 llvm.func internal @check(%result: i32) {{
   %success = llvm.mlir.constant(0 : i32) : i32
   %failed = llvm.icmp "ne" %result, %success : i32
@@ -129,9 +129,9 @@ llvm.func internal @launch(%module: !llvm.ptr, %name: !llvm.ptr, %grid_x: i32, %
     %grid_z: i32, %block: i32, %clustered: i32, %shared: i32, %begins_early: i32,
     %stream: !llvm.ptr, %parameters: !llvm.ptr) {{
   %one = llvm.mlir.constant(1 : i32) : i32
-  %room = llvm.mlir.constant(1 : i64) : i64
+  %one_i64 = llvm.mlir.constant(1 : i64) : i64
   %none = llvm.mlir.zero : !llvm.ptr
-  %handle = llvm.alloca %room x !llvm.ptr : (i64) -> !llvm.ptr
+  %handle = llvm.alloca %one_i64 x !llvm.ptr : (i64) -> !llvm.ptr
   %found = llvm.call @cuModuleGetFunction(%handle, %module, %name)
     : (!llvm.ptr, !llvm.ptr, !llvm.ptr) -> i32
   llvm.call @check(%found) : (i32) -> ()
@@ -141,10 +141,10 @@ llvm.func internal @launch(%module: !llvm.ptr, %name: !llvm.ptr, %grid_x: i32, %
     : (!llvm.ptr, i32, i32) -> i32
   llvm.call @check(%allowed) : (i32) -> ()
 
-  // Two attributes, of which the first is for linked kernels and the second for clusters.
+  // Two attributes: the first is for programmatic launches, the second for clusters.
   %programmatic = llvm.mlir.constant({programmatic} : i32) : i32
   %cluster = llvm.mlir.constant({cluster} : i32) : i32
-  %attributes = llvm.alloca %room x !llvm.array<2 x {attribute}> {{alignment = 8 : i64}}
+  %attributes = llvm.alloca %one_i64 x !llvm.array<2 x {attribute}> {{alignment = 8 : i64}}
     : (i64) -> !llvm.ptr
   %second = llvm.getelementptr %attributes[1] : {at} {attribute}
   llvm.store %programmatic, %attributes : i32, !llvm.ptr
@@ -163,7 +163,7 @@ llvm.func internal @launch(%module: !llvm.ptr, %name: !llvm.ptr, %grid_x: i32, %
   %skipped = llvm.sub %one, %begins_early : i32
   %first = llvm.getelementptr %attributes[%skipped] : (!llvm.ptr, i32) -> !llvm.ptr, {attribute}
 
-  %config = llvm.alloca %room x {config_type} {{alignment = 8 : i64}} : (i64) -> !llvm.ptr
+  %config = llvm.alloca %one_i64 x {config_type} {{alignment = 8 : i64}} : (i64) -> !llvm.ptr
 {config}
   %launched = llvm.call @cuLaunchKernelEx(%config, %function, %parameters, %none)
     : (!llvm.ptr, !llvm.ptr, !llvm.ptr, !llvm.ptr) -> i32
@@ -183,8 +183,8 @@ func.func @"\\01mosaic_gpu_launch_kernel"(%nothing: !llvm.ptr, %grid_x: i32, %gr
     %parameters: !llvm.ptr) {{
   %zero = llvm.mlir.constant(0 : i32) : i32
   %one = llvm.mlir.constant(1 : i32) : i32
-  %room = llvm.mlir.constant({most} : i64) : i64
-  %own = llvm.alloca %room x !llvm.ptr : (i64) -> !llvm.ptr
+  %max_arrays = llvm.mlir.constant({most} : i64) : i64
+  %own = llvm.alloca %max_arrays x !llvm.ptr : (i64) -> !llvm.ptr
   %found = llvm.call @cuFuncGetModule(%own, %nothing) : (!llvm.ptr, !llvm.ptr) -> i32
   llvm.call @check(%found) : (i32) -> ()
   %module = llvm.load %own : !llvm.ptr -> !llvm.ptr

@@ -1,8 +1,8 @@
-"""Several Mosaic kernels as one Mosaic module, which launches them one after the other.
+"""Several Mosaic kernels as one Mosaic module, which launches them in order.
 
 Mosaic compiles a module with one ``gpu.launch``: host code that makes TMA descriptors, and the
 kernel's body. Here the bodies become kernels of one ``gpu.module``, each source once, and the host
-code of each becomes a function that ends with its launch. What Mosaic launches itself is an empty
+code of each becomes a function that ends with its launch. Mosaic itself launches only an empty
 kernel. For that it calls ``mosaic_gpu_launch_kernel``, which resolves to the function of that name
 in this module, and that runs the host code of every launch in order. (Its name begins with the byte
 1, by which LLVM takes a name as it is; without it the module would define the name twice.) The
@@ -30,7 +30,7 @@ type Value = Any  # an ir.Value that an operation made
 type Attributes = dict[str, Any]
 
 
-class Launch(NamedTuple):
+class LinkedLaunch(NamedTuple):
     """One kernel of a linked call: its Mosaic module, and for each of its arrays the index of that
     array among the call's.
     """
@@ -39,10 +39,10 @@ class Launch(NamedTuple):
     arrays: tuple[int, ...]
 
 
-def linked_module(launches: Sequence[Launch]) -> bytes:
+def linked_module(launches: Sequence[LinkedLaunch]) -> bytes:
     """The module of all launches, in order, as Mosaic compiles it.
 
-    Each but the first may begin before the previous one has ended, if its kernel waits for that
+    Each except the first may start before the previous one has ended, if its kernel waits for that
     (``pallas_kernels.pdl``).
     """
     with mosaic_context():
@@ -58,7 +58,7 @@ def linked_module(launches: Sequence[Launch]) -> bytes:
         return mosaic_bytecode(module)
 
 
-def _host_launch(i: int, launch: Launch, kernels: dict[bytes, _Kernel]) -> HostLaunch:
+def _host_launch(i: int, launch: LinkedLaunch, kernels: dict[bytes, _Kernel]) -> HostLaunch:
     kernel = kernels[launch.source]
     return HostLaunch(kernel.number, launch.arrays, begins_early=i > 0 and kernel.waits)
 
@@ -74,7 +74,7 @@ def unlinked_module(source: bytes) -> bytes:
 
 
 class _Kernel:
-    """A module of one kernel, to be taken apart."""
+    """A module of one kernel, whose body and host code are moved to the linked module."""
 
     def __init__(self, source: bytes, number: int) -> None:
         self._module = ir.Module.parse(source)  # keeps its operations alive
@@ -82,20 +82,22 @@ class _Kernel:
         self.number = number
         functions = (op.operation for op in self._module.body.operations)
         hosts = [op.regions[0].blocks for op in functions if op.name == "func.func"]
-        (self._host,) = (blocks[0] for blocks in hosts if len(blocks))  # others are declared
+        (self._host,) = (
+            blocks[0] for blocks in hosts if len(blocks)
+        )  # the others are declarations
         operations = (op.operation for op in self._host.operations)
         (self._launch,) = (op for op in operations if op.name == "gpu.launch")
         self.waits = WAIT.encode() in source  # a body has tens of thousands of operations
 
     def move_to(self, target: ir.Module) -> None:
-        """Move the body to ``target``'s kernels, and the host code to its function there."""
+        """Move the body to ``target``'s kernels, and the host code to its function known."""
         symbols = ir.SymbolTable(target.operation)
         sizes = self._sizes()
         taken = self._move_body(symbols["kernels"].regions[0].blocks[0], sizes)
         self._move_host(symbols[f"host{self.number}"].regions[0].blocks[0], taken, sizes)
 
     def _sizes(self) -> dict[str, list[int]]:
-        """The sizes of the launch, all constants."""
+        """The sizes of the launch, which are constants."""
         operands, counts = iter(self._launch.operands), self._launch.attributes
         groups = [
             [next(operands) for _ in range(count)]
@@ -130,9 +132,9 @@ class _Kernel:
         with ir.InsertionPoint(kernels):
             function = ir.Operation.create("gpu.func", attributes=attributes, regions=1)
         block = ir.Block.create_at_start(function.regions[0], types)
-        there: dict[Value, Value] = dict(zip(taken, block.arguments, strict=True))
+        known: dict[Value, Value] = dict(zip(taken, block.arguments, strict=True))
         for value in uses:
-            _make_again(value, block, there)
+            _recompute(value, block, known)
         with ir.InsertionPoint(block):
             end = ir.Operation.create("gpu.return")
         for operation in list(body.operations):
@@ -140,12 +142,12 @@ class _Kernel:
                 operation.operation.move_before(end)
         for value, users in uses.items():
             for operation, i in users:
-                operation.operands[i] = there[value]
+                operation.operands[i] = known[value]
         return taken
 
     def _uses_from_outside(self) -> dict[Value, list[tuple[Any, int]]]:
-        """The values of the host code that the body uses, and where. It asks the host code's few
-        values for their uses: the body has tens of thousands of operations.
+        """The host code's values that the body uses, with those uses. Found from the host code's
+        few values, since the body has tens of thousands of operations.
         """
         made = [value for op in self._host.operations for value in op.operation.results]
         found: dict[Value, list[tuple[Any, int]]] = {}
@@ -163,7 +165,7 @@ class _Kernel:
         return False
 
     def _move_host(self, to: ir.Block, taken: list[Value], sizes: dict[str, list[int]]) -> None:
-        """Move everything before the launch, and launch the kernel that was the body."""
+        """Move the operations before the launch, and launch the kernel."""
         module, stream, arrays, begins_early = to.arguments
         end = to.operations[len(to.operations) - 1]
         for operation in list(self._host.operations):
@@ -178,7 +180,7 @@ class _Kernel:
                 operation.operation.erase()
         with ir.InsertionPoint(end):
             parameters = _array_of([value.owner.operands[0] for value in taken])
-            name = _made("llvm.mlir.addressof", "!llvm.ptr", global_name=f"name{self.number}")
+            name = _create("llvm.mlir.addressof", "!llvm.ptr", global_name=f"name{self.number}")
             numbers = [*sizes["grid"], sizes["block"][0], sizes["cluster"][0], *sizes["shared"]]
             constants = [_constant(number, 32) for number in numbers]
             arguments = [module, name, *constants, begins_early, stream, parameters]
@@ -202,21 +204,21 @@ def _find_loaded(value: Value, found: list[Value]) -> None:
         _find_loaded(operand, found)
 
 
-def _make_again(value: Value, block: ir.Block, there: dict[Value, Value]) -> None:
-    """Compute ``value`` at the end of a block from what is ``there``, by copies of operations."""
-    if value in there:
+def _recompute(value: Value, block: ir.Block, known: dict[Value, Value]) -> None:
+    """Compute ``value`` at the end of a block from known values, by copies of its operations."""
+    if value in known:
         return
-    maker = value.owner
-    for operand in maker.operands:
-        _make_again(operand, block, there)
+    producer = value.owner
+    for operand in producer.operands:
+        _recompute(operand, block, known)
     with ir.InsertionPoint(block):
-        copy = maker.clone()
-    for i, operand in enumerate(maker.operands):
-        copy.operands[i] = there[operand]
-    there.update(zip(maker.results, copy.results, strict=True))
+        copy = producer.clone()
+    for i, operand in enumerate(producer.operands):
+        copy.operands[i] = known[operand]
+    known.update(zip(producer.results, copy.results, strict=True))
 
 
-def _made(name: str, kind: str, *operands: Value, **symbols: str) -> Value:
+def _create(name: str, kind: str, *operands: Value, **symbols: str) -> Value:
     attributes: Attributes = {key: ir.FlatSymbolRefAttr.get(x) for key, x in symbols.items()}
     results = [ir.Type.parse(kind)]
     return ir.Operation.create(name, results, list(operands), attributes).results[0]

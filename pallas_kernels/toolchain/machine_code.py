@@ -1,11 +1,11 @@
 """A Mosaic kernel compiled in one process and loaded in another.
 
 Mosaic compiles a kernel when XLA compiles a module that calls it, and caches it by its hash for
-the life of the process. A saved executable contains its kernels, and to load one puts them into
-that cache. So a worker without a GPU compiles an executable of one kernel for a GPU that is
-described to it, and the process that has the GPU loads that executable: it never compiles the
-kernel. This matters because Mosaic and XLA use LLVM with different options, which are the
-process's: in one process the two would wait for each other.
+the life of the process. A saved executable contains its kernels, and loading it puts them into that
+cache. So a worker without a GPU compiles an executable of one kernel for a described GPU, and the
+process that has the GPU loads the executable without compiling the kernel. This matters because
+Mosaic and XLA use LLVM with different options, which are per process: in one process the two would
+wait for each other.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from pallas_kernels.toolchain.jax_internals import (
     write_module,
 )
 
-DTYPES = ("bfloat16", "float16", "float32", "int32", "float8_e4m3fn")  # of kernels' arguments
-# An NVIDIA GPU that need not be present, as XLA describes one. For kernels alone only the compute
-# capability counts; without the other limits XLA warns of arrays beyond them.
+DTYPES = ("bfloat16", "float16", "float32", "int32", "float8_e4m3fn")  # of kernel arguments
+# XLA's description of an NVIDIA GPU that need not be present. For kernels only the compute
+# capability matters; without the other limits XLA warns about large arrays.
 TARGET = """
 platform_name: "CUDA"
 gpu_device_info {{
@@ -55,7 +55,7 @@ gpu_device_info {{
   device_memory_size: 1099511627776
 }}
 """
-# Instructions that no other GPU has (sm_90a), and the first compute capability with some.
+# Instructions of one architecture only (sm_90a), and the first compute capability that has some.
 OWN_FEATURES, FIRST_WITH_FEATURES = "feature_extension: ACCELERATED_FEATURES", 9
 
 # Calls a method of an object that can be pickled, in this process or in another.
@@ -69,15 +69,15 @@ def run_here(method: MethodType) -> bytes:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One custom call of a kernel, or of linked ones, by all that decides its machine code.
+    """One custom call of a kernel, or of linked kernels: the identity of its machine code.
 
-    It leaves out the operations around the call: XLA takes as long for those as for the kernel.
+    The operations around the call are left out: XLA takes as long for those as for the kernel.
     """
 
     name: str
     device: Device
     kernel: bytes  # Mosaic's module
-    module: bytes  # a module of this call alone, as ``export`` serialises it
+    module: bytes  # a module of only this call, serialised as by ``export``
     arguments: tuple[jax.ShapeDtypeStruct, ...]
     results: tuple[jax.ShapeDtypeStruct, ...]
     in_place: tuple[int, ...]  # arguments that are written
@@ -119,7 +119,7 @@ class KernelCall:
         platform = self.device.xla_platform
         like = export.export(jax.jit(self._zeros, keep_unused=True), platforms=[platform])
         exported = replace(like(*self.arguments), mlir_module_serialized=self.module)
-        # As in a step, pools are written in place.
+        # Pools are written in place, as in a step.
         call = jax.jit(exported.call, donate_argnums=self.in_place, **placed)
         return pickle.dumps(serialize_executable.serialize(call.lower(*self.arguments).compile()))
 
@@ -138,7 +138,7 @@ def _shapes(types: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
 def preload_kernels(executable: bytes) -> None:
     """Put the kernels of an executable into Mosaic's cache in this process, which has the device.
 
-    To load the executable is enough: its own entry point is dropped, the cache keeps the kernels.
+    Loading the executable is enough: its entry point is dropped, the cache keeps the kernels.
     """
     device = jax.devices()[0]
     serialize_executable.deserialize_and_load(
@@ -148,12 +148,10 @@ def preload_kernels(executable: bytes) -> None:
 
 @cache
 def described_device(device: Device) -> Any:
-    """Jax's device for ``device``, one NVIDIA GPU, to compile for; it need not be present."""
+    """JAX's device object for one NVIDIA GPU, to compile for; it need not be present."""
     major, minor = device.compute_capability.split(".")
     features = OWN_FEATURES if int(major) >= FIRST_WITH_FEATURES else ""
-    target = TARGET.format(
-        major=major, minor=minor, features=features, cores=device.multiprocessors
-    )
+    target = TARGET.format(major=major, minor=minor, features=features, cores=device.num_sms)
     described = topologies.get_topology_desc(
         platform="cuda", topology="1x1x1", target_config=target
     )

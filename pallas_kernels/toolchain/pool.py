@@ -1,7 +1,7 @@
 """Worker processes that lower and compile Mosaic kernels in parallel.
 
-Lowering is Python, for which a process uses one core. Compiling uses LLVM, whose options are the
-process's, and XLA needs other ones (``machine_code``).
+Lowering is Python code, which uses one core per process. Compiling uses LLVM, whose options are per
+process, and XLA needs different ones (``machine_code``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pallas_kernels.device import Device
 from pallas_kernels.toolchain.worker import Failure
 
 # multiprocessing's own start would run the caller's script again.
-PROGRAM = """
+WORKER_SCRIPT = """
 import json, sys
 descriptors, device, *sys.path = sys.argv[1:]
 from pallas_kernels.device import Device
@@ -51,11 +51,11 @@ class KernelPool:
         arguments = (descriptors, asdict(device))
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, *map(json.dumps, arguments), *sys.path],
+                [sys.executable, "-c", WORKER_SCRIPT, *map(json.dumps, arguments), *sys.path],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # belongs to the caller; errors go to stderr
+                stdout=subprocess.DEVNULL,  # stdout belongs to the caller; errors go to stderr
                 pass_fds=descriptors,
-                process_group=0,  # Ctrl-C is for the caller, which then closes the pool
+                process_group=0,  # Ctrl-C goes to the caller only, which then closes the pool
             )
         except BaseException:
             for end, _ in pipes:
@@ -85,13 +85,13 @@ class KernelPool:
             answer = end.recv()
         except (EOFError, OSError):
             raise KernelError(
-                f"{method.__self__}: the process that makes it has died; see what it wrote to "
-                "stderr, and whether the host has memory left"
+                f"{method.__self__}: its worker process has died; see its messages on "
+                "stderr, and whether the host is out of memory"
             ) from None
         finally:
             self._idle.put(end)
         if isinstance(answer, Failure):
-            error = KernelError(f"{method.__self__} could not be made: {answer.reason}")
+            error = KernelError(f"{method.__self__} could not be built: {answer.reason}")
             error.add_note(answer.trace)
             raise error
         return answer

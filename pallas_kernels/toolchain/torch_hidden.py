@@ -19,7 +19,7 @@ _CHANGING = threading.Lock()  # held while sys.meta_path is replaced
 
 @contextmanager
 def torch_hidden() -> Generator[None]:
-    """Within it this thread cannot import PyTorch, unless it is imported already; others can."""
+    """Prevent imports of PyTorch in this thread for a scope, unless it is imported already."""
     finder = _Hiding(threading.get_ident())
     with _CHANGING:
         # A new list, since another thread may be iterating over this one.

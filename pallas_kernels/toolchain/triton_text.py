@@ -1,4 +1,4 @@
-"""Drops Triton's IR from the calls of its kernels, which nothing reads at run time.
+"""Drops Triton's IR from the calls of its kernels; it is not used at run time.
 
 An executable holds the attributes of a call once for each layer, several times over: 87 of the
 152 KB of ``append_decode`` are that text, and jax-triton has no option to leave it out.

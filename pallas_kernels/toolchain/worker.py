@@ -1,4 +1,4 @@
-"""The workers of ``pool``: a template process that forks them, and what each of them does.
+"""The worker processes of ``pool``: the template process that forks them, and their loop.
 
 A worker receives methods through its pipe and answers each with its result or a ``Failure``. It
 ends as soon as the other end of the pipe is closed.
@@ -37,15 +37,15 @@ def serve(descriptors: Sequence[int], device: Device) -> None:
     """Fork a worker for each pipe, and wait until they have ended. Kernels are for ``device``.
 
     A process with threads must not fork: the thread that watches a pipe is started in the worker,
-    and numpy's OpenBLAS ends its own threads before (pthread_atfork). So for the second or two of
-    the imports nothing notices that the parent process has gone.
+    and numpy's OpenBLAS ends its threads at a fork (pthread_atfork). So during the imports, a
+    second or two, the exit of the parent process is not noticed.
     """
     jax.config.update("jax_platforms", "cpu")  # the GPU's memory belongs to the parent process
     importlib.import_module(MOSAIC)
     if device.platform == "gpu":
         with suppress(NotImplementedError):  # without XLA for GPUs kernels can only be lowered
             described_device(device)
-    gc.disable()  # a few kernels; their garbage goes with the process
+    gc.disable()  # a worker compiles a few kernels and exits
     for descriptor in descriptors:
         if os.fork() == 0:
             for other in descriptors:
@@ -61,19 +61,19 @@ def serve(descriptors: Sequence[int], device: Device) -> None:
 
 
 def _answer(connection: Connection) -> None:
-    """Answer requests until this process is ended or the parent has gone."""
+    """Answer requests until this process is killed or the parent exits."""
     requests = SimpleQueue[bytes]()
     threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
     while True:
         answer = _call(requests.get())
         try:
             connection.send(answer)
-        except OSError:  # the parent has gone
+        except OSError:  # the parent has exited
             return
 
 
 def _receive(connection: Connection, requests: SimpleQueue[bytes]) -> None:
-    """Ends the process with its parent, even while it compiles a kernel."""
+    """Queue requests; exits the process when the parent exits, even during a compilation."""
     while True:
         try:
             requests.put(connection.recv_bytes())

@@ -13,10 +13,10 @@ import pytest
 
 from bench import tune
 from pallas_kernels.append_decode.cases import CASES
-from pallas_kernels.append_decode.launch import Launch
+from pallas_kernels.append_decode.launch import TritonConfig
 from pallas_kernels.paged_prefill.cases import CASES as PREFILL_CASES
-from pallas_kernels.paged_prefill.launch import Launch as PrefillLaunch
-from pallas_kernels.skinny_gemm.launch import Launch as GemmLaunch
+from pallas_kernels.paged_prefill.launch import TritonConfig as PrefillConfig
+from pallas_kernels.skinny_gemm.launch import GemmConfig
 
 if sys.platform != "linux":
     pytest.skip("Triton has no packages for this system", allow_module_level=True)
@@ -37,13 +37,13 @@ def test_each_value_ends_at_its_best(monkeypatch, capsys: pytest.CaptureFixture[
     lengths = ((9,) * 8, (40,) * 8)
     cases = [replace(STEP, seq_lens=each, max_pages=2048) for each in lengths]
     found = tune.tune(tune.TUNABLE["append_decode"], cases)
-    assert found == Launch(splits=16, block=32, num_warps=8, num_stages=3)
+    assert found == TritonConfig(splits=16, block=32, num_warps=8, num_stages=3)
     printed = capsys.readouterr().out
     assert "RESOURCE_EXHAUSTED: shared memory\n" in printed and "more lines" not in printed
 
 
 def test_the_best_of_several_starts_is_improved(monkeypatch) -> None:
-    wanted = PrefillLaunch(128, 128, num_warps=4, num_stages=2)
+    wanted = PrefillConfig(128, 128, num_warps=4, num_stages=2)
 
     def seconds(op: Any, function: Callable[..., Any], arguments: Any, cost: Any) -> float:
         (choice,) = function.args  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ def test_a_kernel_in_mosaic_is_lowered_once_for_a_chain() -> None:
 
     def twice(x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(2):
-            x = tunable.launched(GemmLaunch(64, 64, 2), x, w, swiglu=False, split=False)
+            x = tunable.launch_with(GemmConfig(64, 64, 2), x, w, swiglu=False, split=False)
         return x
 
     text = jax.jit(twice).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()

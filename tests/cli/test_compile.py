@@ -240,7 +240,8 @@ def test_a_tuned_file_with_an_unknown_case(tmp_path: Path, monkeypatch: pytest.M
     result = run("compile", tmp_path / "no_model", *SIZES, "-o", output)  # not looked for yet
     assert result.exit_code == 1
     assert result.stderr == (
-        f"jaxinfer: error: {file} cannot be used: tuned choices name 'qwen9_4b', which is no case; "
+        f"jaxinfer: error: {file} cannot be used: tuned choices name 'qwen9_4b', which is not a "
+        "case; "
         "tune append_decode again\n"
     )
     assert list(tmp_path.iterdir()) == [file]

@@ -1,5 +1,5 @@
-"""What holds for every test of a kernel: how JAX's interpreter runs those in Mosaic, and that XLA
-compiles a definition once for all who compare with it.
+"""Fixtures of all kernel tests: JAX's interpreter for Mosaic kernels, and a compilation cache for
+the definitions.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 @pytest.fixture(scope="package", autouse=True)
 def compilations_are_shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What XLA compiles is shared with the processes of Triton's interpreter, in a new folder.
+    """Compilations are shared with the processes of Triton's interpreter, in a new folder.
 
-    Not for other tests: what JAX has read from its cache cannot be saved in a bundle any more.
+    Not for other tests: an executable that JAX has read from its cache cannot be saved in a bundle.
     """
     settings = {
         "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
@@ -32,7 +32,7 @@ def compilations_are_shared(tmp_path_factory: pytest.TempPathFactory) -> Iterato
         for name, value in settings.items():
             patch.setenv(name.upper(), str(value))
             jax.config.update(name, value)
-        reset_cache()  # JAX decides but once whether there is one
+        reset_cache()  # JAX decides only once whether there is a cache
         yield
     for name, value in before.items():
         jax.config.update(name, value)
@@ -40,16 +40,17 @@ def compilations_are_shared(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def _call_with_numpy(*args: Any, callback: Any, **_: Any) -> Any:
-    """In place of JAX's ``io_callback_impl``, which makes a JAX array of each number first.
+    """Replaces JAX's ``io_callback_impl``, which converts each number to a JAX array first.
 
-    Those took two thirds of the interpreter's time. What is handed over is gone after the call.
+    These conversions took two thirds of the interpreter's time. Arguments are copied, since their
+    memory is invalid after the call.
     """
     return jax.tree.map(np.asarray, callback(*map(np.array, args)))
 
 
 @pytest.fixture(autouse=True, scope="package")
 def interpreted_with_numpy() -> Iterator[None]:
-    """Pallas' interpreter works on numpy arrays."""
+    """Pallas' interpreter uses numpy arrays."""
     to_int = shared_memory._to_int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax_callback, "io_callback_impl", _call_with_numpy)
@@ -62,18 +63,18 @@ def interpreted_with_numpy() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def interpreted_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is interpreted neither waits for a kernel nor lets one begin.
+def without_dependent_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programmatic dependent launch is a no-op in the interpreter, which runs one kernel at a time.
 
-    The interpreter knows no launches beside one another. What is lowered for a GPU does both.
+    Kernels that are lowered for a GPU still contain it.
     """
     force = plgpu.force_gpu_interpret_mode
 
     @contextmanager
-    def force_alone(params: plgpu.InterpretGPUParams) -> Iterator[None]:
+    def force_without_launch(params: plgpu.InterpretGPUParams) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch, force(params):
             patch.setattr(plgpu, "griddepcontrol_launch_dependents", lambda: None)
             patch.setattr(plgpu, "griddepcontrol_wait", lambda: None)
             yield
 
-    monkeypatch.setattr(plgpu, "force_gpu_interpret_mode", force_alone)
+    monkeypatch.setattr(plgpu, "force_gpu_interpret_mode", force_without_launch)

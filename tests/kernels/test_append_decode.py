@@ -1,4 +1,4 @@
-"""append_decode's arguments are checked."""
+"""append_decode: errors for bad arguments."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_arguments_that_fit() -> None:
         pytest.param({"sin": None}, "cos and sin come together", id="cos_alone"),
         pytest.param({"cos": ANGLES[:2]}, "do not fit 3 rows of head_dim 8", id="angles"),
         pytest.param({"qk_norms": jnp.ones((1, 8))}, "must be two of head_dim 8", id="norms"),
-        pytest.param({"cos": None, "sin": None}, "beside cos and sin", id="norms_without_rope"),
+        pytest.param({"cos": None, "sin": None}, "with cos and sin", id="norms_without_rope"),
         pytest.param({"window": 0}, "window must be at least 1", id="window"),
         pytest.param({"arrivals": jnp.zeros(5, jnp.int32)}, "fewer than 3 rows", id="arrivals"),
     ],

@@ -1,4 +1,4 @@
-"""Which device kernels are made for."""
+"""The device that kernels are compiled for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from pallas_kernels.checks import not_hopper
-from pallas_kernels.device import Device, current_device, described
+from pallas_kernels.device import Device, compiling_for, current_device
 from pallas_kernels.registry import current_platform
 from pallas_kernels.swiglu_gemm import launch as swiglu_gemm
 from pallas_kernels.tuned import lookup
@@ -17,9 +17,9 @@ from pallas_kernels.tuned import lookup
 H200 = Device("gpu", "NVIDIA H200", "9.0")
 
 
-def test_it_is_jaxs_own_unless_another_is_described() -> None:
+def test_it_is_jaxs_device_unless_another_is_set() -> None:
     assert current_device() == Device("cpu", jax.devices()[0].device_kind, "none")
-    with described(H200):
+    with compiling_for(H200):
         assert current_device() == H200
         there: list[Device] = []
         other = threading.Thread(target=lambda: there.append(current_device()))
@@ -29,13 +29,13 @@ def test_it_is_jaxs_own_unless_another_is_described() -> None:
     assert current_device().platform == "cpu"
 
 
-def test_multiprocessors_are_the_devices_own_where_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = swiglu_gemm.Sizes(8192, 2560, 9728)
-    assert swiglu_gemm.by_rule(sizes).group == 16
+def test_num_sms_is_the_devices_core_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = swiglu_gemm.SwigluSizes(8192, 2560, 9728)
+    assert swiglu_gemm.heuristic_config(sizes).group == 16
     device = SimpleNamespace(platform="gpu", device_kind="small", core_count=24)
     monkeypatch.setattr(jax, "devices", lambda *_: [device])
     assert current_device() == Device("gpu", "small", "none", 24)
-    assert swiglu_gemm.by_rule(sizes).group == 8  # tiles side by side, of fewer at a time
+    assert swiglu_gemm.heuristic_config(sizes).group == 8  # tiles side by side, of fewer at a time
 
 
 @pytest.mark.parametrize("chosen", ["cpu", jax.devices("cpu")[0]], ids=["name", "device"])
@@ -44,13 +44,13 @@ def test_it_follows_jaxs_setting(chosen: str | jax.Device) -> None:
         assert current_device().platform == "cpu"
 
 
-def test_all_that_depends_on_a_device_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_device_dependent_function_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     files: list[str] = []
     monkeypatch.setattr(
         "pallas_kernels.tuned.read_choices", lambda file: files.append(str(file)) or {}
     )
     assert not_hopper() == "cpu has compute capability none, not 9.x"
-    with described(H200):
+    with compiling_for(H200):
         assert current_platform() == "gpu"
         assert not_hopper() is None
         lookup("append_decode", (), lambda case: case, ())

@@ -1,4 +1,4 @@
-"""kv_append writes into the donated pools themselves, alone and in front of attention."""
+"""kv_append writes donated pools in place, by itself and before attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How calls of the kernels are cut up: the rule, and tuned choices as data."""
+"""Configurations of the kernels: heuristics, and tuned choices as data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import shapes, tuned
-from pallas_kernels.append_decode import launch
+from pallas_kernels.append_decode import launch, mosaic_launch
 from pallas_kernels.append_decode.cases import CASES
-from pallas_kernels.device import Device, described
+from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.paged_prefill import launch as prefill_launch
 from pallas_kernels.paged_prefill.cases import CASES as PREFILL_CASES
-from pallas_kernels.qk_rope_append.launch import heads_per_program
+from pallas_kernels.qk_rope_append.launch import heads_per_cta
 from pallas_kernels.shapes import PagedCase
 from pallas_kernels.skinny_gemm import launch as gemm_launch
 from pallas_kernels.skinny_gemm.cases import CASES as GEMM_CASES
@@ -28,7 +28,7 @@ STEP = next(case for case in CASES if case.name == "qwen3_4b_step_b64_ctx1056_pa
 
 
 class Call(NamedTuple):
-    """Shapes of a call: all that a choice may depend on."""
+    """Shapes of a call, on which its configuration depends."""
 
     qkv: jax.ShapeDtypeStruct
     k_pages: jax.ShapeDtypeStruct
@@ -46,11 +46,11 @@ def call_of(rows: int, kv_heads: int, head_dim: int, pages: int, dtype: str = "b
 @pytest.mark.parametrize(
     ("call", "splits", "block"),
     [
-        pytest.param(call_of(1, 8, 128, 2048), 32, 64, id="one_row_fills_the_chip"),
+        pytest.param(call_of(1, 8, 128, 2048), 32, 64, id="one_row_fills_the_gpu"),
         pytest.param(call_of(8, 8, 128, 2048), 4, 64, id="few_rows"),
-        pytest.param(call_of(24, 8, 128, 2048), 1, 64, id="not_quite_two_spans"),
+        pytest.param(call_of(24, 8, 128, 2048), 1, 64, id="not_quite_two_splits"),
         pytest.param(call_of(256, 8, 128, 2048), 1, 64, id="many_rows"),
-        pytest.param(call_of(1, 8, 128, 12), 2, 64, id="no_more_spans_than_blocks"),
+        pytest.param(call_of(1, 8, 128, 12), 2, 64, id="no_more_splits_than_blocks"),
         pytest.param(call_of(1, 1, 128, 1), 1, 64, id="one_page"),
         pytest.param(call_of(64, 8, 64, 64), 1, 64, id="narrow_heads_take_no_more_keys"),
         pytest.param(call_of(64, 8, 96, 64), 1, 64, id="head_dim_is_padded"),
@@ -58,8 +58,8 @@ def call_of(rows: int, kv_heads: int, head_dim: int, pages: int, dtype: str = "b
         pytest.param(call_of(8, 8, 128, 64, "float32"), 4, 16, id="float32"),
     ],
 )
-def test_rule(call: Call, splits: int, block: int) -> None:
-    choice = launch.by_rule(*call)
+def test_heuristic(call: Call, splits: int, block: int) -> None:
+    choice = launch.heuristic_config(*call)
     assert (choice.splits, choice.block) == (splits, block)
 
 
@@ -67,43 +67,43 @@ def test_rule(call: Call, splits: int, block: int) -> None:
     ("tokens", "heads", "expected"),
     [(1, 48, 1), (8, 48, 1), (16, 48, 2), (32, 48, 4), (512, 48, 8)],
 )
-def test_heads_of_a_program(tokens: int, heads: int, expected: int) -> None:
-    assert heads_per_program(tokens, heads) == expected
+def test_heads_per_cta(tokens: int, heads: int, expected: int) -> None:
+    assert heads_per_cta(tokens, heads) == expected
 
 
 @pytest.mark.parametrize(
     ("q", "dtype", "rows", "block"),
     [
-        pytest.param((8192, 32, 128), "bfloat16", 128, 64, id="fills_the_chip"),
+        pytest.param((8192, 32, 128), "bfloat16", 128, 64, id="fills_the_gpu"),
         pytest.param((512, 32, 128), "bfloat16", 64, 64, id="smaller_tiles_for_few_queries"),
         pytest.param((8192, 9, 64), "float16", 128, 128, id="narrow_heads_take_more_keys"),
         pytest.param((16, 8, 256), "bfloat16", 128, 64, id="wide_heads_take_eight_warps"),
         pytest.param((8192, 32, 128), "float32", 16, 16, id="float32"),
     ],
 )
-def test_rule_of_prefill(q: tuple[int, ...], dtype: str, rows: int, block: int) -> None:
-    choice = prefill_launch.by_rule(jax.ShapeDtypeStruct(q, jnp.dtype(dtype)))
+def test_heuristic_of_prefill(q: tuple[int, ...], dtype: str, rows: int, block: int) -> None:
+    choice = prefill_launch.heuristic_config(jax.ShapeDtypeStruct(q, jnp.dtype(dtype)))
     assert (choice.rows, choice.block) == (rows, block)
 
 
-def test_a_tuned_choice_wins_over_the_rule(tmp_path: Path, monkeypatch) -> None:
+def test_a_tuned_choice_wins_over_the_heuristic(tmp_path: Path, monkeypatch) -> None:
     file = tmp_path / "device.json"
     choice = {"splits": 2, "block": 32, "num_warps": 8, "num_stages": 2}
     file.write_text(json.dumps({STEP.name: choice}))
     monkeypatch.setattr(tuned, "tuned_file", lambda op, device_kind: file)
-    assert launch.choose(*call_of(64, 8, 128, 2048)) == launch.Launch(**choice)
+    assert launch.choose_config(*call_of(64, 8, 128, 2048)) == launch.TritonConfig(**choice)
     other = call_of(32, 8, 128, 2048)
-    assert launch.choose(*other) == launch.by_rule(*other)
+    assert launch.choose_config(*other) == launch.heuristic_config(*other)
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        pytest.param(("qwen9_4b",), "name 'qwen9_4b', which is no case", id="unknown"),
+        pytest.param(("qwen9_4b",), "name 'qwen9_4b', which is not a case", id="unknown"),
         pytest.param(("a", "b"), "name 'b' and another case of the same shapes", id="ambiguous"),
     ],
 )
-def test_choices_that_name_no_call_of_their_own(names: tuple[str, ...], message: str) -> None:
+def test_choices_for_unknown_or_ambiguous_cases(names: tuple[str, ...], message: str) -> None:
     cases = [PagedCase(name, shapes.QWEN3_4B, (length,)) for name, length in (("a", 1), ("b", 9))]
     with pytest.raises(ValueError, match=message):
         tuned.by_shapes(dict.fromkeys(names, {}), cases, launch.shapes_of)
@@ -112,17 +112,17 @@ def test_choices_that_name_no_call_of_their_own(names: tuple[str, ...], message:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("skinny_gemm", '{"qwen9_4b": {}}', "tuned choices name 'qwen9_4b', which is no case"),
-        ("append_decode/mosaic", '{"qwen9_4b": {}}', "tuned choices name 'qwen9_4b', which is no"),
+        ("skinny_gemm", '{"qwen9_4b": {}}', "tuned choices name 'qwen9_4b', which is not a case"),
+        ("append_decode/mosaic", '{"qwen9_4b": {}}', "tuned choices name 'qwen9_4b', which is not"),
         ("append_decode", '{"qwen3', "Unterminated string"),
-        ("paged_prefill", "[]", "it is no JSON object"),
+        ("paged_prefill", "[]", "it is not a JSON object"),
     ],
 )
 def test_a_file_that_cannot_be_used(
     name: str, content: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuned.check_choices()
-    with described(Device("gpu", "NVIDIA H200", "9.0")):
+    with compiling_for(Device("gpu", "NVIDIA H200", "9.0")):
         tuned.check_choices()
     file, elsewhere = tmp_path / "cpu.json", tmp_path / "none.json"
     file.write_text(content)
@@ -131,21 +131,24 @@ def test_a_file_that_cannot_be_used(
         tuned.check_choices()
 
 
-def test_files_lie_beside_their_op() -> None:
+def test_files_are_in_the_folder_of_their_op() -> None:
     file = tuned.tuned_file("append_decode", "NVIDIA H200")
     assert str(file).endswith("pallas_kernels/append_decode/tuned/nvidia_h200.json")
 
 
 @pytest.mark.parametrize(
-    ("op", "cases"),
+    ("folder", "module", "config", "cases"),
     [
-        pytest.param(launch, CASES, id="append_decode"),
-        pytest.param(prefill_launch, PREFILL_CASES, id="paged_prefill"),
-        pytest.param(gemm_launch, GEMM_CASES, id="skinny_gemm"),
-        pytest.param(swiglu_launch, SWIGLU_CASES, id="swiglu_gemm"),
+        ("append_decode/tuned", launch, launch.TritonConfig, CASES),
+        ("append_decode/tuned/mosaic", mosaic_launch, mosaic_launch.MosaicConfig, CASES),
+        ("paged_prefill/tuned", prefill_launch, prefill_launch.TritonConfig, PREFILL_CASES),
+        ("skinny_gemm/tuned", gemm_launch, gemm_launch.GemmConfig, GEMM_CASES),
+        ("swiglu_gemm/tuned", swiglu_launch, swiglu_launch.SwigluConfig, SWIGLU_CASES),
     ],
 )
-def test_tuned_files_name_real_cases(op: ModuleType, cases: tuple[Any, ...]) -> None:
-    for file in (Path(op.__file__ or "").parent / "tuned").glob("*.json"):
-        choices = tuned.by_shapes(tuned.read_choices(file), cases, op.shapes_of)
-        assert all(op.Launch(**choice) for choice in choices.values())
+def test_tuned_files_name_real_cases(
+    folder: str, module: ModuleType, config: type, cases: tuple[Any, ...]
+) -> None:
+    for file in (Path(tuned.__file__).parent / folder).glob("*.json"):
+        choices = tuned.by_shapes(tuned.read_choices(file), cases, module.shapes_of)
+        assert all(config(**choice) for choice in choices.values())

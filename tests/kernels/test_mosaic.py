@@ -1,9 +1,9 @@
 """The Mosaic kernels without a GPU: right in JAX's interpreter, and lowered for Hopper.
 
-The interpreter knows no products whose left side or sum lies in registers: ``_accumulate`` is
-replaced by one that it knows. Machine code is made on a GPU alone, so that nothing here says
-whether a kernel spills. The interpreter also fails on barriers that a warpgroup does not see
-through to the end.
+The interpreter has no wgmma with an operand or an initial accumulator in registers, so
+``_accumulate`` is replaced. Machine code is compiled on a GPU only, so these tests do not show
+whether a kernel spills. The interpreter also fails on barriers with a phase that no warpgroup
+waited for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import Device, described
+from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.paged_prefill import launch, mosaic, mosaic_plan
 from pallas_kernels.paged_prefill.api import OP
 from pallas_kernels.registry import Impl, select
@@ -41,10 +41,10 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _accumulate(
-    acc: jax.Array, weights: jax.Array, v: Any, init: Any = (), meanwhile: Any = tuple
+    acc: jax.Array, p: jax.Array, v_smem: Any, init: Any = (), overlapped: Any = tuple
 ) -> Any:
     del init
-    return acc + jnp.dot(weights.astype(jnp.float32), v[...].astype(jnp.float32)), meanwhile()
+    return acc + jnp.dot(p.astype(jnp.float32), v_smem[...].astype(jnp.float32)), overlapped()
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
@@ -61,7 +61,7 @@ def test_the_interpreter_agrees_with_the_definition(
 
 
 @pytest.mark.parametrize(
-    ("name", "programs"),
+    ("name", "num_sms"),
     [
         ("qwen3_4b_tp8_ragged_bf16", 3),
         ("qwen3_4b_tp8_ragged_bf16", 4),
@@ -70,14 +70,14 @@ def test_the_interpreter_agrees_with_the_definition(
     ],
 )
 @pytest.mark.usefixtures("on_hopper")
-def test_programs_take_several_tiles(
-    name: str, programs: int, monkeypatch: pytest.MonkeyPatch
+def test_ctas_compute_several_tiles(
+    name: str, num_sms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mosaic, "_accumulate", _accumulate)
-    small = Device("gpu", "of few multiprocessors", "9.0", multiprocessors=programs)
+    small = Device("gpu", "few SMs", "9.0", num_sms=num_sms)
     inputs = OP.build(CASES[name], 0)
     kernel = mosaic.paged_prefill.__wrapped__  # not the trace of other tests
-    with described(small), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+    with compiling_for(small), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         problem = mismatch(OP, Impl("mosaic", kernel), CASES[name], inputs)
     assert problem is None, problem
 
@@ -90,9 +90,7 @@ def test_chosen_and_lowered_for_hopper(name: str) -> None:
     step = jax.jit(partial(MOSAIC.fn, **inputs.static))
     text = step.trace(*inputs.args).lower(lowering_platforms=("cuda",)).as_text()
     assert "@mosaic_gpu" in text
-    assert "stablehlo.while" not in text and "stablehlo.sort" not in text, (
-        "XLA has control flow of its own"
-    )
+    assert "stablehlo.while" not in text and "stablehlo.sort" not in text, "XLA adds control flow"
 
 
 @pytest.mark.parametrize(
@@ -110,8 +108,8 @@ def test_refusals(case: PagedCase, reason: str) -> None:
     assert reason in (MOSAIC.refuses("gpu", inputs.args, inputs.static) or "")
 
 
-def _of_one_prompt(rows: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Contexts and queries of a step with one prompt, in a bucket for more."""
+def _one_prompt(rows: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Contexts and queries of a step with one prompt, in a bucket for several."""
     lens = (length, *(0,) * (rows - 1))
     return lens, lens
 
@@ -119,30 +117,32 @@ def _of_one_prompt(rows: int, length: int) -> tuple[tuple[int, ...], tuple[int, 
 @pytest.mark.parametrize(
     ("lens", "num_tokens", "tile_tokens"),
     [
-        pytest.param(_of_one_prompt(64, 1024), 4096, 64, id="one_prompt"),
+        pytest.param(_one_prompt(64, 1024), 4096, 64, id="one_prompt"),
         pytest.param(((0, 0), (0, 0)), 200, 128, id="only_padding"),
         pytest.param(((64, 500, 64), (64, 72, 64)), 200, 64, id="no_padding"),
         pytest.param(((63, 0, 70, 129), (63, 0, 1, 129)), 256, 128, id="uneven"),
-        pytest.param(((7, 57, 1, 0, 60), (7, 57, 1, 0, 60)), 128, 64, id="many_begin_in_between"),
+        pytest.param(((7, 57, 1, 0, 60), (7, 57, 1, 0, 60)), 128, 64, id="unaligned_starts"),
     ],
 )
-def test_tiles_hold_every_token_once_and_leave_no_context(
+def test_every_token_is_in_one_tile_within_its_context(
     lens: tuple[tuple[int, ...], tuple[int, ...]], num_tokens: int, tile_tokens: int
 ) -> None:
     seq_lens, query_lens = np.array(lens, np.int32)
     starts = np.append(0, np.cumsum(query_lens, dtype=np.int32))
     table = jnp.asarray(starts), jnp.asarray(seq_lens)
     tiles, num_tiles = map(np.asarray, mosaic_plan.tile_table(*table, num_tokens, tile_tokens))
-    row, eighth, lead, count, position = tiles[tiles[:, mosaic_plan.COUNT] > 0].T
-    first = launch.ALIGNED * eighth + lead
-    position, count = position + lead, count - lead  # of the row's own
+    row, aligned_token, lead, count, position = tiles[tiles[:, mosaic_plan.COUNT] > 0].T
+    first = launch.TOKEN_ALIGNMENT * aligned_token + lead
+    position, count = position + lead, count - lead  # without the previous row's queries
     tokens = [np.arange(*span) for span in zip(first, first + count, strict=True)]
     assert sorted(np.concatenate(tokens)) == list(range(num_tokens))
     assert num_tiles == count.size and np.all(tiles[: num_tiles[0], mosaic_plan.COUNT] > 0)
     blocks = np.maximum(position + count, 0) + launch.BLOCK - 1
     assert np.all(np.diff(blocks // launch.BLOCK) <= 0)  # the longest first
     padding = first >= starts[-1]
-    assert np.all((row >= 0) & (row < len(seq_lens)))  # that of padding, too: all read a page's id
+    assert np.all(
+        (row >= 0) & (row < len(seq_lens))
+    )  # padding too, since every tile reads page ids
     assert np.all(padding | (starts[row] <= first) & (first + count <= starts[row + 1]))
     assert np.all(position + count <= np.where(padding, 0, seq_lens[row]))
     assert np.all(padding | (position + count > 0))

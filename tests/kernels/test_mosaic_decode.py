@@ -1,8 +1,8 @@
 """append_decode in Mosaic without a GPU: right in JAX's interpreter, and lowered for Hopper.
 
-The interpreter does not see the shared memory of other programs: ``_leave`` and ``_found`` are
-replaced by a table on the host. Machine code is made on a GPU alone, so that nothing here says
-whether a kernel spills.
+The interpreter does not model the shared memory of other CTAs: ``_share_state`` and ``_read_state``
+are replaced by a table on the host. Machine code is compiled on a GPU only, so these tests do not
+show whether a kernel spills.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.append_decode import cases as append_decode
 from pallas_kernels.append_decode import mosaic, mosaic_launch
 from pallas_kernels.append_decode.api import OP
-from pallas_kernels.append_decode.cases import AppendCase
-from pallas_kernels.append_decode.mosaic_launch import Launch
+from pallas_kernels.append_decode.cases import DecodeCase
+from pallas_kernels.append_decode.mosaic_launch import MosaicConfig
 from pallas_kernels.registry import Impl, select
 from pallas_kernels.shapes import QWEN3_4B_TP8
 from pallas_kernels.testing import mismatch
@@ -39,12 +39,12 @@ STEPS = [
     if case.name.startswith("qwen3_4b_step") and not case.kv_dtype and len(case.seq_lens) > 1
 ]
 INTERPRETED = [
-    ("qwen3_4b_bf16", Launch(1, 64, 3, programs=24)),
-    ("gpt2_no_rope_f16", Launch(1, 128, 2, programs=5)),
-    ("smollm2_blocks_bf16", Launch(1, 64, 2, programs=4)),
-    ("llama3_70b_tp8_gqa8_bf16", Launch(2, 64, 2, programs=9)),
-    ("qwen3_4b_tp8_page64_bf16", Launch(4, 64, 2, programs=4)),
-    ("qwen3_4b_tp8_page64_bf16", Launch(2, 128, 2, programs=4)),
+    ("qwen3_4b_bf16", MosaicConfig(1, 64, 3, max_clusters=24)),
+    ("gpt2_no_rope_f16", MosaicConfig(1, 128, 2, max_clusters=5)),
+    ("smollm2_blocks_bf16", MosaicConfig(1, 64, 2, max_clusters=4)),
+    ("llama3_70b_tp8_gqa8_bf16", MosaicConfig(2, 64, 2, max_clusters=9)),
+    ("qwen3_4b_tp8_page64_bf16", MosaicConfig(4, 64, 2, max_clusters=4)),
+    ("qwen3_4b_tp8_page64_bf16", MosaicConfig(2, 128, 2, max_clusters=4)),
 ]
 
 
@@ -53,68 +53,68 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mosaic_launch, "not_hopper", lambda: None)
 
 
-class _Table:
-    """What splits left, by program and split."""
+class _SharedStates:
+    """The states of splits, by cluster and split."""
 
     def __init__(self) -> None:
-        self.parts: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}
+        self.states: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}
         self.changed = threading.Condition()
 
-    def put(self, program: Any, split: Any, *part: Any) -> np.int32:
+    def put(self, cluster: Any, split: Any, *state: Any) -> np.int32:
         with self.changed:
-            self.parts[int(program), int(split)] = tuple(map(np.asarray, part))
+            self.states[int(cluster), int(split)] = tuple(map(np.asarray, state))
             self.changed.notify_all()
         return np.int32(0)
 
     def get(self, *place: Any) -> tuple[np.ndarray, ...]:
         key = tuple(map(int, place))
         with self.changed:
-            assert self.changed.wait_for(lambda: key in self.parts, 60)
-            return self.parts[key]
+            assert self.changed.wait_for(lambda: key in self.states, 60)
+            return self.states[key]
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Table]:
-    table = _Table()
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[_SharedStates]:
+    table = _SharedStates()
 
-    def leave(shared: Any, *part: jax.Array) -> None:
-        place = (lax.axis_index(name) for name in ("program", "split"))
-        io_callback(table.put, jax.ShapeDtypeStruct((), jnp.int32), *place, *part)
-        plgpu.barrier_arrive(shared.cluster)
-        plgpu.barrier_wait(shared.cluster)
+    def share_state(scratch: Any, *state: jax.Array) -> None:
+        place = (lax.axis_index(name) for name in ("cluster", "split"))
+        io_callback(table.put, jax.ShapeDtypeStruct((), jnp.int32), *place, *state)
+        plgpu.barrier_arrive(scratch.cluster_barrier)
+        plgpu.barrier_wait(scratch.cluster_barrier)
 
-    def found(shared: Any, split: int) -> Any:
-        place = lax.axis_index("program"), jnp.int32(split)
-        refs = (shared.top, shared.total, shared.mixed)
+    def read_state(scratch: Any, split: int) -> Any:
+        place = lax.axis_index("cluster"), jnp.int32(split)
+        refs = (scratch.m_smem, scratch.l_smem, scratch.acc_smem)
         return io_callback(
             table.get, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in refs], *place
         )
 
-    monkeypatch.setattr(mosaic, "_leave", leave)
-    monkeypatch.setattr(mosaic, "_found", found)
+    monkeypatch.setattr(mosaic, "_share_state", share_state)
+    monkeypatch.setattr(mosaic, "_read_state", read_state)
     yield table
 
 
-@pytest.mark.parametrize(("name", "choice"), INTERPRETED, ids=[name for name, _ in INTERPRETED])
+@pytest.mark.parametrize(("name", "config"), INTERPRETED, ids=[name for name, _ in INTERPRETED])
 @pytest.mark.usefixtures("on_hopper")
 def test_the_interpreter_agrees_with_the_definition(
-    name: str, choice: Launch, table: _Table, monkeypatch: pytest.MonkeyPatch
+    name: str, config: MosaicConfig, table: _SharedStates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
-    monkeypatch.setattr(mosaic_launch, "LEAST_PROGRAMS", 1)
+    monkeypatch.setattr(mosaic_launch, "MIN_CTAS", 1)
     inputs = OP.build(case, 0)
     assert MOSAIC.refuses("gpu", inputs.args, inputs.static) is None
-    launched = partial(mosaic.launched, choice)
+    launch_with = partial(mosaic.launch_with, config)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        problem = mismatch(OP, Impl("mosaic", launched), case, inputs)
+        problem = mismatch(OP, Impl("mosaic", launch_with), case, inputs)
     assert problem is None, problem
     rows = len(case.seq_lens) + case.padding
-    splits = choice.splits if choice.splits > 1 else 0
-    assert len(table.parts) == rows * case.heads.num_kv_heads * splits
+    splits = config.splits if config.splits > 1 else 0
+    assert len(table.states) == rows * case.heads.num_kv_heads * splits
 
 
-def _call(case: AppendCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A case's arguments as shapes: its pools take long to make."""
+def _call(case: DecodeCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A case's arguments as shapes, since its pools are slow to build."""
     rows, (n, k, h) = len(case.seq_lens), vars(case.heads).values()
     array = jax.ShapeDtypeStruct
     dtype, width = jnp.dtype(case.dtype), -(-max(case.seq_lens) // case.page_size)
@@ -127,7 +127,7 @@ def _call(case: AppendCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @pytest.mark.parametrize("case", STEPS, ids=lambda case: case.name)
 @pytest.mark.usefixtures("on_hopper")
-def test_chosen_and_lowered_for_hopper_in_place(case: AppendCase) -> None:
+def test_chosen_and_lowered_for_hopper_in_place(case: DecodeCase) -> None:
     args, static = _call(case)
     assert select(OP, "gpu", args, static).name == "mosaic"
     step = jax.jit(partial(MOSAIC.fn, **static), donate_argnums=OP.donate)
@@ -147,44 +147,44 @@ WANTED = replace(CASES["qwen3_4b_bf16"], name="wanted")
         pytest.param(CASES["qwen3_4b_fp8"], "pages float8_e4m3fn", id="fp8"),
         pytest.param(CASES["phi3_head96_bf16"], "head_dim 96 is neither", id="head_dim"),
         pytest.param(replace(WANTED, page_size=24), "page_size 24 is not", id="page_size"),
-        pytest.param(replace(WANTED, window=8), "it has no windows", id="window"),
+        pytest.param(replace(WANTED, window=8), "it does not support windows", id="window"),
         pytest.param(
             replace(WANTED, heads=QWEN3_4B_TP8, seq_lens=(90,), padding=0),
-            "8 programs leave most",
+            "8 CTAs leave most",
             id="one_row",
         ),
         pytest.param(WANTED, "compute capability none, not 9.x", id="device"),
     ],
 )
-def test_refusals(case: AppendCase, reason: str) -> None:
+def test_refusals(case: DecodeCase, reason: str) -> None:
     inputs = OP.build(case, 0)
     assert reason in (MOSAIC.refuses("gpu", inputs.args, inputs.static) or "")
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "choice"),
+    ("rows", "width", "config"),
     [
-        pytest.param(2, 67, Launch(8, 128, 2, 264), id="largest_cluster"),
-        pytest.param(2, 12, Launch(2, 64, 3, 264), id="no_more_than_blocks"),
-        pytest.param(8, 67, Launch(2, 128, 2, 264), id="one_on_a_multiprocessor"),
-        pytest.param(512, 67, Launch(1, 64, 3, 264), id="several_in_turn"),
+        pytest.param(2, 67, MosaicConfig(8, 128, 2, 264), id="largest_cluster"),
+        pytest.param(2, 12, MosaicConfig(2, 64, 3, 264), id="no_more_than_blocks"),
+        pytest.param(8, 67, MosaicConfig(2, 128, 2, 264), id="one_cta_per_sm"),
+        pytest.param(512, 67, MosaicConfig(1, 64, 3, 264), id="several_items_per_cta"),
     ],
 )
-def test_rule(rows: int, width: int, choice: Launch) -> None:
+def test_heuristic(rows: int, width: int, config: MosaicConfig) -> None:
     (qkv, _, _, _, pool, *_), _ = _call(replace(STEPS[0], seq_lens=(1057,) * rows))
     page_table = jax.ShapeDtypeStruct((rows, width), jnp.int32)
-    assert mosaic_launch.by_rule(qkv, pool, page_table) == choice  # type: ignore[arg-type]
+    assert mosaic_launch.heuristic_config(qkv, pool, page_table) == config  # type: ignore[arg-type]
 
 
-def test_a_tuned_choice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, choice = STEPS[0], {"splits": 4, "block": 128, "stages": 2, "programs": 132}
+def test_a_tuned_choice_from_its_own_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, config = STEPS[0], {"splits": 4, "block": 128, "stages": 2, "max_clusters": 132}
     files: list[str] = []
 
     def read(file: Any) -> dict[str, Any]:
         files.append(str(file))
-        return {case.name: choice}
+        return {case.name: config}
 
     monkeypatch.setattr(mosaic_launch.tuned, "read_choices", read)
     (qkv, _, _, _, pool, _, page_table, _), _ = _call(case)
-    assert mosaic_launch.choose(qkv, pool, page_table) == Launch(**choice)
+    assert mosaic_launch.choose_config(qkv, pool, page_table) == MosaicConfig(**config)
     assert files[0].endswith("append_decode/tuned/mosaic/cpu.json")

@@ -1,6 +1,6 @@
 """skinny_gemm in Mosaic without a GPU: right in JAX's interpreter, and lowered for Hopper.
 
-What a launch may be is tried by hand, as the rule's choices for small matrices are few.
+Configurations are listed by hand, since the heuristic has few for small matrices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pallas_kernels.registry import Impl, select
 from pallas_kernels.skinny_gemm import launch, mosaic
 from pallas_kernels.skinny_gemm.api import OP
 from pallas_kernels.skinny_gemm.cases import CASES, GemmCase
-from pallas_kernels.skinny_gemm.launch import Launch
+from pallas_kernels.skinny_gemm.launch import GemmConfig
 from pallas_kernels.testing import mismatch
 
 MOSAIC = next(impl for impl in OP.impls if impl.name == "mosaic")
@@ -31,14 +31,14 @@ INTERPRETED = [case for case in FIT if "ci" in case.tags]
 
 GATE_UP = GemmCase("gate_up", 16, 256, 256, swiglu=True, dtype="bfloat16")
 PLAIN = replace(GATE_UP, name="plain", swiglu=False)
-PARTS = replace(PLAIN, name="parts", split=True)
+SPLIT = replace(PLAIN, name="split", split=True)
 LAUNCHES = {
-    "one_step": (replace(PLAIN, inner=64), Launch(64, 64, 2)),
-    "fewer_steps_than_stages": (PLAIN, Launch(64, 128, 4)),
-    "uneven_parts": (replace(PARTS, tokens=1, inner=320), Launch(64, 64, 2, parts=3)),
-    "a_part_is_the_whole": (PARTS, Launch(64, 64, 2)),
-    "a_share_of_columns_each": (GATE_UP, Launch(128, 64, 3, warpgroups=2)),
-    "a_share_of_tokens_each": (GATE_UP, Launch(64, 128, 2, warpgroups=2)),
+    "one_step": (replace(PLAIN, inner=64), GemmConfig(64, 64, 2)),
+    "fewer_steps_than_stages": (PLAIN, GemmConfig(64, 128, 4)),
+    "uneven_split_k": (replace(SPLIT, tokens=1, inner=320), GemmConfig(64, 64, 2, split_k=3)),
+    "split_k_of_one": (SPLIT, GemmConfig(64, 64, 2)),
+    "warpgroups_divide_columns": (GATE_UP, GemmConfig(128, 64, 3, warpgroups=2)),
+    "warpgroups_divide_tokens": (GATE_UP, GemmConfig(64, 128, 2, warpgroups=2)),
 }
 
 
@@ -57,11 +57,11 @@ def test_the_interpreter_agrees_with_the_definition(case: GemmCase) -> None:
     assert problem is None, problem
 
 
-@pytest.mark.parametrize(("case", "choice"), LAUNCHES.values(), ids=LAUNCHES)
-def test_all_launches_agree_with_the_definition(case: GemmCase, choice: Launch) -> None:
-    launched = partial(mosaic.launched, choice)
+@pytest.mark.parametrize(("case", "config"), LAUNCHES.values(), ids=LAUNCHES)
+def test_all_configs_agree_with_the_definition(case: GemmCase, config: GemmConfig) -> None:
+    launch_with = partial(mosaic.launch_with, config)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        problem = mismatch(OP, Impl("mosaic", launched), case, OP.build(case, 0))
+        problem = mismatch(OP, Impl("mosaic", launch_with), case, OP.build(case, 0))
     assert problem is None, problem
 
 
@@ -82,7 +82,7 @@ def test_chosen_and_lowered_for_hopper(case: GemmCase) -> None:
     [
         pytest.param(replace(PLAIN, dtype="float32"), "tokens are float32", id="float32"),
         pytest.param(replace(PLAIN, tokens=257), "257 tokens are not between", id="tokens"),
-        pytest.param(replace(PARTS, tokens=257), "257 tokens are not between", id="split_tokens"),
+        pytest.param(replace(SPLIT, tokens=257), "257 tokens are not between", id="split_tokens"),
         pytest.param(replace(GATE_UP, tokens=80), "80 tokens are not between", id="swiglu_tokens"),
         pytest.param(replace(PLAIN, tokens=24), "24 tokens are not a multiple of 16", id="uneven"),
         pytest.param(replace(PLAIN, inner=96), "96 or 256 components", id="inner"),

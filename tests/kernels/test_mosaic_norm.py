@@ -19,14 +19,14 @@ from pallas_kernels.testing import mismatch
 
 MOSAIC = next(impl for impl in OP.impls if impl.name == "mosaic")
 STEPS = [case for case in CASES if case.name.startswith("qwen3_4b_t") and case.tokens <= 256]
-PRODUCTS = [case for case in STEPS if case.parts == 1]
-SMALL = NormCase("product", 3, 512, 1, "bfloat16")
+GEMM_OUTPUTS = [case for case in STEPS if case.partials == 1]
+SMALL = NormCase("gemm_output", 3, 512, 1, "bfloat16")
 INTERPRETED = (
     SMALL,
     replace(SMALL, name="product_f16", dtype="float16"),
-    replace(SMALL, name="one_token_parts2", tokens=1, width=1024, parts=2),
-    replace(SMALL, name="parts3_f16", tokens=2, width=1536, parts=3, dtype="float16"),
-    replace(SMALL, name="widest_parts4", tokens=2, width=4096, parts=4),
+    replace(SMALL, name="one_token_parts2", tokens=1, width=1024, partials=2),
+    replace(SMALL, name="parts3_f16", tokens=2, width=1536, partials=3, dtype="float16"),
+    replace(SMALL, name="widest_parts4", tokens=2, width=4096, partials=4),
 )
 
 
@@ -35,7 +35,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mosaic_launch, "not_hopper", lambda: None)
 
 
-@pytest.mark.parametrize("case", [*INTERPRETED, PRODUCTS[0]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*INTERPRETED, GEMM_OUTPUTS[0]], ids=lambda case: case.name)
 @pytest.mark.usefixtures("on_hopper")
 def test_the_interpreter_agrees_with_the_definition(case: NormCase) -> None:
     inputs = OP.build(case, 0)
@@ -52,7 +52,7 @@ def _call(case: NormCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, inputs.static
 
 
-@pytest.mark.parametrize("case", [*INTERPRETED, *PRODUCTS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*INTERPRETED, *GEMM_OUTPUTS], ids=lambda case: case.name)
 @pytest.mark.usefixtures("on_hopper")
 def test_chosen_and_lowered_for_hopper(case: NormCase) -> None:
     args, static = _call(case)
@@ -61,20 +61,20 @@ def test_chosen_and_lowered_for_hopper(case: NormCase) -> None:
     assert "@mosaic_gpu" in step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("case", [*INTERPRETED, *PRODUCTS], ids=lambda case: case.name)
-def test_it_says_what_it_returns(case: NormCase) -> None:
+@pytest.mark.parametrize("case", [*INTERPRETED, *GEMM_OUTPUTS], ids=lambda case: case.name)
+def test_declared_result_shapes_are_right(case: NormCase) -> None:
     args, static = _call(case)
     returned = jax.eval_shape(partial(mosaic.residual_norm, **static), *args)
-    said = mosaic_launch.results(*args, **static)
-    assert [(x.shape, x.dtype) for x in said] == [(x.shape, x.dtype) for x in returned]
+    declared = mosaic_launch.result_shapes(*args, **static)
+    assert [(x.shape, x.dtype) for x in declared] == [(x.shape, x.dtype) for x in returned]
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         pytest.param({"dtype": "float32"}, "tokens are float32 and weights float32", id="dtype"),
-        pytest.param({"parts": 0}, "there are no parts to add", id="no_parts"),
-        pytest.param({"parts": 5}, "or more than 4", id="parts"),
+        pytest.param({"partials": 0}, "there are no partials to add", id="no_parts"),
+        pytest.param({"partials": 5}, "or more than 4", id="partials"),
         pytest.param({"tokens": 257}, "257 tokens are not between 1 and 256", id="tokens"),
         pytest.param({"width": 576}, "576 components are not a multiple of 512", id="width"),
         pytest.param({"width": 4608}, "4608 components are not a multiple", id="wide"),
@@ -87,6 +87,6 @@ def test_refusals(change: Mapping[str, Any], reason: str) -> None:
 
 
 def test_weights_of_another_dtype_are_refused() -> None:
-    x, parts, weights = OP.build(SMALL, 0).args
-    found = mosaic_launch.supports(x, parts, weights.astype("float16"), row=1, eps=1e-6)
-    assert found == "tokens are bfloat16 and weights float16, not both of 16 bits and alike"
+    x, partials, weights = OP.build(SMALL, 0).args
+    found = mosaic_launch.supports(x, partials, weights.astype("float16"), row=1, eps=1e-6)
+    assert found == "tokens are bfloat16 and weights float16, not the same 16-bit dtype"

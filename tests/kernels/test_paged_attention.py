@@ -60,7 +60,7 @@ BF16, FP8 = {"dtype": "bfloat16"}, {"dtype": "bfloat16", "kv_dtype": "float8_e4m
     ids=lambda case: case.name,
 )
 def test_a_decode_row_attends_as_defined(case: PagedCase) -> None:
-    """Beside the cases of append_decode, which appends a token and then attends in the same way."""
+    """In addition to the cases of append_decode, which appends a token and then attends."""
     arguments = _decode_arguments(case)
     static = {"scale": case.heads.head_dim**-0.5, "window": case.window}
     out, defined = (f(*arguments, **static) for f in (attend, attend_ref.attend))
@@ -108,7 +108,7 @@ CHUNKINGS = (
 
 @pytest.mark.parametrize("window", [None, 50], ids=["full", "window"])
 def test_chunks_agree_with_decode(window: int | None) -> None:
-    """However a prompt is cut, every token gets what decoding it would have given."""
+    """However a prompt is split into chunks, every token has the result of decoding it."""
     case = PagedCase("prompt", SMOL, (200,), (200,), window=window)
     inputs = prefill_cases.build(case, 0)
     q, k_pages, v_pages, table, _, _ = map(jnp.asarray, inputs.args)
@@ -129,7 +129,7 @@ def test_chunks_agree_with_decode(window: int | None) -> None:
 
 
 def test_padding_queries_are_exactly_zero() -> None:
-    """Also right after a tile that overhangs into them."""
+    """Also after a tile that extends into them."""
     case = PagedCase("padded", SMOL, (TILE + 3, 5), (TILE + 3, 5), padding=TILE)
     inputs = prefill_cases.build(case, 0)
     out = np.asarray(paged_prefill(*map(jnp.asarray, inputs.args), **inputs.static))

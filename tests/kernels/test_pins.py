@@ -1,4 +1,4 @@
-"""Pins: what is unknown or never runs here is refused before any work."""
+"""Pins: unknown names and other platforms' implementations are refused before any work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from pallas_kernels.pins import ALL_XLA, Pins, checked_pins
 
 
-def test_only_what_is_named_is_pinned() -> None:
+def test_ops_without_a_pin_are_left_to_select() -> None:
     pins = checked_pins({"paged_prefill": "xla", "kv_append": "xla"}, "gpu")
     assert pins == checked_pins({"kv_append": "xla", "paged_prefill": "xla"}, "gpu")
     assert (pins.of("kv_append"), pins.of("append_decode"), Pins().of("kv_append")) == (
@@ -17,7 +17,7 @@ def test_only_what_is_named_is_pinned() -> None:
     )
 
 
-def test_all_may_be_pinned_at_once() -> None:
+def test_all_ops_may_be_pinned_at_once() -> None:
     assert checked_pins(dict(ALL_XLA.pairs), "gpu") == ALL_XLA
 
 
@@ -27,7 +27,7 @@ def test_all_may_be_pinned_at_once() -> None:
         ({"flash": "xla"}, "there is no kernel 'flash'; the kernels are append_decode, kv_append"),
         ({"kv_append": "cuda"}, "kv_append has no implementation 'cuda'; it has triton, xla"),
         ({"kv_append": "triton"}, "kv_append=triton runs on gpu, not on cpu"),
-        ({"links": "xla"}, "links can be pinned to none alone, not to 'xla'"),
+        ({"links": "xla"}, "links can be pinned to none only, not to 'xla'"),
     ],
     ids=["op", "implementation", "platform", "links"],
 )

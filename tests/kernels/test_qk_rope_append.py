@@ -1,4 +1,4 @@
-"""qk_rope_append writes into the donated pools themselves; its arguments are checked."""
+"""qk_rope_append writes donated pools in place; errors for bad arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choosing an implementation: first that can run, pinned or nothing, and every reason named."""
+"""Choice of an implementation: the first that can run or the pinned one, with all reasons."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_pin_reaches_through_the_api() -> None:
 def test_each_choice_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every kind of call; what a missing language costs is one warning."""
+    """For every kind of call; a missing language adds one warning."""
     absent = Impl("fast", lambda x, *, scale: x, supports=lambda x, *, scale: NOT_INSTALLED)
     monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
     registry._log_once.cache_clear()

@@ -1,4 +1,4 @@
-"""residual_norm: the same bits as the formulas, a gradient, and arguments that are checked."""
+"""residual_norm: the same bits as the formulas, a gradient, and errors for bad arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_bits_of_the_formulas_it_replaces() -> None:
     assert np.array_equal(normed, jax.jit(rms_norm, static_argnums=2)(X + DELTA, WEIGHTS[1], EPS))
 
 
-def test_without_parts_the_stream_stays_as_it_is() -> None:
+def test_without_partials_the_sum_is_x() -> None:
     total, normed = residual_norm(X, None, WEIGHTS, row=0, eps=EPS)
     assert np.array_equal(total, X)
     assert np.array_equal(normed, jax.jit(rms_norm, static_argnums=2)(X, WEIGHTS[0], EPS))
@@ -36,13 +36,13 @@ def test_plain_xla_differentiates() -> None:
     def of_delta(delta: jax.Array) -> jax.Array:
         return residual_norm(X, delta, WEIGHTS, row=0, eps=EPS, impl="xla")[1].sum()
 
-    def of_parts(delta: jax.Array) -> jax.Array:
-        parts = jnp.stack([delta, 0 * delta])
-        return residual_norm(X, parts, WEIGHTS, row=0, eps=EPS, impl="xla")[1].sum()
+    def of_partials(delta: jax.Array) -> jax.Array:
+        partials = jnp.stack([delta, 0 * delta])
+        return residual_norm(X, partials, WEIGHTS, row=0, eps=EPS, impl="xla")[1].sum()
 
     gradient = jax.grad(of_delta)(DELTA)
     assert np.any(gradient)
-    np.testing.assert_allclose(jax.grad(of_parts)(DELTA), gradient, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.grad(of_partials)(DELTA), gradient, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -51,15 +51,15 @@ def test_plain_xla_differentiates() -> None:
         pytest.param({"weights": jnp.zeros(576)}, "do not fit weights", id="weights"),
         pytest.param({"weights": jnp.zeros((2, 64))}, "do not fit weights", id="width"),
         pytest.param({"row": 2}, r"no row 2 in weights \(2, 576\)", id="row"),
-        pytest.param({"parts": DELTA[1:]}, "parts .* do not fit tokens", id="tokens"),
-        pytest.param({"parts": DELTA[None, :0]}, "parts .* do not fit tokens", id="no_tokens"),
-        pytest.param({"parts": jnp.zeros((0, 7, 576))}, "parts .* do not fit", id="no_parts"),
-        pytest.param({"parts": DELTA.astype(jnp.bfloat16)}, "bfloat16, not float32", id="dtype"),
-        pytest.param({"parts": DELTA[None].astype(jnp.bfloat16)}, "not float32", id="narrow"),
+        pytest.param({"partials": DELTA[1:]}, "partials .* do not fit tokens", id="tokens"),
+        pytest.param({"partials": DELTA[None, :0]}, "partials .* do not fit", id="no_tokens"),
+        pytest.param({"partials": jnp.zeros((0, 7, 576))}, "partials .* do not fit", id="no_parts"),
+        pytest.param({"partials": DELTA.astype(jnp.bfloat16)}, "bfloat16, not float32", id="dtype"),
+        pytest.param({"partials": DELTA[None].astype(jnp.bfloat16)}, "not float32", id="narrow"),
     ],
 )
 def test_arguments_that_do_not_fit(change: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"x": X, "parts": DELTA, "weights": WEIGHTS, "row": 0, "eps": EPS}
+    given: dict[str, Any] = {"x": X, "partials": DELTA, "weights": WEIGHTS, "row": 0, "eps": EPS}
     with pytest.raises(ValueError, match=message):
         residual_norm(**(given | change))
 
@@ -83,16 +83,16 @@ def test_calls_of_the_kernel(x: tuple[int, int], weights: str, reason: str | Non
 
 @pytest.mark.parametrize(("tile", "expected"), [(64, 1), (1024, 4), (4096, 16), (8192, 16)])
 def test_warps(tile: int, expected: int) -> None:
-    assert launch.warps(tile) == expected
+    assert launch.num_warps(tile) == expected
 
 
 @pytest.mark.parametrize(
-    ("parts", "tile", "expected"),
+    ("partials", "tile", "expected"),
     [
         pytest.param(0, 4096, 1, id="no_parts"),
         pytest.param(8, 4096, 8, id="all"),
-        pytest.param(8, 8192, 4, id="wide_rows_in_two_goes"),
+        pytest.param(8, 8192, 4, id="wide_rows_in_two_batches"),
     ],
 )
-def test_parts_under_way_at_once(parts: int, tile: int, expected: int) -> None:
-    assert launch.together(parts, tile) == expected
+def test_loads_in_flight(partials: int, tile: int, expected: int) -> None:
+    assert launch.loads_in_flight(partials, tile) == expected

@@ -1,4 +1,4 @@
-"""sample: its random bits, what its contract says beyond the sweep, and its arguments."""
+"""sample: random bits, properties that the sweep does not test, and errors for bad arguments."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_argmax_takes_the_first_of_equals() -> None:
 def test_rows_do_not_depend_on_their_neighbours(impl: str) -> None:
     run = jax.jit(OP.ref if impl == "ref" else sample)
     args = [jnp.asarray(x) for x in build(SampleCase("rows", 320, MIXED, 8), 3).args]
-    together = np.asarray(run(*args))
+    in_a_batch = np.asarray(run(*args))
     for row in range(8):
-        assert run(*(x[row : row + 1] for x in args))[0] == together[row]
+        assert run(*(x[row : row + 1] for x in args))[0] == in_a_batch[row]
 
 
-def test_rows_that_mean_nothing_yield_an_id() -> None:
+def test_rows_of_nan_yield_an_id() -> None:
     args = list(build(SampleCase("nan", 320, MIXED, 8), 0).args)
     args[0] = np.full_like(args[0], np.nan)
     drawn = np.asarray(jax.jit(sample)(*args))
@@ -94,16 +94,16 @@ def test_arguments_that_do_not_fit(change: dict[int, tuple], message: str) -> No
 
 
 @pytest.mark.parametrize(("rows", "blocks"), [(1, 4), (8, 16), (32, 64), (256, 64)])
-def test_blocks_of_a_program(rows: int, blocks: int) -> None:
-    assert launch.blocks_per_program(rows, 1187) == blocks
+def test_blocks_per_cta(rows: int, blocks: int) -> None:
+    assert launch.blocks_per_cta(rows, 1187) == blocks
 
 
-@pytest.mark.parametrize(("loads", "programs", "notes"), [(1, 1, 4), (149, 24, 16), (149, 4, 38)])
-def test_room_of_a_thread_s_list(loads: int, programs: int, notes: int) -> None:
-    assert launch.notes(loads, programs) == notes
+@pytest.mark.parametrize(("loads", "ctas", "candidates"), [(1, 1, 4), (149, 24, 16), (149, 4, 38)])
+def test_candidates_per_thread(loads: int, ctas: int, candidates: int) -> None:
+    assert launch.candidates_per_thread(loads, ctas) == candidates
 
 
-def test_a_vocabulary_beyond_the_registers_is_left_to_xla() -> None:
+def test_a_vocabulary_above_the_limit_is_refused() -> None:
     args = build(SampleCase("plain", 9, (PLAIN,), 1), 0).args
-    huge = jax.ShapeDtypeStruct((1, launch.LARGEST_VOCAB + 1), jnp.float32)
+    huge = jax.ShapeDtypeStruct((1, launch.MAX_VOCAB + 1), jnp.float32)
     assert "is above" in str(OP.impls[0].refuses("gpu", (huge, *args[1:]), {}))

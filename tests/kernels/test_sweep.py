@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pallas_kernels.device import Device, described
+from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.registry import Case, KernelOp, all_ops
 from pallas_kernels.testing import mismatch, runnable
 
@@ -28,9 +28,9 @@ def test_implementations_match_the_definition(op: KernelOp, case: Case) -> None:
 
 @pytest.mark.parametrize("op", all_ops(), ids=lambda op: op.name)
 def test_a_sweep_on_an_h200_reaches_every_implementation(op: KernelOp) -> None:
-    """As ``bench.kernels --check`` makes it."""
+    """The sweep of ``bench.kernels --check``."""
     untried = {impl.name for impl in op.impls}
-    with described(Device("gpu", "NVIDIA H200", "9.0")):
+    with compiling_for(Device("gpu", "NVIDIA H200", "9.0")):
         for case in (case for case in op.cases if {"ci", "full"} & {*case.tags}):
             inputs = op.build(case, seed=0)
             untried -= {impl.name for impl in op.impls if runnable(impl, inputs) is None}

@@ -1,7 +1,7 @@
-"""swiglu_gemm: its arguments are checked, its launches fit the chip, its Mosaic kernel is right in
-JAX's interpreter and lowered for Hopper.
+"""swiglu_gemm: errors for bad arguments, configurations fit an SM, and the Mosaic kernel in JAX's
+interpreter and lowered for Hopper.
 
-The interpreter sees no reference in another shape: ``_multiply`` is replaced by one for each half.
+The interpreter cannot reshape a Ref: ``_wgmma`` is replaced by one wgmma for each half.
 """
 
 from __future__ import annotations
@@ -15,56 +15,68 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import Device, described
+from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.registry import Impl, select
-from pallas_kernels.skinny_gemm import launch as few_launch
+from pallas_kernels.skinny_gemm import launch as skinny_launch
 from pallas_kernels.swiglu_gemm import launch, mosaic
 from pallas_kernels.swiglu_gemm.api import OP, swiglu_gemm
 from pallas_kernels.swiglu_gemm.cases import CASES, SwigluCase
-from pallas_kernels.swiglu_gemm.launch import Launch, Sizes
+from pallas_kernels.swiglu_gemm.launch import SwigluConfig, SwigluSizes
 from pallas_kernels.testing import mismatch
 
 MOSAIC = OP.impls[0]
-MIXED = SwigluCase("qwen3_4b_t2080", 2080, 2560, 9728)  # 32 rows that decode beside a chunk
-BENCHED = [case for case in CASES if "gpu" in case.tags]
-QWEN3_4B = Sizes(8192, 2560, 9728)
+MIXED_STEP = SwigluCase("qwen3_4b_t2080", 2080, 2560, 9728)  # 32 decode rows with a chunk
+ON_GPU = [case for case in CASES if "gpu" in case.tags]
+QWEN3_4B = SwigluSizes(8192, 2560, 9728)
 SMALL = SwigluCase("small", 512, 128, 256)
 LAUNCHES = {
-    "a_tile_for_each_program": (replace(SMALL, tokens=256), Launch(128, 128, 64, 2, 1, 8)),
-    "tile_after_tile": (replace(SMALL, tokens=640), Launch(128, 128, 64, 2, 1, 2)),
-    "more_stages_than_steps": (replace(SMALL, dtype="float16"), Launch(128, 64, 128, 3, 1, 2)),
-    "tokens_overhang": (SwigluCase("odd", 600, 320, 192), Launch(256, 64, 64, 3, 1, 2)),
-    "a_cluster_shares_weights": (SMALL, Launch(128, 128, 64, 2, 2, 2)),
-    "the_first_worker_leads": (replace(SMALL, inner=256), Launch(128, 128, 64, 4, 2, 2, lead=2)),
-    "half_a_cluster_overhangs": (replace(SMALL, tokens=640), Launch(128, 64, 64, 3, 2, 1)),
-    "gates_then_ups": (SwigluCase("wide", 256, 128, 320), Launch(128, 160, 32, 3, 2, 1)),
-    "columns_overhang": (SwigluCase("odd", 256, 128, 256), Launch(128, 96, 32, 3, 1, 1)),
-    "wide_columns_overhang": (SwigluCase("odd", 256, 128, 192), Launch(128, 160, 64, 2, 1, 1)),
+    "one_tile_per_cta": (replace(SMALL, tokens=256), SwigluConfig(128, 128, 64, 2, 1, 8)),
+    "tile_after_tile": (replace(SMALL, tokens=640), SwigluConfig(128, 128, 64, 2, 1, 2)),
+    "more_stages_than_steps": (
+        replace(SMALL, dtype="float16"),
+        SwigluConfig(128, 64, 128, 3, 1, 2),
+    ),
+    "tokens_overhang": (SwigluCase("odd", 600, 320, 192), SwigluConfig(256, 64, 64, 3, 1, 2)),
+    "a_cluster_shares_weights": (SMALL, SwigluConfig(128, 128, 64, 2, 2, 2)),
+    "the_first_warpgroup_leads": (
+        replace(SMALL, inner=256),
+        SwigluConfig(128, 128, 64, 4, 2, 2, lead=2),
+    ),
+    "half_a_cluster_overhangs": (replace(SMALL, tokens=640), SwigluConfig(128, 64, 64, 3, 2, 1)),
+    "gates_and_ups_in_two_wgmmas": (
+        SwigluCase("wide", 256, 128, 320),
+        SwigluConfig(128, 160, 32, 3, 2, 1),
+    ),
+    "columns_overhang": (SwigluCase("odd", 256, 128, 256), SwigluConfig(128, 96, 32, 3, 1, 1)),
+    "wide_columns_overhang": (
+        SwigluCase("odd", 256, 128, 192),
+        SwigluConfig(128, 160, 64, 2, 1, 1),
+    ),
 }
 
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "not_hopper", lambda: None)
-    monkeypatch.setattr(few_launch, "not_hopper", lambda: None)
+    monkeypatch.setattr(skinny_launch, "not_hopper", lambda: None)
 
 
-def _multiply(sums: tuple[Any, ...], x: Any, w: Any) -> None:
+def _wgmma(sums: tuple[Any, ...], x: Any, w: Any) -> None:
     width = w.shape[2]
     for half in range(2):
         total, start = (sums[0], half * width) if len(sums) == 1 else (sums[half], 0)
         plgpu.wgmma(total.at[:, start : start + width], x, w.at[:, half])
 
 
-@pytest.mark.parametrize(("case", "choice"), LAUNCHES.values(), ids=LAUNCHES)
+@pytest.mark.parametrize(("case", "config"), LAUNCHES.values(), ids=LAUNCHES)
 def test_the_interpreter_agrees_with_the_definition(
-    case: SwigluCase, choice: Launch, monkeypatch: pytest.MonkeyPatch
+    case: SwigluCase, config: SwigluConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mosaic, "_multiply", _multiply)
-    small = Device("gpu", "of few multiprocessors", "9.0", multiprocessors=4)
-    launched = partial(mosaic.launched, choice)
-    with described(small), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        problem = mismatch(OP, Impl("mosaic", launched), case, OP.build(case, 0))
+    monkeypatch.setattr(mosaic, "_wgmma", _wgmma)
+    small = Device("gpu", "few SMs", "9.0", num_sms=4)
+    launch_with = partial(mosaic.launch_with, config)
+    with compiling_for(small), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        problem = mismatch(OP, Impl("mosaic", launch_with), case, OP.build(case, 0))
     assert problem is None, problem
 
 
@@ -86,7 +98,7 @@ def _call(case: SwigluCase) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
     return x, jax.ShapeDtypeStruct((case.inner, 2 * case.outer), dtype)
 
 
-@pytest.mark.parametrize("case", [*BENCHED, MIXED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*ON_GPU, MIXED_STEP], ids=lambda case: case.name)
 @pytest.mark.usefixtures("on_hopper")
 def test_chosen_and_lowered_for_hopper(case: SwigluCase) -> None:
     call = _call(case)
@@ -101,8 +113,8 @@ def test_chosen_and_lowered_for_hopper(case: SwigluCase) -> None:
     [pytest.param(32, "skinny_gemm", id="few"), pytest.param(72, "xla", id="between")],
 )
 @pytest.mark.usefixtures("on_hopper")
-def test_others_for_fewer_tokens(tokens: int, name: str) -> None:
-    assert select(OP, "gpu", _call(replace(BENCHED[0], tokens=tokens)), {}).name == name
+def test_other_implementations_for_fewer_tokens(tokens: int, name: str) -> None:
+    assert select(OP, "gpu", _call(replace(ON_GPU[0], tokens=tokens)), {}).name == name
 
 
 @pytest.mark.parametrize(
@@ -121,58 +133,60 @@ def test_refusals(case: SwigluCase, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "choice"),
+    ("tokens", "config"),
     [
-        pytest.param(8192, Launch(128, 128, 64, 4, 1, 16, 1), id="large_tiles_alone"),
-        pytest.param(2080, Launch(128, 128, 64, 4, 1, 16, 1), id="no_pair_overhangs"),
-        pytest.param(512, Launch(128, 64, 64, 6, 2, 8, 2), id="small_tiles_leave_less_idle"),
-        pytest.param(256, Launch(128, 160, 32, 6, 2, 8, 0), id="wide_tiles_in_one_turn"),
-        pytest.param(128, Launch(128, 96, 64, 5, 1, 16, 0), id="narrow_tiles_in_one_turn"),
+        pytest.param(
+            8192, SwigluConfig(128, 128, 64, 4, 1, 16, 1), id="large_tiles_without_clusters"
+        ),
+        pytest.param(2080, SwigluConfig(128, 128, 64, 4, 1, 16, 1), id="no_pair_overhangs"),
+        pytest.param(512, SwigluConfig(128, 64, 64, 6, 2, 8, 2), id="small_tiles_leave_less_idle"),
+        pytest.param(256, SwigluConfig(128, 160, 32, 6, 2, 8, 0), id="wide_tiles_in_one_wave"),
+        pytest.param(128, SwigluConfig(128, 96, 64, 5, 1, 16, 0), id="narrow_tiles_in_one_wave"),
     ],
 )
-def test_rule(tokens: int, choice: Launch) -> None:
-    assert launch.by_rule(QWEN3_4B._replace(tokens=tokens)) == choice
+def test_heuristic(tokens: int, config: SwigluConfig) -> None:
+    assert launch.heuristic_config(QWEN3_4B._replace(tokens=tokens)) == config
 
 
 @pytest.mark.parametrize(
     "sizes",
     [
-        *(pytest.param(launch.shapes_of(case), id=case.name) for case in BENCHED),
+        *(pytest.param(launch.shapes_of(case), id=case.name) for case in ON_GPU),
         pytest.param(QWEN3_4B._replace(outer=3 * 64), id="odd_columns"),
         pytest.param(QWEN3_4B._replace(inner=64), id="one_step"),
     ],
 )
-def test_the_rule_cuts_up(sizes: Sizes) -> None:
-    assert launch.by_rule(sizes).cuts_up(sizes)
+def test_heuristic_configs_fit(sizes: SwigluSizes) -> None:
+    assert launch.heuristic_config(sizes).fits(sizes)
 
 
 @pytest.mark.parametrize(
-    "choice",
+    "config",
     [
-        pytest.param(Launch(128, 128, 96, 4, 1, 8), id="rest_of_inner"),
-        pytest.param(Launch(64, 128, 64, 4, 1, 8), id="half_a_worker"),
-        pytest.param(Launch(128, 256, 64, 2, 1, 8), id="too_wide"),
-        pytest.param(Launch(128, 80, 64, 4, 1, 8), id="too_few_lanes"),
-        pytest.param(Launch(256, 128, 64, 2, 1, 8), id="too_many_sums"),
-        pytest.param(Launch(128, 128, 64, 5, 1, 8), id="too_much_shared_memory"),
-        pytest.param(Launch(128, 128, 64, 1, 1, 8), id="one_stage_waits_for_itself"),
-        pytest.param(Launch(128, 128, 64, 4, 3, 8), id="cluster"),
-        pytest.param(Launch(128, 128, 64, 4, 1, 8, lead=4), id="leads_by_all_there_is"),
+        pytest.param(SwigluConfig(128, 128, 96, 4, 1, 8), id="rest_of_inner"),
+        pytest.param(SwigluConfig(64, 128, 64, 4, 1, 8), id="half_a_warpgroup"),
+        pytest.param(SwigluConfig(128, 256, 64, 2, 1, 8), id="too_wide"),
+        pytest.param(SwigluConfig(128, 80, 64, 4, 1, 8), id="too_few_lanes"),
+        pytest.param(SwigluConfig(256, 128, 64, 2, 1, 8), id="too_many_accumulators"),
+        pytest.param(SwigluConfig(128, 128, 64, 5, 1, 8), id="too_much_shared_memory"),
+        pytest.param(SwigluConfig(128, 128, 64, 1, 1, 8), id="one_stage_would_deadlock"),
+        pytest.param(SwigluConfig(128, 128, 64, 4, 3, 8), id="cluster"),
+        pytest.param(SwigluConfig(128, 128, 64, 4, 1, 8, lead=4), id="leads_by_all_stages"),
     ],
 )
-def test_choices_that_do_not_cut_up(choice: Launch) -> None:
-    assert not choice.cuts_up(QWEN3_4B)
+def test_configs_that_do_not_fit(config: SwigluConfig) -> None:
+    assert not config.fits(QWEN3_4B)
 
 
-def test_a_lead_wants_tiles_of_more_steps_than_are_on_their_way() -> None:
-    choice = Launch(128, 128, 64, 4, 1, 8, lead=1)
-    assert choice.cuts_up(QWEN3_4B._replace(inner=4 * 64))
-    assert not choice.cuts_up(QWEN3_4B._replace(inner=3 * 64))
+def test_a_lead_requires_tiles_of_at_least_as_many_steps_as_stages() -> None:
+    config = SwigluConfig(128, 128, 64, 4, 1, 8, lead=1)
+    assert config.fits(QWEN3_4B._replace(inner=4 * 64))
+    assert not config.fits(QWEN3_4B._replace(inner=3 * 64))
 
 
 def test_a_tuned_choice_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = {"block_t": 128, "block_n": 64, "block_k": 64, "stages": 6, "cluster": 2, "group": 4}
-    monkeypatch.setattr(launch.tuned, "read_choices", lambda file: {"qwen3_4b_t8192": choice})
-    assert launch.choose(QWEN3_4B) == Launch(**choice)
+    config = {"block_t": 128, "block_n": 64, "block_k": 64, "stages": 6, "cluster": 2, "group": 4}
+    monkeypatch.setattr(launch.tuned, "read_choices", lambda file: {"qwen3_4b_t8192": config})
+    assert launch.choose_config(QWEN3_4B) == SwigluConfig(**config)
     other = QWEN3_4B._replace(tokens=8448)
-    assert launch.choose(other) == launch.by_rule(other)
+    assert launch.choose_config(other) == launch.heuristic_config(other)

@@ -1,7 +1,7 @@
 """The Triton kernels without a GPU: right in the interpreter, and machine code for Hopper.
 
-Where Triton can be installed at all, on Linux, it is a dependency of development: a missing one
-fails these tests. They say nothing of speed.
+On Linux, where Triton can be installed, it is a development dependency: without it these tests
+fail. They do not measure speed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ import jax_triton
 from kit.triton_shims import Recorder, compile_call, in_place_of_triton_call
 
 ROOT = Path(__file__).parents[2]
-HOPPER_SHARED_BYTES = 227 << 10  # that one program may take
+HOPPER_SHARED_BYTES = 227 << 10  # per CTA
 HAS_CUDA_PLUGIN = find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")
 
-# Each vocabulary has kernels of its own to sample, whose machine code takes 5 s to make: that of
-# others than the smallest and the largest is made nightly.
+# Each vocabulary has its own sampling kernels, which take 5 s to compile: only those of the
+# smallest and the largest are compiled in CI, the others nightly.
 VOCABULARIES = (1, QWEN3)
 
 compiled = cache(compile_call)
@@ -57,7 +57,7 @@ def _sweep(*tags: str, marks: Any = ()) -> list[Any]:
 
 
 def _inputs(op: KernelOp, case: Case) -> Inputs:
-    """Inputs of the case's shapes; contexts are as short as can be, since nothing runs."""
+    """Inputs of the case's shapes, with contexts as short as possible, since nothing runs."""
     if isinstance(case, PagedCase):
         case = replace(case, seq_lens=(1,) * len(case.seq_lens), max_pages=_pages(case))
     return op.build(case, 0)
@@ -68,7 +68,7 @@ def _pages(case: PagedCase) -> int:
 
 
 def _to_compile() -> list[Any]:
-    """The sweep of CI, less what is left to a night, and that night's."""
+    """The cases of CI, and more that are marked nightly."""
     cases = []
     for one in _sweep("ci"):
         case = one.values[2]
@@ -80,18 +80,18 @@ def _to_compile() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    """What the interpreter finds for the cases that this session runs."""
-    wanted = [
+    """The interpreter's results for the cases of this session."""
+    names = [
         item.callspec.id
         for item in request.session.items
         if isinstance(item, pytest.Function)
         and item.function is test_the_interpreter_agrees_with_the_definition
     ]
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    shares = min(os.cpu_count() or 1, len(wanted))
+    shares = min(os.cpu_count() or 1, len(names))
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "kit.triton_sweep", *wanted[share::shares]],
+            [sys.executable, "-m", "kit.triton_sweep", *names[share::shares]],
             env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
             stdout=subprocess.PIPE,
         )
@@ -147,8 +147,8 @@ def test_lowers_for_cuda_in_place(op: KernelOp, impl: Impl, case: Case) -> None:
     assert text.count("tf.aliasing_output") == len(op.donate)
 
 
-def test_dtypes_that_the_kernels_do_not_know_are_refused() -> None:
-    """Of kernels that take floating-point values; publish takes integers alone."""
+def test_unsupported_dtypes_are_refused() -> None:
+    """By kernels of floating-point values; publish takes integers only."""
     for op in all_ops():
         for impl in (impl for impl in op.impls if impl.name == "triton"):
             inputs = _inputs(op, op.cases[0])

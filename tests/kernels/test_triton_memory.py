@@ -1,4 +1,4 @@
-"""In Triton's interpreter a kernel that leaves its arrays is told so, with which and how far."""
+"""In Triton's interpreter an access outside of an array is an error with the array and index."""
 
 from __future__ import annotations
 

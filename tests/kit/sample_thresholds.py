@@ -106,7 +106,7 @@ def wrong_leasts() -> list[int]:
 if __name__ == "__main__":
     problems: dict[str, list[int]] = {"least_of": wrong_leasts()}
     problems |= {case.name: wrong_rows(case) for case in (*SMALL, *LARGE)}
-    with patch.object(launch, "PROGRAMS", 0):  # one CTA a row, as in a large batch
+    with patch.object(launch, "CTAS_PER_SM", 0):  # one CTA per row, as in a large batch
         problems |= {f"{case.name}/alone": wrong_rows(case) for case in LARGE}
     with patch.object(launch, "FEW", 1):  # all launches, also for rows that need only one
         problems |= {f"{case.name}/all_launches": wrong_rows(case) for case in (*SMALL, *LARGE)}

@@ -69,7 +69,7 @@ def test_every_norm_of_a_served_decoder(monkeypatch: pytest.MonkeyPatch) -> None
     with in_place_of_triton_call(recorder := Recorder()):
         traced = jax.make_jaxpr(step)(abstract_params(MODEL), kv, ids)
     norms = [dict(c.constants) for c in recorder.calls if c.kernel.__name__ == "_add_and_norm"]
-    assert [(norm["PARTS"], norm["ROW"]) for norm in norms] == [(0, 0), (1, 1), (1, 0)]
+    assert [(norm["PARTIALS"], norm["ROW"]) for norm in norms] == [(0, 0), (1, 1), (1, 0)]
     assert "rsqrt" not in str(traced)
 
 

@@ -54,8 +54,8 @@ def test_each_kernel_once_and_the_same_for_every_number_of_rows() -> None:
     assert few.keys() == many.keys()
 
 
-def test_sample_has_one_kernel_for_all_batches_but_where_tiles_differ() -> None:
-    """Each further one is compiled at every start from nothing, in a quarter to two seconds."""
+def test_sample_shares_kernels_between_batches_with_the_same_tiles() -> None:
+    """Each further kernel costs a quarter to two seconds at a start with nothing cached."""
     from pallas_kernels.sample.triton import sample
 
     def kernels(rows: int) -> set[Any]:
@@ -82,7 +82,7 @@ def test_prefill_has_one_kernel_for_all_buckets() -> None:
     assert kernels(16, 1, 128) == kernels(8192, 256, 128) == kernels(64, 4, 2048)
 
 
-def test_what_decides_the_machine_code_is_told_apart() -> None:
+def test_keys_differ_when_the_machine_code_differs() -> None:
     def norm(x: jax.Array, *, row: int, eps: float) -> Any:
         from pallas_kernels.residual_norm.triton import residual_norm
 
@@ -96,12 +96,12 @@ def test_what_decides_the_machine_code_is_told_apart() -> None:
     assert len(found) == len(calls)
 
 
-def test_a_step_without_any_has_none() -> None:
+def test_a_step_without_kernels() -> None:
     assert not kernels_in(jax.jit(jnp.sin).trace(1.0).jaxpr)
 
 
-def test_pytorch_is_not_imported_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton would, where there is one. Other threads may."""
+def test_pytorch_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would import it, if installed. Other threads may import it."""
     (tmp_path / "torch.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     finders, found = [*sys.meta_path], list[bool]()
@@ -125,7 +125,7 @@ def test_pytorch_is_not_imported_for_them(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(not HAS_CUDA_PLUGIN, reason="jax-triton lowers with JAX's CUDA plugin alone")
-def test_nothing_is_left_to_the_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lowering_compiles_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
     compile_kernel = jax_triton.triton_lib.TritonFunction._compile_kernel
     lower = jax.stages.Traced.lower

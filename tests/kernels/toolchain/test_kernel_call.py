@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.interpreters.mlir import ir, make_ir_context
 
-from pallas_kernels.device import Device, described
+from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.registry import imported_when_called
 from pallas_kernels.toolchain import machine_code
 from pallas_kernels.toolchain.find import kernels_in
@@ -44,7 +44,7 @@ type Module = Callable[..., str]
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Module:
-    """Makes a module of functions in Mosaic; no two tests have one of the same name."""
+    """Creates a module of Mosaic functions, with a name of its own for each test."""
 
     def of(language: str = "mosaic", **functions: Callable[..., Any]) -> str:
         name = f"op{next(MODULES)}.{language}"
@@ -74,7 +74,7 @@ def test_executables_share_a_lowering(module: Module) -> None:
     [(X[:1], 2.0), (X.astype(jnp.bfloat16), 2.0), (X, 3.0)],
     ids=["shape", "dtype", "static"],
 )
-def test_of_other_shapes_types_and_sizes_there_is_another(
+def test_other_shapes_dtypes_and_sizes_have_another_kernel(
     x: Any, scale: float, module: Module
 ) -> None:
     kernel = Kernel()
@@ -103,13 +103,13 @@ def test_kernels_in_mosaic_are_lowered_once_on_a_gpu(
     platform = "cuda" if device == GPU else "cpu"
     for shift in range(3):
         step = jax.jit(lambda x, y, n=shift: product(x, y, scale=1.0)[0] + n)
-        with described(device):
+        with compiling_for(device):
             traced = step.trace(X, Y)
         traced.lower(lowering_platforms=(platform,))  # where nobody describes the device
     assert kernel.traces == traces
 
 
-def test_a_kernel_that_is_handed_a_reference_is_called_as_it_is(module: Module) -> None:
+def test_a_kernel_with_a_ref_is_called_directly(module: Module) -> None:
     def increment(x: jax.Array, ref: jax.Ref, absent: None) -> jax.Array:
         ref[...] += 1.0
         return x + ref[...]
@@ -119,7 +119,7 @@ def test_a_kernel_that_is_handed_a_reference_is_called_as_it_is(module: Module) 
         return kernel(x, ref, None) + jax.freeze(ref)
 
     kernel = imported_when_called(module(increment=increment), "increment")
-    with described(GPU):
+    with compiling_for(GPU):
         np.testing.assert_allclose(jax.jit(step)(X), 3.0 * X + 2.0)
 
 
@@ -137,7 +137,7 @@ SOURCE = "module @source_of_the_kernel {}"
 
 
 def in_mosaic(x: jax.Array, absent: None) -> jax.Array:
-    """Lowered like a kernel in Mosaic: its source and its hash are attributes of the call."""
+    """Lowered like a Mosaic kernel: its source and its hash are attributes of the call."""
     assert absent is None  # such as the norms of a model that has none
     call = jax.ffi.ffi_call("mosaic_gpu_v2", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return call(x, module=SOURCE, kernel_hash="as Mosaic has it")
@@ -176,7 +176,7 @@ def test_a_compiled_kernel_is_named_by_its_hash(
     assert all(f"kernel_hash = {its_hash}" in text for text in (before, after))
 
 
-def test_no_setting_stays_changed(module: Module) -> None:
+def test_settings_are_restored(module: Module) -> None:
     during: list[dict[str, Any]] = []
 
     def settings() -> dict[str, Any]:
@@ -192,8 +192,8 @@ def test_no_setting_stays_changed(module: Module) -> None:
     assert settings() == before
 
 
-def test_a_trace_needs_the_types_alone(module: Module) -> None:
-    """What is lowered may still be under way elsewhere; it is asked for once."""
+def test_a_trace_needs_only_the_result_shapes(module: Module) -> None:
+    """The lowering may be in progress in another process; it is requested once."""
     kernel = Kernel()
     op, asked = module(product=kernel), []
 
@@ -214,9 +214,7 @@ def test_a_trace_needs_the_types_alone(module: Module) -> None:
 
 
 @pytest.mark.parametrize("said", [("float32", 2, 3), ("int32", 3), ("float32", 3)])
-def test_what_it_returns_may_be_said_but_must_be_true(
-    said: tuple[Any, ...], module: Module
-) -> None:
+def test_declared_result_shapes_must_be_right(said: tuple[Any, ...], module: Module) -> None:
     """JAX itself would convert integers."""
     dtype, *shape = said
     kernel = Kernel()
@@ -232,7 +230,7 @@ def test_what_it_returns_may_be_said_but_must_be_true(
         traced.lower()
 
 
-def test_no_kernel_differentiates(module: Module) -> None:
+def test_kernels_have_no_derivative(module: Module) -> None:
     op = module(double=lambda x: x + x)
     with pytest.raises(ValueError, match="double.* has no derivative"):
         jax.grad(lambda x: call_lowered(op, "double", (x,), {}).sum())(X)

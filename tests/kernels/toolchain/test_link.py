@@ -1,4 +1,4 @@
-"""Runs of kernels become one call each, in which every kernel reads and writes what it did before.
+"""Runs of kernels become one call each, with unchanged reads and writes of every kernel.
 
 Kernels here are calls that nobody compiles: each stands for a function of what it reads. Programs
 are computed symbolically before and after; the linked call by running its launches in order on its
@@ -26,7 +26,7 @@ from pallas_kernels.toolchain.jax_internals import (
     attribute_of,
     custom_calls,
 )
-from pallas_kernels.toolchain.link_modules import Launch
+from pallas_kernels.toolchain.link_modules import LinkedLaunch
 
 X = jax.ShapeDtypeStruct((4, 64), jnp.bfloat16)
 POOL = jax.ShapeDtypeStruct((16, 64), jnp.bfloat16)
@@ -49,11 +49,11 @@ def kernel(name: str, *args: jax.Array, like: Sequence[Any] = (X,), pool: bool =
 
 @dataclass
 class Step:
-    """A program, linked or not, and what it computes."""
+    """A program, linked or not, and its results."""
 
     fn: Fn
     shapes: Sequence[jax.ShapeDtypeStruct]
-    launches: dict[bytes, tuple[Launch, ...]] = field(default_factory=dict)  # by linked module
+    launches: dict[bytes, tuple[LinkedLaunch, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         traced = jax.jit(self.fn).trace(*self.shapes)
@@ -120,7 +120,7 @@ def _computed(module: bytes, values: Sequence[Any], count: int) -> list[Any]:
 
 @pytest.fixture
 def linked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Step], int]:
-    """Links a step; how many different calls are made."""
+    """Links a step; returns the number of distinct calls."""
 
     def run(step: Step) -> int:
         KERNELS.clear()
@@ -130,7 +130,7 @@ def linked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Step], int]:
             KERNELS[module] = len(call.operands), tuple(aliases_of(call).values())
             sources[attribute_of(call, HASH)] = module
 
-        def linked_module(launches: Sequence[Launch]) -> bytes:
+        def linked_module(launches: Sequence[LinkedLaunch]) -> bytes:
             name = f"linked {len(step.launches)}".encode()
             step.launches[name] = tuple(launches)
             return name
@@ -176,7 +176,7 @@ def test_a_run_becomes_one_call_that_computes_the_same(linked: Callable[[Step], 
     ]  # fmt: skip
 
 
-def test_arrays_are_used_again(linked: Callable[[Step], int]) -> None:
+def test_arrays_are_reused(linked: Callable[[Step], int]) -> None:
     outputs = []
     for count in (3, 9):
         step = Step(layers(count), (X, X, *count * [POOL]))
@@ -195,7 +195,7 @@ def test_pools_are_changed_in_place(linked: Callable[[Step], int]) -> None:
     assert [ir.RankedTensorType(pool.type).shape for pool in pools] == 2 * [[16, 64]]
 
 
-def test_what_comes_between_ends_a_run(linked: Callable[[Step], int]) -> None:
+def test_an_operation_in_between_ends_a_run(linked: Callable[[Step], int]) -> None:
     step = Step(layers(2, between=jnp.sin), (X, X, POOL, POOL))
     before = step.results()
     assert linked(step) == 1  # the same for both layers
@@ -203,7 +203,7 @@ def test_what_comes_between_ends_a_run(linked: Callable[[Step], int]) -> None:
     assert step.results() == before
 
 
-def test_what_needs_no_result_of_a_run_does_not_end_it(linked: Callable[[Step], int]) -> None:
+def test_an_independent_operation_does_not_end_a_run(linked: Callable[[Step], int]) -> None:
     def fn(x: jax.Array, y: jax.Array) -> Any:
         first = kernel("first", x)
         beside = jnp.cos(y)
@@ -236,7 +236,7 @@ def test_a_result_that_is_needed_later_is_not_overwritten(linked: Callable[[Step
     assert step.results() == before
 
 
-def test_what_is_read_as_another_shape_is_not_overwritten(linked: Callable[[Step], int]) -> None:
+def test_a_reshaped_result_is_not_overwritten(linked: Callable[[Step], int]) -> None:
     def fn(x: jax.Array) -> Any:
         kept = kernel("a", x).reshape(8, 32)
         other = x
@@ -250,8 +250,8 @@ def test_what_is_read_as_another_shape_is_not_overwritten(linked: Callable[[Step
     assert step.results() == before
 
 
-def test_what_others_read_as_it_was_is_not_changed(linked: Callable[[Step], int]) -> None:
-    """Another kernel after it, or whoever calls the step."""
+def test_an_operand_with_other_readers_is_not_overwritten(linked: Callable[[Step], int]) -> None:
+    """A later kernel, or the caller of the step."""
 
     def read_after(x: jax.Array, pool: jax.Array) -> Any:
         out, changed = kernel("change", kernel("first", x), pool, pool=True)
@@ -276,7 +276,7 @@ def test_what_others_read_as_it_was_is_not_changed(linked: Callable[[Step], int]
 
 
 def test_a_branch_that_reads_a_result_ends_a_run(linked: Callable[[Step], int]) -> None:
-    """It reads what lies outside of it without naming it among its operands."""
+    """Its regions read outer values that are not among its operands."""
 
     def fn(x: jax.Array, which: jax.Array) -> Any:
         first = kernel("first", x)
@@ -288,7 +288,7 @@ def test_a_branch_that_reads_a_result_ends_a_run(linked: Callable[[Step], int]) 
     assert step.module.operation.verify()
 
 
-def test_a_function_with_a_branch_in_it_is_taken_apart(linked: Callable[[Step], int]) -> None:
+def test_a_function_with_a_branch_is_inlined(linked: Callable[[Step], int]) -> None:
     @jax.jit
     def part(x: jax.Array, which: jax.Array) -> jax.Array:
         first = kernel("second", kernel("first", x))

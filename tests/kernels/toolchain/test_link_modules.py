@@ -1,4 +1,4 @@
-"""Linked modules: each kernel once, all launches in order, and who of them may begin early."""
+"""Linked modules: each kernel once, all launches in order, and which may start early."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.extend.mlir import deserialize_portable_artifact
 from jax.interpreters.mlir import ir, make_ir_context
 
 from pallas_kernels.device import Device
-from pallas_kernels.pdl import await_kernel_before, let_next_begin
+from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
 from pallas_kernels.toolchain import link_modules
 from pallas_kernels.toolchain.jax_internals import (
     HASH,
@@ -30,22 +30,22 @@ from pallas_kernels.toolchain.jax_internals import (
 )
 from pallas_kernels.toolchain.kernel_call import Kernel
 from pallas_kernels.toolchain.link import link_kernels
-from pallas_kernels.toolchain.link_modules import Launch, linked_module
+from pallas_kernels.toolchain.link_modules import LinkedLaunch, linked_module
 
-H200 = Device("gpu", "NVIDIA H200", "9.0", multiprocessors=132)
+H200 = Device("gpu", "NVIDIA H200", "9.0", num_sms=132)
 X = jax.ShapeDtypeStruct((4, 256), jnp.bfloat16)
 
 
 def _copy(scale: float, *, early: bool, x: Any, out: Any) -> None:
     if early:
-        let_next_begin()
-        await_kernel_before()
+        launch_dependents()
+        grid_dependency_wait()
     row = jax.lax.axis_index("row")
     out[row] = x[row] * scale
 
 
 def scaled(x: jax.Array, *, scale: float, early: bool) -> jax.Array:
-    """A kernel of one program a row."""
+    """A kernel with one CTA per row."""
 
     def body(x: Any, out: Any) -> None:
         _copy(scale, early=early, x=x, out=out)
@@ -55,7 +55,7 @@ def scaled(x: jax.Array, *, scale: float, early: bool) -> jax.Array:
 
 
 def source(*, scale: float = 2.0, early: bool = True) -> bytes:
-    """The kernel's module as executables hold it."""
+    """The kernel's module as in executables."""
     settings = tuple((name, getattr(jax.config, name)) for name in TRACE_SETTINGS)
     static = (("scale", scale), ("early", early))
     kernel = Kernel(__name__, "scaled", (X,), static, H200, settings)
@@ -96,31 +96,33 @@ def launched(module: bytes) -> list[tuple[str, bool]]:
     return found
 
 
-def test_a_kernel_by_itself_is_launched_as_any_other(waits: bytes) -> None:
+def test_an_unlinked_kernel_has_no_programmatic_edge(waits: bytes) -> None:
     assert USES_PDL not in text(waits)
     assert "griddepcontrol.wait" in text(waits)
 
 
 def test_each_source_is_one_kernel(waits: bytes, does_not_wait: bytes) -> None:
-    launches = [Launch(waits, (0, 1)), Launch(does_not_wait, (1, 2)), Launch(waits, (2, 3))]
+    sources = (waits, does_not_wait, waits)
+    launches = [LinkedLaunch(source, (i, i + 1)) for i, source in enumerate(sources)]
     module = linked_module(launches)
     assert re.findall(r"gpu\.func @(\w+)", text(module)) == ["nothing", "k0", "k1"]
     assert text(module).count("griddepcontrol.wait") == 1
 
 
-def test_who_waits_begins_early_but_for_the_first(waits: bytes, does_not_wait: bytes) -> None:
-    launches = [Launch(waits, (0, 1)), Launch(does_not_wait, (1, 2)), Launch(waits, (2, 3))]
+def test_waiting_kernels_start_early_except_the_first(waits: bytes, does_not_wait: bytes) -> None:
+    sources = (waits, does_not_wait, waits)
+    launches = [LinkedLaunch(source, (i, i + 1)) for i, source in enumerate(sources)]
     assert launched(linked_module(launches)) == [("k0", False), ("k1", False), ("k0", True)]
 
 
-def test_arrays_of_a_launch_are_where_it_was_said(waits: bytes) -> None:
-    module = text(linked_module([Launch(waits, (0, 7)), Launch(waits, (7, 3))]))
+def test_arrays_of_a_launch_are_at_their_indices(waits: bytes) -> None:
+    module = text(linked_module([LinkedLaunch(waits, (0, 7)), LinkedLaunch(waits, (7, 3))]))
     assert re.search(r"@places\(dense<\[0, 7, 7, 3\]> : tensor<4xi32>\)", module)
 
 
-def test_a_kernel_takes_nothing_but_what_its_host_loads(waits: bytes) -> None:
-    """The pass that Mosaic runs makes kernels of what follows ``gpu.launch`` alone."""
-    module = text(linked_module([Launch(waits, (0, 1)), Launch(waits, (1, 2))]))
+def test_kernel_parameters_are_values_that_the_host_loads(waits: bytes) -> None:
+    """Mosaic's pass handles host values for ``gpu.launch`` only."""
+    module = text(linked_module([LinkedLaunch(waits, (0, 1)), LinkedLaunch(waits, (1, 2))]))
     assert "gpu.launch " not in module
     assert module.count("gpu.launch_func") == 1
     (arguments,) = re.findall(r"gpu\.func @k0\(([^)]*)\)", module)
@@ -129,7 +131,7 @@ def test_a_kernel_takes_nothing_but_what_its_host_loads(waits: bytes) -> None:
 
 
 def test_the_same_launches_are_the_same_bytes(waits: bytes) -> None:
-    launches: Sequence[Launch] = [Launch(waits, (0, 1)), Launch(waits, (1, 2))]
+    launches: Sequence[LinkedLaunch] = [LinkedLaunch(waits, (0, 1)), LinkedLaunch(waits, (1, 2))]
     assert linked_module(launches) == linked_module(launches)
 
 
@@ -139,10 +141,10 @@ def test_blocks_of_two_dimensions_are_refused(
     numbers = iter((4, 1, 1, 128, 2, 1, 0, 0, 0))
     monkeypatch.setattr(link_modules, "_number", lambda _: next(numbers))
     with pytest.raises(ValueError, match="more than one dimension"):
-        linked_module([Launch(waits, (0, 1))])
+        linked_module([LinkedLaunch(waits, (0, 1))])
 
 
-def test_a_step_is_linked_with_what_its_kernels_are(waits: bytes) -> None:
+def test_a_step_is_linked_with_its_kernels(waits: bytes) -> None:
     def step(x: jax.Array) -> jax.Array:
         for _ in range(3):
             x = scaled(x, scale=2.0, early=True)

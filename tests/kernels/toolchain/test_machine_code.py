@@ -1,4 +1,4 @@
-"""What one process compiles another one runs; for a GPU no GPU is needed."""
+"""One process compiles, another one runs; compiling for a GPU needs no GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from jax import export
 from jax.experimental import serialize_executable
 
-from pallas_kernels.device import Device, current_device, described
+from pallas_kernels.device import Device, compiling_for, current_device
 from pallas_kernels.skinny_gemm.api import skinny_gemm
 from pallas_kernels.toolchain.find import kernels_in
 from pallas_kernels.toolchain.kernel_call import LoweredKernel
@@ -25,7 +25,7 @@ HAS_CUDA = any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
 def call_of(function: Any, in_place: tuple[int, ...] = ()) -> KernelCall:
-    """For this device, with a function of one array in the place of a kernel."""
+    """A call for this device, with a function of one array instead of a kernel."""
     module = export.export(jax.jit(function))(X).mlir_module_serialized
     return KernelCall("f", current_device(), b"", module, (X,), (X,), in_place)
 
@@ -34,14 +34,14 @@ def loaded(executable: bytes) -> jax.stages.Compiled:
     return serialize_executable.deserialize_and_load(*pickle.loads(executable))
 
 
-def test_what_another_process_compiled_runs_here() -> None:
+def test_an_executable_of_another_process_runs_here() -> None:
     with KernelPool(1, current_device()) as pool:
         executable = pool.run(call_of(lambda x: 2.0 * x + 1.0).compiled)
     (result,) = loaded(executable)(jnp.arange(4.0))
     np.testing.assert_array_equal(result, [1.0, 3.0, 5.0, 7.0])
 
 
-def test_it_is_taken_over_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_preloaded_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[dict[str, Any]] = []
     load = serialize_executable.deserialize_and_load
 
@@ -64,9 +64,9 @@ def test_arrays_are_changed_in_place() -> None:
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="XLA's compiler for NVIDIA GPUs is in JAX's CUDA plugin")
-def test_a_kernel_is_compiled_for_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_is_compiled_for_an_absent_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((128, 512), (512, 128))]
-    with described(Device("gpu", "NVIDIA H200", "9.0")):
+    with compiling_for(Device("gpu", "NVIDIA H200", "9.0")):
         (kernel,) = kernels_in(jax.jit(skinny_gemm).trace(*shapes).jaxpr)
     assert isinstance(kernel, LoweredKernel)
     made: list[bytes] = []

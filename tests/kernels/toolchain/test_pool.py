@@ -1,4 +1,4 @@
-"""Kernels made by processes of their own: the same bytes, and no process left behind."""
+"""Worker processes: the same bytes as in this process, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters.mlir import ir, make_ir_context
 
 from pallas_kernels.append_decode.api import append_decode
-from pallas_kernels.device import Device, described
+from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.norm_gemm.api import norm_gemm
 from pallas_kernels.paged_prefill.api import paged_prefill
 from pallas_kernels.skinny_gemm.api import skinny_gemm
@@ -72,16 +72,16 @@ WITH_PARTS = {"parts": (partial(skinny_gemm, split=True), (array(8, 4096), array
 
 
 def kernel_of(name: str) -> Kernel:
-    """The one that a step on an H200 would have in it."""
+    """The kernel of a step on an H200."""
     call, args = (CALLS | WITH_PARTS)[name]
-    with described(H200):
+    with compiling_for(H200):
         (found,) = kernels_in(jax.jit(call).trace(*args).jaxpr)
     assert isinstance(found, LoweredKernel)
     return found.kernel
 
 
 def taken_apart(artifact: bytes) -> tuple[bytes, bytes]:
-    """A module's one kernel, without the number that Mosaic's dumps would have, and the rest."""
+    """A module's only kernel, without the running number of Mosaic's dumps, and the rest."""
     with make_ir_context():
         module = deserialize_portable_artifact(artifact)
         (call,) = custom_calls(module.operation, MOSAIC_CALL)
@@ -105,38 +105,38 @@ def pool() -> Iterator[KernelPool]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_module_is_what_this_process_makes_of_it(name: str, pool: KernelPool) -> None:
+def test_a_worker_lowers_the_same_module_as_this_process(name: str, pool: KernelPool) -> None:
     kernel = kernel_of(name)
     assert kernel.name == name
     assert taken_apart(pool.run(kernel.lower)) == taken_apart(kernel.lower())
 
 
 @pytest.mark.parametrize("name", [*CALLS, *WITH_PARTS])
-def test_what_it_returns_is_known_without_a_trace(name: str) -> None:
+def test_result_shapes_are_known_without_a_trace(name: str) -> None:
     kernel = kernel_of(name)
     assert kernel.returned is not None
     assert kernel.returned == replace(kernel, returned=None).results()
 
 
-def test_it_is_launched_as_suits_the_device_that_is_described(pool: KernelPool) -> None:
-    """On an H200 this product has a tuned choice; on an H100 it goes by the rule."""
+def test_the_config_is_that_of_the_target_device(pool: KernelPool) -> None:
+    """On an H200 this GEMM has a tuned choice; on an H100 it has the heuristic config."""
     tuned = kernel_of("skinny_gemm")
     by_rule = replace(tuned, device=replace(H200, kind="NVIDIA H100"))
     with KernelPool(1, H200) as another:  # traces are remembered by a process
         assert taken_apart(another.run(by_rule.lower)) != taken_apart(pool.run(tuned.lower))
 
 
-def test_jaxs_settings_reach_the_process(pool: KernelPool) -> None:
+def test_jax_settings_reach_the_worker(pool: KernelPool) -> None:
     kernel = Kernel("jax.numpy", "arange", (), (("start", 4),), H200, (("jax_enable_x64", True),))
     with make_ir_context():
         module = deserialize_portable_artifact(pool.run(kernel.lower))
         assert "tensor<4xi64>" in str(module)
 
 
-def test_what_fails_there_is_told_here(pool: KernelPool) -> None:
+def test_errors_of_a_worker_are_raised_here(pool: KernelPool) -> None:
     whole, uneven = array(16, 64), array(65, 512)
     kernel = Kernel("jax.numpy", "matmul", (whole, uneven), (), H200, ())
-    with pytest.raises(KernelError, match="matmul.*could not be made: TypeError: dot_general"):
+    with pytest.raises(KernelError, match="matmul.*could not be built: TypeError: dot_general"):
         pool.run(kernel.lower)
     absent = Kernel("pallas_kernels.absent", "f", (), (), H200, ())
     with pytest.raises(KernelError, match="ModuleNotFoundError: No module named") as error:
@@ -177,8 +177,8 @@ with suppress(KeyboardInterrupt), KernelPool(2, cpu) as pool:
 
 
 @pytest.mark.parametrize("end", ["gone", "interrupted"])
-def test_nothing_outlives_the_caller_or_says_a_word(end: str, tmp_path: Path) -> None:
-    """Not even in the middle of a kernel. Pipes end when nobody is left who could write to them."""
+def test_no_worker_outlives_the_caller_or_prints(end: str, tmp_path: Path) -> None:
+    """Also during a compilation. A pipe ends when no process can write to it."""
     (tmp_path / "forever.py").write_text(FOREVER)
     ended = subprocess.run(
         [sys.executable, "-c", CALLER, str(tmp_path), end],
@@ -190,7 +190,7 @@ def test_nothing_outlives_the_caller_or_says_a_word(end: str, tmp_path: Path) ->
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
 
 
-def test_a_process_that_dies_is_an_error_that_names_the_kernel(
+def test_a_worker_that_dies_is_an_error_with_the_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "forever.py").write_text(FOREVER)
@@ -204,13 +204,13 @@ def test_a_process_that_dies_is_an_error_that_names_the_kernel(
 
     with KernelPool(1, H200) as pool:
         threading.Thread(target=kill_when_begun).start()
-        named = r"forever.forever\(bfloat16\[3\]\): the process that makes it has died"
+        named = r"forever.forever\(bfloat16\[3\]\): its worker process has died"
         for _ in range(2):  # nor does whoever comes next wait for ever
             with pytest.raises(KernelError, match=named):
                 pool.run(kernel.lower)
 
 
-def test_another_goes_on_where_one_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_workers_go_on_when_one_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "forever.py").write_text(FOREVER.replace("time.sleep(600)", "os._exit(3)"))
     monkeypatch.syspath_prepend(tmp_path)
     dying = Kernel("forever", "forever", (array(3),), (), H200, ())
@@ -221,7 +221,7 @@ def test_another_goes_on_where_one_dies(tmp_path: Path, monkeypatch: pytest.Monk
     assert pool._process.returncode == -signal.SIGKILL
 
 
-def test_whoever_waits_is_told_when_the_pool_is_closed(
+def test_waiting_threads_get_an_error_when_the_pool_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "forever.py").write_text(FOREVER)

@@ -1,4 +1,4 @@
-"""Kernels begun while steps are traced: each once, in Mosaic by processes."""
+"""Kernels are compiled while steps are traced: each once, Mosaic's in worker processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from pallas_kernels.device import Device, current_device
 from pallas_kernels.toolchain import api
-from pallas_kernels.toolchain.api import FEWEST_WORKERS, MOST_WORKERS, Toolchain
+from pallas_kernels.toolchain.api import MAX_WORKERS, MIN_WORKERS, Toolchain
 from pallas_kernels.toolchain.jax_internals import MODULE, MOSAIC_CALL, attribute_of, custom_calls
 from pallas_kernels.toolchain.kernel_call import Kernel, LoweredKernel, call_lowered
 from pallas_kernels.toolchain.pool import KernelError
@@ -24,7 +24,7 @@ X = np.ones((2, 3), np.float32)
 
 
 def traced(*names: str) -> jax.stages.Traced:
-    """A step with functions of ``jax.numpy`` in the place of kernels."""
+    """A step with functions of ``jax.numpy`` instead of kernels."""
 
     @jax.jit
     def step(x: jax.Array) -> jax.Array:
@@ -36,7 +36,7 @@ def traced(*names: str) -> jax.stages.Traced:
 
 
 class Pool:
-    """Counts pools, and makes kernels in this process."""
+    """Counts pools, and lowers and compiles kernels in this process."""
 
     sizes: list[int]
 
@@ -58,7 +58,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return Pool.sizes
 
 
-def test_processes_make_what_a_step_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_compile_the_kernels_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     step = traced("sin", "cos")
     called: list[Kernel] = []
     lower = Kernel.lower
@@ -78,9 +78,9 @@ def test_processes_make_what_a_step_needs(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("cores", "made"),
-    [(2, FEWEST_WORKERS), (8, 6), (128, MOST_WORKERS)],
+    [(2, MIN_WORKERS), (8, 6), (128, MAX_WORKERS)],
 )
-def test_as_many_processes_as_cores_to_spare(
+def test_one_worker_per_spare_core(
     cores: int, made: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[str] = []
@@ -99,21 +99,21 @@ def test_as_many_processes_as_cores_to_spare(
     assert sizes == [made, 0]
 
 
-def test_without_a_kernel_in_mosaic_there_is_no_process(sizes: list[int]) -> None:
+def test_without_mosaic_kernels_no_worker_starts(sizes: list[int]) -> None:
     with Toolchain(cores=16) as toolchain:
         assert toolchain.begin(jax.jit(jnp.sin).trace(X)) == []
     assert not sizes
 
 
-def test_processes_may_start_ahead_of_the_first_kernel(sizes: list[int]) -> None:
+def test_workers_may_start_before_the_first_kernel(sizes: list[int]) -> None:
     with Toolchain(cores=2) as toolchain:
         toolchain.start_workers()
         for kernel in toolchain.begin(traced("expm1")):
             kernel.result()
-    assert sizes == [FEWEST_WORKERS, 0]
+    assert sizes == [MIN_WORKERS, 0]
 
 
-def test_no_process_starts_after_the_end(sizes: list[int]) -> None:
+def test_no_worker_starts_after_close(sizes: list[int]) -> None:
     with Toolchain(cores=2) as toolchain:
         pass
     with pytest.raises(KernelError):  # as a thread may come to, which was asked to in time
@@ -121,7 +121,7 @@ def test_no_process_starts_after_the_end(sizes: list[int]) -> None:
     assert not sizes
 
 
-def test_what_another_has_compiled_is_not_begun(sizes: list[int]) -> None:
+def test_a_compiled_kernel_is_not_compiled_again(sizes: list[int]) -> None:
     step = traced("arcsinh")
     with Toolchain(cores=2) as toolchain:
         (kernel,) = toolchain.begin(step)
@@ -147,12 +147,12 @@ def test_kernels_of_a_step_to_link_are_only_lowered(
             for kernel in toolchain.begin(step, link=True):
                 kernel.result()
     assert sorted(lowered) == ["arccosh", "arctan"]
-    assert sizes == [FEWEST_WORKERS, 0]
+    assert sizes == [MIN_WORKERS, 0]
 
 
 @dataclass(frozen=True)
 class Call:
-    """Stands for a call of linked kernels; as such, equal to another of the same kernels."""
+    """Stands for a call of linked kernels; equal to other calls of the same kernels."""
 
     name: str
     compiled: list[str] = field(compare=False)
@@ -175,7 +175,7 @@ def test_linked_calls_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert sorted(compiled) == ["a", "b"]
 
 
-def test_a_linked_call_that_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_linked_call_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "link_kernels", lambda *_: [Call("a", [], fails=True)])
     step = jax.jit(jnp.sin).trace(X)
     with Toolchain(cores=2) as toolchain:
@@ -185,7 +185,7 @@ def test_a_linked_call_that_cannot_be_compiled_is_told(monkeypatch: pytest.Monke
 
 
 def test_a_kernel_without_neighbours_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And all are named by their hashes from then on."""
+    """And all are replaced by their hashes."""
     step, compiled = traced("arctanh", "log1p"), list[str]()
     hashes = {"arctanh": b"one", "log1p": b"other"}
 

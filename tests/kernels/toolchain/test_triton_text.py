@@ -1,4 +1,4 @@
-"""Calls of Triton kernels without the text that Triton made them from."""
+"""Calls of Triton kernels without Triton's IR."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def lowered(opaque: bytes, target: str) -> jax.stages.Lowered:
 
 
 @pytest.mark.parametrize("text", [b"tt.func", b"tt.func" * 1000, None], ids=["short", "long", "no"])
-def test_text_is_dropped_and_all_else_is_kept(text: bytes | None) -> None:
+def test_only_the_text_is_dropped(text: bytes | None) -> None:
     made = lowered(zlib.compress(call(text, parameters=b"grid" * 50)), TRITON_CALL)
     drop_triton_text(made.compiler_ir())
     module = made.compiler_ir()
@@ -65,8 +65,8 @@ def test_other_calls_are_left_alone() -> None:
     assert attribute_of(found, OPAQUE) == b"anything"
 
 
-def test_what_is_compiled_is_what_was_changed() -> None:
-    """JAX compiles the module that it hands out."""
+def test_the_changed_module_is_compiled() -> None:
+    """JAX compiles the module that ``compiler_ir`` returns."""
     made = lowered(b"", "before")
     for each in custom_calls(made.compiler_ir().operation, "before"):
         with made.compiler_ir().context:

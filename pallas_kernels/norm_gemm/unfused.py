@@ -1,0 +1,67 @@
+"""norm_gemm as two ops, one after the other: definition, plain XLA, and each op's best kernel."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.pins import Pins
+from pallas_kernels.residual_norm import ref as norm_ref
+from pallas_kernels.residual_norm import xla as norm_xla
+from pallas_kernels.residual_norm.api import residual_norm
+from pallas_kernels.skinny_gemm import ref as gemm_ref
+from pallas_kernels.skinny_gemm import xla as gemm_xla
+from pallas_kernels.skinny_gemm.api import skinny_gemm
+from pallas_kernels.swiglu_gemm.api import swiglu_gemm
+
+
+def reference(
+    x: jax.Array,  # [T, D]
+    partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
+    norms: jax.Array,  # [W, D]
+    w: jax.Array,  # [D, O]; with swiglu [D, 2 * O]: gate, up
+    *,
+    row: int,
+    eps: float,
+    swiglu: bool,
+    pins: Pins,
+) -> tuple[jax.Array, jax.Array]:  # [T, D], [T, O]
+    """The definition of norm_gemm: the definitions of both ops."""
+    del pins
+    total, normed = norm_ref.residual_norm(x, partials, norms, row=row, eps=eps)
+    return total, gemm_ref.skinny_gemm(normed, w, swiglu=swiglu, split=False)
+
+
+def plain_xla(
+    x: jax.Array,  # [T, D]
+    partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
+    norms: jax.Array,  # [W, D]
+    w: jax.Array,  # [D, O]; with swiglu [D, 2 * O]: gate, up
+    *,
+    row: int,
+    eps: float,
+    swiglu: bool,
+    pins: Pins,
+) -> tuple[jax.Array, jax.Array]:  # [T, D], [T, O]
+    """Both ops in plain XLA; supports differentiation and vmap."""
+    del pins
+    total, normed = norm_xla.residual_norm(x, partials, norms, row=row, eps=eps)
+    return total, gemm_xla.skinny_gemm(normed, w, swiglu=swiglu, split=False)
+
+
+def unfused(
+    x: jax.Array,  # [T, D]
+    partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
+    norms: jax.Array,  # [W, D]
+    w: jax.Array,  # [D, O]; with swiglu [D, 2 * O]: gate, up
+    *,
+    row: int,
+    eps: float,
+    swiglu: bool,
+    pins: Pins,
+) -> tuple[jax.Array, jax.Array]:  # [T, D], [T, O]
+    """Each op in the implementation that ``pins`` or ``registry.select`` chooses."""
+    impl = pins.of("residual_norm")
+    total, normed = residual_norm(x, partials, norms, row=row, eps=eps, impl=impl)
+    if swiglu:
+        return total, swiglu_gemm(normed, w, impl=pins.of("swiglu_gemm"))
+    return total, skinny_gemm(normed, w, impl=pins.of("skinny_gemm"))
