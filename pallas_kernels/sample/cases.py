@@ -86,7 +86,7 @@ CASES = (
     SampleCase("all_masked", 320, MIXED, 8, masked=1.0),
     SampleCase("hard_odd", 1001, HARD, 6, spread=1.0),
     SampleCase("smollm2", SMOLLM2, (GREEDY, NUCLEUS, CHAT), 3),
-    SampleCase("smollm2_padding_rows", SMOLLM2, (CHAT, *(GREEDY,) * 63), 64),
+    SampleCase("padding_rows", 9001, (CHAT, *(GREEDY,) * 63), 64),
     SampleCase("smollm2_hard", SMOLLM2, HARD, 6),
     SampleCase("smollm2_listed", SMOLLM2, LISTED, 5),
     SampleCase("qwen3", QWEN3, (CHAT,), 1),

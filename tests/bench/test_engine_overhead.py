@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from bench.engine_overhead import measure_overhead
+from bench import engine_overhead
+from jaxinfer.core.config import EngineConfig
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf
 
@@ -15,11 +17,16 @@ def test_engine_and_bare_steps_of_a_small_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAXINFER_CACHE_DIR", str(tmp_path / "cache"))
+    # few executables: compiling is the time
+    small = partial(EngineConfig, max_num_seqs=1, max_num_batched_tokens=64)
+    monkeypatch.setattr(engine_overhead, "EngineConfig", small)
     config = tiny_llama_config(num_hidden_layers=1, max_position_embeddings=32)
     model = build_model(config, dtype="float32")
     tensors, merged = random_hf_tensors(model), {95: "!!"}  # the result of its one merge
     path = write_gguf(tmp_path / "m.gguf", config, tensors, special=merged)
-    samples, splits = measure_overhead(path, [[1, 2, 3]], batches=(1,), num_tokens=4, repeats=2)
+    samples, splits = engine_overhead.measure_overhead(
+        path, [[1, 2, 3]], batches=(1,), num_tokens=4, repeats=2
+    )
     assert {case: len(found) for case, found in samples.items()} == {
         ("engine", 1): 2,
         ("bare", 1): 2,
