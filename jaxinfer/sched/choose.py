@@ -76,7 +76,7 @@ class Budget:
     still take.
     """
 
-    def __init__(self, draft: Draft, num_decodes: int, query_tokens: int) -> None:
+    def __init__(self, draft: Draft, num_decodes: int, query_tokens: int = 1) -> None:
         self._buckets = draft.buckets
         self._widest = NO_BUCKET  # of those that have one more prefill row, and score if need be
         self._limit = draft.limits.max_num_batched_tokens

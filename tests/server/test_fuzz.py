@@ -124,6 +124,8 @@ def reconcile(body: dict[str, Any]) -> None:
         body["n"] = MOST_COMPLETIONS
     if body.get("best_of") not in (None, 1, body.get("n")):
         body.pop("best_of")
+    if isinstance(body.get("timeout"), int | float):  # else 408 is the right answer
+        body["timeout"] = max(body["timeout"], SECONDS)
     if body.get("max_tokens") == 0:
         body["echo"] = True
     if body.get("continue_final_message"):
