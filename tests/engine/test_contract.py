@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -21,8 +18,7 @@ from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
-from jaxinfer.models import forward
-from kit.engines import engine_of, run, tiny_limits
+from kit.engines import compiled_for, dense_greedy, engine_of, run, tiny_limits
 from kit.mixed_family import WINDOW, mixed_model
 
 KINDS = {
@@ -55,17 +51,8 @@ def expected(
     prompts: tuple[tuple[int, ...], ...] = PROMPTS,
     max_tokens: int = 14,
 ) -> list[tuple[int, ...]]:
-    """Greedy tokens of the dense form, each from the logits of the whole sequence before it."""
-    model, params = mixed_model(*KINDS[name])
-    logits = jax.jit(lambda ids: forward(model, params, ids))
-    found = []
-    for prompt in prompts:
-        ids = np.zeros(64, np.int32)
-        ids[: len(prompt)] = prompt
-        for end in range(len(prompt), len(prompt) + max_tokens):
-            ids[end] = jnp.argmax(logits(ids)[end - 1])
-        found.append(tuple(ids[len(prompt) : len(prompt) + max_tokens].tolist()))
-    return found
+    """Greedy tokens of the dense form."""
+    return dense_greedy(*mixed_model(*KINDS[name]), prompts, max_tokens)
 
 
 @cache
@@ -77,8 +64,7 @@ def executables(name: str, platform: str = "cpu") -> tuple[Program, Executables]
         num_snapshots=MOST_SNAPSHOTS if model.state.bytes_per_slot else 0,
     )
     program = Program(model, limits, platform=platform)
-    by_name = {one: program.trace(one).lower().compile() for one in program.names()}
-    return program, Executables(by_name, compiled=0, workspace_bytes=0)
+    return program, compiled_for(program, extras=platform == "gpu")
 
 
 def engine(

@@ -12,6 +12,7 @@ from functools import cache
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -28,149 +29,154 @@ from jaxinfer.exec.run.executor import Executor
 from jaxinfer.exec.step.drafts import Drafter, num_accepted
 from jaxinfer.models.base import Model, Params, hidden_states
 from jaxinfer.nn.context import dense_context
-from kit.engines import engine_of, run, tiny_limits, tokens
+from kit.engines import compiled_for, dense_greedy, engine_of, run, tiny_limits
 from kit.mixed_family import mixed_model
 from kit.tiny_models import tiny_model
 
 COUNT = 3  # drafts of a row
-KEY = 4  # first tokens of a prompt, by which it is found in the table
-SIZES = ((1, 20), (2, 5), (3, 9))
-PROMPTS = tuple(tuple((7 * i * i + 11 * first) % 300 for i in range(n)) for first, n in SIZES)
+KEY = 4  # tokens by which the table knows a prompt
+SIZES = (20, 5, 9)
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=7, ignore_eos=True)
+EXTRAS = (
+    GREEDY,
+    msgspec.structs.replace(GREEDY, logprobs=2),
+    msgspec.structs.replace(GREEDY, presence_penalty=1.5, logit_bias={5: 3.0}),
+)
+
+
+def prompts_of(first: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        tuple((7 * i * i + 11 * (first + k)) % 300 for i in range(size))
+        for k, size in enumerate(SIZES)
+    )
+
+
+PROMPTS, SAMPLED_PROMPTS, EXTRAS_PROMPTS = prompts_of(1), prompts_of(4), prompts_of(7)
 
 
 @cache
 def model_of(name: str) -> tuple[Model, Params]:
-    if name == "mixed":
-        return mixed_model("window", "latent", "full", "window", "window")
-    return tiny_model(name)
+    return mixed_model("window", "latent", "full") if name == "mixed" else tiny_model(name)
 
 
 @cache
-def drafter_of(answers: tuple[tuple[int, ...], ...]) -> Drafter:
+def greedy(name: str) -> list[tuple[int, ...]]:
+    """The answers to ``PROMPTS`` by the dense form."""
+    return dense_greedy(*model_of(name), PROMPTS, GREEDY.max_tokens or 0)
+
+
+@cache
+def sampled() -> list[tuple[int, ...]]:
+    return answers(run(engine("llama", drafts=False), SAMPLED_PROMPTS, SAMPLED))
+
+
+@cache
+def with_extras() -> list[tuple[int, ...]]:
+    return answers(run(engine("llama", drafts=False), EXTRAS_PROMPTS, EXTRAS))
+
+
+@cache
+def drafter_of(name: str) -> Drafter:
     """A drafter that continues a row from the answer with the same first tokens."""
-    longest = max(map(len, answers)) + COUNT + 1
-    table = jnp.array([[*one, *[0] * (longest - len(one))] for one in answers], jnp.int32)
+    known = list(zip(PROMPTS, greedy(name), strict=True))
+    if name == "llama":
+        known += zip(SAMPLED_PROMPTS, sampled(), strict=True)
+        known += zip(EXTRAS_PROMPTS, with_extras(), strict=True)
+    longest = max(SIZES) + (GREEDY.max_tokens or 0) + COUNT + 1
+    rows = [[*prompt, *answer] for prompt, answer in known]
+    table = jnp.array([row + [0] * (longest - len(row)) for row in rows], jnp.int32)
 
     def propose(history: jax.Array, lens: jax.Array) -> jax.Array:
-        known = (history[:, None, :KEY] == table[None, :, :KEY]).all(axis=2)
+        same = (history[:, None, :KEY] == table[None, :, :KEY]).all(axis=2)
         at = jnp.minimum(lens[:, None] + jnp.arange(COUNT), longest - 1)
-        drafts = table[jnp.argmax(known, axis=1)[:, None], at]
+        drafts = table[jnp.argmax(same, axis=1)[:, None], at]
         return jnp.where(at % 5 % 3 == 0, (drafts + 1) % 300, drafts)
 
     return Drafter(COUNT, propose)
 
 
 @cache
-def program_of(
-    name: str, drafter: Drafter | None, *, pools: bool = False
-) -> tuple[Program, Executables]:
+def program_of(name: str, *, drafts: bool) -> tuple[Program, Executables]:
+    """Of llama with all executables, of others without those that only extras need."""
     model, _ = model_of(name)
-    query_tokens = 1 if drafter is None else 1 + drafter.count
+    query_tokens = 1 + COUNT if drafts else 1
     limits = replace(
         tiny_limits(max_num_seqs=3, max_num_batched_tokens=16, num_pages=120),
         windows=model.state.windows,
         query_tokens=query_tokens,
-        pools=pools,
+        pools=not drafts,
         buckets=tuple(
             Bucket(d, p, r, scores=bool(d and r), query_tokens=query_tokens if d else 1)
             for d, p, r in ((3, 0, 0), (0, 16, 3), (3, 16, 3))
         ),
     )
-    program = Program(model, limits, drafter=drafter)
-    by_name = {one: program.trace(one).lower().compile() for one in program.names()}
-    return program, Executables(by_name, compiled=0, workspace_bytes=0)
+    program = Program(model, limits, drafter=drafter_of(name) if drafts else None)
+    return program, compiled_for(program, extras=name == "llama")
 
 
-def engine(
-    name: str,
-    drafter: Drafter | None,
-    *,
-    num_pages: int = 120,
-    overlap: bool = True,
-    pools: bool = False,
-) -> Engine:
-    program, executables = program_of(name, drafter, pools=pools)
+def engine(name: str, *, drafts: bool = True, num_pages: int = 120, overlap: bool = True) -> Engine:
+    program, executables = program_of(name, drafts=drafts)
     _, params = model_of(name)
     executor = Executor(program, executables, params, *init_state(program))
     return engine_of(executor, replace(program.limits, num_pages=num_pages), overlap=overlap)
 
 
-def complete(outputs: Sequence[RequestOutput]) -> tuple[tuple[int, ...], ...]:
-    return tuple((*prompt, *one) for prompt, (one,) in zip(PROMPTS, tokens(outputs), strict=True))
+def answers(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
-@cache
-def plain(name: str, sampling: SamplingParams) -> list[RequestOutput]:
-    return run(engine(name, None), PROMPTS, sampling)
-
-
-@pytest.mark.parametrize(
-    ("name", "sampling"),
-    [("llama", GREEDY), ("llama", SAMPLED), ("mixed", GREEDY), ("gpt2", GREEDY)],
-    ids=["llama", "sampled", "mixed", "gpt2"],
-)
-def test_tokens_are_those_of_rows_of_one_token(name: str, sampling: SamplingParams) -> None:
-    expected = plain(name, sampling)
-    served = engine(name, drafter_of(complete(expected)))
+@pytest.mark.parametrize("name", ["llama", "mixed", "gpt2"])
+def test_greedy_tokens_are_those_of_the_dense_form(name: str) -> None:
+    served = engine(name)
     for together in (True, False):  # the second run reuses prefixes
-        assert tokens(run(served, PROMPTS, sampling, together=together)) == tokens(expected)
+        assert answers(run(served, PROMPTS, GREEDY, together=together)) == greedy(name)
     assert served.stats().num_live_pages == 0
+
+
+def test_sampled_tokens_are_those_of_rows_of_one_token() -> None:
+    assert answers(run(engine("llama"), SAMPLED_PROMPTS, SAMPLED)) == sampled()
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_accepted_drafts_save_steps(overlap: bool) -> None:
     """Three of five drafts are right, so a row yields up to three tokens."""
-    expected = plain("llama", GREEDY)
-    served = engine("llama", drafter_of(complete(expected)), overlap=overlap)
+    served = engine("llama", overlap=overlap)
     events, steps = [], 0
     served.add_request("r", PROMPTS[0], GREEDY)
     while served.has_work:
         news = served.step()
         steps += len(news.steps)
         events += [delta.token_ids for delta in news.deltas]
-    assert [token for event in events for token in event] == tokens(expected)[0][0]
+    assert [token for event in events for token in event] == list(greedy("llama")[0])
     assert {len(event) for event in events if event} >= {1, 2, 3}
     assert steps < GREEDY.max_tokens * (0.6 if not overlap else 1)
 
 
 def test_rows_with_drafts_next_to_rows_with_extras() -> None:
     """Rows with extras have no drafts, since their one token is drawn again after the step."""
-    params = [
-        GREEDY,
-        replace_sampling(logprobs=2),
-        replace_sampling(presence_penalty=1.5, logit_bias={5: 3.0}),
-    ]
-    expected = run(engine("llama", None), PROMPTS, params)
-    served = engine("llama", drafter_of(complete(expected)))
-    found = run(served, PROMPTS, params)
-    assert tokens(found) == tokens(expected)
+    found = run(engine("llama"), EXTRAS_PROMPTS, EXTRAS)
+    assert answers(found) == with_extras()
     assert found[1].outputs[0].logprobs is not None
     assert len(found[1].outputs[0].logprobs) == GREEDY.max_tokens
-
-
-def replace_sampling(**changes: object) -> SamplingParams:
-    return SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["llama", "mixed"])
 def test_preempted(name: str) -> None:
     """Pages are taken for every draft; if none is left the last sequence is preempted."""
-    expected = plain(name, GREEDY)
     groups = len(model_of(name)[0].state.windows)
-    served = engine(name, drafter_of(complete(expected)), num_pages=1 + 14 * groups)
-    assert tokens(run(served, PROMPTS, GREEDY)) == tokens(expected)
+    served = engine(name, num_pages=1 + 14 * groups)
+    assert answers(run(served, PROMPTS, GREEDY)) == greedy(name)
     assert served.stats().num_preemptions > 0 and served.stats().num_live_pages == 0
 
 
 def test_a_stop_token_among_accepted_drafts_ends_the_text_there() -> None:
-    answer = tokens(plain("llama", GREEDY))[0][0]
+    answer = greedy("llama")[0]
     stop = answer[10]
-    sampling = replace_sampling(stop_token_ids=(stop,))
-    served = engine("llama", drafter_of(complete(plain("llama", GREEDY))))
-    (output,) = run(served, PROMPTS[:1], sampling)
-    assert output.outputs[0].token_ids == answer[: answer.index(stop) + 1]
+    sampling = msgspec.structs.replace(GREEDY, stop_token_ids=(stop,))
+    assert answers(run(engine("llama"), PROMPTS[:1], sampling)) == [
+        answer[: answer.index(stop) + 1]
+    ]
 
 
 def test_drafts_are_refused_for_models_with_state_for_each_sequence() -> None:
@@ -193,7 +199,7 @@ def test_acceptance(drafts: tuple[int, int], most: int, accepted: int) -> None:
 def test_pooled_vectors_are_the_dense_forms_last_hidden_states() -> None:
     """With chunked prompts, several such rows in a step, and rows that generate."""
     model, params = model_of("llama")
-    served = engine("llama", None, pools=True)
+    served = engine("llama", drafts=False)
     served.add_request("text", PROMPTS[1], GREEDY)
     prompts = {f"p{i}": prompt for i, prompt in enumerate((*PROMPTS, *PROMPTS[:1]))}
     for name, prompt in prompts.items():
@@ -203,7 +209,7 @@ def test_pooled_vectors_are_the_dense_forms_last_hidden_states() -> None:
         for delta in served.step().deltas:
             deltas.setdefault(delta.request_id, []).append(delta)
     drawn = [token for delta in deltas.pop("text") for token in delta.token_ids]
-    assert drawn == tokens(plain("llama", GREEDY))[1][0]
+    assert drawn == list(greedy("llama")[1])
     for name, (delta,) in deltas.items():
         assert delta.finish_reason == "stop" and not delta.token_ids and not delta.error
         ids = jnp.array(prompts[name], jnp.int32)
@@ -215,4 +221,4 @@ def test_pooled_vectors_are_the_dense_forms_last_hidden_states() -> None:
 
 def test_pooling_is_refused_by_an_engine_built_without_it() -> None:
     with pytest.raises(RequestError, match="was not built to pool"):
-        engine("llama", None).add_request("r", PROMPTS[0], GREEDY, pools=True)
+        engine("llama").add_request("r", PROMPTS[0], GREEDY, pools=True)

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from msgspec.structs import replace
 
 from jaxinfer.core.config import Limits
@@ -18,9 +21,10 @@ from jaxinfer.engine.outputs import Collector, RequestOutput
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.exec.compile.buckets import bucket_table
 from jaxinfer.exec.compile.build import Compiled, Executables
-from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.compile.program import EXTRAS, SCORE, Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
+from jaxinfer.models.base import Model, Params, forward
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.tiny_models import tiny_model
 from kit.tokenizers import tiny_tokenizer_spec
@@ -79,6 +83,28 @@ def _program_of(name: str, program: Program) -> Program:
 def _compiled(program: Program, name: str) -> Compiled:
     # LLVM's optimiser takes a third of the time; tests/e2e compiles with it, as users do
     return program.trace(name).lower().compile({"xla_backend_optimization_level": 0})
+
+
+def compiled_for(program: Program, *, extras: bool) -> Executables:
+    """The executables of a program, with or without those that only extras need."""
+    names = [name for name in program.names() if extras or not name.startswith((EXTRAS, SCORE))]
+    by_name = {name: program.trace(name).lower().compile() for name in names}
+    return Executables(by_name, compiled=0, workspace_bytes=0)
+
+
+def dense_greedy(
+    model: Model, params: Params, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[tuple[int, ...]]:
+    """Greedy tokens of the dense form, each from the logits of the whole sequence before it."""
+    logits = jax.jit(lambda ids: forward(model, params, ids))
+    found = []
+    for prompt in prompts:
+        ids = np.zeros(64, np.int32)
+        ids[: len(prompt)] = prompt
+        for end in range(len(prompt), len(prompt) + max_tokens):
+            ids[end] = jnp.argmax(logits(ids)[end - 1])
+        found.append(tuple(ids[len(prompt) : len(prompt) + max_tokens].tolist()))
+    return found
 
 
 def tiny_engine(
