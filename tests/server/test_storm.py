@@ -59,7 +59,7 @@ class Weather:
         return streams + [any_body(ids) for _ in range(self.num_random)]
 
 
-GPU = Weather("gpu", 30_000, num_random=500, num_alone=200, num_streams=460)
+GPU = Weather("gpu", 30_000, num_random=700, num_alone=200, num_streams=460)
 GPU_WINDOWS = Weather("gpu", 2000, num_random=200, num_alone=30, windows=(None, 512, 512))
 CPU_FEW_PAGES = Weather(
     *("cpu", 260),
