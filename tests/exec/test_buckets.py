@@ -145,10 +145,10 @@ def test_every_step_that_is_built_has_a_bucket(platform: str, scored: Collection
         state = initial_state(limits)
         for decodes in rows_at_borders(limits.buckets, seqs):
             for takes_all in (False, True):
-                budget, prefills = Budget(Draft(state), decodes), 0
+                budget, prefills = Budget(Draft(state), decodes, 1), 0
                 for number in range(seqs - decodes):
                     seq = asking if number in scored else plain
-                    if (most := budget.left_for(seq)) <= 0:
+                    if (most := budget.tokens_for(seq)) <= 0:
                         break
                     budget.add(seq, most if takes_all and number == 4 else 1)
                     prefills += 1
