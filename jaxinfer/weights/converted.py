@@ -22,8 +22,7 @@ from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import build_once
 from jaxinfer.models.base import Model, Params
-from jaxinfer.models.params import ParamSpec
-from jaxinfer.models.tree import by_path, nested
+from jaxinfer.models.params import ParamSpec, by_path, nested
 from jaxinfer.nn.placement import Placement
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.plan import PlannedParam

@@ -14,8 +14,7 @@ import numpy as np
 
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.base import Model, Params
-from jaxinfer.models.params import ArraySpec
-from jaxinfer.models.tree import nested
+from jaxinfer.models.params import ArraySpec, nested
 from jaxinfer.nn.placement import Axes, Placement
 
 _DEVIATION = 0.02  # the usual initializer_range; activations stay near 1 in every family

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.base import Model, Params
-from jaxinfer.models.tree import nested
+from jaxinfer.models.params import nested
 from jaxinfer.nn.placement import Placement
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.dummy import dummy_params

@@ -12,8 +12,7 @@ import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.models.base import Model, ModelFamily
-from jaxinfer.models.params import ArraySpec, ParamSpec
-from jaxinfer.models.tree import by_path
+from jaxinfer.models.params import ArraySpec, ParamSpec, by_path
 from jaxinfer.nn.placement import Placement
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
 

@@ -39,7 +39,7 @@ SMALLEST_BLOCK = 2**21  # bytes that XLA's allocator over virtual memory uses fo
 
 PLAIN = SamplingParams(max_tokens=6, seed=1, top_k=9, top_p=0.9, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-ASKING = (
+WITH_EXTRAS = (
     SamplingParams(max_tokens=4, seed=2, logprobs=2, ignore_eos=True),
     SamplingParams(max_tokens=4, seed=3, presence_penalty=1.0, ignore_eos=True),
     SamplingParams(max_tokens=4, seed=4, logit_bias={5: 2.0}, ignore_eos=True),
@@ -138,7 +138,7 @@ def test_extras_run_only_for_rows_with_extras_and_tokens_are_the_same(tmp_path: 
         return Counter({name: n for name, n in device.calls.items() if name not in steps})
 
     assert not ran([PLAIN, GREEDY])
-    logprobs, penalty, bias, prompt_logprobs = ASKING
+    logprobs, penalty, bias, prompt_logprobs = WITH_EXTRAS
     assert ran([PLAIN, logprobs]) == {"extras2": 4}
     assert ran([penalty, bias]) == {ADMIT: 2, "extras2": 5}
     assert ran([prompt_logprobs, GREEDY]) == {"score16": 1}

@@ -17,8 +17,8 @@ from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.staging import build_once
 from jaxinfer.models.base import Params
+from jaxinfer.models.params import by_path
 from jaxinfer.models.registry import build_model
-from jaxinfer.models.tree import by_path
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights import converted
 from jaxinfer.weights.gguf.checkpoint import GGUFCheckpoint

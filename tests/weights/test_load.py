@@ -17,8 +17,8 @@ from gguf.quants import dequantize, quantize
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.engine.loop.late_compiles import COMPILE_EVENT
 from jaxinfer.models.base import abstract_params
+from jaxinfer.models.params import by_path
 from jaxinfer.models.registry import build_model
-from jaxinfer.models.tree import by_path
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.load import load_params

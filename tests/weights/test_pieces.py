@@ -13,8 +13,7 @@ import pytest
 
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.base import Model, ModelFamily, abstract_params
-from jaxinfer.models.params import ArraySpec, ParamSpec, Source, join_outputs
-from jaxinfer.models.tree import by_path
+from jaxinfer.models.params import ArraySpec, ParamSpec, Source, by_path, join_outputs
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights import converted, dummy
 from jaxinfer.weights.dummy import dummy_params

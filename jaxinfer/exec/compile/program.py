@@ -24,7 +24,7 @@ from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, parts_of
 from jaxinfer.exec.step.slots import SlotState, admit, empty_rows, init_slots
 from jaxinfer.exec.step.snapshots import copied
 from jaxinfer.models.base import Model, Params, head_params
-from jaxinfer.models.tree import nested
+from jaxinfer.models.params import nested
 from jaxinfer.nn.placement import Placement, default_placement
 from jaxinfer.nn.state import State
 from pallas_kernels.pins import LINKS, Pins

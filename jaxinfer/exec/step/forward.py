@@ -32,7 +32,7 @@ from jaxinfer.models.base import (
     other_layers,
     unembed,
 )
-from jaxinfer.models.tree import nested
+from jaxinfer.models.params import nested
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.linear import Stream
 from jaxinfer.nn.state import State
