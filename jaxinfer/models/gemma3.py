@@ -1,8 +1,8 @@
-"""Gemma 3 (text): windows in five of six layers, norms before and behind each block.
+"""Gemma 3 (text): windows in five of six layers, norms before and after each block.
 
 Source: ``modeling_gemma3`` of Hugging Face transformers. Norms multiply by 1 + w in float32, so
-their weights are kept as 1 + w in float32; embeddings are multiplied by the root of the width,
-rounded to the dtype; layers with a window rotate by frequencies of their own.
+their weights are stored as 1 + w in float32. Embeddings are multiplied by the square root of the
+width, rounded to the dtype. Layers with a window have another rope.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from jaxinfer.models.gqa import (
 )
 from jaxinfer.models.gqa_config import DecoderConfig
 from jaxinfer.models.hf_rope import rope_config
-from jaxinfer.models.params import one_more, stack_one_more
+from jaxinfer.models.params import plus_one, stack_plus_one
 from jaxinfer.nn.rope import RopeConfig
 
-# What transformers assumes where a config does not say.
+# transformers' defaults
 _HEAD_DIM, _SCALAR, _PATTERN = 256, 256, 6
 _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
 
@@ -40,13 +40,13 @@ _NORMS = NormSources(
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ),
-    one=one_more,
-    several=stack_one_more,
+    one=plus_one,
+    several=stack_plus_one,
 )
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig:
-    """Raises ``ConfigError`` naming the key that is missing or asks for something else."""
+    """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if (cap := config.get(key)) is not None:
             raise ConfigError(
@@ -77,9 +77,9 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """The window of each layer; by default every sixth layer looks at everything."""
+    """The window of each layer; by default every sixth layer has none."""
     window = sliding_window(config)
-    if config.get("layer_types") is not None:  # which wins; a pattern beside it is only checked
+    if config.get("layer_types") is not None:  # it wins; a pattern is only checked
         hf.layer_index(config, "sliding_window_pattern", _PATTERN)
         hf.layer_index(config, "_sliding_window_pattern", _PATTERN)
         return windows_by_layer(config, window)
@@ -90,7 +90,7 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def _ropes(config: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
-    """The rotation of full layers, and that of layers with a window."""
+    """The rope of layers without a window, and of layers with one."""
     sections = config.get("rope_parameters")
     theta = hf.positive_float(config, "rope_theta", _GLOBAL_THETA)
     local_theta = hf.positive_float(config, "rope_local_base_freq", _LOCAL_THETA)
@@ -103,12 +103,12 @@ def _ropes(config: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeCo
                 "Gemma 3 has layers of full_attention and sliding_attention"
             )
         full, local = (sections.get(name, {}) for name in ("full_attention", "sliding_attention"))
-    else:  # as the published files have it: a scaling of full layers alone
+    else:  # as in the published files: a scaling only of layers without a window
         full, local = sections or config.get("rope_scaling") or {}, {}
-    beside = {"max_position_embeddings": config.get("max_position_embeddings")}
+    common = {"max_position_embeddings": config.get("max_position_embeddings")}
     return (
-        rope_config({**beside, "rope_parameters": {"rope_theta": theta, **full}}, head_dim),
-        rope_config({**beside, "rope_parameters": {"rope_theta": local_theta, **local}}, head_dim),
+        rope_config({**common, "rope_parameters": {"rope_theta": theta, **full}}, head_dim),
+        rope_config({**common, "rope_parameters": {"rope_theta": local_theta, **local}}, head_dim),
     )
 
 

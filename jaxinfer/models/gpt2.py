@@ -1,13 +1,13 @@
 """GPT-2: learned positions, LayerNorm with biases, full multi-head attention, GELU.
 
-Source: ``modeling_gpt2`` of Hugging Face transformers. Its Conv1D weights already lie [in, out] and
-c_attn is already fused, so parameters are the checkpoint's tensors, norms packed:
+Source: ``modeling_gpt2`` of Hugging Face transformers. Its Conv1D weights are already [in, out] and
+c_attn is already fused, so parameters are the checkpoint's tensors, except that norms are stacked:
 
     embed [V, D]             layers_i/qkv  [D, 3 * N * H]   layers_i/qkv_bias  [3 * N * H]
     positions [positions, D] layers_i/o    [N * H, D]       layers_i/o_bias    [D]
     final_norm [2, D]        layers_i/up   [D, F]           layers_i/up_bias   [F]
     lm_head [D, V]           layers_i/down [F, D]           layers_i/down_bias [D]
-      unless tied            layers_i/norms [4, D]  weight and bias before attention, before ffw
+      unless tied            layers_i/norms [4, D]  weight, bias before attention; before ffn
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jaxinfer.nn.placement import Axes, Fused
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Config:
-    """Sizes of one GPT-2."""
+    """The config of a GPT-2 model."""
 
     vocab_size: int
     hidden_size: int
@@ -51,13 +51,13 @@ class GPT2Config:
     max_position_embeddings: int
     layer_norm_epsilon: float
     activation: str  # a name in ``ACTIVATIONS``
-    attention_scales: tuple[float, ...]  # L: factor on the scores of each layer
+    attention_scales: tuple[float, ...]  # factor on the scores of each layer
     tie_word_embeddings: bool
     dtype: jnp.dtype
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """See ``ModelConfig``: positions are learned."""
+        """See ``ModelConfig``; learned positions cannot be extended."""
         return self.max_position_embeddings, self.max_position_embeddings
 
     def for_context(self, length: int) -> GPT2Config:
@@ -67,7 +67,7 @@ class GPT2Config:
 
     @property
     def head_dim(self) -> int:
-        """H."""
+        """The width of a head."""
         return self.hidden_size // self.num_attention_heads
 
     @property
@@ -101,7 +101,7 @@ class GPT2Config:
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> GPT2Config:
-    """Raises ``ConfigError`` naming the key that is missing or asks for something else."""
+    """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.supported_only(config, "add_cross_attention", False)
     hidden_size = _size(config, "n_embd", "hidden_size")
     num_heads = _size(config, "n_head", "num_attention_heads")
@@ -126,7 +126,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> GPT2Config:
 
 
 def _size(config: Mapping[str, Any], key: str, other: str) -> int:
-    """A size under GPT-2's own name, or else the one that other families give it."""
+    """A size under GPT-2's name of the key, or else under other families' name."""
     return hf.positive_int(config, key, config.get(other))
 
 
@@ -139,7 +139,7 @@ def _attention_scales(config: Mapping[str, Any], head_dim: int, layers: int) -> 
 
 
 def param_specs(config: GPT2Config) -> tuple[ParamSpec, ...]:
-    """The parameters, and their sources by the names of the released checkpoints."""
+    """The parameters, with the released checkpoints' names of their sources."""
     v, d, length = config.vocab_size, config.hidden_size, config.max_position_embeddings
     final = (Source("ln_f.weight", (d,)), Source("ln_f.bias", (d,)))
     specs = [

@@ -1,6 +1,6 @@
-"""What the families on ``nn.decoder`` share: their config keys and their checkpoint tensors.
+"""Config keys and checkpoint tensors that the families with ``DecoderConfig`` share.
 
-Owns: ``gqa_config`` and ``gqa_param_specs``. A family states its oddities as arguments.
+The differences between families are arguments of ``gqa_config`` and ``gqa_param_specs``.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from jaxinfer.models.params import (
 from jaxinfer.nn.placement import Axis, Fused
 from jaxinfer.nn.rope import RopeConfig
 
-# Buffers that old checkpoints carry, and the head that some tied checkpoints repeat. An untied
-# model's head is consumed by its spec.
+# Buffers in old checkpoints, and the head that some tied checkpoints store as well. The head of an
+# untied model is used by its spec, so it is not ignored.
 GQA_IGNORED_TENSORS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"lm_head\.weight")
 
 _SLIDING = "sliding_attention"
 _LAYER_TYPES = ("full_attention", _SLIDING)
-_WINDOW = 4096  # what transformers assumes when a Mistral or Qwen config does not say
-_MAX_WINDOW_LAYERS = 28  # likewise
+_WINDOW = 4096  # transformers' default for Mistral and Qwen
+_MAX_WINDOW_LAYERS = 28  # transformers' default for Qwen
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
@@ -54,10 +54,10 @@ def gqa_config(
     tied: bool = False,
     **more: Any,
 ) -> DecoderConfig:
-    """A ``DecoderConfig`` from ``config.json``. ``head_dim`` None is derived from the width,
-    ``rope`` and ``activation`` None are read; ``more`` are further fields.
+    """A ``DecoderConfig`` from ``config.json``.
 
-    Raises ``ConfigError`` naming the key.
+    If they are None, ``head_dim`` is read or derived from the width, and ``rope`` and
+    ``activation`` are read. ``more`` are further fields. Raises ``ConfigError`` with the key.
     """
     hidden_size = hf.positive_int(config, "hidden_size")
     num_heads = hf.positive_int(config, "num_attention_heads")
@@ -91,7 +91,7 @@ def gqa_config(
 
 
 def upper_layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Qwen's sliding windows: in the layers from ``max_window_layers`` up, when switched on."""
+    """Qwen's windows: layers from ``max_window_layers`` on, if ``use_sliding_window``."""
     first = hf.layer_index(config, "max_window_layers", _MAX_WINDOW_LAYERS)
     window = sliding_window(config)
     if not hf.flag(config, "use_sliding_window", False):
@@ -100,9 +100,7 @@ def upper_layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """How far back a layer with a window looks: transformers' default where the key is absent, None
-    where it is null.
-    """
+    """The window in tokens: transformers' default if the key is absent, None if it is null."""
     if config.get("sliding_window", _WINDOW) is None:
         return None
     return hf.positive_int(config, "sliding_window", _WINDOW)
@@ -111,7 +109,7 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
 def windows_by_layer(
     config: Mapping[str, Any], window: int | None, first: int = 0
 ) -> tuple[int | None, ...]:
-    """The window of each layer: of those from ``first`` up, unless ``layer_types`` says which."""
+    """The window of each layer: ``layer_types`` decides, else layers from ``first`` on have one."""
     num_layers = hf.positive_int(config, "num_hidden_layers")
     kinds = config.get("layer_types")
     if kinds is None:
@@ -131,7 +129,7 @@ def windows_by_layer(
 
 
 class NormSources(NamedTuple):
-    """A layer's norms in the order in which they come, and how one and several are built."""
+    """The names of a layer's norms in order, and the functions that build one and several."""
 
     names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     one: Callable[..., np.ndarray] = as_is
@@ -142,7 +140,7 @@ PRE_NORMS = NormSources()
 
 
 def gqa_param_specs(config: DecoderConfig, norms: NormSources = PRE_NORMS) -> tuple[ParamSpec, ...]:
-    """The parameters of ``Decoder``, and their sources by Hugging Face's names."""
+    """The parameters of ``Decoder``, with Hugging Face's names of their sources."""
     v, d = config.vocab_size, config.hidden_size
     embed, final = Source("model.embed_tokens.weight", (v, d)), Source("model.norm.weight", (d,))
     specs = [
@@ -179,7 +177,7 @@ def _matrix_specs(c: DecoderConfig, path: str, source: str) -> Iterator[ParamSpe
     d, f = c.hidden_size, c.intermediate_size
 
     def matrix(name: str, array: ArraySpec, *tensors: tuple[str, int, int]) -> ParamSpec:
-        """Linear weights [out, in] side by side, turned."""
+        """Transposed and concatenated linear weights; ``tensors`` are (name, out, in)."""
         sources = (Source(f"{source}{one}.weight", (out, width)) for one, out, width in tensors)
         return ParamSpec(path + name, array, tuple(sources), join_outputs)
 
@@ -197,7 +195,7 @@ def _bias_specs(c: DecoderConfig, path: str, source: str) -> Iterator[ParamSpec]
     d, f = c.hidden_size, c.intermediate_size
 
     def bias(name: str, axis: Axis, *tensors: tuple[str, int]) -> ParamSpec:
-        """Biases one after another."""
+        """Concatenated biases; ``tensors`` are (name, width)."""
         array = ArraySpec((sum(width for _, width in tensors),), (axis,))
         sources = (Source(f"{source}{one}.bias", (width,)) for one, width in tensors)
         return ParamSpec(path + name, array, tuple(sources), join)
@@ -213,6 +211,6 @@ def _bias_specs(c: DecoderConfig, path: str, source: str) -> Iterator[ParamSpec]
 
 
 def _qkv(c: DecoderConfig) -> Fused:
-    """The dimension of queries, keys and values."""
+    """The axis of concatenated queries, keys and values."""
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     return Fused("heads", (q, kv, kv))

@@ -1,7 +1,6 @@
-"""The sizes and switches of families with grouped-query attention and a gated network.
+"""The config of families with grouped-query attention and a gated feed-forward network.
 
-Owns: ``DecoderConfig``, whose field names are Hugging Face's where it has one, and the layers that
-it amounts to.
+The field names are Hugging Face's where it has one.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from jaxinfer.nn.rope import RopeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and switches of one decoder.
+    """The config of one decoder.
 
-    ``windows`` holds one entry per layer: how far back it looks, None for everything.
+    ``windows`` has the attention window of each layer in tokens; None for a layer without one.
     """
 
     vocab_size: int
@@ -40,18 +39,18 @@ class DecoderConfig:
     activation: str  # of the gate: a name in ``ACTIVATIONS``
     qkv_bias: bool
     o_bias: bool
-    mlp_bias: bool  # of gate, up and down
+    mlp_bias: bool  # gate, up and down have biases
     qk_norm: bool
     dtype: jnp.dtype
-    local_rope: RopeConfig | None = None  # of layers with a window; None: ``rope``
-    attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
-    post_norms: bool = False  # also behind attention and feed-forward network
-    norm_dtype: jnp.dtype | None = None  # of norms; None: ``dtype``
-    embed_scale: float | None = None  # of embeddings
+    local_rope: RopeConfig | None = None  # rope of layers with a window; None: ``rope``
+    attention_scale: float | None = None  # factor on scores; None: head_dim ** -0.5
+    post_norms: bool = False  # norms also after attention and feed-forward network
+    norm_dtype: jnp.dtype | None = None  # dtype of norms; None: ``dtype``
+    embed_scale: float | None = None  # factor on embeddings
 
     @property
     def num_hidden_layers(self) -> int:
-        """L."""
+        """The number of layers."""
         return len(self.windows)
 
     @property

@@ -1,7 +1,4 @@
-"""Reads Hugging Face ``config.json`` dictionaries; every error names the key and what is possible.
-
-Owns: typed access to keys.
-"""
+"""Typed access to the keys of a Hugging Face ``config.json``; every error names the key."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ type HFConfig = Mapping[str, Any]
 
 
 def positive_int(config: HFConfig, key: str, default: int | None = None) -> int:
-    """``config[key]``, or ``default`` where it is absent or null; an int above 0."""
+    """``config[key]``, or ``default`` if it is absent or null; an int above 0."""
     value = _get(config, key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"config key {key!r} must be a positive integer, got {value!r}")
@@ -24,7 +21,7 @@ def positive_int(config: HFConfig, key: str, default: int | None = None) -> int:
 
 
 def layer_index(config: HFConfig, key: str, default: int) -> int:
-    """``config[key]``, or ``default`` where it is absent or null; an int from 0."""
+    """``config[key]``, or ``default`` if it is absent or null; an int from 0."""
     value = _get(config, key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ConfigError(f"config key {key!r} must be an integer from 0, got {value!r}")
@@ -32,7 +29,7 @@ def layer_index(config: HFConfig, key: str, default: int) -> int:
 
 
 def positive_float(config: HFConfig, key: str, default: float | None = None) -> float:
-    """``config[key]``, or ``default`` where it is absent or null; a number above 0."""
+    """``config[key]``, or ``default`` if it is absent or null; a number above 0."""
     value = _get(config, key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigError(f"config key {key!r} must be a positive number, got {value!r}")
@@ -40,7 +37,7 @@ def positive_float(config: HFConfig, key: str, default: float | None = None) -> 
 
 
 def flag(config: HFConfig, key: str, default: bool) -> bool:
-    """``config[key]``, or ``default`` where it is absent or null; true or false."""
+    """``config[key]``, or ``default`` if it is absent or null; true or false."""
     value = _get(config, key, default)
     if not isinstance(value, bool):
         raise ConfigError(f"config key {key!r} must be true or false, got {value!r}")
@@ -48,7 +45,7 @@ def flag(config: HFConfig, key: str, default: bool) -> bool:
 
 
 def supported_only(config: HFConfig, key: str, *supported: object) -> None:
-    """Refuse a value that would change the arithmetic; absent or null means ``supported[0]``."""
+    """Refuse a value that is not ``supported``; absent or null means ``supported[0]``."""
     value = _get(config, key, supported[0])
     if value not in supported:
         known = " or ".join(repr(s) for s in supported)
@@ -56,7 +53,7 @@ def supported_only(config: HFConfig, key: str, *supported: object) -> None:
 
 
 def activation(config: HFConfig, key: str, default: str) -> str:
-    """The name in ``ACTIVATIONS`` of ``config[key]``, or of ``default`` where it is absent."""
+    """The name in ``ACTIVATIONS`` for ``config[key]``, or for ``default`` if it is absent."""
     value = _get(config, key, default)
     name = OTHER_NAMES.get(value, value) if isinstance(value, str) else ""
     if name not in ACTIVATIONS:

@@ -1,10 +1,8 @@
-"""Which keys of a ``config.json`` change nothing, and what becomes of a key that no family reads.
+"""Refuses keys of a ``config.json`` that the family does not read and that may change the result.
 
-Owns: the lists, ``KeysRead`` and ``refuse_unread``.
-
-A key that a family reads is honoured, or refused where it is read. Of the others, those that
-change nothing are listed here; one that is unknown and by its words changes what a layer computes
-is refused by name, since to pass over it is to answer with other tokens and no word about it.
+A key that a family reads is supported, or refused by the reader. Other keys that change nothing are
+listed here. An unknown key is refused by name if its words suggest that it changes the computation
+of a layer, since ignoring it would change tokens without an error.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ NO_EFFECT = frozenset(
         *("bos_token_id", "decoder_start_token_id", "eos_token_id", "max_length", "max_new_tokens"),
         *("min_length", "min_p", "pad_token_id", "prefix", "repetition_penalty", "sep_token_id"),
         *("do_sample", "task_specific_params", "temperature", "top_k", "top_p"),
-        # where windows begin, which families with windows read
+        # the first layer with a window, which families with windows read
         "max_window_layers",
-        # which file holds the weights: ``weights.sources``
+        # the file of the weights: ``weights.sources``
         "transformers_weights",
-        # how weights and activations are stored or computed, which the engine's settings decide
+        # dtypes and implementations, which the engine's settings decide
         *("_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal"),
         *("_experts_implementation", "_experts_implementation_internal", "_flash_attn_2_enabled"),
         *("attn_implementation", "attention_implementation", "chunk_size_feed_forward", "dtype"),
@@ -48,16 +46,16 @@ NO_EFFECT = frozenset(
         *("hidden_dropout", "initializer_factor", "initializer_range", "neftune_noise_alpha"),
         *("resid_pdrop", "residual_dropout", "rope_init", "router_aux_loss_coef"),
         *("router_z_loss_coef", "aux_loss_alpha", "seq_aux"),
-        # what a step returns besides logits
+        # outputs besides logits
         *("output_attentions", "output_hidden_states", "output_past", "output_router_logits"),
         *("return_dict", "tie_last_hidden_states"),
         # heads for other tasks
         *("_num_labels", "id2label", "label2id", "num_labels", "predict_special_tokens"),
         *("problem_type", "summary_activation", "summary_first_dropout"),
         *("summary_proj_to_labels", "summary_type", "summary_use_proj", "n_special"),
-        # lengths beside the one that counts
+        # other lengths than max_position_embeddings
         *("max_sequence_length", "model_max_length", "n_ctx", "seq_length"),
-        # of encoders and decoders in pairs
+        # encoder-decoder models
         *("is_decoder", "is_encoder_decoder", "tie_encoder_decoder"),
     }
 )
@@ -88,8 +86,8 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
     }
 )
 _OTHERWISE = "remove it from config.json if these weights do not need it"
-_READ_FROM = ("gguf",)  # "quantisations" that say what kind of file the weights were read from
-# Words of keys that may change what a layer computes; (^|_) keeps "property" apart from "rope".
+_READ_FROM = ("gguf",)  # quant_methods that only name the kind of file that the weights came from
+# Words of keys that may change the computation of a layer; (^|_) excludes "rope" in "property".
 _MATTERS = re.compile(
     r"(^|_)m?rope|rotary|alibi|ntk|yarn|position|attn|attention|softcap|scal(e|ing)|multiplier"
     r"|norm|window|expert|bias|activation|quant|logit|residual|epsilon|sparse|layer_type"
@@ -98,7 +96,7 @@ _MATTERS = re.compile(
 
 
 class KeysRead(Mapping[str, Any]):
-    """A config that knows which of its keys were asked for."""
+    """A config that records which of its keys were read."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
@@ -115,12 +113,12 @@ class KeysRead(Mapping[str, Any]):
         return len(self._config)
 
     def unread(self) -> dict[str, Any]:
-        """The keys that were not asked for."""
+        """The entries whose keys were not read."""
         return {key: value for key, value in self._config.items() if key not in self._read}
 
 
 def refuse_unread(config: KeysRead, architecture: str) -> None:
-    """Raises ``ConfigError`` for a key that was not read and may change the result."""
+    """Raise ``ConfigError`` for a key that was not read and may change the result."""
     for key, value in config.unread().items():
         if key not in NO_EFFECT and not _is_neutral(key, value):
             remedy = REMEDIES.get(key, _OTHERWISE)
@@ -131,7 +129,7 @@ def refuse_unread(config: KeysRead, architecture: str) -> None:
 
 
 def _is_neutral(key: str, value: object) -> bool:
-    """Whether a key is absent in effect, or says nothing of what layers compute."""
+    """Whether a key is switched off, or does not affect the computation of layers."""
     if key in NEUTRAL:
         return value is None or value in NEUTRAL[key]
     if key == "quantization_config" and isinstance(value, Mapping):

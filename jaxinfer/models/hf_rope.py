@@ -1,6 +1,6 @@
-"""The rope section of a Hugging Face ``config.json``, in its old and new spellings.
+"""Reads the rope section of a Hugging Face ``config.json``, in its old and new spelling.
 
-Owns: which keys each kind of scaling has, and what transformers derives where one is missing.
+Missing keys are derived as in transformers.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _KINDS: Mapping[str, type[Any] | None] = MappingProxyType(
         "proportional": ProportionalScaling,
     }
 )
-# Kinds whose original length stands beside the section in some configs, and wins there.
-_ORIGINAL_BESIDE = ("llama3", "yarn", "longrope")
-_FOLLOWS_CONTEXT = "length"  # the field that an engine sets, not a file
-# Keys that transformers knows. It passes over those that a kind has no use for, and so do we.
+# Kinds whose original length may also be a top-level key, which then wins over the section's.
+_TOP_LEVEL_ORIGINAL = ("llama3", "yarn", "longrope")
+_CONTEXT_FIELD = "length"  # the field of a scaling that is set by the engine, not by a file
+# Keys that transformers knows. Like transformers, we ignore those that a kind does not use.
 _KNOWN = frozenset(
     {
         *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast"),
@@ -47,12 +47,12 @@ _KNOWN = frozenset(
         *("mscale", "mscale_all_dim", "truncate", "partial_rotary_factor", "finetuned"),
     }
 )
-# Keys of other engines, and the only value that changes nothing.
+# Keys of other engines, and the only values that change nothing.
 _NEUTRAL = MappingProxyType({"extrapolation_factor": 1, "apply_yarn_scaling": True})
 
 
 def rope_config(config: HFConfig, head_dim: int) -> RopeConfig:
-    """The rope section: ``rope_parameters`` (transformers 5), or ``rope_theta``, ``rope_scaling``.
+    """The rope config of ``rope_parameters`` (transformers 5) or ``rope_theta``, ``rope_scaling``.
 
     Raises ``ConfigError`` for a scaling that is unknown, incomplete, or has unknown keys.
     """
@@ -60,16 +60,16 @@ def rope_config(config: HFConfig, head_dim: int) -> RopeConfig:
         raise ConfigError(f"config key 'head_dim' must be even for rope, got {head_dim}")
     section = _section(config)
     theta = positive_float(section if "rope_theta" in section else config, "rope_theta", 10000.0)
-    beside = {key: config.get(key) for key in ("partial_rotary_factor", _ORIGINAL)}
+    top_level = {key: config.get(key) for key in ("partial_rotary_factor", _ORIGINAL)}
     section.pop("rope_theta", None)
     legacy_kind = section.pop("type", "default")
     kind = section.pop("rope_type", legacy_kind)
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ConfigError(f"rope type {kind!r} is unknown; use one of {', '.join(_KINDS)}")
-    if beside["partial_rotary_factor"] is not None:
-        section.setdefault("partial_rotary_factor", beside["partial_rotary_factor"])
-    if kind in _ORIGINAL_BESIDE and beside[_ORIGINAL] is not None:
-        section[_ORIGINAL] = beside[_ORIGINAL]
+    if top_level["partial_rotary_factor"] is not None:
+        section.setdefault("partial_rotary_factor", top_level["partial_rotary_factor"])
+    if kind in _TOP_LEVEL_ORIGINAL and top_level[_ORIGINAL] is not None:
+        section[_ORIGINAL] = top_level[_ORIGINAL]
     _refuse_unknown(kind, section)
     if kind != "proportional" and section.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(
@@ -80,7 +80,7 @@ def rope_config(config: HFConfig, head_dim: int) -> RopeConfig:
 
 
 def _section(config: HFConfig) -> dict[str, Any]:
-    """The section without its nulls. ``rope_scaling`` wins, as in transformers."""
+    """The rope section without nulls. ``rope_scaling`` wins, as in transformers."""
     sections = {key: config.get(key) for key in ("rope_scaling", "rope_parameters")}
     for key, given in sections.items():
         if given is not None and not isinstance(given, Mapping):
@@ -100,7 +100,7 @@ def _section(config: HFConfig) -> dict[str, Any]:
 def _refuse_unknown(kind: str, section: Mapping[str, Any]) -> None:
     scaling = _KINDS[kind]
     own = [] if scaling is None else [field.name for field in dataclasses.fields(scaling)]
-    own = [name for name in own if name != _FOLLOWS_CONTEXT]
+    own = [name for name in own if name != _CONTEXT_FIELD]
     for key, value in section.items():
         if key in _NEUTRAL and value != _NEUTRAL[key]:
             raise ConfigError(
@@ -114,12 +114,12 @@ def _refuse_unknown(kind: str, section: Mapping[str, Any]) -> None:
 def _scaling(
     kind: str, section: dict[str, Any], config: HFConfig, head_dim: int
 ) -> RopeScaling | None:
-    """The scaling, with what transformers derives in the place of keys that are missing."""
+    """The scaling, with missing keys derived as in transformers."""
     scaling = _KINDS[kind]
     if scaling is None:
         return None
     values = dict(section)
-    if kind == "dynamic" or (kind in _ORIGINAL_BESIDE and _ORIGINAL not in values):
+    if kind == "dynamic" or (kind in _TOP_LEVEL_ORIGINAL and _ORIGINAL not in values):
         values[_ORIGINAL] = positive_int(config, "max_position_embeddings")
     if kind in ("yarn", "longrope") and "factor" not in values and _ORIGINAL in section:
         positions = positive_int(config, "max_position_embeddings")
@@ -127,7 +127,7 @@ def _scaling(
     given: dict[str, Any] = {}
     for field in dataclasses.fields(scaling):
         name = field.name
-        if name == _FOLLOWS_CONTEXT or not (name in values or field.default is dataclasses.MISSING):
+        if name == _CONTEXT_FIELD or not (name in values or field.default is dataclasses.MISSING):
             continue
         given[name] = _value(values, name, head_dim)
     if kind == "llama3" and not given["high_freq_factor"] > given["low_freq_factor"]:
@@ -136,7 +136,7 @@ def _scaling(
 
 
 def _value(values: Mapping[str, Any], name: str, head_dim: int) -> Any:
-    """One field of a scaling, checked."""
+    """The checked value of one field of a scaling."""
     if name == "truncate":
         return flag(values, name, True)
     if name in ("short_factor", "long_factor"):
@@ -144,12 +144,12 @@ def _value(values: Mapping[str, Any], name: str, head_dim: int) -> Any:
     if name == _ORIGINAL:
         return int(positive_float(values, name))
     if name in ("mscale", "mscale_all_dim") and values[name] == 0:
-        return 0.0  # as transformers has it: not used
+        return 0.0  # as in transformers, 0 means not used
     return positive_float(values, name)
 
 
 def _factors(values: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
-    """A factor for each component."""
+    """The checked list of factors, one for each component."""
     given = values.get(name)
     if (
         not isinstance(given, list | tuple)

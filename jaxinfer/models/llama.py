@@ -24,7 +24,7 @@ from jaxinfer.models.gqa_config import DecoderConfig
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig:
-    """Raises ``ConfigError`` naming the key that is missing or asks for something else."""
+    """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     bias = hf.flag(config, "attention_bias", False)
     if "MistralForCausalLM" in config.get("architectures", ()):
         window = sliding_window(config)
@@ -43,7 +43,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig
 
 
 def _refuse_window(config: Mapping[str, Any]) -> None:
-    """A Llama's layers look back to the first token."""
+    """Raise ``ConfigError`` for a window: Llama's layers have none."""
     window, switched_on = config.get("sliding_window"), hf.flag(config, "use_sliding_window", True)
     if window is not None and switched_on:
         raise ConfigError(

@@ -1,11 +1,12 @@
-"""What a parameter is: its arrays, the checkpoint tensors that it is made from, and how.
+"""Parameter specs: the arrays of a parameter, its checkpoint tensors, and how it is built.
 
-Owns: ``ParamSpec``, and the ``build`` functions that families share, which only move data.
+Owns: ``ParamSpec``, the ``build`` functions that families share, and paths ("layers_0/qkv") of
+parameters in the nested dict that Flax uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,14 +14,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.models.tree import by_path
 from jaxinfer.nn.placement import Axes
 
 type Shape = tuple[int, ...]
 
 
 class Source(NamedTuple):
-    """A checkpoint tensor by Hugging Face's name, with the shape that it must have."""
+    """A checkpoint tensor by its Hugging Face name, with its required shape."""
 
     name: str
     shape: Shape
@@ -28,29 +28,29 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One array: what the module declares, and the logical axis of each dimension."""
+    """One array of a module, with the logical axis of each dimension."""
 
     shape: Shape
     axes: Axes
-    dtype: jnp.dtype | None = None  # None: the model's
+    dtype: jnp.dtype | None = None  # None: the model's dtype
 
     def __post_init__(self) -> None:
-        """Every dimension has an axis."""
+        """Check that every dimension has an axis."""
         assert len(self.axes) == len(self.shape), f"axes {self.axes} of shape {self.shape}"
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """How one parameter is made from checkpoint tensors.
+    """One parameter and how it is built from checkpoint tensors.
 
-    ``path`` is the place in the params tree, joined by "/". A parameter is an array or, as a
+    ``path`` is its path in the params tree, joined by "/". A parameter is an array or, for a
     quantised weight, a dict of arrays (values, scales). ``build`` receives the tensors in the order
-    of ``sources`` and returns the array or the dict; it moves and joins, and adds what a family
-    means and does not store (Gemma's norms).
+    of ``sources`` and returns the array or the dict. It transposes and concatenates, and converts
+    stored values where a family defines it (Gemma's norms).
 
     With ``pieces`` the parameter is a stack: ``build`` is called for each piece along the first
-    dimension, in order, with an equal share of the sources, and returns the piece without that
-    dimension. Only pieces are then held in the memory of the host.
+    dimension, in order, with an equal number of the sources, and returns the piece without that
+    dimension. Host memory then holds only single pieces.
     """
 
     path: str
@@ -60,47 +60,72 @@ class ParamSpec:
     pieces: int | None = None
 
     def __post_init__(self) -> None:
-        """Pieces share the sources equally."""
+        """Check that the pieces have equal numbers of sources."""
         if self.pieces is not None:
             assert len(self.sources) % self.pieces == 0, f"{self.path}: sources of unequal pieces"
             assert {spec.shape[0] for spec in self.leaves.values()} == {self.pieces}, self.path
 
     @cached_property
     def leaves(self) -> dict[str, ArraySpec]:
-        """Its arrays by path."""
+        """The arrays by path."""
         return by_path({self.path: self.arrays})
 
     @property
     def sources_per_piece(self) -> int:
-        """How many tensors one call of ``build`` receives."""
+        """The number of tensors that one call of ``build`` receives."""
         return len(self.sources) // (self.pieces or 1)
 
 
 def as_is(tensor: np.ndarray) -> np.ndarray:
-    """The tensor itself."""
+    """Return the tensor unchanged."""
     return tensor
 
 
 def join_outputs(*weights: np.ndarray) -> np.ndarray:  # [out_i, in] each -> [in, sum of out_i]
-    """Linear weights side by side, turned from [out, in] to [in, out]."""
+    """Transpose linear weights from [out, in] to [in, out] and concatenate their outputs."""
     return np.concatenate([weight.T for weight in weights], axis=1)
 
 
 def join(*tensors: np.ndarray) -> np.ndarray:  # [out_i] each -> [sum of out_i]
-    """Biases one after another."""
+    """Concatenate biases."""
     return np.concatenate(tensors)
 
 
-def one_more(weight: np.ndarray) -> np.ndarray:  # [D] -> float32[D]
-    """A norm's weight that is stored less one."""
+def plus_one(weight: np.ndarray) -> np.ndarray:  # [D] -> float32[D]
+    """The weight of a norm whose checkpoint stores the weight minus 1."""
     return 1.0 + weight.astype(np.float32)
 
 
-def stack_one_more(*weights: np.ndarray) -> np.ndarray:  # [D] each -> float32[number of them, D]
-    """Norms on top of each other, whose weights are stored less one."""
-    return np.stack([one_more(weight) for weight in weights])
+def stack_plus_one(*weights: np.ndarray) -> np.ndarray:  # [D] each -> float32[number of them, D]
+    """Stack the weights of norms whose checkpoint stores the weight minus 1."""
+    return np.stack([plus_one(weight) for weight in weights])
 
 
 def stack(*tensors: np.ndarray) -> np.ndarray:  # [D] each -> [number of tensors, D]
-    """Norms on top of each other."""
+    """Stack the weights of norms."""
     return np.stack(tensors)
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested dict of leaves that are given by path."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *folders, name = path.split("/")
+        inner = tree
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+        inner[name] = leaf
+    return tree
+
+
+def by_path(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of a nested dict by path."""
+    return dict(_leaves(tree, ""))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, inner in tree.items():
+        if isinstance(inner, Mapping):
+            yield from _leaves(inner, f"{prefix}{name}/")
+        else:
+            yield prefix + name, inner

@@ -22,8 +22,8 @@ from jaxinfer.models.gqa_config import DecoderConfig
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig:
-    """Raises ``ConfigError`` naming the key that is missing or asks for something else."""
-    hf.flag(config, "attention_bias", True)  # of some exports; queries, keys, values always have it
+    """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
+    hf.flag(config, "attention_bias", True)  # in some exports; qkv always has biases
     windows = upper_layer_windows(config)
     return gqa_config(config, dtype, qkv_bias=True, o_bias=False, qk_norm=False, windows=windows)
 

@@ -20,11 +20,11 @@ from jaxinfer.models.gqa import (
 )
 from jaxinfer.models.gqa_config import DecoderConfig
 
-_HEAD_DIM = 128  # what transformers assumes when a config does not say
+_HEAD_DIM = 128  # transformers' default
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig:
-    """Raises ``ConfigError`` naming the key that is missing or asks for something else."""
+    """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     bias = hf.flag(config, "attention_bias", False)
     return gqa_config(
         config,

@@ -1,7 +1,4 @@
-"""Which family serves which architecture; a family's module is imported when it is first asked for.
-
-Owns: the table, one line per architecture.
-"""
+"""The registry: the family of each architecture. A family's module is imported on first use."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def known_architectures() -> tuple[str, ...]:
 
 
 def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
-    """The family of the config's architecture; see ``build_model`` for the errors."""
+    """The family of the config's architecture; raises the errors of ``build_model``."""
     architecture = _architecture(hf_config)
     module_name = dict(_MODULES)[architecture]
     try:
@@ -46,9 +43,9 @@ def build_model(
 ) -> Model:
     """The model that a ``config.json`` describes, without weights.
 
-    ``dtype`` is that of weights and activations. ``max_model_len`` is the context of the engine
-    that runs it, None for the model's own: a few rope scalings follow it, see ``nn.rope``. Raises
-    ``ConfigError`` for a key that is missing or unsupported, ``UnknownArchitectureError`` for an
+    ``dtype`` is the dtype of weights and activations. ``max_model_len`` is the engine's context
+    length (None: the model's default), on which a few rope scalings depend: see ``nn.rope``. Raises
+    ``ConfigError`` for a missing or unsupported key, and ``UnknownArchitectureError`` for an
     architecture without a family.
     """
     family, architecture = family_for(hf_config), _architecture(hf_config)

@@ -1,1 +1,1 @@
-"""Floor 2: Flax building blocks and the KV state. Knows core and pallas_kernels, no family."""
+"""Floor 2: Flax modules that families are built from, and the layer state."""

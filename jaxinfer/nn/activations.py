@@ -1,7 +1,4 @@
-"""The activations of feed-forward blocks, by name.
-
-Owns: ``ACTIVATIONS`` and the other names that Hugging Face's configs have for them.
-"""
+"""The activations of feed-forward networks, by name and by their other names in configs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""What a step tells every layer: positions, rows, pages, slots, and which kernels to use.
+"""The context of a step for its layers: positions, rows, pages, slots, and pinned kernels.
 
-One argument carries all of it. A context without rows is the dense form for research: one whole
-sequence, no state, differentiable. Both go through the same modules.
-
-Owns: ``StepContext`` and its parts. Layers and kernels read it; ``exec.step`` fills it.
+It is one argument of every layer; ``exec.step`` makes it. A context without rows is the dense form
+for research: one whole sequence, no state, differentiable. Both forms use the same modules.
 """
 
 from __future__ import annotations
@@ -18,49 +16,51 @@ from pallas_kernels.pins import ALL_XLA, NO_PINS, Pins
 
 
 class Rows(NamedTuple):
-    """Which token belongs to which sequence. Rows [0, num_decodes) have one token each; prefill
-    rows follow. Padding rows have the sink's slot and no context; padding tokens are no tokens.
+    """The rows of a step and their tokens.
+
+    Rows [0, num_decodes) have one token each; prefill rows follow. Padding rows have the sink slot
+    and no context.
     """
 
-    of_token: jax.Array  # int32[T]
+    of_token: jax.Array  # int32[T]: the row of each token
     is_token: jax.Array  # bool[T]: False for padding
     slots: jax.Array  # int32[B]: the slot of each row's sequence
-    begins: jax.Array  # int32[B]: position of each row's first token; a sequence begins at 0
+    begins: jax.Array  # int32[B]: position of each row's first token; 0 for a new sequence
     last_tokens: jax.Array  # int32[B]: index of each row's last token in the step
-    query_start_loc: jax.Array  # int32[R + 1]: where each prefill row starts in the prefill part
+    query_start_loc: jax.Array  # int32[R + 1]: start of each prefill row among the prefill tokens
 
 
 class Pages(NamedTuple):
-    """Where the context of each row lies, for one group of layers.
+    """The pages of each row's context, for one group of layers.
 
-    A group with a window has given the first pages of a long context back. Its table starts with
-    the first page that it still has, and its lengths count from there: attention depends on
-    distances alone.
+    A group with a window has returned the first pages of a long context. Its table starts with the
+    first page that it still holds, and its lengths count from there: attention depends only on
+    distances.
     """
 
     slot_mapping: jax.Array  # int32[T]: page_id * page_size + offset of each token; padding: 0
     page_table: jax.Array  # int32[B, M]
-    seq_lens: jax.Array  # int32[B]: tokens of context in these pages, this step's included
+    seq_lens: jax.Array  # int32[B]: tokens of context in these pages, with this step's tokens
 
 
 class Angles(NamedTuple):
-    """The rotation of each token by its position (``nn.rope``)."""
+    """The rotation tables of each token for its position (``nn.rope``)."""
 
     cos: jax.Array  # float32[T, H / 2]
     sin: jax.Array  # float32[T, H / 2]
 
     def take(self, tokens: jax.Array | slice) -> Angles:
-        """Those of some tokens."""
+        """The rotation tables for a subset of the tokens."""
         return Angles(self.cos[tokens], self.sin[tokens])
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepContext:
-    """A step as its layers see it; ``num_decodes``, ``pins`` and ``axis`` are static.
+    """The context of a step for its layers; ``num_decodes``, ``pins`` and ``axis`` are static.
 
-    ``pages`` has an entry for each group of layers, ``angles`` for each kind of rotation. A layer
-    is given a context with its own alone (``of_layer``).
+    ``pages`` has an entry for each group of layers, ``angles`` for each rope config. The context of
+    one layer has only its own entries (``of_layer``).
     """
 
     positions: jax.Array  # int32[T]
@@ -70,18 +70,18 @@ class StepContext:
     arrivals: jax.Ref | None = None  # int32[>= num_decodes * K]: see ``append_decode``
     num_decodes: int = field(default=0, metadata={"static": True})
     pins: Pins = field(default=NO_PINS, metadata={"static": True})
-    # the mesh axis by which heads and feed-forward columns are divided (``nn.placement.TENSOR``),
-    # inside ``jax.shard_map``; None where a device has all of them
+    # inside ``jax.shard_map`` the mesh axis along which heads and feed-forward columns are divided
+    # (``nn.placement.TENSOR``); None if a device has all of them
     axis: str | None = field(default=None, metadata={"static": True})
 
     def of_layer(self, group: int | None, rotation: int | None) -> StepContext:
-        """The context of a layer of this group and this kind of rotation."""
+        """The context of a layer in group ``group``, with rope config ``rotation``."""
         pages = () if group is None or not self.pages else (self.pages[group],)
         angles = () if rotation is None else (self.angles[rotation],)
         return replace(self, pages=pages, angles=angles)
 
     def with_angles(self, angles: tuple[Angles, ...]) -> StepContext:
-        """The context with the rotations of a model."""
+        """The context with the rotation tables of a model."""
         return replace(self, angles=angles)
 
     def pinned(self, op: str) -> str | None:
@@ -90,5 +90,5 @@ class StepContext:
 
 
 def dense_context(num_tokens: int) -> StepContext:
-    """The context of one whole sequence without state, in plain XLA, which differentiates."""
+    """The context of one whole sequence without state, in plain XLA, which is differentiable."""
     return StepContext(jnp.arange(num_tokens, dtype=jnp.int32), pins=ALL_XLA)

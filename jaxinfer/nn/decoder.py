@@ -1,15 +1,13 @@
 """The decoder of every family: a loop over layers of a mixer and a feed-forward network.
 
-Owns: the modules and the layout of the parameters that are no part's own. What there is to choose
-is in ``decoder_config``.
-
-Layers are unrolled, with one array per layer and weight: fewer leaves cost less per dispatch, and
-fused products read each activation once. Weights lie [in, out]; products are ``x @ w``. Parameters:
+``decoder_config`` has the options. Layers are unrolled, with one array per layer and weight. Fused
+weights need fewer arguments per call, and their GEMM reads each activation once. Weights are stored
+as [in, out], and GEMMs are ``x @ w``. Parameters:
 
     embed      [V, D]           layers_i/...    see ``nn.mixers`` and ``nn.ffn``
     positions  [positions, D]   layers_i/norms  [2, D] before mixer, before feed-forward;
-      with learned positions                    with post norms [4, D]: before and behind each
-    final_norm [D]              layer norms have a bias behind each weight: [4, D],
+      with learned positions                    with post norms [4, D]: before and after each
+    final_norm [D]              layer norms have a bias after each weight: [4, D],
     lm_head    [D, V]           and final_norm [2, D]
       unless tied
 """
@@ -24,8 +22,7 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, StepContext
 from jaxinfer.nn.decoder_config import DecoderSpec, LayerSpec
-from jaxinfer.nn.layers import head_logits, take_rows, tied_logits
-from jaxinfer.nn.linear import Norm, Stream, normalised
+from jaxinfer.nn.linear import Norm, Stream, head_logits, normalised, take_rows, tied_logits
 from jaxinfer.nn.rope import rope_tables
 from jaxinfer.nn.state import LayerArrays, State
 
@@ -33,9 +30,9 @@ _INIT = nn.initializers.normal(0.02)
 TAPS = "taps"  # the Flax collection of named activations
 
 
-@nn.jit  # one trace serves every layer of a step that is like it
+@nn.jit  # equal layers of a step share one trace
 class DecoderLayer(nn.Module):
-    """A mixer and a feed-forward network, each added to the residual stream at the next norm."""
+    """A mixer and a feed-forward network; the next norm adds each output to the residual stream."""
 
     spec: LayerSpec
     decoder: DecoderSpec
@@ -48,7 +45,7 @@ class DecoderLayer(nn.Module):
         ctx: StepContext,
         only: jax.Array | None = None,  # int32[B]
     ) -> tuple[Stream, LayerArrays | None]:
-        """One layer. With ``only`` (see ``Attention``) the stream is of those tokens alone."""
+        """One layer. With ``only`` (see ``Attention``) the result has only those tokens."""
         norms = self._norms(stream.x.shape[1])
         self._tap("resid_pre", stream.total)
         mixer, ffn = self.spec.mixer.module(), self.spec.ffn.module()
@@ -62,7 +59,7 @@ class DecoderLayer(nn.Module):
         return stream, state
 
     def _norms(self, width: int) -> tuple[Norm, Norm | None, Norm, Norm | None]:
-        """Before the mixer, behind it, before the feed-forward network, behind it."""
+        """The norms before and after the mixer, before and after the feed-forward network."""
         d, post = self.decoder, self.spec.post_norms
         rows_each = 2 if d.norm == "layer" else 1
         shape = ((4 if post else 2) * rows_each, width)
@@ -73,14 +70,14 @@ class DecoderLayer(nn.Module):
     def _joined(
         self, name: str, x: jax.Array, delta: jax.Array, post: Norm | None, ctx: StepContext
     ) -> Stream:
-        """The stream with a block's result, whose own norm comes first where it has one."""
+        """The stream with a block's output, after the block's post norm if there is one."""
         if post is not None:
             _, delta = normalised(Stream(jnp.zeros_like(x), delta), post, ctx)
         self._tap(name, lambda: Stream(jnp.zeros_like(x), delta).total())
         return Stream(x, delta)
 
     def _tap(self, name: str, value: Any) -> None:
-        """Record what ``value()`` is, where taps are asked for."""
+        """Record ``value()`` if taps are requested."""
         if self.is_mutable_collection(TAPS):
             self.sow(TAPS, name, value(), reduce_fn=_replaced, init_fn=_nothing)
 
@@ -111,7 +108,7 @@ class Decoder(nn.Module):
         ctx: StepContext,
         only: jax.Array | None = None,  # int32[B]
     ) -> tuple[jax.Array, State | None]:  # [T, D], or with only [B, D]
-        """Hidden states after the final norm, and the state with this step's tokens in it."""
+        """Hidden states after the final norm, and the state with this step's tokens."""
         stream = Stream(self.embedded(token_ids, ctx.positions))
         every = range(len(self.layers))
         stream, state = self.run_layers(stream, state, ctx, layers=every, only=only)
@@ -133,9 +130,9 @@ class Decoder(nn.Module):
         ctx: StepContext,
         *,
         layers: range,
-        only: jax.Array | None = None,  # int32[B], of the last layer
+        only: jax.Array | None = None,  # int32[B], for the last layer
     ) -> tuple[Stream, State | None]:
-        """The stream behind these layers, and the state, whose other arrays may be None."""
+        """The stream after these layers, and the new state. Other layers' arrays may be None."""
         c = self.spec
         tables = (Angles(*rope_tables(rope, ctx.positions)) for rope in c.ropes)
         ctx = ctx.with_angles(tuple(tables))
@@ -143,9 +140,9 @@ class Decoder(nn.Module):
             rope, place = c.layers[i].mixer.rope, c.layout.layers[i]
             own = None if state is None else place.take(state)
             rotation = None if rope is None else c.ropes.index(rope)
-            wanted = only if i == len(c.layers) - 1 else None
+            own_only = only if i == len(c.layers) - 1 else None
             own_ctx = ctx.of_layer(place.group, rotation)
-            stream, own = self.layers[i](stream, own, own_ctx, wanted)
+            stream, own = self.layers[i](stream, own, own_ctx, own_only)
             if state is not None and own is not None:
                 state = place.put(state, own)
         return stream, state
@@ -166,17 +163,17 @@ class Decoder(nn.Module):
 
 
 def _nothing() -> Any:
-    """What a tap holds at first."""
+    """The initial value of a tap: None."""
 
 
 def _replaced(before: Any, value: jax.Array) -> jax.Array:
-    """What a tap holds: the activation itself, where Flax would append to a tuple."""
+    """The new value of a tap: the activation itself; by default Flax appends to a tuple."""
     del before
     return value
 
 
 def _init_norms(kind: str) -> Any:
-    """Weights one; and biases, every second row of layer norms, zero."""
+    """An initialiser: weights are 1; biases, every second row of layer norms, are 0."""
     return nn.initializers.ones if kind == "rms" else _weights_and_biases
 
 

@@ -1,10 +1,8 @@
-"""What a decoder is made of, as data: its layers, each a mixer and a feed-forward network.
+"""A decoder as data: its layers, each with a mixer and a feed-forward network.
 
-A family's oddities are values here: which norms a layer has, what is scaled, how it rotates. The
-specs need no Flax: ``module`` imports what it makes, since Flax takes half as long as JAX to import
-and an engine whose steps are compiled already does not need it.
-
-Owns: ``DecoderSpec``, ``LayerSpec``, and the specs of the parts in ``nn.mixers`` and ``nn.ffn``.
+The differences between families are fields: norms, scales, rope. The specs do not import Flax,
+which takes half as long as JAX to import: an engine whose steps are already compiled does not need
+it. ``module`` imports the modules.
 """
 
 from __future__ import annotations
@@ -24,34 +22,35 @@ if TYPE_CHECKING:
 
 
 class MixerSpec(Protocol):
-    """How a layer mixes tokens. Hashable; ``module`` is called as ``mixers.attention`` is."""
+    """The mixer of a layer. Hashable; its module is called like ``mixers.attention.Attention``."""
 
     @property
     def rope(self) -> RopeConfig | None:
-        """The rotation that the layer's context has the angles of."""
+        """The rope config whose rotation tables the layer uses."""
         ...
 
     def state(self, dtype: jnp.dtype) -> LayerState:
-        """What the layer remembers."""
+        """The layer state."""
         ...
 
     def module(self) -> nn.Module:
-        """The module, whose parameters are the layer's."""
+        """The module; its parameters are part of the layer's."""
         ...
 
 
 class FeedForwardSpec(Protocol):
-    """What a layer does to each token. Hashable; ``module`` is called as ``ffn.dense`` is."""
+    """The feed-forward network of a layer. Hashable; its module is called like ``FeedForward``."""
 
     def module(self) -> nn.Module:
-        """The module, whose parameters are the layer's."""
+        """The module; its parameters are part of the layer's."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Grouped-query attention. ``window`` is how far back it looks, None for everything; ``scale``
-    multiplies the scores.
+    """Grouped-query attention.
+
+    ``window`` is the attention window in tokens (None: no window); ``scale`` multiplies scores.
     """
 
     num_heads: int
@@ -89,7 +88,7 @@ class FeedForwardConfig:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: each part has a norm before it, and with ``post_norms`` one behind it as well."""
+    """One layer. Each part has a norm before it, and with ``post_norms`` also one after it."""
 
     mixer: MixerSpec
     ffn: FeedForwardSpec
@@ -98,8 +97,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """A decoder. ``embed_scale`` multiplies embeddings, ``num_positions`` is the length of a table
-    of learned positions (None without), ``norm_dtype`` that of norms where it is not ``dtype``.
+    """A decoder.
+
+    ``embed_scale`` multiplies embeddings, ``num_positions`` is the length of the table of learned
+    positions (None without), and ``norm_dtype`` is the dtype of norms (None: ``dtype``).
     """
 
     vocab_size: int
@@ -115,13 +116,13 @@ class DecoderSpec:
 
     @cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The kinds of rotation, each once."""
+        """The distinct rope configs of the layers."""
         found = (layer.mixer.rope for layer in self.layers)
         return tuple(dict.fromkeys(rope for rope in found if rope is not None))
 
     @cached_property
     def layout(self) -> StateLayout:
-        """Where the layers' state is."""
+        """The layout of the layers' state."""
         return state_layout([layer.mixer.state(self.dtype) for layer in self.layers])
 
     def module(self) -> nn.Module:

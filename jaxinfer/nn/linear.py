@@ -1,9 +1,8 @@
-"""The products of a layer: what is multiplied, and what is fused with it.
+"""The GEMMs of a decoder with the operations fused with them, norms, embedding and head.
 
-A block's result joins the residual stream at the norm that follows, in the same kernel. Until then
-the stream is a pair (``Stream``), whose second part may still be split-K partial sums.
-
-Owns: ``Stream``, ``Norm``, and every matrix product of a layer.
+A block's output is added to the residual stream by the kernel of the next norm. Until then the
+stream is a pair (``Stream``), whose second part may still be split-K partials. Statistics of norms
+and logits are float32 for every dtype; other results keep the input's dtype.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxinfer.nn.context import StepContext
-from jaxinfer.nn.layers import layer_norm, take_rows
 from pallas_kernels.norm_gemm.api import norm_gemm
 from pallas_kernels.numerics import add_partials
 from pallas_kernels.residual_norm.api import residual_norm
@@ -22,17 +21,17 @@ from pallas_kernels.skinny_gemm.api import skinny_gemm
 
 
 class Stream(NamedTuple):
-    """The residual stream, and what the last block adds to it."""
+    """The residual stream, and the last block's output, which has not been added yet."""
 
     x: jax.Array  # [T, D]
-    delta: jax.Array | None = None  # [T, D], or float32[S, T, D]: partial sums; None at the start
+    delta: jax.Array | None = None  # [T, D], or split-K partials float32[S, T, D]; None at first
 
     def total(self) -> jax.Array:  # [T, D]
-        """Their sum."""
+        """The sum of both."""
         return self.x if self.delta is None else add_partials(self.x, self.delta)
 
     def take(self, tokens: jax.Array) -> jax.Array:  # [B, D]
-        """The stream of some tokens, whose delta has been added."""
+        """The stream for a subset of the tokens; the delta must have been added."""
         assert self.delta is None, "a pending delta would be lost"
         return take_rows(self.x, tokens)
 
@@ -67,9 +66,9 @@ def linear_of_norm(
     bias: jax.Array | None = None,  # [O]
     swiglu: bool = False,
 ) -> tuple[Stream, jax.Array]:  # and [T, O]
-    """The stream with its delta added, and the product of its norm with ``w``.
+    """The stream with its delta added, and its norm multiplied by ``w``.
 
-    With ``swiglu`` the result is SiLU of the gate times the up, in the same kernel.
+    With ``swiglu`` the result is SiLU(gate) * up, in the same kernel.
     """
     if norm.kind == "layer":
         assert not swiglu, "no kernel has a layer norm and SwiGLU in one"
@@ -89,12 +88,43 @@ def linear(
     bias: jax.Array | None = None,  # [O]
     partial: bool = False,
 ) -> jax.Array:  # [T, O], or with partial perhaps float32[S, T, O]
-    """``x @ w``. A ``partial`` product joins the residual stream. It may be the partial sums of a
-    split-K kernel, which the next norm adds up; a bias needs the whole sum. On a mesh each device
-    has a share of ``x``'s columns and ``w``'s rows, and the devices' products are added here.
+    """``x @ w``, plus the bias.
+
+    A ``partial`` result is the delta of a ``Stream``. It may be the partials of a split-K kernel,
+    which the next norm adds; with a bias it is the whole sum. On a mesh each device has a part of
+    ``x``'s columns and ``w``'s rows, and the devices' partial results are added here.
     """
     split = partial and bias is None and ctx.axis is None
     y = skinny_gemm(x, w, split=split, impl=ctx.pinned("skinny_gemm"))
     if partial and ctx.axis is not None:
         y = jax.lax.psum(y, ctx.axis)
     return y if bias is None else y + bias
+
+
+def layer_norm(
+    x: jax.Array,  # [..., D]
+    weight: jax.Array,  # [D]
+    bias: jax.Array,  # [D]
+    eps: float,
+) -> jax.Array:  # [..., D]
+    """Layer normalisation over the last axis (Ba, Kiros and Hinton 2016)."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
+    scaled = centred * scale * weight.astype(jnp.float32)
+    return (scaled + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:  # [V, D], int32[T] -> [T, D]
+    """Rows of an embedding. Ids of padding may have any value and are clamped to the table."""
+    return jnp.take(table, ids, axis=0, mode="clip")
+
+
+def head_logits(hidden: jax.Array, head: jax.Array) -> jax.Array:  # [..., D], [D, V]
+    """Logits, float32[..., V], of an untied head."""
+    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+
+
+def tied_logits(hidden: jax.Array, embed: jax.Array) -> jax.Array:  # [..., D], [V, D]
+    """Logits, float32[..., V], of a head tied to the embedding, which is not transposed."""
+    return jnp.einsum("...D,VD->...V", hidden, embed, preferred_element_type=jnp.float32)

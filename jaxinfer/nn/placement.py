@@ -1,7 +1,7 @@
-"""On which devices an engine's arrays lie, and how each is divided among them.
+"""``Placement``: the devices of an engine, and the division of arrays among them.
 
-Owns: ``Placement``, made once by the code that starts an engine and passed down from there; nothing
-below asks JAX for a device.
+The code that starts an engine makes it once and passes it on; other code does not query JAX's
+devices.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from jax.sharding import (
 )
 
 TENSOR = "tensor"  # the mesh axis of tensor parallelism
-# Which logical axes are divided, and along which axis of the mesh (Megatron-LM's split, arXiv
-# 1909.08053: heads and feed-forward columns, so that a layer adds up twice).
+# The logical axes that are divided, and the mesh axis for each (as in Megatron-LM, arXiv
+# 1909.08053: heads and feed-forward columns, so that a layer has two all-reduces).
 RULES = MappingProxyType({"heads": TENSOR, "ffn": TENSOR, "vocab": TENSOR, "experts": TENSOR})
 
 
 @dataclass(frozen=True)
 class Fused:
-    """The logical axis of a dimension in which several parts lie side by side: q, k and v, or gate
-    and up. Each shard holds its share of every part.
+    """The logical axis of a dimension with several concatenated parts: q, k and v, or gate and up.
+
+    Each shard has an equal share of every part.
     """
 
     name: str
-    widths: tuple[int, ...]  # of the parts; their sum is the dimension
+    widths: tuple[int, ...]  # widths of the parts; their sum is the dimension
 
     def order(self, num_shards: int) -> np.ndarray:  # int[sum of widths]
         """Positions in the order of shards: for 2 shards q0 k0 v0 q1 k1 v1.
@@ -46,7 +47,7 @@ class Fused:
 
 
 type Axis = str | Fused | None  # the logical axis of a dimension; None is never divided
-type Axes = tuple[Axis, ...]  # of an array's dimensions in order; those left out are None
+type Axes = tuple[Axis, ...]  # of an array's dimensions in order; None for missing ones at the end
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Placement:
 
     @property
     def device(self) -> Any:  # jax.Device
-        """The first device, which tokens are read from and batches are copied to."""
+        """The first device: tokens are read from it, and batches are copied to it."""
         return self.mesh.devices.flat[0]
 
     @property
@@ -67,38 +68,39 @@ class Placement:
 
     @property
     def num_devices(self) -> int:
-        """Devices in the mesh."""
+        """The number of devices in the mesh."""
         return self.mesh.size
 
     def divided(self, axes: Axes) -> Axes:
-        """The axes, with None for those that are not divided here: on one device all."""
+        """The axes, with None for those that are not divided; on one device none is."""
         if self.num_devices == 1:
             return (None,) * len(axes)
         return tuple(axis if _name(axis) in RULES else None for axis in axes)
 
     def sharding(self, axes: Axes = ()) -> Sharding:
-        """Where an array with these logical axes lies; on one device that is the device."""
+        """The sharding of an array with these logical axes; on one device it is the device."""
         if self.num_devices == 1:
             return SingleDeviceSharding(self.device)
         names = (_name(axis) for axis in self.divided(axes))
         return NamedSharding(self.mesh, PartitionSpec(*(name and RULES[name] for name in names)))
 
     def abstract(self, shape: tuple[int, ...], dtype: Any, axes: Axes = ()) -> jax.ShapeDtypeStruct:
-        """An array with these logical axes, to trace with. On one device it has no sharding: an
-        executable that is compiled for one device knows no mesh.
+        """An abstract array with these logical axes.
+
+        On one device it has no sharding, as its executables are compiled without a mesh.
         """
         sharding = None if self.num_devices == 1 else self.sharding(axes)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def arranged[A: (np.ndarray, jax.Array)](self, array: A, axes: Axes) -> A:
-        """The array with fused dimensions in the order of shards, as it lies on the devices."""
+        """The array in the devices' layout: fused dimensions are in the order of shards."""
         for dimension, axis in enumerate(self.divided(axes)):
             if isinstance(axis, Fused):
                 array = array.take(axis.order(self.num_devices), axis=dimension)
         return array
 
     def put(self, array: np.ndarray, axes: Axes = ()) -> jax.Array:
-        """An array of the host on the devices; it is ``arranged`` already."""
+        """Put a host array, which must be ``arranged`` already, on the devices."""
         return jax.device_put(array, self.sharding(axes))
 
 
@@ -107,15 +109,15 @@ def _name(axis: Axis) -> str | None:
 
 
 def placement_on(devices: Any) -> Placement:  # a sequence of jax.Device
-    """An engine on these devices."""
-    # Auto: what is traced does not carry shardings in its types
+    """A placement on these devices."""
+    # Auto: types of traced arrays have no shardings
     kinds = (AxisType.Auto,)
     return Placement(jax.make_mesh((len(devices),), (TENSOR,), kinds, devices=tuple(devices)))
 
 
 def default_placement() -> Placement:
-    """An engine on the one device that JAX places new arrays on."""
-    chosen: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
-    if chosen is None or isinstance(chosen, str):  # the name of a platform
-        chosen = jax.devices(chosen)[0]
-    return placement_on([chosen])
+    """A placement on JAX's default device."""
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if device is None or isinstance(device, str):  # the name of a platform
+        device = jax.devices(device)[0]
+    return placement_on([device])

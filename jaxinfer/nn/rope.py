@@ -1,13 +1,12 @@
-"""Rotary position embeddings: frequencies as values, tables per step.
+"""Rotary position embeddings: the scalings, their context lengths, and the tables of a step.
 
-Owns: ``RopeConfig``, the known scalings, how long a context each allows, ``rope_tables``. The
-rotation itself, in the half-split layout of Hugging Face checkpoints, is
+The rotation itself, in the half-split layout of Hugging Face checkpoints, is
 ``pallas_kernels.numerics.rotate``.
 
-The cache holds rotated keys, so that a position has the same frequencies for as long as an engine
-runs. Two scalings (``DynamicScaling``, ``LongRopeScaling``) follow the length of the sequence; here
-they follow the longest that the engine may meet, ``RopeConfig.for_context``. Up to the original
-length they are what transformers computes, and beyond it what transformers computes for one
+The KV cache holds rotated keys, so the frequencies of a position must not change while an engine
+runs. Two scalings (``DynamicScaling``, ``LongRopeScaling``) depend on the length of the sequence in
+transformers; here they depend on the engine's context length (``RopeConfig.for_context``). If that
+is at most the original length, they equal transformers'; else they equal transformers' for a
 sequence of that length.
 """
 
@@ -23,31 +22,32 @@ import numpy as np
 
 
 class RopeScaling(Protocol):
-    """What a kind of scaling does to the frequencies, and to the length that a model can take."""
+    """A scaling of rope: it changes the frequencies and the context length of a model."""
 
     @property
     def attention_scale(self) -> float:
-        """Factor on cosine and sine."""
+        """The factor on cosine and sine."""
         ...
 
     def rescale(self, rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:  # float32[H / 2]
-        """The frequencies to rotate by."""
+        """The scaled frequencies."""
         ...
 
     def lengths(self, positions: int) -> tuple[int, int]:
-        """The context of an engine without ``max_model_len``, and the longest one, of a model with
-        so many ``max_position_embeddings``.
+        """The default context length and the longest one; ``positions``: max_position_embeddings.
+
+        The default is used if ``max_model_len`` is not set.
         """
         ...
 
     def for_context(self, length: int) -> Self:
-        """This scaling in an engine whose sequences may have ``length`` tokens."""
+        """This scaling for an engine with context length ``length``."""
         ...
 
 
 @dataclass(frozen=True)
-class _Steady:
-    """What most scalings have in common: attention as it is, the same at every length."""
+class _FixedScaling:
+    """Base of scalings without an attention scale that do not depend on the context length."""
 
     @property
     def attention_scale(self) -> float:
@@ -61,8 +61,8 @@ class _Steady:
 
 
 @dataclass(frozen=True)
-class LinearScaling(_Steady):
-    """Positions divided by ``factor`` (Chen et al. 2023, position interpolation)."""
+class LinearScaling(_FixedScaling):
+    """Positions are divided by ``factor`` (Chen et al. 2023, position interpolation)."""
 
     factor: float
     original_max_position_embeddings: int | None = None
@@ -80,11 +80,11 @@ class LinearScaling(_Steady):
 
 
 @dataclass(frozen=True)
-class ProportionalScaling(_Steady):
-    """The fastest components alone rotate, positions divided by ``factor``.
+class ProportionalScaling(_FixedScaling):
+    """Only the fastest components rotate, and positions are divided by ``factor``.
 
-    Of the components the first ``partial_rotary_factor`` rotate, by the frequencies they would have
-    if all did; the others stay as they are.
+    The fraction ``partial_rotary_factor`` of components rotates, with the frequencies that they
+    have when all rotate; the others are not changed.
     """
 
     factor: float = 1.0
@@ -103,11 +103,11 @@ class ProportionalScaling(_Steady):
 
 
 @dataclass(frozen=True)
-class DynamicScaling(_Steady):
+class DynamicScaling(_FixedScaling):
     """A larger base for longer sequences (bloc97 and emozilla 2023, dynamic NTK).
 
-    The base grows from ``original_max_position_embeddings`` on; ``length`` is the engine's context,
-    see the head of this file.
+    The base grows beyond ``original_max_position_embeddings``. ``length`` is the engine's context
+    length: see the module's docstring.
     """
 
     factor: float
@@ -134,10 +134,10 @@ class DynamicScaling(_Steady):
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE (Ding et al. 2024): each component divided by a factor of its own.
+    """LongRoPE (Ding et al. 2024): each component is divided by its own factor.
 
-    ``short_factor`` up to the original length, ``long_factor`` beyond it, where ``length``, the
-    engine's context, decides: see the head of this file. ``attention_factor`` replaces
+    The factors are ``short_factor`` if ``length``, the engine's context length, is at most the
+    original length, else ``long_factor``: see the module's docstring. ``attention_factor`` replaces
     ``sqrt(1 + ln(factor) / ln(original length))``.
     """
 
@@ -178,12 +178,12 @@ class LongRopeScaling:
 
 
 @dataclass(frozen=True)
-class Llama3Scaling(_Steady):
-    """Llama 3.1: slow components divided by ``factor``, fast ones kept, a linear blend between.
+class Llama3Scaling(_FixedScaling):
+    """Llama 3.1: slow components are divided by ``factor``, fast ones kept, those between blended.
 
     A component is slow when its wavelength exceeds ``original_max_position_embeddings /
     low_freq_factor`` and fast below ``... / high_freq_factor``. Source: ``apply_scaling`` of Meta's
-    reference model, whose configs state the scaled length as ``max_position_embeddings``.
+    reference model. In its configs ``max_position_embeddings`` is the scaled length.
     """
 
     factor: float
@@ -194,9 +194,9 @@ class Llama3Scaling(_Steady):
     def rescale(self, rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:  # float32[H / 2]
         """See ``RopeScaling``."""
         del rope
-        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        rotations = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
-        kept = np.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
+        kept = np.clip((rotations - self.low_freq_factor) / span, 0.0, 1.0)
         return (kept * frequencies + (1 - kept) * frequencies / self.factor).astype(np.float32)
 
     def lengths(self, positions: int) -> tuple[int, int]:
@@ -206,15 +206,15 @@ class Llama3Scaling(_Steady):
 
 
 @dataclass(frozen=True)
-class YarnScaling(_Steady):
-    """YaRN (Peng et al. 2023): a blend by component index, and sharper attention.
+class YarnScaling(_FixedScaling):
+    """YaRN (Peng et al. 2023): a blend by component index, and an attention scale.
 
-    Components that turn more than ``beta_fast`` times over the original context are kept, those
-    under ``beta_slow`` turns are divided by ``factor``; without ``truncate`` the bounds between
-    them are not rounded to whole components. ``attention_factor`` replaces the paper's
-    ``0.1 ln(factor) + 1``, and so does the quotient that ``mscale`` and ``mscale_all_dim`` give
-    where both are there and not 0 (DeepSeek). ``attn_factor`` multiplies it, as in vLLM
-    (DeepSeek-R1-0528-Qwen3-8B uses it to switch the sharpening off).
+    Components with more than ``beta_fast`` rotations over the original context are kept, those
+    with fewer than ``beta_slow`` are divided by ``factor``, and those between are blended. Without
+    ``truncate`` the bounds are not rounded to whole components. The attention scale is the paper's
+    ``0.1 ln(factor) + 1``, unless ``attention_factor`` replaces it, or the quotient from ``mscale``
+    and ``mscale_all_dim`` if both are set and not 0 (DeepSeek). ``attn_factor`` multiplies it, as
+    in vLLM (DeepSeek-R1-0528-Qwen3-8B uses it to cancel the attention scale).
     """
 
     factor: float
@@ -233,16 +233,16 @@ class YarnScaling(_Steady):
         if self.attention_factor is not None:
             return self.attention_factor * self.attn_factor
         if self.mscale and self.mscale_all_dim:
-            quotient = self._sharpened(self.mscale) / self._sharpened(self.mscale_all_dim)
+            quotient = self._mscaled(self.mscale) / self._mscaled(self.mscale_all_dim)
             return quotient * self.attn_factor
-        return self._sharpened(1.0) * self.attn_factor
+        return self._mscaled(1.0) * self.attn_factor
 
-    def _sharpened(self, mscale: float) -> float:
+    def _mscaled(self, mscale: float) -> float:
         return 0.1 * mscale * math.log(max(self.factor, 1.0)) + 1.0
 
     def rescale(self, rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:  # float32[H / 2]
         """See ``RopeScaling``."""
-        first, last = (self._component(rope, turns) for turns in (self.beta_fast, self.beta_slow))
+        first, last = (self._component(rope, beta) for beta in (self.beta_fast, self.beta_slow))
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, rope.head_dim - 1)
@@ -251,9 +251,9 @@ class YarnScaling(_Steady):
         blend = (1 - divided) * frequencies + divided * frequencies / self.factor
         return blend.astype(np.float32)
 
-    def _component(self, rope: RopeConfig, turns: float) -> float:
-        """The (fractional) component that turns so often over the original context."""
-        wavelength = self.original_max_position_embeddings / (turns * 2 * math.pi)
+    def _component(self, rope: RopeConfig, rotations: float) -> float:
+        """The (fractional) component with so many rotations over the original context."""
+        wavelength = self.original_max_position_embeddings / (rotations * 2 * math.pi)
         return rope.head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
     def lengths(self, positions: int) -> tuple[int, int]:
@@ -264,7 +264,7 @@ class YarnScaling(_Steady):
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Everything that decides the rotation; ``scaling`` None is the original scheme."""
+    """The parameters of the rotation; ``scaling`` None is the original scheme."""
 
     head_dim: int
     theta: float
@@ -272,17 +272,19 @@ class RopeConfig:
 
     @property
     def attention_scale(self) -> float:
-        """Factor on cosine and sine."""
+        """The factor on cosine and sine."""
         return self.scaling.attention_scale if self.scaling else 1.0
 
     def lengths(self, positions: int) -> tuple[int, int]:
-        """See ``RopeScaling``; the defaults are vLLM's, but the original length of a scaling whose
-        frequencies follow the context.
+        """See ``RopeScaling``.
+
+        The default lengths are vLLM's, except for scalings that depend on the context length: their
+        default is the original length.
         """
         return self.scaling.lengths(positions) if self.scaling else (positions, positions)
 
     def for_context(self, length: int) -> RopeConfig:
-        """The rotation of an engine whose sequences may have ``length`` tokens."""
+        """The rope config for an engine with context length ``length``."""
         return replace(self, scaling=self.scaling.for_context(length)) if self.scaling else self
 
 
@@ -297,6 +299,6 @@ def rope_tables(
     rope: RopeConfig,
     positions: jax.Array,  # int32[T]
 ) -> tuple[jax.Array, jax.Array]:  # float32[T, H / 2] each
-    """Cosine and sine of every token's angles; computed once per step, shared by the layers."""
+    """Cosine and sine of each token's angles; they are computed once per step."""
     angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies(rope)
     return jnp.cos(angles) * rope.attention_scale, jnp.sin(angles) * rope.attention_scale

@@ -1,17 +1,17 @@
-"""What layers remember between steps, as a spec, and the arrays that hold it.
+"""The state of layers between steps: its specs, its layout and its arrays.
 
-A layer states its kinds of memory (``LayerState``): arrays with an entry for each token of context,
-which lie in pages (keys and values, or one latent), and arrays with an entry for each sequence,
-which lie in slots (a recurrent state). ``state_layout`` puts the layers of a model together:
+A layer declares its state (``LayerState``): arrays with an entry for each token of context, which
+are stored in pages (keys and values, or a latent), and arrays with an entry for each sequence,
+which are stored in slots (a recurrent state). ``state_layout`` combines the layers of a model:
 
-- Layers that look equally far back form a *group*. A group has a page table of its own, since the
-  pages of a window go back to the pool as soon as every later token is beyond it.
-- All groups take their pages from one pool. The arrays behind the pool are shared: array j holds
-  layer j of each group, so that a page is of use to whichever group owns it (vLLM's hybrid KV
-  cache). Groups of one kind of entry are cut to the size of the smallest, or its pages would leave
-  most arrays empty: the 22 window layers of Gemma-3-1B become six groups beside its 4 full layers.
+- Layers with the same window form a *group* with its own page table, since pages outside a window
+  return to the pool.
+- All groups take their pages from one pool and share its arrays: array j holds layer j of each
+  group, so any group can use any page (as in vLLM's hybrid KV cache). Groups with the same kind of
+  entry are split to the size of the smallest, since a page of a small group would leave most arrays
+  unused: the 22 window layers of Gemma-3-1B become six groups, and its 4 full layers one.
 
-Owns: the specs, the layout, making the arrays. Who owns which page is the scheduler's business.
+The scheduler assigns the pages.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.placement import Axes, Placement
 
-type State = tuple[jax.Array, ...]  # in the order of ``StateLayout.arrays``; donated every step
-type LayerArrays = dict[str, jax.Array]  # those of one layer, by name
+type State = tuple[jax.Array, ...]  # in the order of ``StateLayout.arrays``; donated to each step
+type LayerArrays = dict[str, jax.Array]  # the arrays of one layer, by name
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One array of a layer: its name, what it holds for a token or a sequence, and the logical
-    axes of that.
-    """
+    """One array of a layer: its name, and shape, dtype and logical axes per token or sequence."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,12 +46,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class LayerState:
-    """What one layer remembers.
+    """The state of one layer.
 
-    ``paged`` has an entry for each token, ``window`` is how many tokens back the layer looks, its
-    own included (None: all of them). ``per_slot`` has an entry for each sequence, of the tokens
-    before the row that the layer computes. At position 0 it is another sequence's: the layer begins
-    with zeros.
+    ``paged`` has an entry for each token. ``window`` is the number of tokens to which the layer
+    attends, the current one included (None: all). ``per_slot`` has an entry for each sequence: the
+    state before the row that the layer computes. At position 0 it still is an earlier sequence's,
+    so the layer must start with zeros.
     """
 
     paged: tuple[Entry, ...] = ()
@@ -64,24 +62,24 @@ class LayerState:
 def keys_and_values(
     num_kv_heads: int, head_dim: int, dtype: jnp.dtype, window: int | None = None
 ) -> LayerState:
-    """The state of a layer of attention: K and V of each token."""
+    """The state of an attention layer: K and V of each token."""
     shape, axes = (num_kv_heads, head_dim), ("heads", None)
     return LayerState((Entry("k", shape, dtype, axes), Entry("v", shape, dtype, axes)), window)
 
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """Where one layer's state is: its group of pages (None without pages), and its arrays."""
+    """The group (None without pages) and the arrays of one layer."""
 
     group: int | None
-    arrays: tuple[tuple[str, int], ...]  # name, and index in ``StateLayout.arrays``
+    arrays: tuple[tuple[str, int], ...]  # (name, index in ``StateLayout.arrays``)
 
     def take(self, state: State) -> LayerArrays:
         """The layer's arrays."""
         return {name: state[index] for name, index in self.arrays}
 
     def put(self, state: State, arrays: Mapping[str, jax.Array]) -> State:
-        """The state with new arrays of the layer."""
+        """The state with new arrays for the layer."""
         changed = list(state)
         for name, index in self.arrays:
             changed[index] = arrays[name]
@@ -90,22 +88,22 @@ class LayerPlace:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The state of a whole model: its arrays, its groups of pages, and where each layer's is."""
+    """The state of a whole model: its arrays, its groups, and the place of each layer."""
 
     arrays: tuple[Entry, ...]
-    is_paged: tuple[bool, ...]  # of each array; the others have an entry for each slot
-    windows: tuple[int | None, ...]  # of each group
+    is_paged: tuple[bool, ...]  # of each array; False: it has an entry for each slot
+    windows: tuple[int | None, ...]  # of each group, in tokens
     layers: tuple[LayerPlace, ...]
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token's place in a page, over all arrays."""
+        """Bytes of one token in a page, over all arrays."""
         pairs = zip(self.arrays, self.is_paged, strict=True)
         return sum(entry.nbytes for entry, paged in pairs if paged)
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of a sequence's own entries."""
+        """Bytes of one sequence's entries."""
         pairs = zip(self.arrays, self.is_paged, strict=True)
         return sum(entry.nbytes for entry, paged in pairs if not paged)
 
@@ -115,21 +113,22 @@ class StateLayout:
         return tuple(i for i, paged in enumerate(self.is_paged) if not paged)
 
     def arrays_of(self, layers: range) -> tuple[int, ...]:
-        """Indices of the arrays that some layers use."""
+        """Indices of the arrays of a range of layers."""
         used = {index for i in layers for _, index in self.layers[i].arrays}
         return tuple(sorted(used))
 
     def abstract(
         self, num_pages: int, page_size: int, num_rows: int, placement: Placement | None = None
     ) -> State:
-        """Shapes and dtypes of the arrays, without memory; ``num_rows`` of those with an entry for
-        each sequence (``Limits.num_state_rows``). With a placement they have shardings, which
-        divide no page and no row.
+        """The abstract arrays.
+
+        Arrays with an entry for each sequence have ``num_rows`` (``Limits.num_state_rows``). With a
+        placement the arrays have shardings, which divide no page and no row.
         """
 
         def array(entry: Entry, paged: bool) -> jax.ShapeDtypeStruct:
-            where = (num_pages, page_size) if paged else (num_rows,)
-            shape, axes = (*where, *entry.shape), (*(None for _ in where), *entry.axes)
+            leading = (num_pages, page_size) if paged else (num_rows,)
+            shape, axes = (*leading, *entry.shape), (*(None for _ in leading), *entry.axes)
             if placement is None:
                 return jax.ShapeDtypeStruct(shape, entry.dtype)
             return placement.abstract(shape, entry.dtype, axes)
@@ -137,7 +136,7 @@ class StateLayout:
         return tuple(map(array, self.arrays, self.is_paged))  # type: ignore[arg-type]
 
     def zeros(self, num_pages: int, page_size: int, num_rows: int) -> State:
-        """The arrays. A page read before it is written therefore never holds NaN."""
+        """The arrays, zeroed, so that a page which is read before it is written has no NaN."""
         abstract = self.abstract(num_pages, page_size, num_rows)
         return tuple(jnp.zeros(one.shape, one.dtype) for one in abstract)
 
@@ -154,7 +153,7 @@ class _Builder:
 
 
 def state_layout(layers: Sequence[LayerState]) -> StateLayout:
-    """Groups, arrays and places for the layers of a model."""
+    """The layout for the layers of a model."""
     groups = _groups(layers)
     member = {layer: (g, at) for g, group in enumerate(groups) for at, layer in enumerate(group)}
     builder, places = _Builder(), []
@@ -173,7 +172,7 @@ def state_layout(layers: Sequence[LayerState]) -> StateLayout:
 
 
 def _groups(layers: Sequence[LayerState]) -> list[list[int]]:
-    """Layers by kind, those of one kind of entry in groups of one size; full attention first."""
+    """Layers by window and entries, split into groups of equal size; full attention first."""
     kinds: dict[tuple[tuple[Entry, ...], int | None], list[int]] = {}
     for i, layer in enumerate(layers):
         if layer.paged:

@@ -1,10 +1,9 @@
-"""How a request gets in: refused, queued, or given a slot and pages.
+"""Refuses or queues a request on arrival, and later admits it to a slot and pages.
 
-Owns: the checks on arrival and the conditions of admission. At admission a sequence takes the
-pages of all its known tokens, or in a group with a window as many as it will ever hold at once. So
-a prefill rarely waits for memory later: only where pages that it gave back are still shared. Pages
-for drawn tokens are taken as decoding reaches them (``choose``). The queue is strict: no request
-overtakes its head, or a long prompt could wait for ever.
+At admission a sequence takes the pages of all its known tokens, or in a group with a window the
+largest number that it will hold at once. A prefill therefore waits for memory later only if pages
+that it returned are still shared. Pages for drawn tokens are taken as decoding reaches them
+(``choose``). No request overtakes the head of the queue, so a long prompt cannot starve.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from jaxinfer.core.shapes import cdiv, first_page
 from jaxinfer.core.step import Pages, SlotAdmission, TokenEvent
 from jaxinfer.sched.prefix import following_page_hashes
 from jaxinfer.sched.state import Draft, Sequence
-from jaxinfer.sched.windows import Hit, longest_hit
+from jaxinfer.sched.windows import PrefixHit, longest_hit
 
-WATERMARK = 100  # one page in so many stays free at admission, for the running ones to grow into
+WATERMARK = 100  # at admission 1 of 100 pages stays free, as running sequences will need more
 
 
 def arrive(draft: Draft, request: Request) -> None:
-    """Queue a request, or refuse with an event one that can never fit."""
+    """Queue a request; one that can never fit is refused by an event."""
     if request.request_id in draft.orders:
         draft.duplicates.append(request.request_id)
         return
@@ -45,11 +44,11 @@ def arrive(draft: Draft, request: Request) -> None:
 
 
 def refusal(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> str:
-    """Why a request of this size can never be served, or an empty string."""
+    """The reason why a request of this size can never be served, or an empty string."""
     if not num_prompt_tokens:
         return "the prompt is empty; send at least one token"
     if num_prompt_tokens + 1 > limits.max_model_len:
-        # clients look for the first sentence's words, which are OpenAI's and vLLM's
+        # clients match the first sentence, which is the same in OpenAI's API and vLLM
         return (
             f"This model's maximum context length is {limits.max_model_len} tokens. However, the "
             f"prompt has {num_prompt_tokens} tokens, which leaves no room for an output within "
@@ -68,26 +67,26 @@ def refusal(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> str:
 
 
 def with_page_hashes(draft: Draft, seq: Sequence) -> Sequence:
-    """``seq`` with the hashes of the pages it might reuse; computed once, also while it waits.
+    """``seq`` with the hashes of the pages it might reuse; they are kept while it waits.
 
-    They end with the first that no page has, if a group looks at everything. What follows cannot be
-    reused, and is hashed when it has been computed: by then the device has the next step, now it
-    may be waiting for this one.
+    If a group has no window, the hashes end with the first one that the pool does not have: later
+    pages cannot be reused. Their hashes are computed when their tokens have been: then the device
+    is busy with the next step, whereas now it may be idle until this one is planned.
 
-    At least one token stays to be computed, or there would be no logits to draw from. Prompt
-    logprobs need the logits of every prompt token, so nothing is reused (as in vLLM).
+    At least one token must be computed to have logits to draw from. Prompt logprobs need the
+    logits of every prompt token, so nothing is reused (as in vLLM).
     """
     limits, known = draft.limits, seq.page_hashes
     num_pages = _num_reusable_pages(seq, limits)
-    chained = limits.windows[0] is None  # without its first pages a prefix is of no use
-    if num_pages <= len(known) or (chained and known and not draft.pages.knows(known[-1])):
+    chained = limits.windows[0] is None  # without a window, a prefix needs its first pages
+    if num_pages <= len(known) or (chained and known and not draft.pages.has(known[-1])):
         return seq
     page_hashes = list(known)
     for page_hash in following_page_hashes(
         known, seq.request.cache_salt, seq.token_ids, num_pages, limits.page_size
     ):
         page_hashes.append(page_hash)
-        if chained and not draft.pages.knows(page_hash):
+        if chained and not draft.pages.has(page_hash):
             break
     return msgspec.structs.replace(seq, page_hashes=tuple(page_hashes))
 
@@ -95,8 +94,8 @@ def with_page_hashes(draft: Draft, seq: Sequence) -> Sequence:
 def admit(draft: Draft, seq: Sequence) -> tuple[Sequence, SlotAdmission] | None:
     """``seq``, the head of the queue, with a slot and its pages; None while it must wait.
 
-    The caller moves it (``Draft.start``). With nobody running the head is always admitted, since
-    every page is free then.
+    The caller moves it to running (``Draft.start``). If no sequence runs, every page is free and
+    the head is always admitted.
     """
     limits = draft.limits
     if not draft.free_slots:
@@ -108,8 +107,8 @@ def admit(draft: Draft, seq: Sequence) -> tuple[Sequence, SlotAdmission] | None:
     num_new = _num_new_pages(seq, firsts, hit.ids, limits)
     shared = [page for ids in hit.ids for page in ids]
     num_free = draft.pages.num_free - draft.pages.num_cached_among(shared)
-    nobody_runs = len(draft.free_slots) == limits.max_num_seqs
-    watermark = 0 if nobody_runs else _watermark(limits)
+    idle = len(draft.free_slots) == limits.max_num_seqs
+    watermark = 0 if idle else _watermark(limits)
     if sum(num_new) + watermark > num_free:
         return None
     for group, ids in enumerate(hit.ids):
@@ -129,7 +128,7 @@ def admit(draft: Draft, seq: Sequence) -> tuple[Sequence, SlotAdmission] | None:
         pages=tuple(pages),
         num_prefill_tokens=len(seq.token_ids),
         num_computed_tokens=num_cached_tokens,
-        num_offered_pages=hit.num_pages,
+        num_registered_pages=hit.num_pages,
         num_cached_tokens=(
             num_cached_tokens if seq.num_cached_tokens is None else seq.num_cached_tokens
         ),
@@ -138,29 +137,29 @@ def admit(draft: Draft, seq: Sequence) -> tuple[Sequence, SlotAdmission] | None:
     return admitted, SlotAdmission(slot, seq.request, seq.token_ids, snapshot)
 
 
-def fits_whole(draft: Draft) -> bool:
-    """Whether all that waits can run beside what runs, everybody up to the longest output.
+def all_fit(draft: Draft) -> bool:
+    """Whether all waiting and running sequences fit together, each with its longest output.
 
-    Then nobody will be preempted, and the head is admitted at once. Pages that might be shared are
-    counted for each of their owners.
+    If so, no sequence will be preempted, and the head of the queue is admitted at once. Pages that
+    might be shared are counted for each of their owners.
     """
     limits, waiting = draft.limits, draft.waiting
     if len(waiting) > len(draft.free_slots):
         return False
-    num_wanted = sum([limits.pages_needed(seq.max_num_tokens) for seq in waiting])
+    num_needed = sum([limits.pages_needed(seq.max_num_tokens) for seq in waiting])
     for seq in draft.running.values():
         held = sum([len(pages.ids) for pages in seq.pages])
-        num_wanted += limits.pages_needed(seq.max_num_tokens) - held
+        num_needed += limits.pages_needed(seq.max_num_tokens) - held
     if waiting:
         num_head_pages = limits.pages_needed(len(waiting[0].token_ids))
-        num_wanted = max(num_wanted, num_head_pages + _watermark(limits))
-    return num_wanted <= draft.pages.num_free
+        num_needed = max(num_needed, num_head_pages + _watermark(limits))
+    return num_needed <= draft.pages.num_free
 
 
 def _num_new_pages(
     seq: Sequence, firsts: list[int], hits: list[list[int]], limits: Limits
 ) -> list[int]:
-    """Pages of its own that a sequence takes at admission, in each group."""
+    """Unshared pages that a sequence takes at admission, in each group."""
     num_pages = cdiv(len(seq.token_ids), limits.page_size)
     return [
         min(num_pages - first, limits.most_pages(window)) - len(ids)
@@ -168,12 +167,13 @@ def _num_new_pages(
     ]
 
 
-def _borders(seq: Sequence, hit: Hit, limits: Limits) -> tuple[int, ...]:
-    """Where a prefill is cut for a snapshot: at two borders at most, as each cut is a step more.
+def _borders(seq: Sequence, hit: PrefixHit, limits: Limits) -> tuple[int, ...]:
+    """The page borders at which a prefill is split to take a snapshot, in tokens.
 
-    At the last border that the same prompt could start from again, or one that continues it. And
-    where the known pages end, if no snapshot is there: another prompt had this beginning, so a
-    third may (the branching point of SGLang's and TensorRT-LLM's caches).
+    There are at most two, as each costs a step. The first is the end of the pages that the pool
+    knows, if it has no snapshot: another prompt had this beginning, so a third may have it (the
+    branching point of SGLang's and TensorRT-LLM's caches). The second is the prompt's last border:
+    the same prompt, or one that continues it, can start from there.
     """
     last = (len(seq.token_ids) - 1) // limits.page_size
     ends = {num_pages for num_pages in (hit.num_known, last) if num_pages > hit.num_pages}

@@ -1,10 +1,10 @@
-"""The next step: which sequences get a row, of how many tokens, in which bucket.
+"""Plans the next step: its rows, their numbers of tokens, and its bucket.
 
-Owns: the policy. First come, first served by (priority, arrival): every decoding sequence gets its
-row, then prefills under way continue, then waiting requests are admitted, as far as
-``max_num_batched_tokens`` prompt tokens and a bucket allow. Prefills shrink to a bucket, decodes
-are never dropped for one. A row that asks for prompt logprobs needs a bucket that scores. With
-``prefill_first`` there are also steps without the decodes (``_prefills_alone``).
+Requests are served in order of (priority, arrival). Every decoding sequence gets a row, then
+started prefills continue, then waiting requests are admitted, as far as ``max_num_batched_tokens``
+prompt tokens and a bucket allow. Prefill chunks shrink to fit a bucket; decode rows are never
+dropped. A row with prompt logprobs needs a bucket that scores. With ``prefill_first`` there are
+also steps without the decodes (``_only_prefills``).
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import numpy as np
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan
-from jaxinfer.sched.admit import admit, fits_whole, with_page_hashes
+from jaxinfer.sched.admit import admit, all_fit, with_page_hashes
 from jaxinfer.sched.state import Draft, Sequence
-from jaxinfer.sched.windows import extended, num_missing, without_passed
+from jaxinfer.sched.windows import extend_pages, num_missing_pages, release_passed
 
 NO_BUCKET = Bucket(0)
 
 
 def choose_step(draft: Draft) -> StepPlan | None:
-    """Plan one step and count its tokens as computed; None when nothing can run."""
-    alone = _prefills_alone(draft)
-    decodes, preempted = ([], False) if alone else _decode_rows(draft)
+    """Plan one step and count its tokens as computed; None if no row can run."""
+    only_prefills = _only_prefills(draft)
+    decodes, preempted = ([], False) if only_prefills else _decode_rows(draft)
     prefills: list[ScheduledSeq] = []
     query_tokens = max([row.num_scheduled_tokens for row in decodes], default=1)
     budget = Budget(draft, len(decodes), query_tokens)
     if len(decodes) < len(draft.running):
         prefills = _continued_prefills(draft, budget)
     admissions: tuple[SlotAdmission, ...] = ()
-    # After a preemption nobody is admitted in the same step: the pages were needed.
+    # After a preemption no request is admitted in the same step, as pages are scarce.
     if draft.waiting and not preempted:
         new_prefills, admissions = _new_prefills(draft, budget)
         prefills += new_prefills
-    if alone and not prefills:  # no request that waits can be admitted
+    if only_prefills and not prefills:  # no waiting request can be admitted
         decodes, _ = _decode_rows(draft)
         query_tokens = max([row.num_scheduled_tokens for row in decodes], default=1)
     if not decodes and not prefills:
         if not draft.in_flight and any(seq.is_prefilling for seq in draft.running.values()):
-            # prompts that wait for each other's pages: the last gives its own up
+            # prefills wait for each other's pages: preempt the last one
             draft.preempt_last()
             return choose_step(draft)
         return None
@@ -63,46 +63,45 @@ def smallest_bucket(
     scores: bool = False,
     query_tokens: int = 1,
 ) -> Bucket:
-    """The first of ``buckets``, which are sorted by size, that holds the step."""
+    """The first of ``buckets``, which are sorted by size, that can hold the step."""
     size = (decodes, prefill_tokens, prefills)
     for bucket in buckets:
         if bucket.fits(*size, scores=scores, query_tokens=query_tokens):
             return bucket
-    raise AssertionError("a step is only built as large as its bucket")
+    raise AssertionError("no bucket holds the step, although it was planned to fit one")
 
 
 class Budget:
-    """Prompt tokens that a step with ``num_decodes`` decodes, of ``query_tokens`` at most, may
-    still take.
-    """
+    """The remaining prompt tokens of a step with ``num_decodes`` rows of up to ``query_tokens``."""
 
     def __init__(self, draft: Draft, num_decodes: int, query_tokens: int = 1) -> None:
         self._buckets = draft.buckets
-        self._widest = NO_BUCKET  # of those that have one more prefill row, and score if need be
+        self._largest = NO_BUCKET  # memo of ``_largest_bucket``
         self._limit = draft.limits.max_num_batched_tokens
         self._num_decodes = num_decodes
         self._query_tokens = query_tokens
         self._num_prefills = 0
         self.used = 0
-        self.scores = False  # whether a row asks for prompt logprobs
+        self.scores = False  # whether a row needs a bucket that scores
 
-    def left_for(self, seq: Sequence) -> int:
-        """Tokens that a prefill row of ``seq`` could have; 0 or less if no bucket has the row."""
+    def tokens_for(self, seq: Sequence) -> int:
+        """The largest prefill chunk for ``seq``; 0 or less if no bucket has a row for it."""
         scores = self.scores or seq.scores
-        widest = self._widest
-        if widest.num_prefills <= self._num_prefills or scores > widest.scores:
-            widest = self._widest_left(scores=scores)
+        bucket = self._largest
+        if bucket.num_prefills <= self._num_prefills or scores > bucket.scores:
+            bucket = self._largest_bucket(scores=scores)
             if scores == self.scores:
-                self._widest = widest
-        return min(widest.num_prefill_tokens, self._limit) - self.used
+                self._largest = bucket
+        return min(bucket.num_prefill_tokens, self._limit) - self.used
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
-        """Count one more prefill row, of ``seq`` before the step."""
+        """Count a prefill row of ``num_tokens``; ``seq`` is as it was before the step."""
         self._num_prefills += 1
         self.used += num_tokens
         self.scores = self.scores or seq.scores
 
-    def _widest_left(self, *, scores: bool) -> Bucket:
+    def _largest_bucket(self, *, scores: bool) -> Bucket:
+        """The bucket with most prefill tokens that has the rows so far and one more prefill."""
         fitting = (
             bucket
             for bucket in self._buckets
@@ -117,29 +116,29 @@ class Budget:
         return max(fitting, key=attrgetter("num_prefill_tokens"), default=NO_BUCKET)
 
 
-def _prefills_alone(draft: Draft) -> bool:
-    """Whether the decodes wait for this step, as ``prefill_first`` asks for a batch.
+def _only_prefills(draft: Draft) -> bool:
+    """Whether this step has no decode rows, because of ``prefill_first``.
 
-    They do while prompts are left to compute and the batch fits whole: it gains nothing by decoding
-    its first rows early, for the last row's steps are still to come, and each mixed step costs more
-    than a prefill (with Qwen3-4B on an H200 134 ms beside 8,192 prompt tokens, without 128.5 ms,
-    and 256 decodes alone take 13.7 ms). A batch that does not fit is planned as without
-    ``prefill_first``: mixed steps then decode towards the end of rows that others wait for, reading
-    the weights only once, and nobody is preempted more often.
+    This is so while prompts are left to compute and the whole batch fits. Decoding the first rows
+    early gains nothing, as the last row's decode steps follow anyway, and a mixed step costs more
+    than a prefill (Qwen3-4B on an H200: 8,192 prompt tokens take 134 ms with 256 decode rows and
+    128.5 ms without; the 256 decodes alone take 13.7 ms). A batch that does not fit is planned as
+    without ``prefill_first``: waiting requests need decoding rows to end, mixed steps read the
+    weights only once, and there are no more preemptions than without it.
     """
     if not draft.limits.prefill_first:
         return False
     if not draft.waiting and not any(seq.is_prefilling for seq in draft.running.values()):
         return False
-    return fits_whole(draft)
+    return all_fit(draft)
 
 
 def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
-    """A row for every decoding sequence, oldest first, and whether one was preempted for it.
+    """A row for every decoding sequence, in order, and whether a sequence was preempted.
 
-    A sequence whose tokens in flight will reach its last position gets no further row, nor does one
-    whose drafts in flight may. When no page is left, the sequence last in order gives its pages up;
-    rows already made are of earlier ones, so they stand.
+    A sequence gets no further row if its tokens or drafts in flight may reach its last position.
+    When no page is left, the last sequence in order is preempted. Rows that exist by then belong to
+    earlier sequences, so they remain valid.
     """
     limits, running, pages = draft.limits, draft.running, draft.pages
     page_size, has_windows = limits.page_size, any(limits.windows)
@@ -147,7 +146,7 @@ def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
     preempted = False
     for request_id, seq in tuple(running.items()):
         if preempted and request_id not in running:
-            break  # it and everybody after it
+            break  # this sequence and all later ones are preempted
         position = seq.num_computed_tokens
         if position < seq.num_prefill_tokens or position + 1 >= seq.max_num_tokens:
             continue
@@ -155,18 +154,18 @@ def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
         if limits.query_tokens > 1:
             num_tokens = _num_query_tokens(seq, limits)
         if has_windows:
-            held = without_passed(pages, held, seq.surely_computed(limits.query_tokens), limits)
+            held = release_passed(pages, held, seq.min_computed_tokens(limits.query_tokens), limits)
         end = position + num_tokens
         begins_page = -position % page_size < num_tokens
-        if begins_page and (missing := num_missing(held, end, limits)):
-            if held is not seq.pages:  # what went back must not go back twice
+        if begins_page and (missing := num_missing_pages(held, end, limits)):
+            if held is not seq.pages:  # a preemption must not release the same pages again
                 running[request_id] = seq = msgspec.structs.replace(seq, pages=held)
             while pages.num_free < missing and request_id in running:
                 draft.preempt_last()
                 preempted = True
             if request_id not in running:
                 break
-            held = extended(pages, held, end, limits)
+            held = extend_pages(pages, held, end, limits)
         rows.append(ScheduledSeq(request_id, seq.epoch, seq.slot, position, num_tokens, held))
         running[request_id] = msgspec.structs.replace(
             seq,
@@ -178,8 +177,10 @@ def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
 
 
 def _num_query_tokens(seq: Sequence, limits: Limits) -> int:
-    """Tokens of a decode row of ``seq``. Drafts stay within its last position; a row with extras
-    has none, since an executable behind the step draws its one token again.
+    """Tokens of a decode row of ``seq``, drafts included.
+
+    Drafts do not pass its last position. A row with extras has no drafts, as an executable after
+    the step draws one token again.
     """
     if seq.request.sampling.needs_extras:
         return 1
@@ -190,13 +191,13 @@ def _continued_prefills(draft: Draft, budget: Budget) -> list[ScheduledSeq]:
     rows: list[ScheduledSeq] = []
     for request_id, seq in tuple(draft.running.items()):
         if seq.is_prefilling:
-            if (most := budget.left_for(seq)) <= 0:
+            if (max_chunk := budget.tokens_for(seq)) <= 0:
                 break
             if any(draft.limits.windows):
-                seq = _with_pages_of_chunk(draft, seq, most)
-                if num_missing(seq.pages, _chunk_end(seq, most), draft.limits):
-                    break  # until others give theirs back
-            row, draft.running[request_id] = _prefill_row(draft, seq, most)
+                seq = _with_pages_of_chunk(draft, seq, max_chunk)
+                if num_missing_pages(seq.pages, _chunk_end(seq, max_chunk), draft.limits):
+                    break  # wait until other sequences return pages
+            row, draft.running[request_id] = _prefill_row(draft, seq, max_chunk)
             budget.add(seq, row.num_scheduled_tokens)
             rows.append(row)
     return rows
@@ -210,7 +211,7 @@ def _new_prefills(
     admissions: list[SlotAdmission] = []
     blocked: Sequence | None = None
     for head in draft.waiting:
-        if (most := budget.left_for(head)) <= 0:
+        if (max_chunk := budget.tokens_for(head)) <= 0:
             break
         hashed = with_page_hashes(draft, head)
         if (admitted := admit(draft, hashed)) is None:
@@ -218,38 +219,39 @@ def _new_prefills(
             break
         seq, admission = admitted
         admissions.append(admission)
-        row, after = _prefill_row(draft, seq, most)
+        row, after = _prefill_row(draft, seq, max_chunk)
         budget.add(seq, row.num_scheduled_tokens)
         rows.append(row)
         started.append(after)
     if started:
         draft.start(started)
     if blocked is not None and blocked is not draft.waiting[0]:
-        draft.waiting = (blocked, *draft.waiting[1:])  # remembers its hashes
+        draft.waiting = (blocked, *draft.waiting[1:])  # keep its page hashes
     return rows, tuple(admissions)
 
 
-def _chunk_end(seq: Sequence, most: int) -> int:
-    """Where a chunk of at most ``most`` tokens ends: no later than at the next border."""
+def _chunk_end(seq: Sequence, max_chunk: int) -> int:
+    """The end of a chunk of up to ``max_chunk`` tokens, which is not beyond the next border."""
     end = seq.borders[0] if seq.borders else seq.num_prefill_tokens
-    return min(seq.num_computed_tokens + most, end)
+    return min(seq.num_computed_tokens + max_chunk, end)
 
 
-def _with_pages_of_chunk(draft: Draft, seq: Sequence, most: int) -> Sequence:
-    """``seq`` without the pages that its next chunk does not look at, and with those that it fills,
-    if there are so many.
+def _with_pages_of_chunk(draft: Draft, seq: Sequence, max_chunk: int) -> Sequence:
+    """``seq`` without pages outside its next chunk's windows, and with new pages for the chunk.
+
+    The new pages are missing if not enough are free.
     """
-    limits, pages, end = draft.limits, draft.pages, _chunk_end(seq, most)
-    held = without_passed(pages, seq.pages, seq.num_computed_tokens, limits)
-    if num_missing(held, end, limits) <= pages.num_free:
-        held = extended(pages, held, end, limits)
+    limits, pages, end = draft.limits, draft.pages, _chunk_end(seq, max_chunk)
+    held = release_passed(pages, seq.pages, seq.num_computed_tokens, limits)
+    if num_missing_pages(held, end, limits) <= pages.num_free:
+        held = extend_pages(pages, held, end, limits)
     seq = draft.running[seq.request_id] = msgspec.structs.replace(seq, pages=held)
     return seq
 
 
-def _prefill_row(draft: Draft, seq: Sequence, most: int) -> tuple[ScheduledSeq, Sequence]:
-    """The next chunk of at most ``most`` tokens, and the sequence with it counted as computed."""
-    start, end = seq.num_computed_tokens, _chunk_end(seq, most)
+def _prefill_row(draft: Draft, seq: Sequence, max_chunk: int) -> tuple[ScheduledSeq, Sequence]:
+    """A row for the next chunk of up to ``max_chunk`` tokens, and the sequence after it."""
+    start, end = seq.num_computed_tokens, _chunk_end(seq, max_chunk)
     ends, pools = end == seq.num_prefill_tokens, seq.request.pools
     samples = ends and not pools
     at_border = seq.borders[:1] == (end,)
@@ -264,7 +266,7 @@ def _prefill_row(draft: Draft, seq: Sequence, most: int) -> tuple[ScheduledSeq, 
         samples=samples,
         target_ids=_target_ids(seq, start, end),
         pools=ends and pools,
-        snapshot=draft.snapshots.take(draft.pages.knows) if at_border else None,
+        snapshot=draft.snapshots.take(draft.pages.has) if at_border else None,
     )
     return row, msgspec.structs.replace(
         seq,
@@ -275,10 +277,10 @@ def _prefill_row(draft: Draft, seq: Sequence, most: int) -> tuple[ScheduledSeq, 
 
 
 def _target_ids(seq: Sequence, start: int, end: int) -> np.ndarray | None:
-    """The prompt token after each of [start, end), -1 past the prompt's end.
+    """The prompt token after each position in [start, end); -1 past the prompt's end.
 
-    None when nobody asked for prompt logprobs, no prompt token is left, or a preempted sequence has
-    delivered all of these.
+    None without prompt logprobs, if no prompt token is left, or if the logprobs of all of them were
+    delivered before a preemption.
     """
     last = min(end, len(seq.request.prompt_token_ids) - 1)  # position of the last target
     if seq.request.sampling.prompt_logprobs is None or last <= max(start, seq.num_prompt_logprobs):

@@ -1,6 +1,6 @@
-"""What a finished step changes: known tokens, ended sequences, pages that can be shared.
+"""Applies a finished step: new tokens, ended sequences, pages that can be shared.
 
-Owns: matching results to sequences by (request_id, epoch), and the rules of ending.
+Owns: matching results to sequences by (request_id, epoch), and the conditions that end a sequence.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from jaxinfer.core.request import FinishReason
 from jaxinfer.core.step import RowResult, ScheduledSeq, StepResult, TokenEvent, TokenLogprobs
 from jaxinfer.sched.prefix import extend_page_hashes
 from jaxinfer.sched.state import Draft, Sequence
-from jaxinfer.sched.windows import name_in_group
+from jaxinfer.sched.windows import group_key
 
 
 def commit_step(draft: Draft, result: StepResult) -> None:
-    """Apply the oldest step's result; rows of sequences that ended or were preempted are dropped.
+    """Apply the oldest step's result; rows of ended or preempted sequences are dropped.
 
-    Raises ``EngineError`` when the result is not of that step or lacks one of its rows.
+    Raises ``EngineError`` if the result belongs to another step or lacks one of its rows.
     """
     plan = draft.pop_in_flight(result.step_id)
     results = {row.request_id: row for row in result.rows}
@@ -40,12 +40,12 @@ def commit_step(draft: Draft, result: StepResult) -> None:
 
 
 def _fits(row: ScheduledSeq, found: RowResult) -> bool:
-    """Whether a result has what its row yields."""
+    """Whether a result has a token if its row samples, and a pooled state if it pools."""
     return bool(found.token_ids) == row.samples and (found.pooled is not None) == row.pools
 
 
 def fail_step(draft: Draft, step_id: int, error: str) -> None:
-    """End every request that the oldest step computed; others go on."""
+    """End every request with a row in the oldest step; the others continue."""
     for row in draft.pop_in_flight(step_id).rows:
         seq = draft.running.get(row.request_id)
         if seq is not None and seq.epoch == row.epoch:
@@ -53,10 +53,10 @@ def fail_step(draft: Draft, step_id: int, error: str) -> None:
 
 
 def finish_reason(seq: Sequence, token_ids: IntLog) -> tuple[FinishReason | None, int | None]:
-    """Whether the last of ``token_ids`` ends the sequence, and the user's stop id that did.
+    """The reason why the last of ``token_ids`` ends the sequence, and the user's stop id if it did.
 
-    The end of the context holds whatever ``min_tokens`` says. A token that is both the model's
-    eos and one of the user's stop ids counts as eos, as in vLLM.
+    The length limit applies even before ``min_tokens``. A token that is both the model's eos and
+    one of the user's stop ids counts as eos, as in vLLM.
     """
     request = seq.request
     stop_token_ids = request.sampling.stop_token_ids
@@ -78,7 +78,7 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
     prompt_logprobs, num_prompt_logprobs = _fresh_prompt_logprobs(seq, row, found)
     reason = None if found.pooled is None else FinishReason.STOP
     token_ids, stop_token_id = seq.token_ids, None
-    num_refused = 0  # drafts of the row
+    num_refused = 0  # drafts of the row that were not accepted
     if row.token_ids is None:
         num_refused = row.num_scheduled_tokens - len(drawn)
     for number, token_id in enumerate(drawn, 1):
@@ -95,9 +95,9 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
         num_prompt_logprobs=num_prompt_logprobs,
     )
     known = row.num_computed_tokens + row.num_scheduled_tokens
-    seq = _offer_pages(draft, seq, known if row.token_ids is not None else len(token_ids) - 1)
+    seq = _register_pages(draft, seq, known if row.token_ids is not None else len(token_ids) - 1)
     if row.snapshot is not None:
-        _offer_snapshot(draft, seq, row, row.snapshot)
+        _register_snapshot(draft, seq, row, row.snapshot)
     if drawn or prompt_logprobs or reason is not None:
         draft.events.append(
             TokenEvent(
@@ -120,9 +120,10 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
 def _fresh_prompt_logprobs(
     seq: Sequence, row: ScheduledSeq, found: RowResult
 ) -> tuple[tuple[TokenLogprobs, ...], int]:
-    """The row's prompt logprobs that were not delivered before a preemption, and the new count.
+    """The row's prompt logprobs that have not been delivered yet, and the new number delivered.
 
-    Entry i of the row is of prompt token ``num_computed_tokens + i + 1``.
+    A sequence may have delivered some before a preemption. Entry i of the row belongs to prompt
+    token ``num_computed_tokens + i + 1``.
     """
     delivered = seq.num_prompt_logprobs
     if not found.prompt_logprobs:
@@ -131,25 +132,25 @@ def _fresh_prompt_logprobs(
     return fresh, delivered + len(fresh)
 
 
-def _offer_pages(draft: Draft, seq: Sequence, num_computed_tokens: int) -> Sequence:
-    """Let later requests share the pages that ``num_computed_tokens`` fill."""
+def _register_pages(draft: Draft, seq: Sequence, num_computed_tokens: int) -> Sequence:
+    """Register the pages that ``num_computed_tokens`` fill, so that later requests share them."""
     limits = draft.limits
     num_pages = num_computed_tokens // limits.page_size
-    if num_pages <= seq.num_offered_pages or not limits.enable_prefix_caching:
+    if num_pages <= seq.num_registered_pages or not limits.enable_prefix_caching:
         return seq
     page_hashes = extend_page_hashes(
         seq.page_hashes, seq.request.cache_salt, seq.token_ids, num_pages, limits.page_size
     )
     for group, pages in enumerate(seq.pages):
-        first = max(seq.num_offered_pages, pages.first)  # what has gone back cannot be shared
+        first = max(seq.num_registered_pages, pages.first)  # returned pages cannot be shared
         if first < num_pages:
             ids = pages.ids.array()[first - pages.first : num_pages - pages.first].tolist()
-            names = [name_in_group(page_hash, group) for page_hash in page_hashes[first:num_pages]]
-            draft.pages.register(ids, names)
-    return msgspec.structs.replace(seq, page_hashes=page_hashes, num_offered_pages=num_pages)
+            keys = [group_key(page_hash, group) for page_hash in page_hashes[first:num_pages]]
+            draft.pages.register(ids, keys)
+    return msgspec.structs.replace(seq, page_hashes=page_hashes, num_registered_pages=num_pages)
 
 
-def _offer_snapshot(draft: Draft, seq: Sequence, row: ScheduledSeq, snapshot: int) -> None:
-    """Let later requests start from the state behind ``row``, which ends at a page border."""
+def _register_snapshot(draft: Draft, seq: Sequence, row: ScheduledSeq, snapshot: int) -> None:
+    """Register the snapshot of the state after ``row``, which ends at a page border."""
     end = row.num_computed_tokens + row.num_scheduled_tokens
     draft.snapshots.register(snapshot, seq.page_hashes[end // draft.limits.page_size - 1])

@@ -1,7 +1,4 @@
-"""What must hold of every state between calls, checked the slow and plain way.
-
-Owns: ``check``. For tests and for finding bugs; the engine does not call it in service.
-"""
+"""Checks the invariants of a scheduler state, in slow and simple code for tests and debugging."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from jaxinfer.sched.state import NO_SLOT, SchedulerState, Sequence
 
 
 def check(state: SchedulerState) -> None:
-    """Raise ``AssertionError`` with one clear sentence for the first thing that is wrong."""
+    """Raise ``AssertionError``, with a sentence, for the first invariant that does not hold."""
     _check_pool(state)
     _check_snapshots(state)
     _check_queues(state)
@@ -26,7 +23,7 @@ def check(state: SchedulerState) -> None:
             seq.num_prefill_tokens,
             seq.num_computed_tokens,
             seq.num_in_flight_tokens,
-            seq.num_offered_pages,
+            seq.num_registered_pages,
             len(seq.borders),
         )
         if seq.slot != NO_SLOT or any(counts):
@@ -78,15 +75,18 @@ def _check_index(pool: PagePool, fresh: list[int], cached: list[int]) -> None:
 
 
 def _check_snapshots(state: SchedulerState) -> None:
-    """Every row is free, named or pending, and no two names were used at one time. A name may
-    outlive its page: its row is the first to be taken.
+    """Each row is free, registered or pending, and all times of use differ.
+
+    A registered row may outlive the page of its hash.
     """
     pool = state.snapshots
     rows = (row.snapshot for plan in state.in_flight for row in plan.prefills)
     pending = [row for row in rows if row is not None]
-    named = [row for row, _ in pool.by_hash.values()]
-    if sorted([*pool.free, *named, *pending]) != list(range(state.limits.num_snapshots)):
-        _fail(f"snapshots are not once in free {pool.free}, named {named} and pending {pending}")
+    known = [row for row, _ in pool.by_hash.values()]
+    if sorted([*pool.free, *known, *pending]) != list(range(state.limits.num_snapshots)):
+        _fail(
+            f"snapshots are not once in free {pool.free}, registered {known} and pending {pending}"
+        )
     used = [at for _, at in pool.by_hash.values()]
     if len(set(used)) != len(used) or max(used, default=-1) >= pool.clock:
         _fail(f"snapshots were used at {used}, and the clock is {pool.clock}")
@@ -131,20 +131,20 @@ def _check_running(seq: Sequence, state: SchedulerState) -> None:
     for pages, window in zip(seq.pages, state.limits.windows, strict=True):
         capacity = pages.end * state.limits.page_size
         if seq.num_computed_tokens > capacity:
-            _fail(f"{name} computes {seq.num_computed_tokens} tokens in {capacity} places")
-        least = seq.surely_computed(state.limits.query_tokens)
+            _fail(f"{name} computes {seq.num_computed_tokens} tokens in pages for {capacity}")
+        least = seq.min_computed_tokens(state.limits.query_tokens)
         if pages.first > first_page(least, window, state.limits.page_size):
-            _fail(f"{name} has given back page {pages.first - 1}, which its next token looks at")
+            _fail(f"{name} has returned page {pages.first - 1}, which its next token attends to")
         if len(pages.ids) > state.limits.most_pages(window):
             _fail(f"{name} holds {len(pages.ids)} pages of a window of {window} tokens")
     for border in seq.borders:
         if not seq.num_computed_tokens < border < seq.num_prefill_tokens:
-            _fail(f"{name} is to be cut at {border}, behind {seq.num_computed_tokens} tokens")
+            _fail(f"{name} is to be split at {border}, with {seq.num_computed_tokens} computed")
         if border % state.limits.page_size:
-            _fail(f"{name} is to be cut at {border}, which is no page border")
+            _fail(f"{name} is to be split at {border}, which is no page border")
     done = seq.num_computed_tokens - sum(row.num_scheduled_tokens for row in rows)
-    if seq.num_offered_pages * state.limits.page_size > done:
-        _fail(f"{name} offers {seq.num_offered_pages} pages with {done} tokens computed")
+    if seq.num_registered_pages * state.limits.page_size > done:
+        _fail(f"{name} has registered {seq.num_registered_pages} pages with {done} tokens computed")
 
 
 def _page_ids(seq: Sequence) -> list[int]:

@@ -1,17 +1,17 @@
-"""The page pool: who may take, share and return the pages of KV memory.
+"""The page pool: takes, shares and releases pages of KV memory.
 
 Owns: ``PagePool`` (a frozen value) and ``PageWriter`` (its next value while one call builds it).
-A page is in exactly one place:
+A page is in exactly one of three states:
 
-- fresh: no owner, its content means nothing;
+- fresh: no owner, its content is undefined;
 - live: owned by a sequence, or by several if the page is hashed;
-- cached: no owner, but hashed, so that a later request may share it; evicted least recently
-  released first, when no fresh page is left.
+- cached: no owner, but hashed, so that a later request may share it. When no fresh page is left,
+  the cached page that was released longest ago is evicted.
 
-Both free places are append-only logs with a head, so popping and pushing cost O(1) and the old
-value stays as it was. A page that is shared again leaves a stale entry in the cached log;
-``stamps`` tells which entry counts. Decoding takes pages without writing to either array, since
-copying arrays of the whole pool would cost more than all the rest of a step.
+Fresh and cached pages are in append-only logs with a head, so popping and pushing cost O(1) and the
+old value does not change. A page that is shared again leaves a stale entry in the cached log;
+``stamps`` holds the position of the valid entry. Decoding takes pages without writing to either
+array, since a copy of an array of the whole pool costs more than the rest of the planning.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ NO_STAMP = -1
 
 
 class PagePool(msgspec.Struct, frozen=True):
-    """Where every page is. Page 0 is the padding sink and belongs to nobody."""
+    """The state of every page. Page 0 is for padding and has no owner."""
 
     fresh: IntLog
     fresh_head: int
     cached: IntLog
     cached_head: int
     num_cached: int
-    num_live: tuple[int, ...]  # pages that sequences own, of each group of layers
+    num_live: tuple[int, ...]  # live pages of each group of layers
     num_sharers: IntArray  # int32[P]: owners beyond the first
-    stamps: IntArray  # int32[P]: position in ``cached``; below ``cached_head`` if it is not there
+    stamps: IntArray  # int32[P]: position in ``cached``; below ``cached_head`` if not cached
     page_by_hash: Map[bytes, int]
     hash_by_page: Map[int, bytes]
 
     @property
     def num_free(self) -> int:
-        """Pages that ``take`` can hand out: fresh and cached ones."""
+        """Pages that ``take`` can return: fresh and cached ones."""
         return len(self.fresh) - self.fresh_head + self.num_cached
 
 
 def new_pool(num_pages: int, num_groups: int = 1) -> PagePool:
-    """All pages fresh, but the padding sink; for layers in so many groups."""
+    """A pool in which all pages but the padding page are fresh."""
     return PagePool(
         fresh=IntLog(range(1, num_pages)),
         fresh_head=0,
@@ -84,15 +84,15 @@ class PageWriter:
 
     @property
     def num_free(self) -> int:
-        """Pages that ``take`` can hand out."""
+        """Pages that ``take`` can return."""
         return len(self._fresh) - self._fresh_head + self._num_cached
 
-    def knows(self, page_hash: bytes) -> bool:
-        """Whether a page holds what this digest names."""
+    def has(self, page_hash: bytes) -> bool:
+        """Whether a page is registered with this hash."""
         return page_hash in self._page_by_hash
 
     def lookup(self, page_hashes: Items[bytes]) -> list[int]:
-        """The pages of the longest known chain that ``page_hashes`` begins with."""
+        """The pages of ``page_hashes``, up to the first one that is not registered."""
         pages: list[int] = []
         for page_hash in page_hashes:
             page = self._page_by_hash.get(page_hash)
@@ -102,11 +102,11 @@ class PageWriter:
         return pages
 
     def num_cached_among(self, pages: list[int]) -> int:
-        """How many of these hashed pages have no owner, and so would stop being free if shared."""
+        """The number of these hashed pages that have no owner: sharing makes them not free."""
         return int(np.count_nonzero(self._stamps[pages] >= self._cached_head)) if pages else 0
 
     def take(self, count: int, group: int = 0) -> list[int]:
-        """``count`` private pages for a group; the caller has checked ``num_free``."""
+        """Take ``count`` unshared pages for a group; the caller must have checked ``num_free``."""
         self._num_live[group] += count
         head = self._fresh_head
         pages: list[int] = self._fresh.array()[head : head + count].tolist()
@@ -127,10 +127,10 @@ class PageWriter:
             self._writable_num_sharers()[hashed[~cached]] += 1
 
     def release(self, pages: IntArray, group: int = 0) -> None:
-        """Remove an owner of a sequence's ``pages`` in a group, in token order.
+        """Remove an owner of a sequence's ``pages`` in a group; they are in token order.
 
-        Hashed pages without an owner become cached, the deepest first: a prefix outlives what
-        follows it, since a page is of use only together with all pages before it.
+        Hashed pages without an owner become cached, the last one first. So a prefix is evicted
+        after its continuation: a page is useful only together with all pages before it.
         """
         shared = self._num_sharers[pages] > 0
         if shared.any():
@@ -151,7 +151,7 @@ class PageWriter:
         self._compact()
 
     def register(self, pages: Items[int], page_hashes: Items[bytes]) -> None:
-        """Name live private pages by their content; a name that is taken stays where it is."""
+        """Set the hashes of live unshared pages; a hash that another page has is skipped."""
         page_by_hash, hash_by_page = self._page_by_hash.mutate(), self._hash_by_page.mutate()
         for page, page_hash in zip(pages, page_hashes, strict=True):
             if page_hash not in page_by_hash:
@@ -175,13 +175,13 @@ class PageWriter:
         )
 
     def _evict(self, count: int) -> list[int]:
-        """Forget the ``count`` cached pages that were released longest ago."""
+        """Remove the ``count`` cached pages that were released longest ago from the index."""
         page_by_hash, hash_by_page = self._page_by_hash.mutate(), self._hash_by_page.mutate()
         log, position = self._cached.array(), self._cached_head
         pages: list[int] = []
         while len(pages) < count:
             page = int(log[position])
-            if self._stamps[page] == position:  # else shared since: a stale entry
+            if self._stamps[page] == position:  # else a stale entry: the page was shared again
                 del page_by_hash[hash_by_page.pop(page)]
                 pages.append(page)
             position += 1
@@ -191,7 +191,7 @@ class PageWriter:
         return pages
 
     def _compact(self) -> None:
-        """Drop consumed and stale log entries once they outnumber the pages: amortised O(1)."""
+        """Drop consumed and stale log entries when a log is twice the pool: amortised O(1)."""
         bound = 2 * len(self._stamps)
         if len(self._fresh) > bound:
             self._fresh = IntLog(self._fresh.array()[self._fresh_head :])

@@ -1,7 +1,7 @@
-"""Names for page contents: a chained hash per full page of tokens.
+"""Page hashes: a chained hash for each full page of tokens.
 
-Owns: the hash. The digest of a page covers the salt and every token up to the page's end, so equal
-digests mean equal KV. The chain is vLLM's idea (automatic prefix caching).
+The digest of a page covers the salt and every token up to the page's end, so equal digests mean
+equal KV. The chain is as in vLLM (automatic prefix caching).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DIGEST_SIZE = 16  # bytes; 128 bits make a chance collision of contents irreleva
 def extend_page_hashes(
     page_hashes: tuple[bytes, ...], salt: str, token_ids: IntLog, num_pages: int, page_size: int
 ) -> tuple[bytes, ...]:
-    """The digests of the first ``num_pages`` full pages, of which ``page_hashes`` are known."""
+    """The digests of the first ``num_pages`` full pages; ``page_hashes`` are the first of them."""
     if num_pages <= len(page_hashes):
         return page_hashes
     added = following_page_hashes(page_hashes, salt, token_ids, num_pages, page_size)
@@ -27,7 +27,7 @@ def extend_page_hashes(
 def following_page_hashes(
     page_hashes: tuple[bytes, ...], salt: str, token_ids: IntLog, num_pages: int, page_size: int
 ) -> Generator[bytes]:
-    """What ``extend_page_hashes`` adds, each digest made when it is asked for."""
+    """Yield the digests that ``extend_page_hashes`` adds; each is computed on demand."""
     known = len(page_hashes)
     parent = page_hashes[-1] if page_hashes else _digest(salt.encode())
     tokens = token_ids.array()[known * page_size : num_pages * page_size].tobytes()

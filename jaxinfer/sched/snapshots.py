@@ -1,23 +1,23 @@
-"""The snapshots: copies of a sequence's state, so that another can go on behind the same prefix.
+"""Snapshots: copies of a sequence's state from which another one with the same prefix starts.
 
 A layer with state for each sequence (``LayerState.per_slot``) keeps only its newest value, so a
-prefix can be reused at the page borders where that value was copied, and nowhere else. A snapshot
-is a row of the device's arrays behind those of the slots, named like the page that ends at its
-border (``sched.prefix``). A row is in exactly one place:
+prefix can be reused only at page borders where that value was copied. A snapshot is a row of the
+device's arrays, after the rows of the slots. Its key is the hash of the page that ends at its
+border (``sched.prefix``). A row is in exactly one of three states:
 
 - free;
 - pending: a step in flight copies a slot to it (``ScheduledSeq.snapshot``); when the step is
-  reported, the row is named, or free if its sequence is gone or has failed;
-- named, until another snapshot needs the row.
+  reported, the row is registered, or freed if its sequence has ended or was preempted;
+- registered, until its row is needed for another snapshot.
 
-A name whose page the index does not know is of no use, so its row is taken first; then the least
-recently used. If the same tokens are computed once more, the page gets the same name, and the
-snapshot is of use again.
+A snapshot is useless while no page is registered with its hash, so such rows are taken first, then
+the least recently used. If the same tokens are computed again, the page gets the same hash and the
+snapshot is useful again.
 
-Rows are reused as soon as they are named or free, while steps in flight may still read or write
-them. That is safe for the reason that pages are (``Draft.remove``): the device runs calls in launch
-order. A step restores its slots before it computes and saves them after it, so a row that a plan
-both restores and gives to another is read first.
+Rows are reused as soon as they are registered or free, while steps in flight may still read or
+write them. That is safe for the same reason as for pages (``Draft.remove``): the device runs calls
+in launch order. A step restores its slots before it computes and saves them afterwards, so a row
+that one plan both restores and overwrites is read first.
 
 Owns: ``SnapshotPool`` (a frozen value) and ``SnapshotWriter`` (its next value).
 """
@@ -32,15 +32,15 @@ from immutables import Map
 
 
 class SnapshotPool(msgspec.Struct, frozen=True):
-    """Where every row is, except the pending ones, which the plans in flight name."""
+    """The free and registered rows; pending ones are in the plans in flight."""
 
     free: tuple[int, ...]
-    by_hash: Map[bytes, tuple[int, int]]  # page hash -> the row, and when it was used last
-    clock: int = 0  # a number that grows with each use
+    by_hash: Map[bytes, tuple[int, int]]  # page hash -> (row, time of last use)
+    clock: int = 0  # the time: the number of uses so far
 
 
 def new_snapshots(count: int) -> SnapshotPool:
-    """All rows free."""
+    """A pool in which all rows are free."""
     return SnapshotPool(tuple(reversed(range(count))), Map())
 
 
@@ -53,24 +53,27 @@ class SnapshotWriter:
         self._clock = pool.clock
 
     def last_within(self, page_hashes: Items[bytes]) -> int:
-        """The largest number of these pages behind which there is a snapshot, or 0."""
+        """The length, in pages, of the longest prefix of these pages with a snapshot, or 0."""
         known = (i for i in range(len(page_hashes), 0, -1) if page_hashes[i - 1] in self._by_hash)
         return next(known, 0)
 
     def use(self, page_hash: bytes) -> int:
-        """The row of a snapshot that exists, which is now the most recently used."""
+        """The row of a registered snapshot, which becomes the most recently used."""
         row, _ = self._by_hash[page_hash]
         self._put(page_hash, row)
         return row
 
-    def take(self, knows: Callable[[bytes], bool]) -> int | None:
-        """A row for a new snapshot; None when all are pending. ``knows``: of the page index."""
+    def take(self, has_page: Callable[[bytes], bool]) -> int | None:
+        """A row for a new snapshot; None if all are pending.
+
+        ``has_page`` is whether a page is registered with a hash.
+        """
         if self._free:
             row, self._free = self._free[-1], self._free[:-1]
             return row
         if not self._by_hash:
             return None
-        oldest = min(self._by_hash, key=lambda name: (knows(name), self._by_hash[name][1]))
+        oldest = min(self._by_hash, key=lambda key: (has_page(key), self._by_hash[key][1]))
         row, _ = self._by_hash[oldest]
         self._by_hash = self._by_hash.delete(oldest)
         return row
@@ -80,7 +83,7 @@ class SnapshotWriter:
         self._free = (*self._free, *rows)
 
     def register(self, row: int, page_hash: bytes) -> None:
-        """Name a row that was just released, unless another has the name."""
+        """Set the hash of a row that was just released, unless another row has it."""
         if page_hash not in self._by_hash:
             self._free = tuple([free for free in self._free if free != row])
             self._put(page_hash, row)

@@ -1,6 +1,6 @@
-"""What the scheduler remembers: ``Sequence``, ``SchedulerState``, and ``Draft``, its next value.
+"""The scheduler's state: ``Sequence``, ``SchedulerState``, and ``Draft``, the builder of the next.
 
-Owns: the records and the moves of a sequence between waiting, running and gone.
+Owns: the moves of a sequence between waiting, running and ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxinfer.core.step import Bucket, Pages, StepPlan, TokenEvent
 from jaxinfer.sched.pages import PagePool, PageWriter, new_pool
 from jaxinfer.sched.snapshots import SnapshotPool, SnapshotWriter, new_snapshots
 
-type Order = tuple[int, int, str]  # (priority, arrival, request_id): lower is served first
+type Order = tuple[int, int, str]  # (priority, arrival, request_id): the lowest is served first
 
 NO_SLOT = -1
 NO_PAGES: tuple[Pages, ...] = ()
@@ -30,10 +30,10 @@ _order_of = attrgetter("order")
 class Sequence(msgspec.Struct, frozen=True, gc=False):
     """One unfinished request.
 
-    ``token_ids`` are the tokens known to the host. A running sequence may have drawn
-    ``num_in_flight_tokens`` more, which only the device knows yet; ``num_computed_tokens`` counts
-    as done what steps in flight will do. While it is below ``num_prefill_tokens`` (the tokens known
-    at admission) the sequence prefills, afterwards it decodes and
+    ``token_ids`` are the tokens that the host knows. Steps in flight draw
+    ``num_in_flight_tokens`` more, and ``num_computed_tokens`` includes the tokens that they
+    compute. While it is below ``num_prefill_tokens`` (the tokens known at admission) the sequence
+    prefills; afterwards it decodes and
     ``num_computed_tokens == len(token_ids) + num_in_flight_tokens - 1``.
     """
 
@@ -41,17 +41,17 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
     order: Order
     token_ids: IntLog
     max_num_tokens: int  # prompt and output together
-    epoch: int = 0  # number of the admission: never given twice, whatever ids requests reuse
+    epoch: int = 0  # number of the admission, unique even if a request id is reused
     slot: int = NO_SLOT
-    pages: tuple[Pages, ...] = NO_PAGES  # of each group, none while it waits
+    pages: tuple[Pages, ...] = NO_PAGES  # of each group; empty while it waits
     num_prefill_tokens: int = 0
     num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0
-    page_hashes: tuple[bytes, ...] = ()  # of the first full pages; a memo, kept over preemption
-    num_offered_pages: int = 0  # pages that the prefix index has seen
-    num_cached_tokens: int | None = None  # reused at the first admission
-    num_prompt_logprobs: int = 0  # delivered so far
-    # page borders within the prefill, in order, at which a chunk ends and a snapshot is taken
+    page_hashes: tuple[bytes, ...] = ()  # of the first full pages; kept when preempted
+    num_registered_pages: int = 0  # pages that are in the prefix index
+    num_cached_tokens: int | None = None  # tokens reused at the first admission
+    num_prompt_logprobs: int = 0  # prompt logprobs delivered so far
+    # positions of page borders at which a prefill chunk ends and a snapshot is taken, ascending
     borders: tuple[int, ...] = ()
 
     @property
@@ -61,20 +61,22 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether known tokens are still to be computed."""
+        """Whether tokens of the prefill are still to be computed."""
         return self.num_computed_tokens < self.num_prefill_tokens
 
-    def surely_computed(self, query_tokens: int) -> int:
-        """Tokens that steps in flight will have computed, however many drafts they refuse: each row
-        draws ``query_tokens`` at most, and the first of them is not refused.
+    def min_computed_tokens(self, query_tokens: int) -> int:
+        """Tokens that will be computed after the steps in flight, if all their drafts are refused.
+
+        A row draws up to ``query_tokens`` tokens, and at least one.
         """
         rows = cdiv(self.num_in_flight_tokens, query_tokens)
         return self.num_computed_tokens - self.num_in_flight_tokens + rows
 
     @property
     def scores(self) -> bool:
-        """Whether hidden states of prompt tokens that are still to be computed are needed: for
-        their logprobs, or to be pooled.
+        """Whether the hidden states of the remaining prompt tokens are needed.
+
+        They are needed for prompt logprobs and for pooling.
         """
         if self.request.pools:
             return True
@@ -85,20 +87,20 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
 
 
 class SchedulerState(msgspec.Struct, frozen=True):
-    """A value: ``schedule`` returns the next one and leaves this one as it was."""
+    """The immutable state: ``schedule`` returns the next one."""
 
     limits: Limits
-    buckets: tuple[Bucket, ...]  # those of the limits, smallest first
-    running: tuple[Sequence, ...]  # in order
-    waiting: tuple[Sequence, ...]  # in order
-    orders: Map[str, Order]  # of every unfinished request
+    buckets: tuple[Bucket, ...]  # the buckets of the limits, smallest first
+    running: tuple[Sequence, ...]  # sorted by order
+    waiting: tuple[Sequence, ...]  # sorted by order
+    orders: Map[str, Order]  # the order of every unfinished request
     free_slots: tuple[int, ...]
     pages: PagePool
     snapshots: SnapshotPool
     in_flight: tuple[StepPlan, ...] = ()  # launched, not yet StepDone; oldest first
     next_step_id: int = 0
     next_epoch: int = 0
-    num_preemptions: int = 0  # ever
+    num_preemptions: int = 0  # since the start
 
     @property
     def num_unfinished(self) -> int:
@@ -112,25 +114,25 @@ class SchedulerState(msgspec.Struct, frozen=True):
 
     @property
     def num_waiting(self) -> int:
-        """Requests that own nothing yet, or nothing any more."""
+        """Requests without a slot and pages: new or preempted ones."""
         return len(self.waiting)
 
     @property
     def num_in_flight(self) -> int:
-        """Steps launched and not yet committed."""
+        """Steps that were launched and are not yet committed."""
         return len(self.in_flight)
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that a sequence could take now, cached ones included."""
+        """Pages that a sequence could take now, including cached ones."""
         return self.pages.num_free
 
 
 class ScheduleOutput(msgspec.Struct, frozen=True):
-    """What one call decided.
+    """The step and events of one call.
 
-    ``duplicates`` are ids of arrivals that were dropped because a request of that id is unfinished;
-    a ``TokenEvent`` would reach, and end, the reader of the first one.
+    ``duplicates`` are ids of arrivals that were dropped because a request with that id is
+    unfinished. They have no ``TokenEvent``, as it would end the first request's stream.
     """
 
     step: StepPlan | None
@@ -141,8 +143,8 @@ class ScheduleOutput(msgspec.Struct, frozen=True):
 def initial_state(limits: Limits) -> SchedulerState:
     """The state before any event; raises ``ConfigError`` if the buckets cannot serve the limits.
 
-    They can if one holds every row decoding, and one a prompt beside all other rows, with its
-    logprobs. Every other step is built no larger than a bucket (``choose``).
+    One bucket must hold a decode row of every slot, and one a scored prompt next to decode rows of
+    all other slots. Every other step shrinks to a bucket (``choose``).
     """
     slots = limits.max_num_seqs
     for decodes, prefills in ((slots, 0), (slots - 1, 1)):
@@ -167,14 +169,14 @@ def initial_state(limits: Limits) -> SchedulerState:
 
 
 class Draft:
-    """The next state while one call builds it; it never leaves ``schedule``."""
+    """The next state while one call builds it; only used within ``schedule``."""
 
     def __init__(self, state: SchedulerState) -> None:
         self.limits = state.limits
         self.buckets = state.buckets
-        self.running = {seq.request.request_id: seq for seq in state.running}  # in order
+        self.running = {seq.request.request_id: seq for seq in state.running}  # sorted by order
         self._waiting = state.waiting
-        self._enqueued: list[Sequence] = []  # not yet put in order
+        self._enqueued: list[Sequence] = []  # not yet sorted into ``_waiting``
         self.orders = state.orders.mutate()
         self.free_slots = list(state.free_slots)
         self.pages = PageWriter(state.pages)
@@ -205,7 +207,7 @@ class Draft:
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
-        """The waiting queue in order; one sort for however many were enqueued since."""
+        """The sorted waiting queue; sequences that were enqueued are sorted in on access."""
         if self._enqueued:
             self._waiting = tuple(sorted((*self._waiting, *self._enqueued), key=_order_of))
             self._enqueued.clear()
@@ -213,28 +215,28 @@ class Draft:
 
     @waiting.setter
     def waiting(self, waiting: tuple[Sequence, ...]) -> None:
-        assert not self._enqueued, "read before written"
+        assert not self._enqueued, "read ``waiting`` before it is set"
         self._waiting = waiting
 
     def enqueue(self, seq: Sequence) -> None:
-        """Put ``seq`` into the waiting queue at its place in the order."""
+        """Put ``seq`` into the waiting queue, which is sorted by order."""
         self._enqueued.append(seq)
 
     def start(self, seqs: list[Sequence]) -> None:
-        """Move the first waiting sequences, now ``seqs`` with slots and pages, to running."""
+        """Move the first waiting sequences to running; ``seqs`` are they with slots and pages."""
         self.waiting = self.waiting[len(seqs) :]
         running = sorted((*self.running.values(), *seqs), key=_order_of)
         self.running = {seq.request_id: seq for seq in running}
 
     def preempt_last(self) -> None:
-        """Take everything from the running sequence that is last in order, but its known tokens.
+        """Move the last running sequence in order back to waiting; it keeps its known tokens.
 
-        What it drew in flight is dropped when it arrives (its epoch is over) and drawn again: the
-        token at a position is a function of (seed, position).
+        Tokens in flight are dropped when they arrive, as its epoch has ended, and are drawn again:
+        the token at a position is a function of (seed, position).
         """
         seq = next(reversed(self.running.values()))
         self.num_preemptions += 1
-        self._vacate(seq)
+        self._free_resources(seq)
         self.enqueue(
             msgspec.structs.replace(
                 seq,
@@ -243,14 +245,14 @@ class Draft:
                 num_prefill_tokens=0,
                 num_computed_tokens=0,
                 num_in_flight_tokens=0,
-                num_offered_pages=0,
+                num_registered_pages=0,
                 borders=(),
             )
         )
 
     def end(self, request_id: str, reason: FinishReason, error: str = "") -> None:
-        """End an unfinished request from outside, with one event, and free what it owns."""
-        seq = self.running.get(request_id) or self._pull_waiting(request_id)
+        """End an unfinished request with one event, and free its slot and pages."""
+        seq = self.running.get(request_id) or self._pop_waiting(request_id)
         self.remove(seq)
         self.events.append(
             TokenEvent(
@@ -262,20 +264,21 @@ class Draft:
         )
 
     def remove(self, seq: Sequence) -> None:
-        """Forget ``seq`` and free its slot and pages at once.
+        """Remove ``seq`` and free its slot and pages at once.
 
         Steps in flight may still write to these pages. That is safe: the device runs steps in
-        launch order, so a new owner, which can only be in a later step, writes after them. And
-        they never write to a hashed page, since a page is hashed only when all of its tokens have
-        been computed, and a write goes to the first token that has not.
+        launch order, and a new owner can only be in a later step, so it writes after them. They
+        never write to a hashed page: a page is hashed only when all of its tokens have been
+        computed, and writes go to tokens that have not.
         """
         if seq.slot != NO_SLOT:
-            self._vacate(seq)
+            self._free_resources(seq)
         del self.orders[seq.request_id]
 
     def pop_in_flight(self, step_id: int) -> StepPlan:
-        """The oldest step in flight, which must be ``step_id``; the rows of its snapshots are free
-        until they are named.
+        """Remove the oldest step in flight, which must be ``step_id``, and free its snapshot rows.
+
+        The caller registers those rows that hold a valid snapshot.
         """
         if not self.in_flight or self.in_flight[0].step_id != step_id:
             expected = self.in_flight[0].step_id if self.in_flight else None
@@ -289,13 +292,13 @@ class Draft:
             self.snapshots.release(row for row in rows if row is not None)
         return plan
 
-    def _vacate(self, seq: Sequence) -> None:
+    def _free_resources(self, seq: Sequence) -> None:
         del self.running[seq.request_id]
         self.free_slots.append(seq.slot)
         for group, pages in enumerate(seq.pages):
             self.pages.release(pages.ids.array(), group)
 
-    def _pull_waiting(self, request_id: str) -> Sequence:
+    def _pop_waiting(self, request_id: str) -> Sequence:
         at = bisect_left(self.waiting, self.orders[request_id], key=_order_of)
         seq = self.waiting[at]
         self.waiting = self.waiting[:at] + self.waiting[at + 1 :]

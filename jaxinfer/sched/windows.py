@@ -1,11 +1,9 @@
-"""The pages of a sequence in each group of layers: which it needs, and which it may give back.
+"""The pages of a sequence in each group of layers, and the longest prefix that can be reused.
 
-A group that looks at everything needs a page for every ``page_size`` tokens. A group with a window
-needs those that the next token and later ones look at; the pages before go back to the pool when
-the step is planned. Steps in flight may still read them: a new owner is in a later step, and the
-device runs steps in order.
-
-Owns: moving a sequence's pages on, and the longest prefix that every group can serve.
+A group without a window needs a page for every ``page_size`` tokens. A group with a window needs
+the pages that the next and later tokens attend to; earlier pages return to the pool when the step
+is planned. Steps in flight may still read them, which is safe: a new owner is in a later step, and
+the device runs steps in order.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from jaxinfer.sched.snapshots import SnapshotWriter
 type GroupPages = tuple[Pages, ...]
 
 
-def without_passed(pages: PageWriter, held: GroupPages, start: int, limits: Limits) -> GroupPages:
-    """``held`` without what is behind the windows of a token at ``start``; it goes back."""
+def release_passed(pages: PageWriter, held: GroupPages, start: int, limits: Limits) -> GroupPages:
+    """``held`` without pages before the windows of a token at ``start``, which are released."""
     kept: list[Pages] = []
     for group, window in zip(held, limits.windows, strict=True):
         passed = first_page(start, window, limits.page_size) - group.first
@@ -36,14 +34,14 @@ def without_passed(pages: PageWriter, held: GroupPages, start: int, limits: Limi
     return tuple(kept)
 
 
-def num_missing(held: GroupPages, end: int, limits: Limits) -> int:
-    """Pages that the groups lack for tokens before position ``end``."""
+def num_missing_pages(held: GroupPages, end: int, limits: Limits) -> int:
+    """The number of pages that the groups lack for tokens before position ``end``."""
     needed = cdiv(end, limits.page_size)
     return sum([max(0, needed - group.end) for group in held])
 
 
-def extended(pages: PageWriter, held: GroupPages, end: int, limits: Limits) -> GroupPages:
-    """``held`` with pages for tokens before ``end``; the caller has checked that there are any."""
+def extend_pages(pages: PageWriter, held: GroupPages, end: int, limits: Limits) -> GroupPages:
+    """``held`` with new pages for tokens before ``end``; the caller must check ``num_free``."""
     needed = cdiv(end, limits.page_size)
     return tuple(
         [
@@ -55,24 +53,25 @@ def extended(pages: PageWriter, held: GroupPages, end: int, limits: Limits) -> G
     )
 
 
-def name_in_group(page_hash: bytes, group: int) -> bytes:
-    """The name of a page's content in one group: layers of another keep something else there."""
+def group_key(page_hash: bytes, group: int) -> bytes:
+    """The key of a page in the prefix index. Groups differ, as they hold KV of other layers."""
     return page_hash + bytes((group,)) if group else page_hash
 
 
-class Hit(NamedTuple):
-    """A prefix that can be reused, in pages."""
+class PrefixHit(NamedTuple):
+    """A prefix that can be reused."""
 
     num_pages: int
-    ids: list[list[int]]  # of each group: the pages that a next token looks at, in order
-    num_known: int  # pages that every group of layers could go on behind, were there a snapshot
+    ids: list[list[int]]  # for each group, the pages that the next token attends to, in order
+    num_known: int  # pages that could be reused if there were a snapshot; at least ``num_pages``
 
 
 def longest_hit(
     pages: PageWriter, snapshots: SnapshotWriter, page_hashes: Items[bytes], limits: Limits
-) -> Hit:
-    """The longest prefix behind which every group can go on, and of models with state for each
-    sequence one that ends at a snapshot.
+) -> PrefixHit:
+    """The longest prefix that every group can reuse.
+
+    For a model with state for each sequence it also ends at a snapshot.
     """
     num_known, ids = _longest_in_pages(pages, page_hashes, limits)
     num_pages = num_known
@@ -81,7 +80,7 @@ def longest_hit(
         if at_snapshot == num_pages:
             break
         num_pages, ids = _longest_in_pages(pages, page_hashes[:at_snapshot], limits)
-    return Hit(num_pages, ids, num_known)
+    return PrefixHit(num_pages, ids, num_known)
 
 
 def _longest_in_pages(
@@ -101,16 +100,17 @@ def _longest_in_pages(
 def _known(
     pages: PageWriter, page_hashes: Items[bytes], group: int, num_pages: int, limits: Limits
 ) -> tuple[int, list[int]]:
-    """Whether a group can go on behind so many pages: if so their number and what it needs of them,
-    else a smaller number, which it may be able to go on behind.
+    """``num_pages`` and the page ids that a group needs to continue after that many pages.
+
+    If one of them is not in the index: a smaller number of pages that may be possible, and [].
     """
     window = limits.windows[group]
     first = first_page(num_pages * limits.page_size, window, limits.page_size)
-    wanted = [name_in_group(page_hash, group) for page_hash in page_hashes[first:num_pages]]
-    ids = pages.lookup(wanted)
-    if len(ids) == len(wanted):
+    keys = [group_key(page_hash, group) for page_hash in page_hashes[first:num_pages]]
+    ids = pages.lookup(keys)
+    if len(ids) == len(keys):
         return num_pages, ids
     if window is None:
         return len(ids), []
-    missing = next(i for i in reversed(range(len(wanted))) if not pages.knows(wanted[i]))
+    missing = next(i for i in reversed(range(len(keys))) if not pages.has(keys[i]))
     return first + missing, []

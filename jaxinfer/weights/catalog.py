@@ -1,7 +1,4 @@
-"""Short names of known models: one TOML file each, shipped with the package.
-
-Owns: finding and reading the files.
-"""
+"""Finds and reads the TOML files of models with a short name, which the package contains."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """Where a known model comes from; ``sha256`` is that of the model file.
+    """The source of a known model; ``sha256`` is the hash of the model file.
 
-    ``sampling`` are its sampling defaults, by the names of a generation_config.
+    ``sampling`` holds its sampling defaults, with the names of generation_config.json.
     """
 
     source: str

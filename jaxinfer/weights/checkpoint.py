@@ -1,7 +1,4 @@
-"""What a checkpoint is to the loader: named tensors with known shapes, read one at a time.
-
-Owns: the ``Checkpoint`` protocol, ``TensorInfo`` and reading a byte range of a file.
-"""
+"""The ``Checkpoint`` protocol: named tensors with known shapes that are read one at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from jaxinfer.core.errors import CheckpointError
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file's header says of one tensor; ``shape`` is the one Hugging Face stores."""
+    """A tensor's entry in a file's header; ``shape`` is the one that Hugging Face stores."""
 
     shape: tuple[int, ...]
     dtype: str  # the format's own name, such as BF16 or Q4_1
@@ -27,7 +24,7 @@ class TensorInfo:
 
 
 class Checkpoint(Protocol):
-    """Tensors under their Hugging Face names. Nothing but headers is read before ``read``."""
+    """Tensors under their Hugging Face names. Only headers are read before ``read``."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -43,7 +40,7 @@ class Checkpoint(Protocol):
 
 
 def read_bytes(path: Path, offset: int, count: int) -> np.ndarray:  # uint8[count]
-    """A byte range of a file, by plain reads: mapped pages would count as the process's memory."""
+    """A byte range of a file. It is not mapped, as mapped pages count as memory of the process."""
     try:
         data = np.fromfile(path, np.uint8, count, offset=offset)
     except OSError as error:

@@ -1,11 +1,9 @@
 """The cache of converted weights: dequantised, laid out and cast as one model needs them.
 
-Owns: the form of a cache entry, written and read with Orbax.
-
-An entry holds ``manifest.json`` and one Orbax checkpoint per group of parameters. Groups of some
-64 MiB, or of one larger parameter, are built, saved and put on the devices one after another, so
-host memory holds one group beside the weights. An entry appears whole or not at all (``staging``);
-one that cannot be read is therefore damaged, which is reported rather than repaired in silence.
+An entry holds ``manifest.json`` and one Orbax checkpoint per group of parameters. Groups of about
+64 MiB, or of one larger parameter, are built, saved and put on the devices one at a time, so that
+host memory holds one group in addition to the weights. An entry is renamed into place when it is
+complete (``staging``), so an entry that cannot be read is damaged: this is an error, not repaired.
 """
 
 from __future__ import annotations
@@ -24,13 +22,12 @@ from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import build_once
 from jaxinfer.models.base import Model, Params
-from jaxinfer.models.params import ParamSpec
-from jaxinfer.models.tree import by_path, nested
+from jaxinfer.models.params import ParamSpec, by_path, nested
 from jaxinfer.nn.placement import Placement
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.plan import PlannedParam
 
-_FORMAT = 2  # of the entry; raise it when groups or manifest change
+_FORMAT = 2  # version of the entry's format; raise it when groups or manifest change
 _GROUP_BYTES = 64 << 20
 _MANIFEST = "manifest.json"
 
@@ -46,7 +43,7 @@ class _Saved(msgspec.Struct, frozen=True):
 
 
 class _Manifest(msgspec.Struct, frozen=True):
-    """``groups[i]`` has the parameters of group i; ``files`` maps files to their sizes."""
+    """``groups[i]`` has the parameters of group i; ``files`` maps files to their sizes in bytes."""
 
     architecture: str
     config: str
@@ -55,8 +52,9 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 def entry_path(cache_dir: Path, fingerprint: str, model: Model, placement: Placement) -> Path:
-    """Where a checkpoint's weights are kept, converted for this very model. Fused dimensions are
-    in the order of shards, so the entry is also for this number of devices.
+    """The folder for a checkpoint's weights, converted for this model and number of devices.
+
+    The number of devices matters because fused dimensions are stored in the order of shards.
     """
     made_for = f"{placement.num_devices} devices"
     specs = [_identity(spec) for spec in model.param_specs]
@@ -72,7 +70,7 @@ def convert(
     placement: Placement,
     progress: Progress,
 ) -> Params | None:
-    """Convert, save and return the parameters; None when the entry is there already.
+    """Convert, save and return the parameters; None if the entry exists already.
 
     Raises ``CacheError`` when the cache cannot be written.
     """
@@ -87,8 +85,8 @@ def convert(
                 for planned in members:
                     group |= planned.whole(checkpoint, placement)
                     advance(planned.nbytes)
-                # From the host: given a GPU's arrays, Orbax would copy them back, and the process
-                # died of it on an H200 (a segmentation fault, under XLA's vmm allocator).
+                # Save host arrays: Orbax copies a GPU's arrays back to the host, which crashed on
+                # an H200 (a segmentation fault, with XLA's vmm allocator).
                 _save(orbax, folder / _group_name(index), group)
                 groups.append(
                     {path: _Saved(leaf.dtype.name, leaf.shape) for path, leaf in group.items()}
@@ -109,7 +107,7 @@ def convert(
 def restore(entry: Path, model: Model, placement: Placement, progress: Progress) -> Params:
     """The parameters of an entry, placed as ``load_params`` does.
 
-    Raises ``CacheError`` naming the folder when it is damaged.
+    Raises ``CacheError`` with the folder's name when it is damaged.
     """
     try:
         manifest = msgspec.json.decode((entry / _MANIFEST).read_bytes(), type=_Manifest)
@@ -143,7 +141,7 @@ def _file_sizes(folder: Path) -> dict[str, int]:
 
 
 def _check_files(entry: Path, manifest: _Manifest) -> None:
-    """Find cut and missing files first: how Orbax answers them differs from case to case."""
+    """Raise ``ValueError`` for a truncated or missing file. Orbax raises various exceptions."""
     sizes = _file_sizes(entry)
     for name, size in manifest.files.items():
         if sizes.get(name) != size:
@@ -157,7 +155,7 @@ def _orbax() -> ocp.Checkpointer:
 def _save(orbax: ocp.Checkpointer, folder: Path, group: dict[str, np.ndarray]) -> None:
     try:
         orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(nested(group)))
-    except ValueError as error:  # what tensorstore raises when a write fails
+    except ValueError as error:  # tensorstore raises it when a write fails
         raise OSError(_first_line(error)) from error
 
 
@@ -171,21 +169,21 @@ def _restore(
 
 
 def _groups(plan: Iterable[PlannedParam]) -> list[list[PlannedParam]]:
-    """Neighbours together until a group is full; every parameter is in one group."""
+    """Split the plan into groups of consecutive parameters, about ``_GROUP_BYTES`` each."""
     groups: list[list[PlannedParam]] = []
-    room = 0
+    free_bytes = 0
     for planned in plan:
-        if room <= 0:
+        if free_bytes <= 0:
             groups.append([])
-            room = _GROUP_BYTES
+            free_bytes = _GROUP_BYTES
         groups[-1].append(planned)
         arrays = planned.arrays.values()
-        room -= sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in arrays)
+        free_bytes -= sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in arrays)
     return groups
 
 
 def _identity(spec: ParamSpec) -> str:
-    """All that decides the content of a parameter's arrays beside the checkpoint."""
+    """Everything besides the checkpoint that determines the content of a parameter's arrays."""
     build = f"{spec.build.__module__}.{spec.build.__qualname__}"
     return f"{spec.leaves} {spec.sources} {build} {spec.pieces}"
 

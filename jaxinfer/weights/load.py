@@ -1,7 +1,4 @@
-"""From a ``ModelSource`` to parameters on the devices.
-
-Owns: ``load_params``.
-"""
+"""Loads the parameters of a ``ModelSource`` onto the devices."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import numpy as np
 
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.base import Model, Params
-from jaxinfer.models.tree import nested
+from jaxinfer.models.params import nested
 from jaxinfer.nn.placement import Placement
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.dummy import dummy_params
@@ -23,7 +20,7 @@ from jaxinfer.weights.plan import PlannedParam, plan_params
 from jaxinfer.weights.sources import ModelSource
 from jaxinfer.weights.stacked import StackedArray
 
-LOAD_THREADS = 8  # each holds one parameter, or one piece of a stack, in the memory of the host
+LOAD_THREADS = 8  # each holds one parameter, or one piece of a stack, in host memory
 
 
 def load_params(
@@ -37,15 +34,15 @@ def load_params(
 ) -> Params:
     """The model's parameters, placed by the logical axes of their specs.
 
-    Quantised weights are converted once and then restored from the cache; ``seed`` is that of
-    random weights. Raises ``CheckpointError`` before any data is read when the checkpoint does not
-    fit the model, and ``CacheError`` when the cache cannot be written or is damaged.
+    Quantised weights are converted once and then restored from the cache. ``seed`` is used only for
+    random weights. Raises ``CheckpointError`` before any data is read if the checkpoint does not
+    fit the model, and ``CacheError`` if the cache cannot be written or is damaged.
     """
     if source.checkpoint is None:
         return dummy_params(model, placement=placement, seed=seed, progress=progress)
     plan = plan_params(model, source.checkpoint)
     if source.quantised:
-        from jaxinfer.weights import converted  # Orbax, a fifth of what all imports take
+        from jaxinfer.weights import converted  # Orbax takes a fifth of the total import time
 
         entry = converted.entry_path(cache_dir, source.fingerprint, model, placement)
         params = converted.convert(entry, plan, source.checkpoint, model, placement, progress)
@@ -56,24 +53,24 @@ def load_params(
 def _stream(
     plan: Sequence[PlannedParam], checkpoint: Checkpoint, placement: Placement, progress: Progress
 ) -> dict[str, jax.Array]:
-    """Read, lay out and put each parameter on the devices, a few at a time.
+    """Read, lay out and put each parameter on the devices, ``LOAD_THREADS`` at a time.
 
-    The host holds what the threads are at, beside what a CPU's device holds.
+    Host memory holds only the parameters that the threads currently read (and, on a CPU, all).
     """
     pool = ThreadPoolExecutor(min(LOAD_THREADS, os.cpu_count() or 1))
     with progress.task("Loading weights", sum(param.nbytes for param in plan)) as advance:
 
-        def one(planned: PlannedParam) -> dict[str, jax.Array]:
+        def load(planned: PlannedParam) -> dict[str, jax.Array]:
             placed = _placed(planned, checkpoint, placement)
             advance(planned.nbytes)
             return placed
 
         try:
             loaded: dict[str, jax.Array] = {}
-            for arrays in pool.map(one, plan):
+            for arrays in pool.map(load, plan):
                 loaded |= arrays
             return loaded
-        finally:  # after a failure or Ctrl-C, nobody needs the rest
+        finally:  # after a failure or Ctrl-C the other parameters are not needed
             pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -94,6 +91,6 @@ def _placed(
 
 
 def _set(stacks: Mapping[str, StackedArray], index: int, piece: dict[str, np.ndarray]) -> None:
-    """A function of its own, so that no name keeps a piece while the next is read."""
+    """Set a piece. In a function, so that no variable holds the piece while the next is read."""
     for path, array in piece.items():
         stacks[path].set(index, array)

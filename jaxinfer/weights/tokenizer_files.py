@@ -1,7 +1,4 @@
-"""Collects what a model's files say about its tokenizer.
-
-Owns: which files are looked at.
-"""
+"""Collects the definition of a tokenizer from a model's files."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from jaxinfer.core.errors import SourceError, TokenizerError
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 
 if TYPE_CHECKING:
-    from jaxinfer.weights.gguf_header import GGUFHeader
+    from jaxinfer.weights.gguf.header import GGUFHeader
 
 
 def spec_from_path(path: Path) -> TokenizerSpec:
@@ -28,8 +25,8 @@ def spec_from_path(path: Path) -> TokenizerSpec:
         if path.name == "tokenizer.json" and path.is_file():
             return _spec_from_folder(path.parent)
         if path.suffix == ".gguf" and path.is_file():
-            # here: the package gguf takes 0.03 s to import, which other files do not need
-            from jaxinfer.weights.gguf_header import read_header
+            # a local import: the package gguf takes 0.03 s, and only GGUF files need it
+            from jaxinfer.weights.gguf.header import read_header
 
             return spec_from_gguf(read_header(path))
     except SourceError as error:
@@ -44,7 +41,7 @@ def spec_from_path(path: Path) -> TokenizerSpec:
 
 
 def spec_from_gguf(header: GGUFHeader) -> TokenizerSpec:
-    """The tokenizer inside a GGUF file; ``TokenizerError`` when it holds none."""
+    """The tokenizer inside a GGUF file; raises ``TokenizerError`` if there is none."""
     entries = header.metadata.items()
     metadata = {key: value for key, value in entries if key.startswith("tokenizer.")}
     if "tokenizer.ggml.tokens" not in metadata:
@@ -74,7 +71,7 @@ def _spec_from_folder(folder: Path) -> TokenizerSpec:
 
 
 def _chat_template(folder: Path) -> str | None:
-    """The template that stands in a file of its own; one in the config stays there."""
+    """The template of a separate file; a template in tokenizer_config.json stays there."""
     jinja = folder / "chat_template.jinja"
     if jinja.is_file():
         return _read(jinja)

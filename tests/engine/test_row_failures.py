@@ -158,14 +158,14 @@ def test_a_failed_call_that_did_not_take_the_state_fails_only_its_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = engine_of(tiny_executor(LIMITS), LIMITS)
-    launched = Executor._launched
+    launched = Executor._launch_prepared
 
     def fails(self: Executor, prepared: Any, failed: Any) -> Any:
         if any(row.request_id == "0" for row in prepared.plan.rows):
             raise ValueError("injected")
         return launched(self, prepared, failed)
 
-    monkeypatch.setattr(Executor, "_launched", fails)
+    monkeypatch.setattr(Executor, "_launch_prepared", fails)
     found = answered(engine, {"a": PLAIN, "b": PLAIN}, late=("b",))
     assert "injected" in found["a"][-1].error and len(tokens(found["b"])) == 6
 
@@ -180,7 +180,7 @@ def test_a_failed_call_that_took_the_state_stops_the_engine(
         self._slots.token_ids.delete()
         raise ValueError("injected")
 
-    monkeypatch.setattr(Executor, "_launched", fails)
+    monkeypatch.setattr(Executor, "_launch_prepared", fails)
     engine.add_request("a", PROMPTS["a"], PLAIN)
     with pytest.raises(EngineError, match="the device failed in step 0: injected"):
         engine.step()
@@ -190,14 +190,14 @@ def test_the_reported_bucket_is_the_one_that_ran(monkeypatch: pytest.MonkeyPatch
     """With all kinds of sampling: ``padding_waste_ratio`` is computed from these."""
     engine = engine_of(tiny_executor(LIMITS), LIMITS)
     ran: list[int] = []
-    launched = Executor._launched
+    launched = Executor._launch_prepared
 
     def noted(self: Executor, prepared: Any, failed: Any) -> Any:
         step = launched(self, prepared, failed)
         ran.append(step.output.token_ids.size)
         return step
 
-    monkeypatch.setattr(Executor, "_launched", noted)
+    monkeypatch.setattr(Executor, "_launch_prepared", noted)
     plans: list[StepPlan] = []
     launch = Executor.launch
     monkeypatch.setattr(Executor, "launch", lambda self, p: plans.append(p) or launch(self, p))

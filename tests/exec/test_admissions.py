@@ -1,4 +1,4 @@
-"""Few calls admit requests that ask for extras, none admit others; no token depends on it."""
+"""Requests with extras are admitted by few calls, others by none; no token depends on it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from jaxinfer.core.step import Bucket
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.exec.compile.build import build_executables
 from jaxinfer.exec.compile.memory_plan import program_memory
-from jaxinfer.exec.compile.program import ADMIT, ADMITTED_AT_ONCE, Program
+from jaxinfer.exec.compile.program import ADMIT, ROWS_PER_ADMIT, Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
 from kit.counted import Counted
 from kit.engines import engine_of, run, tiny_limits, tokens
 from kit.tiny_models import tiny_model
 
-MOST = ADMITTED_AT_ONCE + 1
+MOST = ROWS_PER_ADMIT + 1
 LIMITS = msgspec.structs.replace(
     tiny_limits(max_num_seqs=MOST, max_num_batched_tokens=64),
     buckets=(Bucket(MOST), Bucket(0, 64, MOST), Bucket(MOST, 64, MOST, scores=True)),
 )
 MODEL, PARAMS = tiny_model("llama")
 PROGRAM = Program(MODEL, LIMITS, platform="gpu")
-# what each asks for is read from its slot, and the penalty reads the slot's tokens as well
+# settings are read from the slot, and the penalty reads the slot's tokens as well
 REQUESTS = [
     SamplingParams(max_tokens=4, seed=i, top_k=2 + i, repetition_penalty=1.5, ignore_eos=True)
     for i in range(MOST)
@@ -72,14 +72,14 @@ def test_settings_need_no_call(device: Counted) -> None:
     together = run(engine, PROMPTS, PLAIN)
     assert tokens(together) == tokens(alone)
     assert not device.calls[ADMIT]
-    assert tokens(together) != tokens(run(engine, PROMPTS, PLAIN[::-1])), "settings count"
+    assert tokens(together) != tokens(run(engine, PROMPTS, PLAIN[::-1])), "settings matter"
 
 
-def test_a_request_finds_no_extras_of_the_slot_s_last_one(device: Counted) -> None:
-    """Beside one that asks for some, so that steps with extras draw for it."""
-    asking = SamplingParams(max_tokens=4, logit_bias={7: 100.0}, presence_penalty=2.0)
-    params = [SamplingParams(max_tokens=4, temperature=0), asking]
+def test_extras_of_a_slot_s_last_request_have_no_effect(device: Counted) -> None:
+    """The request is drawn together with one that has extras."""
+    extras = SamplingParams(max_tokens=4, logit_bias={7: 100.0}, presence_penalty=2.0)
+    params = [SamplingParams(max_tokens=4, temperature=0), extras]
     alone = run(engine_on(device), PROMPTS[:2], params, together=False)
     engine = engine_on(device)
-    run(engine, PROMPTS[:2], [asking, asking])
+    run(engine, PROMPTS[:2], [extras, extras])
     assert tokens(run(engine, PROMPTS[:2], params)) == tokens(alone)

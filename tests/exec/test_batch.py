@@ -11,7 +11,7 @@ import pytest
 
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.step import Bucket, Pages, ScheduledSeq, StepPlan
-from jaxinfer.exec.step.batch import ALIGN, BatchLayout, GroupTable, copied_in, pack, unpack
+from jaxinfer.exec.step.batch import ALIGN, BatchLayout, GroupTable, copy_batch, pack, unpack
 from jaxinfer.exec.step.slots import init_slots
 
 SLOTS, PAGE_SIZE, MAX_PAGES, NUM_PAGES = 64, 16, 70, 4000
@@ -19,8 +19,8 @@ BUCKETS = (Bucket(1), Bucket(0, 64, 4), Bucket(3, 65, 5))
 
 
 @pytest.mark.parametrize("bucket", BUCKETS, ids=lambda bucket: bucket.name)
-def test_sections_are_aligned_and_apart(bucket: Bucket) -> None:
-    """A GPU's kernels read a section where it lies and refuse an odd beginning."""
+def test_sections_are_aligned_and_do_not_overlap(bucket: Bucket) -> None:
+    """A GPU's kernels read sections in place and refuse addresses that are not aligned."""
     layout = BatchLayout(bucket, (GroupTable(7, None), GroupTable(70, 9)), 4, PAGE_SIZE)
     numbered = np.arange(*layout.abstract().shape, dtype=np.int32)
     sections = layout.split(numbered)
@@ -35,7 +35,7 @@ def test_sections_are_aligned_and_apart(bucket: Bucket) -> None:
 
 
 def _row(slot: int, computed: int, scheduled: int, decode: bool = False) -> ScheduledSeq:
-    """A row with the pool's last pages among its own."""
+    """A row that owns the last pages of the pool."""
     pages = range(NUM_PAGES - -(-(computed + scheduled) // PAGE_SIZE), NUM_PAGES)
     tokens = None if decode else np.arange(1, scheduled + 1, dtype=np.int32)
     return ScheduledSeq("r", 0, slot, computed, scheduled, (Pages(IntLog(pages)),), tokens)
@@ -51,7 +51,7 @@ def _row(slot: int, computed: int, scheduled: int, decode: bool = False) -> Sche
         pytest.param(Bucket(2), (), (), id="only_padding"),
     ],
 )
-def test_no_index_of_a_batch_leaves_what_it_is_for(
+def test_every_index_of_a_batch_is_in_range(
     bucket: Bucket,
     decodes: tuple[tuple[int, int, int], ...],
     prefills: tuple[tuple[int, int, int], ...],
@@ -91,7 +91,7 @@ def test_no_index_of_a_batch_leaves_what_it_is_for(
 def test_copied_in_has_the_same_sections() -> None:
     layout = BatchLayout(Bucket(2, 64, 2), (GroupTable(MAX_PAGES, None),), SLOTS, PAGE_SIZE)
     flat = np.arange(layout.abstract().size, dtype=np.int32)
-    for came, copied in zip(
-        layout.split(flat), layout.split(jax.jit(copied_in)(jnp.asarray(flat))), strict=True
+    for original, copied in zip(
+        layout.split(flat), layout.split(jax.jit(copy_batch)(jnp.asarray(flat))), strict=True
     ):
-        np.testing.assert_array_equal(came, copied)
+        np.testing.assert_array_equal(original, copied)

@@ -1,4 +1,4 @@
-"""Staging buffers: none is overwritten before its reader has ended."""
+"""Staging buffers are not overwritten before the step that reads them has ended."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kit.engines import run, tiny_engine
 
 
 def _copy(address: int, array: np.ndarray) -> None:
-    """As the driver does, to a CPU's memory."""
+    """Copy to a CPU's memory, as the driver copies to a GPU's."""
     ctypes.memmove(address, array.ctypes.data, array.nbytes)
 
 
 class _Result:
-    """Of a step: it notes that somebody has waited for it."""
+    """The result of a step; it records a wait for it."""
 
     def __init__(self, name: str, waited_for: list[str]) -> None:
         self._name, self._waited_for = name, waited_for
@@ -54,12 +54,12 @@ def test_a_buffer_is_overwritten_when_the_step_that_read_it_has_ended() -> None:
     held = (ctypes.c_int32 * 4).from_address(addresses[0])
     assert list(held) == [90, 91, 92, 93]
     staging.read_by(_Result("3", waited_for), again)  # type: ignore[arg-type]
-    other = staging.copy_in(_batch(7, size=5))  # of another size: a buffer of its own
+    other = staging.copy_in(_batch(7, size=5))  # another size has other buffers
     assert other.size == 5 and waited_for == ["0"]
     assert (ctypes.c_int32 * 5).from_address(other.unsafe_buffer_pointer())[4] == 11
 
 
-def test_tokens_are_those_of_batches_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [(5, 6, 7), (9, 8, 7, 6, 5), (4,) * 20]
     requests = [SamplingParams(max_tokens=9, seed=i, ignore_eos=True) for i in range(3)]
     expected = run(tiny_engine(), prompts, requests)
@@ -81,13 +81,13 @@ def test_tokens_are_those_of_batches_handed_over(monkeypatch: pytest.MonkeyPatch
 
 
 class _Driver:
-    """Every call is an error."""
+    """A driver whose calls all fail."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: 100
 
 
-def test_a_driver_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "_driver", _Driver)
     with pytest.raises(EngineError, match=r"makes no stream on device 1 \(its error 100\)"):
         cuda_driver.copies_to(1)

@@ -1,4 +1,4 @@
-"""The bucket table covers every step that a schedule can ask for."""
+"""The bucket table covers every step that the scheduler can plan."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def table_of(
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a table is made of."""
+    """The arguments of a bucket table."""
 
     seqs: int
     tokens: int
@@ -47,7 +47,7 @@ class Sizes:
 
     @property
     def most(self) -> int:
-        """Prompt tokens of a mixed step."""
+        """The largest number of prompt tokens in a mixed step."""
         return min(self.tokens, self.most_mixed or self.tokens)
 
     @property
@@ -70,7 +70,7 @@ def test_every_step_finds_a_bucket(sizes: Sizes, data: st.DataObject) -> None:
     table = sizes.table
     decodes = data.draw(st.integers(0, sizes.seqs))
     assert decodes == 0 or any(bucket.fits(decodes, 0, 0) for bucket in table)
-    if decodes < sizes.seqs:  # a prefill row of half of what may be joins any number of decodes
+    if decodes < sizes.seqs:  # half of the largest mixed chunk fits next to any number of decodes
         longest = cdiv(sizes.most, 2) if decodes else sizes.tokens
         length = data.draw(st.integers(1, longest))
         assert any(bucket.fits(decodes, length, 1) for bucket in table)
@@ -87,7 +87,7 @@ def test_shapes_are_distinct_and_within_bounds(sizes: Sizes) -> None:
 
 
 @given(any_sizes, st.data())
-def test_chunks_give_way_to_many_rows(sizes: Sizes, data: st.DataObject) -> None:
+def test_chunks_shrink_next_to_many_rows(sizes: Sizes, data: st.DataObject) -> None:
     most = sizes.most
     if mixed := [b for b in sizes.table if b.num_decodes and b.num_prefills]:
         rows = data.draw(st.sampled_from([bucket.num_decodes for bucket in mixed]))
@@ -105,12 +105,12 @@ def test_names() -> None:
 
 
 def device_table(platform: str, max_num_seqs: int | None = None) -> tuple[Bucket, ...]:
-    """The table of a file in configs/engine, for its own number of sequences or another."""
+    """The table of a file in configs/engine, for its number of sequences or the given one."""
     return default_limits(platform, max_num_seqs=max_num_seqs).buckets
 
 
 def rows_at_borders(table: tuple[Bucket, ...], most: int) -> list[int]:
-    """Numbers of decoding rows between which no other bucket is the next to hold them."""
+    """Numbers of decode rows at which the smallest bucket changes."""
     rows = {0, most, *(b.num_decodes + more for b in table for more in (0, 1))}
     return sorted(count for count in rows if count <= most)
 
@@ -122,7 +122,7 @@ def test_every_file_of_defaults_is_covered_below() -> None:
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_every_step_of_the_defaults_has_a_bucket(platform: str) -> None:
-    """With any number of sequences: all rows decoding, and a prompt beside all others, scored."""
+    """For every number of sequences: all rows decode, or all but one with a scored prompt."""
     for seqs in range(1, 1025):
         table = device_table(platform, seqs)
         for decodes in rows_at_borders(table, seqs):
@@ -133,9 +133,9 @@ def test_every_step_of_the_defaults_has_a_bucket(platform: str) -> None:
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("scored", [(), (0,), (3,), range(1024)], ids=["none", "1st", "4th", "all"])
-def test_every_step_that_is_built_has_a_bucket(platform: str, scored: Collection[int]) -> None:
-    """Rows of prompts are added as ``choose`` adds them, of one token each or of all there is."""
-    plain, asking = (
+def test_every_planned_step_has_a_bucket(platform: str, scored: Collection[int]) -> None:
+    """Prefill rows are added as ``choose`` adds them; the fifth may take the whole budget."""
+    plain, scoring = (
         Sequence(request, (0, 0, ""), IntLog(request.prompt_token_ids), 99, num_prefill_tokens=9)
         for request in (make_request("p", [1] * 9), make_request("s", [1] * 9, prompt_logprobs=0))
     )
@@ -145,10 +145,10 @@ def test_every_step_that_is_built_has_a_bucket(platform: str, scored: Collection
         state = initial_state(limits)
         for decodes in rows_at_borders(limits.buckets, seqs):
             for takes_all in (False, True):
-                budget, prefills = Budget(Draft(state), decodes), 0
+                budget, prefills = Budget(Draft(state), decodes, 1), 0
                 for number in range(seqs - decodes):
-                    seq = asking if number in scored else plain
-                    if (most := budget.left_for(seq)) <= 0:
+                    seq = scoring if number in scored else plain
+                    if (most := budget.tokens_for(seq)) <= 0:
                         break
                     budget.add(seq, most if takes_all and number == 4 else 1)
                     prefills += 1
@@ -170,5 +170,5 @@ def test_every_step_that_is_built_has_a_bucket(platform: str, scored: Collection
     ],
 )
 def test_the_defaults_of_a_device_are_few(platform: str, names: str) -> None:
-    """A start compiles every one of them, so a change here is a change of the time to start."""
+    """A first start compiles every bucket, so a change here changes the time of a start."""
     assert " ".join(bucket.name for bucket in device_table(platform)) == names

@@ -1,4 +1,4 @@
-"""What loading a bundle needs of its process; bundles themselves are tried in tests/cli."""
+"""Loading a bundle in a process: kernel libraries and unusable files. See also tests/cli."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ print("jax.experimental.mosaic.gpu" in sys.modules)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Mosaic's library is Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="Mosaic's library is only for Linux")
 @pytest.mark.parametrize(("platform", "loaded"), [("gpu", "True"), ("cpu", "False")])
-def test_the_library_of_kernels_is_there_before_they_are(platform: str, loaded: str) -> None:
-    """On an H200 a process that had compiled nothing could not load a step with Mosaic kernels."""
+def test_the_kernel_library_is_loaded_before_executables(platform: str, loaded: str) -> None:
+    """Without it a process that has compiled nothing cannot load a step with Mosaic kernels."""
     command = [sys.executable, "-c", PROGRAM, platform]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert done.stdout.strip() == loaded
@@ -42,7 +42,7 @@ def test_the_library_of_kernels_is_there_before_they_are(platform: str, loaded: 
     [(b"junk", "UnpicklingError"), (b"other", "not what its manifest says")],
     ids=["junk", "changed"],
 )
-def test_an_unusable_file_is_told(content: bytes, words: str, tmp_path: Path) -> None:
+def test_an_unusable_file_is_named(content: bytes, words: str, tmp_path: Path) -> None:
     stored = {"d1": bundle.StoredExecutable("d1.bin", 0, sha256(b"junk").hexdigest(), 0)}
     manifest = SimpleNamespace(executables=stored)
     (tmp_path / "d1.bin").write_bytes(content)

@@ -26,11 +26,11 @@ PROGRAM = Program(
 
 
 def steps_with(kernels: dict[str, Callable[[], Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step has these kernels in it."""
+    """Make every step contain these kernels."""
     monkeypatch.setattr(toolchain, "kernels_in", lambda _: kernels)
 
 
-def test_kernels_are_compiled_once_elsewhere_and_before_what_needs_them(
+def test_kernels_are_compiled_once_in_other_threads_and_before_their_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[tuple[str, bool]] = []
@@ -55,8 +55,8 @@ def test_kernels_are_compiled_once_elsewhere_and_before_what_needs_them(
     assert {file.name for file in tmp_path.iterdir()} == {one.file for one in stored.values()}
 
 
-def compiled_and(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Note the name of each step when its compiler begins."""
+def record_compilations(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record the name of each step when its compilation begins."""
     names: dict[int, str] = {}
     trace, lower = Program.trace, jax.stages.Traced.lower
     compile_step = jax.stages.Lowered.compile
@@ -78,34 +78,34 @@ def compiled_and(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
 
 
-def until(events: list[str], *wanted: str) -> None:
+def wait_for(events: list[str], *expected: str) -> None:
     deadline = time.monotonic() + 10
-    while not {*wanted} <= {*events}:
+    while not {*expected} <= {*events}:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_a_step_waits_for_its_own_kernels_alone(
+def test_a_step_waits_only_for_its_own_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which other processes make: nobody else is in their way."""
+    """Steps without kernels are compiled while a kernel of another step is being compiled."""
     last, *others = PROGRAM.names()
     first_traced, events = others[-1], list[str]()
 
     def slow() -> None:
-        until(events, last, *others[:-1])
-        time.sleep(0.2)  # long enough for a step that does not wait
+        wait_for(events, last, *others[:-1])
+        time.sleep(0.2)  # long enough to notice a step that does not wait
         events.append("kernel")
 
     kernels = iter([{"slow": slow}])
     monkeypatch.setattr(toolchain, "kernels_in", lambda _: next(kernels, {}))
-    compiled_and(events, monkeypatch)
+    record_compilations(events, monkeypatch)
     exec_compile.compile_all(PROGRAM, PROGRAM.names(), tmp_path, NoProgress())
     assert events[-2:] == ["kernel", first_traced]
     assert sorted(events[:-2]) == sorted((last, *others[:-1]))
 
 
-def test_steps_to_link_come_first_and_wait_for_what_is_linked(
+def test_steps_to_link_are_traced_first_and_wait_for_linked_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = PROGRAM.names()
@@ -115,8 +115,8 @@ def test_steps_to_link_come_first_and_wait_for_what_is_linked(
 
     class Call:
         def compile(self, run: Any) -> None:
-            until(events, *others)
-            time.sleep(0.2)  # long enough for a step that does not wait
+            wait_for(events, *others)
+            time.sleep(0.2)  # long enough to notice a step that does not wait
             events.append("kernels")
 
     def traced(self: Program, name: str) -> jax.stages.Traced:
@@ -127,7 +127,7 @@ def test_steps_to_link_come_first_and_wait_for_what_is_linked(
     monkeypatch.setattr(toolchain, "link_kernels", lambda *_: [Call()])
     monkeypatch.setattr(toolchain, "KernelPool", Mock())
     monkeypatch.setattr(Program, "trace", traced)
-    compiled_and(events, monkeypatch)
+    record_compilations(events, monkeypatch)
     stored = exec_compile.compile_all(PROGRAM, names, tmp_path, NoProgress())
     assert begun == [linked, *reversed(others)]
     assert sorted(events[:-2]) == sorted(others)
@@ -135,7 +135,7 @@ def test_steps_to_link_come_first_and_wait_for_what_is_linked(
     assert (*stored,) == names
 
 
-def test_a_kernel_that_cannot_be_compiled_is_told(
+def test_a_kernel_that_cannot_be_compiled_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
@@ -147,10 +147,10 @@ def test_a_kernel_that_cannot_be_compiled_is_told(
     assert gc.isenabled()
 
 
-def test_what_was_compiled_is_saved_here_when_all_is_traced(
+def test_executables_are_saved_by_this_thread_after_all_tracing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saving keeps Python's lock, which tracing needs."""
+    """Saving holds the interpreter lock, which tracing needs."""
     events: list[str] = []
     here = threading.current_thread()
     executable_file, lower = exec_compile.executable_file, jax.stages.Traced.lower
@@ -175,7 +175,7 @@ def test_a_step_that_cannot_be_lowered_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trace(self: Program, name: str) -> jax.stages.Traced:
-        if name == PROGRAM.names()[0]:  # comes last, others are being compiled
+        if name == PROGRAM.names()[0]:  # traced last, while others are being compiled
             raise ValueError("no such kernel")
         return traced(self, name)
 

@@ -1,4 +1,4 @@
-"""What tests share of the compiler is what it would make for each."""
+"""The tests' cache of compiled modules returns the executable that would be compiled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shared(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.sin(x) * 1.25
 
 
-def test_the_same_module_is_compiled_once_and_heard_of_each_time() -> None:
+def test_the_same_module_is_compiled_once_and_counted_each_time() -> None:
     alarm = LateCompiles()
     with alarm.watch():
         first, again = (compiled(lambda x, y: shared(x, y)) for _ in range(2))
@@ -44,13 +44,13 @@ def test_the_same_module_is_compiled_once_and_heard_of_each_time() -> None:
     ],
     ids=["constant", "argument", "tree", "donated", "options"],
 )
-def test_what_differs_is_compiled(function: Callable[..., Any], options: dict[str, Any]) -> None:
+def test_other_modules_are_compiled(function: Callable[..., Any], options: dict[str, Any]) -> None:
     first = compiled(lambda x, y: shared(x, y))
     assert compiled(function, **options) is not first
 
 
-def test_functions_that_are_called_back_are_told_apart() -> None:
-    """Their modules are the same text."""
+def test_callbacks_of_equal_modules_are_distinguished() -> None:
+    """The text of their modules is the same."""
 
     def added(number: float) -> jax.stages.Compiled:
         return compiled(lambda x, y: jax.pure_callback(lambda x: x + jnp.float32(number), X, x))

@@ -1,4 +1,4 @@
-"""The memory plan: what it promises of a device, and that steps keep within their bound."""
+"""The memory plan: the share of a device, and the bounds on the workspace of executables."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SMOLLM2 = MappingProxyType(
         "vocab_size": 49152,
         "hidden_size": 576,
         "intermediate_size": 1536,
-        "num_hidden_layers": 2,  # of 30, whose prefill takes 49 MB instead of 30: bound 74
+        "num_hidden_layers": 2,  # with all 30 a prefill takes 49 MB (2 layers: 30, bound: 74)
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
         "max_position_embeddings": 8192,
@@ -54,7 +54,7 @@ SMOLLM2 = MappingProxyType(
         "tie_word_embeddings": True,
     }
 )
-LOOSE = 3  # the bound is at most this many times what is measured
+LOOSE = 3  # the bound is at most this many times the measured workspace
 
 
 @cache
@@ -65,7 +65,7 @@ def model_named(name: str) -> Model:
 def measured(model: Model, bucket: Bucket, num_pages: int, name: str | None = None) -> int:
     limits = Limits(num_pages, 16, 16, 256, bucket.num_prefill_tokens or 1, (bucket,))
     lowered = Program(model, limits).trace(name or bucket.name).lower()
-    # buffers are assigned before LLVM, whose optimiser takes a third of the time
+    # buffers are assigned before LLVM runs, and its optimiser takes a third of the time
     return workspace_bytes(lowered.compile({"xla_backend_optimization_level": 0}))
 
 
@@ -117,15 +117,15 @@ def plan(
 
 
 @pytest.mark.parametrize("share", [0.5, 0.92, 1.0])
-def test_share_of_a_device_is_honoured(share: float) -> None:
+def test_the_plan_takes_the_share_of_a_device(share: float) -> None:
     made = plan(gpu_memory_utilization=share)
     taken = (made.total_bytes + reserve_bytes(model_named("smollm2"))) / DEVICE
     assert share - 0.02 < taken <= share
     assert f"{made.total_bytes / (DEVICE):.1%} of the device's 4.29 GB" in made.described()
 
 
-def test_what_is_said_of_the_workspace() -> None:
-    """Of each bucket, and that of the largest in the sum: one step runs at a time."""
+def test_the_lines_about_workspaces() -> None:
+    """They name each workspace; the sum has the largest, as one executable runs at a time."""
     made = plan()
     first, second = made.described().splitlines()
     largest = max(made.workspaces, key=lambda name: made.workspaces[name])
@@ -135,21 +135,21 @@ def test_what_is_said_of_the_workspace() -> None:
     assert shown == {name: f"{most / 1e6:.1f}" for name, most in made.workspaces.items()}
 
 
-def test_rooms_for_batches_are_planned_on_a_device_alone() -> None:
-    """In whole pages of CUDA's: three for each size of a batch."""
+def test_staging_buffers_are_planned_only_on_a_gpu() -> None:
+    """There are three for each size of a batch, rounded up to CUDA's pages."""
     assert plan(None, kv_cache_memory_bytes=1 << 26).batch_bytes == 0
     small, large = plan(), plan(max_num_seqs=512, max_model_len=32768)
     sizes = len(
         bucket_table(256, 2048, decode_start=2, prefill_start=64, prefill_factor=8, mixed_start=16)
     )
     assert small.batch_bytes == 3 * sizes * MAPPED_BYTES
-    tables = 3 * 4 * 512 * 32768 // 16  # of the largest step of decoding
+    tables = 3 * 4 * 512 * 32768 // 16  # bytes of the page tables of the largest decode bucket
     assert large.batch_bytes > small.batch_bytes + tables
     assert f"batches {large.batch_bytes / 1e6:.1f} MB" in large.described()
 
 
 def test_an_allocator_that_may_take_less_than_the_share() -> None:
-    """JAX's backend was started by somebody else, whose allocator takes 75 % of the device."""
+    """Other code has started JAX's backend, with an allocator that takes 75 % of the device."""
     made = plan(allocator_share=0.75)
     taken = (made.total_bytes + reserve_bytes(model_named("smollm2"))) / DEVICE
     assert 0.73 < taken <= 0.75
@@ -163,7 +163,7 @@ def test_without_a_device_memory_nothing_is_claimed(monkeypatch: pytest.MonkeyPa
 
 
 class FakeDevice:
-    """A GPU, as far as its memory goes."""
+    """A GPU of which only the memory statistics exist."""
 
     def __init__(self, pool_bytes: int | None) -> None:
         self.pool_bytes = pool_bytes
@@ -196,7 +196,7 @@ def test_memory_of_a_device(
 
 
 def test_a_cpu_reports_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "card_bytes", lambda ordinal: DEVICE)  # beside a card unused
+    monkeypatch.setattr(device_memory, "card_bytes", lambda ordinal: DEVICE)  # of an unused GPU
     assert device_memory.device_memory(jax.devices("cpu")[0]) is None
 
 
@@ -208,7 +208,7 @@ def test_a_cpu_reports_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         (DEVICE, {}, []),
         (None, {}, []),
     ],
-    ids=["empty", "begun", "there", "vmm"],
+    ids=["empty", "half", "full", "vmm"],
 )
 def test_a_plan_is_claimed_as_one_array(
     pool_bytes: int | None,
@@ -228,7 +228,7 @@ def test_a_plan_is_claimed_as_one_array(
     assert sizes == [size(made) // 1_000_000 * 1_000_000 for size in claimed]
 
 
-def test_a_device_whose_memory_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_enough_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> jax.Array:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
@@ -238,7 +238,7 @@ def test_a_device_whose_memory_others_hold(monkeypatch: pytest.MonkeyPatch) -> N
         claim_memory(made, FakeDevice(0))
 
 
-def test_fewer_sequences_take_less() -> None:
+def test_fewer_sequences_need_fewer_pages() -> None:
     made = plan(max_num_seqs=1, max_model_len=64)
     assert made.num_pages == 1 + 64 // 16
 
@@ -278,7 +278,7 @@ def test_steps_that_need_more_than_planned() -> None:
         check_workspace(made, made.workspace_bytes + RESERVE_BYTES + 1)
 
 
-STATE_BYTES = 40_000_000  # of one sequence
+STATE_BYTES = 40_000_000  # layer state of one sequence
 
 
 @pytest.fixture
@@ -308,7 +308,7 @@ def program_of(
 
 
 def test_layer_state_of_sequences_is_planned(large_state: Model) -> None:
-    """Of 9 slots, the padding one among them, and 8 snapshots; pages get what is left."""
+    """State of 9 slots (one for padding) and 8 snapshots; pages get the remaining memory."""
     page_bytes = 16 * large_state.state.bytes_per_token
     config = EngineConfig(kv_cache_memory_bytes=17 * STATE_BYTES + 100 * page_bytes)
     made = plan_memory(config, program_of(large_state, 8, 8, "cpu"), None)
@@ -325,8 +325,10 @@ def test_layer_state_of_sequences_is_planned(large_state: Model) -> None:
 @pytest.mark.parametrize("chosen", [False, True], ids=["default", "chosen"])
 @pytest.mark.parametrize("snapshots", [False, True], ids=["no snapshots", "snapshots"])
 def test_sequences_whose_state_fits(large_state: Model, snapshots: bool, chosen: bool) -> None:
-    """512 of 40 MB do not fit in 16 GB, nor do their snapshots. The number that fits can be
-    planned, and one that the user has chosen is as large as can be.
+    """State of 40 MB for each of 512 sequences does not fit in 16 GB.
+
+    The reduced number can be planned. If the user has chosen the number, it is the largest that
+    fits; else state takes about half of the budget.
     """
     device, config = DeviceMemory(16 << 30, 16 << 30), EngineConfig()
 
@@ -353,12 +355,12 @@ def test_no_sequence_fits(large_state: Model) -> None:
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_a_copy_takes_the_rows_that_it_copies(platform: str) -> None:
-    """Beside the state, which it changes where it is."""
+def test_a_copy_allocates_only_the_rows_that_it_copies(platform: str) -> None:
+    """The state itself is updated in place."""
     model, _ = mixed_model("recurrent", "full", "recurrent")
     program = program_of(model, 8, 8, platform)
     compiled = program.trace(COPY).lower().compile()
-    bound = program.copied_at_once * model.state.bytes_per_slot
+    bound = program.rows_per_copy * model.state.bytes_per_slot
     assert workspace_bytes(compiled) <= bound + 1024
     analysis = compiled.memory_analysis()
     assert analysis is not None

@@ -1,4 +1,4 @@
-"""A pinned kernel is the one that a step is traced with, whichever op it is."""
+"""A step is traced with the pinned kernel of each op."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def test_every_kernel_of_a_step_can_be_pinned(op: str, model: str, bucket: str) 
         ("kv_append=triton", "kv_append=triton runs on gpu, not on cpu"),
     ],
 )
-def test_refused_before_the_model_is_looked_for(kernels: str, message: str) -> None:
+def test_refused_before_the_model_is_resolved(kernels: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_engine(EngineConfig(model="no such model", kernels=kernels))

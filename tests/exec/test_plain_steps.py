@@ -1,4 +1,4 @@
-"""Nothing in a step makes the host wait; what requests ask for besides runs behind it."""
+"""Nothing in a step makes the host wait, and extras run after the step."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ LIMITS = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16)
 BUCKETS = [bucket.name for bucket in LIMITS.buckets]
 WAITS = ("stablehlo.while", "stablehlo.case", "stablehlo.if")
 SORTS = ("stablehlo.sort", "chlo.top_k")
-SMALLEST_ROOM = 2**21  # bytes: what XLA's allocator over virtual memory gives to any small array
+SMALLEST_BLOCK = 2**21  # bytes that XLA's allocator over virtual memory uses for a small array
 
 PLAIN = SamplingParams(max_tokens=6, seed=1, top_k=9, top_p=0.9, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-ASKING = (
+WITH_EXTRAS = (
     SamplingParams(max_tokens=4, seed=2, logprobs=2, ignore_eos=True),
     SamplingParams(max_tokens=4, seed=3, presence_penalty=1.0, ignore_eos=True),
     SamplingParams(max_tokens=4, seed=4, logit_bias={5: 2.0}, ignore_eos=True),
@@ -50,7 +50,7 @@ ASKING = (
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_no_branch_loop_or_sort(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In what a GPU's kernels leave to XLA; the kernels themselves are not traced."""
+    """The part of a GPU's step outside its kernels has none; kernels are not traced."""
     from kit.triton_shims import Recorder, in_place_of_triton_call
 
     program = Program(tiny_model("qwen3")[0], LIMITS, platform="gpu")
@@ -63,10 +63,8 @@ def test_no_branch_loop_or_sort(bucket: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
 @pytest.mark.parametrize("bucket", BUCKETS)
-def test_a_batch_is_read_once_to_memory_that_stays(
-    bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """XLA records anew what reads memory that has moved, and a batch always has."""
+def test_a_batch_is_only_read_by_its_copy(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA records kernels again that read memory which has moved, and a batch always has."""
     from kit.triton_shims import Recorder, in_place_of_triton_call
 
     program = Program(tiny_model("qwen3")[0], LIMITS, platform="gpu")
@@ -78,15 +76,15 @@ def test_a_batch_is_read_once_to_memory_that_stays(
     (reader,) = (equation for equation in step.eqns if flat in equation.invars)
     own = reader.invars[0].aval
     assert reader.primitive.name == "dynamic_update_slice"
-    assert own.size * own.dtype.itemsize > SMALLEST_ROOM
+    assert own.size * own.dtype.itemsize > SMALLEST_BLOCK
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
 def test_a_prompts_last_layer_is_a_step_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the last token of each row; of a bucket that scores, all tokens are asked for."""
+    """It computes the last token of each row, unless the bucket scores."""
     from kit.triton_shims import Recorder, in_place_of_triton_call
 
-    program = Program(tiny_model("qwen3")[0], LIMITS, platform="gpu")  # of two layers
+    program = Program(tiny_model("qwen3")[0], LIMITS, platform="gpu")  # a model of two layers
     monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
     both, one = ["_attend_tile", "_append_and_attend"], ["_attend_tile"]
     scoring = replace(program, limits=tiny_limits(max_num_seqs=1, max_num_batched_tokens=16))
@@ -97,13 +95,13 @@ def test_a_prompts_last_layer_is_a_step_of_decoding(monkeypatch: pytest.MonkeyPa
 
 
 def test_extras_and_scores_have_no_layers() -> None:
-    """One product, by the head; so they are compiled in a second or two and serve every bucket."""
+    """Their only matmul is the head's, so they are compiled quickly and serve every bucket."""
     program = Program(tiny_model("qwen3")[0], LIMITS, platform="gpu")
     for name in (extras_name(program.extras_rows[0]), score_name(16)):
         assert program.trace(name).lower().as_text().count("stablehlo.dot_general") == 1
 
 
-def test_extras_run_for_those_alone_that_ask_and_tokens_are_the_same(tmp_path: Path) -> None:
+def test_extras_run_only_for_rows_with_extras_and_tokens_are_the_same(tmp_path: Path) -> None:
     model, params = tiny_model("llama")
     limits = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16)
     of_gpu, of_cpu = (Program(model, limits, platform=platform) for platform in ("gpu", "cpu"))
@@ -132,7 +130,7 @@ def test_extras_run_for_those_alone_that_ask_and_tokens_are_the_same(tmp_path: P
     assert {device.calls[b.name] for b in limits.buckets if not b.num_prefills} == {WARM_UP_RUNS}
 
     def ran(requests: Sequence[SamplingParams]) -> Counter[str]:
-        """What ran beside steps; the tokens are those of an engine whose slots keep logits."""
+        """The calls other than steps. Tokens must equal those of an engine that keeps logits."""
         device.calls.clear()
         prompts = [(5, 6, 7), (9, 8, 7, 6, 5)]
         assert run(engine, prompts, requests) == run(other, prompts, requests)
@@ -140,14 +138,14 @@ def test_extras_run_for_those_alone_that_ask_and_tokens_are_the_same(tmp_path: P
         return Counter({name: n for name, n in device.calls.items() if name not in steps})
 
     assert not ran([PLAIN, GREEDY])
-    logprobs, penalty, bias, prompt_logprobs = ASKING
+    logprobs, penalty, bias, prompt_logprobs = WITH_EXTRAS
     assert ran([PLAIN, logprobs]) == {"extras2": 4}
     assert ran([penalty, bias]) == {ADMIT: 2, "extras2": 5}
     assert ran([prompt_logprobs, GREEDY]) == {"score16": 1}
 
 
-def test_a_step_of_many_rows_that_ask_is_drawn_by_blocks() -> None:
-    """129 rows are more than ``BLOCK``: each draws what it draws alone."""
+def test_many_rows_with_extras_are_drawn_by_blocks() -> None:
+    """129 rows are more than ``BLOCK``: each draws the token that it draws alone."""
     count, model = 2 * BLOCK + 1, tiny_model("llama")[0]
     limits = msgspec.structs.replace(LIMITS, max_num_seqs=count)
     program = Program(model, limits, platform="cpu")

@@ -1,4 +1,4 @@
-"""What is compiled: state is updated in place, temporaries stay small; a GPU's plain steps."""
+"""The compiled program: state is updated in place; names and compiler options of executables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLANNED = {"xla_disable_hlo_passes": "rematerialization"}
 
 @pytest.mark.parametrize("name", [name for name in PROGRAM.names() if "score" not in name])
 def test_state_is_updated_in_place(name: str) -> None:
-    # buffers are assigned before LLVM, whose optimiser takes a third of the time
+    # buffers are assigned before LLVM runs, and its optimiser takes a third of the time
     compiled = PROGRAM.trace(name).lower().compile({"xla_backend_optimization_level": 0})
     is_step = any(bucket.name == name for bucket in LIMITS.buckets)
     state = [PROGRAM.slots(), PROGRAM.state()] if is_step else [PROGRAM.slots()]
@@ -41,14 +41,14 @@ def test_state_is_updated_in_place(name: str) -> None:
 
 @pytest.mark.parametrize("family, layers", [("qwen3", "num_hidden_layers"), ("gpt2", "n_layer")])
 def test_layers_share_one_trace(family: str, layers: str) -> None:
-    """What is lowered does not grow with the layers, but for calls."""
+    """The lowered module grows with the layers only by calls."""
 
-    def products(num_layers: int) -> int:
+    def matmuls(num_layers: int) -> int:
         model = build_model(tiny_config(family) | {layers: num_layers}, "float32")
         lowered = Program(model, LIMITS, platform="cpu").trace(LIMITS.buckets[0].name).lower()
         return lowered.as_text().count("stablehlo.dot_general")
 
-    assert products(3) == products(6)
+    assert matmuls(3) == matmuls(6)
 
 
 def test_a_bucket_has_one_step_and_extras_are_the_same_few_for_all() -> None:
@@ -58,13 +58,13 @@ def test_a_bucket_has_one_step_and_extras_are_the_same_few_for_all() -> None:
     model = build_model(tiny_config("qwen3") | {"num_hidden_layers": 4}, "float32")
     of_cpu, of_gpu = (Program(model, limits, platform=platform) for platform in ("cpu", "gpu"))
     assert set(of_cpu.names()) == {*names, "extras1", "extras8", "extras64", "extras128"}
-    # prompts alone begin with an executable of their own; those that are scored do not
+    # steps with only prompts are split; those that score are not
     assert set(of_gpu.names()) == {*names, "p32x2_first", "extras8", "extras64", "extras128"}
     lone = replace(of_gpu, limits=msgspec.structs.replace(limits, max_num_seqs=1))
     assert {name for name in lone.names() if "extras" in name} == {"extras1"}
 
 
-BY_CUBLAS = {**PLANNED, "xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+ONLY_CUBLAS = {**PLANNED, "xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 NO_GRAPH = {"xla_gpu_enable_command_buffer": ""}
 
 
@@ -73,9 +73,9 @@ NO_GRAPH = {"xla_gpu_enable_command_buffer": ""}
     [
         ("gpu", Bucket(1), PLANNED),
         ("gpu", Bucket(32), PLANNED),
-        ("gpu", Bucket(33), BY_CUBLAS),
-        ("gpu", Bucket(0, 64, 4), BY_CUBLAS),
-        ("gpu", Bucket(256, 768, 48, scores=True), {**BY_CUBLAS, **NO_GRAPH}),
+        ("gpu", Bucket(33), ONLY_CUBLAS),
+        ("gpu", Bucket(0, 64, 4), ONLY_CUBLAS),
+        ("gpu", Bucket(256, 768, 48, scores=True), {**ONLY_CUBLAS, **NO_GRAPH}),
         ("gpu", Bucket(0, 1024, 1), {**PLANNED, **NO_GRAPH}),
         ("cpu", Bucket(512), {}),
     ],
@@ -87,8 +87,13 @@ def test_xla_s_options_follow_from_the_rows_and_tokens_of_a_step(
     limits = Limits(2000, 16, 512, 64, 512, (bucket,))
     program = Program(tiny_model("llama")[0], limits, platform=platform)
     assert program.compiler_options(bucket.name) == expected
-    beside = {ADMIT: PLANNED, "extras8": PLANNED, "extras64": BY_CUBLAS, "score64": BY_CUBLAS}
-    for name, options in beside.items():
+    others = {
+        ADMIT: PLANNED,
+        "extras8": PLANNED,
+        "extras64": ONLY_CUBLAS,
+        "score64": ONLY_CUBLAS,
+    }
+    for name, options in others.items():
         own = {} if platform == "cpu" else {**options, **NO_GRAPH}
         assert program.compiler_options(name) == own
 

@@ -1,4 +1,4 @@
-"""A step's sampling against plain numpy written from the definitions, row by row."""
+"""A step's sampling equals plain numpy code written from the definitions, row by row."""
 
 from __future__ import annotations
 
@@ -39,22 +39,23 @@ def draw(
     logits: np.ndarray,
     rows: list[SamplingParams],
     eos: tuple[int, ...] = (),
-    left: SlotState | None = None,
+    before: SlotState | None = None,
 ) -> np.ndarray:
-    """One token for each row of float32[B, V] logits, after PROMPT + OUTPUT, in slots that hold
-    what somebody has ``left``.
+    """One token for each row of float32[B, V] logits, after PROMPT + OUTPUT.
+
+    ``before``: slots with the data of earlier requests.
     """
-    return draw_in(logits, rows, eos, left)[0]
+    return draw_in(logits, rows, eos, before)[0]
 
 
 def draw_in(
     logits: np.ndarray,
     rows: list[SamplingParams],
     eos: tuple[int, ...] = (),
-    left: SlotState | None = None,
+    before: SlotState | None = None,
 ) -> tuple[np.ndarray, SlotState]:
-    """The same, and the slots."""
-    slots = left or init_slots(len(rows), MAX_LEN, jax.ShapeDtypeStruct((0,), jnp.float32))
+    """As ``draw``, and the slots."""
+    slots = before or init_slots(len(rows), MAX_LEN, jax.ShapeDtypeStruct((0,), jnp.float32))
     requests: list[Request] = []
     admissions: list[SlotAdmission] = []
     for slot, params in enumerate(rows):
@@ -70,7 +71,7 @@ def draw_in(
         if needs_admission(request):
             admissions.append(SlotAdmission(slot, request, IntLog(PROMPT + OUTPUT)))
     sizes = {"sink_slot": len(rows), "vocab_size": VOCAB, "max_model_len": MAX_LEN}
-    new = slot_rows(admissions, len(rows) + 1, **sizes)  # and at least one that admits nobody
+    new = slot_rows(admissions, len(rows) + 1, **sizes)  # at least one row is padding
     slots = jax.jit(admit)(slots, new)
     slots = jax.jit(with_settings)(slots, np.arange(len(rows)), settings_of(requests))
     lens = jnp.full(len(rows), len(PROMPT + OUTPUT), jnp.int32)
@@ -133,7 +134,7 @@ FILTERS = {
 def test_filters_keep_exactly_the_right_tokens(name: str) -> None:
     settings, kept = FILTERS[name]
     logits = random_logits(1, seed=4)
-    # hot enough that every kept token is drawn in 1,000 tries
+    # at this temperature every kept token is drawn in 1,000 tries
     rows = [SamplingParams(seed=seed, temperature=1.0, **settings) for seed in range(1000)]
     drawn = set(draw(np.repeat(logits, len(rows), 0), rows).tolist())
     expected = kept(logits[0])
@@ -159,7 +160,7 @@ def test_penalties() -> None:
     params = SamplingParams(
         temperature=0, repetition_penalty=1.5, frequency_penalty=0.7, presence_penalty=0.4
     )
-    for top in range(10):  # remove the winner again and again: the whole order must agree
+    for top in range(10):  # remove the most likely token each time: the whole order must agree
         assert draw(logits[None], [params])[0] == expected.argmax(), top
         logits[expected.argmax()] = expected[expected.argmax()] = -1e9
 
@@ -182,23 +183,23 @@ def test_min_tokens_masks_stop_ids_until_reached() -> None:
     assert draw(logits, [plain], eos=(int(best),)) == second
 
 
-def test_what_a_row_did_not_ask_for_leaves_its_token_alone() -> None:
-    """A step with every extra draws for a plain row what a step without any draws."""
+def test_extras_of_other_rows_do_not_change_a_row() -> None:
+    """A plain row draws the same token with and without extras in the step."""
     logits = random_logits(2, seed=5)
     logits[0, 0] = logits[1, 0] = -1e9
-    asking = SamplingParams(
+    extras = SamplingParams(
         seed=3, repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={1: -9.0}, logprobs=1
     )
     for seed in range(50):
         plain = SamplingParams(seed=seed, top_p=0.9)
-        assert draw(logits, [plain, asking])[0] == draw(logits[:1], [plain])[0]
+        assert draw(logits, [plain, extras])[0] == draw(logits[:1], [plain])[0]
 
 
-def test_what_a_slot_s_last_request_asked_for_is_not_asked_for_any_more() -> None:
-    """Only a request that asks for extras is admitted; another's slot keeps what was there."""
+def test_extras_of_a_slot_s_last_request_have_no_effect() -> None:
+    """Only a request with extras is admitted; the slots of others keep earlier data."""
     logits = random_logits(2, seed=6)
     best = int(logits[0].argmax())
-    asking = SamplingParams(
+    extras = SamplingParams(
         temperature=0,
         repetition_penalty=3.0,
         presence_penalty=2.0,
@@ -206,10 +207,10 @@ def test_what_a_slot_s_last_request_asked_for_is_not_asked_for_any_more() -> Non
         min_tokens=16,
         stop_token_ids=(best,),
     )
-    drawn, left = draw_in(logits, [asking, asking])
+    drawn, before = draw_in(logits, [extras, extras])
     assert drawn[0] != best
     plain = SamplingParams(temperature=0)
-    assert draw(logits, [plain, asking], left=left).tolist() == [best, drawn[1]]
+    assert draw(logits, [plain, extras], before=before).tolist() == [best, drawn[1]]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
@@ -225,7 +226,7 @@ def test_what_a_slot_s_last_request_asked_for_is_not_asked_for_any_more() -> Non
 def test_a_row_whose_logits_are_not_finite_draws_no_token(
     bad: float, params: SamplingParams
 ) -> None:
-    """One value anywhere in the row is enough; its neighbours draw what they would without it."""
+    """One such value in the row is enough; the other rows are not changed."""
     logits = random_logits(3, seed=7)
     whole = draw(logits, [params] * 3)
     for place in (0, 17, VOCAB - 1):
@@ -251,8 +252,8 @@ def test_logprobs_and_ranks() -> None:
 
 @pytest.mark.parametrize("vocab", [MAX_LOGPROBS, CHUNK + 1, 3 * CHUNK, 50 * CHUNK - 7])
 @pytest.mark.parametrize("distinct", [3, 40, 100_000], ids=lambda count: f"{count}_values")
-def test_the_most_likely_are_those_of_a_sort(vocab: int, distinct: int) -> None:
-    """With few values most are equal, and the first of equals counts."""
+def test_the_most_likely_tokens_equal_a_sort_s(vocab: int, distinct: int) -> None:
+    """With few distinct values most are equal, and the first of equal values counts."""
     values = np.random.default_rng(vocab).integers(0, distinct, (5, vocab))
     logits = jnp.asarray(values * (8.0 / distinct), jnp.float32).at[0, vocab // 2 :].set(-jnp.inf)
     entry = read_logprobs(np.asarray(token_logprobs(logits, jnp.zeros(5, jnp.int32))))

@@ -1,4 +1,4 @@
-"""A bundle is of the sources that its steps were traced from, and of no others."""
+"""A bundle's fingerprint covers the sources from which steps are traced, and no others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxinfer.nn.placement import default_placement
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two packages in place of our own."""
+    """Two packages instead of our own."""
     for folder in ("pallas_kernels/op/tuned", *(f"jaxinfer/{one}" for one in TRACED_FOLDERS)):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.setattr(fingerprint, "files", lambda name: tmp_path / name)
@@ -31,7 +31,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("jaxinfer/new.py", False),
     ],
 )
-def test_what_is_traced_counts(root: Path, path: str, counts: bool) -> None:
+def test_traced_sources_change_the_digest(root: Path, path: str, counts: bool) -> None:
     before = of_machine(default_placement())["sources"]
     file = root / path
     file.parent.mkdir(parents=True, exist_ok=True)

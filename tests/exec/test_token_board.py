@@ -1,4 +1,4 @@
-"""Tokens in memory that a GPU shares: whose they are, and when they are there."""
+"""The token board: tokens are matched by the number of their call, and read when complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.exec.run import cuda_driver, token_board
-from jaxinfer.exec.run.token_board import STEPS, TokenBoard
+from jaxinfer.exec.run.token_board import NUM_CALLS, TokenBoard
 from kit.engines import run, tiny_engine
 
 TOKENS = (5, 0, 2**31 - 1)
@@ -30,21 +30,21 @@ class _Running:
 
 
 def _board() -> tuple[TokenBoard, np.ndarray]:
-    memory = np.zeros((STEPS, 4), np.int64)
+    memory = np.zeros((NUM_CALLS, 4), np.int64)
     return TokenBoard(memory), memory
 
 
 def _write(place: tuple[int, int, int], tokens: tuple[int, ...]) -> None:
-    """As the device does, at an address."""
+    """Write to the address of a place, as the device does."""
     low, high, number = place
     address = (high << 32) | (low & 0xFFFFFFFF)
     entries = (ctypes.c_int64 * len(tokens)).from_address(address)
     entries[:] = [number << 32 | token for token in tokens]
 
 
-def test_steps_in_flight_have_places_of_their_own() -> None:
+def test_steps_in_flight_have_different_places() -> None:
     board, memory = _board()
-    places = [board.next_place() for _ in range(STEPS)]
+    places = [board.next_place() for _ in range(NUM_CALLS)]
     for index, place in enumerate(places):
         _write(place, tuple(token - index * (token > 9) for token in TOKENS))
     for index, place in enumerate(places):
@@ -56,8 +56,8 @@ def test_steps_in_flight_have_places_of_their_own() -> None:
 
 def test_waits_for_every_row() -> None:
     board, _ = _board()
-    old = [board.next_place() for _ in range(STEPS)][0]
-    _write(old, (1, 1, 1))  # of the step that had the place before
+    old = [board.next_place() for _ in range(NUM_CALLS)][0]
+    _write(old, (1, 1, 1))  # the call that used the same address before
     place = board.next_place()
     assert place[:2] == old[:2]
     found: list[list[int]] = []
@@ -74,15 +74,15 @@ def test_waits_for_every_row() -> None:
     assert found == [list(TOKENS)]
 
 
-def test_an_ended_step_that_wrote_nothing_there_is_read_from_its_array() -> None:
+def test_a_finished_call_that_did_not_publish_is_read_from_its_result() -> None:
     board, _ = _board()
     number = board.next_place()[-1]
     assert board.read(number, jnp.array(TOKENS, jnp.int32)).tolist() == list(TOKENS)
 
 
-def test_numbers_are_positive_and_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0 is what memory holds at first."""
-    monkeypatch.setattr(token_board, "LAST_NUMBER", 6)
+def test_numbers_are_positive_and_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The initial memory holds 0, so 0 is no number."""
+    monkeypatch.setattr(token_board, "MAX_NUMBER", 6)
     board, _ = _board()
     numbers = [board.next_place()[-1] for _ in range(8)]
     assert numbers == [1, 2, 3, 4, 5, 6, 1, 2]
@@ -92,8 +92,8 @@ def test_none_without_cuda() -> None:
     assert TokenBoard.of_device(jax.devices("cpu")[0], 4) is None
 
 
-def test_an_engine_with_a_board_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA writes nothing there, so all of it is read from arrays."""
+def test_an_engine_with_a_board_draws_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU nothing is published, so all tokens are read from results."""
     sampling = SamplingParams(max_tokens=9, seed=1, ignore_eos=True)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
     usual = run(tiny_engine(), prompts, sampling)
@@ -101,12 +101,12 @@ def test_an_engine_with_a_board_answers_the_same(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(TokenBoard, "of_device", lambda device, rows: board)
     found = run(tiny_engine(), prompts, sampling)
     assert [x.outputs[0].token_ids for x in found] == [x.outputs[0].token_ids for x in usual]
-    assert board.next_place()[-1] > 9  # a step has taken the others
+    assert board.next_place()[-1] > 9  # the steps have used the earlier numbers
     assert not memory.any()
 
 
 class _Driver:
-    """libcuda, as far as it is asked; ``fails`` names the call that does."""
+    """A fake of libcuda; ``fails`` is the name of the call that fails."""
 
     def __init__(self, fails: str = "") -> None:
         self.fails, self.calls = fails, list[str]()
@@ -123,7 +123,7 @@ class _Driver:
         return call
 
 
-def test_shared_memory_is_zeroed_and_the_context_given_back(
+def test_shared_memory_is_zeroed_and_the_context_is_popped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = _Driver()
@@ -138,7 +138,7 @@ def test_shared_memory_is_zeroed_and_the_context_given_back(
 
 
 @pytest.mark.parametrize("fails", ["cuInit", "cuDevicePrimaryCtxRetain", "cuMemHostAlloc"])
-def test_a_driver_that_gives_none(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_cannot_allocate(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver(fails)
     monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
     with pytest.raises(EngineError, match=r"share \(its error 2\); free some"):

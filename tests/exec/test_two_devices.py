@@ -1,4 +1,4 @@
-"""On two devices weights and state lie as their logical axes say, each shard whole in itself."""
+"""On two devices weights and state are divided along their logical axes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TWO = "--xla_force_host_platform_device_count=2"
 
 
 def test_two_devices(tmp_path: Path) -> None:
-    """In a process of its own: JAX must know of both devices before it starts."""
+    """In a separate process, as the number of devices must be set before JAX starts."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {TWO}"
     command = [sys.executable, "-m", "kit.two_devices", str(tmp_path)]
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}

@@ -1,4 +1,4 @@
-"""A prompt's step in two executables: the same tokens and pages, and each has its own share."""
+"""A prompt step split into two executables: the same tokens, and each has only its own arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile.build import build_executables
 from jaxinfer.exec.compile.memory_plan import program_memory
-from jaxinfer.exec.compile.program import MOST_TOKENS_IN_TWO, Program
+from jaxinfer.exec.compile.program import MAX_SPLIT_TOKENS, Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.base import Model, Params
@@ -25,36 +25,36 @@ from kit.tiny_models import random_params, tiny_config
 
 LIMITS = replace(
     tiny_limits(max_num_seqs=2, max_num_batched_tokens=16),
-    # one of each kind, as compiling twelve layers is the time
+    # one of each kind, as compiling twelve layers takes most of the time
     buckets=(Bucket(2), Bucket(0, 16, 2), Bucket(2, 16, 2, scores=True)),
 )
 LAYERS = {"qwen3": "num_hidden_layers", "gpt2": "n_layer"}
-PROMPTS = [tuple(range(5, 45)), (9, 8, 7, 6, 5)]  # the first in three chunks
-QUICKLY = {"xla_backend_optimization_level": 0}  # compiled
-ASKED = [
+PROMPTS = [tuple(range(5, 45)), (9, 8, 7, 6, 5)]  # the first has three chunks
+NOT_OPTIMISED = {"xla_backend_optimization_level": 0}  # compiles faster
+REQUESTS = [
     SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
     SamplingParams(max_tokens=4, seed=1, top_k=9, ignore_eos=True),
 ]
 
 
-class InOne(Program):
-    """The same with no step in two: their other executables are the same, and compiled once."""
+class NotSplit(Program):
+    """A program without split steps; its other executables are the same."""
 
-    def begins_apart(self, bucket: Bucket) -> bool:
+    def is_split(self, bucket: Bucket) -> bool:
         return False
 
 
 def deep_model(family: str) -> tuple[Model, Params]:
-    """Of twelve layers, so that names of layers do not sort as their numbers do."""
+    """A model of twelve layers, so that names of layers do not sort as their numbers do."""
     model = build_model(tiny_config(family) | {LAYERS[family]: 12}, "float32")
     return model, random_params(model)
 
 
-def test_tokens_are_those_of_steps_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Program, "compiler_options", lambda *_: dict(QUICKLY))
+def test_splitting_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Program, "compiler_options", lambda *_: dict(NOT_OPTIMISED))
     model, params = deep_model("qwen3")
     engines, counts = [], []
-    for kind in (Program, InOne):
+    for kind in (Program, NotSplit):
         program = kind(model, LIMITS, platform="gpu")
         folder, memory = tmp_path / kind.__name__, program_memory(program, None)
         counted = Counted(
@@ -63,12 +63,12 @@ def test_tokens_are_those_of_steps_in_one(tmp_path: Path, monkeypatch: pytest.Mo
         executor = Executor(program, counted.executables, params, *init_state(program))
         engines.append(engine_of(executor, LIMITS))
         counts.append(counted)
-    cut, whole = (run(engine, PROMPTS, ASKED) for engine in engines)
-    assert cut == whole
+    split, whole = (run(engine, PROMPTS, REQUESTS) for engine in engines)
+    assert split == whole
     calls = counts[0].calls
-    begun = [name for name in calls if name.endswith("_first")]
-    assert begun and not [name for name in counts[1].calls if name.endswith("_first")]
-    assert all(calls[name] == calls[name.removesuffix("_first")] for name in begun)
+    firsts = [name for name in calls if name.endswith("_first")]
+    assert firsts and not [name for name in counts[1].calls if name.endswith("_first")]
+    assert all(calls[name] == calls[name.removesuffix("_first")] for name in firsts)
 
 
 @pytest.mark.parametrize("family", LAYERS)
@@ -80,13 +80,13 @@ def test_pages_are_updated_in_place_and_neither_has_the_others_weights(family: s
     made = 0
     for name, slots in ((program.first_name(bucket), False), (bucket.name, True)):
         lowered = program.trace(name).lower()
-        compiled = lowered.compile(dict(QUICKLY))
+        compiled = lowered.compile(dict(NOT_OPTIMISED))
         weights, *_ = lowered.args_info[0]
         assert len(weights) < len(whole.args_info[0][0])
         kept = [*jax.tree.leaves(program.slots())] if slots else []
         own = program.parts[slots].arrays
-        carried = program.carried_bytes(name, compiled)
-        assert carried >= 4 * 32 * bucket.num_tokens if slots else carried == 0
+        stream_bytes = program.stream_bytes(name, compiled)
+        assert stream_bytes >= 4 * 32 * bucket.num_tokens if slots else stream_bytes == 0
         kept += [program.state()[i] for i in own]
         analysis = compiled.memory_analysis()
         assert analysis is not None
@@ -97,7 +97,7 @@ def test_pages_are_updated_in_place_and_neither_has_the_others_weights(family: s
     assert made == len(program.state())
 
 
-def test_only_prompts_alone_of_a_gpu_and_of_enough_layers_are_two() -> None:
+def test_only_prompt_steps_of_a_gpu_with_enough_layers_are_split() -> None:
     model, _ = deep_model("qwen3")
     few = build_model(tiny_config("qwen3"), "float32")
     for each, platform, expected in (
@@ -107,8 +107,8 @@ def test_only_prompts_alone_of_a_gpu_and_of_enough_layers_are_two() -> None:
     ):
         program = Program(each, LIMITS, platform=platform)
         for bucket in LIMITS.buckets:
-            alone = bucket.num_prefills > 0 and not bucket.num_decodes
-            assert program.begins_apart(bucket) == (expected and alone)
+            only_prompts = bucket.num_prefills > 0 and not bucket.num_decodes
+            assert program.is_split(bucket) == (expected and only_prompts)
         assert any(name.endswith("_first") for name in program.names()) == expected
-        assert not program.begins_apart(Bucket(0, 2 * MOST_TOKENS_IN_TWO, 1))
-        assert not program.begins_apart(Bucket(0, 64, 1, scores=True))
+        assert not program.is_split(Bucket(0, 2 * MAX_SPLIT_TOKENS, 1))
+        assert not program.is_split(Bucket(0, 64, 1, scores=True))

@@ -21,7 +21,7 @@ from gguf.quants import quantize
 from safetensors.numpy import save_file
 
 from jaxinfer.models.base import Model
-from jaxinfer.models.tree import by_path
+from jaxinfer.models.params import by_path
 
 type Tensors = dict[str, np.ndarray]
 type HFConfig = dict[str, Any]

@@ -15,12 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models.base import Model, ModelFamily, Params
-from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is
-from jaxinfer.models.tree import nested
+from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is, nested
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, FeedForwardConfig, LayerSpec
-from jaxinfer.nn.layers import take_rows
-from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, normalised
+from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, normalised, take_rows
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import Entry, LayerArrays, LayerState

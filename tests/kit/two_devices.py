@@ -20,8 +20,8 @@ from jaxinfer.exec.compile.fingerprint import of_machine
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.models.base import Model
+from jaxinfer.models.params import by_path
 from jaxinfer.models.registry import build_model
-from jaxinfer.models.tree import by_path
 from jaxinfer.nn.context import Angles, StepContext, dense_context
 from jaxinfer.nn.decoder_config import LayerSpec
 from jaxinfer.nn.linear import Norm, Stream

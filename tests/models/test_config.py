@@ -1,4 +1,4 @@
-"""config.json: what is missing or unsupported is named; old and new spellings give one config."""
+"""config.json: errors name missing and unsupported keys; old and new spellings are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key of config.json that changes the result is honoured or refused by name, never skipped."""
+"""A key of config.json that changes the result is supported, or refused by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kit.tiny_models import NAMES, tiny_config
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "configs.json").read_text())
 
-# Of other families, by the kind of thing they change.
+# Keys of other families, with a value that would change the result.
 CHANGES: dict[str, Any] = {
     "rope_ratio": 2.0,
     "rotary_emb_base": 500000,
@@ -67,19 +67,19 @@ def test_a_key_that_no_family_reads_is_refused(name: str, key: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_keys_that_change_nothing(name: str) -> None:
-    """Those that are listed, those switched off, and those of which no word matters."""
+    """They are listed, switched off, or have no word that matters."""
     config = tiny_config(name)
-    wanted = build_model(config, "float32")
+    expected = build_model(config, "float32")
     for key in NO_EFFECT - config.keys() - {"max_window_layers"}:
-        assert build_model({**config, key: "anything"}, "float32") == wanted, key
+        assert build_model({**config, key: "anything"}, "float32") == expected, key
     for key in CHANGES.keys() - {"is_causal"} - READ_BY.get(name, set()):
-        assert build_model({**config, key: None}, "float32") == wanted, key
+        assert build_model({**config, key: None}, "float32") == expected, key
     neutral = {key: values[0] for key, values in NEUTRAL.items()}
     off = {"use_qk_norm": False, "alibi": False, "mlp_only_layers": [], "quantization_config": {}}
     read_from = {"quantization_config": {"quant_method": "gguf", "dequantize": False}}
-    assert build_model({**config, **read_from}, "float32") == wanted
+    assert build_model({**config, **read_from}, "float32") == expected
     other = {"properties": 1, "num_steps": 3, "lora_alpha": 16, "rope_interleaved": False}
-    assert build_model({**config, **neutral, **off, **other}, "float32") == wanted
+    assert build_model({**config, **neutral, **off, **other}, "float32") == expected
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -1,4 +1,4 @@
-"""What must hold for every family, over the registry; a new family adds a config, no test."""
+"""Tests of every family in the registry; a new family adds a config, no test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxinfer.models import (
     known_architectures,
 )
 from jaxinfer.models.base import hidden_states, unembed
-from jaxinfer.models.tree import by_path
+from jaxinfer.models.params import by_path
 from jaxinfer.nn.context import Pages, Rows, StepContext, dense_context
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.state import State
@@ -33,10 +33,10 @@ PAGE_SIZE = 4
 NUM_PAGES = 24
 MAX_PAGES = 7
 LENGTH = 18
-CHUNK = 6  # ends inside a page and at its edge, by turns
+CHUNK = 6  # alternately ends within a page and at its end
 TOLERANCE = 1e-4  # float32 logits of order 10, sums in another order
 
-PLACES = ("resid_pre", "attn_out", "mlp_out", "resid_post")  # taps of a layer
+LAYER_TAPS = ("resid_pre", "attn_out", "mlp_out", "resid_post")
 
 every_family = pytest.mark.parametrize("name", tiny_models.NAMES)
 
@@ -66,13 +66,13 @@ def run_step(
     *,
     pad_tokens: int = 0,
     pad_rows: int = 0,
-    last_alone: bool = False,
+    only_last: bool = False,
 ) -> tuple[np.ndarray, State]:
-    """Logits of every real token, or with ``last_alone`` of each row's last; prefills follow
-    decodes. A decode is (sequence, position), a prefill a range of it.
+    """Logits of every real token, or with ``only_last`` of each row's last; decodes come first.
 
-    Padding, where asked for, follows the executor's contract: rows of length 0 with junk page ids,
-    tokens that map to page 0; ``pad_rows`` rows are added to both parts.
+    A decode is (sequence, position), a prefill is (sequence, start, stop). Padding is as the
+    executor makes it: rows of length 0 with invalid page ids, and tokens that map to page 0.
+    ``pad_rows`` rows are added to both the decodes and the prefills.
     """
     spans = [(seq, at, at + 1) for seq, at in decodes] + prefills
     d = len(decodes) + pad_rows
@@ -99,7 +99,7 @@ def run_step(
         add(row, *span)
     starts = np.cumsum([0, *(stop - start for _, start, stop in prefills), *[0] * pad_rows])
     pad(pad_tokens)
-    # each group of layers has pages of its own for all of a sequence, NUM_PAGES further on
+    # each group of layers has its own pages for a sequence, at an offset of NUM_PAGES per group
     real, held = np.array(slots) > 0, table < 10**6
     groups = range(len(model.state.windows))
     moved = [
@@ -115,8 +115,8 @@ def run_step(
         num_decodes=d,
         pins=ALL_XLA,
     )
-    logits, kv = _jit_step(model, params, kv, jnp.asarray(ids), ctx, last if last_alone else None)
-    if last_alone:
+    logits, kv = _jit_step(model, params, kv, jnp.asarray(ids), ctx, last if only_last else None)
+    if only_last:
         return np.asarray(logits)[lens > 0], kv
     prefill_tokens = sum(stop - start for _, start, stop in prefills)
     real = np.r_[0 : len(decodes), d : d + prefill_tokens]
@@ -128,14 +128,14 @@ def _step(model, params, kv, ids, ctx, last):
     return unembed(model, params, hidden), kv
 
 
-# These tests are compile time: without LLVM's optimiser they take two thirds of it.
+# Most of the time of these tests is compilation, which takes a third less without LLVM's optimiser.
 _jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 _jit_step = _jit(_step, static_argnums=0)
 _jit_forward = _jit(forward, static_argnums=0)
 
 
 def nan_pool(model: Model) -> State:
-    """A pool where what was never written is NaN; page 0 takes the padding's writes."""
+    """A pool in which every value is NaN until it is written."""
     kv = model.state.zeros(NUM_PAGES * len(model.state.windows), PAGE_SIZE, 0)
     return jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), kv)
 
@@ -195,8 +195,8 @@ def test_padded_equals_exact(name: str) -> None:
 
 
 @every_family
-def test_last_tokens_alone_equal_those_among_all(name: str) -> None:
-    """And keys and values of the others are in their pages: what comes next reads them."""
+def test_only_last_tokens_equal_those_of_all(name: str) -> None:
+    """The pages also get the keys and values of the other tokens, which the next step reads."""
     model, params = tiny_models.tiny_model(name)
     old, new, chunked = (Sequence(tokens_of(20 + i), 1 + 6 * i) for i in range(3))
     kv = nan_pool(model)
@@ -204,7 +204,7 @@ def test_last_tokens_alone_equal_those_among_all(name: str) -> None:
         kv = prefilled(model, params, kv, seq)
     step = ([(old, 2 * CHUNK)], [(new, 0, 9), (chunked, 2 * CHUNK, 2 * CHUNK + 2)])
     every, kv_of_all = run_step(model, params, kv, *step, pad_tokens=6, pad_rows=2)
-    last, kv_of_last = run_step(model, params, kv, *step, pad_tokens=6, pad_rows=2, last_alone=True)
+    last, kv_of_last = run_step(model, params, kv, *step, pad_tokens=6, pad_rows=2, only_last=True)
     np.testing.assert_allclose(last, every[[0, 9, 11]], atol=TOLERANCE, rtol=TOLERANCE)
     following = [(old, 2 * CHUNK + 1), (new, 9), (chunked, 2 * CHUNK + 2)]
     after = [run_step(model, params, pool, following, [])[0] for pool in (kv_of_all, kv_of_last)]
@@ -212,7 +212,7 @@ def test_last_tokens_alone_equal_those_among_all(name: str) -> None:
 
 
 @every_family
-def test_dense_last_token_alone_equals_it_among_all(name: str) -> None:
+def test_dense_only_last_token_equals_that_of_all(name: str) -> None:
     model, params = tiny_models.tiny_model(name)
     ids, ctx = jnp.asarray(tokens_of(23)), dense_context(LENGTH)
     whole, alone = (
@@ -247,7 +247,7 @@ def test_forward_vmaps(name: str) -> None:
 
 @every_family
 def test_forward_differentiates(name: str) -> None:
-    """Every weight has a finite gradient; along one direction it equals the finite difference."""
+    """Every weight has a finite gradient, and in one direction it equals a finite difference."""
     model, params = tiny_models.tiny_model(name)
     ids = tokens_of(11, 8)
 
@@ -273,15 +273,15 @@ def test_forward_differentiates(name: str) -> None:
 
 
 @every_family
-def test_taps_hold_each_layer_when_asked_for(name: str) -> None:
+def test_taps_hold_the_activations_of_each_layer(name: str) -> None:
     model, params = tiny_models.tiny_model(name)
     ids = jnp.asarray(tokens_of(12))
-    names = [f"layers.{i}.{what}" for i in range(2) for what in PLACES]
+    names = [f"layers.{i}.{tap}" for i in range(2) for tap in LAYER_TAPS]
     logits, taps = forward(model, params, ids, taps=(*names, "final_norm"))
     np.testing.assert_allclose(logits, forward(model, params, ids), atol=1e-5, rtol=1e-5)
     np.testing.assert_array_equal(unembed(model, params, taps["final_norm"]), logits)
     before, mixed, fed, after = (
-        np.stack([taps[f"layers.{i}.{w}"] for i in (0, 1)]) for w in PLACES
+        np.stack([taps[f"layers.{i}.{w}"] for i in (0, 1)]) for w in LAYER_TAPS
     )
     np.testing.assert_allclose(before + mixed + fed, after, atol=TOLERANCE, rtol=TOLERANCE)
     np.testing.assert_allclose(after[0], before[1], atol=1e-5, rtol=1e-5)
@@ -304,7 +304,7 @@ def test_bfloat16_traces_under_strict_promotion(name: str) -> None:
 
 
 @every_family
-def test_specs_state_what_the_module_declares(name: str) -> None:
+def test_specs_equal_the_parameters_of_the_module(name: str) -> None:
     model = build_model(tiny_models.tiny_config(name), "bfloat16")
 
     def all_params(module: Any, ids: jax.Array) -> jax.Array:
@@ -331,7 +331,7 @@ def test_specs_fill_each_parameter_from_tensors_used_once(name: str) -> None:
 
 
 @every_family
-def test_fused_axes_are_as_wide_as_what_they_name(name: str) -> None:
+def test_fused_axes_are_as_wide_as_their_dimension(name: str) -> None:
     model, _ = tiny_models.tiny_model(name)
     fused = [
         (array.shape[i], axis)

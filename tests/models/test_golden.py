@@ -12,16 +12,16 @@ import pytest
 from safetensors import safe_open
 
 from jaxinfer.models import Model, Params, build_model, forward
-from jaxinfer.models.tree import nested
+from jaxinfer.models.params import nested
 from kit.checkpoints import built_arrays
 
 DATA = Path(__file__).parents[1] / "golden" / "data"
-OF_FILES = {"smollm2_greedy", "gguf_rope"}  # whose models are in files elsewhere
+OF_FILES = {"smollm2_greedy", "gguf_rope"}  # the models of these are in other files
 CASES = sorted({path.stem for path in DATA.glob("*.safetensors")} - OF_FILES)
 
 
 def params_of(model: Model, tensors: dict[str, np.ndarray]) -> Params:
-    """Apply the family's specs; every tensor must be used or declared useless."""
+    """Apply the family's specs; every tensor must be used or ignored by the family."""
     prefix = model.family.optional_prefix
     tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     sources = [source for spec in model.param_specs for source in spec.sources]

@@ -1,4 +1,4 @@
-"""What a layer launches on a GPU: which kernels serving reaches, without running them."""
+"""The kernels that layers launch on a GPU when serving; they are recorded, not run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODEL = build_model(tiny_models.tiny_config("qwen3"), "bfloat16")
 
 
 def decode_context(ids: jax.Array, width: int) -> StepContext:
-    """A step of rows that decode, each with its id for a position."""
+    """A step of decode rows, with ``ids`` as positions."""
     pages = Pages(ids, jnp.zeros((ROWS, width), jnp.int32), ids)
     rows = Rows(ids, ids, ids, ids, ids, ids[:1])
     return StepContext(ids, rows, (pages,), num_decodes=ROWS)
@@ -58,7 +58,7 @@ def test_decode_layer(rotary: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_norm_of_a_served_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is one launch with the addition before it, and finds its weights in the packed norms."""
+    """Each norm is one launch with the addition before it, and reads a row of the packed norms."""
     monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
 
     def step(params, kv, ids):
@@ -73,20 +73,20 @@ def test_every_norm_of_a_served_decoder(monkeypatch: pytest.MonkeyPatch) -> None
     assert "rsqrt" not in str(traced)
 
 
-def products_of(monkeypatch: pytest.MonkeyPatch, **changes: object) -> set[str]:
-    """The ops that multiply in a decode step, in a model of widths that kernels take."""
+def gemms_of(monkeypatch: pytest.MonkeyPatch, **changes: object) -> set[str]:
+    """The GEMM ops of a decode step of a model whose widths kernels support."""
     config = tiny_models.tiny_config("llama") | {"hidden_size": 1024, "intermediate_size": 1024}
     model = build_model(config | changes, "bfloat16")
     monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
-    chosen: set[str] = set()
+    recorded: set[str] = set()
 
-    def noted(op: Any, args: Any, static: Any, impl: Any = None) -> Any:
+    def recording_dispatch(op: Any, args: Any, static: Any, impl: Any = None) -> Any:
         if op.name in ("skinny_gemm", "swiglu_gemm"):
-            chosen.add(op.name)
+            recorded.add(op.name)
         return dispatch(op, args, static, impl)
 
     for module in (skinny_api, swiglu_api):
-        monkeypatch.setattr(module, "dispatch", noted)
+        monkeypatch.setattr(module, "dispatch", recording_dispatch)
 
     def step(params, kv, ids):
         return hidden_states(model, params, ids, decode_context(ids, 4), kv)
@@ -97,18 +97,18 @@ def products_of(monkeypatch: pytest.MonkeyPatch, **changes: object) -> set[str]:
             step, abstract_params(model), model.state.abstract(4, 16, 0), ids
         )
     assert hidden.shape == (ROWS, 1024) and hidden.dtype == jnp.bfloat16
-    return chosen
+    return recorded
 
 
-def test_only_swiglu_without_biases_is_left_to_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are a plain product, then XLA's bias and activation, on a GPU as on a CPU."""
-    assert products_of(monkeypatch) == {"skinny_gemm", "swiglu_gemm"}
+def test_only_swiglu_without_biases_has_a_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other networks are a plain GEMM, with bias and activation in XLA, on a GPU as on a CPU."""
+    assert gemms_of(monkeypatch) == {"skinny_gemm", "swiglu_gemm"}
     for changes in ({"hidden_act": "gelu"}, {"mlp_bias": True}, {"hidden_act": "relu"}):
-        assert products_of(monkeypatch, **changes) == {"skinny_gemm"}
+        assert gemms_of(monkeypatch, **changes) == {"skinny_gemm"}
 
 
-def test_research_reaches_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of them differentiates."""
+def test_the_dense_form_launches_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are not differentiable."""
     monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
     ids = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
     with in_place_of_triton_call(recorder := Recorder()):

@@ -1,4 +1,4 @@
-"""Frequencies equal those of transformers; the rotation is a rotation that depends on distance."""
+"""Frequencies equal those of transformers, and scores depend only on the distance of positions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DYNAMIC = {"type": "dynamic", "factor": 2.0}
 
 
 def rope_of(case: dict[str, Any], section: dict[str, Any]) -> RopeConfig:
-    """The rope of a config with this section, in an engine of the golden case's context."""
+    """The rope of a config with this section, for an engine with the case's context length."""
     positions = case["max_position_embeddings"]
     config = {"max_position_embeddings": positions, **section}
     return rope_config(config, case["head_dim"]).for_context(case["length"] or positions)
@@ -56,7 +56,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1] * 4, "long_factor": [2] * 4}
         ({}, 100, 100),
         ({"rope_scaling": {"type": "linear", "factor": 2.5}}, 250, 250),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, 100, 200),
-        # Qwen's recipe: max_position_embeddings may be longer than the original length, or not
+        # Qwen's documented config: max_position_embeddings may exceed the original length, or not
         ({"rope_scaling": {"type": "yarn", "factor": 4, ORIGINAL: 80}}, 320, 320),
         ({"rope_scaling": {"type": "yarn", "factor": 4, ORIGINAL: 25}}, 100, 100),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, 400, 400),
@@ -100,29 +100,29 @@ def test_a_context_within_the_original_length_changes_no_frequency() -> None:
         ({"type": "default", "mrope_section": [1, 1, 2]}, "has no key 'mrope_section'"),
     ],
 )
-def test_a_section_that_cannot_be_honoured_is_refused(section: Any, message: str) -> None:
+def test_a_section_that_is_not_supported_is_refused(section: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         rope_config({"max_position_embeddings": 100, "rope_scaling": section}, 8)
 
 
-def test_keys_that_transformers_passes_over() -> None:
-    """And one section for several types of layers, where it says the same of each."""
-    wanted = rope_config({"max_position_embeddings": 100, "rope_scaling": DYNAMIC}, 8)
+def test_keys_that_transformers_ignores() -> None:
+    """Equal sections for several types of layers are accepted as well."""
+    expected = rope_config({"max_position_embeddings": 100, "rope_scaling": DYNAMIC}, 8)
     for section in (
         {**DYNAMIC, "finetuned": True, "attention_factor": None},
         {**DYNAMIC, ORIGINAL: 50, "beta_fast": 8},
         {"full_attention": DYNAMIC, "sliding_attention": DYNAMIC},
     ):
-        assert rope_config({"max_position_embeddings": 100, "rope_scaling": section}, 8) == wanted
+        assert rope_config({"max_position_embeddings": 100, "rope_scaling": section}, 8) == expected
 
 
 def test_rope_scaling_wins_over_rope_parameters() -> None:
     both = {"rope_scaling": DYNAMIC, "rope_parameters": {"type": "linear", "factor": 9}}
-    wanted = rope_config({"max_position_embeddings": 100, "rope_scaling": DYNAMIC}, 8)
-    assert rope_config({"max_position_embeddings": 100, **both}, 8) == wanted
+    expected = rope_config({"max_position_embeddings": 100, "rope_scaling": DYNAMIC}, 8)
+    assert rope_config({"max_position_embeddings": 100, **both}, 8) == expected
 
 
-def test_scores_depend_on_distance_alone() -> None:
+def test_scores_depend_only_on_distance() -> None:
     rope = RopeConfig(head_dim=16, theta=10000.0)
     rng = np.random.default_rng(0)
     q, k = (jnp.asarray(rng.standard_normal((1, 1, 16)), jnp.float32) for _ in range(2))

@@ -1,4 +1,4 @@
-"""How requests end: stop ids, length, refusal, abort, failure; and what their events say."""
+"""The ends of requests (stop ids, length, refusal, abort, failure) and their events."""
 
 import re
 from typing import Any
@@ -44,7 +44,7 @@ USER_STOP = 9
         ((1, EOS), {"min_tokens": 3}, 4, (LENGTH, None)),
     ],
     ids=(
-        "goes-on",
+        "continues",
         "eos",
         "user-stop",
         "ignore-eos",
@@ -73,7 +73,7 @@ def test_finish_reason(
 @pytest.mark.parametrize(
     ("max_tokens", "num_prompt", "num_output"), [(1, 3, 1), (5, 3, 5), (99, 60, 4), (99, 63, 1)]
 )
-def test_length_plans_no_row_too_many(
+def test_no_row_is_planned_beyond_the_length(
     max_tokens: int, num_prompt: int, num_output: int, depth: int
 ) -> None:
     drive = Drive(make_limits(max_num_batched_tokens=64), depth=depth)
@@ -107,7 +107,7 @@ def test_refusals(request_: Request, message: str) -> None:
     assert drive.state.num_unfinished == 0
 
 
-def test_what_just_fits_is_served() -> None:
+def test_a_request_that_fits_exactly_is_served() -> None:
     drive = Drive(make_limits(num_pages=11))
     drive.arrive(make_request("a", [1] * 30, max_tokens=10), make_request("b", [1] * 39))
     drive.finish()
@@ -125,7 +125,7 @@ def test_a_duplicate_id_is_dropped_and_reported() -> None:
 
 
 @pytest.mark.parametrize("failed", (False, True), ids=("done", "failed"))
-def test_a_reused_id_never_sees_rows_of_its_past(failed: bool) -> None:
+def test_a_reused_id_gets_no_rows_of_the_earlier_request(failed: bool) -> None:
     drive = Drive(make_limits(), depth=2)
     drive.arrive(make_request("a", (1, 2, 3)))
     drive.tick()
@@ -157,9 +157,9 @@ def test_abort_frees_everything_in_one_call(state: str) -> None:
     assert drive.call(Abort("a")).events == ()
 
 
-def test_abort_of_the_unknown_is_nothing() -> None:
+def test_abort_of_an_unknown_id_is_ignored() -> None:
     drive = Drive(make_limits())
-    output = drive.call(Abort("nobody"))
+    output = drive.call(Abort("unknown"))
     assert output.step is None and output.events == ()
 
 
@@ -209,7 +209,7 @@ def test_bucket_tables_must_serve_the_limits(buckets: tuple[Bucket, ...]) -> Non
         initial_state(make_limits(buckets=buckets))
 
 
-def test_the_one_that_holds_a_prompt_beside_all_others_must_score() -> None:
+def test_the_bucket_for_a_prompt_next_to_all_other_rows_must_score() -> None:
     scoring = Bucket(4, 8, 1, scores=True)
     limits = make_limits(buckets=(scoring, Bucket(4)))
     assert initial_state(limits).buckets == (Bucket(4), scoring)

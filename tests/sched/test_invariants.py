@@ -1,4 +1,4 @@
-"""``check`` must see each kind of damage, or the property tests prove nothing."""
+"""``check`` detects each kind of damage; otherwise the property tests prove nothing."""
 
 from collections.abc import Callable
 
@@ -66,7 +66,7 @@ DAMAGES: tuple[tuple[Callable[[SchedulerState], SchedulerState], str], ...] = (
     (lambda s: first(s, num_in_flight_tokens=3), "tokens in flight"),
     (lambda s: first(s, num_computed_tokens=9), "decodes at 9"),
     (lambda s: first(s, max_num_tokens=9), "of at most 9"),
-    (lambda s: first(s, num_offered_pages=3), "offers 3 pages"),
+    (lambda s: first(s, num_registered_pages=3), "has registered 3 pages"),
     (
         lambda s: replace(s, waiting=(replace(s.waiting[0], slot=1),)),
         "waiting request 'c' owns slot 1",
@@ -81,7 +81,7 @@ DAMAGES: tuple[tuple[Callable[[SchedulerState], SchedulerState], str], ...] = (
 
 @pytest.fixture
 def with_snapshots() -> SchedulerState:
-    """A snapshot with a name, one that a step in flight takes, and a prompt still to be cut."""
+    """A registered snapshot, one that a step in flight takes, and a prompt that will be split."""
     drive = Drive(make_limits(num_snapshots=3), depth=1)
     drive.arrive(make_request("old", [5] * 9, max_tokens=1))
     drive.finish()
@@ -102,13 +102,13 @@ SNAPSHOT_DAMAGES: tuple[tuple[Callable[[SchedulerState], SchedulerState], str], 
     (lambda s: snapshots(s, by_hash=Map()), "not once in free"),
     (lambda s: replace(s, in_flight=(), next_step_id=0), "not once in free"),
     (lambda s: snapshots(s, clock=0), "the clock is 0"),
-    (lambda s: first(s, borders=(4,)), "is to be cut at 4, behind"),
+    (lambda s: first(s, borders=(4,)), "is to be split at 4, with 8 computed"),
     (lambda s: first(s, borders=(9,)), "is no page border"),
 )
 
 
 @pytest.mark.parametrize(("damage", "message"), SNAPSHOT_DAMAGES)
-def test_damage_of_snapshots_is_seen(
+def test_damage_of_snapshots_is_detected(
     with_snapshots: SchedulerState,
     damage: Callable[[SchedulerState], SchedulerState],
     message: str,
@@ -118,7 +118,7 @@ def test_damage_of_snapshots_is_seen(
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[message for _, message in DAMAGES])
-def test_damage_is_seen(
+def test_damage_is_detected(
     state: SchedulerState, damage: Callable[[SchedulerState], SchedulerState], message: str
 ) -> None:
     with pytest.raises(AssertionError, match=message):

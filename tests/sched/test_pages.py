@@ -1,4 +1,4 @@
-"""The page pool: fresh before cached, least recently released first, leaves before roots."""
+"""The page pool takes fresh pages first, then the least recently released, leaves before roots."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ def array(*pages: int) -> np.ndarray:
 
 
 def cached_pool(*chains: tuple[int, ...], num_pages: int = 9) -> PagePool:
-    """A pool without fresh pages in which each chain was used, hashed and released in turn."""
+    """A pool without fresh pages in which the chains were used, hashed and released in order."""
     writer = PageWriter(new_pool(num_pages))
     writer.take(num_pages - 1)
     for chain in chains:
@@ -23,7 +23,7 @@ def cached_pool(*chains: tuple[int, ...], num_pages: int = 9) -> PagePool:
     return writer.finish()
 
 
-def test_fresh_pages_go_first() -> None:
+def test_fresh_pages_are_taken_first() -> None:
     writer = PageWriter(cached_pool((1, 2, 3)))
     writer.release(array(7, 8))
     assert sorted(writer.take(2)) == [7, 8]
@@ -60,12 +60,12 @@ def test_lookup_stops_at_the_first_gap() -> None:
     assert writer.lookup([b"\1", b"\2", b"?", b"\3"]) == [1, 2]
 
 
-def test_a_taken_name_stays_with_its_first_page() -> None:
+def test_a_hash_stays_with_its_first_page() -> None:
     writer = PageWriter(cached_pool((1,)))
     writer.register([2], [b"\1"])
     assert writer.lookup([b"\1"]) == [1]
     writer.release(array(2))
-    assert writer.take(1) == [2], "an unnamed page is fresh"
+    assert writer.take(1) == [2], "a page without a hash is fresh"
 
 
 def test_finished_pools_are_values() -> None:
@@ -104,7 +104,7 @@ def test_logs_stay_short() -> None:
     ],
     ids=("equal", "second-differs", "first-differs", "salted"),
 )
-def test_page_hashes_name_the_whole_prefix(
+def test_page_hashes_depend_on_the_whole_prefix(
     salt: str, tokens: tuple[int, ...], same: tuple[bool, bool]
 ) -> None:
     base = extend_page_hashes((), "", IntLog((1, 2, 3, 4)), 2, 2)
@@ -112,7 +112,7 @@ def test_page_hashes_name_the_whole_prefix(
     assert tuple(a == b for a, b in zip(base, other, strict=True)) == same
 
 
-def test_page_hashes_extend_as_if_made_at_once() -> None:
+def test_extended_page_hashes_equal_those_made_at_once() -> None:
     log = IntLog(range(10))
     first = extend_page_hashes((), "s", log, 2, 2)
     assert extend_page_hashes(first, "s", log, 5, 2) == extend_page_hashes((), "s", log, 5, 2)

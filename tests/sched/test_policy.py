@@ -1,4 +1,4 @@
-"""Who gets a row: order, budget, buckets, admission, preemption, prefix reuse."""
+"""Choosing the rows of a step: order, budget, buckets, admission, preemption, prefix reuse."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def waiting(drive: Drive) -> list[str]:
     return [seq.request_id for seq in drive.state.waiting]
 
 
-def test_prefills_share_the_budget_and_decodes_ride_along() -> None:
+def test_prefills_share_the_budget_and_decodes_are_in_the_same_steps() -> None:
     drive = Drive(make_limits(max_num_batched_tokens=16), depth=1)
     output = drive.arrive(
         make_request("a", [1] * 10), make_request("b", [2] * 10, arrival=1, max_tokens=30)
@@ -40,18 +40,18 @@ def test_prefills_share_the_budget_and_decodes_ride_along() -> None:
     assert shape(drive.tick().step) == (["a", "b"], [("c", 8)])
 
 
-def test_a_chunk_beside_decodes_is_as_large_as_a_mixed_bucket() -> None:
+def test_a_chunk_next_to_decodes_fills_a_mixed_bucket() -> None:
     buckets = (Bucket(4), Bucket(0, 16, 4), Bucket(4, 4, 4, scores=True))
     drive = Drive(make_limits(max_num_batched_tokens=16, buckets=buckets), depth=1)
     output = drive.arrive(*(make_request(f"r{i}", [i] * 10, arrival=i) for i in range(3)))
     assert shape(output.step) == ([], [("r0", 10), ("r1", 6)])
     assert shape(drive.tick().step) == (["r0"], [("r1", 4)])
     assert shape(drive.tick().step) == (["r0", "r1"], [("r2", 4)])
-    output = drive.tick(Abort("r0"), Abort("r1"))  # nobody waits for the rest of the prompt
+    output = drive.tick(Abort("r0"), Abort("r1"))  # no decodes wait for the rest of the prompt
     assert shape(output.step) == ([], [("r2", 6)])
 
 
-def test_a_batch_that_fits_is_prefilled_before_anybody_decodes() -> None:
+def test_a_batch_that_fits_is_prefilled_before_any_decode() -> None:
     drive = Drive(make_limits(max_num_batched_tokens=16, prefill_first=True), depth=1)
     output = drive.arrive(*(make_request(f"r{i}", [i] * 10, arrival=i) for i in range(3)))
     assert shape(output.step) == ([], [("r0", 10), ("r1", 6)])
@@ -66,7 +66,7 @@ def test_a_batch_that_fits_is_prefilled_before_anybody_decodes() -> None:
 @pytest.mark.parametrize(
     "limits", ({"max_num_seqs": 2}, {"num_pages": 11}), ids=("too-few-slots", "too-few-pages")
 )
-def test_a_batch_that_does_not_fit_decodes_beside_its_prefills(limits: dict[str, int]) -> None:
+def test_a_batch_that_does_not_fit_has_mixed_steps(limits: dict[str, int]) -> None:
     drives = [
         Drive(make_limits(max_num_batched_tokens=8, prefill_first=prefill_first, **limits))
         for prefill_first in (False, True)
@@ -78,7 +78,7 @@ def test_a_batch_that_does_not_fit_decodes_beside_its_prefills(limits: dict[str,
     assert first[:2] == mixed[:2] == [([], [("r0", 8)]), (["r0"], [("r1", 8)])]
 
 
-def test_decodes_go_on_when_the_watermark_keeps_the_head_out() -> None:
+def test_decodes_continue_while_the_watermark_blocks_the_head() -> None:
     limits = make_limits(
         num_pages=201, enable_prefix_caching=False, max_model_len=800, prefill_first=True
     )
@@ -90,7 +90,7 @@ def test_decodes_go_on_when_the_watermark_keeps_the_head_out() -> None:
     assert drive.state.num_preemptions == 0
 
 
-def test_lower_priority_number_goes_first_and_nobody_overtakes_the_head() -> None:
+def test_lower_priority_number_is_first_and_no_request_overtakes_the_head() -> None:
     drive = Drive(make_limits(max_num_seqs=2, max_num_batched_tokens=8), depth=1)
     drive.arrive(*(make_request(f"r{i}", [1] * 8, arrival=i, max_tokens=40) for i in range(3)))
     assert (running(drive), waiting(drive)) == (["r0"], ["r1", "r2"])
@@ -118,7 +118,7 @@ def test_the_watermark_keeps_pages_for_the_running(num_prompt: int, admitted: bo
     assert waiting(drive) == ([] if admitted else ["b"]), "2 of 200 pages stay free"
 
 
-def test_with_nobody_running_the_whole_pool_is_there() -> None:
+def test_without_running_sequences_the_whole_pool_is_available() -> None:
     drive = Drive(make_limits(num_pages=201, max_model_len=800))
     drive.arrive(make_request("a", [1] * 799))
     assert running(drive) == ["a"]
@@ -166,7 +166,7 @@ def test_a_prompt_that_is_scored_has_a_bucket_that_scores() -> None:
     scored = make_request("scored", [2] * 12, max_tokens=4, prompt_logprobs=1, arrival=1)
     last = make_request("last", [3] * 12, max_tokens=4, arrival=2)
     step = drive.arrive(plain, scored, last).step
-    assert shape(step) == ([], [("plain", 12)]), "more tokens than one that scores has"
+    assert shape(step) == ([], [("plain", 12)]), "more tokens than the bucket that scores has"
     step = drive.tick().step
     assert shape(step) == (["plain"], [("scored", 8)]) and step and step.bucket.scores
     step = drive.tick().step
@@ -176,8 +176,8 @@ def test_a_prompt_that_is_scored_has_a_bucket_that_scores() -> None:
     assert len(scores) == 11
 
 
-def test_what_is_left_of_a_scored_prompt_may_need_no_score() -> None:
-    """After a preemption its logprobs are out, and its own output is prefilled again."""
+def test_the_rest_of_a_scored_prompt_may_need_no_score() -> None:
+    """So it is when a preempted sequence prefills its own output, and for the last prompt token."""
     limits = make_limits(max_num_batched_tokens=32, buckets=SCORING)
     drive = Drive(limits, depth=1)
     drive.arrive(make_request("a", [1] * 8, max_tokens=20, prompt_logprobs=1))
@@ -188,15 +188,15 @@ def test_what_is_left_of_a_scored_prompt_may_need_no_score() -> None:
     assert not drive.state.running[1].scores, "the first token has no logprob"
 
 
-def test_prefill_rows_are_as_many_as_a_bucket_has() -> None:
+def test_prefill_rows_are_limited_by_the_bucket() -> None:
     drive = Drive(make_limits(buckets=(Bucket(4, 16, 2, scores=True),)), depth=1)
     output = drive.arrive(*(make_request(f"r{i}", [i] * 3, arrival=i) for i in range(4)))
     assert shape(output.step) == ([], [("r0", 3), ("r1", 3)])
     assert shape(drive.tick().step) == (["r0", "r1"], [("r2", 3), ("r3", 3)])
 
 
-# Two sequences of 8 prompt tokens fill 2 of 4-token pages each; both need a third at their first
-# decode. ``spare`` pages are free then.
+# Two sequences of 8 prompt tokens fill 2 pages of 4 tokens each. Both need a third page at their
+# first decode, when ``spare`` pages are free.
 @pytest.mark.parametrize(
     ("spare", "priorities", "kept", "preempted"),
     [
@@ -238,7 +238,7 @@ def test_a_preempted_sequence_prefills_its_output_and_reports_its_first_admissio
     assert again.num_prompt_tokens == 8
     assert len(again.token_ids) > 8
     rows = [row for plan in drive.plans for row in plan.prefills if row.request_id == "b"]
-    assert rows[-1].num_computed_tokens > 0, "it found pages of its own again"
+    assert rows[-1].num_computed_tokens > 0, "it has reused its own cached pages"
     assert {e.num_cached_tokens for e in drive.events if e.request_id == "b"} == {0}
     assert drive.tokens() == {r.request_id: expected_tokens(r, 64) for r in requests}
 
@@ -259,7 +259,7 @@ def test_a_preempted_sequence_prefills_its_output_and_reports_its_first_admissio
     ids=(
         "one-token-is-computed",
         "full-pages",
-        "and-a-rest",
+        "full-pages-and-more",
         "one-page",
         "a-common-beginning",
         "another-beginning",
@@ -294,11 +294,11 @@ def test_pages_are_shared_while_their_first_owner_runs_but_not_before_they_are_w
     drive.finish()
 
 
-def test_prompts_are_hashed_as_far_as_pages_may_be_known_and_wholly_once_computed() -> None:
+def test_prompts_are_hashed_up_to_the_first_unknown_page_and_fully_when_computed() -> None:
     drive = Drive(make_limits(max_num_batched_tokens=64), depth=1)
     drive.arrive(make_request("a", [1] * 20, max_tokens=30))
     (a,) = drive.state.running
-    assert len(a.page_hashes) == 1, "no page is known: the first says so"
+    assert len(a.page_hashes) == 1, "the first page is already unknown"
     drive.arrive(make_request("b", [1] * 8 + [2] * 12, max_tokens=30, arrival=1))
     a, b = drive.state.running
     assert (len(a.page_hashes), len(b.page_hashes)) == (5, 3)
@@ -317,11 +317,11 @@ def test_generated_tokens_are_reused_too() -> None:
     conversation = [*first.prompt_token_ids, *drive.tokens()["a"], 3]
     drive.arrive(make_request("b", conversation, arrival=1))
     drive.finish()
-    # 16 tokens are known, the last was never computed: 15 fill three pages
+    # 16 tokens are known, but the last was not computed: 15 fill three pages
     assert drive.endings()["b"].num_cached_tokens == 12
 
 
-def test_nothing_to_do_is_no_step() -> None:
+def test_no_step_without_requests() -> None:
     drive = Drive(make_limits())
     assert drive.call().step is None
     assert drive.state.next_step_id == 0

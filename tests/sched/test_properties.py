@@ -1,7 +1,7 @@
-"""Whatever the traffic, the pool and the chunking: the same tokens, no page lost or shared wrongly.
+"""Property tests: traffic, pool size and chunking change no token, and no page is lost or misused.
 
-``Drive`` checks every invariant after every call and the fake executor every page that a row reads
-or writes, so most of the assertions live there.
+``Drive`` checks every invariant after every call, and the fake executor every page that a row reads
+or writes, so most of the assertions are there.
 """
 
 import copy
@@ -22,12 +22,12 @@ NIGHTLY_TRACES = 100_000
 MAX_MODEL_LEN = 48
 WINDOWS = ((None,), (None,), (None, 6), (None, 9, 9), (5,), (None, None, 1))
 PAGE_SIZE = 4
-STREAM = tuple((7 * i * i + i) % 50 for i in range(MAX_MODEL_LEN))  # prompts share its beginnings
+STREAM = tuple((7 * i * i + i) % 50 for i in range(MAX_MODEL_LEN))  # prompts are prefixes of it
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests by the turn they arrive in, aborts by turn, and the engine's shape."""
+    """Requests and aborts with the iterations in which they arrive, and the scheduler's limits."""
 
     requests: tuple[tuple[int, Request], ...]
     aborts: tuple[tuple[int, str], ...]
@@ -39,7 +39,7 @@ class Trace:
     prefill_first: bool
     windows: tuple[int | None, ...]
     query_tokens: int
-    num_snapshots: int  # more than 0: the model has state for each sequence
+    num_snapshots: int  # if not 0, the model has state for each sequence
 
     def drive(self, **changes: object) -> Drive:
         """A fresh drive with the trace's limits."""
@@ -58,27 +58,30 @@ class Trace:
         limits = make_limits(**(values | changes))
         return Drive(limits, depth=self.depth)
 
-    def events(self, turn: int) -> tuple[Event, ...]:
-        """What happens in a turn besides finished steps."""
-        arrivals = (Arrive(request) for at, request in self.requests if at == turn)
-        aborts = (Abort(request_id) for at, request_id in self.aborts if at == turn)
+    def events(self, iteration: int) -> tuple[Event, ...]:
+        """The arrivals and aborts of an iteration."""
+        arrivals = (Arrive(request) for at, request in self.requests if at == iteration)
+        aborts = (Abort(request_id) for at, request_id in self.aborts if at == iteration)
         return (*arrivals, *aborts)
 
     @property
-    def last_turn(self) -> int:
-        """The last turn with an event."""
+    def last_iteration(self) -> int:
+        """The last iteration with an event."""
         return max(at for at, _ in (*self.requests, *self.aborts))
 
 
 @st.composite
 def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
-    """Traffic that fits; ``in_order``: equal priorities, no request ends early."""
+    """Traces of requests that fit the limits.
+
+    With ``in_order`` all priorities are equal and no request is aborted.
+    """
     requests: list[tuple[int, Request]] = []
-    turn = 0
+    iteration = 0
     for i in range(draw(st.integers(1, 8))):
-        turn += draw(st.integers(0, 3))
+        iteration += draw(st.integers(0, 3))
         prompt = (*STREAM[: draw(st.integers(0, 30))], draw(st.integers(0, 3)))
-        requests.append((turn, _request(draw, i, prompt, in_order)))
+        requests.append((iteration, _request(draw, i, prompt, in_order)))
     max_num_batched_tokens = draw(st.sampled_from((1, 7, 16, 64)))
     windows = draw(st.sampled_from(WINDOWS))
     query_tokens = draw(st.sampled_from((1, 1, 2, 5)))
@@ -133,15 +136,15 @@ def _request(draw: st.DrawFn, i: int, prompt: tuple[int, ...], in_order: bool) -
 
 
 def run(trace: Trace, drive: Drive) -> Drive:
-    """The whole trace."""
-    for turn in range(trace.last_turn + 1):
-        drive.tick(*trace.events(turn))
+    """Run the whole trace."""
+    for iteration in range(trace.last_iteration + 1):
+        drive.tick(*trace.events(iteration))
     drive.finish()
     return drive
 
 
 def check_run(trace: Trace, drive: Drive) -> None:
-    """Every request ended once, with its own tokens, and gave everything back."""
+    """Assert that every request ended once, with the expected tokens, and all pages are free."""
     tokens, endings = drive.tokens(), drive.endings()
     for _, request in trace.requests:
         expected = expected_tokens(request, MAX_MODEL_LEN)
@@ -159,15 +162,15 @@ def check_run(trace: Trace, drive: Drive) -> None:
 
 
 def check_prompt_logprobs(request: Request, drive: Drive) -> None:
-    """One entry per prompt token but the first, in order, each once."""
+    """Assert one entry for each prompt token but the first, in order."""
     entries = [
         entry
         for event in drive.events
         if event.request_id == request.request_id
         for entry in event.prompt_logprobs
     ]
-    wanted = request.sampling.prompt_logprobs is not None
-    targets = request.prompt_token_ids[1:] if wanted else ()
+    has_logprobs = request.sampling.prompt_logprobs is not None
+    targets = request.prompt_token_ids[1:] if has_logprobs else ()
     assert [entry.token_ids[0] for entry in entries] == list(targets)
     assert [entry.logprobs[0] for entry in entries] == [-1.0 - i for i in range(len(targets))]
 
@@ -180,7 +183,7 @@ def test_every_schedule_gives_the_same_tokens(trace: Trace) -> None:
 @pytest.mark.nightly
 @settings(max_examples=NIGHTLY_TRACES)
 @given(traces())
-def test_every_schedule_gives_the_same_tokens_at_length(trace: Trace) -> None:
+def test_every_schedule_gives_the_same_tokens_in_many_traces(trace: Trace) -> None:
     check_run(trace, run(trace, trace.drive()))
 
 
@@ -220,8 +223,8 @@ def test_schedule_is_pure(trace: Trace) -> None:
 @given(traces(in_order=True), st.integers(0, 30))
 def test_histories_branch(trace: Trace, at: int) -> None:
     drive = trace.drive()
-    for turn in range(max(at, trace.last_turn) + 1):
-        drive.tick(*trace.events(turn))
+    for iteration in range(max(at, trace.last_iteration) + 1):
+        drive.tick(*trace.events(iteration))
     branch = copy.copy(drive)
     branch.executor = copy.deepcopy(drive.executor)
     branch.plans, branch.events, branch.flying = [], list(drive.events), list(drive.flying)
@@ -235,8 +238,8 @@ def test_histories_branch(trace: Trace, at: int) -> None:
 @given(traces(in_order=True), st.integers(0, 30))
 def test_a_failed_step_ends_its_own_requests_only(trace: Trace, at: int) -> None:
     drive = trace.drive()
-    for turn in range(max(at, trace.last_turn) + 1):
-        drive.tick(*trace.events(turn))
+    for iteration in range(max(at, trace.last_iteration) + 1):
+        drive.tick(*trace.events(iteration))
     hit: set[str] = set()
     if drive.flying:
         step_id = drive.flying.pop(0).step_id
@@ -258,15 +261,15 @@ def test_a_failed_step_ends_its_own_requests_only(trace: Trace, at: int) -> None
 
 
 @given(traces(in_order=True))
-def test_nobody_starves(trace: Trace) -> None:
-    """The bound of ``sched.schedule``, and that each step works for the first of all."""
+def test_no_request_starves(trace: Trace) -> None:
+    """The bound of ``sched.schedule`` holds, and each step has a row for the first request."""
     drive = trace.drive()
-    planned: dict[str, int] = {}  # steps planned until a request's end was known
-    turn = 0
+    planned: dict[str, int] = {}  # number of steps planned when a request ended
+    iteration = 0
     first, epoch = "", -1
-    while turn <= trace.last_turn or drive.state.num_unfinished:
-        output = drive.tick(*trace.events(turn))
-        turn += 1
+    while iteration <= trace.last_iteration or drive.state.num_unfinished:
+        output = drive.tick(*trace.events(iteration))
+        iteration += 1
         for event in output.events:
             if event.finish_reason is not None:
                 planned[event.request_id] = len(drive.plans)
@@ -278,15 +281,16 @@ def test_nobody_starves(trace: Trace) -> None:
         first, epoch = head.request_id, head.epoch
         if output.step is not None:
             has_row = head.request_id in {row.request_id for row in output.step.rows}
-            waits = trace.prefill_first and not output.step.decodes
-            assert has_row or waits or head.num_computed_tokens + 1 == head.max_num_tokens
+            only_prefills = trace.prefill_first and not output.step.decodes
+            all_in_flight = head.num_computed_tokens + 1 == head.max_num_tokens
+            assert has_row or only_prefills or all_in_flight
     chunk = min(
         trace.max_num_batched_tokens,
         max(b.num_prefill_tokens for b in drive.limits.buckets if b.fits(trace.max_num_seqs, 1, 1)),
     )
     most_tokens = [len(r.prompt_token_ids) + r.max_tokens for _, r in trace.requests]
     most_chunks = [cdiv(num_tokens, chunk) for num_tokens in most_tokens]
-    if trace.num_snapshots:  # two cuts
+    if trace.num_snapshots:  # a prefill is split at two borders at most
         most_chunks = [num_chunks + 2 for num_chunks in most_chunks]
     bound = sum(most_chunks) if trace.prefill_first else 0
     for (_, request), num_chunks in zip(trace.requests, most_chunks, strict=True):
@@ -295,7 +299,7 @@ def test_nobody_starves(trace: Trace) -> None:
 
 
 @given(traces(in_order=True))
-def test_a_batch_that_prefills_first_is_preempted_no_more_often(trace: Trace) -> None:
+def test_prefill_first_causes_no_more_preemptions(trace: Trace) -> None:
     batch = dataclasses.replace(trace, requests=tuple((0, r) for _, r in trace.requests))
     mixed = run(batch, batch.drive(prefill_first=False))
     first = run(batch, batch.drive(prefill_first=True))

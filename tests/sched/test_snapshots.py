@@ -1,4 +1,4 @@
-"""Snapshots of layer state: where prefills are cut for them, which are kept, which are used."""
+"""Snapshots of layer state: the splits of prefills, eviction and reuse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPT = tuple(range(1, 23))  # 5 full pages and 2 tokens
 
 
 def drive(**changes: object) -> Drive:
-    """Of a model with state for each sequence."""
+    """A drive for a model with state for each sequence."""
     return Drive(make_limits(**({"num_snapshots": 4, "max_num_batched_tokens": 64} | changes)))
 
 
@@ -34,49 +34,49 @@ def chunks(plans: list[StepPlan], request_id: str) -> list[tuple[int, int, bool]
 
 def restored(plans: list[StepPlan], request_id: str) -> list[int | None]:
     """The snapshot of each admission of a request."""
-    found = [one for plan in plans for one in plan.admissions]
-    return [one.snapshot for one in found if one.request.request_id == request_id]
+    admissions = [admission for plan in plans for admission in plan.admissions]
+    return [a.snapshot for a in admissions if a.request.request_id == request_id]
 
 
-def answered(one: Drive, *prompts: tuple[int, ...]) -> None:
-    """Prompts, each after the one before has ended."""
+def run_each(one: Drive, *prompts: tuple[int, ...]) -> None:
+    """Run the prompts one at a time."""
     for prompt in prompts:
         name = f"r{len(one.tokens())}"
         one.arrive(make_request(name, prompt, arrival=len(one.tokens()), max_tokens=3))
         one.finish()
 
 
-def test_a_prompt_is_cut_at_its_last_border() -> None:
-    """Which is not its end: one token is left to draw from."""
+def test_a_prompt_is_split_at_its_last_border() -> None:
+    """The prompt's end is not a border: at least one token must be computed to draw the next."""
     one = drive()
-    answered(one, PROMPT, PROMPT[:20], PROMPT[:4])
+    run_each(one, PROMPT, PROMPT[:20], PROMPT[:4])
     assert chunks(one.plans, "r0") == [(0, 20, True), (20, 22, False)]
     assert chunks(one.plans, "r1")[-1] == (16, 20, False)
     assert chunks(one.plans, "r2") == [(0, 4, False)]
 
 
-def test_the_same_prompt_starts_from_there() -> None:
+def test_the_same_prompt_starts_from_the_snapshot() -> None:
     one = drive()
-    answered(one, PROMPT, PROMPT, (*PROMPT[:20], 49, 48))
+    run_each(one, PROMPT, PROMPT, (*PROMPT[:20], 49, 48))
     assert chunks(one.plans, "r1") == chunks(one.plans, "r2") == [(20, 22, False)]
     assert restored(one.plans, "r0") == [None]
     assert restored(one.plans, "r1") == restored(one.plans, "r2") != [None]
     assert one.endings()["r1"].num_cached_tokens == one.endings()["r2"].num_cached_tokens == 20
 
 
-def test_a_beginning_that_two_share_is_a_border_for_the_second() -> None:
-    """The third starts there."""
+def test_the_end_of_a_shared_prefix_is_a_border_of_the_second_prompt() -> None:
+    """A third prompt with the prefix starts from its snapshot."""
     one = drive()
     others = [(*PROMPT[:13], *(first + i for i in range(9))) for first in (30, 40)]
-    answered(one, PROMPT, *others)
+    run_each(one, PROMPT, *others)
     assert chunks(one.plans, "r1") == [(0, 12, True), (12, 20, True), (20, 22, False)]
     assert chunks(one.plans, "r2") == [(12, 20, True), (20, 22, False)]
     assert [one.endings()[name].num_cached_tokens for name in ("r0", "r1", "r2")] == [0, 0, 12]
 
 
-def test_chunks_meet_borders() -> None:
+def test_chunks_end_at_borders() -> None:
     one = drive(max_num_batched_tokens=7)
-    answered(one, PROMPT)
+    run_each(one, PROMPT)
     assert chunks(one.plans, "r0") == [
         (0, 7, False),
         (7, 14, False),
@@ -85,35 +85,35 @@ def test_chunks_meet_borders() -> None:
     ]
 
 
-def test_without_snapshots_no_prefill_is_cut() -> None:
+def test_without_snapshots_no_prefill_is_split() -> None:
     one = drive(num_snapshots=0)
-    answered(one, PROMPT, PROMPT)
+    run_each(one, PROMPT, PROMPT)
     assert chunks(one.plans, "r0") == [(0, 22, False)]
     assert chunks(one.plans, "r1") == [(20, 22, False)]
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_the_least_recently_used_row_is_taken_first() -> None:
     prompts = [(first, *PROMPT) for first in (40, 41, 42)]
     one = drive(num_snapshots=2, num_pages=200)
     a, b, c = prompts
-    answered(one, a, b, a, c, a, b)
+    run_each(one, a, b, a, c, a, b)
     cached = [one.endings()[f"r{i}"].num_cached_tokens for i in range(6)]
     assert cached == [0, 0, 20, 0, 20, 0]
 
 
-def test_what_lost_its_page_goes_first() -> None:
+def test_a_row_whose_page_was_evicted_is_taken_first() -> None:
     writer = SnapshotWriter(new_snapshots(2))
-    for row, name in ((writer.take(bool), b"a"), (writer.take(bool), b"b")):
+    for row, page_hash in ((writer.take(bool), b"a"), (writer.take(bool), b"b")):
         assert row is not None
         writer.release([row])
-        writer.register(row, name)
+        writer.register(row, page_hash)
     used = writer.use(b"b")
-    assert writer.take(lambda name: name == b"a") == used
+    assert writer.take(lambda page_hash: page_hash == b"a") == used
     assert writer.last_within([b"a", b"b"]) == 1
 
 
-def test_a_name_that_is_taken_stays() -> None:
-    """Two compute the same prompt side by side."""
+def test_a_hash_stays_with_its_first_row() -> None:
+    """Two sequences compute the same prompt in the same step."""
     one = drive()
     one.arrive(*(make_request(name, PROMPT, arrival=i) for i, name in enumerate("ab")))
     one.finish()
@@ -121,8 +121,8 @@ def test_a_name_that_is_taken_stays() -> None:
     assert len(one.state.snapshots.by_hash) == 1 and len(one.state.snapshots.free) == 3
 
 
-def test_no_row_left() -> None:
-    """All are pending: the prefill goes on without."""
+def test_no_free_row() -> None:
+    """If all rows are pending, a prefill takes no snapshot."""
     one = drive(num_snapshots=1)
     one.arrive(*(make_request(name, PROMPT, arrival=i) for i, name in enumerate("ab")))
     one.finish()
@@ -130,7 +130,7 @@ def test_no_row_left() -> None:
 
 
 @pytest.mark.parametrize("how", ["aborted", "failed"])
-def test_what_was_not_computed_has_no_name(how: str) -> None:
+def test_the_snapshot_of_an_aborted_or_failed_prefill_is_freed(how: str) -> None:
     one = drive()
     one.call(Arrive(make_request("r", PROMPT)))
     assert len(one.state.snapshots.free) == 3

@@ -1,4 +1,4 @@
-"""A tiny Llama as a folder and as a GGUF file, for tests that spoil it."""
+"""Fixtures: a tiny Llama as a folder and as a GGUF file, for tests that damage it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converted weights: written whole or not at all, read instead of the checkpoint."""
+"""The cache of converted weights: entries are atomic and are read instead of the checkpoint."""
 
 import os
 import subprocess
@@ -17,11 +17,11 @@ from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.staging import build_once
 from jaxinfer.models.base import Params
+from jaxinfer.models.params import by_path
 from jaxinfer.models.registry import build_model
-from jaxinfer.models.tree import by_path
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights import converted
-from jaxinfer.weights.gguf_checkpoint import GGUFCheckpoint
+from jaxinfer.weights.gguf.checkpoint import GGUFCheckpoint
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.sources import ModelSource, resolve_source
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf
@@ -57,7 +57,7 @@ def assert_equal(left: Params, right: Params) -> None:
 
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several groups even for a tiny model."""
+    """Make the groups so small that a tiny model has several."""
     monkeypatch.setattr(converted, "_GROUP_BYTES", 40_000)
 
 
@@ -73,18 +73,18 @@ def test_second_load_does_not_read_the_checkpoint(
     assert_equal(load(source, tmp_path), direct)
 
 
-def test_what_is_saved_is_the_hosts(
+def test_host_arrays_are_saved(
     source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Orbax would copy a device's arrays back; on a GPU the process died of that."""
+    """Orbax copies a device's arrays back to the host, which has crashed on a GPU."""
     saved: list[type] = []
     save = converted._save
 
-    def looked_at(orbax: object, folder: Path, group: dict[str, np.ndarray]) -> None:
+    def recording_save(orbax: object, folder: Path, group: dict[str, np.ndarray]) -> None:
         saved.extend(map(type, group.values()))
         save(orbax, folder, group)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(converted, "_save", looked_at)
+    monkeypatch.setattr(converted, "_save", recording_save)
     load(source, tmp_path)
     assert set(saved) == {np.ndarray}
 
@@ -147,7 +147,7 @@ def test_cut_data_is_noticed(source: ModelSource, tmp_path: Path) -> None:
 
 
 def test_nothing_is_printed(source: ModelSource, tmp_path: Path) -> None:
-    """Orbax logs much; a user sees none of it. In a process of its own, as logging is global."""
+    """Orbax's log lines are hidden from users. The test has its own process: logging is global."""
     code = """
 import sys
 from pathlib import Path
@@ -216,7 +216,7 @@ assert build_once(Path(sys.argv[1]), fill)
 
 
 def test_second_process_waits_for_the_first(tmp_path: Path) -> None:
-    """The first is killed while it builds; the second, which waited, then builds it whole."""
+    """The first is killed while it builds; the second, which has waited, then builds the entry."""
     entry = tmp_path / "entry"
     with _builder(entry, "stuck") as first, _builder(entry, "quick") as second:
         with pytest.raises(subprocess.TimeoutExpired):
@@ -231,7 +231,7 @@ def test_second_process_waits_for_the_first(tmp_path: Path) -> None:
 
 @contextmanager
 def _builder(entry: Path, speed: str) -> Generator[subprocess.Popen[bytes]]:
-    """A process that has begun to build the entry or waits for another one that does."""
+    """A process that is building the entry, or waiting for another process that is."""
     process = subprocess.Popen([sys.executable, "-c", _BUILDER, str(entry), speed])
     try:
         while not entry.with_name("entry.partial").exists():

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a model is one sentence that names it, said before weights are read."""
+"""Errors of models are one sentence that names the fault, raised before weights are read."""
 
 import os
 import pickle
@@ -63,10 +63,10 @@ def test_home_of_an_unknown_user(folder: Path) -> None:
 
 @contextmanager
 def ordinary_user() -> Iterator[None]:
-    """Root may read everything; give that up within the block."""
+    """Drop root's permission to read every file within the block."""
     root = os.geteuid() == 0
     if root:
-        os.seteuid(65534)  # nobody
+        os.seteuid(65534)  # the user "nobody"
     try:
         yield
     finally:
@@ -82,7 +82,7 @@ def test_no_permission(folder: Path, closed: str, kind: type[JaxinferError]) -> 
     with tempfile.TemporaryDirectory() as parent:  # pytest's own folders are closed to others
         Path(parent).chmod(0o755)
         copy = Path(shutil.copytree(folder, Path(parent) / "model"))
-        resolve(copy)  # also imports what an ordinary user may not be allowed to read any more
+        resolve(copy)  # also imports modules that an ordinary user may not be allowed to read
         (copy / closed).chmod(0)
         try:
             with (
@@ -208,7 +208,7 @@ def test_file_cut_after_opening(folder: Path) -> None:
         checkpoint.read(NORM)
 
 
-# What the model needs against what the checkpoint holds
+# Parameters of the model that do not match the checkpoint's tensors
 
 
 def _without(tensors: Tensors) -> None:
@@ -223,7 +223,7 @@ def _reshaped(tensors: Tensors) -> None:
     tensors[EMBED] = tensors[EMBED][:-1]
 
 
-def _turned(tensors: Tensors) -> None:
+def _transposed(tensors: Tensors) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     tensors[name] = np.ascontiguousarray(tensors[name].T)
 
@@ -245,7 +245,7 @@ def _as_int8(tensors: Tensors) -> None:
             r"embed_tokens\.weight of .*\.safetensors has shape \(95, 64\) instead of \(96, 64\)",
         ),
         (
-            _turned,
+            _transposed,
             r"down_proj\.weight of model\.safetensors has shape \(128, 64\) instead of \(64, 128\)",
         ),
         (
@@ -253,7 +253,7 @@ def _as_int8(tensors: Tensors) -> None:
             r"model\.norm\.weight of model\.safetensors is stored as I8, which cannot be read",
         ),
     ],
-    ids=["missing", "unexpected", "shape", "turned", "dtype"],
+    ids=["missing", "unexpected", "shape", "transposed", "dtype"],
 )
 def test_checkpoint_does_not_fit(
     tmp_path: Path,
@@ -301,14 +301,14 @@ def test_broken_tokenizer_files(folder: Path) -> None:
         resolve(folder).tokenizer_spec()
 
 
-# Any damage at all
+# Random damage
 
 
 @pytest.mark.parametrize("suffix", ["gguf", "safetensors"])
 def test_damaged_header_never_surprises(
     folder: Path, gguf_file: Path, suffix: str, tmp_path: Path
 ) -> None:
-    """Whatever byte is changed, the file is refused in our words or read as something valid."""
+    """A file with changed bytes is refused with one of our errors, or is still valid."""
     whole = (gguf_file if suffix == "gguf" else folder / "model.safetensors").read_bytes()
     damaged = gguf_file if suffix == "gguf" else folder / "model.safetensors"
     reference = gguf_file if suffix == "gguf" else folder

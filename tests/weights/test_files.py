@@ -1,4 +1,4 @@
-"""Which files of a folder hold the model: transformers' choice among what else lies there."""
+"""The files of a folder that hold the model are the ones that transformers selects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHER = {"layers.0.attention.wq.weight": np.zeros((2, 2), np.float32)}  # Mistra
 
 
 def fits(folder: Path) -> None:
-    """The checkpoint is found, and it is the model's."""
+    """Assert that the checkpoint is found and fits the model."""
     source = resolve(folder)
     assert source.checkpoint is not None
     plan_params(build_model(source.hf_config, "float32"), source.checkpoint)
@@ -40,7 +40,7 @@ def fits(folder: Path) -> None:
         "original/consolidated.safetensors",
     ],
 )
-def test_other_files_beside_the_single_one(tmp_path: Path, tensors: Tensors, name: str) -> None:
+def test_other_files_next_to_the_single_one(tmp_path: Path, tensors: Tensors, name: str) -> None:
     folder = write_hf_folder(tmp_path, CONFIG, tensors)
     (folder / name).parent.mkdir(exist_ok=True)
     save_file(OTHER, folder / name)
@@ -59,7 +59,7 @@ def test_the_single_file_wins_over_an_index(tmp_path: Path, tensors: Tensors) ->
 @pytest.mark.parametrize(
     "name", ["consolidated.safetensors", "adapter_model.safetensors", "unrelated.safetensors"]
 )
-def test_other_files_beside_shards(
+def test_other_files_next_to_shards(
     tmp_path: Path, tensors: Tensors, name: str, indexed: bool
 ) -> None:
     folder = write_hf_folder(tmp_path, CONFIG, tensors, shards=2)
@@ -97,7 +97,7 @@ def _only(name: str) -> Callable[[Path], Any]:
     return lambda folder: (folder / "model.safetensors").rename(folder / name)
 
 
-def _shard_gone(folder: Path) -> None:
+def _missing_shard(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00003.safetensors")
 
 
@@ -112,7 +112,7 @@ def _named(name: object) -> Callable[[Path], Any]:
         (_only("consolidated.safetensors"), SourceError, "holds consolidated.safetensors, another"),
         (_only("adapter_model.safetensors"), SourceError, "another layout or an adapter"),
         (
-            _shard_gone,
+            _missing_shard,
             CheckpointError,
             "1 shards of 00003, and model-00002-of-00003.safetensors is",
         ),

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a GGUF file is one sentence, said before weights are read."""
+"""Errors of GGUF files are one sentence, and are raised before weights are read."""
 
 import struct
 from pathlib import Path

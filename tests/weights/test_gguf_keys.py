@@ -1,4 +1,4 @@
-"""Each metadata key that changes what a model computes is honoured, or refused by its name."""
+"""Each metadata key that changes a model's result is supported, or refused by its name."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,8 +18,8 @@ from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.nn.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from jaxinfer.nn.rope import inverse_frequencies as frequencies
-from jaxinfer.weights.gguf_config import hf_config_from_gguf
-from jaxinfer.weights.gguf_header import GGUFHeader, read_header
+from jaxinfer.weights.gguf.config import hf_config_from_gguf
+from jaxinfer.weights.gguf.header import GGUFHeader, read_header
 from jaxinfer.weights.load import load_params
 from kit.checkpoints import (
     random_hf_tensors,
@@ -97,7 +97,7 @@ YARN = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
             YarnScaling(4.0, 256, attn_factor=2.0),
             id="attn_factor",
         ),
-        pytest.param(  # what the converter makes of DeepSeek-R1-0528-Qwen3-8B
+        pytest.param(  # the value in a converted DeepSeek-R1-0528-Qwen3-8B
             YARN | {"rope__scaling__yarn_attn_factor": 0.878},
             YarnScaling(4.0, 256, attn_factor=0.878),
             id="yarn_attn_factor",
@@ -160,7 +160,7 @@ def test_gpt2_without_a_feed_forward_length(headers: dict[str, GGUFHeader]) -> N
     assert hf_config_from_gguf(replace(header, metadata=metadata), None)["n_inner"] == 4 * 64
 
 
-# Keys that files of these architectures have, with values that change nothing.
+# Keys in files of these architectures, with values that change nothing.
 HARMLESS: dict[str, Any] = {
     "vocab_size": 96,
     "attention.causal": True,
@@ -197,7 +197,7 @@ def test_harmless_values(headers: dict[str, GGUFHeader], arch: str, key: str) ->
 
 
 def test_layout_of_metas_weights(headers: dict[str, GGUFHeader]) -> None:
-    layout = "Meta AI original pth"  # what older converters wrote into files of Llama
+    layout = "Meta AI original pth"  # older converters wrote this into files of Llama
     config = config_of(headers["llama"], "llama", tensor_data_layout=layout)
     assert config == config_of(headers["llama"], "llama")
     with pytest.raises(CheckpointError, match=r"qwen2\.tensor_data_layout is supported only as"):
@@ -278,8 +278,8 @@ def published_keys() -> Iterator[str]:
                 yield value.removeprefix("{arch}.").format(dense="dense_2", id=0)
 
 
-# No logit of ours depends on these: sizes that tensors state, remarks, the epsilon of the other
-# kind of norm, and what only means something beside another key.
+# No logit of our models depends on these: sizes that are also in the tensors' shapes, remarks, the
+# epsilon of the other kind of norm, and keys that have a meaning only together with another key.
 WITHOUT_EFFECT = {
     *("vocab_size", "pooling_type", "rope.scaling.finetuned"),
     *("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"),
@@ -290,7 +290,7 @@ WITHOUT_EFFECT = {
 
 @pytest.mark.parametrize("arch", CONFIGS)
 def test_no_published_key_is_ignored(headers: dict[str, GGUFHeader], arch: str) -> None:
-    """A senseless value for each: it changes the config, or is refused by name."""
+    """A nonsense value of each key changes the config, or is refused by name."""
     before, ignored = config_of(headers[arch], arch), set()
     for key in published_keys():
         try:
@@ -328,7 +328,9 @@ def test_both_rope_scalings(tmp_path: Path) -> None:
         ({"split.count": 3, "split.no": 1}, "one part of a split GGUF"),
     ],
 )
-def test_no_whole_model(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
+def test_file_that_is_not_a_whole_model(
+    tmp_path: Path, metadata: dict[str, Any], message: str
+) -> None:
     config = CONFIGS["llama"]
     tensors = random_hf_tensors(build_model(config, "float32"))
     path = write_gguf(tmp_path / "m.gguf", config, tensors, metadata=metadata)

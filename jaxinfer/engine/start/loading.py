@@ -24,10 +24,10 @@ from jaxinfer.exec.compile.build import (
 from jaxinfer.exec.compile.memory_plan import check_workspace
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import (
+    allocating,
     claim_memory,
     compile_init_state,
     init_state,
-    taking,
 )
 from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import Params
@@ -108,7 +108,7 @@ class _Loader:
         except BaseException as error:
             self._claimed.set_exception(error)  # ``_pages_and_slots`` waits for it
             raise
-        with taking(plan.memory.weight_bytes):
+        with allocating(plan.memory.weight_bytes):
             params = load_params(
                 plan.model,
                 plan.source,

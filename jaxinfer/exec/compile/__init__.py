@@ -1,1 +1,1 @@
-"""What is compiled: buckets, executables, the memory they need, bundles on disk."""
+"""Compilation: buckets, executables, the memory they need, bundles on disk."""

@@ -1,17 +1,15 @@
-"""The bucket table: which shapes are compiled; no step has another.
-
-Owns: the ladder of shapes.
-"""
+"""The bucket table: the shapes that are compiled. Every step has one of them."""
 
 from __future__ import annotations
 
 from jaxinfer.core.shapes import cdiv, ladder
 from jaxinfer.core.step import Bucket
 
-TOKENS_PER_PREFILL = 16  # of a chunk for each of its rows
-# Beyond so many rows, with which the last product takes as long as with one, twice as many tokens.
-FREE_ROWS = 64
-MIXED_TOKENS_PER_ROW = 4  # of a chunk beside decode rows, but for the largest chunk
+TOKENS_PER_PREFILL_ROW = 16  # a bucket has one prefill row for each 16 of its prefill tokens
+# Up to this many rows the head's GEMM takes as long as for one. Further prefill rows are added for
+# twice as many tokens each.
+CHEAP_HEAD_ROWS = 64
+MIXED_TOKENS_PER_ROW = 4  # fewest prefill tokens of a mixed bucket for each of its decode rows
 
 
 def bucket_table(
@@ -25,22 +23,24 @@ def bucket_table(
     max_num_mixed_tokens: int | None = None,
     query_tokens: int = 1,
 ) -> tuple[Bucket, ...]:
-    """Every shape a schedule can need: decode, prefill, and mixed when two sequences can run.
+    """Every shape that a schedule can need: decode, prefill, and mixed if two sequences can run.
 
-    Decode rows come as 1, then ``decode_start`` and its doubles. Prefill parts come in chunks of
-    ``prefill_start``, ``prefill_factor`` times that, ... up to ``max_num_batched_tokens``, with a
-    row for every 16 tokens of the chunk, or, where these are more than 64, every 32: each is a row
-    of logits, used or not. Shorter prompts share a step less densely. A mixed step pads its decode
-    rows to ``mixed_start`` or one of its doubles, and has at most ``max_num_mixed_tokens`` of
-    prompts (None: as many as any step), since all its decode rows wait for them. Chunks stand
-    beside a quarter of their own number of rows at most: more rows than that take so long that a
-    smaller chunk would hardly shorten the step. The largest stands beside any number. Where rows
-    are more than a quarter of its tokens, it has a token less for every two more, down to half of
-    them, as all those rows wait for it. Mixed buckets score; with one sequence, which needs none,
-    the largest prefill bucket of at most ``max_num_mixed_tokens`` does. Decode rows have
-    ``query_tokens`` tokens.
+    Decode buckets have 1 row, ``decode_start`` rows and its doubles, of ``query_tokens`` tokens
+    each. Prefill buckets have ``prefill_start`` tokens, ``prefill_factor`` times as many, ... up to
+    ``max_num_batched_tokens``. They have a row for every 16 tokens, beyond 64 rows for every 32, as
+    logits are computed for every row, used or not; many short prompts do not fill a bucket.
+
+    Mixed buckets have ``mixed_start`` decode rows or one of its doubles, and at most
+    ``max_num_mixed_tokens`` prefill tokens (None: no further limit), as all decode rows wait for
+    them. They have at least 4 tokens for each decode row: with more rows, fewer tokens hardly
+    shorten the step. The largest chunk of each number of rows is an exception: it exists for every
+    number. If the rows are more than a quarter of its tokens, it has one token less for every two
+    more rows, down to half of ``max_num_mixed_tokens``, as all those rows wait for it.
+
+    Mixed buckets score. With one sequence there are none, and the largest prefill bucket of at most
+    ``max_num_mixed_tokens`` scores.
     """
-    most_mixed = min(max_num_mixed_tokens or max_num_batched_tokens, max_num_batched_tokens)
+    max_mixed = min(max_num_mixed_tokens or max_num_batched_tokens, max_num_batched_tokens)
     chunks = ladder(prefill_start, max_num_batched_tokens, prefill_factor)
     mixed_rows = ladder(mixed_start, max_num_seqs, 2) if max_num_seqs > 1 else ()
     shapes = [
@@ -49,30 +49,32 @@ def bucket_table(
         *(
             (rows, chunk)
             for rows in mixed_rows
-            for chunk in _chunks_beside(rows, most_mixed, prefill_start, prefill_factor)
+            for chunk in _mixed_chunks(rows, max_mixed, prefill_start, prefill_factor)
         ),
     ]
-    alone = max(chunk for chunk in chunks if chunk <= most_mixed or chunk == chunks[0])
+    scored_chunk = max(chunk for chunk in chunks if chunk <= max_mixed or chunk == chunks[0])
     return tuple(
         Bucket(
             rows,
             chunk,
             _prefill_rows(chunk, max_num_seqs),
-            scores=bool(rows and chunk) or (not mixed_rows and chunk == alone),
+            scores=bool(rows and chunk) or (not mixed_rows and chunk == scored_chunk),
             query_tokens=query_tokens if rows else 1,
         )
         for rows, chunk in shapes
     )
 
 
-def _chunks_beside(rows: int, most: int, start: int, factor: int) -> list[int]:
-    """Tokens of the chunks beside decode rows, ``most`` at most: see ``bucket_table``."""
-    beyond = max(0, rows - most // MIXED_TOKENS_PER_ROW)
-    largest = max(cdiv(most, 2), most - beyond // 2)
-    fewest = min(MIXED_TOKENS_PER_ROW * rows, largest)
-    return [chunk for chunk in ladder(start, largest, factor) if chunk >= fewest]
+def _mixed_chunks(rows: int, max_mixed: int, start: int, factor: int) -> list[int]:
+    """Prefill tokens of the mixed buckets with so many decode rows: see ``bucket_table``."""
+    excess_rows = max(0, rows - max_mixed // MIXED_TOKENS_PER_ROW)
+    largest = max(cdiv(max_mixed, 2), max_mixed - excess_rows // 2)
+    smallest = min(MIXED_TOKENS_PER_ROW * rows, largest)
+    return [chunk for chunk in ladder(start, largest, factor) if chunk >= smallest]
 
 
 def _prefill_rows(chunk: int, max_num_seqs: int) -> int:
-    rows = min(chunk // TOKENS_PER_PREFILL, max(FREE_ROWS, chunk // (2 * TOKENS_PER_PREFILL)))
+    rows = min(
+        chunk // TOKENS_PER_PREFILL_ROW, max(CHEAP_HEAD_ROWS, chunk // (2 * TOKENS_PER_PREFILL_ROW))
+    )
     return max(1, min(max_num_seqs, rows)) if chunk else 0

@@ -1,7 +1,6 @@
-"""The executables of an engine: loaded from a bundle, which is compiled first if need be.
+"""The executables of an engine: loaded from a bundle, which is compiled first if there is none.
 
-Owns: ``Executables`` and the ways to get them: from a bundle, from the user's cache (which is
-folders of bundles) or by compiling.
+The user's cache is a folder of bundles.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from jaxinfer.exec.compile.memory_plan import MemoryPlan, check_workspace
 from jaxinfer.exec.compile.program import Program
 from pallas_kernels.toolchain.api import Toolchain
 
-type Compiled = Callable[..., Any]  # jax.stages.Compiled: refuses any other shape, never compiles
+type Compiled = Callable[..., Any]  # jax.stages.Compiled: refuses other shapes and never compiles
 
 
 @dataclass(frozen=True)
 class Executables:
-    """The functions of an engine. ``compiled`` says how many were compiled for it."""
+    """The executables of an engine."""
 
     by_name: Mapping[str, Compiled]  # see ``Program.names``
-    compiled: int
-    workspace_bytes: int  # of the largest: see ``bundle.StoredExecutable``
+    compiled: int  # number of executables that were compiled for this engine
+    workspace_bytes: int  # the largest workspace: see ``bundle.StoredExecutable``
 
 
 def build_executables(
@@ -54,15 +53,14 @@ def build_executables(
     progress: Progress,
     settings: Mapping[str, Any] | None = None,
 ) -> Executables:
-    """Load the executables from the bundle ``folder`` (see ``cached_bundle``); where there is none,
-    compile and save them first.
+    """Load the executables from the bundle ``folder``; compile and save them first if need be.
 
-    So what runs is always what was saved. One that was compiled here would lie among what the
-    compiler leaves behind: an engine on an H200 held 3.4 GB with such and 3.0 with loaded ones, and
-    launching a step of prompts took the host 1 ms less. The bundle's folder is made before anything
-    is compiled, so an unwritable cache is known at once; a second process that wants the same
-    bundle waits for the first. ``settings`` are those that the bundle's manifest keeps, and
-    ``memory`` is the plan that the executables are checked against: ``ConfigError``.
+    For ``folder`` see ``cached_bundle``. Only loaded executables run: with those that the process
+    has compiled itself an engine on an H200 held 3.4 GB of host memory (loaded: 3.0 GB), and the
+    launch of a prompt step took 1 ms longer. The bundle's folder is made before anything is
+    compiled, so an unwritable cache is an error at once. A second process that needs the same
+    bundle waits for the first. The manifest keeps ``settings``. Raises ``ConfigError`` if the
+    executables need more workspace than ``memory`` has planned.
     """
     names = program.names()
     made = _compile_into(folder, program, memory, names, settings or {}, progress)
@@ -73,27 +71,29 @@ def build_executables(
 
 
 def cached_bundle(program: Program, bundle_root: Path) -> Path:
-    """The folder under ``bundle_root`` for a program; it may not exist yet. Every source file is
-    read for its name.
+    """The folder under ``bundle_root`` for a program; it may not exist yet.
+
+    Every source file is read to compute its name.
     """
     return bundle_root / program_fingerprint(program).digest()
 
 
 def bundle_for(program: Program, folder: Path, names: Collection[str]) -> Bundle:
-    """Open a bundle; raises ``CacheError`` unless it is whole, fits the program and has these
-    executables.
+    """Open a bundle.
+
+    Raises ``CacheError`` unless it is undamaged, fits the program and has these executables.
     """
     bundle = open_bundle(folder)
-    bundle.refuse_machine(program.placement)
-    bundle.refuse_model(program.model)
-    bundle.refuse_program(program, names)
+    bundle.check_machine(program.placement)
+    bundle.check_model(program.model)
+    bundle.check_program(program, names)
     return bundle
 
 
 def load_executables(program: Program, bundle: Bundle, progress: Progress) -> Executables:
     """Load every executable of a program from a bundle that fits."""
     loaded = load_bundle(bundle, progress, program.names())
-    release_free_heap()  # the compiler's too, where there was one
+    release_free_heap()  # also memory of the compiler, if this process has compiled
     return Executables(loaded, 0, bundle.manifest.workspace_bytes)
 
 
@@ -105,9 +105,9 @@ def compile_bundle(
     settings: Mapping[str, Any],
     progress: Progress,
 ) -> tuple[Manifest, bool]:
-    """Write a bundle, whole or not at all; returns its manifest and whether it was made now.
+    """Write a bundle atomically; returns its manifest and whether it was made now.
 
-    A folder that holds the same bundle already is left as it is; one that holds anything else is
+    A folder that already holds the same bundle is not changed. A folder with other content is
     refused with ``CacheError``.
     """
     if folder.exists() and not (folder / BUNDLE_MANIFEST).is_file():
@@ -136,7 +136,7 @@ def _compile_into(
     *,
     elsewhere: str = OTHER_CACHE,
 ) -> Manifest | None:
-    """Compile and save, unless the folder is there already."""
+    """Compile and save; returns the manifest, or None if the folder exists already."""
     made: list[Manifest] = []
 
     def fill(partial: Path) -> None:
@@ -153,14 +153,15 @@ def compile_all(
     folder: Path,
     progress: Progress,
 ) -> dict[str, StoredExecutable]:
-    """Compile executables and write them into the folder; what was written, by name.
+    """Compile executables and write them into the folder; returns their records by name.
 
-    This thread traces, lowers and saves, others compile: as many as there are cores. Lowering is
-    Python, and several threads that take turns at it are slower than one by far; XLA needs no
-    interpreter. Kernels in Mosaic, which are the most of it, are lowered and compiled by other
-    processes at the same time. Steps with kernels to link come first, as these are compiled when
-    the step is lowered; then what takes XLA longest, which is named last. Saving keeps Python's
-    lock, 0.1 s for each: it begins when all is traced, and waits for what can be lowered.
+    This thread traces, lowers and saves; a thread per core compiles. Lowering is Python code, and
+    several threads are much slower at it than one, as they contend for the interpreter lock; XLA
+    does not hold it. Mosaic kernels, which take most of the time, are lowered and compiled by other
+    processes at the same time. Steps with kernels to link are traced first, as these kernels are
+    compiled when the step is lowered. The others follow in reverse order of names, as those that
+    XLA compiles longest have the last names. Saving holds the interpreter lock for 0.1 s each, so
+    it begins when all steps are traced, and steps that can be lowered are lowered first.
     """
     threads = os.cpu_count() or 1
     to_link = [name for name in names if program.links_kernels(name)]
@@ -172,29 +173,29 @@ def compile_all(
             gc_paused(),
             Toolchain(threads) as toolchain,
         ):
-            steps = _Steps(program, folder, toolchain, pool, advance)
-            if to_link:  # kernels in Mosaic alone are
+            steps = _Compilation(program, folder, toolchain, pool, advance)
+            if to_link:  # only Mosaic kernels are linked, and only they need worker processes
                 toolchain.start_workers()
             for name in (*to_link, *others):
                 steps.trace(name)
-            while steps.left:
-                steps.move_on()
+            while steps.unfinished:
+                steps.proceed()
                 if not steps.save_one():
-                    wait(steps.under_way, return_when=FIRST_COMPLETED)
-    finally:  # after a failure or Ctrl-C, nobody needs what is still compiling
+                    wait(steps.pending, return_when=FIRST_COMPLETED)
+    finally:  # after a failure or Ctrl-C the other executables are not needed
         pool.shutdown(wait=False, cancel_futures=True)
     return {name: steps.stored[name] for name in names}
 
 
-type _Kernels = list[Future[Any]]  # that are being made
+type _Kernels = list[Future[Any]]  # kernels that are being compiled
 
 
 @dataclass
-class _Steps:
-    """Steps on their way to the folder, each by what it waits for.
+class _Compilation:
+    """The state of a compilation: executables by the stage that they have reached.
 
-    A step is lowered once its kernels are compiled, since it names them by their hashes then, and
-    compiled once those are that it links.
+    A step is lowered when its kernels are compiled, as the lowered step contains their hashes. It
+    is compiled when the kernels that it links are compiled.
     """
 
     program: Program
@@ -208,29 +209,33 @@ class _Steps:
     stored: dict[str, StoredExecutable] = field(default_factory=dict)
 
     @property
-    def left(self) -> bool:
-        """Whether any is not saved yet."""
+    def unfinished(self) -> bool:
+        """Whether an executable is not saved yet."""
         return bool(self.traced or self.lowered or self.compiling)
 
     @property
-    def under_way(self) -> list[Future[Any]]:
-        """What any of them waits for."""
+    def pending(self) -> list[Future[Any]]:
+        """The unfinished kernels and compilations for which executables wait."""
         steps = (*self.traced.values(), *self.lowered.values())
         kernels = (kernel for _, made in steps for kernel in made)
         return [each for each in (*kernels, *self.compiling.values()) if not each.done()]
 
     def trace(self, name: str) -> None:
-        """Trace a step, and begin its kernels. One that has none is compiled meanwhile; others wait
-        until all are traced, as to begin kernels is more urgent than to lower what calls them.
+        """Trace a step and start its kernels. A step without kernels is lowered at once.
+
+        Others are lowered when all steps are traced, since starting kernels is more urgent.
         """
         traced = self.program.trace(name)
-        wanted = self.toolchain.begin(traced, link=self.program.links_kernels(name))
-        self.traced[name] = traced, wanted
-        if not wanted:
-            self.move_on()
+        kernels = self.toolchain.begin(traced, link=self.program.links_kernels(name))
+        self.traced[name] = traced, kernels
+        if not kernels:
+            self.proceed()
 
-    def move_on(self) -> None:
-        """Lower and begin to compile what waits for nothing; raises what a kernel raised."""
+    def proceed(self) -> None:
+        """Lower steps, and start to compile steps, that do not wait for kernels.
+
+        Raises the exception of a kernel that could not be compiled.
+        """
         for name in _ready(self.traced):
             self._lower(name, self.traced.pop(name)[0])
         for name in _ready(self.lowered):
@@ -238,8 +243,9 @@ class _Steps:
             self.compiling[name] = self.pool.submit(lowered.compile, options)
 
     def save_one(self) -> bool:
-        """Save an executable that is compiled, if there is one, and let go of it; raises what the
-        compiler raised.
+        """Save and release a compiled executable; returns False if there is none.
+
+        Raises the exception of a step that could not be compiled.
         """
         name = next((name for name, made in self.compiling.items() if made.done()), None)
         if name is None:
@@ -256,7 +262,7 @@ class _Steps:
 
 
 def _ready(steps: Mapping[str, tuple[Any, _Kernels]]) -> list[str]:
-    """Those whose kernels are made."""
+    """The names of steps whose kernels are compiled."""
     ready = [name for name, (_, kernels) in steps.items() if all(k.done() for k in kernels)]
     for name in ready:
         for kernel in steps[name][1]:

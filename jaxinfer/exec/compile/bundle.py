@@ -1,8 +1,8 @@
 """The bundle: compiled executables on disk, so that the next start compiles nothing.
 
-Owns: the folder's layout (``manifest.json`` and one file for each executable), and what is said of
-a folder that is damaged or does not fit. A bundle holds code that is run: load only those of people
-you trust.
+Owns: the folder's layout (``manifest.json`` and one file for each executable), and the errors of a
+folder that is damaged or does not fit. A bundle contains code that is executed: load only trusted
+ones.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ from jaxinfer.models.base import Model
 from jaxinfer.nn.placement import Placement
 from pallas_kernels.tuned import NAMES, read_choices, tuned_file
 
-FORMAT = 4  # of the folder; raise it when the manifest's meaning changes
-LOAD_THREADS = 16  # H200: 8 buckets load in 0.50 s on 8 threads, 1.96 s in turn
+FORMAT = 4  # version of the folder's format; raise it when the manifest's meaning changes
+LOAD_THREADS = 16  # H200: 8 buckets load in 0.50 s with 8 threads (1.96 s with one)
 
 
 class StoredExecutable(msgspec.Struct, frozen=True):
-    """One file. ``workspace_bytes`` is held while it runs beside weights, pages, slots, batch."""
+    """One file of a bundle.
+
+    ``workspace_bytes`` is the memory of a call in addition to weights, pages, slots and batch.
+    """
 
     file: str
     size_bytes: int
@@ -56,10 +59,10 @@ class StoredExecutable(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a bundle says of itself.
+    """The description of a bundle.
 
-    ``settings`` are the ``EngineConfig`` fields it decides; ``tuned`` is what ``tuned_choices``
-    were when it was made.
+    ``settings`` are the ``EngineConfig`` fields that it decides; ``tuned`` is the result of
+    ``tuned_choices`` when it was made.
     """
 
     format: int
@@ -74,47 +77,45 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def workspace_bytes(self) -> int:
-        """What the largest executable takes; one runs at a time."""
+        """The workspace of the largest executable; only one runs at a time."""
         return max(stored.workspace_bytes for stored in self.executables.values())
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A folder whose files are all what its manifest says."""
+    """A folder whose files have been checked against its manifest."""
 
     folder: Path
     manifest: Manifest
 
-    def refuse_machine(self, placement: Placement) -> None:
-        """Raise ``CacheError`` unless this installation and devices are those it was made for."""
+    def check_machine(self, placement: Placement) -> None:
+        """Raise ``CacheError`` unless it was made for this installation and kind of device."""
         self._refuse(self.manifest.fingerprint.machine, of_machine(placement))
 
-    def refuse_model(self, model: Model) -> None:
+    def check_model(self, model: Model) -> None:
         """Raise ``CacheError`` unless it was made for this model."""
         self._refuse(self.manifest.fingerprint.model, of_model(model))
 
-    def refuse_program(self, program: Program, names: Collection[str]) -> None:
-        """Raise ``CacheError`` unless it was made for these sizes and kernels, and has all of these
-        executables.
-        """
+    def check_program(self, program: Program, names: Collection[str]) -> None:
+        """Raise ``CacheError`` unless it was made for these sizes and kernels, with ``names``."""
         self._refuse(self.manifest.fingerprint.limits, of_limits(program.limits))
         self._refuse(self.manifest.fingerprint.kernels, of_pins(program.pins))
         if missing := set(names) - self.manifest.executables.keys():
             raise _damaged(self.folder, f"its manifest has no {', '.join(sorted(missing))}")
 
     def load(self, name: str) -> jax.stages.Compiled:
-        """One executable; raises ``CacheError`` naming a file that cannot be used."""
+        """Load one executable; raises ``CacheError``, with the file's name, if that fails."""
         stored = self.manifest.executables[name]
         path = self.folder / stored.file
         try:
             content = path.read_bytes()
         except OSError as error:
             raise _damaged(self.folder, f"{path} cannot be read: {error.strerror}") from error
-        # again: what is loaded late may have changed since
+        # checked again, as the file may have changed since the bundle was opened
         _check_content(self.folder, content, stored)
         try:
             return serialize_executable.deserialize_and_load(*pickle.loads(content))
-        except Exception as error:  # pickle and XLA raise anything on what they cannot read
+        except Exception as error:  # pickle and XLA raise various exceptions for damaged content
             raise _damaged(self.folder, f"{path}: {type(error).__name__}: {error}") from error
 
     def _refuse(self, made_for: Mapping[str, str], here: Mapping[str, str]) -> None:
@@ -127,7 +128,7 @@ class Bundle:
 
 
 def program_fingerprint(program: Program) -> Fingerprint:
-    """Everything that the executables of a program depend on, here."""
+    """Everything on this machine on which the executables of a program depend."""
     return Fingerprint(
         of_machine(program.placement),
         of_model(program.model),
@@ -137,7 +138,7 @@ def program_fingerprint(program: Program) -> Fingerprint:
 
 
 def tuned_choices(placement: Placement) -> dict[str, Any]:
-    """The kernels' tuned launches for this kind of device: by name in ``NAMES``, then by case."""
+    """The tuned kernel configs for this kind of device: by name in ``NAMES``, then by case."""
     kind = placement.device.device_kind
     choices = {name: read_choices(tuned_file(name, kind)) for name in NAMES}
     return {name: found for name, found in choices.items() if found}
@@ -146,7 +147,8 @@ def tuned_choices(placement: Placement) -> dict[str, Any]:
 def open_bundle(folder: Path) -> Bundle:
     """Read the manifest and check every file against it.
 
-    Raises ``CacheError`` naming the file that is missing, cut short, changed or of another format.
+    Raises ``CacheError``, with the file's name, if one is missing, truncated, changed or of another
+    format.
     """
     path = folder / BUNDLE_MANIFEST
     if not folder.is_dir():
@@ -164,7 +166,7 @@ def open_bundle(folder: Path) -> Bundle:
         raise _damaged(folder, f"{path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         raise _damaged(folder, f"{path} is no manifest: {error}") from error
-    # hashing holds no lock; in turn it takes 0.4 s on an H200
+    # hashing does not hold the interpreter lock; one thread takes 0.4 s on an H200's host
     with ThreadPoolExecutor(load_threads()) as pool:
         list(pool.map(partial(_check_file, folder), manifest.executables.values()))
     return Bundle(folder, manifest)
@@ -173,17 +175,17 @@ def open_bundle(folder: Path) -> Bundle:
 def load_bundle(
     bundle: Bundle, progress: Progress, names: Collection[str]
 ) -> dict[str, jax.stages.Compiled]:
-    """These executables of a bundle that fits; raises ``CacheError`` naming an unusable file."""
+    """Load executables of a bundle that fits; raises ``CacheError`` if a file cannot be used."""
     load_kernel_runtime()
     pool = ThreadPoolExecutor(load_threads())
-    under_way = {pool.submit(bundle.load, name): name for name in names}
+    names_of = {pool.submit(bundle.load, name): name for name in names}
     loaded: dict[str, jax.stages.Compiled] = {}
     try:
         with progress.task("load executables", len(names)) as advance:
-            for future in as_completed(under_way):
-                loaded[under_way[future]] = future.result()
+            for future in as_completed(names_of):
+                loaded[names_of[future]] = future.result()
                 advance(1)
-    finally:  # Ctrl-C included: nobody needs the others
+    finally:  # after a failure or Ctrl-C the other executables are not needed
         pool.shutdown(wait=False, cancel_futures=True)
     return loaded
 
@@ -191,10 +193,10 @@ def load_bundle(
 def executable_file(
     program: Program, name: str, compiled: jax.stages.Compiled
 ) -> tuple[StoredExecutable, bytes]:
-    """One file of a bundle: what the manifest says of it, and its content."""
+    """One file of a bundle: its record in the manifest, and its content."""
     content = pickle.dumps(serialize_executable.serialize(compiled))
     digest = hashlib.sha256(content).hexdigest()
-    workspace = workspace_bytes(compiled) + program.carried_bytes(name, compiled)
+    workspace = workspace_bytes(compiled) + program.stream_bytes(name, compiled)
     return StoredExecutable(f"{name}.bin", len(content), digest, workspace), content
 
 
@@ -205,9 +207,9 @@ def write_manifest(
     executables: Mapping[str, StoredExecutable],
     settings: Mapping[str, Any],
 ) -> Manifest:
-    """Write what makes a bundle of a folder with every executable.
+    """Write the manifest, which makes a bundle of a folder with every executable.
 
-    ``settings`` are the engine's, for whoever gives the bundle instead of them.
+    ``settings`` are the engine settings that are used when an engine is started with the bundle.
     """
     manifest = Manifest(
         format=FORMAT,
@@ -225,24 +227,25 @@ def write_manifest(
 
 
 def load_threads() -> int:
-    """Threads that load executables, or read their files, side by side."""
+    """The number of threads that load executables or read their files."""
     return min(LOAD_THREADS, os.cpu_count() or 1)
 
 
 def load_kernel_runtime() -> None:
-    """Mosaic kernels call a library that only their Python module loads: without it an executable
-    that holds some does not load in a process that has compiled none ("Failed to materialize").
+    """Load the library that Mosaic kernels call, which only their Python module loads.
 
-    It also adds to the environment, so it comes before any thread compiles: XLA starts ptxas with
-    that environment. (Suspected of 2 starts in 16 that ended with "Failed to launch ptxas".)
+    Without it, an executable with such kernels does not load in a process that has compiled none
+    ("Failed to materialize"). The module also changes the environment, with which XLA starts ptxas,
+    so call this before any thread compiles. (2 starts in 16 ended with "Failed to launch ptxas",
+    possibly for this reason.)
     """
     if jax.default_backend() == "gpu":
-        with suppress(ImportError):  # of a jax without it, which has compiled no such kernel either
+        with suppress(ImportError):  # a jax without the module has compiled no such kernel
             importlib.import_module("jax.experimental.mosaic.gpu")
 
 
 class _Format(msgspec.Struct):
-    """What every manifest of every format has."""
+    """The field that manifests of all formats have."""
 
     format: int
 

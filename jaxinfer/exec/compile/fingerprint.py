@@ -1,6 +1,6 @@
-"""What an executable depends on, field by field: the reason why a bundle fits or does not.
+"""The fingerprint of executables: every field on which they depend, to check whether a bundle fits.
 
-Owns: ``Fingerprint``, reading it here, and finding the field that differs.
+Owns: ``Fingerprint``, computing it on this machine, and finding the fields that differ.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from jaxinfer.models.base import Model
 from jaxinfer.nn.placement import Placement
 from pallas_kernels.pins import Pins
 
-TRACED_FOLDERS = ("core", "exec", "models", "nn")  # of jaxinfer: what a step is traced from
-# of Limits: what shapes depend on; the rest is the scheduler's business
+TRACED_FOLDERS = ("core", "exec", "models", "nn")  # folders of jaxinfer that a step is traced from
+# the fields of Limits on which shapes depend; only the scheduler uses the others
 SHAPING_LIMITS = ("num_pages", "page_size", "max_num_seqs", "max_model_len")
-KERNEL_COMPILERS = ("triton", "jax-triton")  # of the kernels that only GPUs run
+KERNEL_COMPILERS = ("triton", "jax-triton")  # packages that compile kernels for GPUs
 LONGEST_SHOWN = 60  # characters of a value in a message
 ABSENT = "not set"
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """Everything that executables depend on, as text by field. Equal ones can share a bundle."""
+    """Everything on which executables depend, as text by field. Equal ones can share a bundle."""
 
     machine: dict[str, str]
     model: dict[str, str]
@@ -42,13 +42,13 @@ class Fingerprint(msgspec.Struct, frozen=True):
     kernels: dict[str, str]
 
     def digest(self) -> str:
-        """The name of a folder of such executables."""
+        """A hash of all fields, which names the folder of the executables."""
         text = json.dumps(msgspec.to_builtins(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 class Difference(NamedTuple):
-    """A field with another value in the bundle than here."""
+    """A field whose values in the bundle and on this machine differ."""
 
     field: str
     bundle: str
@@ -66,7 +66,7 @@ def differences(bundle: Mapping[str, str], here: Mapping[str, str]) -> tuple[Dif
 
 
 def of_machine(placement: Placement) -> dict[str, str]:
-    """This installation and the devices of an engine."""
+    """The fields of this installation and the devices of an engine."""
     device, count = placement.device, placement.num_devices
     compilers = {name: _version(name) for name in KERNEL_COMPILERS}
     backend = {"host CPU": _host_cpu()} if device.platform == "cpu" else compilers
@@ -98,7 +98,7 @@ def of_model(model: Model) -> dict[str, str]:
 
 
 def of_limits(limits: Limits) -> dict[str, str]:
-    """The sizes that shapes depend on."""
+    """The sizes on which shapes depend."""
     values = {name: str(getattr(limits, name)) for name in SHAPING_LIMITS}
     if limits.num_snapshots:
         values["num_snapshots"] = str(limits.num_snapshots)
@@ -106,7 +106,7 @@ def of_limits(limits: Limits) -> dict[str, str]:
 
 
 def of_pins(pins: Pins) -> dict[str, str]:
-    """The kernels whose implementation was not free to choose."""
+    """The kernels whose implementation is pinned."""
     return {f"kernel {op}": impl for op, impl in pins.pairs}
 
 
@@ -115,7 +115,7 @@ def _short(value: str) -> str:
 
 
 def _host_cpu() -> str:
-    """What XLA's CPU code generation depends on: architecture, features and thread count."""
+    """The inputs of XLA's CPU code generation: architecture, features and number of threads."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         features = next(line for line in lines if line.startswith(("flags", "Features")))

@@ -1,12 +1,13 @@
-"""How many pages fit: the memory plan, made before anything is loaded or compiled.
+"""The memory plan: the number of pages that fit, computed before anything is loaded or compiled.
 
-Owns: ``MemoryPlan``, the arithmetic, and the bound on a step's workspace.
+Owns: ``MemoryPlan``, its arithmetic, and the bounds on workspaces.
 
-The number of pages is part of every compiled shape, so it must be known before any executable is,
-and the workspace before the number of pages. Compiling the largest step twice to learn it would
-nearly double a start from nothing; a number learnt at one start and used at the next would change
-the shapes between the two. So the plan takes a bound computed from the shapes. What executables
-really take is in a bundle's manifest, and is checked against the plan once they are loaded.
+The number of pages is part of every compiled shape, so it must be known before compilation, and it
+depends on the workspace of executables. To compile the largest step first, only to measure its
+workspace, would nearly double the time of a first start; a value measured at one start and used at
+the next would change the shapes between the two. So the plan uses a bound computed from the
+shapes. The measured workspace is in a bundle's manifest, and is checked against the plan when the
+bundle is loaded.
 """
 
 from __future__ import annotations
@@ -28,25 +29,26 @@ from jaxinfer.exec.step.sampling import LOGPROBS_WIDTH
 from jaxinfer.models.base import Model, abstract_params
 
 MB = 1_000_000
-# float32[rows, V] that are alive at once when tokens are drawn, and float32[block, V] when prompts
-# are scored; measured on a CPU: 6, with extras 7, and 2
+# Live arrays float32[rows, V] while tokens are drawn, and float32[block, V] while prompts are
+# scored. Measured on a CPU: 6, with extras 7; and 2.
 SAMPLING_COPIES = 8
 SCORE_COPIES = 4
-HISTORY_COPIES = 12  # int32[block, max_model_len], for penalties; measured on a CPU: 10
-# Of a GPU: executables' code and constants, what steps in flight return (hidden states of 1,024
-# tokens among it), and what calls beside steps are handed
+HISTORY_COPIES = 12  # live arrays int32[block, max_model_len] for penalties; measured on a CPU: 10
+# Unplanned memory of a GPU: code and constants of executables, results of steps in flight (among
+# them hidden states of 1,024 tokens), and arguments of calls other than steps.
 RESERVE_BYTES = 256 << 20
-MAPPED_BYTES = 2 << 20  # XLA's allocator over virtual memory gives an array whole pages of CUDA's
+MAPPED_BYTES = 2 << 20  # XLA's allocator over virtual memory rounds arrays up to this CUDA page
 
 
-LEAST_SNAPSHOTS = 4  # of an engine with fewer sequences
-NUM_BUFFERS = 3  # staging buffers of a size: two steps are in flight, and an array is ready up to
-# 1 ms after its step
+MIN_SNAPSHOTS = 4  # also for an engine with fewer sequences
+# Staging buffers of each size. Two steps are in flight, and the result of a step may be reported
+# ready up to 1 ms after its end.
+NUM_BUFFERS = 3
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """A device's memory in bytes, and how much of it JAX's allocator may take."""
+    """A device's memory, and the part of it that JAX's allocator may take, in bytes."""
 
     total_bytes: int
     allocator_bytes: int
@@ -54,41 +56,41 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What an engine takes of its device, in bytes; ``num_pages`` includes the padding page.
+    """The device memory of an engine in bytes; ``num_pages`` includes the padding page.
 
-    ``workspaces`` bound what each executable, by name, takes beside weights and state.
-    ``device`` is None where it reports no memory (a CPU).
+    ``workspaces`` holds, by the name of the executable, a bound on its memory in addition to
+    weights and state. ``device`` is None if it reports no memory (a CPU).
     """
 
     weight_bytes: int
     page_bytes: int
     num_pages: int
     slot_bytes: int
-    state_bytes: int  # layer state of each sequence: of slots, and of snapshots
-    batch_bytes: int  # staging buffers, which batches are copied into
+    state_bytes: int  # layer state of sequences, in slots and snapshots
+    batch_bytes: int  # staging buffers for batches
     workspaces: dict[str, int]
     device: DeviceMemory | None
 
     @property
     def kv_bytes(self) -> int:
-        """Of the whole pool."""
+        """Bytes of the whole page pool."""
         return self.num_pages * self.page_bytes
 
     @property
     def workspace_bytes(self) -> int:
-        """Of the executable that takes most: only one runs at a time."""
+        """The bound of the largest workspace: only one executable runs at a time."""
         return max(self.workspaces.values())
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The sum of all planned memory."""
         state = self.kv_bytes + self.slot_bytes + self.state_bytes
         return self.weight_bytes + state + self.batch_bytes + self.workspace_bytes
 
     def described(self) -> str:
-        """Two lines, before anything is taken: all of it, and each executable's workspace."""
+        """Two log lines before memory is allocated: the whole plan, and each workspace."""
         batches = share = state = ""
-        by_name = ", ".join(f"{name} {shown(most)}" for name, most in self.workspaces.items())
+        by_name = ", ".join(f"{name} {shown(bound)}" for name, bound in self.workspaces.items())
         if self.device is not None:
             batches = f"batches {shown(self.batch_bytes)}, "
             part = self.total_bytes / self.device.total_bytes
@@ -106,18 +108,18 @@ class MemoryPlan:
         )
 
     def measured(self, workspace_bytes: int) -> str:
-        """One line: the workspace that the executables really need."""
+        """One log line: the measured workspace of the executables."""
         return f"workspace: {shown(workspace_bytes)} of {shown(self.workspace_bytes)} planned"
 
 
 def plan_memory(config: EngineConfig, program: Program, device: DeviceMemory | None) -> MemoryPlan:
-    """Pages for a program whose limits have none yet: as many as requested, else what fits; at most
-    what all slots fill.
+    """The plan, with the number of pages, for a program whose limits have no pages yet.
 
-    ``device`` is None where it reports no memory (a CPU), which leaves the budget to
-    ``kv_cache_memory_bytes``. Raises ``ConfigError`` when the weights, a page for
-    each sequence, or a context of ``config.max_model_len`` do not fit; a derived context may
-    shrink to the pages instead.
+    The number is the requested one or else the one that fits, and at most the pages that all slots
+    can fill. ``device`` is None if it reports no memory (a CPU); then ``kv_cache_memory_bytes`` is
+    the budget. Raises ``ConfigError`` if the weights, a page for each sequence, or a context of
+    ``config.max_model_len`` do not fit. If ``max_model_len`` is not set, the context may shrink to
+    the pages instead.
     """
     limits, fixed = program.limits, program_memory(program, device)
     reserve = reserve_bytes(program.model)
@@ -125,8 +127,8 @@ def plan_memory(config: EngineConfig, program: Program, device: DeviceMemory | N
     if config.num_pages is not None:
         fitting = config.num_pages
     pages_per_seq = limits.pages_needed(limits.max_model_len)
-    num_pages = min(1 + limits.max_num_seqs * pages_per_seq, fitting)  # all slots, full contexts
-    needed, what = _least_pages(config, limits)
+    num_pages = min(1 + limits.max_num_seqs * pages_per_seq, fitting)  # every slot at full length
+    needed, what = _min_pages(config, limits)
     if num_pages < needed:
         raise ConfigError(
             f"{what} need {needed} pages of KV cache ({shown(needed * fixed.page_bytes)}, the "
@@ -145,8 +147,8 @@ def plan_memory(config: EngineConfig, program: Program, device: DeviceMemory | N
     return plan
 
 
-def _least_pages(config: EngineConfig, limits: Limits) -> tuple[int, str]:
-    """The smallest pool that can serve, and what needs it."""
+def _min_pages(config: EngineConfig, limits: Limits) -> tuple[int, str]:
+    """The smallest possible number of pages, and the reason as words for an error message."""
     groups, pages_per_seq = len(limits.windows), limits.pages_needed(limits.max_model_len)
     each = "one page" if groups == 1 else f"{groups} pages"
     needed = 1 + groups * limits.max_num_seqs
@@ -157,27 +159,27 @@ def _least_pages(config: EngineConfig, limits: Limits) -> tuple[int, str]:
 
 
 def snapshots_for(max_num_seqs: int) -> int:
-    """Snapshots of layer state in an engine of so many sequences: one for each, and a few where
-    prompts come one after the other.
+    """The number of layer state snapshots for an engine: one per sequence, and at least a few.
+
+    The minimum is for prefix reuse between prompts that are served one at a time.
     """
-    return max(max_num_seqs, LEAST_SNAPSHOTS)
+    return max(max_num_seqs, MIN_SNAPSHOTS)
 
 
 def fitting_seqs(
     config: EngineConfig, program: Program, device: DeviceMemory | None, *, chosen: bool
 ) -> int:
-    """How many of the program's sequences fit with their layer state and snapshots of it; 0 if
-    none does.
+    """The largest number of sequences whose layer state and snapshots fit; 0 if none fits.
 
-    What is not needed otherwise is for state and pages. If the number was ``chosen`` by the user,
-    state may take all but the pages that the engine cannot do without, else half: sequences are of
-    little use without pages. The answer is for the buckets of ``program``; with fewer sequences
-    these take less, so it always fits.
+    The memory that is not needed otherwise is for state and pages. If the user has ``chosen`` the
+    number of sequences, state may take all of it but the smallest possible number of pages; else it
+    may take half, as sequences without pages are of little use. The workspace is that of the
+    buckets of ``program``; it is smaller with fewer sequences, so the result always fits.
     """
     limits, state = program.limits, program.model.state
     fixed = program_memory(program, device)
     budget = _kv_budget(config, fixed, reserve_bytes(program.model))
-    needed, _ = _least_pages(config, limits)
+    needed, _ = _min_pages(config, limits)
     budget = budget - needed * fixed.page_bytes if chosen else budget // 2
 
     def state_bytes(count: int) -> int:
@@ -188,7 +190,7 @@ def fitting_seqs(
 
 
 def program_memory(program: Program, device: DeviceMemory | None) -> MemoryPlan:
-    """The plan that a program's shapes amount to."""
+    """The plan for a program's shapes, with the number of pages in its limits."""
     limits, state = program.limits, program.model.state
     layouts = map(program.layout, limits.buckets)
     return MemoryPlan(
@@ -209,7 +211,7 @@ def staging_sizes(batch_sizes: Iterable[int]) -> list[int]:
 
 
 def _batch_bytes(layouts: Iterable[BatchLayout], device: DeviceMemory | None) -> int:
-    """Of the staging buffers, in whole pages of CUDA's; a CPU has none."""
+    """Bytes of the staging buffers, each rounded up to ``MAPPED_BYTES``; a CPU has none."""
     if device is None:
         return 0
     sizes = staging_sizes(layout.abstract().size for layout in layouts)
@@ -223,7 +225,7 @@ def reserve_bytes(model: Model) -> int:
 
 
 def _workspaces(program: Program) -> dict[str, int]:
-    """By name of the executable; those that admit take nothing worth counting."""
+    """The bound of each executable's workspace, by name; that of ``ADMIT`` is negligible."""
     model, limits = program.model, program.limits
     bounds = {bucket.name: step_bound(model, bucket) for bucket in limits.buckets}
     for rows in program.extras_rows:
@@ -231,16 +233,16 @@ def _workspaces(program: Program) -> dict[str, int]:
     for tokens in sorted({b.num_prefill_tokens for b in limits.buckets if b.scores}):
         bounds[score_name(tokens)] = score_bound(model, tokens)
     if limits.num_snapshots:
-        bounds[COPY] = program.copied_at_once * model.state.bytes_per_slot
+        bounds[COPY] = program.rows_per_copy * model.state.bytes_per_slot
     return bounds
 
 
 def step_bound(model: Model, bucket: Bucket) -> int:
-    """Bytes that a step of this bucket takes at most beside weights, KV pages and slots.
+    """A bound on the bytes of a step of this bucket, without weights, KV pages and slots.
 
-    Logits of each row, to be sampled. Activations: what goes into and comes out of every matrix of
-    one layer, for every token, and the hidden states that a bucket that scores returns. The keys
-    and values that XLA's attention gathers on a CPU are left out: no plan depends on them there.
+    It counts the logits of each row; as activations, inputs and outputs of every matrix of one
+    layer for every token; and the hidden states that a bucket that scores returns. Keys and values
+    that XLA's attention gathers on a CPU are not counted, as no plan for a CPU depends on them.
     """
     config = model.config
     logits = 4 * SAMPLING_COPIES * bucket.num_draws * config.vocab_size
@@ -250,20 +252,20 @@ def step_bound(model: Model, bucket: Bucket) -> int:
 
 
 def extras_bound(model: Model, rows: int, max_model_len: int) -> int:
-    """Bytes that drawing so many rows with extras takes at most."""
+    """A bound on the bytes of a call that draws ``rows`` rows with extras."""
     logits = SAMPLING_COPIES * rows * model.config.vocab_size
     return 4 * (logits + HISTORY_COPIES * min(rows, BLOCK) * max_model_len)
 
 
 def score_bound(model: Model, num_tokens: int) -> int:
-    """Bytes that scoring so many prompt tokens takes at most: logits of a block, and results."""
+    """A bound on the bytes of a call that scores prompt tokens: logits of a block, and results."""
     logits = SCORE_COPIES * min(num_tokens, BLOCK) * model.config.vocab_size
     results = 2 * LOGPROBS_WIDTH * num_tokens
     return 4 * (logits + results) + model.config.hidden_size * num_tokens * 4
 
 
 def workspace_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes that a call of the executable takes: temporaries, and outputs that are new arrays."""
+    """Bytes that a call of the executable allocates: temporaries, and outputs not aliased."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         raise EngineError(
@@ -275,7 +277,7 @@ def workspace_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def check_workspace(plan: MemoryPlan, measured: int) -> None:
-    """Raise ``ConfigError`` when executables need more of a device than was planned for them."""
+    """Raise ``ConfigError`` if executables need more device memory than was planned for them."""
     if plan.device is not None and measured > plan.workspace_bytes + RESERVE_BYTES:
         raise ConfigError(
             f"the compiled steps need {shown(measured)} of workspace and "
@@ -293,8 +295,8 @@ def _kv_budget(config: EngineConfig, fixed: MemoryPlan, reserve: int) -> int:
         return config.kv_cache_memory_bytes or 0
     share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
     budget = min(int(device.total_bytes * share), device.allocator_bytes)
-    room = budget - (fixed.total_bytes - fixed.state_bytes) - reserve
-    if room <= 0:
+    free_bytes = budget - (fixed.total_bytes - fixed.state_bytes) - reserve
+    if free_bytes <= 0:
         raise ConfigError(
             f"the model does not fit: weights {shown(fixed.weight_bytes)}, slots "
             f"{shown(fixed.slot_bytes)}, batches {shown(fixed.batch_bytes)}, workspace "
@@ -303,11 +305,11 @@ def _kv_budget(config: EngineConfig, fixed: MemoryPlan, reserve: int) -> int:
             "for the KV cache; use a larger device or a smaller model, or lower max_num_seqs or "
             "max_num_batched_tokens"
         )
-    return room if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
+    return free_bytes if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
 
 
 def _layer_width(model: Model) -> int:
-    """Elements of one token that enter and leave the matrices of the widest layer."""
+    """Elements per token of the inputs and outputs of all matrices of the widest layer."""
     widths = [
         sum(sum(leaf.shape) for leaf in jax.tree.leaves(layer) if leaf.ndim == 2)
         for layer in abstract_params(model).values()
@@ -317,10 +319,10 @@ def _layer_width(model: Model) -> int:
 
 
 def tree_bytes(tree: object) -> int:
-    """Bytes of all arrays, or of their shapes."""
+    """Bytes of all arrays or abstract arrays of a pytree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def shown(count: int) -> str:
-    """For a message."""
+    """A size as text in MB or GB, for messages."""
     return f"{count / 1000 / MB:.2f} GB" if count >= 1000 * MB else f"{count / MB:.1f} MB"

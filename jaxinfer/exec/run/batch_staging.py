@@ -16,21 +16,21 @@ from jaxinfer.exec.run.cuda_driver import copies_to
 class BatchStaging:
     """Arrays on the device that are allocated once and overwritten by each batch.
 
-    A batch handed to a step as a NumPy array is copied by XLA: to new memory, which it takes to be
-    free only when all earlier steps have ended. So between two steps a copy and two waits of one
-    stream for another leave the device idle, 14 us of a step of 8 rows and more with the size of
-    the page tables (H200). Here the copy is over before the step is launched.
+    If a step gets its batch as a NumPy array, XLA copies it to new memory, which is usable only
+    when all earlier steps have ended. Between two steps the device is then idle for a copy and two
+    waits between streams: 14 us for 8 rows on an H200, and more with larger page tables. Here the
+    copy ends before the step is launched.
     """
 
     def __init__(self, copy: Callable[[int, np.ndarray], None], device: Any) -> None:
-        self._copy = copy  # to an address of the device; done when it returns
+        self._copy = copy  # copies to a device address and waits
         self._device = device  # jax.Device
         self._buffers: dict[int, deque[jax.Array]] = {}  # by size, oldest first
-        self._readers: dict[int, jax.Array] = {}  # by id of a buffer, a result
+        self._readers: dict[int, jax.Array] = {}  # a result of the reading step, by id of a buffer
 
     @classmethod
     def of_device(cls, device: Any) -> BatchStaging | None:
-        """On a ``jax.Device``; None unless it is CUDA's."""
+        """Staging buffers on a ``jax.Device``; None unless it is a CUDA device."""
         copy = copies_to(device.local_hardware_id) if device.platform == "gpu" else None
         return None if copy is None else cls(copy, device)
 
@@ -39,7 +39,8 @@ class BatchStaging:
 
         It stays valid for ``NUM_BUFFERS`` - 1 further calls.
         """
-        if batch.size not in self._buffers:  # all at once: XLA's copy waits for the steps in flight
+        # allocate all buffers of a size together: XLA's copy waits for the steps in flight
+        if batch.size not in self._buffers:
             empty = (np.zeros_like(batch) for _ in range(NUM_BUFFERS))
             made = [jax.device_put(one, self._device) for one in empty]
             self._buffers[batch.size] = deque(jax.block_until_ready(made))
@@ -52,5 +53,5 @@ class BatchStaging:
         return buffer
 
     def read_by(self, result: jax.Array, buffer: jax.Array | np.ndarray) -> None:
-        """A step reads this buffer: it is not overwritten before the step's result is ready."""
+        """Record that a step reads this buffer: keep it until the step's ``result`` is ready."""
         self._readers[id(buffer)] = result

@@ -1,7 +1,4 @@
-"""What CUDA's driver alone tells or gives of a device.
-
-Owns: the calls of ``libcuda``, by ctypes.
-"""
+"""Calls of the CUDA driver (``libcuda``, by ctypes) for functions that JAX does not offer."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ NON_BLOCKING = 1  # cuda.h: CU_STREAM_NON_BLOCKING
 
 
 def card_bytes(ordinal: int) -> int | None:
-    """All memory of a CUDA device; None where there is no driver."""
+    """The total memory of a CUDA device; None without a driver."""
     if (driver := _driver()) is None:
         return None
     card, size = ctypes.c_int(), ctypes.c_size_t()
@@ -32,10 +29,10 @@ def card_bytes(ordinal: int) -> int | None:
 
 
 def shared_zeros(ordinal: int, shape: tuple[int, ...]) -> np.ndarray | None:  # int64[...]
-    """Memory of the host at whose address a device writes too; None where there is no driver.
+    """Host memory to which a device can write, at the same address; None without a driver.
 
-    It is never given back, as a step that nobody waits for may still write there. Raises
-    ``EngineError`` when the driver has none.
+    It is never freed, as an abandoned step may still write there. Raises ``EngineError`` if the
+    driver cannot allocate it.
     """
     if (driver := _driver()) is None:
         return None
@@ -59,9 +56,10 @@ def shared_zeros(ordinal: int, shape: tuple[int, ...]) -> np.ndarray | None:  # 
 
 
 def copies_to(ordinal: int) -> Callable[[int, np.ndarray], None] | None:
-    """What copies an array of the host to an address of a device, beside all that runs there, and
-    returns when it is there; None where there is no driver. Raises ``EngineError`` where the driver
-    does not.
+    """A function that copies a host array to a device address and waits for the copy.
+
+    The copy runs at the same time as other work of the device. None without a driver. Raises
+    ``EngineError`` if the driver fails; so does the function.
     """
     if (driver := _driver()) is None:
         return None
@@ -88,7 +86,7 @@ def copies_to(ordinal: int) -> Callable[[int, np.ndarray], None] | None:
 
 
 def _retained(driver: ctypes.CDLL, ordinal: int) -> tuple[ctypes.c_void_p, int]:
-    """The context of a device that JAX uses, kept for good, and the driver's error."""
+    """The device context that JAX uses, which is never released, and the driver's error."""
     card, context = ctypes.c_int(), ctypes.c_void_p()
     failed = (
         driver.cuInit(0)
@@ -100,7 +98,7 @@ def _retained(driver: ctypes.CDLL, ordinal: int) -> tuple[ctypes.c_void_p, int]:
 
 @contextmanager
 def _current(driver: ctypes.CDLL, context: ctypes.c_void_p) -> Generator[int]:
-    """The context is this thread's; yields the driver's error."""
+    """Make the context this thread's current one; yields the driver's error."""
     failed = driver.cuCtxPushCurrent_v2(context)
     try:
         yield failed

@@ -1,4 +1,4 @@
-"""A device's memory: how much there is, claiming what is planned, and making pages and slots."""
+"""A device's memory: its size, claiming the planned memory, and making pages and slots."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from jaxinfer.nn.state import State
 
 
 def device_memory(device: Any) -> DeviceMemory | None:  # jax.Device
-    """The memory of a device; None where it reports none (a CPU)."""
+    """The memory of a device; None if it reports none (a CPU)."""
     if device.platform == "cpu":
         return None
-    # XLA's own allocator says its limit, the one over virtual memory nothing, CUDA's 0
+    # bfc reports its limit, the allocator over virtual memory nothing, and cuda_async 0
     limit: int = (device.memory_stats() or {}).get("bytes_limit", 0)
     card = card_bytes(device.local_hardware_id) or limit
     return DeviceMemory(card, limit or int(card * allocator_share())) if card else None
 
 
 def claim_memory(plan: MemoryPlan, device: Any) -> None:
-    """Have JAX's allocator take what is planned as one region, before anything lies in it.
+    """Make JAX's allocator reserve the planned memory as one region, while it is still empty.
 
-    Of an allocator with regions (``bfc``, where the user or another library has chosen it), which
-    takes one for every few arrays, and what is left over at their ends is lost: more than the
-    reserve. One that has enough already is left as it is; one that has less is given the most that
-    it may still take. Others have no regions, and on a CPU there is no plan for a device: nothing
-    is done. Raises ``EngineError`` when the device has no such memory free.
+    This is for allocators with regions (``bfc``, if the user or another library has selected it).
+    They reserve a region for every few arrays, and the unused ends of these regions would exceed
+    the plan's reserve. Nothing is done if the allocator has reserved enough already, has no
+    regions, or on a CPU. If it has reserved less, it reserves as much as it still may. Raises
+    ``EngineError`` if the device does not have that much free memory.
     """
     pool_bytes = (device.memory_stats() or {}).get("pool_bytes")
     if plan.device is None or pool_bytes is None or pool_bytes >= plan.total_bytes:
         return
-    wanted = min(plan.total_bytes, plan.device.allocator_bytes - pool_bytes)
-    with taking(wanted):
-        jax.block_until_ready(jnp.zeros((wanted // MB, MB), jnp.uint8, device=device)).delete()
+    num_bytes = min(plan.total_bytes, plan.device.allocator_bytes - pool_bytes)
+    with allocating(num_bytes):
+        jax.block_until_ready(jnp.zeros((num_bytes // MB, MB), jnp.uint8, device=device)).delete()
 
 
 def compile_init_state(program: Program) -> Callable[[], tuple[State, SlotState]]:
-    """What makes pages and slots, zeroed. It takes no memory until it is called; then it raises
-    ``EngineError`` when the device has none such free.
+    """A function that allocates zeroed pages and slots.
 
-    One executable: made array by array there would be one for each shape, half a second on a GPU.
+    It raises ``EngineError`` if the device does not have that much free memory. It is one
+    executable: an executable for each array's shape would take half a second on a GPU.
     """
     limits = program.limits
 
@@ -68,24 +68,24 @@ def compile_init_state(program: Program) -> Callable[[], tuple[State, SlotState]
     compiled = jax.jit(zeros, out_shardings=shardings).lower().compile()
 
     def make() -> tuple[State, SlotState]:
-        with taking(tree_bytes((program.state(), program.slots()))):
+        with allocating(tree_bytes((program.state(), program.slots()))):
             return jax.block_until_ready(compiled())
 
     return make
 
 
 def init_state(program: Program) -> tuple[State, SlotState]:
-    """Pages and slots, zeroed; see ``compile_init_state``."""
+    """Zeroed pages and slots; see ``compile_init_state``."""
     return compile_init_state(program)()
 
 
 @contextmanager
-def taking(wanted: int) -> Generator[None]:
-    """For what puts so many bytes on a device: ``EngineError`` when it has no such memory free."""
+def allocating(num_bytes: int) -> Generator[None]:
+    """Raise ``EngineError`` if an allocation of ``num_bytes`` within the block fails."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         raise EngineError(
-            f"{shown(wanted)} are planned and the device has not so much free; end what else runs "
-            "on it, or lower gpu_memory_utilization"
+            f"{shown(num_bytes)} are planned and the device has not so much free; end other "
+            "processes on it, or lower gpu_memory_utilization"
         ) from error

@@ -1,8 +1,8 @@
-"""Runs compiled steps: holds weights, KV state, slots and the bucket -> executable table.
+"""Runs compiled steps: holds weights, layer state, slots and executables.
 
-Owns: the device state between steps. A step is up to five kinds of calls in a row: ``ADMIT`` for
-requests that need more of their slot than settings, ``COPY`` of snapshots to slots, the step of the
-bucket, ``COPY`` of slots to snapshots, then draws with extras and scores of prompts.
+A step is a sequence of up to five kinds of calls: ``ADMIT`` for requests whose slots need more than
+settings, ``COPY`` from snapshots to slots, the step of the bucket, ``COPY`` from slots to
+snapshots, then draws with extras and scores of prompts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxinfer.exec.compile.program import (
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.in_flight import LOGGER, ExtrasCall, InFlight, Prepared, RowKey, row_results
 from jaxinfer.exec.run.token_board import TokenBoard
-from jaxinfer.exec.step.batch import NO_SETTINGS, NOWHERE, pack
+from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
 from jaxinfer.exec.step.drafts import NO_TOKEN
 from jaxinfer.exec.step.extras import pack_extras, pack_pooled, pack_targets
 from jaxinfer.exec.step.forward import StepOutput, flat_params
@@ -41,7 +41,7 @@ from jaxinfer.exec.step.snapshots import NO_COPIES, Copies, pack_copies
 from jaxinfer.models.base import Params, head_params
 from jaxinfer.nn.state import State
 
-WARM_UP_RUNS = 2  # of a decode step on a GPU: one that loads its kernels, one that is recorded
+WARM_UP_RUNS = 2  # of a decode step on a GPU: the first loads its kernels, the second is recorded
 
 
 class Executor:
@@ -64,7 +64,7 @@ class Executor:
         limits = program.limits
         self._state = state
         self._slots = slots
-        # the host's mirror of which request a slot's parameters belong to
+        # the request of each slot
         self._requests: list[Request | None] = [None] * limits.max_num_seqs
         rows = max(*(bucket.num_draws for bucket in limits.buckets), *program.extras_rows)
         self._board = TokenBoard.of_device(program.placement.device, rows)
@@ -73,51 +73,52 @@ class Executor:
         self._layouts = {bucket: program.layout(bucket) for bucket in limits.buckets}
 
     def warm_up(self) -> None:
-        """Run every executable on padding, so that no request pays for what only first runs do.
+        """Run every executable on padding, so that no request waits for work of first runs.
 
-        A GPU has kernels to load and, at the second run of a decode step, a CUDA graph for XLA to
-        record: 1 ms of a decode step, but little beside a prompt's own time. On a CPU executables
-        have nothing of their own to prepare, and the smallest step runs once, for XLA's threads.
+        A GPU loads kernels at the first run of an executable, and at the second run of a decode
+        step XLA records a CUDA graph, which takes 1 ms. Prompt steps run once, as recording is
+        short compared with their own time. On a CPU only the smallest step runs, which starts XLA's
+        threads.
         """
         buckets = sorted(self._layouts, key=lambda bucket: bucket.num_tokens, reverse=True)
-        if not (everything := self._program.platform != "cpu"):
+        if not (on_gpu := self._program.platform != "cpu"):
             buckets = buckets[-1:]
         for bucket in buckets:
-            for _ in range(WARM_UP_RUNS if everything and not bucket.num_prefills else 1):
+            for _ in range(WARM_UP_RUNS if on_gpu and not bucket.num_prefills else 1):
                 prepared = self._prepare(StepPlan(-1, bucket, (), (), ()))
-                if bucket.scores and everything:
+                if bucket.scores and on_gpu:
                     targets = np.full(bucket.num_prefill_tokens, -1, np.int32)
                     prepared = replace(prepared, targets=targets)
-                step = self._launched(prepared, {})
+                step = self._launch_prepared(prepared, {})
                 self.collect(step)
                 jax.block_until_ready(step.scores)
-        if everything:
-            self._admit(self._slot_rows((), self._program.admitted_at_once))
+        if on_gpu:
+            self._admit(self._slot_rows((), self._program.rows_per_admit))
             if self._program.limits.num_snapshots:
                 sink = self._program.limits.max_num_seqs
-                self._copy(pack_copies([(sink, sink)], self._program.copied_at_once, sink))
+                self._copy(pack_copies([(sink, sink)], self._program.rows_per_copy, sink))
             for count in self._program.extras_rows:
                 jax.block_until_ready(self._draw_with_extras((), (), count).output)
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Queue one step and return without waiting for it.
 
-        What the host prepares comes first: a row for which that fails ends alone, and the step runs
-        without it. An error of a call that leaves the device's state as it was ends the requests of
-        this step; one after the device has taken the state loses it: ``EngineError``.
+        The host's arrays are prepared first. If this fails for a row, the step runs without it, and
+        its result is an error. If a call fails and the device's state is intact, its exception is
+        raised. If the state was donated to the failed call, it is lost: ``EngineError``.
         """
         for admission in plan.admissions:
             self._requests[admission.slot] = admission.request
-        prepared, failed = self._prepared(plan)
+        prepared, failed = self._prepare_rows(plan)
         try:
-            return self._launched(prepared, failed)
+            return self._launch_prepared(prepared, failed)
         except Exception as error:
             if self._has_state():
                 raise
             raise _device_failed(plan, error) from error
 
     def collect(self, step: InFlight) -> StepResult:
-        """Wait for a launched step and read what its rows produced."""
+        """Wait for a launched step and read the results of its rows."""
         plan, bucket = step.prepared.plan, step.prepared.plan.bucket
         try:
             drawn = self._read(step.number, step.output.token_ids)
@@ -131,8 +132,8 @@ class Executor:
                 token_ids[index] = (token_id,)
         return StepResult(plan.step_id, row_results(step, token_ids))
 
-    def _prepared(self, plan: StepPlan) -> tuple[Prepared, dict[RowKey, str]]:
-        """A plan's host side, without the rows that fail on their own, and why these do."""
+    def _prepare_rows(self, plan: StepPlan) -> tuple[Prepared, dict[RowKey, str]]:
+        """Prepare a plan without the rows that cannot be prepared, and the errors of these."""
         try:
             return self._prepare(plan), {}
         except Exception:
@@ -152,20 +153,20 @@ class Executor:
         rows = plan.rows
         requests = tuple([self._request(row) for row in rows])
         settings = settings_of(requests[len(plan.decodes) :]) if plan.prefills else NO_SETTINGS
-        drafts = self._program.drafter is not None  # of all known tokens
+        drafts = self._program.drafter is not None  # a drafter reads all known tokens
         needed = [a for a in plan.admissions if drafts or needs_admission(a.request)]
-        size = self._program.admitted_at_once
+        size = self._program.rows_per_admit
         admissions = tuple(self._slot_rows(some, size) for some in batched(needed, size))
-        asking = [
+        with_extras = [
             index
             for index, (row, request) in enumerate(zip(rows, requests, strict=True))
             if row.samples and request.sampling.needs_extras
         ]
-        extras = tuple(batched(asking, self._program.extras_rows[-1]))
+        extras = tuple(batched(with_extras, self._program.extras_rows[-1]))
         scored = any(row.target_ids is not None for row in plan.prefills)
         targets = pack_targets(plan.prefills, plan.bucket.num_prefill_tokens) if scored else None
         batch = pack(plan, self._layouts[plan.bucket], settings)
-        logprobs = any(requests[index].sampling.logprobs is not None for index in asking)
+        logprobs = any(requests[index].sampling.logprobs is not None for index in with_extras)
         pools = None
         if any(row.pools for row in plan.prefills):
             pools = pack_pooled(plan.prefills, self._program.limits.max_num_seqs)
@@ -173,43 +174,39 @@ class Executor:
         return Prepared(plan, requests, batch, admissions, extras, logprobs, targets, pools, copies)
 
     def _copies(self, plan: StepPlan) -> Copies:
-        """Of snapshots to the slots that begin with one, and of slots at a border to snapshots."""
-        sink, count = self._program.limits.max_num_seqs, self._program.copied_at_once
-        behind = sink + 1  # the row of the first snapshot
-        restores = [
-            (behind + one.snapshot, one.slot) for one in plan.admissions if one.snapshot is not None
-        ]
-        saves = [
-            (row.slot, behind + row.snapshot) for row in plan.prefills if row.snapshot is not None
-        ]
+        """Copies from snapshots to admitted slots, and from slots at a border to snapshots."""
+        sink, count = self._program.limits.max_num_seqs, self._program.rows_per_copy
+        first = sink + 1  # the row of the first snapshot
+        restores = [(first + a.snapshot, a.slot) for a in plan.admissions if a.snapshot is not None]
+        saves = [(r.slot, first + r.snapshot) for r in plan.prefills if r.snapshot is not None]
         return Copies(pack_copies(restores, count, sink), pack_copies(saves, count, sink))
 
-    def _launched(self, prepared: Prepared, failed: dict[RowKey, str]) -> InFlight:
+    def _launch_prepared(self, prepared: Prepared, failed: dict[RowKey, str]) -> InFlight:
         plan, by_name = prepared.plan, self._executables.by_name
         bucket = plan.bucket
         place = self._next_place()
         self._layouts[bucket].split(prepared.batch).place[:] = place
-        handed = self._handed(prepared.batch)
+        staged = self._staged(prepared.batch)
         for rows in prepared.admissions:
             self._admit(rows)
         self._copy(prepared.copies.restores)
         step = by_name[bucket.name]
-        if self._program.begins_apart(bucket):
-            output = self._launch_parts(by_name[self._program.first_name(bucket)], step, handed)
+        if self._program.is_split(bucket):
+            output = self._launch_parts(by_name[self._program.first_name(bucket)], step, staged)
         else:
-            self._state, self._slots, output = step(self._weights, self._state, self._slots, handed)
-        self._handed_to(output.token_ids, handed)
+            self._state, self._slots, output = step(self._weights, self._state, self._slots, staged)
+        self._read_later(output.token_ids, staged)
         self._copy(prepared.copies.saves)
         extras = tuple(
             self._draw_with_extras(indices, [plan.rows[i] for i in indices])
             for indices in prepared.extras
         )
-        if prepared.wants_logprobs:
+        if prepared.needs_logprobs:
             for call in extras:
                 self._copy_to_host(call.output.logprobs)
         scores = None if prepared.targets is None else self._score(output, prepared.targets)
         pooled = None if prepared.pools is None else self._pool(output, prepared.pools)
-        # the hidden states are as large as a layer's, and nothing needs them any more
+        # release the hidden states, which are as large as a layer's
         output = output._replace(hidden=None)
         return InFlight(prepared, output, place[-1], extras, scores, failed, pooled)
 
@@ -229,15 +226,15 @@ class Executor:
     def _draw_with_extras(
         self, indices: tuple[int, ...], rows: Sequence[ScheduledSeq], count: int | None = None
     ) -> ExtrasCall:
-        """Queue a call for these rows; ``count`` of the call, the smallest that holds them."""
+        """Queue a call for these rows, of ``count`` rows or the smallest number that holds them."""
         count = count or next(n for n in self._program.extras_rows if n >= len(rows))
         wire = pack_extras(rows, count, self._program.limits.max_num_seqs)
         place = self._next_place()
         wire[: len(place)] = place
-        handed = self._handed(wire)
+        staged = self._staged(wire)
         draw = self._executables.by_name[extras_name(count)]
-        self._slots, output = draw(self._head, self._slots, handed)
-        self._handed_to(output.token_ids, handed)
+        self._slots, output = draw(self._head, self._slots, staged)
+        self._read_later(output.token_ids, staged)
         return ExtrasCall(indices, output, place[-1])
 
     def _score(self, output: StepOutput, targets: np.ndarray) -> jax.Array:  # int32[Tp]
@@ -253,39 +250,40 @@ class Executor:
         self._copy_to_host(pooled)
         return pooled  # type: ignore[no-any-return]
 
-    def _launch_parts(self, first: Compiled, second: Compiled, handed: Any) -> StepOutput:
-        """The device runs the first while the host prepares the second."""
+    def _launch_parts(self, first: Compiled, second: Compiled, staged: Any) -> StepOutput:
+        """Launch a split step: the device runs its first part while the second is launched."""
         (_, own_first), (_, own_second) = self._program.parts
         of_first, of_second = self._weights_of_parts
         state = list(self._state)
-        arrays, stream = first(of_first, tuple(state[i] for i in own_first), self._slots, handed)
+        arrays, stream = first(of_first, tuple(state[i] for i in own_first), self._slots, staged)
         for i, array in zip(own_first, arrays, strict=True):
             state[i] = array
         arrays = tuple(state[i] for i in own_second)
-        arrays, self._slots, output = second(of_second, arrays, self._slots, handed, stream)
+        arrays, self._slots, output = second(of_second, arrays, self._slots, staged, stream)
         for i, array in zip(own_second, arrays, strict=True):
             state[i] = array
         self._state = tuple(state)
         return output  # type: ignore[no-any-return]
 
     def _next_place(self) -> tuple[int, int, int]:
-        return NOWHERE if self._board is None else self._board.next_place()
+        return NO_PLACE if self._board is None else self._board.next_place()
 
-    def _handed(self, wire: np.ndarray) -> Any:  # int32[...]
-        """The argument of a call for an array of the host."""
+    def _staged(self, wire: np.ndarray) -> Any:  # int32[...]
+        """A host array as the argument of a call: in a staging buffer, if there are any."""
         return wire if self._staging is None else self._staging.copy_in(wire)
 
-    def _handed_to(self, result: jax.Array, handed: Any) -> None:
-        """A launched call reads what it was handed; ``result`` is for the host."""
+    def _read_later(self, result: jax.Array, staged: Any) -> None:
+        """Keep a launched call's argument until it has ended, and prepare to read its result."""
         if self._staging is not None:
-            self._staging.read_by(result, handed)
+            self._staging.read_by(result, staged)
         if self._board is None:
             self._copy_to_host(result)
 
     def _copy_to_host(self, result: jax.Array) -> None:
-        """Begin the copy. A CPU's arrays are host memory already: asking would only leave a
-        callback that needs the interpreter, and aborts the process when it comes while Python
-        shuts down.
+        """Start to copy a result to the host.
+
+        A CPU's arrays are in host memory already. There the copy would only leave a callback that
+        needs the interpreter, and that aborts the process if it runs while Python shuts down.
         """
         if self._program.platform != "cpu":
             result.copy_to_host_async()
@@ -294,11 +292,11 @@ class Executor:
         return np.asarray(tokens) if self._board is None else self._board.read(number, tokens)
 
     def _has_state(self) -> bool:
-        """Whether the device's state is still there: no failed call has taken it."""
+        """Whether the device's state is intact: no failed call has consumed it."""
         return not any(a.is_deleted() for a in jax.tree.leaves((self._state, self._slots)))
 
     def _slot_rows(self, admissions: Sequence[SlotAdmission], count: int) -> np.ndarray:
-        """What admits these, as ``count`` rows."""
+        """The argument of an ``ADMIT`` call of ``count`` rows."""
         return slot_rows(
             admissions,
             count,
@@ -314,7 +312,7 @@ class Executor:
 
 
 def _decoded(drawn: np.ndarray, bucket: Bucket, count: int) -> list[tuple[int, ...]]:
-    """The tokens of each of the first ``count`` decode rows, from all that were drawn, int32[N]."""
+    """The tokens of each of the first ``count`` decode rows; ``drawn`` is int32[N]."""
     if bucket.query_tokens == 1:
         return [(token_id,) for token_id in drawn[:count].tolist()]
     rows = drawn[: count * bucket.query_tokens].reshape(count, bucket.query_tokens).tolist()
@@ -322,7 +320,7 @@ def _decoded(drawn: np.ndarray, bucket: Bucket, count: int) -> list[tuple[int, .
 
 
 def _only(plan: StepPlan, rows: set[RowKey]) -> StepPlan:
-    """The plan with these rows alone."""
+    """The plan with only these rows."""
     request_ids = {request_id for request_id, _ in rows}
     return msgspec.structs.replace(
         plan,

@@ -1,7 +1,7 @@
-"""A step between its launch and its result: what was sent, what runs, what its rows produced.
+"""A step between its launch and its result.
 
-Owns: ``Prepared``, ``InFlight``, and reading a finished step row by row, so that what is wrong with
-one row ends its request alone.
+Owns: ``Prepared``, ``InFlight``, and reading a finished step row by row, so that an error of one
+row ends only its request.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ type RowKey = tuple[str, int]  # (request_id, epoch)
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the host sends of a step; made before anything of it is launched."""
+    """The host arrays of a step; they are prepared before any call of it is launched."""
 
     plan: StepPlan  # without the rows that could not be prepared
-    requests: tuple[Request, ...]  # of each row, decodes first
+    requests: tuple[Request, ...]  # the request of each row, decodes first
     batch: np.ndarray  # int32[...]: see ``BatchLayout``
     admissions: tuple[np.ndarray, ...]  # int32[A, ...] each: see ``slots.RowSections``
-    extras: tuple[tuple[int, ...], ...]  # indices of the rows of each call that draws with extras
-    wants_logprobs: bool  # whether any of these asks for them
-    targets: np.ndarray | None  # int32[Tp], where prompts are scored
-    pools: np.ndarray | None  # int32[S], where rows pool: see ``extras.pack_pooled``
+    extras: tuple[tuple[int, ...], ...]  # row indices of each call that draws with extras
+    needs_logprobs: bool  # whether any of these rows needs logprobs
+    targets: np.ndarray | None  # int32[Tp] if prompts are scored
+    pools: np.ndarray | None  # int32[S] if rows pool: see ``extras.pack_pooled``
     copies: Copies = NO_COPIES
 
 
@@ -49,9 +49,9 @@ class Prepared:
 class ExtrasCall:
     """A launched call that draws the tokens of some rows with extras."""
 
-    rows: tuple[int, ...]  # their indices among the step's rows
+    rows: tuple[int, ...]  # indices of the step's rows
     output: ExtrasOutput
-    number: int  # on the board, where there is one
+    number: int  # number of the call on the token board, if there is one
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,17 @@ class InFlight:
 
     prepared: Prepared
     output: StepOutput
-    number: int  # on the board, where there is one
+    number: int  # number of the call on the token board, if there is one
     extras: tuple[ExtrasCall, ...]
     scores: jax.Array | None  # int32[Tp, ...] of the targets: see ``sampling.read_logprobs``
-    failed: dict[RowKey, str]  # rows that could not be prepared: why
+    failed: dict[RowKey, str]  # the errors of rows that could not be prepared
     pooled: jax.Array | None = None  # float32[S, D] of the rows that pool
 
 
 def row_results(step: InFlight, token_ids: Sequence[tuple[int, ...]]) -> tuple[RowResult, ...]:
-    """A result for each row of a finished step, from the tokens that it drew, and one with the
-    error of each row that could not be prepared.
+    """The result of each row of a finished step; ``token_ids`` are the tokens of each row.
+
+    Rows that could not be prepared have a result with their error.
     """
     reader, rows = _LogprobReader(step), step.prepared.plan.rows
     vectors = iter(() if step.pooled is None else np.asarray(step.pooled))
@@ -88,7 +89,7 @@ def _row_result(
     token_ids: tuple[int, ...],
     pooled: np.ndarray | None,  # float32[D]
 ) -> RowResult:
-    """The result of one row. An error of its own ends its request alone."""
+    """The result of one row; an error of the row is in its result."""
     key = (row.request_id, row.epoch)
     damaged = pooled is not None and not np.isfinite(pooled).all()
     if damaged or (row.samples and NOT_FINITE in token_ids):
@@ -104,37 +105,37 @@ def _row_result(
 
 
 class _LogprobReader:
-    """Reads the logprobs of a step row by row; copies each array once, and only when asked for."""
+    """Reads the logprobs of a step row by row; copies each array at most once, when needed."""
 
     def __init__(self, step: InFlight) -> None:
         self._step = step
         self._requests = step.prepared.requests
-        # the call and the place in it of each row that is drawn with extras
-        self._places = {
-            index: (number, place)
+        # (index of the call, row within it) of each row that is drawn with extras
+        self._extras_rows = {
+            index: (number, row)
             for number, call in enumerate(step.extras)
-            for place, index in enumerate(call.rows)
+            for row, index in enumerate(call.rows)
         }
         self._sampled: dict[int, Logprobs[np.ndarray]] = {}  # by call
         self._prompt: Logprobs[np.ndarray] | None = None
-        self._prompt_start = 0  # where the next prefill row's chunk starts in the prefill part
+        self._prompt_start = 0  # start of the next prefill row's chunk among the prefill tokens
 
     def sampled(
         self, index: int, row: ScheduledSeq, token_ids: tuple[int, ...]
     ) -> tuple[TokenLogprobs, ...]:
-        """Of the one token that a row with extras drew."""
+        """The logprobs of the token that a row with extras drew."""
         top = self._requests[index].sampling.logprobs
         if top is None or not row.samples:
             return ()
         (token_id,) = token_ids
-        number, place = self._places[index]
+        number, extras_row = self._extras_rows[index]
         if number not in self._sampled:
             packed = np.asarray(self._step.extras[number].output.logprobs)
             self._sampled[number] = read_logprobs(packed)
-        return (_token_logprobs(self._sampled[number], place, token_id, top),)
+        return (_token_logprobs(self._sampled[number], extras_row, token_id, top),)
 
     def prompt(self, index: int, row: ScheduledSeq) -> tuple[TokenLogprobs, ...]:
-        """Of the prompt tokens that follow a chunk's own; rows come in the plan's order."""
+        """The logprobs of the targets of a chunk. Call it for rows in the plan's order."""
         if row.token_ids is None:
             return ()
         start = self._prompt_start
@@ -155,7 +156,7 @@ class _LogprobReader:
 def _token_logprobs(
     source: Logprobs[np.ndarray], index: int, token_id: int, top: int
 ) -> TokenLogprobs:
-    """One position: the chosen token first, then the ``top`` most likely ones."""
+    """The logprobs of one position: the chosen token first, then the ``top`` most likely ones."""
     ids: list[int] = source.top_ids[index, :top].tolist()
     values: list[float] = source.top_logprobs[index, :top].tolist()
     chosen = float(source.chosen[index])

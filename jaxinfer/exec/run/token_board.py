@@ -1,6 +1,6 @@
-"""Tokens in memory that the host and a GPU share, so that nobody has to ask the device for them.
+"""The token board: host memory to which a GPU's steps write tokens, so that reading is no call.
 
-Owns: ``TokenBoard``: where a step is to write its tokens, and reading them there.
+``docs/notes/0007-token-board.md`` has the measurements.
 """
 
 from __future__ import annotations
@@ -14,43 +14,48 @@ import numpy as np
 
 from jaxinfer.exec.run.cuda_driver import shared_zeros
 
-STEPS = 8  # calls whose tokens it holds; two steps are in flight, of two calls each at most
-LAST_NUMBER = 2**31 - 1  # of a step; then they begin anew
-PAUSE_SECONDS = 2e-5  # between two looks, for other threads; the system makes some 70 us of it
+NUM_CALLS = 8  # calls whose tokens the board holds; two steps of up to two calls are in flight
+MAX_NUMBER = 2**31 - 1  # the next number after it is 1
+POLL_SECONDS = (
+    2e-5  # pause between two polls, for other threads; the system makes about 70 us of it
+)
 
 
 class TokenBoard:
-    """Tokens of the last ``STEPS`` steps, each with the number of its step: what is from an earlier
-    one, or not there yet, has another.
+    """The tokens of the last ``NUM_CALLS`` calls, each with the number of its call.
+
+    An entry with another number belongs to an earlier call, so the token is not written yet.
     """
 
-    def __init__(self, memory: np.ndarray) -> None:  # int64[STEPS, B], zeros
+    def __init__(self, memory: np.ndarray) -> None:  # int64[NUM_CALLS, B], zeros
         self._memory = memory
-        self._numbers = cycle(range(1, LAST_NUMBER + 1))
+        self._numbers = cycle(range(1, MAX_NUMBER + 1))
 
     @classmethod
     def of_device(cls, device: Any, rows: int) -> TokenBoard | None:
-        """One for steps of so many rows on a ``jax.Device``; None unless it is CUDA's."""
+        """A board for calls of up to ``rows`` rows; None unless the ``jax.Device`` is CUDA's."""
         if device.platform != "gpu":
             return None
-        memory = shared_zeros(device.local_hardware_id, (STEPS, rows))
+        memory = shared_zeros(device.local_hardware_id, (NUM_CALLS, rows))
         return None if memory is None else cls(memory)
 
     def next_place(self) -> tuple[int, int, int]:
-        """Where the next step's tokens go, as ``publish`` takes it. The last is its number."""
+        """The place of the next call's tokens for ``publish``: address (low, high) and number."""
         number = next(self._numbers)
         address: int = self._memory[number % len(self._memory)].ctypes.data
         low, high = np.array([address], np.int64).view(np.int32).tolist()
         return low, high, number
 
     def read(self, number: int, tokens: jax.Array) -> np.ndarray:  # int32[B]
-        """The tokens of a step, as soon as they are on the board, or in the array that it returns:
-        of a step that failed, that is an error. (They are in the array alone when the step was
-        compiled without ``publish``'s kernel, or others were launched since.)
+        """Wait for the tokens of a call, and read them from the board or the result ``tokens``.
+
+        They are only in ``tokens`` if the call was compiled without the kernel of ``publish``, or
+        if ``NUM_CALLS`` calls were launched since. Reading the result of a failed call raises its
+        exception.
         """
         entries = self._memory[number % len(self._memory), : tokens.size]
         while not (entries >> 32 == number).all():
             if tokens.is_ready():  # type: ignore[attr-defined]
                 return np.asarray(tokens)
-            time.sleep(PAUSE_SECONDS)
+            time.sleep(POLL_SECONDS)
         return entries.astype(np.int32)  # the lower half

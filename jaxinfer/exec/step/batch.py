@@ -1,8 +1,7 @@
-"""A step's plan as one flat int32 array, and that array as a batch on the device.
+"""The wire layout of a step: packs a plan into one flat int32 array, and unpacks it on the device.
 
-Owns: the wire layout between host and device. The host sends what only it knows (page tables,
-lengths, prompt tokens and their requests' settings) in a single transfer; positions and page slots
-are derived on the device.
+The host sends page tables, lengths, prompt tokens and their requests' settings in a single
+transfer; the device derives positions and page slots.
 """
 
 from __future__ import annotations
@@ -24,72 +23,70 @@ from jaxinfer.exec.step.drafts import Drafter
 from jaxinfer.exec.step.slots import NUM_SETTINGS, SlotState
 from jaxinfer.nn.context import Pages, Rows
 
-# int32 values, 256 bytes: XLA hands a section to a kernel where it lies, and kernels are compiled
-# for arguments that begin at a multiple of 16 bytes (Triton) or 256 (Mosaic): INVALID_ARGUMENT.
-# The rows of the page table are padded to it as well, since a kernel may be handed some of them.
+# int32 values, 256 bytes: XLA passes the address of a section to a kernel, and kernels are compiled
+# for addresses that are multiples of 16 bytes (Triton) or 256 (Mosaic); others are an
+# INVALID_ARGUMENT. Rows of page tables are padded too, as a kernel may get a part of them.
 ALIGN = 64
-NOWHERE = (0, 0, 0)  # no place: see ``pallas_kernels.publish``
+NO_PLACE = (0, 0, 0)  # tokens are not published: see ``pallas_kernels.publish``
 NO_SETTINGS = np.zeros((0, NUM_SETTINGS), np.int32)
-ROOM = 2**23 // 4  # int32 values, 8 MiB: see ``copied_in``
+PADDING = 2**23 // 4  # int32 values, 8 MiB: see ``copy_batch``
 
 
 class Draws(NamedTuple):
-    """The N tokens that a step draws: after each token of a decode row, and after the last token of
-    each prefill row.
-    """
+    """The N draws of a step: after each token of a decode row, after the last of a prefill row."""
 
-    tokens: jax.Array  # int32[N]: index, in the step, of the token before
+    tokens: jax.Array  # int32[N]: index, in the step, of the token after which it draws
     slots: jax.Array  # int32[N]
-    lens: jax.Array  # int32[N]: tokens before it in its sequence
+    lens: jax.Array  # int32[N]: tokens before the drawn one in its sequence
 
 
 class Drafts(NamedTuple):
-    """Tokens that decode rows propose behind their last one."""
+    """Proposed tokens of decode rows, after each row's first token."""
 
     token_ids: jax.Array  # int32[D, Q - 1]
-    most: jax.Array  # int32[D]: how many of them the row may accept
+    limits: jax.Array  # int32[D]: the largest number of them that the row may accept
 
 
 class DeviceBatch(NamedTuple):
-    """What one step computes on; padding rows read and write the last slot and page 0."""
+    """The input of one step; padding rows read and write the last slot and page 0."""
 
     token_ids: jax.Array  # int32[T]
     positions: jax.Array  # int32[T]
-    seq_lens: jax.Array  # int32[B]: context length, this step's tokens included; 0 of padding
+    seq_lens: jax.Array  # int32[B]: context length with this step's tokens; 0 for padding
     rows: Rows
     pages: tuple[Pages, ...]  # of each group
     draws: Draws
-    drafts: Drafts | None  # None where decode rows have one token
-    settings: jax.Array  # int32[R, NUM_SETTINGS]: of the prefill rows
-    samples: jax.Array  # bool[B]: whether the row's last token draws the next one
-    place: jax.Array  # int32[3]: where tokens are published
+    drafts: Drafts | None  # None if decode rows have one token
+    settings: jax.Array  # int32[R, NUM_SETTINGS] of the prefill rows
+    samples: jax.Array  # bool[B]: whether a token is drawn after the row's last one
+    place: jax.Array  # int32[3]: address and number for ``publish``
 
 
 class Fields[A](NamedTuple):
     """The sections of the flat array, in order: as sizes, numpy views or device arrays."""
 
-    place: A  # [3]: where tokens are published
+    place: A  # [3]: address and number for ``publish``
     seq_slots: A  # [B]
     seq_lens: A  # [B]
     samples: A  # [B]
     settings: A  # [R * NUM_SETTINGS]
     query_start_loc: A  # [R + 1]
     token_ids: A  # [Tp]
-    query_lens: A  # [D]: tokens of each decode row, where they may have several
-    first_pages: A  # [B] of each group with a window: the page that its table begins with
-    page_tables: A  # [B * M] of each group, one after the other
+    query_lens: A  # [D]: tokens of each decode row; empty if they have one
+    first_pages: A  # [B] for each group with a window: the number of the first page in its table
+    page_tables: A  # [B * M] for each group
 
 
 class GroupTable(NamedTuple):
     """The page table of one group of layers."""
 
-    most_pages: int  # of a row
+    max_pages: int  # pages of a row
     window: int | None  # in tokens
 
     @property
     def width(self) -> int:
         """M: columns, padding included."""
-        return round_up(self.most_pages, ALIGN)
+        return round_up(self.max_pages, ALIGN)
 
 
 @dataclass(frozen=True)
@@ -103,24 +100,24 @@ class BatchLayout:
 
     @property
     def num_windows(self) -> int:
-        """Groups with a window."""
+        """The number of groups with a window."""
         return sum(group.window is not None for group in self.groups)
 
     @classmethod
     def of(cls, bucket: Bucket, limits: Limits) -> BatchLayout:
         """The layout of a bucket in an engine with these limits."""
-        # drafts may lie behind the end of the context; they are written to page 0
-        behind = cdiv(bucket.query_tokens - 1, limits.page_size)
+        # drafts may be beyond the end of the context; they are written to page 0
+        extra = cdiv(bucket.query_tokens - 1, limits.page_size)
         groups = (
-            GroupTable(limits.most_pages(window) + behind, window) for window in limits.windows
+            GroupTable(limits.most_pages(window) + extra, window) for window in limits.windows
         )
         return cls(bucket, tuple(groups), limits.max_num_seqs, limits.page_size)
 
     def sizes(self) -> Fields[int]:
-        """Length of each section."""
+        """The length of each section."""
         b, tp = self.bucket.num_seqs, self.bucket.num_prefill_tokens
         return Fields(
-            place=len(NOWHERE),
+            place=len(NO_PLACE),
             seq_slots=b,
             seq_lens=b,
             samples=b,
@@ -133,15 +130,15 @@ class BatchLayout:
         )
 
     def abstract(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the flat array."""
+        """The shape and dtype of the flat array."""
         return jax.ShapeDtypeStruct((self._starts[-1],), jnp.int32)
 
     def empty(self) -> np.ndarray:  # int32[...]
-        """The flat array of a step without rows, to be filled by its sections."""
+        """The flat array of a step without rows, whose sections are filled later."""
         return np.zeros(self._starts[-1], np.int32)
 
     def split[A: (np.ndarray, jax.Array)](self, flat: A) -> Fields[A]:
-        """The sections of a flat array; views where it is a numpy array."""
+        """The sections of a flat array; they are views of a numpy array."""
         return Fields(*(flat[section] for section in self._sections))
 
     def tables[A: (np.ndarray, jax.Array)](self, page_tables: A) -> list[A]:
@@ -160,7 +157,7 @@ class BatchLayout:
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
-        """Where each section begins, and the end of the last."""
+        """The start of each section, and the end of the last."""
         return tuple(accumulate((cdiv(size, ALIGN) * ALIGN for size in self.sizes()), initial=0))
 
 
@@ -169,7 +166,7 @@ def pack(
     layout: BatchLayout,
     settings: np.ndarray = NO_SETTINGS,  # int32[len(plan.prefills), NUM_SETTINGS]
 ) -> np.ndarray:  # int32[...]
-    """The flat array of a plan, without its place. Work is per row and page, never per token."""
+    """The flat array of a plan, without ``place``. Host time is per row and page, not per token."""
     flat = layout.empty()
     wire = layout.split(flat)
     wire.settings[: settings.size] = settings.ravel()
@@ -199,18 +196,19 @@ def pack(
     return flat
 
 
-def copied_in(flat: jax.Array) -> jax.Array:  # int32[...]
-    """The flat array in memory of the step's own, and ``ROOM`` behind it; inside a GPU's step.
+def copy_batch(flat: jax.Array) -> jax.Array:  # int32[...]
+    """Copy the flat array to a temporary with ``PADDING`` after it; traced inside a GPU's step.
 
-    XLA records those kernels of the step's CUDA graph anew whose memory has moved since the last
-    call, which takes the host up to 1 ms of a step that takes the device 2.6. A batch always comes
-    in new memory, and each layer's attention reads it: now only this copy does. Temporaries stay
-    where they are as long as nothing else has their size in blocks of 2 MiB, since XLA's allocator
-    gives out first of a size what was freed first. Those of a small step would have the one block
-    that batches and drawn tokens have; with the room, which nobody writes, they are larger.
+    XLA records a kernel of the step's CUDA graph again if its memory has moved since the last call,
+    which takes the host up to 1 ms of a step that takes the device 2.6 ms. A batch is always in new
+    memory, and the attention of each layer reads it; with the copy, only the copy is recorded
+    again. A temporary does not move as long as no other array has its size in blocks of 2 MiB, as
+    XLA's allocator returns the block of a size that was freed first. Batches and drawn tokens
+    occupy one block, and so would the temporaries of a small step; the unwritten padding makes
+    them larger. Measurements: ``docs/notes/0008-batch-and-command-buffers.md``.
     """
-    own = lax.empty((flat.size + ROOM,), flat.dtype)
-    # without the barrier XLA has kernels read the sections where they came
+    own = lax.empty((flat.size + PADDING,), flat.dtype)
+    # without the barrier XLA lets kernels read the sections of the argument
     return lax.optimization_barrier(lax.dynamic_update_slice(own, flat, (0,)))
 
 
@@ -220,8 +218,9 @@ def unpack(
     slots: SlotState,
     drafter: Drafter | None = None,
 ) -> DeviceBatch:
-    """The batch of a flat array; traced inside the step. ``drafter`` proposes the tokens of decode
-    rows behind their first, where a bucket's have several.
+    """The batch of a flat array; traced inside the step.
+
+    If decode rows have several tokens, ``drafter`` proposes those after the first.
     """
     wire, bucket = layout.split(flat), layout.bucket
     d = bucket.num_decodes
@@ -277,8 +276,10 @@ class _DecodeTokens(NamedTuple):
 def _decode_tokens(
     wire: Fields[jax.Array], bucket: Bucket, slots: SlotState, drafter: Drafter | None
 ) -> _DecodeTokens:
-    """Where decode rows are. A row of one token is where the host says. One with drafts is where
-    its slot says, since the host does not know yet how many drafts steps in flight accept.
+    """The tokens of decode rows.
+
+    The position of a row with one token is in the batch. The position of a row with drafts is in
+    its slot, as the host does not know yet how many drafts the steps in flight accept.
     """
     d, q = bucket.num_decodes, bucket.query_tokens
     rows = jnp.arange(d, dtype=jnp.int32)
@@ -312,7 +313,7 @@ def _query_starts(
     bucket: Bucket,
     starts: jax.Array,  # int32[R + 1]
 ) -> jax.Array:  # int32[R + 1], or with drafts int32[D + R + 1]
-    """Where each row that attends as a prompt does begins: rows with drafts are among them."""
+    """The start of each row that attends as a prompt does, which includes rows with drafts."""
     if bucket.query_tokens == 1:
         return starts
     decodes = jnp.arange(bucket.num_decodes, dtype=jnp.int32) * bucket.query_tokens
@@ -342,15 +343,18 @@ def _pages_of_groups(
     positions: jax.Array,  # int32[T]
     real: jax.Array,  # bool[T]
 ) -> tuple[Pages, ...]:
-    """Where each group finds the context of each row. The table of a group with a window begins
-    with a page of the context's own (``core.step.Pages.first``), and lengths count from there.
+    """The pages of each row's context in each group.
+
+    The table of a group with a window begins with the first page that a row still holds
+    (``core.step.Pages.first``), and its lengths count from that page.
     """
     found: list[Pages] = []
     firsts = iter(wire.first_pages.reshape(layout.num_windows, layout.bucket.num_seqs))
     for group, table in zip(layout.groups, layout.tables(wire.page_tables), strict=True):
         if layout.bucket.num_prefills:
-            # A section that a kernel of Mosaic's reads becomes part of its call in XLA, and such a
-            # call is recorded at every step, 10 us of the host a layer. Linked calls are few.
+            # XLA fuses the slice of a section into the call of a Mosaic kernel that reads it, and
+            # records such a call at every step, which takes the host 10 us per layer. Linked calls
+            # are few, so decode steps do not need the barrier.
             table = lax.optimization_barrier(table)
         page, lens = positions // layout.page_size, seq_lens
         if group.window is not None:
@@ -366,7 +370,7 @@ def _prefill_tokens(
     seq_lens: jax.Array,  # int32[R]
     starts: jax.Array,  # int32[R + 1]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Row, position and "is no padding" of each token of the prefill part, all [Tp]."""
+    """Row, position and whether it is not padding, of each prefill token; all are [Tp]."""
     token = jnp.arange(bucket.num_prefill_tokens, dtype=jnp.int32)
     # a token's row is the number of rows that end at or before it
     row = jnp.sum(token[:, None] >= starts[None, 1:], axis=1, dtype=jnp.int32)

@@ -1,14 +1,14 @@
-"""Executables behind a step: they draw tokens with extras, score prompts and pool.
+"""Functions of the executables after a step: they draw tokens with extras, score prompts and pool.
 
-A step draws a token for each row from its logits as they are. Rows whose requests ask for
-logit_bias, min_tokens, penalties or logprobs are drawn again by ``ExtrasFunction``, which has a
-fixed number of rows and no layers: one serves every bucket. It reads what the step drew from in the
-rows' slots, and its tokens replace the step's there, before the next step reads them.
-``ScoreFunction`` computes prompt logprobs of the hidden states that a bucket that scores returns,
-``pooled`` picks those that requests pool.
+A step draws a token for each row from the raw logits. Rows with logit_bias, min_tokens, penalties
+or logprobs are drawn again by ``ExtrasFunction``, which has a fixed number of rows and no layers,
+so it serves every bucket. It reads the input of the step's draw from the rows' slots, and its
+tokens replace the step's in the slots before the next step reads them. ``ScoreFunction`` computes
+prompt logprobs from the hidden states that buckets that score return; ``pooled`` selects the hidden
+states of rows that pool.
 
-So no request changes the shape of a step that others are in, and extras cost those rows alone that
-ask for them: with Qwen3-4B the head is read once more, 0.26 ms on an H100.
+So no request changes the shape of a step that it shares with others, and extras take time only if a
+row needs them: with Qwen3-4B on an H100 0.26 ms, to read the head's weights again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from jax import lax
 
 from jaxinfer.core.shapes import ladder, round_up
 from jaxinfer.core.step import ScheduledSeq
-from jaxinfer.exec.step.batch import ALIGN, NOWHERE
+from jaxinfer.exec.step.batch import ALIGN, NO_PLACE
 from jaxinfer.exec.step.sampling import sample_changed, token_logprobs, with_extras
 from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import Model, Params, unembed
 from pallas_kernels.pins import Pins
 from pallas_kernels.publish.api import publish
 
-BLOCK = 64  # rows of float32[V] that extras and scores make copies of at once
-ROWS_FACTOR = 8  # from one number of rows to the next
+BLOCK = 64  # rows of float32[V] that extras and scores compute at a time, as they copy logits
+ROWS_FACTOR = 8  # ratio of the numbers of rows of successive executables
 
 
 class ExtrasOutput(NamedTuple):
@@ -43,18 +43,18 @@ class ExtrasOutput(NamedTuple):
 
 
 def extras_rows(first: int, max_num_seqs: int) -> tuple[int, ...]:
-    """Rows of each ``ExtrasFunction`` of an engine: ``first``, 8 times that, ... up to all."""
+    """The rows of each ``ExtrasFunction`` of an engine: ``first``, 8 times that, ... up to all."""
     rows = ladder(min(first, max_num_seqs), max_num_seqs, ROWS_FACTOR)
     return tuple(count if count <= BLOCK else round_up(count, BLOCK) for count in rows)
 
 
 @dataclass(frozen=True)
 class ExtrasFunction:
-    """Draws ``rows`` tokens with extras: a pure function, slots donated."""
+    """Draws ``rows`` tokens with extras: a pure function whose slots are donated."""
 
     model: Model
     rows: int
-    keeps_logits: bool  # what ``SlotState.drawn_from`` is
+    keeps_logits: bool  # whether ``SlotState.drawn_from`` holds logits, else hidden states
     pins: Pins = Pins()
 
     def __call__(
@@ -63,9 +63,9 @@ class ExtrasFunction:
         slots: SlotState,
         flat: jax.Array,  # int32[3 * W]: see ``pack``
     ) -> tuple[SlotState, ExtrasOutput]:
-        """Draw, record, publish."""
+        """Draw tokens, write them into the slots and publish them."""
         wire = flat.reshape(3, -1)
-        place, seq_slots, seq_lens = wire[0, : len(NOWHERE)], *wire[1:, : self.rows]
+        place, seq_slots, seq_lens = wire[0, : len(NO_PLACE)], *wire[1:, : self.rows]
         drawn_from = slots.drawn_from[seq_slots]
         logits = drawn_from if self.keeps_logits else unembed(self.model, head, drawn_from)
 
@@ -81,15 +81,16 @@ class ExtrasFunction:
         return slots._replace(token_ids=history), ExtrasOutput(token_ids, logprobs)
 
     def abstract(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the flat array."""
+        """The shape and dtype of the flat array."""
         return jax.ShapeDtypeStruct((3 * round_up(self.rows, ALIGN),), jnp.int32)
 
 
 def pack_extras(
     rows: Sequence[ScheduledSeq], count: int, sink_slot: int
 ) -> np.ndarray:  # int32[3 * W]
-    """The flat array of a call of ``count`` rows: its place, which is left out, slots and lengths,
-    each where a kernel may read it.
+    """The flat array of a call of ``count`` rows: place (not set here), slots and lengths.
+
+    Each part is aligned for kernels.
     """
     wire = np.zeros((3, round_up(count, ALIGN)), np.int32)
     wire[1] = sink_slot
@@ -100,7 +101,7 @@ def pack_extras(
 
 @dataclass(frozen=True)
 class ScoreFunction:
-    """Logprobs of the prompt tokens that follow those of a step, a block of positions at a time."""
+    """Logprobs of the target tokens of a step's prompts, a block of positions at a time."""
 
     model: Model
 
@@ -108,9 +109,9 @@ class ScoreFunction:
         self,
         head: Params,  # see ``models.base.head_params``
         hidden: jax.Array,  # [Tp, D]
-        target_ids: jax.Array,  # int32[Tp]: the token whose logprob is asked for, else -1
+        target_ids: jax.Array,  # int32[Tp]: the token whose logprob is computed, else -1
     ) -> jax.Array:  # int32[Tp, ...]: see ``sampling.read_logprobs``
-        """Score."""
+        """Compute the logprobs."""
 
         def scored(hidden: jax.Array, targets: jax.Array) -> jax.Array:
             return token_logprobs(unembed(self.model, head, hidden), targets)
@@ -119,7 +120,7 @@ class ScoreFunction:
 
 
 def pack_targets(rows: Sequence[ScheduledSeq], num_tokens: int) -> np.ndarray:  # int32[Tp]
-    """Targets of a step's prefill rows, which lie back to back; -1 where there is none."""
+    """The targets of a step's prefill rows, concatenated; -1 for tokens without a target."""
     targets = np.full(num_tokens, -1, np.int32)
     start = 0
     for row in rows:
@@ -134,19 +135,19 @@ def pooled(
     hidden: jax.Array,  # [Tp, D]
     tokens: jax.Array,  # int32[S]: index of the token that each row pools
 ) -> jax.Array:  # float32[S, D]
-    """The hidden states of some tokens: last-token pooling."""
+    """The hidden states of the given tokens: last-token pooling."""
     return hidden[tokens].astype(jnp.float32)
 
 
 def pack_pooled(rows: Sequence[ScheduledSeq], count: int) -> np.ndarray:  # int32[S]
-    """Index of the last token of each prefill row that pools, in order; zeros behind them."""
+    """The index of the last token of each prefill row that pools, padded with zeros."""
     ends = np.cumsum([row.num_scheduled_tokens for row in rows])
     found = [end - 1 for row, end in zip(rows, ends, strict=True) if row.pools]
     return np.pad(np.array(found, np.int32), (0, count - len(found)))
 
 
 def _by_blocks(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """``function`` of arrays [N, ...], of ``BLOCK`` rows at a time: it makes copies of logits."""
+    """Map ``function`` over arrays [N, ...], ``BLOCK`` rows at a time to bound its temporaries."""
     rows = arrays[0].shape[0]
     if rows <= BLOCK:
         return function(*arrays)

@@ -1,7 +1,7 @@
-"""What happens to a row's logits on the device, before and after a token is drawn from them.
+"""Drawing tokens from logits on the device: logit_bias, min_tokens, penalties, draw and logprobs.
 
-Owns: logit_bias, min_tokens, penalties and logprobs, and the order of effects (vLLM's: these first,
-then what ``pallas_kernels.sample`` does: temperature, top_k, min_p, top_p).
+The order is vLLM's: logit_bias, min_tokens and penalties first, then temperature, top_k, min_p and
+top_p in ``pallas_kernels.sample``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from jaxinfer.core.request import INT32_MAX, MAX_LOGPROBS
 from jaxinfer.exec.step.slots import SlotFloats, SlotInts, SlotState, read_settings
 from pallas_kernels.sample.api import sample as draw
 
-CHUNK = 128  # logits of which ``_most_likely`` first looks at the largest alone
-# Stands for the token of a row whose logits are NaN or infinite: damaged weights, an overflow. Any
-# token drawn from such logits would be a silent wrong answer.
+CHUNK = 128  # logits per chunk in ``_most_likely``
+# The token of a row whose logits are NaN or infinite, because of damaged weights or an overflow.
+# A token drawn from such logits would be wrong without an error.
 NOT_FINITE = INT32_MAX
-LOGPROBS_WIDTH = 2 + 2 * MAX_LOGPROBS  # of a packed row: see ``read_logprobs``
+LOGPROBS_WIDTH = 2 + 2 * MAX_LOGPROBS  # int32 values of a packed row: see ``read_logprobs``
 
 
 class Logprobs[A](NamedTuple):
@@ -37,24 +37,25 @@ def sample(
     logits: jax.Array,  # float32[B, V]
     slots: SlotState,
     seq_slots: jax.Array,  # int32[B]
-    seq_lens: jax.Array,  # int32[B]: tokens of each sequence; the drawn token gets this position
+    seq_lens: jax.Array,  # int32[B]: tokens of each sequence; also the drawn token's position
     impl: str | None = None,
 ) -> jax.Array:  # int32[B]
-    """Draw one token per row from the logits as they are; ``NOT_FINITE`` where these are NaN or
-    infinite. ``impl`` pins.
+    """Draw one token per row from the raw logits; ``NOT_FINITE`` if one is NaN or infinite.
+
+    ``impl`` pins an implementation.
     """
     return sample_changed(logits, logits, slots, seq_slots, seq_lens, impl)
 
 
 def sample_changed(
     logits: jax.Array,  # float32[B, V], unmodified
-    changed: jax.Array,  # float32[B, V]: the same with extras
+    changed: jax.Array,  # float32[B, V]: the logits after ``with_extras``
     slots: SlotState,
     seq_slots: jax.Array,  # int32[B]
     seq_lens: jax.Array,  # int32[B]
     impl: str | None = None,
 ) -> jax.Array:  # int32[B]
-    """As ``sample``, from logits that extras have ``changed``."""
+    """As ``sample``, but draw from ``changed``."""
     ints, floats = read_settings(slots, seq_slots)
     token_ids = draw(
         changed,
@@ -76,7 +77,7 @@ def with_extras(
     seq_slots: jax.Array,  # int32[B]
     seq_lens: jax.Array,  # int32[B]
 ) -> jax.Array:  # float32[B, V]
-    """Logits after logit_bias, min_tokens and penalties; the same where a row asks for none."""
+    """Logits after logit_bias, min_tokens and penalties; rows without these are not changed."""
     ints, floats = read_settings(slots, seq_slots)
     logits = _add_bias(logits, slots, seq_slots, ints, seq_lens)
     return _penalise(logits, slots.token_ids[seq_slots], ints.num_prompt_tokens, seq_lens, floats)
@@ -86,13 +87,13 @@ def token_logprobs(
     logits: jax.Array,  # float32[B, V], unmodified
     chosen: jax.Array,  # int32[B]
 ) -> jax.Array:  # int32[B, LOGPROBS_WIDTH]: see ``read_logprobs``
-    """Logprob and rank of the chosen tokens, and the most likely ones."""
+    """Logprob and rank of the chosen tokens, and the most likely tokens with their logprobs."""
     log_z = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
     rank = 1 + jnp.sum(logits > picked, axis=-1, dtype=jnp.int32)
     top, top_ids = _most_likely(logits, MAX_LOGPROBS)
     parts = (picked - log_z[:, None], rank[:, None], top_ids, top - log_z[:, None])
-    # one array: each one copied to the host takes it half a millisecond (H100)
+    # one array, as each copy to the host takes 0.5 ms (H100)
     return jnp.concatenate(
         [a if a.dtype == jnp.int32 else lax.bitcast_convert_type(a, jnp.int32) for a in parts],
         axis=1,
@@ -100,7 +101,7 @@ def token_logprobs(
 
 
 def read_logprobs(packed: np.ndarray) -> Logprobs[np.ndarray]:  # int32[B, LOGPROBS_WIDTH]
-    """What ``token_logprobs`` computed; views of it."""
+    """Views of the result of ``token_logprobs``."""
     floats = packed.view(np.float32)
     top = 2 + MAX_LOGPROBS
     return Logprobs(floats[:, 0], packed[:, 1], packed[:, 2:top], floats[:, top:])
@@ -110,8 +111,10 @@ def _most_likely(
     logits: jax.Array,  # float32[B, V]
     count: int,
 ) -> tuple[jax.Array, jax.Array]:  # float32[B, count], int32[B, count]
-    """As ``lax.top_k``, which sorts all there is. The largest lie in the chunks whose maxima are
-    largest: where a chunk is left out, as many others have one at least as large, and before it.
+    """As ``lax.top_k``, but without a sort of the whole vocabulary.
+
+    The ``count`` largest logits are in the ``count`` chunks with the largest maxima: a logit of
+    another chunk is not larger than those maxima, and on a tie it comes later.
     """
     vocab = logits.shape[1]
     num_chunks = -(-vocab // CHUNK)
@@ -119,12 +122,12 @@ def _most_likely(
     chunks = jnp.pad(logits, padding, constant_values=-jnp.inf)
     maxima = chunks.reshape(-1, num_chunks, CHUNK).max(axis=2)
     _, best = lax.top_k(maxima, min(count, num_chunks))
-    # in order, since of equals the first counts
+    # sorted, as the first of equal logits counts
     ids = jnp.sort(best, axis=1)[:, :, None] * CHUNK + jnp.arange(CHUNK)
     ids = ids.reshape(logits.shape[0], -1)
     values = jnp.take_along_axis(logits, jnp.minimum(ids, vocab - 1), axis=1)
-    top, places = lax.top_k(jnp.where(ids < vocab, values, -jnp.inf), count)
-    return top, jnp.take_along_axis(ids, places, axis=1)
+    top, indices = lax.top_k(jnp.where(ids < vocab, values, -jnp.inf), count)
+    return top, jnp.take_along_axis(ids, indices, axis=1)
 
 
 def _add_bias(
@@ -150,7 +153,10 @@ def _penalise(
     seq_lens: jax.Array,  # int32[B]
     floats: SlotFloats[jax.Array],
 ) -> jax.Array:
-    """Repetition over prompt and output, presence and frequency over the output (as vLLM)."""
+    """Repetition penalty over prompt and output, presence and frequency penalties over the output.
+
+    The formulas are vLLM's.
+    """
     vocab = logits.shape[1]
     rows = jnp.arange(logits.shape[0])[:, None]
     index = jnp.arange(history.shape[1])[None, :]

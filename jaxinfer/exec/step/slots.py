@@ -1,13 +1,12 @@
-"""Device-side state of each slot: the settings that its tokens are drawn by, and what extras read.
+"""The state of each slot on the device: sampling settings, drawn tokens, and the data of extras.
 
-Owns: ``SlotState`` and the ways into it. Settings, which every draw reads, are few: a step has them
-in its batch for each prompt that it computes, and writes them itself (``with_settings``). What only
-extras read is long, and seldom asked for: logit_bias, stop ids and all known tokens. It comes by
-``admit``, for requests that ask for it, when the scheduler gives them a slot; other slots keep what
-their last request left, and the settings say not to look. What a token is drawn from stays there as
-well, for an executable that draws it again with extras. Because all this lives on the device, a
-decoding row names its slot and nothing else; because the drawn tokens do, step n + 1 can start from
-step n's token before the host has read it.
+Every draw reads the settings. They are small: the batch of a prompt step contains them, and the
+step writes them (``with_settings``). The data that only extras read is large and rarely needed:
+logit_bias, stop ids and all known tokens. ``admit`` writes it when a request with such extras gets
+a slot. Other slots keep the data of an earlier request, and their settings switch it off. The input
+of each draw is also stored, for an executable that draws again with extras. With all this on the
+device, the batch contains no more than the slot and page table of a decode row, and step n + 1 can
+read the token of step n before the host does.
 """
 
 from __future__ import annotations
@@ -30,14 +29,15 @@ from jaxinfer.core.request import (
 )
 from jaxinfer.core.step import SlotAdmission
 
-MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 16  # the user's, and room for the model's own eos ids
+MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 16  # the user's stop ids and up to 16 eos ids of the model
 
 
 class SlotInts[A](NamedTuple):
-    """The first columns of ``SlotState.settings``; below ``min_length`` tokens no stop id is drawn.
+    """The first columns of ``SlotState.settings``.
 
-    ``num_biases`` says how much of a slot's logit_bias is its request's own. With penalties that
-    change nothing, and a ``min_length`` that the prompt has, nothing else of it is looked at.
+    Below ``min_length`` tokens no stop id is drawn. ``num_biases`` is the number of valid entries
+    of the slot's logit_bias. If it is 0, ``min_length`` is the prompt's length and the penalties
+    change nothing, no data of extras is used.
     """
 
     seed_low: A
@@ -49,7 +49,7 @@ class SlotInts[A](NamedTuple):
 
 
 class SlotFloats[A](NamedTuple):
-    """The other columns, by their bits."""
+    """The other columns of ``SlotState.settings``, as float32 bits."""
 
     temperature: A
     top_p: A
@@ -64,29 +64,28 @@ NUM_SETTINGS = NUM_INTS + len(SlotFloats._fields)
 
 
 class SlotState(NamedTuple):
-    """One row per slot, and a last row that padding writes to and reads from."""
+    """One row per slot, and a last row for padding."""
 
     settings: jax.Array  # int32[S + 1, NUM_SETTINGS]: ``SlotInts``, then ``SlotFloats``
     bias_ids: jax.Array  # int32[S + 1, MAX_LOGIT_BIAS]
     bias_values: jax.Array  # float32[S + 1, MAX_LOGIT_BIAS]
-    stop_ids: jax.Array  # int32[S + 1, MAX_STOP_IDS]; V and above are dropped
-    token_ids: jax.Array  # int32[S + 1, max_model_len + 1]: known at admission, then drawn
-    # what the slot's last row of a step drew from: its hidden state, or float32 logits where these
-    # are few (``Program.keeps_logits``)
+    stop_ids: jax.Array  # int32[S + 1, MAX_STOP_IDS]; V and above are ignored
+    token_ids: jax.Array  # int32[S + 1, max_model_len + 1]: tokens known at admission, and drawn
+    # the input of the slot's last draw: the hidden state, or the float32 logits
+    # (``Program.keeps_logits``)
     drawn_from: jax.Array  # [S + 1, D] or float32[S + 1, V]
-    # known tokens of a sequence that decodes, where rows have drafts: the host learns later how
-    # many were accepted. None where a row has one token
+    # length of a decoding sequence if rows have drafts, as the host learns later how many were
+    # accepted; None if rows have one token
     lengths: jax.Array | None = None  # int32[S + 1]
 
 
 class RowSections[A](NamedTuple):
-    """The sections of what is sent of an admission, in order: as numpy views or device arrays.
+    """The sections of the rows of admissions, in order: as numpy views or device arrays.
 
-    One array of int32 carries all, since each further one costs a transfer; floats are sent by
-    their bits.
+    All are in one int32 array, since each array costs a transfer; floats are sent as bits.
     """
 
-    slot: A  # [A, 1]: its number
+    slot: A  # [A, 1]: the slot's number
     bias_ids: A  # [A, MAX_LOGIT_BIAS]
     bias_values: A  # [A, MAX_LOGIT_BIAS]
     stop_ids: A  # [A, MAX_STOP_IDS]
@@ -104,7 +103,7 @@ def init_slots(
     *,
     has_drafts: bool = False,
 ) -> SlotState:
-    """A zeroed slot state; ``drawn_from`` is that of one slot."""
+    """A zeroed slot state; ``drawn_from`` is the shape and dtype for one slot."""
     rows = max_num_seqs + 1
     return SlotState(
         settings=jnp.zeros((rows, NUM_SETTINGS), jnp.int32),
@@ -118,7 +117,7 @@ def init_slots(
 
 
 def settings_of(requests: Sequence[Request]) -> np.ndarray:  # int32[N, NUM_SETTINGS]
-    """The settings of requests, of one at least, a row each."""
+    """The settings of one or more requests, a row each."""
     ints = np.array([_ints(request) for request in requests], np.int64).astype(np.int32)
     floats = np.array([_floats(request.sampling) for request in requests], np.float32)
     return np.concatenate((ints, floats.view(np.int32)), axis=1)
@@ -152,7 +151,7 @@ def with_settings(
     seq_slots: jax.Array,  # int32[R]
     settings: jax.Array,  # int32[R, NUM_SETTINGS]
 ) -> SlotState:
-    """The slot state with these settings in it."""
+    """The slot state with new settings."""
     return slots._replace(settings=slots.settings.at[seq_slots].set(settings))
 
 
@@ -167,13 +166,13 @@ def read_settings(
 
 
 def needs_admission(request: Request) -> bool:
-    """Whether extras read anything of this request's slot but settings and drawn tokens."""
+    """Whether extras of this request read more of its slot than settings and drawn tokens."""
     sampling = request.sampling
     return bool(sampling.logit_bias or sampling.min_tokens or sampling.has_penalties)
 
 
 def empty_rows(count: int, sink_slot: int, max_model_len: int) -> np.ndarray:  # int32[A, ...]
-    """``count`` rows that nobody reads: they are the sink slot's. See ``RowSections``."""
+    """``count`` rows of padding, for the sink slot: see ``RowSections``."""
     rows = np.zeros((count, SECTION_STARTS[-1] + max_model_len + 1), np.int32)
     _sections(rows).slot[:] = sink_slot
     return rows
@@ -187,7 +186,7 @@ def slot_rows(
     vocab_size: int,
     max_model_len: int,
 ) -> np.ndarray:  # int32[A, ...]
-    """``count`` rows as a host array: those of the admissions, then empty ones."""
+    """``count`` rows as a host array: the admissions' rows, then padding."""
     rows = empty_rows(count, sink_slot, max_model_len)
     sections = _sections(rows[: len(admissions)])
     sections.stop_ids[:] = vocab_size
@@ -207,7 +206,7 @@ def _fill(row: RowSections[np.ndarray], admission: SlotAdmission) -> None:
 
 
 def admit(slots: SlotState, rows: jax.Array) -> SlotState:  # int32[A, ...]: see ``RowSections``
-    """The slot state with these rows in it. Compiled for few counts; ``slots`` is donated."""
+    """The slot state with these rows. Compiled for few counts; ``slots`` is donated."""
     new = _sections(rows)
     at = new.slot[:, 0]
     bias_values = lax.bitcast_convert_type(new.bias_values, jnp.float32)
@@ -220,6 +219,6 @@ def admit(slots: SlotState, rows: jax.Array) -> SlotState:  # int32[A, ...]: see
 
 
 def _sections[A: (np.ndarray, jax.Array)](rows: A) -> RowSections[A]:
-    """The sections of rows; views where they are a numpy array."""
+    """The sections of rows; they are views of a numpy array."""
     ends = (*SECTION_STARTS[1:], rows.shape[1])
     return RowSections(*(rows[:, i:j] for i, j in zip(SECTION_STARTS, ends, strict=True)))

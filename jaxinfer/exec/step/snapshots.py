@@ -1,7 +1,6 @@
-"""Copies of layer state between the rows of its arrays: a slot's to a snapshot, and back.
+"""Copies layer state between rows of its arrays: from a slot to a snapshot, and back.
 
-Owns: the executable's function, and its argument as the host makes it. Which rows are copied when
-is the scheduler's business (``sched.snapshots``).
+The scheduler decides which rows are copied (``sched.snapshots``).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ type RowPair = tuple[int, int]  # from, to
 
 
 class Copies(NamedTuple):
-    """The calls around a step, each with its pairs int32[2, N]."""
+    """The pairs int32[2, N] of each copy call before and after a step."""
 
     restores: tuple[np.ndarray, ...] = ()  # before the step, to slots
     saves: tuple[np.ndarray, ...] = ()  # after it, to snapshots
@@ -29,7 +28,7 @@ NO_COPIES = Copies()
 def copied(arrays: tuple[jax.Array, ...], pairs: jax.Array) -> tuple[jax.Array, ...]:
     """Arrays [rows, ...] in which rows ``pairs[0]`` are copied to rows ``pairs[1]``.
 
-    ``pairs`` is int32[2, N]. All N rows are read before one is written. Compiled for one N;
+    ``pairs`` is int32[2, N]. All N rows are read before any is written. Compiled for one N;
     ``arrays`` are donated.
     """
     source, target = pairs
@@ -39,7 +38,7 @@ def copied(arrays: tuple[jax.Array, ...], pairs: jax.Array) -> tuple[jax.Array, 
 def pack_copies(
     pairs: Iterable[RowPair], count: int, sink: int
 ) -> tuple[np.ndarray, ...]:  # int32[2, count] each
-    """The arguments of as many calls as ``pairs`` need; padding copies the sink to itself."""
+    """The arguments of the calls that copy ``pairs``; padding copies the sink to itself."""
     calls: list[np.ndarray] = []
     for some in batched(pairs, count):
         call = np.full((2, count), sink, np.int32)

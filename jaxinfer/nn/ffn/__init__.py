@@ -1,1 +1,1 @@
-"""What a layer does to each token on its own: feed-forward networks."""
+"""Feed-forward networks, which process each token separately."""

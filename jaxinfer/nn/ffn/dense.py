@@ -22,7 +22,7 @@ _ZEROS = nn.initializers.zeros
 
 
 class FeedForward(nn.Module):
-    """The feed-forward block of a layer, its norm before it included."""
+    """The feed-forward network of a layer, with the norm before it."""
 
     config: FeedForwardConfig
 
@@ -30,7 +30,7 @@ class FeedForward(nn.Module):
     def __call__(
         self, stream: Stream, norm: Norm, ctx: StepContext
     ) -> tuple[jax.Array, jax.Array]:  # [T, D], and [T, D] or float32[S, T, D]
-        """The stream with its delta added, and what the network adds to it."""
+        """The stream with its delta added, and the network's output."""
         c, d, dtype = self.config, stream.x.shape[1], stream.x.dtype
         name, columns = ("gate_up", 2 * c.width) if c.gated else ("up", c.width)
         w = self.param(name, _INIT, (d, columns), dtype)

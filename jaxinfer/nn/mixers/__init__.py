@@ -1,1 +1,1 @@
-"""How a layer mixes tokens: attention, and what else there will be."""
+"""Mixers, which combine the tokens of a sequence: attention."""

@@ -1,9 +1,7 @@
-"""Grouped-query attention: queries, keys and values of one product, rope, pages or none.
+"""Grouped-query attention: queries, keys and values from one GEMM, rope, paged or dense.
 
-Owns: ``Attention``, the module, and ``attend``, the way from a token's heads to its output: over
-pages when serving, over the sequence itself when dense.
-
-Parameters of ``Attention``:
+``attend`` computes a token's output from its heads: over pages when serving, over the sequence
+itself in the dense form. Parameters of ``Attention``:
 
     qkv [D, (N + 2K) * H]   qkv_bias [(N + 2K) * H] with qkv_bias   qk_norms [2, H] with qk_norm
     o   [N * H, D]          o_bias   [D]            with o_bias
@@ -39,7 +37,7 @@ class QKNorm(NamedTuple):
 
 
 class Attention(nn.Module):
-    """The attention block of a layer, its norm before it included."""
+    """The attention block of a layer, with the norm before it."""
 
     config: AttentionConfig
 
@@ -52,10 +50,10 @@ class Attention(nn.Module):
         ctx: StepContext,
         only: jax.Array | None = None,  # int32[B]
     ) -> tuple[jax.Array, jax.Array, LayerArrays | None]:
-        """The stream [T, D] with its delta added, what attention adds to it, the layer's new state.
+        """The stream [T, D] with its delta added, attention's output, and the layer's new state.
 
-        With ``only``, both are of these tokens alone: the last of each row, in the last layer,
-        where nothing reads the others. Their keys and values are appended all the same.
+        With ``only``, stream and output have only these tokens: the last of each row, in the last
+        layer, whose other outputs are not used. The keys and values of all tokens are appended.
         """
         c, d = self.config, stream.x.shape[1]
         dtype = stream.x.dtype
@@ -84,7 +82,7 @@ class Attention(nn.Module):
 
 
 def attend(
-    qkv: jax.Array,  # [T, N + 2K, H]: a token's heads, of queries, keys and values
+    qkv: jax.Array,  # [T, N + 2K, H]: heads of queries, keys and values
     state: LayerArrays | None,
     ctx: StepContext,
     *,
@@ -96,8 +94,8 @@ def attend(
 ) -> tuple[jax.Array, LayerArrays | None]:  # [T, N, H], or with only [B, N, H]
     """Append this step's keys and values to the pages and attend over them.
 
-    The heads come together, so that one kernel may do all that lies before attention. Without
-    state, a whole sequence attends to itself.
+    Queries, keys and values are in one array, so that one kernel can do all work before attention.
+    Without state, a whole sequence attends to itself.
     """
     angles = ctx.angles[0] if ctx.angles else None
     if state is None:
@@ -105,12 +103,12 @@ def attend(
     pages, d = ctx.pages[0], ctx.num_decodes
     if qkv.shape[0] == d:
         return _decode(qkv, state, ctx, angles, qk_norm, scale=scale, window=window)
-    # Both parts are appended before the prompts' is read: a write after a read makes XLA copy
-    # pools. (``append_decode`` reads what it has written itself.)
+    # Append the keys and values of prompts before pages are read, as a write after a read makes XLA
+    # copy the pools. (``append_decode`` writes and reads within one kernel.)
     prompts, pools = qkv[d:], (state["k"], state["v"])
     q, pools = _append(prompts, pools, pages.slot_mapping[d:], ctx, angles, qk_norm, num_kv_heads)
     state = {"k": pools[0], "v": pools[1]}
-    if only is not None:  # a decode step of all rows; it appends their tokens once more
+    if only is not None:  # a decode of all rows, which appends their last tokens again
         angles = None if angles is None else angles.take(only)
         return _decode(qkv[only], state, ctx, angles, qk_norm, scale=scale, window=window)
     parts: list[jax.Array] = []
@@ -119,10 +117,10 @@ def attend(
         out, state = _decode(qkv[:d], state, ctx, first, qk_norm, scale=scale, window=window)
         parts.append(out)
     assert ctx.rows is not None
-    where = (pages.page_table[d:], pages.seq_lens[d:], ctx.rows.query_start_loc)
+    context = (pages.page_table[d:], pages.seq_lens[d:], ctx.rows.query_start_loc)
     impl = ctx.pinned("paged_prefill")
     kv = (state["k"], state["v"])
-    parts.append(paged_prefill(q, *kv, *where, scale=scale, window=window, impl=impl))
+    parts.append(paged_prefill(q, *kv, *context, scale=scale, window=window, impl=impl))
     return jnp.concatenate(parts) if d else parts[0], state
 
 
@@ -135,7 +133,7 @@ def _append(
     qk_norm: QKNorm,
     num_kv_heads: int,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # [T, N, H]
-    """Queries, and the pools with the keys and values of prompts in them."""
+    """The queries of prompts, and the pools after appending their keys and values."""
     if angles is None:
         q, k, v = split_heads(qkv, num_kv_heads)
         k_pages, v_pages = kv_append(k, v, *pools, slots, impl=ctx.pinned("kv_append"))
@@ -158,7 +156,7 @@ def _decode(
     scale: float,
     window: int | None,
 ) -> tuple[jax.Array, LayerArrays]:  # [rows, N, H]
-    """Append and attend, for one token of each of the first rows."""
+    """Append and attend for the first rows, one token each."""
     rows, pages = qkv.shape[0], ctx.pages[0]
     cos, sin, norms = (None, None, None) if angles is None else (*angles, qk_norm.weights)
     out, k_pages, v_pages = append_decode(
@@ -188,7 +186,7 @@ def _dense(
     window: int | None,
     only: jax.Array | None,  # int32[B]
 ) -> jax.Array:  # [T, N, H], or with only [B, N, H]
-    """Causal attention of one whole sequence over itself. Differentiates and vmaps."""
+    """Causal attention of one whole sequence over itself; supports gradients and vmap."""
     if angles is None:
         q, k, v = split_heads(qkv, num_kv_heads)
     else:

@@ -1,11 +1,11 @@
-"""GGUF metadata keys that no config key answers to: which may be there, and with which values.
+"""GGUF metadata keys without a config key: the permitted ones and their permitted values.
 
 Owns: the lists of keys, and the refusal of every key of the architecture that is in none of them.
 
-A key of the architecture (``llama.*`` in a file of llama) describes what the model computes. It is
-read by ``gguf_config`` or ``gguf_rope``, or listed here; any other one is refused by its name,
-because a model that ignores it would answer nonsense without a word. Sources: ``docs/gguf.md`` of
-ggml-org/ggml, ``Keys`` in gguf-py's constants.py, llama.cpp's src/llama-arch.cpp for the names and
+A key of the architecture (``llama.*`` in a file of llama) describes the model's computation. It is
+read by ``config`` or ``rope``, or listed here; any other key is refused by name, because a model
+that ignores it may generate nonsense without an error. Sources: ``docs/gguf.md`` of ggml-org/ggml,
+``Keys`` in gguf-py's constants.py, llama.cpp's src/llama-arch.cpp for the names and
 src/llama-model.cpp for their meaning. Keys of other prefixes describe the file (its authors, its
 licence, how it was quantised), except for those below.
 """
@@ -17,21 +17,21 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.core.errors import CheckpointError, SourceError
-from jaxinfer.weights.gguf_header import GGUFHeader
-from jaxinfer.weights.gguf_metadata import ArchitectureMetadata
+from jaxinfer.weights.gguf.header import GGUFHeader
+from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
 
 # Present in files of the supported architectures; no logit depends on them.
 _WITHOUT_EFFECT = (
-    "vocab_size",  # the embedding's rows say it
+    "vocab_size",  # the embedding's number of rows
     "pooling_type",  # how embedding models reduce hidden states
     "rope.scaling.finetuned",  # a remark
-    "attention.layer_norm_epsilon",  # of the two epsilons an architecture uses one, which is read
+    "attention.layer_norm_epsilon",  # an architecture uses one of the two epsilons, and reads it
     "attention.layer_norm_rms_epsilon",
 )
 
 _OFF = (0, False)
 _NO_SCALE = (0, 1)  # 0 stands for "not set", as in llama.cpp
-# What other architectures compute, and the values with which it is what ours compute.
+# Keys of other architectures, and the values with which they change nothing in ours.
 _ONLY_AS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     dict.fromkeys(
         (
@@ -80,12 +80,12 @@ _ONLY_AS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     )
     | {"attention.causal": (True,)}
 )
-# Whole files that are no model, and keys that llama.cpp reads without an architecture's prefix.
+# Keys of files that are not models, and keys that llama.cpp reads without an architecture's prefix.
 _FOREIGN_PREFIXES = ("adapter.", "xielu.")
 
 
 def check_file_kind(header: GGUFHeader) -> None:
-    """Raise ``SourceError`` for a file that is no whole model, such as an adapter or a part."""
+    """Raise ``SourceError`` for a file that is not a whole model, such as an adapter or a shard."""
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
         raise SourceError(
@@ -105,9 +105,10 @@ def check_file_kind(header: GGUFHeader) -> None:
 
 
 def refuse_unread_keys(meta: ArchitectureMetadata) -> None:
-    """Refuse what the architecture's keys ask for beyond what has been read from ``meta``.
+    """Raise ``CheckpointError``, with the key's name, for a key that changes the model's result.
 
-    Raises ``CheckpointError`` that names the key.
+    These are keys of the architecture that have not been read from ``meta`` and are not permitted
+    by the lists above.
     """
     for name, values in _ONLY_AS.items():
         meta.only(name, *values)

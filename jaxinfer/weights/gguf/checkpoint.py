@@ -15,22 +15,22 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from jaxinfer.weights.checkpoint import TensorInfo, read_bytes
-from jaxinfer.weights.gguf_config import generation_config_from_gguf, hf_config_from_gguf
-from jaxinfer.weights.gguf_header import GGUFHeader, GGUFTensor, read_header
-from jaxinfer.weights.gguf_keys import check_file_kind
-from jaxinfer.weights.gguf_names import NAME_TABLES, ROPE_FACTORS, map_name, undo_interleave
+from jaxinfer.weights.gguf.config import generation_config_from_gguf, hf_config_from_gguf
+from jaxinfer.weights.gguf.header import GGUFHeader, GGUFTensor, read_header
+from jaxinfer.weights.gguf.keys import check_file_kind
+from jaxinfer.weights.gguf.names import NAME_TABLES, ROPE_FACTORS, map_name, undo_interleave
 
 _UNQUANTISED = (
     GGMLQuantizationType.F32,
     GGMLQuantizationType.F16,
     GGMLQuantizationType.BF16,
 )
-_CHUNK_BYTES = 1 << 16  # read and dequantised at once: its float32 values stay in the CPU cache
+_CHUNK_BYTES = 1 << 16  # per dequantisation call: its float32 values stay in the CPU cache
 
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """Everything a GGUF file holds, in Hugging Face's terms."""
+    """The contents of a GGUF file in Hugging Face's terms."""
 
     header: GGUFHeader
     hf_config: Mapping[str, Any]
@@ -39,15 +39,15 @@ class GGUFModel:
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
-        """The token ids that begin and end a text."""
+        """The special token ids and sampling defaults of the file."""
         return generation_config_from_gguf(self.header)
 
 
 def open_gguf(path: Path) -> GGUFModel:
     """Read and check a GGUF file's header.
 
-    Raises ``CheckpointError`` for a broken file or a metadata key that asks for what is not
-    supported, ``UnknownArchitectureError``, and ``SourceError`` for what is no whole model.
+    Raises ``CheckpointError`` for a broken file or a metadata key that is not supported,
+    ``UnknownArchitectureError``, and ``SourceError`` for a file that is not a whole model.
     """
     header = read_header(path)
     check_file_kind(header)
@@ -59,19 +59,21 @@ def open_gguf(path: Path) -> GGUFModel:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _StoredTensor:
+    """A tensor of the file and how its layout differs from Hugging Face's."""
+
     tensor: GGUFTensor
-    interleaved_heads: int  # 0: rows are in order
+    interleaved_heads: int  # heads whose rows are permuted; 0: rows are in order
     transposed: bool
 
 
 class GGUFCheckpoint:
-    """See ``Checkpoint``; ``hf_config`` tells how many heads a permuted tensor has."""
+    """See ``Checkpoint``; ``hf_config`` holds the number of heads of permuted tensors."""
 
     def __init__(self, header: GGUFHeader, hf_config: Mapping[str, Any]) -> None:
         self._path = header.path
         self._tensors: dict[str, TensorInfo] = {}
-        self._places: dict[str, _Place] = {}
+        self._stored: dict[str, _StoredTensor] = {}
         table = NAME_TABLES[header.metadata["general.architecture"]]
         for gguf_name, tensor in header.tensors.items():
             if gguf_name == ROPE_FACTORS:  # read by ``open_gguf``
@@ -85,7 +87,7 @@ class GGUFCheckpoint:
             readable = _can_dequantise(tensor.type)
             info = TensorInfo(shape, tensor.type.name, tensor.nbytes, readable)
             self._tensors[mapped.name] = info
-            self._places[mapped.name] = _Place(tensor, heads, mapped.transposed)
+            self._stored[mapped.name] = _StoredTensor(tensor, heads, mapped.transposed)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -94,15 +96,15 @@ class GGUFCheckpoint:
 
     def read(self, name: str) -> np.ndarray:  # float32[TensorInfo.shape]
         """See ``Checkpoint``."""
-        place = self._places[name]
-        values = _read_tensor(self._path, place.tensor)
-        if place.interleaved_heads:
-            values = undo_interleave(values, place.interleaved_heads)
-        return values.T if place.transposed else values
+        stored = self._stored[name]
+        values = _read_tensor(self._path, stored.tensor)
+        if stored.interleaved_heads:
+            values = undo_interleave(values, stored.interleaved_heads)
+        return values.T if stored.transposed else values
 
 
 def _read_tensor(path: Path, tensor: GGUFTensor) -> np.ndarray:  # float32[tensor.shape]
-    """Dequantise piece by piece into the result, so that no second copy of it exists."""
+    """Dequantise chunk by chunk into the result, so that no second copy of it exists."""
     values_per_unit, bytes_per_unit = GGML_QUANT_SIZES[tensor.type]
     values = np.empty(tensor.nbytes // bytes_per_unit * values_per_unit, np.float32)
     chunk_bytes = _CHUNK_BYTES // bytes_per_unit * bytes_per_unit

@@ -1,11 +1,11 @@
-"""The small functions against their definitions in float64, and their dtypes."""
+"""Norms, embedding rows and logits equal their definitions in float64; their dtypes."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.nn import layers
+from jaxinfer.nn import linear
 from pallas_kernels.numerics import rms_norm
 
 RNG = np.random.default_rng(0)
@@ -24,25 +24,25 @@ def test_rms_norm() -> None:
 def test_layer_norm() -> None:
     expected = (X - X.mean(-1, keepdims=True)) / np.sqrt(X.var(-1, keepdims=True) + 1e-3)
     expected = expected * WEIGHT + BIAS
-    actual = layers.layer_norm(*f32(X, WEIGHT, BIAS), 1e-3)
+    actual = linear.layer_norm(*f32(X, WEIGHT, BIAS), 1e-3)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_layer_norm_of_a_large_constant_offset_keeps_its_digits() -> None:
-    """A one-pass variance would cancel here."""
-    shifted = layers.layer_norm(*f32(X + 1000.0, WEIGHT, BIAS), 1e-5)
-    plain = layers.layer_norm(*f32(X, WEIGHT, BIAS), 1e-5)
+def test_layer_norm_of_a_large_constant_offset_is_precise() -> None:
+    """A variance computed in one pass would cancel here."""
+    shifted = linear.layer_norm(*f32(X + 1000.0, WEIGHT, BIAS), 1e-5)
+    plain = linear.layer_norm(*f32(X, WEIGHT, BIAS), 1e-5)
     np.testing.assert_allclose(shifted, plain, atol=2e-3)
 
 
-def test_take_rows_clamps_what_padding_holds() -> None:
+def test_take_rows_clamps_ids_of_padding() -> None:
     table = f32(X)[0]
-    rows = layers.take_rows(table, jnp.asarray([2, 99, -1], jnp.int32))
+    rows = linear.take_rows(table, jnp.asarray([2, 99, -1], jnp.int32))
     assert np.array_equal(rows, table[jnp.asarray([2, 4, 0])])
 
 
 def test_logits_are_float32_and_tied_equals_untied() -> None:
     hidden, embed = (jnp.asarray(a, jnp.bfloat16) for a in (X, RNG.standard_normal((7, 24))))
-    tied = layers.tied_logits(hidden, embed)
-    assert tied.dtype == layers.head_logits(hidden, embed.T).dtype == jnp.float32
-    np.testing.assert_allclose(tied, layers.head_logits(hidden, embed.T), rtol=1e-5, atol=1e-5)
+    tied = linear.tied_logits(hidden, embed)
+    assert tied.dtype == linear.head_logits(hidden, embed.T).dtype == jnp.float32
+    np.testing.assert_allclose(tied, linear.head_logits(hidden, embed.T), rtol=1e-5, atol=1e-5)

@@ -1,7 +1,7 @@
-"""A Hugging Face config from GGUF metadata.
+"""Builds a Hugging Face config from GGUF metadata.
 
-Owns: one function per GGUF architecture, and which keys become which of config.json and
-generation_config.json.
+Owns: one function per GGUF architecture, and the map from metadata keys to the keys of config.json
+and generation_config.json.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 
 from jaxinfer.core.errors import CheckpointError, TokenizerError, UnknownArchitectureError
 from jaxinfer.text.gguf_special import end_token_ids, special_id
-from jaxinfer.weights.gguf_header import GGUFHeader
-from jaxinfer.weights.gguf_keys import refuse_unread_keys
-from jaxinfer.weights.gguf_metadata import ArchitectureMetadata
-from jaxinfer.weights.gguf_names import ROPE_FACTORS
-from jaxinfer.weights.gguf_rope import llama3_scaling, rope_scaling
+from jaxinfer.weights.gguf.header import GGUFHeader
+from jaxinfer.weights.gguf.keys import refuse_unread_keys
+from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
+from jaxinfer.weights.gguf.names import ROPE_FACTORS
+from jaxinfer.weights.gguf.rope import llama3_scaling, rope_scaling
 
-# The sampling defaults that a file can hold, by their names in generation_config.json. Others of
-# llama.cpp (xtc, mirostat, ...) are ignored, as vLLM ignores keys of that file it has no use for.
+# The sampling defaults that a file can hold, with their names in generation_config.json. Others of
+# llama.cpp (xtc, mirostat, ...) are ignored, as vLLM ignores unknown keys of that file.
 _SAMPLING = (
     ("temp", "temperature"),
     ("top_k", "top_k"),
@@ -34,9 +34,9 @@ def hf_config_from_gguf(
     header: GGUFHeader,
     rope_factors: np.ndarray | None,  # float32[H / 2]: the tensor rope_freqs.weight
 ) -> dict[str, Any]:
-    """What the model's config.json would say.
+    """The config.json of the model.
 
-    Raises ``UnknownArchitectureError``, or ``CheckpointError`` for a key that is missing.
+    Raises ``UnknownArchitectureError``, or ``CheckpointError`` for a missing key.
     """
     architecture = header.metadata.get("general.architecture")
     build = _BUILDERS.get(str(architecture))
@@ -119,7 +119,7 @@ def _decoder(meta: ArchitectureMetadata) -> dict[str, Any]:
 
 
 def _window(meta: ArchitectureMetadata) -> int | None:
-    """How far back every layer looks; None for everything."""
+    """The attention window of every layer in tokens; None without one."""
     window, pattern = "attention.sliding_window", "attention.sliding_window_pattern"
     if meta.number_if_set(window) is None:
         meta.skip(pattern)
@@ -131,7 +131,7 @@ def _window(meta: ArchitectureMetadata) -> int | None:
 
 
 def _llama(meta: ArchitectureMetadata) -> dict[str, Any]:
-    # Meta's layout interleaves the two halves of each head: see ``gguf_names.undo_interleave``.
+    # Meta's layout interleaves the two halves of each head: see ``names.undo_interleave``.
     meta.only("tensor_data_layout", "Meta AI original pth")
     window = _window(meta)
     windowed = {"architectures": ["MistralForCausalLM"], "sliding_window": window}
@@ -145,7 +145,7 @@ def _llama(meta: ArchitectureMetadata) -> dict[str, Any]:
 
 
 def _qwen(meta: ArchitectureMetadata) -> dict[str, Any]:
-    """Qwen's window is switched on, and looks from a first layer up."""
+    """Qwen's config has a switch for the window and names the first layer that has one."""
     meta.only("tensor_data_layout", "reference")
     window = _window(meta)
     if window is None:

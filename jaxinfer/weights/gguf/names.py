@@ -1,4 +1,4 @@
-"""GGUF's names for tensors, Hugging Face's names for the same, and how their layouts differ.
+"""The Hugging Face names of GGUF's tensors, and the differences between their layouts.
 
 Owns: one ``NameTable`` per GGUF architecture. Source: the conversion scripts of llama.cpp
 (``convert_hf_to_gguf.py``), read backwards.
@@ -16,7 +16,7 @@ import numpy as np
 from jaxinfer.core.errors import CheckpointError
 
 _GGUF_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
-ROPE_FACTORS = "rope_freqs.weight"  # no weight of the model: ``gguf_rope`` makes a config of it
+ROPE_FACTORS = "rope_freqs.weight"  # not a weight of the model: ``rope`` makes a config of it
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class NameTable:
 
 @dataclass(frozen=True)
 class MappedName:
-    """Where a GGUF tensor belongs."""
+    """The Hugging Face name of a GGUF tensor, and how its layout differs."""
 
     name: str
     interleaved: bool
@@ -93,7 +93,7 @@ NAME_TABLES: Mapping[str, NameTable] = MappingProxyType(
 
 
 def map_name(table: NameTable, gguf_name: str) -> MappedName:
-    """The Hugging Face name of a GGUF tensor and what must be undone to its layout.
+    """The Hugging Face name of a GGUF tensor and the layout changes that must be undone.
 
     Raises ``CheckpointError`` for a tensor the architecture does not have.
     """
@@ -114,6 +114,6 @@ def map_name(table: NameTable, gguf_name: str) -> MappedName:
 
 
 def undo_interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:  # [heads * H, ...] -> same
-    """Rows of each head from pairs (0, H/2), (1, H/2 + 1) ... side by side back to two halves."""
+    """Reorder each head's rows from adjacent pairs 0, H/2, 1, H/2 + 1, ... to 0, 1, ..., H - 1."""
     per_head = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
     return per_head.swapaxes(1, 2).reshape(rows.shape)

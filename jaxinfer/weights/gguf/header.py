@@ -1,9 +1,9 @@
 """The header of a GGUF file: its metadata and where each tensor lies.
 
-Owns: parsing, and checking that the file holds what its header promises.
+Owns: parsing, and checking that the file is long enough for the tensors of its header.
 
 The ``gguf`` package reads headers too, but makes a numpy view per vocabulary string, which takes
-seconds; this reader takes a tenth of one and so needs no cache of its own.
+seconds. This reader takes 0.1 s, so it needs no cache.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -47,7 +47,7 @@ _SCALARS: Mapping[int, struct.Struct] = MappingProxyType(
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor as stored: ``shape`` with the row length last, ``offset`` from the file's start."""
+    """A tensor as stored: ``shape`` has the row length last, ``offset`` is in bytes of the file."""
 
     shape: tuple[int, ...]
     type: GGMLQuantizationType
@@ -57,7 +57,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """All that a GGUF file says before its data; ``digest`` is the SHA-256 of those bytes."""
+    """The part of a GGUF file before its data; ``digest`` is the SHA-256 of those bytes."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -143,7 +143,7 @@ def _stored_bytes(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType)
 
 
 class _Cursor:
-    """Reads values one after another; ``struct.error`` when the file ends early."""
+    """Reads successive values; raises ``struct.error`` when the file ends early."""
 
     def __init__(self, data: mmap.mmap, position: int) -> None:
         self._data = data

@@ -1,10 +1,9 @@
-"""Rotary embeddings in GGUF: their metadata keys and the tensor rope_freqs.weight, read as a
-config.json's ``rope_scaling``.
+"""Converts GGUF's ``rope.*`` keys and tensor rope_freqs.weight to config.json's ``rope_scaling``.
 
-Owns: what each ``rope.*`` key means, the older names among them.
+Owns: the meaning of each ``rope.*`` key, including older names.
 
 Source: ``load_hparams`` in llama.cpp's src/llama-model.cpp, ``llama_context`` for YaRN's factors,
-``ggml_rope_ext`` for what multiplies what.
+``ggml_rope_ext`` for the formula.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.nn.rope import Llama3Scaling, RopeConfig, inverse_frequencies
-from jaxinfer.weights.gguf_header import GGUFHeader
-from jaxinfer.weights.gguf_metadata import ArchitectureMetadata
+from jaxinfer.weights.gguf.header import GGUFHeader
+from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
 
-# Meta's constants, the same in Llama 3.1, 3.2 and 3.3; GGUF keeps only what follows from them.
+# Meta's constants, the same in Llama 3.1, 3.2 and 3.3; GGUF keeps only the resulting factors.
 _LLAMA3_LOW_FREQ_FACTOR = 1.0
 _LLAMA3_HIGH_FREQ_FACTOR = 4.0
 _LLAMA3_ORIGINAL_CONTEXT = 8192
@@ -28,11 +27,11 @@ _YARN_NUMBERS = (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"
 
 
 def rope_scaling(meta: ArchitectureMetadata, head_dim: int) -> dict[str, Any] | None:
-    """The ``rope_scaling`` that the keys describe, None for none.
+    """The ``rope_scaling`` that the keys describe; None without scaling.
 
-    Raises ``CheckpointError`` that names the key for what cannot be computed.
+    Raises ``CheckpointError``, with the key's name, for an unsupported scaling.
     """
-    meta.only("rope.dimension_count", head_dim)  # else a part of each head is rotated
+    meta.only("rope.dimension_count", head_dim)  # partial rotation is not supported
     key = "rope.scaling.type"
     kind = meta.text(key, "linear")
     if kind not in ("none", "linear", "yarn"):
@@ -45,16 +44,16 @@ def rope_scaling(meta: ArchitectureMetadata, head_dim: int) -> dict[str, Any] | 
     meta.only("rope.scaling.yarn_attn_factor", 1)
     meta.only("rope.scaling.yarn_ext_factor", 0)
     for name, _ in _YARN_NUMBERS:
-        meta.skip(f"rope.scaling.{name}")  # a blend of frequencies that only YaRN has
+        meta.skip(f"rope.scaling.{name}")  # only YaRN uses these
     return None if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
 
 
 def _factor(meta: ArchitectureMetadata, *, required: bool) -> float:
-    """By how much positions are divided: ``rope.scaling.factor``, or else its older name."""
+    """The divisor of positions: ``rope.scaling.factor``, or else the key's older name."""
     newer = meta.number_if_set("rope.scaling.factor")
     older = meta.number_if_set("rope.scale_linear")
     if newer is None and older is None and required:
-        return meta.number("rope.scaling.factor")  # which says that it is missing
+        return meta.number("rope.scaling.factor")  # raises: the key is missing
     return newer or older or 1.0
 
 
@@ -75,9 +74,9 @@ def _yarn(meta: ArchitectureMetadata, factor: float, original: int) -> dict[str,
 def _yarn_attention(meta: ArchitectureMetadata) -> float:
     """``yarn_attn_factor``, which multiplies YaRN's own 0.1 ln(factor) + 1.
 
-    The converter writes either of two config keys to it: ``attn_factor``, which multiplies and is
-    below 1 where it is used (DeepSeek-R1-0528-Qwen3-8B), or ``attention_factor``, which replaces
-    and is above 1. A value above 1 could mean either.
+    The converter stores either of two config keys under this name: ``attn_factor``, a multiplier
+    that is below 1 in known models (DeepSeek-R1-0528-Qwen3-8B), or ``attention_factor``, a
+    replacement that is above 1. A value above 1 is therefore ambiguous and refused.
     """
     key = "rope.scaling.yarn_attn_factor"
     value = meta.number(key, 1.0)
@@ -91,9 +90,11 @@ def llama3_scaling(
     config: Mapping[str, Any],
     factors: np.ndarray,  # float32[H / 2]: the tensor rope_freqs.weight
 ) -> dict[str, Any]:
-    """The scaling whose factors the file holds: known up to Llama 3's constants, then compared.
+    """Llama 3's scaling with the file's factor.
 
-    Raises ``CheckpointError`` for factors of another scheme.
+    GGUF holds one factor per frequency. The scaling is rebuilt from the largest of them and Llama
+    3's constants, and its factors are compared with the file's. Raises ``CheckpointError`` if they
+    differ.
     """
     scaling = Llama3Scaling(
         factor=float(factors.max()),

@@ -1,4 +1,4 @@
-"""Typed access to the metadata of one architecture, which remembers what has been read.
+"""Typed access to the metadata of one architecture, with a record of the keys that were read.
 
 Owns: checking types and ranges; every error names the file and the key.
 """
@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
-from jaxinfer.weights.gguf_header import GGUFHeader
+from jaxinfer.weights.gguf.header import GGUFHeader
 
 
 class ArchitectureMetadata:
-    """Keys without the architecture's prefix: ``count("block_count")`` reads llama.block_count."""
+    """Reads keys without the architecture's prefix: "block_count" stands for llama.block_count."""
 
     def __init__(self, header: GGUFHeader, architecture: str) -> None:
         self.header = header
@@ -28,9 +28,9 @@ class ArchitectureMetadata:
         return self._value(key, default, str, "a string")
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer, or a list that holds it once for each layer.
+        """A positive integer, also if it is stored as a list with the same value for each layer.
 
-        ``CheckpointError`` where it is absent and has no default.
+        Raises ``CheckpointError`` if the key is absent and has no default.
         """
         value = self._value(key, default, (int, list), "a positive integer")
         if isinstance(value, list):
@@ -43,7 +43,7 @@ class ArchitectureMetadata:
     def number(self, key: str, default: float | None = None) -> float:
         """A positive float32 as its shortest decimal: 1e-05 instead of 9.999999747378752e-06.
 
-        ``CheckpointError`` where it is absent and has no default.
+        Raises ``CheckpointError`` if the key is absent and has no default.
         """
         value = self._value(key, default, (int, float), "a positive number")
         if not (value > 0 and math.isfinite(value)):
@@ -51,11 +51,11 @@ class ArchitectureMetadata:
         return float(str(np.float32(value)))
 
     def number_if_set(self, key: str) -> float | None:
-        """A positive number, or None where it is absent or 0, which stands for "not set"."""
+        """A positive number, or None if the key is absent or 0, which stands for "not set"."""
         return None if self._stored(key) in (None, 0) else self.number(key)
 
     def only(self, key: str, *values: Any) -> None:
-        """Refuse a value other than ``values``; an absent key is one of them."""
+        """Refuse a value other than ``values``; the key may be absent."""
         stored = self._stored(key)
         if stored is None or any(_equal(stored, value) for value in values):
             return
@@ -63,7 +63,7 @@ class ArchitectureMetadata:
         self.refuse(key, stored, f"is supported only as {known}", "use another model")
 
     def has(self, key: str) -> bool:
-        """Whether the file says it."""
+        """Whether the file has the key."""
         return self._prefix + key in self.header.metadata
 
     def skip(self, key: str) -> None:
@@ -78,7 +78,7 @@ class ArchitectureMetadata:
     def refuse(
         self, key: str, value: object, words: str, remedy: str = "convert the model again"
     ) -> NoReturn:
-        """Raise ``CheckpointError``: the file's key ``words``, but is ``value``."""
+        """Raise ``CheckpointError``: the key ``words`` ("must be ..."), got ``value``."""
         raise CheckpointError(
             f"{self.header.path}: metadata key {self._prefix + key} {words}, "
             f"got {repr(value)[:40]}; {remedy}"
@@ -90,7 +90,7 @@ class ArchitectureMetadata:
 
     @property
     def num_layers(self) -> int:
-        """``block_count``; ``CheckpointError`` unless the file holds tensors of so many."""
+        """``block_count``; raises ``CheckpointError`` if tensors of some blocks are missing."""
         count = self.count("block_count")
         names = (name.split(".") for name in self.header.tensors if name.startswith("blk."))
         present = len({parts[1] for parts in names})

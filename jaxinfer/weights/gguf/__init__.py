@@ -1,0 +1,1 @@
+"""GGUF files: their header, metadata and tensors in Hugging Face's terms."""
