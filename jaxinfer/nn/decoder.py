@@ -156,7 +156,7 @@ class Decoder(nn.Module):
         return hidden
 
     def unembed(self, hidden: jax.Array) -> jax.Array:  # [..., D] -> float32[..., V]
-        """Logits."""
+        """Logits of hidden states."""
         if self.spec.tie_word_embeddings:
             return tied_logits(hidden, self.embed)
         return head_logits(hidden, self.lm_head)

@@ -88,7 +88,7 @@ class FeedForwardConfig:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer. Each part has a norm before it, and with ``post_norms`` also one after it."""
+    """One layer. Each part has a norm before it; with ``post_norms`` it also has one after it."""
 
     mixer: MixerSpec
     ffn: FeedForwardSpec

@@ -7,7 +7,7 @@ border (``sched.prefix``). A row is in exactly one of three states:
 
 - free;
 - pending: a step in flight copies a slot to it (``ScheduledSeq.snapshot``); when the step is
-  reported, the row is registered, or freed if its sequence has ended or was preempted;
+  reported, the row is registered, or freed if the step failed or its sequence is not running;
 - registered, until its row is needed for another snapshot.
 
 A snapshot is useless while no page is registered with its hash, so such rows are taken first, then

@@ -223,7 +223,7 @@ class Draft:
         self._enqueued.append(seq)
 
     def start(self, seqs: list[Sequence]) -> None:
-        """Move the first waiting sequences to running; ``seqs`` are they with slots and pages."""
+        """Move the first waiting sequences to running, as ``seqs``, which have slots and pages."""
         self.waiting = self.waiting[len(seqs) :]
         running = sorted((*self.running.values(), *seqs), key=_order_of)
         self.running = {seq.request_id: seq for seq in running}

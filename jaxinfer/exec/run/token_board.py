@@ -1,4 +1,4 @@
-"""The token board: host memory to which a GPU's steps write tokens, so that reading is no call.
+"""The token board: host memory to which a GPU writes tokens, so the host reads them without a call.
 
 ``docs/notes/0007-token-board.md`` has the measurements.
 """
