@@ -59,7 +59,7 @@ ARRIVALS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Met:
-    """What a storm met: how requests ended, and those that a repetition has to answer alike."""
+    """The results of a storm: how requests ended, and those whose repetition must match."""
 
     ended: Counter[str] = field(default_factory=Counter[str])
     repeatable: list[tuple[Body, Tokens]] = field(default_factory=list[tuple[Body, Tokens]])
@@ -142,7 +142,7 @@ async def alone(
 async def _is_near_tie(
     client: Client, body: Body, together: Tokens, by_itself: Tokens, near_tie: float
 ) -> bool:
-    """Whether every choice that differs has its former token again when the logits of the two
+    """True if every choice that differs has its former token again when the logits of the two
     tokens at the first difference are moved towards each other by ``near_tie`` in all.
     """
     for choice in together.keys() | by_itself.keys():

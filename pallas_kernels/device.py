@@ -14,7 +14,7 @@ _TARGET: ContextVar[Device | None] = ContextVar("target_device", default=None)
 
 @dataclass(frozen=True)
 class Device:
-    """What the choice of kernels, their launches and their machine code depend on."""
+    """The facts of a device that kernels, their launches and machine code depend on."""
 
     platform: str  # "cpu", "gpu" or "tpu"
     kind: str  # the name that the driver reports

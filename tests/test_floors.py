@@ -130,7 +130,7 @@ def cycles(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, st
 
 
 def only_triton(module: Module, modules: dict[str, Module]) -> bool:
-    """Whether a file is imported, and only by files that import Triton themselves.
+    """True if a file is imported, and only by files that import Triton themselves.
 
     Those are under the same rule, so a ``triton.py`` stands at the end; nothing else may be in the
     way of an installation without Triton.

@@ -128,7 +128,7 @@ class _Mapping:
 
     @property
     def is_clean_library(self) -> bool:
-        """Whether every page equals the library's file and cannot be written to."""
+        """True if every page equals the library's file and cannot be written to."""
         read_only = self.access[1] == "-" and self.access[3] == "p"
         return read_only and not self.anonymous and _LIBRARY.search(self.path) is not None
 

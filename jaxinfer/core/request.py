@@ -133,12 +133,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is drawn; temperatures under 1e-5 count as 0."""
+        """True if the most likely token is drawn; temperatures under 1e-5 count as 0."""
         return self.temperature < 1e-5
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the sequence's own tokens change its logits."""
+        """True if the sequence's own tokens change its logits."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
@@ -147,7 +147,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
 
     @property
     def needs_extras(self) -> bool:
-        """Whether it has extras (logit_bias, min_tokens, penalties or logprobs), for which a second
+        """True if it has extras (logit_bias, min_tokens, penalties or logprobs), for which a second
         executable draws its tokens after the step.
         """
         return bool(

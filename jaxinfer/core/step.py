@@ -54,7 +54,7 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the step has both decode rows and prefill rows."""
+        """True if the step has both decode rows and prefill rows."""
         return bool(self.num_decodes and self.num_prefills)
 
     @property
@@ -74,7 +74,7 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
         scores: bool = False,
         query_tokens: int = 1,
     ) -> bool:
-        """Whether a step of this size can run in this shape. ``scores``: a row requests prompt
+        """True if a step of this size can run in this shape. ``scores``: a row requests prompt
         logprobs. ``query_tokens``: the most tokens of a decode row.
         """
         return (

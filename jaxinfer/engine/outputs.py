@@ -81,7 +81,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
 
     def finished(self) -> bool:
-        """Whether it has ended."""
+        """True if it has ended."""
         return self.finish_reason is not None
 
 

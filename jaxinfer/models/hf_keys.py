@@ -129,7 +129,7 @@ def refuse_unread(config: KeysRead, architecture: str) -> None:
 
 
 def _is_neutral(key: str, value: object) -> bool:
-    """Whether a key is switched off, or does not affect the computation of layers."""
+    """True if a key is switched off, or does not affect the computation of layers."""
     if key in NEUTRAL:
         return value is None or value in NEUTRAL[key]
     if key == "quantization_config" and isinstance(value, Mapping):

@@ -138,7 +138,7 @@ def admit(draft: Draft, seq: Sequence) -> tuple[Sequence, SlotAdmission] | None:
 
 
 def all_fit(draft: Draft) -> bool:
-    """Whether all waiting and running sequences fit together, each with its longest output.
+    """True if all waiting and running sequences fit together, each with its longest output.
 
     If so, no sequence will be preempted, and the head of the queue is admitted at once. Pages that
     might be shared are counted for each of their owners.

@@ -28,7 +28,7 @@ def choose_step(draft: Draft) -> StepPlan | None:
     only_prefills = _only_prefills(draft)
     decodes, preempted = ([], False) if only_prefills else _decode_rows(draft)
     prefills: list[ScheduledSeq] = []
-    query_tokens = max([row.num_scheduled_tokens for row in decodes], default=1)
+    query_tokens = _most_query_tokens(decodes, draft.limits)
     budget = Budget(draft, len(decodes), query_tokens)
     if len(decodes) < len(draft.running):
         prefills = _continued_prefills(draft, budget)
@@ -39,7 +39,7 @@ def choose_step(draft: Draft) -> StepPlan | None:
         prefills += new_prefills
     if only_prefills and not prefills:  # no waiting request can be admitted
         decodes, _ = _decode_rows(draft)
-        query_tokens = max([row.num_scheduled_tokens for row in decodes], default=1)
+        query_tokens = _most_query_tokens(decodes, draft.limits)
     if not decodes and not prefills:
         if not draft.in_flight and any(seq.is_prefilling for seq in draft.running.values()):
             # prefills wait for each other's pages: preempt the last one
@@ -74,7 +74,7 @@ def smallest_bucket(
 class Budget:
     """The remaining prompt tokens of a step with ``num_decodes`` rows of up to ``query_tokens``."""
 
-    def __init__(self, draft: Draft, num_decodes: int, query_tokens: int = 1) -> None:
+    def __init__(self, draft: Draft, num_decodes: int, query_tokens: int) -> None:
         self._buckets = draft.buckets
         self._largest = NO_BUCKET  # memo of ``_largest_bucket``
         self._limit = draft.limits.max_num_batched_tokens
@@ -117,7 +117,7 @@ class Budget:
 
 
 def _only_prefills(draft: Draft) -> bool:
-    """Whether this step has no decode rows, because of ``prefill_first``.
+    """True if this step has no decode rows, because of ``prefill_first``.
 
     This is so while prompts are left to compute and the whole batch fits. Decoding the first rows
     early gains nothing, as the last row's decode steps follow anyway, and a mixed step costs more
@@ -185,6 +185,13 @@ def _num_query_tokens(seq: Sequence, limits: Limits) -> int:
     if seq.request.sampling.needs_extras:
         return 1
     return min(limits.query_tokens, seq.max_num_tokens - 1 - seq.num_computed_tokens)
+
+
+def _most_query_tokens(decodes: list[ScheduledSeq], limits: Limits) -> int:
+    """The most tokens of a decode row."""
+    if limits.query_tokens == 1:
+        return 1
+    return max([row.num_scheduled_tokens for row in decodes], default=1)
 
 
 def _continued_prefills(draft: Draft, budget: Budget) -> list[ScheduledSeq]:

@@ -40,7 +40,7 @@ def commit_step(draft: Draft, result: StepResult) -> None:
 
 
 def _fits(row: ScheduledSeq, found: RowResult) -> bool:
-    """Whether a result has a token if its row samples, and a pooled state if it pools."""
+    """True if a result has a token if its row samples, and a pooled state if it pools."""
     return bool(found.token_ids) == row.samples and (found.pooled is not None) == row.pools
 
 

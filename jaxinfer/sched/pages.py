@@ -88,7 +88,7 @@ class PageWriter:
         return len(self._fresh) - self._fresh_head + self._num_cached
 
     def has(self, page_hash: bytes) -> bool:
-        """Whether a page is registered with this hash."""
+        """True if a page is registered with this hash."""
         return page_hash in self._page_by_hash
 
     def lookup(self, page_hashes: Items[bytes]) -> list[int]:

@@ -61,7 +61,7 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether tokens of the prefill are still to be computed."""
+        """True if tokens of the prefill are still to be computed."""
         return self.num_computed_tokens < self.num_prefill_tokens
 
     def min_computed_tokens(self, query_tokens: int) -> int:
@@ -74,7 +74,7 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def scores(self) -> bool:
-        """Whether the hidden states of the remaining prompt tokens are needed.
+        """True if the hidden states of the remaining prompt tokens are needed.
 
         They are needed for prompt logprobs and for pooling.
         """

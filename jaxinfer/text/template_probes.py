@@ -77,7 +77,7 @@ class TemplateProbes:
 
     @cached_property
     def _needs_arguments_as_text(self) -> bool:
-        """Whether the template needs a call's arguments as text, since it concatenates them.
+        """True if the template needs a call's arguments as text, since it concatenates them.
 
         Other templates iterate over them or write them by ``tojson``. A template that accepts both
         gets the object, as in vLLM.

@@ -123,7 +123,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model has a chat template."""
+        """True if the model has a chat template."""
         return bool(self._templates)
 
     @property

@@ -51,7 +51,7 @@ def least_of(level, temperature):
 
 @triton.jit
 def nucleus_alone(k, p, min_p, VOCAB: tl.constexpr):
-    """Whether top_p is the row's only filter; other filters give a lower bound to start from."""
+    """True if top_p is the row's only filter; other filters give a lower bound to start from."""
     return (p < 1) & ((k <= 0) | (k >= VOCAB)) & ~(min_p > 0)
 
 

@@ -62,7 +62,7 @@ def noise_of(index, key_low, key_high, VOCAB: tl.constexpr):
 
 @triton.jit
 def can_exceed(scaled, u, level):
-    """Whether the sum of a logit and its noise may exceed the level, at a tenth of the cost of the
+    """True if the sum of a logit and its noise may exceed the level, at a tenth of the cost of the
     noise: since -log(u) >= 1 - u, noise is at most -log(1 - u). The margin covers rounding, also of
     a logit scaled by a multiplication."""
     return 1.0 - u < tl.exp(scaled - level + (1e-4 + 1e-6 * tl.abs(level)))

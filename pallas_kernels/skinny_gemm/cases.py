@@ -14,7 +14,7 @@ from pallas_kernels.shapes import normal
 
 
 class GemmSizes(NamedTuple):
-    """What a config may depend on: [T, I] @ [I, O], or [I, 2 * O] with ``swiglu``."""
+    """The sizes that a config may depend on: [T, I] @ [I, O], or [I, 2 * O] with ``swiglu``."""
 
     tokens: int
     inner: int

@@ -47,7 +47,7 @@ class GemmConfig:
     split_k: int = 1
 
     def fits(self, sizes: GemmSizes) -> bool:
-        """Whether the tiles divide a call of these sizes; shared memory is not checked."""
+        """True if the tiles divide a call of these sizes; shared memory is not checked."""
         steps, rest = divmod(sizes.inner, self.block_k)
         divides = rest == 0 and sizes.outer % self.block_n == 0
         tokens = max(sizes.tokens, MMA_TOKENS) // MMA_TOKENS

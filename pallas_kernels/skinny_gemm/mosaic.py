@@ -51,7 +51,7 @@ class _Spec:
 
     @property
     def by_columns(self) -> bool:
-        """Whether the compute warpgroups divide the columns; otherwise they divide the tokens."""
+        """True if the compute warpgroups divide the columns; otherwise they divide the tokens."""
         return self.config.block_n // MMA_COLUMNS >= self.config.warpgroups
 
     @property

@@ -70,7 +70,7 @@ class SwigluConfig:
         return (self.stages * step + self.block_t * self.block_n) * ITEM_BYTES
 
     def fits(self, sizes: SwigluSizes) -> bool:
-        """Whether the kernel can run a call of these sizes with this configuration."""
+        """True if the kernel can run a call of these sizes with this configuration."""
         divides = sizes.inner % self.block_k == 0
         lanes = self.lanes >= MIN_LANES and self.block_k % self.lanes == 0
         rows = self.block_t % (MMA_TOKENS * COMPUTE_WARPGROUPS) == 0

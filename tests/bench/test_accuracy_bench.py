@@ -65,18 +65,21 @@ def source(folder: Path) -> ModelSource:
     return resolve_source(str(folder), cache_dir=folder.parent, progress=NoProgress())
 
 
-@pytest.fixture(scope="module")
-def scorer(source: ModelSource, folder: Path) -> Scorer:
-    model = build_model(source.hf_config, "float32")
+def scorer_of(source: ModelSource, folder: Path, dtype: str) -> Scorer:
     params = load_params(
-        model,
+        build_model(source.hf_config, dtype),
         source,
         placement=default_placement(),
         cache_dir=folder.parent,
         seed=0,
         progress=NoProgress(),
     )
-    return Scorer(source, "float32", params, 16)
+    return Scorer(source, dtype, params, 16)
+
+
+@pytest.fixture(scope="module")
+def scorer(source: ModelSource, folder: Path) -> Scorer:
+    return scorer_of(source, folder, "float32")
 
 
 def test_a_wrong_token_shows(scorer: Scorer) -> None:
@@ -106,16 +109,7 @@ def test_scores_are_of_the_answer_alone(scorer: Scorer) -> None:
 
 
 def test_the_floor_is_the_effect_of_rounding(source: ModelSource, folder: Path) -> None:
-    model = build_model(source.hf_config, "bfloat16")
-    params = load_params(
-        model,
-        source,
-        placement=default_placement(),
-        cache_dir=folder.parent,
-        seed=0,
-        progress=NoProgress(),
-    )
-    scores = Scorer(source, "bfloat16", params, 16)(Answer((5, 6), (7, 8, 9), None))
+    scores = scorer_of(source, folder, "bfloat16")(Answer((5, 6), (7, 8, 9), None))
     assert 1e-5 < np.abs(scores.floor_chosen - scores.chosen).max() < 0.1
 
 

@@ -98,7 +98,7 @@ def drafter_of(name: str) -> Drafter:
 
 @cache
 def program_of(name: str, *, drafts: bool) -> tuple[Program, Executables]:
-    """Of llama with all executables, of others without those that only extras need."""
+    """A program; llama has all executables, others lack those that only extras need."""
     model, _ = model_of(name)
     query_tokens = 1 + COUNT if drafts else 1
     limits = replace(

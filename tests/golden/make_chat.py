@@ -31,7 +31,7 @@ EVERY_ROLE = ("system", "user", "assistant", "tool")
 
 
 class Convention(NamedTuple):
-    """What a template is written for, read from its source."""
+    """The features that a template supports, read from its source."""
 
     joins_arguments: bool = False  # the arguments of a call are text; else an object
     null_beside_calls: bool = False  # a message with calls and no text has null; else ""

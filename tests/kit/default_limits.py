@@ -21,6 +21,6 @@ def default_limits(
     windows: tuple[int | None, ...] = (None,),
     **settings: Any,
 ) -> Limits:
-    """What configs/engine says for a platform, where the settings do not; its real bucket table."""
+    """The limits of a platform by configs/engine, with its real bucket table."""
     config = with_device_defaults(EngineConfig(**settings), platform)
     return replace(limits_of(config, max_model_len, windows), num_pages=num_pages)

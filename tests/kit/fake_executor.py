@@ -32,7 +32,7 @@ def digest(parent: int, token_id: int) -> int:
 
 
 def salt_digest(request: Request) -> int:
-    """What a prefix starts from; pages are shared only between requests of one salt."""
+    """The digest of an empty prefix; pages are shared only between requests of one salt."""
     return sum((i + 1) * ord(c) for i, c in enumerate(request.cache_salt))
 
 
@@ -84,7 +84,7 @@ class Slot:
         self.token_ids.append(token_id)
 
     def contents(self, group: int, start: int, end: int) -> np.ndarray:
-        """What the layers of a group leave in a page for the tokens at [start, end)."""
+        """The entries that a group of layers writes for the tokens at [start, end)."""
         return np.frombuffer(self.prefixes, np.int64)[start:end] ^ group
 
 

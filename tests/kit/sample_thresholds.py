@@ -57,7 +57,7 @@ def thresholds(args: tuple[np.ndarray, ...]) -> np.ndarray:  # float32[B]
 
 
 def is_right(found: float, logits: np.ndarray, heat: float, k: int, p: float, share: float) -> bool:
-    """Whether a row's threshold keeps the same tokens as the definition."""
+    """True if a row's threshold keeps the same tokens as the definition."""
     scaled = logits / heat
     top = scaled.max()
     weights = np.exp(scaled.astype(np.float64) - top)

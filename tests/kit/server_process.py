@@ -117,7 +117,7 @@ def wait_until(true: Callable[[], bool], what: str, seconds: float = 20.0) -> No
 
 
 def gone(pid: int) -> bool:
-    """Whether no such process runs."""
+    """True if no such process runs."""
     return _parent(pid) == 0
 
 

@@ -79,7 +79,7 @@ def load(
 
 
 def check_weights(folder: Path, placement: Placement) -> None:
-    """Of a checkpoint, of the cache of converted weights, and random ones."""
+    """Check weights of a checkpoint, of the cache of converted weights, and random ones."""
     devices = list(placement.mesh.devices.flat)
     model = build_model(CONFIG, "float32")
     tensors = random_hf_tensors(model)

@@ -103,7 +103,7 @@ def fuzz(server: Serving, path: str, mode: GenerationMode, how: settings) -> Non
 
 
 def has_wrong_body(case: Case) -> bool:
-    """Whether the body violates the schema; the server replaces an invalid header."""
+    """True if the body violates the schema; the server replaces an invalid header."""
     assert case.meta is not None
     parts = {part.value: info.mode for part, info in case.meta.components.items()}
     return parts.get("body") is NEGATIVE

@@ -54,7 +54,7 @@ class Weather:
     stream_tokens: int = 32
 
     def bodies(self, ids: random.Random) -> list[Body]:
-        """Of all requests, in order."""
+        """The bodies of all requests, in order."""
         streams = [stream_of(ids, self.stream_tokens) for _ in range(self.num_streams)]
         return streams + [any_body(ids) for _ in range(self.num_random)]
 

@@ -39,7 +39,7 @@ def stream(tokenizer: Tokenizer, token_ids: list[int], skip: bool, cut: int = 1)
 
 
 def valid_byte_runs(tokenizer: Tokenizer, token_ids: list[int], skip: bool) -> bool:
-    """Whether the documented exception of IncrementalDetokenizer does not apply."""
+    """True if the documented exception of IncrementalDetokenizer does not apply."""
     tokens = [tokenizer._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
     if skip:
         tokens = [

@@ -90,7 +90,7 @@ class AsyncLLM:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are still answered."""
+        """True if requests are still answered."""
         return self.client.alive
 
     def stats(self) -> EngineStats:

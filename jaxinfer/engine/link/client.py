@@ -33,7 +33,7 @@ class Link(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether requests are still answered."""
+        """True if requests are still answered."""
         ...
 
     def submit(
@@ -104,7 +104,7 @@ class Stream:
 
     @property
     def finished(self) -> bool:
-        """Whether every completion has ended and been taken."""
+        """True if every completion has ended and been taken."""
         return not (self._unfinished or self._arrived or self._error)
 
     def take(self) -> list[Delta]:
@@ -194,7 +194,7 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are still answered."""
+        """True if requests are still answered."""
         return self._link.alive
 
     @property
@@ -260,7 +260,7 @@ class EngineClient:
             self._link.abort(key)
 
     async def responds(self, seconds: float) -> bool:
-        """Whether the engine's loop answers a ping within ``seconds``."""
+        """True if the engine's loop answers a ping within ``seconds``."""
         if not self.alive:
             return False
         pong = self._loop.create_future()

@@ -104,7 +104,7 @@ class EngineProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are still answered."""
+        """True if requests are still answered."""
         return self._ended is None
 
     def submit(

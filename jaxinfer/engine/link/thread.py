@@ -37,7 +37,7 @@ class EngineThread:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are still answered."""
+        """True if requests are still answered."""
         return self._ended is None
 
     def submit(

@@ -68,7 +68,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` has something to do."""
+        """True if ``step`` has something to do."""
         return self._failure is None and bool(self._pending or not self._loop.idle)
 
     def check(

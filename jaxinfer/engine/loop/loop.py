@@ -66,7 +66,7 @@ class EngineLoop[Handle]:
 
     @property
     def idle(self) -> bool:
-        """Whether an iteration without new events would do nothing."""
+        """True if an iteration without new events would do nothing."""
         busy = self._in_flight or self._ended is not None or self._state.num_unfinished
         return not busy
 

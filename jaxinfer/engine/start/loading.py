@@ -75,7 +75,7 @@ class _Loader:
 
     @property
     def finds_executables(self) -> bool:
-        """Whether the user gave a bundle, or an engine of this plan has saved one.
+        """True if the user gave a bundle, or an engine of this plan has saved one.
 
         ``executables`` opens it, while weights load.
         """

@@ -40,7 +40,7 @@ class EnginePlan:
 
     @cached_property
     def program(self) -> Program:
-        """What is compiled."""
+        """The program that is compiled."""
         return Program(self.model, self.limits, self.placement.platform, self.pins, self.placement)
 
     @cached_property

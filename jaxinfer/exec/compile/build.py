@@ -210,7 +210,7 @@ class _Compilation:
 
     @property
     def unfinished(self) -> bool:
-        """Whether an executable is not saved yet."""
+        """True if an executable is not saved yet."""
         return bool(self.traced or self.lowered or self.compiling)
 
     @property

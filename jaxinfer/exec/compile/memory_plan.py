@@ -205,17 +205,12 @@ def program_memory(program: Program, device: DeviceMemory | None) -> MemoryPlan:
     )
 
 
-def staging_sizes(batch_sizes: Iterable[int]) -> list[int]:
-    """Bytes of each staging buffer, for batches of these numbers of int32 values."""
-    return [4 * size for size in sorted(set(batch_sizes)) for _ in range(NUM_BUFFERS)]
-
-
 def _batch_bytes(layouts: Iterable[BatchLayout], device: DeviceMemory | None) -> int:
     """Bytes of the staging buffers, each rounded up to ``MAPPED_BYTES``; a CPU has none."""
     if device is None:
         return 0
-    sizes = staging_sizes(layout.abstract().size for layout in layouts)
-    return sum(MAPPED_BYTES * cdiv(size, MAPPED_BYTES) for size in sizes)
+    sizes = {4 * layout.abstract().size for layout in layouts}  # batches of one size share buffers
+    return NUM_BUFFERS * sum(MAPPED_BYTES * cdiv(size, MAPPED_BYTES) for size in sizes)
 
 
 def reserve_bytes(model: Model) -> int:

@@ -125,7 +125,7 @@ class Program:
 
     @property
     def keeps_logits(self) -> bool:
-        """Whether slots keep the logits that a token was drawn from, or else its hidden state."""
+        """True if slots keep the logits that a token was drawn from, or else its hidden state."""
         return keeps_logits(self.platform)
 
     @cached_property  # used for each step
@@ -225,7 +225,7 @@ class Program:
         return options
 
     def links_kernels(self, name: str) -> bool:
-        """Whether neighbouring kernels of an executable become one linked call.
+        """True if neighbouring kernels of an executable become one linked call.
 
         Each of them may then start early (``pallas_kernels.pdl``). This is done in steps that only
         decode, as their kernels are short.
@@ -235,7 +235,7 @@ class Program:
         return decodes and self.platform != "cpu" and self.pins.of(LINKS) is None
 
     def is_split(self, bucket: Bucket) -> bool:
-        """Whether the step of a bucket is split into two executables.
+        """True if the step of a bucket is split into two executables.
 
         On a GPU, steps with only prompts are: often no other step runs while the host launches
         them. Buckets that score are not, as they are rarely used.
@@ -305,7 +305,7 @@ class Program:
 
 
 def keeps_logits(platform: str) -> bool:
-    """Whether slots keep logits on a platform, so that extras need not compute them again.
+    """True if slots keep logits on a platform, so that extras need not compute them again.
 
     On a CPU they do: 16 rows are small, and the head's matmul takes half as long as a step of
     SmolLM2-135M. On a GPU they do not: 512 rows of Qwen3-4B are 311 MB, and the head's matmul takes

@@ -88,10 +88,12 @@ class Executor:
                 prepared = self._prepare(StepPlan(-1, bucket, (), (), ()))
                 if bucket.scores and on_gpu:
                     targets = np.full(bucket.num_prefill_tokens, -1, np.int32)
-                    prepared = replace(prepared, targets=targets)
+                    limits = self._program.limits
+                    pools = np.zeros(limits.max_num_seqs, np.int32) if limits.pools else None
+                    prepared = replace(prepared, targets=targets, pools=pools)
                 step = self._launch_prepared(prepared, {})
                 self.collect(step)
-                jax.block_until_ready(step.scores)
+                jax.block_until_ready((step.scores, step.pooled))
         if on_gpu:
             self._admit(self._slot_rows((), self._program.rows_per_admit))
             if self._program.limits.num_snapshots:
@@ -292,7 +294,7 @@ class Executor:
         return np.asarray(tokens) if self._board is None else self._board.read(number, tokens)
 
     def _has_state(self) -> bool:
-        """Whether the device's state is intact: no failed call has consumed it."""
+        """True if the device's state is intact: no failed call has consumed it."""
         return not any(a.is_deleted() for a in jax.tree.leaves((self._state, self._slots)))
 
     def _slot_rows(self, admissions: Sequence[SlotAdmission], count: int) -> np.ndarray:

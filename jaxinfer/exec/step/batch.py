@@ -98,10 +98,10 @@ class BatchLayout:
     sink_slot: int
     page_size: int
 
-    @property
-    def num_windows(self) -> int:
-        """The number of groups with a window."""
-        return sum(group.window is not None for group in self.groups)
+    @cached_property
+    def windowed(self) -> tuple[int, ...]:
+        """The indices of the groups with a window."""
+        return tuple(i for i, group in enumerate(self.groups) if group.window is not None)
 
     @classmethod
     def of(cls, bucket: Bucket, limits: Limits) -> BatchLayout:
@@ -125,7 +125,7 @@ class BatchLayout:
             query_start_loc=self.bucket.num_prefills + 1,
             token_ids=tp,
             query_lens=self.bucket.num_decodes if self.bucket.query_tokens > 1 else 0,
-            first_pages=b * self.num_windows,
+            first_pages=b * len(self.windowed),
             page_tables=b * sum(group.width for group in self.groups),
         )
 
@@ -172,8 +172,7 @@ def pack(
     wire.settings[: settings.size] = settings.ravel()
     wire.seq_slots[:] = layout.sink_slot
     tables = layout.tables(wire.page_tables)
-    windowed = [index for index, group in enumerate(layout.groups) if group.window is not None]
-    first_pages = wire.first_pages.reshape(len(windowed), layout.bucket.num_seqs)
+    first_pages = wire.first_pages.reshape(len(layout.windowed), layout.bucket.num_seqs)
     if len(wire.query_lens):
         wire.query_lens[: len(plan.decodes)] = [row.num_scheduled_tokens for row in plan.decodes]
     for first, rows in ((0, plan.decodes), (layout.bucket.num_decodes, plan.prefills)):
@@ -181,7 +180,7 @@ def pack(
         wire.seq_slots[span] = [row.slot for row in rows]
         wire.seq_lens[span] = [row.num_computed_tokens + row.num_scheduled_tokens for row in rows]
         wire.samples[span] = [row.samples for row in rows]
-        for firsts, group in zip(first_pages, windowed, strict=True):
+        for firsts, group in zip(first_pages, layout.windowed, strict=True):
             firsts[span] = [row.pages[group].first for row in rows]
         for index, row in enumerate(rows, first):
             for table, pages in zip(tables, row.pages, strict=True):
@@ -224,11 +223,12 @@ def unpack(
     """
     wire, bucket = layout.split(flat), layout.bucket
     d = bucket.num_decodes
-    decodes = _decode_tokens(wire, bucket, slots, drafter)
+    begins, rows, positions, token_ids, real, last, draws, ends, drafts = _decode_tokens(
+        wire, bucket, slots, drafter
+    )
     seq_lens, starts = wire.seq_lens, wire.query_start_loc
-    if decodes.drafts is not None:
-        seq_lens = jnp.concatenate((decodes.ends, seq_lens[d:]))
-    begins, rows, positions, token_ids, real, last, draws = decodes[:7]
+    if drafts is not None:
+        seq_lens = jnp.concatenate((ends, seq_lens[d:]))
     if bucket.num_prefill_tokens:
         row, position, in_row = _prefill_tokens(bucket, seq_lens[d:], starts)
         begins = jnp.concatenate((begins, seq_lens[d:] - (starts[1:] - starts[:-1])))
@@ -252,7 +252,7 @@ def unpack(
         rows=Rows(rows, real, wire.seq_slots, begins, last, _query_starts(bucket, starts)),
         pages=_pages_of_groups(layout, wire, seq_lens, rows, positions, real),
         draws=_draws(bucket, wire.seq_slots, seq_lens, positions, draws),
-        drafts=decodes.drafts,
+        drafts=drafts,
         settings=wire.settings.reshape(-1, NUM_SETTINGS),
         samples=wire.samples > 0,
         place=wire.place,
@@ -349,7 +349,7 @@ def _pages_of_groups(
     (``core.step.Pages.first``), and its lengths count from that page.
     """
     found: list[Pages] = []
-    firsts = iter(wire.first_pages.reshape(layout.num_windows, layout.bucket.num_seqs))
+    firsts = iter(wire.first_pages.reshape(len(layout.windowed), layout.bucket.num_seqs))
     for group, table in zip(layout.groups, layout.tables(wire.page_tables), strict=True):
         if layout.bucket.num_prefills:
             # XLA fuses the slice of a section into the call of a Mosaic kernel that reads it, and

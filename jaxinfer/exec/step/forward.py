@@ -209,7 +209,7 @@ class StepFunction:
 
     @property
     def _ends_with_last_tokens(self) -> bool:
-        """Whether the last layer computes only the last token of each row.
+        """True if the last layer computes only the last token of each row.
 
         Prompts need no other outputs, unless the bucket scores.
         """

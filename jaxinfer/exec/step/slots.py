@@ -166,7 +166,7 @@ def read_settings(
 
 
 def needs_admission(request: Request) -> bool:
-    """Whether extras of this request read more of its slot than settings and drawn tokens."""
+    """True if extras of this request read more of its slot than settings and drawn tokens."""
     sampling = request.sampling
     return bool(sampling.logit_bias or sampling.min_tokens or sampling.has_penalties)
 

@@ -164,7 +164,7 @@ class ApiKeyRequired:
             )
 
     def _has_valid_key(self, scope: Scope) -> bool:
-        """Whether the request has a valid key; compares all digests, each in constant time."""
+        """True if the request has a valid key; compares all digests, each in constant time."""
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]

@@ -83,7 +83,7 @@ class Answer:
 
     @property
     def finished(self) -> bool:
-        """Whether every completion has ended and been read."""
+        """True if every completion has ended and been read."""
         return not self._num_unfinished
 
     @property

@@ -249,12 +249,12 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sends_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
+        """True if a stream ends with a chunk of usage."""
         return self.stream_options is not None and self.stream_options.include_usage is not False
 
     @property
     def sends_continuous_usage(self) -> bool:
-        """Whether every chunk of a stream has usage; needs ``sends_usage``, as in vLLM."""
+        """True if every chunk of a stream has usage; needs ``sends_usage``, as in vLLM."""
         return self.sends_usage and bool(
             self.stream_options and self.stream_options.continuous_usage_stats
         )

@@ -153,7 +153,7 @@ def _path(link: _Link) -> str:
 
 
 def _is_encodable(value: Any) -> bool:
-    """Whether strict JSON in UTF-8 can represent this leaf."""
+    """True if strict JSON in UTF-8 can represent this leaf."""
     if isinstance(value, float):
         return math.isfinite(value)
     try:

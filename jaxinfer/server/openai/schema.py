@@ -124,7 +124,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
 
     @property
     def scores_only(self) -> bool:
-        """Whether only the prompt is scored: one token is generated and not sent."""
+        """True if only the prompt is scored: one token is generated and not sent."""
         return self.max_tokens == 0
 
     @cached_property  # it checks every token id

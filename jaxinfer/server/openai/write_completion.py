@@ -193,7 +193,7 @@ class CompletionWriter:
             self._offsets[update.choice].add(*self._output(update.delta))
 
     def _is_writable(self, update: ChoiceUpdate) -> bool:
-        """Whether the prompt's logprobs (for echo) and the offsets of the new tokens are known."""
+        """True if the prompt's logprobs (for echo) and the offsets of the new tokens are known."""
         if self._request.logprobs is None:
             return True
         if self._request.echo:

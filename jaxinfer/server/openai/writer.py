@@ -142,7 +142,7 @@ class TextOffsets:
 
     @property
     def known(self) -> bool:
-        """Whether the text has been sent up to the start of the last token."""
+        """True if the text has been sent up to the start of the last token."""
         return not self._untaken or self._untaken[-1] <= self._shown
 
     def take(self) -> list[int]:

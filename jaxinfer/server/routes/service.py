@@ -95,7 +95,7 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Whether new requests are accepted."""
+        """True if new requests are accepted."""
         return self._loaded is not None and self.client.alive and not self.draining
 
     @property

@@ -63,7 +63,7 @@ class ArchitectureMetadata:
         self.refuse(key, stored, f"is supported only as {known}", "use another model")
 
     def has(self, key: str) -> bool:
-        """Whether the file has the key."""
+        """True if the file has the key."""
         return self._prefix + key in self.header.metadata
 
     def skip(self, key: str) -> None:
@@ -85,7 +85,7 @@ class ArchitectureMetadata:
         )
 
     def has_tensor(self, name: str) -> bool:
-        """Whether the file holds a tensor of that name."""
+        """True if the file holds a tensor of that name."""
         return name in self.header.tensors
 
     @property
