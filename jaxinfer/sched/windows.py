@@ -24,13 +24,13 @@ type GroupPages = tuple[Pages, ...]
 def release_passed(pages: PageWriter, held: GroupPages, start: int, limits: Limits) -> GroupPages:
     """``held`` without pages before the windows of a token at ``start``, which are released."""
     kept: list[Pages] = []
-    for group, window in zip(held, limits.windows, strict=True):
-        passed = first_page(start, window, limits.page_size) - group.first
+    for group, (own, window) in enumerate(zip(held, limits.windows, strict=True)):
+        passed = first_page(start, window, limits.page_size) - own.first
         if passed > 0:
-            ids = group.ids.array()
-            pages.release(ids[:passed], len(kept))  # the group's number
-            group = Pages(IntLog(ids[passed:]), group.first + passed)
-        kept.append(group)
+            ids = own.ids.array()
+            pages.release(ids[:passed], group)
+            own = Pages(IntLog(ids[passed:]), own.first + passed)
+        kept.append(own)
     return tuple(kept)
 
 
