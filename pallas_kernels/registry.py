@@ -25,6 +25,7 @@ OP_NAMES = (
     "paged_prefill",
     "publish",
     "qk_rope_append",
+    "quantised_gemm",
     "residual_norm",
     "sample",
     "skinny_gemm",

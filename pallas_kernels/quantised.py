@@ -1,0 +1,185 @@
+"""Quantised weight matrices: the arrays that hold one, its values, and the packing of nibbles.
+
+A matrix has O outputs and K inputs and is stored as [O, K], as checkpoints are: one output's inputs
+are contiguous. In the params tree it is a dict of arrays. The name of its values is its kind:
+
+    int4   uint8[O, K / 2]           two unsigned values a byte, see ``pack_nibbles``
+    int8   int8[O, K]
+    fp8    float8_e4m3fn[O, K]
+    fp4    uint8[O, K / 2]           e2m1 (OCP MX formats 1.0), packed as int4
+
+Besides it there are ``scales`` and perhaps one of ``zeros`` and ``offsets``, [O, G] each: inputs
+are divided into G groups of equal length. With ``supers`` [O, S, 1 or 2] scales (and offsets) are
+integers that these floats multiply (GGUF's K forms). The weight of a stored value v is
+
+    scale * (v - zero) + offset      zero: ``zeros``; else 8 for int4 without ``offsets``; else 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+KINDS = ("int4", "int8", "fp8", "fp4")
+PACKED = ("int4", "fp4")  # two values a byte
+MIDDLE = 8  # the zero of int4 without zeros and offsets
+# e2m1: the magnitudes of the lowest three bits; the fourth bit is the sign
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# the dtypes of values that are not packed
+_WIDE = MappingProxyType({"int8": "int8", "fp8": "float8_e4m3fn"})
+_PARTS = ("scales", "zeros", "offsets", "supers")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a matrix is quantised: everything but its size. Matrices of one form can be joined."""
+
+    kind: str  # one of KINDS
+    group: int | None  # inputs that share a scale; None: all of a row
+    scale_dtype: str
+    zeros: bool = False
+    offsets: bool = False  # in the dtype of the scales
+    super_group: int | None = None  # inputs that share a super, float16
+
+    def arrays(self, num_outputs: int, num_inputs: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each array of ``Quantised.tree``.
+
+        Raises ValueError if groups do not divide the inputs.
+        """
+        o, k, group = num_outputs, num_inputs, self.group or num_inputs
+        for length in (group, self.super_group or group, 32 if self.kind in PACKED else 1):
+            if k % length:
+                raise ValueError(f"{k} inputs are not a multiple of {length}")
+        groups = (o, k // group)
+        made: dict[str, tuple[tuple[int, ...], str]] = {
+            self.kind: ((o, k // 2), "uint8")
+            if self.kind in PACKED
+            else ((o, k), _WIDE[self.kind]),
+            "scales": (groups, self.scale_dtype),
+        }
+        if self.zeros:
+            made["zeros"] = (groups, "uint8")
+        if self.offsets:
+            made["offsets"] = (groups, self.scale_dtype)
+        if self.super_group is not None:
+            made["supers"] = ((o, k // self.super_group, 1 + self.offsets), "float16")
+        return made
+
+    def __str__(self) -> str:
+        """The form as users see it, such as "int4 g128"."""
+        parts = [self.kind, "per row" if self.group is None else f"g{self.group}"]
+        parts += ["zeros"] * self.zeros + ["offsets"] * self.offsets
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """The arrays of a quantised matrix."""
+
+    kind: str  # one of KINDS
+    values: Any  # [O, K], or uint8[O, K / 2]
+    scales: Any  # [O, G]
+    zeros: Any = None  # uint8[O, G]
+    offsets: Any = None  # [O, G]
+    supers: Any = None  # [O, S, 1 or 2]
+
+    @property
+    def num_outputs(self) -> int:
+        """O."""
+        return self.values.shape[0]
+
+    @property
+    def num_inputs(self) -> int:
+        """K."""
+        return self.values.shape[1] * (2 if self.kind in PACKED else 1)
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.num_inputs // self.scales.shape[1]
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """Values, scales, zeros, offsets and supers; None where the form has none."""
+        return self.values, self.scales, self.zeros, self.offsets, self.supers
+
+    def tree(self) -> dict[str, Any]:
+        """The dict that ``quantised`` reads."""
+        parts = {name: getattr(self, name) for name in _PARTS}
+        return {self.kind: self.values} | {n: part for n, part in parts.items() if part is not None}
+
+    def rows(self, ids: jax.Array) -> Quantised:  # int32[T]
+        """The outputs ``ids``, which are clamped to the matrix: rows of a quantised embedding."""
+        taken = (
+            None if part is None else jnp.take(part, ids, axis=0, mode="clip")
+            for part in self.arrays
+        )
+        return Quantised(self.kind, *taken)
+
+
+def quantised(tree: Mapping[str, Any]) -> Quantised:
+    """The quantised matrix of a parameter's dict of arrays."""
+    (kind,) = (name for name in tree if name in KINDS)
+    return Quantised(kind, tree[kind], **{name: tree[name] for name in _PARTS if name in tree})
+
+
+def nibble_block(num_inputs: int) -> int:
+    """Inputs of a block of nibbles: 64, or 32 for a row that 64 does not divide."""
+    return 64 if num_inputs % 64 == 0 else 32
+
+
+def pack_nibbles(values: np.ndarray) -> np.ndarray:  # [O, K] below 16 -> uint8[O, K / 2]
+    """Two values a byte: byte j of a block of 64 holds inputs j (low bits) and j + 32.
+
+    So both halves of 32 bytes are 32 consecutive inputs, without a shuffle. K must be a multiple
+    of 32.
+    """
+    block = nibble_block(values.shape[1])
+    low, high = np.split(values.astype(np.uint8).reshape(len(values), -1, 2, block // 2), 2, axis=2)
+    return (low | high << 4).reshape(len(values), -1)
+
+
+def unpack_nibbles(packed: jax.Array) -> jax.Array:  # uint8[O, K / 2] -> uint8[O, K]
+    """The inverse of ``pack_nibbles``."""
+    half = nibble_block(2 * packed.shape[1]) // 2
+    blocks = packed.reshape(packed.shape[0], -1, 1, half)
+    return jnp.concatenate([blocks & 15, blocks >> 4], axis=2).reshape(packed.shape[0], -1)
+
+
+def dequantised(w: Quantised) -> jax.Array:  # float32[O, K]
+    """The matrix in float32; the definition of every form."""
+    values = w.values
+    if w.kind in PACKED:
+        values = unpack_nibbles(jnp.asarray(values))
+    if w.kind == "fp4":
+        magnitude = jnp.asarray(E2M1, jnp.float32)[values & 7]
+        values = jnp.where(values & 8, -magnitude, magnitude)
+    scales, offsets = group_factors(w)
+    grouped = values.astype(jnp.float32).reshape(*scales.shape, -1)  # [O, G, group]
+    if w.zeros is not None:
+        grouped = grouped - w.zeros.astype(jnp.float32)[..., None]
+    elif w.kind == "int4" and offsets is None:
+        grouped = grouped - MIDDLE
+    out = grouped * scales[..., None]
+    if offsets is not None:
+        out = out + offsets[..., None]
+    return out.reshape(w.num_outputs, w.num_inputs)
+
+
+def group_factors(w: Quantised) -> tuple[jax.Array, jax.Array | None]:  # float32[O, G] each
+    """The scale and the offset of each group, with their supers multiplied in."""
+
+    def factors(part: Any, index: int) -> jax.Array:
+        small = jnp.asarray(part).astype(jnp.float32)
+        if w.supers is None:
+            return small
+        large = w.supers[..., index].astype(jnp.float32)  # [O, S]
+        return (small.reshape(*large.shape, -1) * large[..., None]).reshape(small.shape)
+
+    return factors(w.scales, 0), None if w.offsets is None else factors(w.offsets, 1)

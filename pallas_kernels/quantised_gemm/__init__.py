@@ -1,0 +1,1 @@
+"""GEMM of tokens with a quantised weight matrix."""

@@ -1,0 +1,55 @@
+"""quantised_gemm: tokens times the transpose of a quantised weight matrix."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.quantised import Quantised
+from pallas_kernels.quantised_gemm import cases, ref, xla
+from pallas_kernels.registry import Impl, KernelOp, dispatch
+
+
+def _sum_partials(out: jax.Array) -> jax.Array:  # [T, O], or float32[S, T, O] -> [T, O]
+    """Split-K partials are compared by their sum; all cases that get partials are bfloat16."""
+    return out if out.ndim == 2 else out.sum(0).astype(jnp.bfloat16)
+
+
+OP = KernelOp(
+    name="quantised_gemm",
+    ref=ref.quantised_gemm,
+    impls=(Impl("xla", xla.quantised_gemm),),
+    cases=cases.CASES,
+    build=cases.build,
+    cost=cases.cost,
+    # xla rounds weights, gate and up to the dtype, and then each intermediate result.
+    tolerance={"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3},
+    observable=_sum_partials,
+)
+
+
+def quantised_gemm(
+    x: jax.Array,  # [T, K]
+    w: Quantised,  # of O outputs; with swiglu of 2 * O: gate, up
+    *,
+    swiglu: bool = False,
+    split: bool = False,
+    impl: str | None = None,
+) -> jax.Array:  # [T, O]; with split possibly float32[S, T, O]
+    """``x`` times the transpose of ``w``, in the dtype of ``x``, accumulated in float32.
+
+    ``swiglu``, ``split`` and ``impl`` are those of ``skinny_gemm``. Raises ValueError on arguments
+    that do not fit together.
+    """
+    if x.ndim != 2 or x.shape[1] != w.num_inputs:
+        raise ValueError(f"quantised_gemm: tokens {x.shape} do not fit {w.num_inputs} inputs")
+    if w.num_inputs % w.scales.shape[1]:
+        raise ValueError(
+            f"quantised_gemm: {w.scales.shape[1]} groups do not divide {w.num_inputs} inputs"
+        )
+    if swiglu and w.num_outputs % 2:
+        raise ValueError(f"quantised_gemm: {w.num_outputs} outputs are not a gate and an up")
+    if swiglu and split:
+        raise ValueError("quantised_gemm: swiglu is not linear, so its result cannot be split")
+    static = {"kind": w.kind, "swiglu": swiglu, "split": split}
+    return dispatch(OP, (x, *w.arrays), static, impl)

@@ -1,0 +1,129 @@
+"""Named calls of quantised_gemm, for each form and on the matrices of real models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.quantised import PACKED, Quantised, pack_nibbles
+from pallas_kernels.registry import Cost, Inputs
+from pallas_kernels.shapes import normal
+
+# The forms of cases: kind, and which of zeros, offsets and supers there are.
+FORMS = ("int4", "int4_zeros", "int4_offsets", "q4_k", "int8", "q6_k", "fp8", "fp4")
+
+
+@dataclass(frozen=True)
+class QuantisedCase:
+    """A GEMM of [T, K] and [O, K] (with ``swiglu`` [2 * O, K]); ``group`` inputs have a scale."""
+
+    name: str
+    form: str  # one of FORMS
+    tokens: int
+    inner: int
+    outer: int
+    group: int
+    swiglu: bool = False
+    split: bool = False
+    dtype: str = "float32"
+    tags: tuple[str, ...] = ("ci",)
+
+    @property
+    def kind(self) -> str:
+        """The kind of the matrix."""
+        return {"q4_k": "int4", "q6_k": "int8"}.get(self.form, self.form.partition("_")[0])
+
+
+def _qwen3_4b(form: str, group: int, tokens: int) -> tuple[QuantisedCase, ...]:
+    """The four GEMMs of a layer."""
+    sizes = (("qkv", 2560, 6144), ("o", 4096, 2560), ("gate_up", 2560, 9728), ("down", 9728, 2560))
+    return tuple(
+        QuantisedCase(
+            f"qwen3_4b_{name}_{form}_t{tokens}",
+            form,
+            tokens,
+            inner,
+            outer,
+            group,
+            swiglu=name == "gate_up",
+            split=name in ("o", "down"),
+            dtype="bfloat16",
+            tags=("bench", "gpu"),
+        )
+        for name, inner, outer in sizes
+    )
+
+
+_BF16 = "bfloat16"
+CASES = (
+    *(
+        QuantisedCase(f"{form}_t{tokens}_{dtype}", form, tokens, 512, 192, group, dtype=dtype)
+        for form, group in zip(FORMS, (128, 128, 32, 32, 32, 16, 512, 32), strict=True)
+        for tokens, dtype in ((1, "float32"), (8, _BF16))
+    ),
+    QuantisedCase("smollm2_gate_up_t3", "int4_offsets", 3, 576, 1536, 32, swiglu=True),
+    QuantisedCase("smollm2_down_t32_bf16", "int4", 32, 1536, 576, 128, split=True, dtype=_BF16),
+    QuantisedCase("fp8_blocks_t64_bf16", "fp8", 64, 512, 256, 128, dtype=_BF16),
+    QuantisedCase("half_block_t5", "int4", 5, 96, 48, 32),
+    *(case for tokens in (1, 8, 64) for case in _qwen3_4b("int4", 128, tokens)),
+    *(case for tokens in (1, 8, 64) for case in _qwen3_4b("fp8", 0, tokens)),
+    *(case for tokens in (1, 8, 64) for case in _qwen3_4b("q4_k", 32, tokens)),
+)
+
+
+def build(case: QuantisedCase, seed: int) -> Inputs:
+    """Random values; scales make results of about the magnitude of the input."""
+    rng = np.random.default_rng(seed)
+    outer, inner = case.outer * (1 + case.swiglu), case.inner
+    w = random_matrix(rng, case.form, outer, inner, case.group or inner)
+    x = normal(rng, (case.tokens, inner), jnp.dtype(case.dtype))
+    static = {"kind": case.kind, "swiglu": case.swiglu, "split": case.split}
+    return Inputs((x, *w.arrays), static)
+
+
+def random_matrix(
+    rng: np.random.Generator, form: str, outer: int, inner: int, group: int
+) -> Quantised:
+    """A random matrix of this form; numpy arrays."""
+    groups = (outer, inner // group)
+    size = inner**-0.5
+
+    def floats(scale: float) -> np.ndarray:
+        return (rng.uniform(0.5, 1.5, groups) * scale).astype(np.float16)
+
+    if form == "fp8":
+        values = rng.normal(size=(outer, inner)).astype(ml_dtypes.float8_e4m3fn)
+        return Quantised("fp8", values, floats(size).astype(np.float32))
+    if form in ("int8", "q6_k"):
+        limit = 127 if form == "int8" else 32
+        values = rng.integers(-limit, limit, (outer, inner)).astype(np.int8)
+        if form == "int8":
+            return Quantised("int8", values, floats(size / 70))
+        small = rng.integers(-128, 128, groups).astype(np.int8)
+        large = rng.uniform(0.5, 1.5, (outer, max(1, inner // 256), 1)) * size / 1300
+        return Quantised("int8", values, small, supers=large.astype(np.float16))
+    values = pack_nibbles(rng.integers(0, 16, (outer, inner)))
+    if form == "fp4":
+        return Quantised("fp4", values, floats(size / 3))
+    if form == "int4":
+        return Quantised("int4", values, floats(size / 5))
+    if form == "int4_zeros":
+        zeros = rng.integers(0, 16, groups).astype(np.uint8)
+        return Quantised("int4", values, floats(size / 7), zeros)
+    if form == "int4_offsets":
+        return Quantised("int4", values, floats(size / 5), offsets=-floats(size * 1.5))
+    small, minima = (rng.integers(0, 64, groups).astype(np.uint8) for _ in range(2))
+    large = rng.uniform(0.5, 1.5, (outer, inner // 256, 2)) * size / [160, -21]
+    return Quantised("int4", values, small, None, minima, large.astype(np.float16))
+
+
+def cost(case: QuantisedCase) -> Cost:
+    """Weights and tokens read once, the result written once, without partials."""
+    columns = case.outer * (1 + case.swiglu)
+    per_value = 0.5 if case.kind in PACKED else 1.0
+    weights = columns * case.inner * (per_value + 2 / (case.group or case.inner))
+    moved = case.tokens * (case.inner + case.outer) * jnp.dtype(case.dtype).itemsize
+    return Cost(bytes=int(weights) + moved, flops=2 * case.tokens * case.inner * columns)
