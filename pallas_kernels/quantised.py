@@ -17,7 +17,7 @@ integers that these floats multiply (GGUF's K forms). The weight of a stored val
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -75,6 +75,7 @@ class Form:
         """The form as users see it, such as "int4 g128"."""
         parts = [self.kind, "per row" if self.group is None else f"g{self.group}"]
         parts += ["zeros"] * self.zeros + ["offsets"] * self.offsets
+        parts += ["supers"] * (self.super_group is not None)
         return " ".join(parts)
 
 
@@ -109,6 +110,18 @@ class Quantised:
         """Values, scales, zeros, offsets and supers; None where the form has none."""
         return self.values, self.scales, self.zeros, self.offsets, self.supers
 
+    @property
+    def form(self) -> Form:
+        """The form; one scale a row has no group."""
+        return Form(
+            kind=self.kind,
+            group=None if self.scales.shape[1] == 1 else self.group,
+            scale_dtype=str(self.scales.dtype),
+            zeros=self.zeros is not None,
+            offsets=self.offsets is not None,
+            super_group=None if self.supers is None else self.num_inputs // self.supers.shape[1],
+        )
+
     def tree(self) -> dict[str, Any]:
         """The dict that ``quantised`` reads."""
         parts = {name: getattr(self, name) for name in _PARTS}
@@ -127,6 +140,15 @@ def quantised(tree: Mapping[str, Any]) -> Quantised:
     """The quantised matrix of a parameter's dict of arrays."""
     (kind,) = (name for name in tree if name in KINDS)
     return Quantised(kind, tree[kind], **{name: tree[name] for name in _PARTS if name in tree})
+
+
+def joined(parts: Sequence[Quantised]) -> Quantised:
+    """Matrices of one form, in host memory, joined along their outputs."""
+    arrays = (
+        None if members[0] is None else np.concatenate(members)
+        for members in zip(*(part.arrays for part in parts), strict=True)
+    )
+    return Quantised(parts[0].kind, *arrays)
 
 
 def nibble_block(num_inputs: int) -> int:

@@ -18,6 +18,9 @@ SIZE_OPTIONS = (
     click.Option(
         ["--load-format"], metavar="NAME", help="auto, safetensors, gguf, or dummy: random weights."
     ),
+    click.Option(
+        ["--cpu-weights"], metavar="NAME", help="Quantised weights on a CPU: auto, float32, ..."
+    ),
     click.Option(["--max-model-len"], type=int, help="Longest sequence, in tokens."),
     click.Option(["--max-num-seqs"], type=int, help="Sequences that run side by side."),
     click.Option(

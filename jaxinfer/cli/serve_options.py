@@ -44,6 +44,7 @@ GROUPS = (
             Setting("skip_tokenizer_init", boolean, "Token ids only, no text."),
             Setting("load_format", text, "auto, safetensors, gguf, or dummy: random weights."),
             Setting("dtype", text, "Weights and KV cache: auto, bfloat16, float16, float32."),
+            Setting("cpu_weights", text, "Quantised weights on a CPU: auto, quantised, float32."),
             Setting("generation_config", text, "auto: the model's sampling defaults; vllm: none."),
             Setting("override_generation_config", mapping, "Sampling defaults over those, JSON."),
             Setting("chat_template", text, "A file, or the Jinja template itself."),

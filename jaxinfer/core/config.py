@@ -23,6 +23,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
+CPU_WEIGHTS = ("auto", "quantised", "float32")
 PATHS = ("model", "tokenizer", "cache_dir", "bundle")
 SIZES = (
     "max_model_len",
@@ -37,7 +38,13 @@ SIZES = (
     "num_pages",
     "kv_cache_memory_bytes",
 )
-COMPILED = ("dtype", *SIZES, "gpu_memory_utilization", "kernels")  # settings that a bundle fixes
+COMPILED = (
+    "dtype",
+    "cpu_weights",
+    *SIZES,
+    "gpu_memory_utilization",
+    "kernels",
+)  # settings that a bundle fixes
 BUNDLE_MANIFEST = "manifest.json"  # in the folder of a bundle
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
@@ -73,6 +80,9 @@ class EngineConfig:
     ``page_size``: None is 16. ``gpu_memory_utilization``: None is 0.92.
     ``kernels``: pins for measurements, "op=implementation" joined by commas; an op without a pin
     uses the fastest implementation that can run.
+    ``cpu_weights``: on a CPU, "quantised" keeps a quantised checkpoint as it is and multiplies with
+    8-bit activations where the native kernel runs, "float32" dequantises it. "auto" is "quantised"
+    if the kernel is installed.
     ``bundle``: a folder that ``jaxinfer compile`` wrote; its sizes replace those that are None.
     ``generation_config``: "auto" takes sampling defaults from the model's file, "vllm" does not.
     Paths may be ``os.PathLike``. Raises ``ConfigError`` naming the setting that is wrong.
@@ -83,6 +93,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     load_format: str = "auto"
     dtype: str = "auto"
+    cpu_weights: str = "auto"
     generation_config: str = "auto"
     seed: int = 0
     max_model_len: int | None = None
@@ -106,6 +117,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("cpu_weights", self.cpu_weights, CPU_WEIGHTS)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
         optional = {field.name for field in fields(self) if field.default is None}

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.models.params import ArraySpec, ParamSpec, by_path, nested
+from jaxinfer.models.quantised import keep_quantised
 from jaxinfer.nn.context import StepContext, dense_context
 from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.linear import Stream
 from jaxinfer.nn.state import State, StateLayout
+from pallas_kernels.quantised import Form
 
 if TYPE_CHECKING:
     import flax.linen as nn  # imported when a module is made: see ``nn.decoder_config``
@@ -72,11 +74,16 @@ class ModelFamily:
 
 @dataclass(frozen=True)
 class Model:
-    """A family with a config: everything static about a model, without weights."""
+    """A family with a config: everything static about a model, without weights.
+
+    ``forms`` are the forms of the checkpoint tensors that stay quantised, by their names in the
+    family's specs.
+    """
 
     family: ModelFamily
     architecture: str
     config: ModelConfig
+    forms: tuple[tuple[str, Form], ...] = ()
 
     @property
     def module(self) -> nn.Module:
@@ -96,7 +103,7 @@ class Model:
     @cached_property
     def param_specs(self) -> tuple[ParamSpec, ...]:
         """The specs of the parameters, which say how they are made from a checkpoint."""
-        return self.family.param_specs(self.config)
+        return keep_quantised(self.family.param_specs(self.config), dict(self.forms))
 
     @cached_property
     def arrays(self) -> dict[str, ArraySpec]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -143,15 +143,14 @@ def param_specs(config: GPT2Config) -> tuple[ParamSpec, ...]:
     v, d, length = config.vocab_size, config.hidden_size, config.max_position_embeddings
     final = (Source("ln_f.weight", (d,)), Source("ln_f.bias", (d,)))
     specs = [
-        _as_stored("embed", "wte.weight", ArraySpec((v, d), ("vocab", None))),
+        _as_stored("embed", "wte.weight", ArraySpec((v, d), ("vocab", None)), "rows"),
         _as_stored("positions", "wpe.weight", ArraySpec((length, d), (None, None))),
         ParamSpec("final_norm", ArraySpec((2, d), (None, None)), final, stack),
     ]
     if not config.tie_word_embeddings:
         head = Source("lm_head.weight", (v, d))
-        specs.append(
-            ParamSpec("lm_head", ArraySpec((d, v), (None, "vocab")), (head,), join_outputs)
-        )
+        array = ArraySpec((d, v), (None, "vocab"))
+        specs.append(ParamSpec("lm_head", array, (head,), join_outputs, matrix="out_in"))
     for i in range(config.num_hidden_layers):
         specs.extend(_layer_specs(config, f"layers_{i}/", f"h.{i}."))
     return tuple(specs)
@@ -168,16 +167,18 @@ def _layer_specs(config: GPT2Config, path: str, source: str) -> Iterator[ParamSp
     )
     for name, tensor, shape, axes in linears:
         tensor = source + tensor
-        yield _as_stored(path + name, tensor + ".weight", ArraySpec(shape, axes))
+        yield _as_stored(path + name, tensor + ".weight", ArraySpec(shape, axes), "in_out")
         yield _as_stored(path + name + "_bias", tensor + ".bias", ArraySpec(shape[1:], axes[1:]))
     norms = ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias")
     sources = tuple(Source(source + name, (d,)) for name in norms)
     yield ParamSpec(path + "norms", ArraySpec((4, d), (None, None)), sources, stack)
 
 
-def _as_stored(path: str, tensor: str, array: ArraySpec) -> ParamSpec:
+def _as_stored(
+    path: str, tensor: str, array: ArraySpec, matrix: Literal["in_out", "rows"] | None = None
+) -> ParamSpec:
     """A parameter that is a checkpoint tensor."""
-    return ParamSpec(path, array, (Source(tensor, array.shape),), as_is)
+    return ParamSpec(path, array, (Source(tensor, array.shape),), as_is, matrix=matrix)
 
 
 FAMILY = ModelFamily(

@@ -144,14 +144,13 @@ def gqa_param_specs(config: DecoderConfig, norms: NormSources = PRE_NORMS) -> tu
     v, d = config.vocab_size, config.hidden_size
     embed, final = Source("model.embed_tokens.weight", (v, d)), Source("model.norm.weight", (d,))
     specs = [
-        ParamSpec("embed", ArraySpec((v, d), ("vocab", None)), (embed,), as_is),
+        ParamSpec("embed", ArraySpec((v, d), ("vocab", None)), (embed,), as_is, matrix="rows"),
         ParamSpec("final_norm", ArraySpec((d,), (None,), config.norm_dtype), (final,), norms.one),
     ]
     if not config.tie_word_embeddings:
         head = Source("lm_head.weight", (v, d))
-        specs.append(
-            ParamSpec("lm_head", ArraySpec((d, v), (None, "vocab")), (head,), join_outputs)
-        )
+        array = ArraySpec((d, v), (None, "vocab"))
+        specs.append(ParamSpec("lm_head", array, (head,), join_outputs, matrix="out_in"))
     for i in range(config.num_hidden_layers):
         specs.extend(_layer_specs(config, f"layers_{i}/", f"model.layers.{i}.", norms))
     return tuple(specs)
@@ -179,7 +178,7 @@ def _matrix_specs(c: DecoderConfig, path: str, source: str) -> Iterator[ParamSpe
     def matrix(name: str, array: ArraySpec, *tensors: tuple[str, int, int]) -> ParamSpec:
         """Transposed and concatenated linear weights; ``tensors`` are (name, out, in)."""
         sources = (Source(f"{source}{one}.weight", (out, width)) for one, out, width in tensors)
-        return ParamSpec(path + name, array, tuple(sources), join_outputs)
+        return ParamSpec(path + name, array, tuple(sources), join_outputs, matrix="out_in")
 
     qkv, gate_up = _qkv(c), Fused("ffn", (f, f))
     q, of_qkv = qkv.widths[0], zip(_QKV, qkv.widths, strict=True)

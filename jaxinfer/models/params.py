@@ -9,21 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.nn.placement import Axes
+from pallas_kernels.quantised import Form
 
 type Shape = tuple[int, ...]
 
 
 class Source(NamedTuple):
-    """A checkpoint tensor by its Hugging Face name, with its required shape."""
+    """A checkpoint tensor by its Hugging Face name, with its required shape.
+
+    ``build`` receives an array, or with a ``form`` the ``Quantised`` matrix as it is stored.
+    """
 
     name: str
     shape: Shape
+    form: Form | None = None
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,20 @@ class ParamSpec:
     With ``pieces`` the parameter is a stack: ``build`` is called for each piece along the first
     dimension, in order, with an equal number of the sources, and returns the piece without that
     dimension. Host memory then holds only single pieces.
+
+    ``matrix`` says that the sources are weights of products, which may stay quantised
+    (``models.quantised``), and how the array and its sources are laid out:
+
+        out_in  [I, O] of sources [O_i, I]     in_out  [I, O] of one source [I, O]
+        rows    [O, I] of one source [O, I]: an embedding
     """
 
     path: str
     arrays: ArraySpec | Mapping[str, ArraySpec]
     sources: tuple[Source, ...]
-    build: Callable[..., Any]  # np.ndarray... -> np.ndarray | dict[str, np.ndarray]
+    build: Callable[..., Any]  # arrays, or Quantised -> an array, or a dict of arrays
     pieces: int | None = None
+    matrix: Literal["out_in", "in_out", "rows"] | None = None
 
     def __post_init__(self) -> None:
         """Check that the pieces have equal numbers of sources."""

@@ -22,7 +22,15 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, StepContext
 from jaxinfer.nn.decoder_config import DecoderSpec, LayerSpec
-from jaxinfer.nn.linear import Norm, Stream, head_logits, normalised, take_rows, tied_logits
+from jaxinfer.nn.linear import (
+    Norm,
+    Stream,
+    head_logits,
+    normalised,
+    take_rows,
+    tied_logits,
+    weight,
+)
 from jaxinfer.nn.rope import rope_tables
 from jaxinfer.nn.state import LayerArrays, State
 
@@ -90,7 +98,7 @@ class Decoder(nn.Module):
     def setup(self) -> None:
         """Declare the parameters that both methods need."""
         c = self.spec
-        self.embed = self.param("embed", _INIT, (c.vocab_size, c.hidden_size), c.dtype)
+        self.embed = weight(self, "embed", (c.vocab_size, c.hidden_size), c.dtype)
         if c.num_positions is not None:
             shape = (c.num_positions, c.hidden_size)
             self.positions = self.param("positions", _INIT, shape, c.dtype)
@@ -99,7 +107,7 @@ class Decoder(nn.Module):
         dtype = c.norm_dtype or c.dtype
         self.final_norm = self.param("final_norm", _init_norms(c.norm), shape, dtype)
         if not c.tie_word_embeddings:
-            self.lm_head = self.param("lm_head", _INIT, (c.hidden_size, c.vocab_size), c.dtype)
+            self.lm_head = weight(self, "lm_head", (c.hidden_size, c.vocab_size), c.dtype)
 
     def __call__(
         self,
@@ -116,7 +124,7 @@ class Decoder(nn.Module):
 
     def embedded(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:  # [T, D]
         """Embeddings of tokens int32[T] at positions int32[T]."""
-        x = take_rows(self.embed, token_ids)
+        x = take_rows(self.embed, token_ids).astype(self.spec.dtype)
         if self.spec.embed_scale is not None:
             x = x * jnp.asarray(self.spec.embed_scale, x.dtype)  # rounded first, as published
         if self.spec.num_positions is not None:

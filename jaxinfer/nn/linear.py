@@ -3,12 +3,16 @@
 A block's output is added to the residual stream by the kernel of the next norm. Until then the
 stream is a pair (``Stream``), whose second part may still be split-K partials. Statistics of norms
 and logits are float32 for every dtype; other results keep the input's dtype.
+
+A weight is an array [I, O], the dict of arrays of a quantised matrix
+(``pallas_kernels.quantised``), or a dict of such parts with consecutive outputs: see ``Weight``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +20,24 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import StepContext
 from pallas_kernels.norm_gemm.api import norm_gemm
 from pallas_kernels.numerics import add_partials
+from pallas_kernels.quantised import dequantised, quantised
+from pallas_kernels.quantised_gemm.api import quantised_gemm
 from pallas_kernels.residual_norm.api import residual_norm
 from pallas_kernels.skinny_gemm.api import skinny_gemm
+
+if TYPE_CHECKING:
+    import flax.linen as nn  # slow to import, and compiled engines do not need it
+
+# [I, O], or the arrays of a quantised matrix by name, or parts of it: "part_0", "part_1", ...
+type Weight = jax.Array | Mapping[str, Any]
+_INIT = jax.nn.initializers.normal(0.02)
+
+
+def weight(module: nn.Module, name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> Weight:
+    """A module's weight as it is stored; a new one is an array of this shape."""
+    if module.has_variable("params", name):
+        return module.get_variable("params", name)
+    return module.param(name, _INIT, shape, dtype)  # type: ignore[no-any-return]
 
 
 class Stream(NamedTuple):
@@ -60,7 +80,7 @@ def normalised(stream: Stream, norm: Norm, ctx: StepContext) -> tuple[Stream, ja
 def linear_of_norm(
     stream: Stream,
     norm: Norm,
-    w: jax.Array,  # [D, O]; with swiglu [D, 2 * O]: gate, up
+    w: Weight,  # [D, O]; with swiglu [D, 2 * O]: gate, up
     ctx: StepContext,
     *,
     bias: jax.Array | None = None,  # [O]
@@ -70,10 +90,10 @@ def linear_of_norm(
 
     With ``swiglu`` the result is SiLU(gate) * up, in the same kernel.
     """
-    if norm.kind == "layer":
-        assert not swiglu, "no kernel has a layer norm and SwiGLU in one"
+    if norm.kind == "layer" or isinstance(w, Mapping):
         stream, h = normalised(stream, norm, ctx)
-        return stream, linear(h, w, ctx, bias=bias)
+        y = product(h, w, ctx, swiglu=swiglu)
+        return stream, y if bias is None else y + bias
     x, y = norm_gemm(
         *stream, norm.weights, w, row=norm.row, eps=norm.eps, swiglu=swiglu, pins=ctx.pins
     )
@@ -82,7 +102,7 @@ def linear_of_norm(
 
 def linear(
     x: jax.Array,  # [T, I]
-    w: jax.Array,  # [I, O]
+    w: Weight,  # [I, O]
     ctx: StepContext,
     *,
     bias: jax.Array | None = None,  # [O]
@@ -95,10 +115,31 @@ def linear(
     ``x``'s columns and ``w``'s rows, and the devices' partial results are added here.
     """
     split = partial and bias is None and ctx.axis is None
-    y = skinny_gemm(x, w, split=split, impl=ctx.pinned("skinny_gemm"))
+    y = product(x, w, ctx, split=split)
     if partial and ctx.axis is not None:
         y = jax.lax.psum(y, ctx.axis)
     return y if bias is None else y + bias
+
+
+def product(
+    x: jax.Array,  # [T, I]
+    w: Weight,  # [I, O]; with swiglu [I, 2 * O]: gate, up
+    ctx: StepContext,
+    *,
+    swiglu: bool = False,
+    split: bool = False,
+) -> jax.Array:  # [T, O], or with split perhaps float32[S, T, O]
+    """``x @ w``, with ``swiglu`` SiLU(gate) * up."""
+    if not isinstance(w, Mapping):
+        return skinny_gemm(x, w, swiglu=swiglu, split=split, impl=ctx.pinned("skinny_gemm"))
+    if "part_0" in w:  # several forms
+        y = jnp.concatenate([product(x, w[name], ctx) for name in sorted(w)], axis=1)
+        if swiglu:
+            gate, up = jnp.split(y, 2, axis=1)
+            y = jax.nn.silu(gate) * up
+        return y
+    impl = ctx.pinned("quantised_gemm")
+    return quantised_gemm(x, quantised(w), swiglu=swiglu, split=split, impl=impl)
 
 
 def layer_norm(
@@ -115,16 +156,26 @@ def layer_norm(
     return (scaled + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:  # [V, D], int32[T] -> [T, D]
-    """Rows of an embedding. Ids of padding may have any value and are clamped to the table."""
+def take_rows(table: Weight, ids: jax.Array) -> jax.Array:  # [V, D], int32[T] -> [T, D]
+    """Rows of an embedding; those of a quantised one are float32.
+
+    Ids of padding may have any value and are clamped to the table.
+    """
+    if isinstance(table, Mapping):
+        return dequantised(quantised(table).rows(ids))
     return jnp.take(table, ids, axis=0, mode="clip")
 
 
-def head_logits(hidden: jax.Array, head: jax.Array) -> jax.Array:  # [..., D], [D, V]
+def head_logits(hidden: jax.Array, head: Weight) -> jax.Array:  # [..., D], [D, V]
     """Logits, float32[..., V], of an untied head."""
+    if isinstance(head, Mapping):
+        flat = quantised_gemm(hidden.reshape(-1, hidden.shape[-1]), quantised(head), wide=True)
+        return flat.reshape(*hidden.shape[:-1], -1)
     return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
 
 
-def tied_logits(hidden: jax.Array, embed: jax.Array) -> jax.Array:  # [..., D], [V, D]
+def tied_logits(hidden: jax.Array, embed: Weight) -> jax.Array:  # [..., D], [V, D]
     """Logits, float32[..., V], of a head tied to the embedding, which is not transposed."""
+    if isinstance(embed, Mapping):  # stored [V, D] in any case
+        return head_logits(hidden, embed)
     return jnp.einsum("...D,VD->...V", hidden, embed, preferred_element_type=jnp.float32)

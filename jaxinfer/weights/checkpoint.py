@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
+from pallas_kernels.quantised import Form, Quantised
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,15 @@ class Checkpoint(Protocol):
 
         Raises ``CheckpointError`` when its bytes are missing.
         """
+        ...
+
+    @property
+    def forms(self) -> Mapping[str, Form]:
+        """The forms of the quantised matrices that ``read_quantised`` knows."""
+        ...
+
+    def read_quantised(self, name: str) -> Quantised:  # [O, I], numpy
+        """A quantised matrix as it is stored, without loss."""
         ...
 
 

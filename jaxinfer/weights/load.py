@@ -34,14 +34,15 @@ def load_params(
 ) -> Params:
     """The model's parameters, placed by the logical axes of their specs.
 
-    Quantised weights are converted once and then restored from the cache. ``seed`` is used only for
-    random weights. Raises ``CheckpointError`` before any data is read if the checkpoint does not
-    fit the model, and ``CacheError`` if the cache cannot be written or is damaged.
+    Weights that are dequantised are converted once and then restored from the cache. ``seed`` is
+    used only for random weights. Raises ``CheckpointError`` before any data is read if the
+    checkpoint does not fit the model, and ``CacheError`` if the cache cannot be written or is
+    damaged.
     """
     if source.checkpoint is None:
         return dummy_params(model, placement=placement, seed=seed, progress=progress)
     plan = plan_params(model, source.checkpoint)
-    if source.quantised:
+    if source.quantised and not model.forms:
         from jaxinfer.weights import converted  # Orbax takes a fifth of the total import time
 
         entry = converted.entry_path(cache_dir, source.fingerprint, model, placement)

@@ -15,6 +15,7 @@ from jaxinfer.models.base import Model, ModelFamily
 from jaxinfer.models.params import ArraySpec, ParamSpec, by_path
 from jaxinfer.nn.placement import Placement
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
+from pallas_kernels.quantised import Form
 
 _MAX_NAMED = 3  # tensors in one message
 
@@ -36,8 +37,12 @@ class PlannedParam:
         They are contiguous and in the devices' layout.
         """
         count = self.spec.sources_per_piece
-        names = self.names[index * count : (index + 1) * count]
-        built = by_path({self.spec.path: self.spec.build(*map(checkpoint.read, names))})
+        own = slice(index * count, (index + 1) * count)
+        tensors = (
+            checkpoint.read(name) if source.form is None else checkpoint.read_quantised(name)
+            for name, source in zip(self.names[own], self.spec.sources[own], strict=True)
+        )
+        built = by_path({self.spec.path: self.spec.build(*tensors)})
         made: dict[str, np.ndarray] = {}
         for path, array in self.arrays.items():
             axes = array.axes if self.spec.pieces is None else array.axes[1:]
@@ -54,6 +59,11 @@ class PlannedParam:
             for path, piece in self.piece(checkpoint, placement, index).items():
                 made[path][index] = piece
         return made
+
+
+def forms_of(family: ModelFamily, checkpoint: Checkpoint) -> tuple[tuple[str, Form], ...]:
+    """The forms of a checkpoint's quantised matrices, with their names in the family's specs."""
+    return tuple((_canonical(family, name), form) for name, form in checkpoint.forms.items())
 
 
 def plan_params(model: Model, checkpoint: Checkpoint) -> tuple[PlannedParam, ...]:
@@ -87,7 +97,7 @@ def _plan_param(
                 f"tensor {name}{_place(info)} has shape {info.shape} instead of {source.shape}; "
                 "check that config.json belongs to these weights"
             )
-        if not info.readable:
+        if source.form is None and not info.readable:
             raise CheckpointError(
                 f"tensor {name}{_place(info)} is stored as {info.dtype}, which cannot be read; "
                 "convert the model to F32, F16 or BF16"

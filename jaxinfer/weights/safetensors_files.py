@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxinfer.core.errors import CheckpointError, SourceError
 from jaxinfer.weights.checkpoint import TensorInfo, read_bytes
+from pallas_kernels.quantised import Form, Quantised
 
 FILE_NAME = "model.safetensors"
 _INDEX_END = ".safetensors.index.json"
@@ -71,6 +72,15 @@ class SafetensorsCheckpoint:
         info, region = self._tensors[name], self._regions[name]
         data = read_bytes(region.path, region.offset, info.nbytes)
         return data.view(_DTYPES[info.dtype]).reshape(info.shape)
+
+    @property
+    def forms(self) -> Mapping[str, Form]:
+        """See ``Checkpoint``."""
+        return {}
+
+    def read_quantised(self, name: str) -> Quantised:
+        """See ``Checkpoint``; no matrix is quantised."""
+        raise KeyError(name)
 
 
 def checkpoint_files(folder: Path, named: object = None) -> tuple[Path, ...]:

@@ -34,12 +34,13 @@ def quantised_gemm(
     *,
     swiglu: bool = False,
     split: bool = False,
+    wide: bool = False,
     impl: str | None = None,
 ) -> jax.Array:  # [T, O]; with split possibly float32[S, T, O]
     """``x`` times the transpose of ``w``, in the dtype of ``x``, accumulated in float32.
 
-    ``swiglu``, ``split`` and ``impl`` are those of ``skinny_gemm``. Raises ValueError on arguments
-    that do not fit together.
+    With ``wide`` the result is float32, for logits. ``swiglu``, ``split`` and ``impl`` are those of
+    ``skinny_gemm``. Raises ValueError on arguments that do not fit together.
     """
     if x.ndim != 2 or x.shape[1] != w.num_inputs:
         raise ValueError(f"quantised_gemm: tokens {x.shape} do not fit {w.num_inputs} inputs")
@@ -51,5 +52,5 @@ def quantised_gemm(
         raise ValueError(f"quantised_gemm: {w.num_outputs} outputs are not a gate and an up")
     if swiglu and split:
         raise ValueError("quantised_gemm: swiglu is not linear, so its result cannot be split")
-    static = {"kind": w.kind, "swiglu": swiglu, "split": split}
+    static = {"kind": w.kind, "swiglu": swiglu, "split": split, "wide": wide}
     return dispatch(OP, (x, *w.arrays), static, impl)

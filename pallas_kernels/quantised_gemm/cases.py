@@ -80,7 +80,7 @@ def build(case: QuantisedCase, seed: int) -> Inputs:
     outer, inner = case.outer * (1 + case.swiglu), case.inner
     w = random_matrix(rng, case.form, outer, inner, case.group or inner)
     x = normal(rng, (case.tokens, inner), jnp.dtype(case.dtype))
-    static = {"kind": case.kind, "swiglu": case.swiglu, "split": case.split}
+    static = {"kind": case.kind, "swiglu": case.swiglu, "split": case.split, "wide": False}
     return Inputs((x, *w.arrays), static)
 
 

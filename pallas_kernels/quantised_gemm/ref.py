@@ -19,6 +19,7 @@ def quantised_gemm(
     kind: str,
     swiglu: bool,
     split: bool,
+    wide: bool,
 ) -> jax.Array:  # [T, O]
     """See ``quantised_gemm.api``."""
     del split  # partials are defined by their sum
@@ -27,4 +28,4 @@ def quantised_gemm(
     if swiglu:
         gate, up = jnp.split(out, 2, axis=1)
         out = gate / (1.0 + jnp.exp(-gate)) * up
-    return out.astype(x.dtype)
+    return out if wide else out.astype(x.dtype)

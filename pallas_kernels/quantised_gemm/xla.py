@@ -23,12 +23,15 @@ def quantised_gemm(
     kind: str,
     swiglu: bool,
     split: bool,
+    wide: bool,
 ) -> jax.Array:  # [T, O]
     """See ``quantised_gemm.api``."""
     del split  # XLA chooses split-K itself and returns the sum
     w = dequantised(Quantised(kind, values, scales, zeros, offsets, supers)).astype(x.dtype)
     # By default XLA rounds float32 to TF32 for the tensor cores of a GPU.
-    out = jnp.matmul(x, w.T, precision="highest" if x.dtype == jnp.float32 else None)
+    precision = "highest" if x.dtype == jnp.float32 else None
+    dtype = jnp.float32 if wide else x.dtype
+    out = jnp.matmul(x, w.T, precision=precision, preferred_element_type=dtype)
     if swiglu:
         gate, up = jnp.split(out, 2, axis=-1)
         out = jax.nn.silu(gate) * up

@@ -13,6 +13,7 @@ import numpy as np
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 from jaxinfer.weights.checkpoint import TensorInfo
 from jaxinfer.weights.sources import ModelSource
+from pallas_kernels.quantised import Form, Quantised
 
 
 class Held:
@@ -51,6 +52,11 @@ class InMemory:
         """A copy, as a file gives one."""
         self.reads[name] += 1
         return self._held.watch(self._arrays[name].copy())
+
+    forms: Mapping[str, Form] = {}
+
+    def read_quantised(self, name: str) -> Quantised:
+        raise KeyError(name)
 
 
 def source_of(checkpoint: InMemory, *, quantised: bool = False) -> ModelSource:

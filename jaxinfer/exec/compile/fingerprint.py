@@ -91,10 +91,14 @@ def _version(package: str) -> str:
 
 
 def of_model(model: Model) -> dict[str, str]:
-    """The family and every field of the config."""
+    """The family, every field of the config, and the forms of quantised weights."""
     config: Any = model.config
     values = {field.name: str(getattr(config, field.name)) for field in fields(config)}
-    return {"family": model.family.name, **values}
+    forms: dict[str, list[str]] = {}
+    for name, form in model.forms:
+        forms.setdefault(str(form), []).append(name)
+    weights = {f"weights {form}": " ".join(names) for form, names in forms.items()}
+    return {"family": model.family.name, **values, **weights}
 
 
 def of_limits(limits: Limits) -> dict[str, str]:

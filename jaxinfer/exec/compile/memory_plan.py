@@ -13,8 +13,9 @@ bundle is loaded.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 
@@ -27,12 +28,15 @@ from jaxinfer.exec.step.batch import BatchLayout
 from jaxinfer.exec.step.extras import BLOCK
 from jaxinfer.exec.step.sampling import LOGPROBS_WIDTH
 from jaxinfer.models.base import Model, abstract_params
+from pallas_kernels.quantised import KINDS, quantised
 
 MB = 1_000_000
 # Live arrays float32[rows, V] while tokens are drawn, and float32[block, V] while prompts are
 # scored. Measured on a CPU: 6, with extras 7; and 2.
 SAMPLING_COPIES = 8
 SCORE_COPIES = 4
+# Quantised matrices that XLA holds dequantised at a time on a GPU, where it runs kernels in order.
+DEQUANTISED_COPIES = 2
 HISTORY_COPIES = 12  # live arrays int32[block, max_model_len] for penalties; measured on a CPU: 10
 # Unplanned memory of a GPU: code and constants of executables, results of steps in flight (among
 # them hidden states of 1,024 tokens), and arguments of calls other than steps.
@@ -236,14 +240,16 @@ def step_bound(model: Model, bucket: Bucket) -> int:
     """A bound on the bytes of a step of this bucket, without weights, KV pages and slots.
 
     It counts the logits of each row; as activations, inputs and outputs of every matrix of one
-    layer for every token; and the hidden states that a bucket that scores returns. Keys and values
-    that XLA's attention gathers on a CPU are not counted, as no plan for a CPU depends on them.
+    layer for every token; the hidden states that a bucket that scores returns; and the matrices
+    that plain XLA dequantises. What XLA gathers or dequantises on a CPU is not counted, as no plan
+    for a CPU depends on it.
     """
     config = model.config
     logits = 4 * SAMPLING_COPIES * bucket.num_draws * config.vocab_size
     hidden = config.hidden_size * bucket.num_prefill_tokens if bucket.scores else 0
     activations = _layer_width(model) * bucket.num_tokens + hidden
-    return logits + activations * config.dtype.itemsize
+    dequantised = DEQUANTISED_COPIES * _largest_quantised(model)
+    return logits + (activations + dequantised) * config.dtype.itemsize
 
 
 def extras_bound(model: Model, rows: int, max_model_len: int) -> int:
@@ -305,12 +311,32 @@ def _kv_budget(config: EngineConfig, fixed: MemoryPlan, reserve: int) -> int:
 
 def _layer_width(model: Model) -> int:
     """Elements per token of the inputs and outputs of all matrices of the widest layer."""
-    widths = [
-        sum(sum(leaf.shape) for leaf in jax.tree.leaves(layer) if leaf.ndim == 2)
-        for layer in abstract_params(model).values()
-        if isinstance(layer, dict)
-    ]
-    return max(widths)
+    layers = (layer for layer in abstract_params(model).values() if isinstance(layer, dict))
+    return max(sum(m.outputs + m.inputs for m in _matrices(layer)) for layer in layers)
+
+
+def _largest_quantised(model: Model) -> int:
+    """Elements of the largest quantised matrix; 0 without any."""
+    sizes = (m.outputs * m.inputs for m in _matrices(abstract_params(model)) if m.quantised)
+    return max(sizes, default=0)
+
+
+class _Matrix(NamedTuple):
+    outputs: int
+    inputs: int
+    quantised: bool
+
+
+def _matrices(params: Mapping[str, Any]) -> Iterator[_Matrix]:
+    if not params.keys().isdisjoint(KINDS):
+        w = quantised(params)
+        yield _Matrix(w.num_outputs, w.num_inputs, quantised=True)
+        return
+    for leaf in params.values():
+        if isinstance(leaf, Mapping):
+            yield from _matrices(leaf)
+        elif leaf.ndim == 2:
+            yield _Matrix(*leaf.shape, quantised=False)
 
 
 def tree_bytes(tree: object) -> int:

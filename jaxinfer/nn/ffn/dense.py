@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jaxinfer.nn.activations import ACTIVATIONS
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.decoder_config import FeedForwardConfig
-from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm
+from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, weight
 
-_INIT = nn.initializers.normal(0.02)
 _ZEROS = nn.initializers.zeros
 
 
@@ -33,7 +32,7 @@ class FeedForward(nn.Module):
         """The stream with its delta added, and the network's output."""
         c, d, dtype = self.config, stream.x.shape[1], stream.x.dtype
         name, columns = ("gate_up", 2 * c.width) if c.gated else ("up", c.width)
-        w = self.param(name, _INIT, (d, columns), dtype)
+        w = weight(self, name, (d, columns), dtype)
         bias = self.param(f"{name}_bias", _ZEROS, (columns,), dtype) if c.bias else None
         swiglu = c.gated and c.activation == "silu" and not c.bias  # in one kernel
         stream, hidden = linear_of_norm(stream, norm, w, ctx, bias=bias, swiglu=swiglu)
@@ -43,6 +42,6 @@ class FeedForward(nn.Module):
             hidden = activation(gate) * up
         elif not c.gated:
             hidden = activation(hidden)
-        w = self.param("down", _INIT, (c.width, d), dtype)
+        w = weight(self, "down", (c.width, d), dtype)
         bias = self.param("down_bias", _ZEROS, (d,), dtype) if c.bias else None
         return stream.x, linear(hidden, w, ctx, bias=bias, partial=True)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig
-from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm
+from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, weight
 from jaxinfer.nn.state import LayerArrays
 from pallas_kernels.append_decode.api import append_decode
 from pallas_kernels.kv_append.api import kv_append
@@ -25,7 +25,6 @@ from pallas_kernels.numerics import split_and_rotate, split_heads
 from pallas_kernels.paged_prefill.api import paged_prefill
 from pallas_kernels.qk_rope_append.api import qk_rope_append
 
-_INIT = nn.initializers.normal(0.02)
 _ZEROS = nn.initializers.zeros
 
 
@@ -58,8 +57,9 @@ class Attention(nn.Module):
         c, d = self.config, stream.x.shape[1]
         dtype = stream.x.dtype
         heads = c.num_heads + 2 * c.num_kv_heads
-        w = self.param("qkv", _INIT, (d, heads * c.head_dim), dtype)
-        bias = self.param("qkv_bias", _ZEROS, w.shape[1:], dtype) if c.qkv_bias else None
+        w = weight(self, "qkv", (d, heads * c.head_dim), dtype)
+        shape = (heads * c.head_dim,)
+        bias = self.param("qkv_bias", _ZEROS, shape, dtype) if c.qkv_bias else None
         stream, qkv = linear_of_norm(stream, norm, w, ctx, bias=bias)
         norms = None
         if c.qk_norm:
@@ -76,7 +76,7 @@ class Attention(nn.Module):
             only=only,
         )
         x = stream.x if only is None else stream.take(only)
-        w = self.param("o", _INIT, (c.num_heads * c.head_dim, d), dtype)
+        w = weight(self, "o", (c.num_heads * c.head_dim, d), dtype)
         bias = self.param("o_bias", _ZEROS, (d,), dtype) if c.o_bias else None
         return x, linear(out.reshape(len(out), -1), w, ctx, bias=bias, partial=True), state
 

@@ -15,10 +15,12 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from jaxinfer.weights.checkpoint import TensorInfo, read_bytes
+from jaxinfer.weights.gguf.blocks import FORMS, from_blocks
 from jaxinfer.weights.gguf.config import generation_config_from_gguf, hf_config_from_gguf
 from jaxinfer.weights.gguf.header import GGUFHeader, GGUFTensor, read_header
 from jaxinfer.weights.gguf.keys import check_file_kind
 from jaxinfer.weights.gguf.names import NAME_TABLES, ROPE_FACTORS, map_name, undo_interleave
+from pallas_kernels.quantised import Form, Quantised
 
 _UNQUANTISED = (
     GGMLQuantizationType.F32,
@@ -74,6 +76,7 @@ class GGUFCheckpoint:
         self._path = header.path
         self._tensors: dict[str, TensorInfo] = {}
         self._stored: dict[str, _StoredTensor] = {}
+        self._forms: dict[str, Form] = {}
         table = NAME_TABLES[header.metadata["general.architecture"]]
         for gguf_name, tensor in header.tensors.items():
             if gguf_name == ROPE_FACTORS:  # read by ``open_gguf``
@@ -88,6 +91,8 @@ class GGUFCheckpoint:
             info = TensorInfo(shape, tensor.type.name, tensor.nbytes, readable)
             self._tensors[mapped.name] = info
             self._stored[mapped.name] = _StoredTensor(tensor, heads, mapped.transposed)
+            if tensor.type in FORMS and len(tensor.shape) == 2:
+                self._forms[mapped.name] = FORMS[tensor.type]
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -101,6 +106,20 @@ class GGUFCheckpoint:
         if stored.interleaved_heads:
             values = undo_interleave(values, stored.interleaved_heads)
         return values.T if stored.transposed else values
+
+    @property
+    def forms(self) -> Mapping[str, Form]:
+        """See ``Checkpoint``."""
+        return self._forms
+
+    def read_quantised(self, name: str) -> Quantised:
+        """See ``Checkpoint``."""
+        stored = self._stored[name]
+        tensor = stored.tensor
+        rows = read_bytes(self._path, tensor.offset, tensor.nbytes).reshape(tensor.shape[0], -1)
+        if stored.interleaved_heads:
+            rows = undo_interleave(rows, stored.interleaved_heads)
+        return from_blocks(tensor.type, rows)
 
 
 def _read_tensor(path: Path, tensor: GGUFTensor) -> np.ndarray:  # float32[tensor.shape]

@@ -1,0 +1,99 @@
+"""Parameter specs of weights that stay quantised in memory.
+
+A family declares its matrices as if they were not quantised. ``keep_quantised`` replaces the specs
+of those whose checkpoint tensors are quantised. Tensors of one form, such as q, k and v, become one
+matrix; with several forms the parameter is a dict of parts, each with consecutive outputs
+(``nn.linear`` multiplies part by part).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.core.errors import CheckpointError
+from jaxinfer.models.params import ArraySpec, ParamSpec, Source, join_outputs
+from jaxinfer.nn.placement import Axis, Fused
+from pallas_kernels.quantised import Form, Quantised, joined
+
+type Part = tuple[Form | None, tuple[Source, ...]]  # consecutive sources of one form
+
+
+def keep_quantised(specs: Sequence[ParamSpec], forms: Mapping[str, Form]) -> tuple[ParamSpec, ...]:
+    """The specs, with those of quantised matrices replaced.
+
+    ``forms`` has the forms of checkpoint tensors by their names in the specs. Raises
+    ``CheckpointError`` for a form that does not divide its matrix, naming the tensor.
+    """
+    return tuple(_kept(spec, forms) for spec in specs)
+
+
+def _kept(spec: ParamSpec, forms: Mapping[str, Form]) -> ParamSpec:
+    if spec.matrix is None or not any(source.name in forms for source in spec.sources):
+        return spec
+    assert isinstance(spec.arrays, ArraySpec) and spec.pieces is None, spec.path
+    sources = tuple(source._replace(form=forms.get(source.name)) for source in spec.sources)
+    parts = [(form, tuple(group)) for form, group in groupby(sources, lambda s: s.form)]
+    outputs, inputs = spec.arrays.axes if spec.matrix == "rows" else spec.arrays.axes[::-1]
+    axes = _axes_of_parts(outputs, parts)
+    arrays = [_arrays(part, spec, a, inputs) for part, a in zip(parts, axes, strict=True)]
+    tree = arrays[0] if len(arrays) == 1 else {f"part_{i}": one for i, one in enumerate(arrays)}
+    return replace(spec, arrays=tree, sources=sources, build=join_parts)
+
+
+def _arrays(part: Part, spec: ParamSpec, outputs: Axis, inputs: Axis) -> Any:
+    """The arrays of one part: a matrix [I, O], or the arrays of a quantised one."""
+    form, members = part
+    sizes = [_size(source, spec) for source in members]
+    total, width = sum(size for size, _ in sizes), sizes[0][1]
+    if form is None:
+        return ArraySpec((width, total), (inputs, outputs))
+    try:
+        made = form.arrays(total, width)
+    except ValueError as error:
+        raise CheckpointError(
+            f"tensor {members[0].name} cannot be kept as {form}: {error}; use a checkpoint with "
+            "other groups"
+        ) from error
+    return {
+        name: ArraySpec(shape, (outputs, inputs, None)[: len(shape)], np.dtype(dtype))
+        for name, (shape, dtype) in made.items()
+    }
+
+
+def _size(source: Source, spec: ParamSpec) -> tuple[int, int]:
+    """Outputs and inputs of a checkpoint tensor."""
+    first, second = source.shape
+    return (second, first) if spec.matrix == "in_out" else (first, second)
+
+
+def _axes_of_parts(axis: Axis, parts: Sequence[Part]) -> list[Axis]:
+    """The logical axis of each part's outputs."""
+    if not isinstance(axis, Fused) or len(parts) == 1:
+        return [axis] * len(parts)
+    widths, axes = list(axis.widths), []
+    for _, members in parts:
+        axes.append(Fused(axis.name, tuple(widths[: len(members)])))
+        del widths[: len(members)]
+    return axes
+
+
+def join_parts(*tensors: Quantised | np.ndarray) -> Any:
+    """Tensors of one form joined along their outputs; of several forms a dict of such parts."""
+    groups = [list(members) for _, members in groupby(tensors, _form_of)]
+    parts = [_joined(members) for members in groups]
+    return parts[0] if len(parts) == 1 else {f"part_{i}": part for i, part in enumerate(parts)}
+
+
+def _joined(members: Sequence[Any]) -> Any:  # all Quantised, or all arrays [O_i, I]
+    if isinstance(members[0], Quantised):
+        return joined(members).tree()
+    return join_outputs(*members)
+
+
+def _form_of(tensor: Quantised | np.ndarray) -> Form | None:
+    return tensor.form if isinstance(tensor, Quantised) else None

@@ -1,0 +1,40 @@
+"""Every quantised GGUF type: the internal form holds exactly the values of the ``gguf`` package."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from jaxinfer.weights.gguf.blocks import FORMS, from_blocks
+from pallas_kernels.quantised import dequantised
+
+
+def random_rows(kind: GGMLQuantizationType, outputs: int, inputs: int) -> np.ndarray:
+    """Random bytes whose float16 factors are finite and not tiny: uint8[O, bytes of a row]."""
+    per_block, nbytes = GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(kind.value)
+    blocks = rng.integers(0, 256, (outputs, inputs // per_block, nbytes), np.uint8)
+    halves = {"Q6_K": (208,)}.get(kind.name, (0, 2) if kind.name[-2:] in ("_1", "_K") else (0,))
+    for at in halves:
+        factors = rng.uniform(0.01, 0.1, blocks.shape[:2]).astype(np.float16)
+        blocks[..., at : at + 2] = factors[..., None].view(np.uint8)
+    return blocks.reshape(outputs, -1)
+
+
+@pytest.mark.parametrize("inputs", [256, 512])
+@pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.name)
+def test_values_are_exact(kind: GGMLQuantizationType, inputs: int) -> None:
+    rows = random_rows(kind, 6, inputs)
+    w = from_blocks(kind, rows)
+    assert w.form == FORMS[kind]
+    shapes = {name: (part.shape, str(part.dtype)) for name, part in w.tree().items()}
+    assert shapes == FORMS[kind].arrays(6, inputs)
+    np.testing.assert_array_equal(dequantised(w), dequantize(rows, kind))
+
+
+def test_a_row_that_64_does_not_divide() -> None:
+    kind = GGMLQuantizationType.Q4_0
+    rows = random_rows(kind, 3, 96)
+    np.testing.assert_array_equal(dequantised(from_blocks(kind, rows)), dequantize(rows, kind))
