@@ -59,15 +59,9 @@ def _plan(model: str, sizes: dict[str, Any]) -> EnginePlan:
 
 def describe(plan: EnginePlan) -> dict[str, Any]:
     """The facts of a planned engine as JSON values; sizes in bytes and tokens."""
-    import jax
+    from jaxinfer.models.quantised import sizes_by_form
 
-    from jaxinfer.models.base import abstract_params
-
-    count: Counter[str] = Counter()
-    size: Counter[str] = Counter()
-    for leaf in jax.tree.leaves(abstract_params(plan.model)):
-        count[str(leaf.dtype)] += leaf.size
-        size[str(leaf.dtype)] += leaf.size * leaf.dtype.itemsize
+    sizes = sizes_by_form(plan.model.param_specs, plan.model.config.dtype)
     config, limits, memory = plan.model.config, plan.limits, plan.memory
     return {
         "model": plan.source.name,
@@ -76,8 +70,9 @@ def describe(plan: EnginePlan) -> dict[str, Any]:
         "layers": config.num_hidden_layers,
         "vocab_size": config.vocab_size,
         "context": config.lengths[1],
-        "parameters": count.total(),
-        "parameter_bytes": dict(size),
+        "parameters": sum(size.count for size in sizes.values()),
+        "parameter_bytes": {form: size.nbytes for form, size in sizes.items()},
+        "quantised_tensors": {name: str(form) for name, form in plan.model.forms},
         "checkpoint_bytes": _checkpoint_bytes(plan),
         "sampling": _sampling(plan),
         "kv_bytes_per_token": plan.model.state.bytes_per_token,

@@ -8,10 +8,11 @@ matrix; with several forms the parameter is a dict of parts, each with consecuti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,42 @@ def keep_quantised(specs: Sequence[ParamSpec], forms: Mapping[str, Form]) -> tup
     ``CheckpointError`` for a form that does not divide its matrix, naming the tensor.
     """
     return tuple(_kept(spec, forms) for spec in specs)
+
+
+class Size(NamedTuple):
+    """Parameters as the checkpoint counts them, and bytes in memory."""
+
+    count: int
+    nbytes: int
+
+
+def sizes_by_form(specs: Sequence[ParamSpec], plain: np.dtype) -> dict[str, Size]:
+    """The size of a model's weights of each form: "int4 g128", or a dtype for plain arrays.
+
+    ``plain`` is the model's dtype.
+    """
+    sizes: dict[str, Size] = {}
+    for form, size in (pair for spec in specs for pair in _sizes(spec, plain)):
+        before = sizes.get(form, Size(0, 0))
+        sizes[form] = Size(before.count + size.count, before.nbytes + size.nbytes)
+    return sizes
+
+
+def _sizes(spec: ParamSpec, plain: np.dtype) -> Iterator[tuple[str, Size]]:
+    """The size of each source of a quantised parameter, or of each array of another one."""
+    if all(source.form is None for source in spec.sources):
+        for array in spec.leaves.values():
+            dtype, count = np.dtype(array.dtype or plain), math.prod(array.shape)
+            yield dtype.name, Size(count, count * dtype.itemsize)
+        return
+    for source in spec.sources:
+        count = math.prod(source.shape)
+        if source.form is None:
+            yield plain.name, Size(count, count * plain.itemsize)
+        else:
+            arrays = source.form.arrays(*_size(source, spec)).values()
+            nbytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
+            yield str(source.form), Size(count, nbytes)
 
 
 def _kept(spec: ParamSpec, forms: Mapping[str, Form]) -> ParamSpec:

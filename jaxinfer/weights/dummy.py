@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,13 @@ from jaxinfer.core.progress import Progress
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.params import ArraySpec, nested
 from jaxinfer.nn.placement import Axes, Placement
+from pallas_kernels.quantised import KINDS, MIDDLE
 
 _DEVIATION = 0.02  # the usual initializer_range; activations stay near 1 in every family
+# The deviation of random values of quantised matrices, which ``_uniform`` makes: integers are
+# uniform over their range.
+_DEVIATIONS = MappingProxyType({"int4": 4.6, "int8": 74.0, "fp8": _DEVIATION, "fp4": 2.9})
+_SMALL_FACTOR = 32  # integer scales and offsets; those of GGUF's K forms have 6 bits
 # Compiled by one thread, Qwen3-4B's 8 programs took 0.9 s of a start of 3.7 s (H200).
 COMPILE_THREADS = 8
 
@@ -37,8 +43,8 @@ def dummy_params(model: Model, *, placement: Placement, seed: int, progress: Pro
     """Random parameters that are a function of the seed.
 
     Norms are 1, biases 0, and other floats uniform with standard deviation 0.02. Integers are
-    uniform over their dtype's range, with the scale that gives 8-bit values a standard deviation of
-    0.02. Random arrays are made on the devices, so host memory holds none of them.
+    uniform over their dtype's range, with scales and offsets that give weights that deviation.
+    Random arrays are made on the devices, so host memory holds none of them.
     """
     params: dict[str, jax.Array] = {}
     arrays = model.arrays
@@ -48,7 +54,8 @@ def dummy_params(model: Model, *, placement: Placement, seed: int, progress: Pro
         with progress.task("Making random weights", total) as advance:
             programs = _compiling(pool, arrays, placement)
             for path, array in arrays.items():
-                params[path] = _array(seed, path, array, programs, placement)
+                constant = _constant(path, arrays)
+                params[path] = _array(seed, path, array, constant, programs, placement)
                 advance(_nbytes(array))
     finally:  # after a failure or Ctrl-C the other programs are not needed
         pool.shutdown(wait=False, cancel_futures=True)
@@ -69,7 +76,7 @@ def _compiling(
     """A program for each kind of random array. This thread lowers; the pool's threads compile."""
     seed = jax.ShapeDtypeStruct((), jnp.uint32)
     kinds = dict.fromkeys(
-        _kind(array, placement) for path, array in arrays.items() if _constant(path) is None
+        _kind(array, placement) for path, array in arrays.items() if _constant(path, arrays) is None
     )
 
     def program(kind: _Kind) -> jax.stages.Lowered:
@@ -82,23 +89,43 @@ def _compiling(
 
 
 def _array(
-    seed: int, path: str, array: ArraySpec, programs: Programs, placement: Placement
+    seed: int,
+    path: str,
+    array: ArraySpec,
+    constant: Any,
+    programs: Programs,
+    placement: Placement,
 ) -> jax.Array:
-    constant = _constant(path)
     if constant is not None:  # made on the host: an XLA program per shape takes 40 ms or more
         return placement.put(np.full(array.shape, constant, array.dtype), array.axes)
     program = programs[_kind(array, placement)].result()
     return program(np.uint32(zlib.crc32(f"{seed}/{path}".encode())))
 
 
-def _constant(path: str) -> float | None:
-    """The value of every element of a parameter; None for a random one."""
-    name = path.rpartition("/")[2]
+def _constant(path: str, arrays: Mapping[str, ArraySpec]) -> Any:
+    """The value of every element of a parameter, a number or an array; None for a random one."""
+    folder, _, name = path.rpartition("/")
+    kind = next((kind for kind in KINDS if f"{folder}/{kind}" in arrays), None)
+    if kind is not None:
+        return _factor(name, kind, arrays.keys() & {f"{folder}/offsets", f"{folder}/supers"})
     if name == "scales":
-        return _DEVIATION * math.sqrt(12) * 2**-8
+        return _DEVIATION / _DEVIATIONS["int8"]
     if name.endswith("bias"):
         return 0
     return 1 if "norm" in name else None
+
+
+def _factor(name: str, kind: str, others: Set[str]) -> Any:
+    """Scales, zeros, offsets and supers that give random values the deviation, with mean 0."""
+    scale = _DEVIATION / _DEVIATIONS[kind]
+    middle = (MIDDLE - 0.5) * scale if kind == "int4" else 0.0
+    has_offsets = any(other.endswith("/offsets") for other in others)
+    if any(other.endswith("/supers") for other in others):  # scales and offsets are integers
+        supers = [scale / _SMALL_FACTOR, -middle / _SMALL_FACTOR]
+        return {"scales": _SMALL_FACTOR, "offsets": _SMALL_FACTOR}.get(
+            name, supers[: 1 + has_offsets] if name == "supers" else None
+        )
+    return {"scales": scale, "zeros": MIDDLE, "offsets": -middle}.get(name)
 
 
 def _uniform(seed: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

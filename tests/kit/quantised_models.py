@@ -1,0 +1,95 @@
+"""A tiny model whose matrices have every form, and its checkpoint in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.models.base import Model, Params
+from jaxinfer.models.params import nested
+from jaxinfer.models.registry import build_model
+from jaxinfer.nn.placement import default_placement
+from jaxinfer.weights.checkpoint import TensorInfo
+from jaxinfer.weights.plan import plan_params
+from kit.checkpoints import random_hf_tensors, tiny_llama_config
+from pallas_kernels.quantised import Form, Quantised, dequantised
+from pallas_kernels.quantised_gemm.cases import FORMS, random_matrix
+
+WIDTH = 256  # K forms have blocks of 256
+# q, k and v have three forms, gate and up have two, in the first layer; in the second they agree
+_OF_STEMS = {
+    "embed_tokens": "q6_k",
+    "lm_head": "int8",
+    "0.self_attn.q_proj": "q4_k",
+    "0.self_attn.k_proj": "q4_k",
+    "0.self_attn.v_proj": "q6_k",
+    "0.self_attn.o_proj": "int4",
+    "0.mlp.gate_proj": "int4_zeros",
+    "0.mlp.up_proj": "int4_offsets",
+    "0.mlp.down_proj": "fp8",
+    "1.self_attn.q_proj": "int4_offsets",
+    "1.self_attn.k_proj": "int4_offsets",
+    "1.self_attn.v_proj": None,
+    "1.self_attn.o_proj": "fp4",
+    "1.mlp.gate_proj": "int8",
+    "1.mlp.up_proj": "int8",
+    "1.mlp.down_proj": "q4_k",
+}
+
+
+class QuantisedTensors:
+    """A ``Checkpoint`` of quantised matrices and plain arrays."""
+
+    def __init__(self, matrices: Mapping[str, Quantised], plain: Mapping[str, np.ndarray]) -> None:
+        self._matrices = matrices
+        self._plain = plain
+        self.forms: Mapping[str, Form] = {name: w.form for name, w in matrices.items()}
+        shapes = {name: (w.num_outputs, w.num_inputs) for name, w in matrices.items()}
+        shapes |= {name: array.shape for name, array in plain.items()}
+        self.tensors = {name: TensorInfo(shape, "any", 1, True) for name, shape in shapes.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        if name in self._plain:
+            return self._plain[name]
+        return np.asarray(dequantised(self._matrices[name]))
+
+    def read_quantised(self, name: str) -> Quantised:
+        return self._matrices[name]
+
+
+@cache
+def quantised_tensors() -> tuple[Model, QuantisedTensors]:
+    """The model, which keeps every form, and its checkpoint."""
+    config = tiny_llama_config(
+        vocab_size=320,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        head_dim=64,
+        tie_word_embeddings=False,
+    )
+    model = build_model(config, "float32")
+    plain = random_hf_tensors(model)
+    rng = np.random.default_rng(3)
+    matrices: dict[str, Quantised] = {}
+    for name in sorted(plain):
+        form = next((form for stem, form in _OF_STEMS.items() if f"{stem}.weight" in name), None)
+        if form is not None:
+            group = {"q6_k": 16, "q4_k": 32, "fp8": 128}.get(form, 64)
+            matrices[name] = random_matrix(rng, form, *plain.pop(name).shape, group)
+    assert {form for form in _OF_STEMS.values() if form} == {*FORMS}
+    checkpoint = QuantisedTensors(matrices, plain)
+    return replace(model, forms=tuple(checkpoint.forms.items())), checkpoint
+
+
+@cache
+def quantised_model() -> tuple[Model, Params]:
+    """The model with its parameters on the device."""
+    model, checkpoint = quantised_tensors()
+    made: dict[str, np.ndarray] = {}
+    for planned in plan_params(model, checkpoint):
+        made |= planned.whole(checkpoint, default_placement())
+    return model, nested({path: jnp.asarray(array) for path, array in made.items()})

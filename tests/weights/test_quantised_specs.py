@@ -1,0 +1,84 @@
+"""Specs of quantised matrices: their arrays, what is built of a checkpoint, random weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfer.core.errors import CheckpointError
+from jaxinfer.core.progress import NoProgress
+from jaxinfer.models.base import abstract_params
+from jaxinfer.models.params import nested
+from jaxinfer.models.quantised import sizes_by_form
+from jaxinfer.nn.placement import default_placement
+from jaxinfer.weights.dummy import dummy_params
+from jaxinfer.weights.plan import plan_params
+from kit.quantised_models import WIDTH, quantised_tensors
+from pallas_kernels.quantised import KINDS, Form, dequantised, quantised
+
+MODEL, CHECKPOINT = quantised_tensors()
+FLOAT32 = np.dtype(np.float32)
+
+
+def _is_matrix(tree: object) -> bool:
+    return isinstance(tree, dict) and not tree.keys().isdisjoint(KINDS)
+
+
+def test_arrays_of_a_checkpoint_are_those_of_the_specs_and_hold_its_values() -> None:
+    made: dict[str, np.ndarray] = {}
+    for planned in plan_params(MODEL, CHECKPOINT):
+        made |= planned.whole(CHECKPOINT, default_placement())
+    params = nested(made)
+    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), params)
+    assert shapes == jax.tree.map(lambda a: (a.shape, a.dtype), abstract_params(MODEL))
+    first, second = params["layers_0"], params["layers_1"]
+    layer = "model.layers.{}.{}.weight"
+
+    def stored(index: int, *names: str) -> np.ndarray:
+        return np.concatenate([CHECKPOINT.read(layer.format(index, name)) for name in names])
+
+    def values(tree: dict[str, np.ndarray]) -> np.ndarray:
+        return np.asarray(dequantised(quantised(tree)))
+
+    qk = stored(0, "self_attn.q_proj", "self_attn.k_proj")
+    np.testing.assert_array_equal(values(first["qkv"]["part_0"]), qk)
+    np.testing.assert_array_equal(values(first["qkv"]["part_1"]), stored(0, "self_attn.v_proj"))
+    np.testing.assert_array_equal(values(first["gate_up"]["part_1"]), stored(0, "mlp.up_proj"))
+    np.testing.assert_array_equal(second["qkv"]["part_1"].T, stored(1, "self_attn.v_proj"))
+    gate_up = stored(1, "mlp.gate_proj", "mlp.up_proj")
+    np.testing.assert_array_equal(values(second["gate_up"]), gate_up)
+
+
+def test_random_matrices_have_the_usual_deviation() -> None:
+    params = dummy_params(MODEL, placement=default_placement(), seed=0, progress=NoProgress())
+    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), params)
+    assert shapes == jax.tree.map(lambda a: (a.shape, a.dtype), abstract_params(MODEL))
+    matrices = jax.tree.leaves(params, is_leaf=_is_matrix)
+    kinds = set()
+    for tree in filter(_is_matrix, matrices):
+        w = np.asarray(dequantised(quantised(tree)))
+        kinds.add(quantised(tree).kind)
+        # the mean of 0 to 15 is half a step, 0.0022, from the zero of int4
+        assert 0.017 < w.std() < 0.023 and abs(w.mean()) < 0.003, tree.keys()
+    assert kinds == {*KINDS}
+
+
+def test_sizes_by_form() -> None:
+    sizes = sizes_by_form(MODEL.param_specs, FLOAT32)
+    assert sizes["fp8 g128"] == (WIDTH * WIDTH, WIDTH * WIDTH + 4 * WIDTH * 2)
+    assert sum(size.nbytes for size in sizes.values()) == sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_params(MODEL))
+    )
+    plain = replace(MODEL, forms=())
+    assert sizes_by_form(plain.param_specs, FLOAT32).keys() == {"float32"}
+    count = sum(size.count for size in sizes_by_form(plain.param_specs, FLOAT32).values())
+    assert count == sum(size.count for size in sizes.values())
+
+
+def test_a_form_that_does_not_divide_is_refused_by_name() -> None:
+    forms = (("model.layers.0.mlp.down_proj.weight", Form("int4", 96, "float16")),)
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight cannot be kept as int4 g96: 256"):
+        _ = replace(MODEL, forms=forms).param_specs
