@@ -227,6 +227,9 @@ def _workspaces(program: Program) -> dict[str, int]:
     """The bound of each executable's workspace, by name; that of ``ADMIT`` is negligible."""
     model, limits = program.model, program.limits
     bounds = {bucket.name: step_bound(model, bucket) for bucket in limits.buckets}
+    if program.platform == "gpu":  # prompts dequantise
+        each = DEQUANTISED_COPIES * _largest_quantised(model) * model.config.dtype.itemsize
+        bounds = {name: bound + each for name, bound in bounds.items()}
     for rows in program.extras_rows:
         bounds[extras_name(rows)] = extras_bound(model, rows, limits.max_model_len)
     for tokens in sorted({b.num_prefill_tokens for b in limits.buckets if b.scores}):
@@ -240,16 +243,14 @@ def step_bound(model: Model, bucket: Bucket) -> int:
     """A bound on the bytes of a step of this bucket, without weights, KV pages and slots.
 
     It counts the logits of each row; as activations, inputs and outputs of every matrix of one
-    layer for every token; the hidden states that a bucket that scores returns; and the matrices
-    that plain XLA dequantises. What XLA gathers or dequantises on a CPU is not counted, as no plan
-    for a CPU depends on it.
+    layer for every token; and the hidden states that a bucket that scores returns. Keys and values
+    that XLA's attention gathers on a CPU are not counted, as no plan for a CPU depends on them.
     """
     config = model.config
     logits = 4 * SAMPLING_COPIES * bucket.num_draws * config.vocab_size
     hidden = config.hidden_size * bucket.num_prefill_tokens if bucket.scores else 0
     activations = _layer_width(model) * bucket.num_tokens + hidden
-    dequantised = DEQUANTISED_COPIES * _largest_quantised(model)
-    return logits + (activations + dequantised) * config.dtype.itemsize
+    return logits + activations * config.dtype.itemsize
 
 
 def extras_bound(model: Model, rows: int, max_model_len: int) -> int:
