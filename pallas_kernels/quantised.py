@@ -13,6 +13,9 @@ are divided into G groups of equal length. With ``supers`` [O, S, 1 or 2] scales
 integers that these floats multiply (GGUF's K forms). The weight of a stored value v is
 
     scale * (v - zero) + offset      zero: ``zeros``; else 8 for int4 without ``offsets``; else 0
+
+A kernel may read the arrays in another order: see ``arrangements``. The kind then has the name of
+the order behind it, such as ``int4_tiles``.
 """
 
 from __future__ import annotations
@@ -83,12 +86,17 @@ class Form:
 class Quantised:
     """The arrays of a quantised matrix."""
 
-    kind: str  # one of KINDS
+    kind: str  # one of KINDS, with the name of the arrangement behind it if it has one
     values: Any  # [O, K], or uint8[O, K / 2]
     scales: Any  # [O, G]
     zeros: Any = None  # uint8[O, G]
     offsets: Any = None  # [O, G]
     supers: Any = None  # [O, S, 1 or 2]
+
+    @property
+    def base(self) -> str:
+        """The kind without an arrangement."""
+        return self.kind.partition("_")[0]
 
     @property
     def num_outputs(self) -> int:
@@ -98,7 +106,7 @@ class Quantised:
     @property
     def num_inputs(self) -> int:
         """K."""
-        return self.values.shape[1] * (2 if self.kind in PACKED else 1)
+        return self.values.shape[1] * (2 if self.base in PACKED else 1)
 
     @property
     def group(self) -> int:
@@ -127,18 +135,15 @@ class Quantised:
         parts = {name: getattr(self, name) for name in _PARTS}
         return {self.kind: self.values} | {n: part for n, part in parts.items() if part is not None}
 
-    def rows(self, ids: jax.Array) -> Quantised:  # int32[T]
-        """The outputs ``ids``, which are clamped to the matrix: rows of a quantised embedding."""
-        taken = (
-            None if part is None else jnp.take(part, ids, axis=0, mode="clip")
-            for part in self.arrays
-        )
-        return Quantised(self.kind, *taken)
+
+def is_matrix(tree: Mapping[str, Any]) -> bool:
+    """True for the arrays of one quantised matrix, False for a dict of something else."""
+    return any(name.partition("_")[0] in KINDS for name in tree)
 
 
 def quantised(tree: Mapping[str, Any]) -> Quantised:
     """The quantised matrix of a parameter's dict of arrays."""
-    (kind,) = (name for name in tree if name in KINDS)
+    (kind,) = (name for name in tree if name.partition("_")[0] in KINDS)
     return Quantised(kind, tree[kind], **{name: tree[name] for name in _PARTS if name in tree})
 
 
@@ -175,7 +180,8 @@ def unpack_nibbles(packed: jax.Array) -> jax.Array:  # uint8[O, K / 2] -> uint8[
 
 
 def dequantised(w: Quantised) -> jax.Array:  # float32[O, K]
-    """The matrix in float32; the definition of every form."""
+    """The matrix in float32, if it is not arranged; the definition of every form."""
+    assert w.kind == w.base, f"{w.kind} is arranged"
     values = w.values
     if w.kind in PACKED:
         values = unpack_nibbles(jnp.asarray(values))

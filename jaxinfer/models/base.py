@@ -16,6 +16,7 @@ from jaxinfer.nn.context import StepContext, dense_context
 from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.linear import Stream
 from jaxinfer.nn.state import State, StateLayout
+from pallas_kernels.arrangements import named
 from pallas_kernels.quantised import Form
 
 if TYPE_CHECKING:
@@ -77,13 +78,14 @@ class Model:
     """A family with a config: everything static about a model, without weights.
 
     ``forms`` are the forms of the checkpoint tensors that stay quantised, by their names in the
-    family's specs.
+    family's specs; ``arrangement`` is the name of the order in which kernels read them.
     """
 
     family: ModelFamily
     architecture: str
     config: ModelConfig
     forms: tuple[tuple[str, Form], ...] = ()
+    arrangement: str | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -103,7 +105,8 @@ class Model:
     @cached_property
     def param_specs(self) -> tuple[ParamSpec, ...]:
         """The specs of the parameters, which say how they are made from a checkpoint."""
-        return keep_quantised(self.family.param_specs(self.config), dict(self.forms))
+        specs = self.family.param_specs(self.config)
+        return keep_quantised(specs, dict(self.forms), named(self.arrangement))
 
     @cached_property
     def arrays(self) -> dict[str, ArraySpec]:

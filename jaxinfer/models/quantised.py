@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -19,18 +20,26 @@ import numpy as np
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.models.params import ArraySpec, ParamSpec, Source, join_outputs
 from jaxinfer.nn.placement import Axis, Fused
+from pallas_kernels.arrangements import Arrangement
 from pallas_kernels.quantised import Form, Quantised, joined
 
 type Part = tuple[Form | None, tuple[Source, ...]]  # consecutive sources of one form
 
 
-def keep_quantised(specs: Sequence[ParamSpec], forms: Mapping[str, Form]) -> tuple[ParamSpec, ...]:
+def keep_quantised(
+    specs: Sequence[ParamSpec], forms: Mapping[str, Form], arrangement: Arrangement | None = None
+) -> tuple[ParamSpec, ...]:
     """The specs, with those of quantised matrices replaced.
 
-    ``forms`` has the forms of checkpoint tensors by their names in the specs. Raises
-    ``CheckpointError`` for a form that does not divide its matrix, naming the tensor.
+    ``forms`` has the forms of checkpoint tensors by their names in the specs. Matrices of products
+    are arranged, if they fit. Raises ``CheckpointError`` for a form that does not divide its
+    matrix, naming the tensor.
     """
-    return tuple(_kept(spec, forms) for spec in specs)
+    untied = any(spec.path == "lm_head" for spec in specs)  # the embedding is in no product
+    return tuple(
+        _kept(spec, forms, None if spec.matrix == "rows" and untied else arrangement)
+        for spec in specs
+    )
 
 
 class Size(NamedTuple):
@@ -69,7 +78,7 @@ def _sizes(spec: ParamSpec, plain: np.dtype) -> Iterator[tuple[str, Size]]:
             yield str(source.form), Size(count, nbytes)
 
 
-def _kept(spec: ParamSpec, forms: Mapping[str, Form]) -> ParamSpec:
+def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement | None) -> ParamSpec:
     if spec.matrix is None or not any(source.name in forms for source in spec.sources):
         return spec
     assert isinstance(spec.arrays, ArraySpec) and spec.pieces is None, spec.path
@@ -77,12 +86,18 @@ def _kept(spec: ParamSpec, forms: Mapping[str, Form]) -> ParamSpec:
     parts = [(form, tuple(group)) for form, group in groupby(sources, lambda s: s.form)]
     outputs, inputs = spec.arrays.axes if spec.matrix == "rows" else spec.arrays.axes[::-1]
     axes = _axes_of_parts(outputs, parts)
-    arrays = [_arrays(part, spec, a, inputs) for part, a in zip(parts, axes, strict=True)]
+    arrays = [
+        _arrays(part, spec, axis, inputs, arrangement)
+        for part, axis in zip(parts, axes, strict=True)
+    ]
+    build = partial(join_parts, arrangement=arrangement)
     tree = arrays[0] if len(arrays) == 1 else {f"part_{i}": one for i, one in enumerate(arrays)}
-    return replace(spec, arrays=tree, sources=sources, build=join_parts)
+    return replace(spec, arrays=tree, sources=sources, build=build)
 
 
-def _arrays(part: Part, spec: ParamSpec, outputs: Axis, inputs: Axis) -> Any:
+def _arrays(
+    part: Part, spec: ParamSpec, outputs: Axis, inputs: Axis, arrangement: Arrangement | None
+) -> Any:
     """The arrays of one part: a matrix [I, O], or the arrays of a quantised one."""
     form, members = part
     sizes = [_size(source, spec) for source in members]
@@ -96,6 +111,8 @@ def _arrays(part: Part, spec: ParamSpec, outputs: Axis, inputs: Axis) -> Any:
             f"tensor {members[0].name} cannot be kept as {form}: {error}; use a checkpoint with "
             "other groups"
         ) from error
+    if arrangement is not None and arrangement.fits(form, total, width):
+        made = {arrangement.kind(form.kind): made.pop(form.kind), **made}
     return {
         name: ArraySpec(shape, (outputs, inputs, None)[: len(shape)], np.dtype(dtype))
         for name, (shape, dtype) in made.items()
@@ -119,17 +136,21 @@ def _axes_of_parts(axis: Axis, parts: Sequence[Part]) -> list[Axis]:
     return axes
 
 
-def join_parts(*tensors: Quantised | np.ndarray) -> Any:
+def join_parts(*tensors: Quantised | np.ndarray, arrangement: Arrangement | None = None) -> Any:
     """Tensors of one form joined along their outputs; of several forms a dict of such parts."""
     groups = [list(members) for _, members in groupby(tensors, _form_of)]
-    parts = [_joined(members) for members in groups]
+    parts = [_joined(members, arrangement) for members in groups]
     return parts[0] if len(parts) == 1 else {f"part_{i}": part for i, part in enumerate(parts)}
 
 
-def _joined(members: Sequence[Any]) -> Any:  # all Quantised, or all arrays [O_i, I]
-    if isinstance(members[0], Quantised):
-        return joined(members).tree()
-    return join_outputs(*members)
+def _joined(members: Sequence[Any], arrangement: Arrangement | None) -> Any:
+    """Of matrices that are all quantised, or of arrays [O_i, I]."""
+    if not isinstance(members[0], Quantised):
+        return join_outputs(*members)
+    w = joined(members)
+    if arrangement is not None and arrangement.fits(w.form, w.num_outputs, w.num_inputs):
+        w = arrangement.arrange(w)
+    return w.tree()
 
 
 def _form_of(tensor: Quantised | np.ndarray) -> Form | None:

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.context import StepContext
+from pallas_kernels.arrangements import rows_of
 from pallas_kernels.norm_gemm.api import norm_gemm
 from pallas_kernels.numerics import add_partials
-from pallas_kernels.quantised import dequantised, quantised
+from pallas_kernels.quantised import quantised
 from pallas_kernels.quantised_gemm.api import quantised_gemm
 from pallas_kernels.residual_norm.api import residual_norm
 from pallas_kernels.skinny_gemm.api import skinny_gemm
@@ -162,7 +163,7 @@ def take_rows(table: Weight, ids: jax.Array) -> jax.Array:  # [V, D], int32[T] -
     Ids of padding may have any value and are clamped to the table.
     """
     if isinstance(table, Mapping):
-        return dequantised(quantised(table).rows(ids))
+        return rows_of(quantised(table), ids)
     return jnp.take(table, ids, axis=0, mode="clip")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ from jaxinfer.core.progress import Progress
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.params import ArraySpec, nested
 from jaxinfer.nn.placement import Axes, Placement
-from pallas_kernels.quantised import KINDS, MIDDLE
+from pallas_kernels.arrangements import arrangement_of
+from pallas_kernels.quantised import MIDDLE, is_matrix
 
 _DEVIATION = 0.02  # the usual initializer_range; activations stay near 1 in every family
 # The deviation of random values of quantised matrices, which ``_uniform`` makes: integers are
@@ -52,10 +53,10 @@ def dummy_params(model: Model, *, placement: Placement, seed: int, progress: Pro
     pool = ThreadPoolExecutor(COMPILE_THREADS)
     try:
         with progress.task("Making random weights", total) as advance:
-            programs = _compiling(pool, arrays, placement)
+            constants = _constants(arrays)
+            programs = _compiling(pool, arrays, constants, placement)
             for path, array in arrays.items():
-                constant = _constant(path, arrays)
-                params[path] = _array(seed, path, array, constant, programs, placement)
+                params[path] = _array(seed, path, array, constants[path], programs, placement)
                 advance(_nbytes(array))
     finally:  # after a failure or Ctrl-C the other programs are not needed
         pool.shutdown(wait=False, cancel_futures=True)
@@ -71,12 +72,15 @@ def _kind(array: ArraySpec, placement: Placement) -> _Kind:
 
 
 def _compiling(
-    pool: ThreadPoolExecutor, arrays: Mapping[str, ArraySpec], placement: Placement
+    pool: ThreadPoolExecutor,
+    arrays: Mapping[str, ArraySpec],
+    constants: Mapping[str, Any],
+    placement: Placement,
 ) -> Programs:
     """A program for each kind of random array. This thread lowers; the pool's threads compile."""
     seed = jax.ShapeDtypeStruct((), jnp.uint32)
     kinds = dict.fromkeys(
-        _kind(array, placement) for path, array in arrays.items() if _constant(path, arrays) is None
+        _kind(array, placement) for path, array in arrays.items() if constants[path] is None
     )
 
     def program(kind: _Kind) -> jax.stages.Lowered:
@@ -97,17 +101,26 @@ def _array(
     placement: Placement,
 ) -> jax.Array:
     if constant is not None:  # made on the host: an XLA program per shape takes 40 ms or more
-        return placement.put(np.full(array.shape, constant, array.dtype), array.axes)
+        return placement.put(np.resize(np.asarray(constant, array.dtype), array.shape), array.axes)
     program = programs[_kind(array, placement)].result()
     return program(np.uint32(zlib.crc32(f"{seed}/{path}".encode())))
 
 
-def _constant(path: str, arrays: Mapping[str, ArraySpec]) -> Any:
-    """The value of every element of a parameter, a number or an array; None for a random one."""
-    folder, _, name = path.rpartition("/")
-    kind = next((kind for kind in KINDS if f"{folder}/{kind}" in arrays), None)
-    if kind is not None:
-        return _factor(name, kind, arrays.keys() & {f"{folder}/offsets", f"{folder}/supers"})
+def _constants(arrays: Mapping[str, ArraySpec]) -> dict[str, Any]:
+    """By path, the value of every element of an array, or values to repeat; None for random."""
+    folders: dict[str, dict[str, None]] = {}
+    for path in arrays:
+        folder, _, name = path.rpartition("/")
+        folders.setdefault(folder, {})[name] = None
+    return {path: _constant(path, folders[path.rpartition("/")[0]]) for path in arrays}
+
+
+def _constant(path: str, names: Mapping[str, None]) -> Any:
+    """See ``_constants``; ``names`` are those of all arrays of the same module or matrix."""
+    name = path.rpartition("/")[2]
+    if is_matrix(names):
+        kind = next(one for one in names if is_matrix({one: None}))
+        return _factor(name, kind, names)
     if name == "scales":
         return _DEVIATION / _DEVIATIONS["int8"]
     if name.endswith("bias"):
@@ -115,16 +128,15 @@ def _constant(path: str, arrays: Mapping[str, ArraySpec]) -> Any:
     return 1 if "norm" in name else None
 
 
-def _factor(name: str, kind: str, others: Set[str]) -> Any:
-    """Scales, zeros, offsets and supers that give random values the deviation, with mean 0."""
-    scale = _DEVIATION / _DEVIATIONS[kind]
-    middle = (MIDDLE - 0.5) * scale if kind == "int4" else 0.0
-    has_offsets = any(other.endswith("/offsets") for other in others)
-    if any(other.endswith("/supers") for other in others):  # scales and offsets are integers
-        supers = [scale / _SMALL_FACTOR, -middle / _SMALL_FACTOR]
-        return {"scales": _SMALL_FACTOR, "offsets": _SMALL_FACTOR}.get(
-            name, supers[: 1 + has_offsets] if name == "supers" else None
-        )
+def _factor(name: str, kind: str, others: Collection[str]) -> Any:
+    """Scales, zeros, offsets and supers that give random values the deviation, with mean near 0."""
+    arrangement, base = arrangement_of(kind), kind.partition("_")[0]
+    scale = _DEVIATION / _DEVIATIONS[base]
+    middle = (MIDDLE - 0.5) * scale if base == "int4" else 0.0
+    if "supers" in others:  # scales and offsets are integers
+        supers = np.array([scale, -middle][: 1 + ("offsets" in others)]) / _SMALL_FACTOR
+        supers = np.repeat(supers, 1 if arrangement is None else arrangement.outputs)
+        return {"scales": _SMALL_FACTOR, "offsets": _SMALL_FACTOR, "supers": supers}.get(name)
     return {"scales": scale, "zeros": MIDDLE, "offsets": -middle}.get(name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,23 +18,28 @@ from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.plan import plan_params
 from kit.quantised_models import WIDTH, quantised_tensors
-from pallas_kernels.quantised import KINDS, Form, dequantised, quantised
+from pallas_kernels.arrangements import ARRANGEMENTS, rows_of
+from pallas_kernels.quantised import KINDS, Form, is_matrix, quantised
 
 MODEL, CHECKPOINT = quantised_tensors()
 FLOAT32 = np.dtype(np.float32)
 
 
 def _is_matrix(tree: object) -> bool:
-    return isinstance(tree, dict) and not tree.keys().isdisjoint(KINDS)
+    return isinstance(tree, dict) and is_matrix(tree)
 
 
-def test_arrays_of_a_checkpoint_are_those_of_the_specs_and_hold_its_values() -> None:
+@pytest.mark.parametrize("arrangement", [None, *(one.name for one in ARRANGEMENTS)])
+def test_arrays_of_a_checkpoint_are_those_of_the_specs_and_hold_its_values(
+    arrangement: str | None,
+) -> None:
     made: dict[str, np.ndarray] = {}
-    for planned in plan_params(MODEL, CHECKPOINT):
+    model = replace(MODEL, arrangement=arrangement)
+    for planned in plan_params(model, CHECKPOINT):
         made |= planned.whole(CHECKPOINT, default_placement())
     params = nested(made)
     shapes = jax.tree.map(lambda a: (a.shape, a.dtype), params)
-    assert shapes == jax.tree.map(lambda a: (a.shape, a.dtype), abstract_params(MODEL))
+    assert shapes == jax.tree.map(lambda a: (a.shape, a.dtype), abstract_params(model))
     first, second = params["layers_0"], params["layers_1"]
     layer = "model.layers.{}.{}.weight"
 
@@ -41,7 +47,12 @@ def test_arrays_of_a_checkpoint_are_those_of_the_specs_and_hold_its_values() -> 
         return np.concatenate([CHECKPOINT.read(layer.format(index, name)) for name in names])
 
     def values(tree: dict[str, np.ndarray]) -> np.ndarray:
-        return np.asarray(dequantised(quantised(tree)))
+        w = quantised(tree)
+        every = jnp.arange(w.num_outputs)
+        assert w.base == "fp8" or w.kind.removeprefix(w.base) == (
+            "" if arrangement is None else f"_{arrangement}"
+        )
+        return np.asarray(rows_of(quantised(jax.tree.map(jnp.asarray, tree)), every))
 
     qk = stored(0, "self_attn.q_proj", "self_attn.k_proj")
     np.testing.assert_array_equal(values(first["qkv"]["part_0"]), qk)
@@ -50,17 +61,21 @@ def test_arrays_of_a_checkpoint_are_those_of_the_specs_and_hold_its_values() -> 
     np.testing.assert_array_equal(second["qkv"]["part_1"].T, stored(1, "self_attn.v_proj"))
     gate_up = stored(1, "mlp.gate_proj", "mlp.up_proj")
     np.testing.assert_array_equal(values(second["gate_up"]), gate_up)
+    assert "int8" in params["embed"]  # in no product, as the head is not tied to it
 
 
-def test_random_matrices_have_the_usual_deviation() -> None:
-    params = dummy_params(MODEL, placement=default_placement(), seed=0, progress=NoProgress())
+@pytest.mark.parametrize("arrangement", [None, *(one.name for one in ARRANGEMENTS)])
+def test_random_matrices_have_the_usual_deviation(arrangement: str | None) -> None:
+    model = replace(MODEL, arrangement=arrangement)
+    params = dummy_params(model, placement=default_placement(), seed=0, progress=NoProgress())
     shapes = jax.tree.map(lambda a: (a.shape, a.dtype), params)
-    assert shapes == jax.tree.map(lambda a: (a.shape, a.dtype), abstract_params(MODEL))
+    assert shapes == jax.tree.map(lambda a: (a.shape, a.dtype), abstract_params(model))
     matrices = jax.tree.leaves(params, is_leaf=_is_matrix)
     kinds = set()
     for tree in filter(_is_matrix, matrices):
-        w = np.asarray(dequantised(quantised(tree)))
-        kinds.add(quantised(tree).kind)
+        matrix = quantised(tree)
+        w = np.asarray(rows_of(matrix, jnp.arange(matrix.num_outputs)))
+        kinds.add(matrix.base)
         # the mean of 0 to 15 is half a step, 0.0022, from the zero of int4
         assert 0.017 < w.std() < 0.023 and abs(w.mean()) < 0.003, tree.keys()
     assert kinds == {*KINDS}

@@ -28,7 +28,7 @@ from jaxinfer.exec.step.batch import BatchLayout
 from jaxinfer.exec.step.extras import BLOCK
 from jaxinfer.exec.step.sampling import LOGPROBS_WIDTH
 from jaxinfer.models.base import Model, abstract_params
-from pallas_kernels.quantised import KINDS, quantised
+from pallas_kernels.quantised import is_matrix, quantised
 
 MB = 1_000_000
 # Live arrays float32[rows, V] while tokens are drawn, and float32[block, V] while prompts are
@@ -329,7 +329,7 @@ class _Matrix(NamedTuple):
 
 
 def _matrices(params: Mapping[str, Any]) -> Iterator[_Matrix]:
-    if not params.keys().isdisjoint(KINDS):
+    if is_matrix(params):
         w = quantised(params)
         yield _Matrix(w.num_outputs, w.num_inputs, quantised=True)
         return

@@ -1,0 +1,142 @@
+"""The orders in which kernels read quantised matrices, other than by rows.
+
+An arrangement divides a matrix into tiles: so many outputs, and the inputs of a block. A tile is
+contiguous, and tiles are in the order [O / outputs, K / inputs]. Scales, zeros, offsets and supers
+are in the order [O / outputs, groups, outputs]. Shapes and dtypes stay those of ``Form.arrays``.
+
+    lanes   for the native kernel of a CPU: 16 outputs, see ``quantised_gemm/native/kernel.h``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.quantised import PACKED, Form, Quantised, dequantised, unpack_nibbles
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """An order of values.
+
+    ``positions`` returns, for a kind, the place in its tile of each value of a tile
+    [outputs, inputs]; two values of a packed kind share a byte, the one in the low half first.
+    ``kinds`` are those that the kernel reads. ``flip`` is XORed to every int8.
+    """
+
+    name: str
+    outputs: int
+    kinds: tuple[str, ...]
+    positions: Callable[[str], np.ndarray]  # int32[outputs, inputs]
+    flip: int = 0
+
+    def fits(self, form: Form, num_outputs: int, num_inputs: int) -> bool:
+        """True if a matrix of this form and size can be arranged."""
+        if form.kind not in self.kinds:
+            return False
+        inputs = self.positions(form.kind).shape[1]
+        return num_outputs % self.outputs == 0 and num_inputs % inputs == 0
+
+    def kind(self, base: str) -> str:
+        """The name of an arranged kind."""
+        return f"{base}_{self.name}"
+
+    def arrange(self, w: Quantised) -> Quantised:
+        """A matrix, of numpy arrays by rows, in this order."""
+        values = np.asarray(w.values)
+        if w.kind in PACKED:
+            values = np.asarray(unpack_nibbles(jnp.asarray(values)))
+        tiles = self._tiles(w.kind, values)
+        order = np.argsort(self.positions(w.kind).ravel())
+        values = np.ascontiguousarray(tiles.reshape(*tiles.shape[:2], -1)[..., order])
+        if w.kind in PACKED:
+            pairs = values.reshape(-1, 2)
+            values = pairs[:, 0] | pairs[:, 1] << 4
+        elif self.flip:
+            values = (values.view(np.uint8) ^ np.uint8(self.flip)).view(values.dtype)
+        rest = (None if part is None else self._by_tile(np.asarray(part)) for part in w.arrays[1:])
+        return Quantised(self.kind(w.kind), values.reshape(w.values.shape), *rest)
+
+    def _tiles(self, kind: str, values: np.ndarray) -> np.ndarray:  # [O, K] -> [., ., outputs, in]
+        inputs = self.positions(kind).shape[1]
+        shape = (len(values) // self.outputs, self.outputs, -1, inputs)
+        return values.reshape(shape).swapaxes(1, 2)
+
+    def _by_tile(self, part: np.ndarray) -> np.ndarray:  # [O, ...] -> the same shape
+        tiles = part.reshape(len(part) // self.outputs, self.outputs, *part.shape[1:])
+        return np.ascontiguousarray(np.moveaxis(tiles, 1, -1)).reshape(part.shape)
+
+    def rows(self, w: Quantised, ids: jax.Array) -> Quantised:  # int32[T]
+        """The outputs ``ids`` of an arranged matrix, by rows; ids are clamped to the matrix."""
+        table = self.positions(w.base)
+        ids = jnp.clip(ids, 0, w.num_outputs - 1)
+        tile, row = ids // self.outputs, ids % self.outputs
+        inputs = np.arange(w.num_inputs, dtype=np.int32)
+        block = tile[:, None] * (w.num_inputs // table.shape[1]) + inputs // table.shape[1]
+        at = block * table.size + jnp.asarray(table)[row][:, inputs % table.shape[1]]  # [T, K]
+        values = w.values.reshape(-1)
+        if w.base in PACKED:
+            nibbles = values[at // 2] >> (4 * (at % 2)).astype(jnp.uint8) & 15
+            values = _packed(nibbles)
+        else:
+            values = values[at]
+            if self.flip:
+                flipped = jax.lax.bitcast_convert_type(values, jnp.uint8) ^ jnp.uint8(self.flip)
+                values = jax.lax.bitcast_convert_type(flipped, w.values.dtype)
+
+        def taken(part: jax.Array) -> jax.Array:  # [T, ...]
+            tiles = part.reshape(len(part) // self.outputs, *part.shape[1:], self.outputs)
+            return jnp.moveaxis(tiles[tile], -1, 1)[jnp.arange(len(ids)), row]
+
+        rest = (None if part is None else taken(part) for part in w.arrays[1:])
+        return Quantised(w.base, values, *rest)
+
+    def restore(self, w: Quantised) -> Quantised:
+        """The inverse of ``arrange``, on the device."""
+        return self.rows(w, jnp.arange(w.num_outputs, dtype=jnp.int32))
+
+
+def _packed(nibbles: jax.Array) -> jax.Array:  # uint8[T, K] -> uint8[T, K / 2]
+    """``quantised.pack_nibbles`` on the device."""
+    from pallas_kernels.quantised import nibble_block
+
+    half = nibble_block(nibbles.shape[1]) // 2
+    pairs = nibbles.reshape(len(nibbles), -1, 2, half)
+    return (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(len(nibbles), -1)
+
+
+def _lane_positions(kind: str) -> np.ndarray:  # int32[16, 8 or 4]
+    """Byte 4 * o + j of 64 bytes has input j of output o; with nibbles also input j + 4."""
+    outputs = np.arange(16, dtype=np.int32)[:, None]
+    inputs = np.arange(8 if kind in PACKED else 4, dtype=np.int32)
+    byte = 4 * outputs + inputs % 4
+    return 2 * byte + inputs // 4 if kind in PACKED else byte
+
+
+LANES = Arrangement("lanes", 16, ("int4", "int8", "fp4"), _lane_positions, flip=0x80)
+ARRANGEMENTS = (LANES,)
+
+
+def named(name: str | None) -> Arrangement | None:
+    """The arrangement of this name; None for no name: by rows."""
+    return next((one for one in ARRANGEMENTS if one.name == name), None)
+
+
+def arrangement_of(kind: str) -> Arrangement | None:
+    """The arrangement of an arranged kind; None for one by rows."""
+    return named(kind.partition("_")[2])
+
+
+def rows_of(w: Quantised, ids: jax.Array) -> jax.Array:  # int32[T] -> float32[T, K]
+    """The weights of the outputs ``ids``, which are clamped to the matrix: rows of an embedding."""
+    arrangement = arrangement_of(w.kind)
+    if arrangement is not None:
+        return dequantised(arrangement.rows(w, ids))
+    taken = (
+        None if part is None else jnp.take(part, ids, axis=0, mode="clip") for part in w.arrays
+    )
+    return dequantised(Quantised(w.kind, *taken))

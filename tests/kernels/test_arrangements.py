@@ -1,0 +1,38 @@
+"""Arrangements of quantised matrices: nothing is lost, and single rows can be read."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.arrangements import ARRANGEMENTS, Arrangement, arrangement_of, rows_of
+from pallas_kernels.quantised import Quantised, dequantised
+from pallas_kernels.quantised_gemm.cases import FORMS, random_matrix
+
+GROUPS = {"q6_k": 16, "int8": 32, "int4_offsets": 32}
+CASES = [(one, form) for one in ARRANGEMENTS for form in FORMS if form.split("_")[0] != "fp8"]
+
+
+def on_device(w: Quantised) -> Quantised:
+    return Quantised(w.kind, *(None if part is None else jnp.asarray(part) for part in w.arrays))
+
+
+@pytest.mark.parametrize(("arrangement", "form"), CASES, ids=lambda one: getattr(one, "name", one))
+def test_rows_of_an_arranged_matrix(arrangement: Arrangement, form: str) -> None:
+    w = random_matrix(np.random.default_rng(2), form, 128, 512, GROUPS.get(form, 64))
+    assert arrangement.fits(w.form, 128, 512)
+    arranged = on_device(arrangement.arrange(w))
+    assert arrangement_of(arranged.kind) is arrangement and arranged.base == w.kind
+    assert [np.shape(a) for a in arranged.arrays] == [np.shape(a) for a in w.arrays]
+    assert (arranged.num_outputs, arranged.num_inputs, arranged.group) == (128, 512, w.group)
+    expected = np.asarray(dequantised(w))
+    np.testing.assert_array_equal(dequantised(arrangement.restore(arranged)), expected)
+    ids = jnp.asarray([5, 127, 0, 64, 200, -3])
+    np.testing.assert_array_equal(rows_of(arranged, ids), expected[[5, 127, 0, 64, 127, 0]])
+    np.testing.assert_array_equal(rows_of(on_device(w), ids), rows_of(arranged, ids))
+
+
+def test_a_matrix_that_tiles_do_not_divide() -> None:
+    form = random_matrix(np.random.default_rng(2), "int4", 24, 64, 32).form
+    assert not any(arrangement.fits(form, 24, 64) for arrangement in ARRANGEMENTS)
