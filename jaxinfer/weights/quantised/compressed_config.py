@@ -57,11 +57,11 @@ def _key(rule: tuple[str, WeightScheme]) -> tuple[bool, str]:
 def _read_group(keys: Keys, own: str, found: dict[str, WeightScheme]) -> None:
     """Add a group's targets to ``found``."""
     targets = keys.targets("targets")
-    own = keys.choice("format", of=tuple(_FORMATS), default=None if own == MIXED else own)
     arguments = keys.take("weights")
-    keys.finish(_OF_A_GROUP)
     if arguments is None:  # only activations or the KV cache are quantised
         return
+    own = keys.choice("format", of=tuple(_FORMATS), default=None if own == MIXED else own)
+    keys.finish(_OF_A_GROUP)
     weights = _weights(Keys(arguments, keys.path("weights")), own)
     for target in targets:
         if found.setdefault(target, weights) != weights:

@@ -144,7 +144,7 @@ def _packed_check(
         stored = tuple(read(parts.name(".weight_shape")).tolist()) if shaped else shape
         if stored != shape:
             raise CheckpointError(
-                f"tensor {parts.name('weight_packed')} holds a matrix of shape {shape} instead of "
+                f"tensor {parts.name('.weight_packed')} holds a matrix of shape {shape} instead of "
                 f"{stored}; rows that do not fill their last word are not supported, so use "
                 "another checkpoint of this model"
             )
@@ -187,7 +187,7 @@ def mxfp4(parts: Parts, scheme: WeightScheme) -> StoredMatrix:
     info = parts.take("_blocks", ("U8",))
     if len(info.shape) != 3 or info.shape[2] != 16 or not all(info.shape):
         raise CheckpointError(
-            f"tensor {parts.name('blocks')} has shape {info.shape} instead of (outputs, "
+            f"tensor {parts.name('_blocks')} has shape {info.shape} instead of (outputs, "
             "inputs / 32, 16); mixtures of experts are not supported in MXFP4"
         )
     outputs, groups, _ = info.shape

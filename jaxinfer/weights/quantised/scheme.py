@@ -64,14 +64,14 @@ class Scheme:
 
         Names take precedence over patterns and patterns over classes, then the first rule.
         """
-        if any(_rank(module, target) is not None for target in self.ignore):
+        if any(match_rank(module, target) is not None for target in self.ignore):
             return None
-        ranks = ((_rank(module, rule.target), index) for index, rule in enumerate(self.rules))
+        ranks = ((match_rank(module, rule.target), index) for index, rule in enumerate(self.rules))
         matches = [(rank, index) for rank, index in ranks if rank is not None]
         return self.rules[min(matches)[1]].weights if matches else None
 
 
-def _rank(module: str, target: str) -> int | None:
+def match_rank(module: str, target: str) -> int | None:
     """0, 1 or 2 if a target is the module's name, a pattern of it, or its class; else None."""
     if target == module:
         return 0
