@@ -48,11 +48,11 @@ def words(values: np.ndarray, bits: int) -> np.ndarray:  # int[..., n] -> int32[
 def random_parts(
     shape: tuple[int, int], bits: int, group: int | None, dtype: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Values and zero points, unsigned, and scales [O, G]."""
+    """Values and zero points, unsigned, and scales [O, G]; a few zero points are 0."""
     rng = np.random.default_rng(shape[0] * 1000 + shape[1])
     groups = shape[1] // (group or shape[1])
     scales = rng.uniform(0.005, 0.02, (shape[0], groups)).astype(dtype)
-    zeros = rng.integers(1, 2**bits, (shape[0], groups))
+    zeros = rng.integers(0, 2**bits, (shape[0], groups))
     return rng.integers(0, 2**bits, shape), zeros, scales
 
 
@@ -81,9 +81,12 @@ def gptq(
     values, zeros, scales = random_parts(shape, bits, group, np.float16)
     if sym:
         zeros[:] = 2 ** (bits - 1)
+    # As in GPTQModel: 1 is subtracted from each value of a word, with borrows from the next.
+    stored = words(zeros.T, bits).view(np.uint32)
+    ones = np.uint32(0x11111111 if bits == 4 else 0x01010101)
     tensors = {
         ".qweight": words(values, bits).T,
-        ".qzeros": words(zeros.T - one_less, bits),
+        ".qzeros": (stored - ones * np.uint32(one_less)).view(np.int32),
         ".scales": scales.T,
         ".g_idx": (np.arange(shape[1]) // group).astype(np.int32),
         ".bias": np.zeros(shape[0], np.float16),

@@ -76,7 +76,7 @@ def _fp8(keys: Keys) -> Scheme:
                 f"config key {keys.path('weight_block_size')!r} must be two sizes, got {block!r}"
             )
         weights = WeightScheme("plain", "fp8", sizes[1], sizes[0] or 1)
-    keys.finish(frozenset({"kv_cache_scheme", "dequantize"}))
+    keys.finish(frozenset({"kv_cache_scheme", "dequantize", "modules_to_convert"}))
     return Scheme("fp8", (Rule(_EVERY, weights),))
 
 
