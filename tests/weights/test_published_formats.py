@@ -104,6 +104,7 @@ def one_matrix(
     tensors = {module + role: part for role, part in parts.items()}
     checkpoint = kit.opened(kit.write_published(folder, config, tensors))
     (logical,) = checkpoint.forms
+    assert checkpoint.tensors.keys() - checkpoint.unneeded == {logical}
     return str(checkpoint.forms[logical]), checkpoint.read(logical), expected
 
 

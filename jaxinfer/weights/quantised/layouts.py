@@ -92,7 +92,9 @@ def gptq(parts: Parts, scheme: WeightScheme) -> StoredMatrix:
         octets = words_to_bytes(read(parts.name(".qweight")).T)
         scales = np.ascontiguousarray(read(parts.name(".scales")).T)
         stored = read(parts.name(".qzeros")).view(np.uint32)
-        if scheme.one_less:  # as GPTQModel: 1 is added to each value of a word, with carries
+        # GPTQModel adds 1 to each value of a word with carries, the inverse of how it writes this
+        # format; without them a zero point of 0 would change the next one.
+        if scheme.one_less:
             stored = stored + np.uint32(0x11111111 if scheme.kind == "int4" else 0x01010101)
         zeros = unpack_words(stored, scheme.kind)[:, :outputs]
         if scheme.symmetric:
