@@ -7,16 +7,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from jaxinfer.core.errors import CheckpointError
+from jaxinfer.models.base import Model, forward
+from jaxinfer.models.params import nested
 from jaxinfer.nn.placement import default_placement
+from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.plan import forms_of, plan_params
+from jaxinfer.weights.quantised.checkpoint import QuantisedCheckpoint
+from jaxinfer.weights.quantised.config import quantization_scheme
 from jaxinfer.weights.quantised.scheme import Rule, Scheme, WeightScheme
-from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
+from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint, checkpoint_files
 from kit import published_formats as kit
+from kit.checkpoints import write_hf_folder
+from kit.memory_checkpoint import InMemory
 from pallas_kernels.quantised import dequantised, quantised
 
 FORMS = {
@@ -87,6 +96,38 @@ def test_loads_into_a_model(name: str, tmp_path: Path) -> None:
     tree = {path.rpartition("/")[2]: array for path, array in made.items()}
     expected = [matrices[f"model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv"]
     np.testing.assert_array_equal(dequantised(quantised(tree)), np.concatenate(expected))
+
+
+def test_logits(name: str, tmp_path: Path) -> None:
+    """A model that keeps the matrices computes what it computes with dequantised ones."""
+    config, tensors, matrices = kit.published(name)
+    tensors = {n: t for n, t in tensors.items() if _used(n)}
+    checkpoint = kit.opened(kit.write_published(tmp_path, config, tensors))
+    dense = InMemory({n: checkpoint.read(n) for n in checkpoint.tensors})
+    plain = kit.model()
+    kept = replace(plain, forms=forms_of(plain.family, checkpoint))
+    token_ids = jnp.arange(5)
+
+    def logits(model: Model, source: Checkpoint) -> jax.Array:
+        planned = (param.whole(source, default_placement()) for param in plan_params(model, source))
+        leaves = {path: jnp.asarray(array) for param in planned for path, array in param.items()}
+        return forward(model, nested(leaves), token_ids)
+
+    expected = logits(plain, dense)
+    np.testing.assert_allclose(logits(kept, checkpoint), expected, rtol=0, atol=1e-6)
+    assert np.abs(expected).max() > 0.1
+
+
+def test_parts_in_several_files(name: str, tmp_path: Path) -> None:
+    """Shards with an index; the parts of a matrix are in different ones."""
+    config, tensors, matrices = kit.published(name)
+    contiguous = {n: np.ascontiguousarray(tensor) for n, tensor in tensors.items()}
+    folder = write_hf_folder(tmp_path, kit.CONFIG, contiguous, shards=3)
+    scheme = quantization_scheme({"quantization_config": config})
+    assert scheme is not None
+    checkpoint = QuantisedCheckpoint(SafetensorsCheckpoint(checkpoint_files(folder)), scheme)
+    for matrix, expected in matrices.items():
+        np.testing.assert_array_equal(checkpoint.read(matrix), expected)
 
 
 def _used(name: str) -> bool:
