@@ -170,6 +170,7 @@ W4 = kit.PUBLISHED[W4A16][0]
         ({"bits": 4}, f"quant_method' is None, .*{ALL}"),
         ("int4", "'quantization_config' must be an object, got 'int4'"),
         ({"quant_method": "awq", "version": "gemv"}, r"config\.version' is 'gemv', .*'gemm'"),
+        ({"quant_method": "awq", "backend": "llm-awq"}, "'llm-awq', whose arrangement is not supp"),
         ({"quant_method": "awq", "bits": 3}, r"config\.bits' is 3, .*supported: 4"),
         ({"quant_method": "awq", "zero_point": "yes"}, r"zero_point' is 'yes', .*True, False"),
         ({"quant_method": "awq", "clip": 3}, r"config\.clip' is 3, which is not known"),

@@ -321,6 +321,22 @@ def test_groups_of_several_formats(tmp_path: Path) -> None:
     assert checkpoint.tensors.keys() == {*forms, f"{o}.weight"}
 
 
+def test_layers_that_gptq_excludes(tmp_path: Path) -> None:
+    """The first pattern of ``dynamic`` that matches decides."""
+    config, tensors, matrices = kit.published("Qwen3-GPTQ-Int4")
+    kept = {n: t for n, t in tensors.items() if "down_proj" not in n}
+    kept |= {n: t.astype(np.float16) for n, t in matrices.items() if "down_proj" in n}
+    dynamic = {r"-:.*\.down_proj": {}, r".*\.mlp\..*": {"desc_act": False}}
+    folder = kit.write_published(tmp_path / "kept", config | {"dynamic": dynamic}, kept)
+    expected = {name for name in matrices if "down_proj" not in name}
+    assert kit.opened(folder).forms.keys() == expected
+    folder = kit.write_published(tmp_path / "not", config | {"dynamic": dynamic}, tensors)
+    with pytest.raises(
+        CheckpointError, match=r"down_proj\.qweight is quantised, but quantization_"
+    ):
+        kit.opened(folder)
+
+
 def test_mxfp4_names(tmp_path: Path) -> None:
     for module in (f"{DOWN}", f"{DOWN}.weight"):
         parts = {"_blocks": np.full((8, 2, 16), 0x21, np.uint8)}

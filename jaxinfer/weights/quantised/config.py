@@ -30,7 +30,7 @@ _MAKING = frozenset(
         *("block_name_to_quantize", "module_name_preceding_first_block", "cache_block_outputs"),
         *("modules_in_block_to_quantize", "model_name_or_path", "model_file_base_name"),
         *("max_input_length", "use_cuda_fp16", "use_exllama", "disable_exllama"),
-        *("exllama_config", "backend", "quantizer", "lm_head", "desc_act_group", "version"),
+        *("exllama_config", "backend", "quantizer", "lm_head", "version"),
         *("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "config_file_name"),
     }
 )
@@ -90,6 +90,11 @@ def _awq(keys: Keys) -> Scheme:
         keys.choice(name, of=("gemm",), default="gemm")
     keys.take("sym", "desc_act")  # GPTQModel writes them; a matrix has no g_idx in this layout
     keys.choice("pack_dtype", of=("int32",), default="int32")
+    if keys.take("backend") == "llm-awq":
+        raise ConfigError(
+            f"config key {keys.path('backend')!r} is 'llm-awq', whose arrangement is not supported "
+            "(supported: AutoAWQ's); use another checkpoint of this model"
+        )
     keys.targets("modules_to_not_convert")
     keys.finish(_MAKING)
     weights = WeightScheme("awq", "int4", group, symmetric=symmetric)
