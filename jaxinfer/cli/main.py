@@ -15,6 +15,7 @@ import click
 
 from jaxinfer import __version__
 from jaxinfer.cli.compile import compile_
+from jaxinfer.cli.convert import convert
 from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.inspect import inspect
@@ -46,6 +47,7 @@ def cli() -> None:
 
 
 cli.add_command(compile_)
+cli.add_command(convert)
 cli.add_command(doctor)
 cli.add_command(generate)
 cli.add_command(inspect)

@@ -36,8 +36,16 @@ _DTYPES: Mapping[str, np.dtype] = MappingProxyType(
         "F32": np.dtype(np.float32),
         "F16": np.dtype(np.float16),
         "BF16": np.dtype(ml_dtypes.bfloat16),
+        # parts of quantised matrices: ``weights.quantised``
+        "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+        "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+        "I8": np.dtype(np.int8),
+        "U8": np.dtype(np.uint8),
+        "I32": np.dtype(np.int32),
+        "I64": np.dtype(np.int64),
     }
 )
+_READABLE = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class SafetensorsCheckpoint:
         return self._tensors
 
     def read(self, name: str) -> np.ndarray:
-        """See ``Checkpoint``."""
+        """See ``Checkpoint``; a part of a quantised matrix has the dtype that is stored."""
         info, region = self._tensors[name], self._regions[name]
         data = read_bytes(region.path, region.offset, info.nbytes)
         return data.view(_DTYPES[info.dtype]).reshape(info.shape)
@@ -213,4 +221,4 @@ def _entry(entry: Mapping[str, Any]) -> tuple[TensorInfo, int]:
         raise ValueError("negative size")
     if known is not None and math.prod(shape) * known.itemsize != end - start:
         raise ValueError("shape and data size differ")
-    return TensorInfo(shape, dtype, end - start, known is not None), start
+    return TensorInfo(shape, dtype, end - start, dtype in _READABLE), start

@@ -1,0 +1,1 @@
+"""Quantised safetensors: published formats in, ``pallas_kernels.quantised`` or a new folder out."""

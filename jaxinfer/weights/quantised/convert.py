@@ -1,0 +1,51 @@
+"""Converts a Hugging Face folder of floats into a quantised one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxinfer.core.errors import CacheError, ConfigError, SourceError
+from jaxinfer.core.progress import Progress
+from jaxinfer.models.registry import build_model
+from jaxinfer.weights.plan import plan_params
+from jaxinfer.weights.quantised.config import quantization_scheme
+from jaxinfer.weights.quantised.on_load import QuantisedOnLoad, linear_names
+from jaxinfer.weights.quantised.write import write_compressed
+from jaxinfer.weights.sources import resolve_source
+
+
+def convert_folder(
+    reference: str,
+    folder: Path,
+    scheme: str,
+    *,
+    ignore: Sequence[str] = (),
+    progress: Progress,
+) -> int:
+    """Write the model ``reference`` to a new ``folder``, with its linear layers quantised.
+
+    ``scheme`` is one of ``quantise.SCHEMES``; ``ignore``: see ``linear_names``. Returns the number
+    of quantised matrices. All checks are made before weights are read. Raises ``SourceError``
+    (``CheckpointError`` for a broken file), ``ConfigError``, and ``CacheError`` if the folder
+    exists or cannot be written.
+    """
+    source_folder = Path(reference).expanduser()
+    if not source_folder.is_dir():
+        raise SourceError(
+            f"{reference} is not a folder; name a Hugging Face folder of unquantised safetensors"
+        )
+    if folder.exists():
+        raise CacheError(f"{folder} exists already; name a new folder")
+    source = resolve_source(reference, cache_dir=folder, progress=progress)
+    if quantization_scheme(source.hf_config) is not None:
+        raise ConfigError(
+            f"{reference} is quantised already; convert the model that it was made from"
+        )
+    assert source.checkpoint is not None, "a folder without weights is refused"
+    model = build_model(source.hf_config, "float32")
+    plan_params(model, source.checkpoint)  # names, shapes and dtypes
+    names = linear_names(model, source.checkpoint, ignore)
+    checkpoint = QuantisedOnLoad(source.checkpoint, scheme, names, threads=None)
+    write_compressed(folder, checkpoint, source.hf_config, source_folder, progress)
+    return len(checkpoint.forms)

@@ -1,0 +1,86 @@
+"""Quantises the weights of linear layers while a checkpoint of floats is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from jaxinfer.core.errors import CheckpointError, ConfigError
+from jaxinfer.models.base import Model
+from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
+from jaxinfer.weights.quantised.quantise import SCHEMES, form_for, quantise
+from jaxinfer.weights.quantised.scheme import match_rank
+from jaxinfer.weights.quantised.values import dequantised
+from pallas_kernels.quantised import Form, Quantised
+
+_HEAD = "lm_head"
+
+
+def linear_names(
+    model: Model, checkpoint: Checkpoint, ignore: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """The checkpoint's weights [outputs, inputs] of linear layers, without the head.
+
+    ``ignore`` holds names of layers and patterns ("re:..."), as compressed-tensors does, of layers
+    to leave out.
+    """
+    specs = [spec for spec in model.param_specs if spec.matrix == "out_in" and spec.path != _HEAD]
+    needed = {source.name for spec in specs for source in spec.sources}
+    prefix = model.family.optional_prefix
+    found = (name for name in checkpoint.tensors if name.removeprefix(prefix) in needed)
+    return tuple(name for name in found if not _ignored(name.removesuffix(".weight"), ignore))
+
+
+def _ignored(module: str, ignore: Sequence[str]) -> bool:
+    return any(match_rank(module, target) is not None for target in ignore)
+
+
+class QuantisedOnLoad:
+    """A ``Checkpoint`` of floats, of which the matrices ``names`` [O, K] are quantised when read.
+
+    Matrices whose size does not allow it stay as they are. Each reading uses ``threads`` threads
+    (None: one for each CPU core).
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, scheme: str, names: Collection[str], threads: int | None = 1
+    ) -> None:
+        """Raises ``ConfigError`` for an unknown scheme, or if no matrix can be quantised."""
+        if scheme not in SCHEMES:
+            raise ConfigError(f"quantization is {scheme!r}; it must be one of {', '.join(SCHEMES)}")
+        self._checkpoint = checkpoint
+        self._scheme = scheme
+        self._threads = threads
+        made = {name: form_for(scheme, checkpoint.tensors[name].shape) for name in names}
+        self._forms = {name: form for name, form in made.items() if form is not None}
+        if not self._forms:
+            raise ConfigError(
+                f"quantization is {scheme!r}, but the model has no linear layer that can be "
+                "quantised; use it without quantization"
+            )
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """See ``Checkpoint``; these are the stored tensors."""
+        return self._checkpoint.tensors
+
+    @property
+    def forms(self) -> Mapping[str, Form]:
+        """See ``Checkpoint``."""
+        return self._forms
+
+    def read(self, name: str) -> np.ndarray:
+        """See ``Checkpoint``; a quantised matrix is dequantised to float32."""
+        if name in self._forms:
+            return dequantised(self.read_quantised(name))
+        return self._checkpoint.read(name)
+
+    def read_quantised(self, name: str) -> Quantised:
+        """See ``Checkpoint``; raises ``CheckpointError`` if values are not finite."""
+        try:
+            return quantise(self._checkpoint.read(name), self._scheme, self._threads)
+        except ValueError as error:
+            raise CheckpointError(
+                f"tensor {name} cannot be quantised: {error}; download it again"
+            ) from error
