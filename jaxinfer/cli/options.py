@@ -21,6 +21,9 @@ SIZE_OPTIONS = (
     click.Option(
         ["--cpu-weights"], metavar="NAME", help="Quantised weights on a CPU: auto, float32, ..."
     ),
+    click.Option(
+        ["--quantization"], metavar="NAME", help="Quantise while loading: int4, int8 or fp8."
+    ),
     click.Option(["--max-model-len"], type=int, help="Longest sequence, in tokens."),
     click.Option(["--max-num-seqs"], type=int, help="Sequences that run side by side."),
     click.Option(

@@ -23,6 +23,11 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
+# on load, then the methods of quantised files, with vLLM's names for other kernels
+QUANTIZATIONS = (
+    *("fp8", "int8", "int4", "gguf", "compressed-tensors", "awq", "awq_marlin", "gptq"),
+    *("gptq_marlin", "mxfp4"),
+)
 CPU_WEIGHTS = ("auto", "quantised", "float32")
 PATHS = ("model", "tokenizer", "cache_dir", "bundle")
 SIZES = (
@@ -41,6 +46,7 @@ SIZES = (
 COMPILED = (
     "dtype",
     "cpu_weights",
+    "quantization",
     *SIZES,
     "gpu_memory_utilization",
     "kernels",
@@ -83,6 +89,8 @@ class EngineConfig:
     ``cpu_weights``: on a CPU, "quantised" keeps a quantised checkpoint as it is and multiplies with
     8-bit activations where the native kernel runs, "float32" dequantises it. "auto" is "quantised"
     if the kernel is installed.
+    ``quantization``: "fp8", "int8" or "int4" quantises the linear layers of a model of floats while
+    it loads, weights only; for a quantised model it may name the method of its files.
     ``bundle``: a folder that ``jaxinfer compile`` wrote; its sizes replace those that are None.
     ``generation_config``: "auto" takes sampling defaults from the model's file, "vllm" does not.
     Paths may be ``os.PathLike``. Raises ``ConfigError`` naming the setting that is wrong.
@@ -94,6 +102,7 @@ class EngineConfig:
     load_format: str = "auto"
     dtype: str = "auto"
     cpu_weights: str = "auto"
+    quantization: str | None = None
     generation_config: str = "auto"
     seed: int = 0
     max_model_len: int | None = None
@@ -124,6 +133,8 @@ class EngineConfig:
         for name in FLAGS:
             if getattr(self, name) is not None or name not in optional:
                 _flag(name, getattr(self, name))
+        if self.quantization is not None:
+            _one_of("quantization", self.quantization, QUANTIZATIONS)
         for name in PATHS:
             if getattr(self, name) is not None or name not in optional:
                 self._store(name, _path(name, getattr(self, name)))

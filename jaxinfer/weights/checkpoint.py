@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -37,6 +37,11 @@ class Checkpoint(Protocol):
 
         Raises ``CheckpointError`` when its bytes are missing.
         """
+        ...
+
+    @property
+    def unneeded(self) -> Set[str]:
+        """Tensors that a model need not use, since their values change nothing."""
         ...
 
     @property

@@ -81,6 +81,7 @@ def plan_params(model: Model, checkpoint: Checkpoint) -> tuple[PlannedParam, ...
             "check that config.json belongs to these weights"
         )
     consumed = {own_names[name] for name in needed}
+    consumed |= checkpoint.unneeded
     if unused := [name for name in checkpoint.tensors if name not in consumed]:
         _refuse_unexpected(model, checkpoint, unused)
     return tuple(_plan_param(spec, own_names, model, checkpoint) for spec in model.param_specs)

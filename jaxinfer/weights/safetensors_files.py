@@ -57,6 +57,8 @@ class _Region:
 class SafetensorsCheckpoint:
     """The tensors of several safetensors files; opening checks them against the files' sizes."""
 
+    unneeded: frozenset[str] = frozenset()
+
     def __init__(self, paths: Iterable[Path]) -> None:
         self._tensors: dict[str, TensorInfo] = {}
         self._regions: dict[str, _Region] = {}

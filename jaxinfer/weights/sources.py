@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.core.errors import ConfigError, SourceError
@@ -25,8 +26,13 @@ from jaxinfer.text.tokenizer_config import TokenizerSpec
 from jaxinfer.weights import wheel
 from jaxinfer.weights.catalog import find_model, known_models
 from jaxinfer.weights.checkpoint import Checkpoint
+from jaxinfer.weights.quantised.checkpoint import QuantisedCheckpoint
+from jaxinfer.weights.quantised.config import NAMES as QUANTIZATION_KEYS
+from jaxinfer.weights.quantised.config import quantization_scheme
+from jaxinfer.weights.quantised.scheme import Scheme
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint, checkpoint_files
 from jaxinfer.weights.tokenizer_files import spec_from_gguf, spec_from_path
+from pallas_kernels.quantised import Form
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class ModelSource:
 
     ``checkpoint`` is None for random weights. ``fingerprint`` changes when the weights may have
     changed. If ``quantised``, reading dequantises, which takes long enough to cache the result.
+    ``forms`` are the forms of the files' quantised tensors, ``scheme`` is the config's; with random
+    weights one of them says what the files would hold.
     """
 
     reference: str
@@ -45,6 +53,8 @@ class ModelSource:
     fingerprint: str
     quantised: bool
     read_tokenizer: Callable[[], TokenizerSpec]
+    forms: Mapping[str, Form] = MappingProxyType({})
+    scheme: Scheme | None = None
 
     def tokenizer_spec(self) -> TokenizerSpec:
         """The tokenizer's definition in the files; raises ``TokenizerError`` if there is none."""
@@ -117,6 +127,7 @@ def _folder_source(reference: str, path: Path, load_format: str) -> ModelSource:
             f"{folder} holds no config.json; name a Hugging Face model folder or a .gguf file in it"
         )
     hf_config = _read_json_object(config_path)
+    scheme = quantization_scheme(hf_config)
     if load_format == "dummy":
         checkpoint, files = None, (config_path,)
     elif not path.is_dir():
@@ -128,18 +139,22 @@ def _folder_source(reference: str, path: Path, load_format: str) -> ModelSource:
         _check_format(load_format, "safetensors", reference)
         files = checkpoint_files(folder, hf_config.get("transformers_weights"))
         checkpoint = SafetensorsCheckpoint(files)
+        if scheme is not None:
+            checkpoint = QuantisedCheckpoint(checkpoint, scheme)
     generation_config = folder / "generation_config.json"
     return ModelSource(
         reference=reference,
         name=folder.resolve().name,
-        hf_config=hf_config,
+        hf_config={key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS},
         generation_config=(
             _read_json_object(generation_config) if generation_config.is_file() else {}
         ),
         checkpoint=checkpoint,
         fingerprint=_fingerprint(_identity(file) for file in (config_path, *files)),
-        quantised=False,
+        quantised=scheme is not None and checkpoint is not None,
         read_tokenizer=lambda: spec_from_path(folder),
+        forms={} if checkpoint is None else checkpoint.forms,
+        scheme=scheme,
     )
 
 
@@ -162,6 +177,7 @@ def _gguf_source(
         fingerprint=known_hash or _fingerprint((_identity(path), gguf.header.digest)),
         quantised=gguf.quantised and not dummy,
         read_tokenizer=lambda: spec_from_gguf(gguf.header),
+        forms=gguf.checkpoint.forms,
     )
 
 

@@ -111,7 +111,7 @@ def test_flags_set(started: Started, line: str) -> None:
     assert {name: started.values[name] for name in SET[line]} == SET[line]
 
 
-NEUTRAL = """-tp 1|-pp 1|-dp 1|--tensor-parallel-size 1|-q gguf|--kv-cache-dtype auto
+NEUTRAL = """-tp 1|-pp 1|-dp 1|--tensor-parallel-size 1|--kv-cache-dtype auto
 |--enable-chunked-prefill|--scheduling-policy priority|--tokenizer-mode auto
 |--chat-template-content-format auto|--no-enable-lora"""
 
@@ -144,7 +144,7 @@ def test_flags_without_effect_are_noticed(started: Started, line: str) -> None:
 
 REFUSED = {
     "-tp 2": "tensor_parallel_size=2 is not supported: one device is used",
-    "--quantization awq": "give a GGUF file",
+    "--quantization int3": "quantization 'int3' is unknown; use one of fp8, int8, int4",
     "--kv-cache-dtype fp8": "the cache has the model's dtype",
     "--no-enable-chunked-prefill": "prefill is always chunked",
     "--revision main": "give the folder of the revision",

@@ -54,6 +54,7 @@ class InMemory:
         return self._held.watch(self._arrays[name].copy())
 
     forms: Mapping[str, Form] = {}
+    unneeded: frozenset[str] = frozenset()
 
     def read_quantised(self, name: str) -> Quantised:
         raise KeyError(name)

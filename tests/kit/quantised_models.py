@@ -44,6 +44,8 @@ _OF_STEMS = {
 class QuantisedTensors:
     """A ``Checkpoint`` of quantised matrices and plain arrays."""
 
+    unneeded: frozenset[str] = frozenset()
+
     def __init__(self, matrices: Mapping[str, Quantised], plain: Mapping[str, np.ndarray]) -> None:
         self._matrices = matrices
         self._plain = plain

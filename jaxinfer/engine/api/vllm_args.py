@@ -28,7 +28,6 @@ FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("tensor_parallel_size", (1,), "one device is used"),
     ("pipeline_parallel_size", (1,), "one device is used"),
     ("data_parallel_size", (1,), "one device is used"),
-    ("quantization", (None, "gguf"), "give a GGUF file for quantised weights"),
     ("kv_cache_dtype", ("auto",), "the cache has the model's dtype"),
     ("enable_chunked_prefill", (None, True), "prefill is always chunked"),
     ("scheduling_policy", ("fcfs", "priority"), "the order is by priority, then by arrival"),

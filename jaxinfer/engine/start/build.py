@@ -51,10 +51,10 @@ from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import Placement, default_placement
-from jaxinfer.weights.plan import forms_of, plan_params
-from jaxinfer.weights.sources import ModelSource, resolve_source
+from jaxinfer.weights.plan import plan_params
+from jaxinfer.weights.quantised.choose import quantised_source
+from jaxinfer.weights.sources import resolve_source
 from pallas_kernels.pins import Pins, checked_pins
-from pallas_kernels.quantised import Form
 from pallas_kernels.tuned import check_choices
 
 
@@ -91,7 +91,9 @@ def plan_engine(
         tokenizer=config.tokenizer,
     )
     model = build_model(source.hf_config, config.dtype, config.max_model_len)
-    model = replace(model, forms=_kept_forms(config, model, source, platform))
+    source, forms = quantised_source(source, model, config.quantization)
+    if platform != "cpu" or config.cpu_weights == "quantised":
+        model = replace(model, forms=forms)
     if bundle is not None:
         bundle.check_model(model)
     if source.checkpoint is not None:
@@ -125,17 +127,6 @@ def plan_engine(
         cache_dir=cache_dir,
         bundle=bundle,
     )
-
-
-def _kept_forms(
-    config: EngineConfig, model: Model, source: ModelSource, platform: str
-) -> tuple[tuple[str, Form], ...]:
-    """The forms of the tensors that stay quantised; the others are dequantised while loading."""
-    if source.checkpoint is None:
-        return ()
-    if platform == "cpu" and config.cpu_weights != "quantised":
-        return ()
-    return forms_of(model.family, source.checkpoint)
 
 
 def _pins(config: EngineConfig, platform: str) -> Pins:

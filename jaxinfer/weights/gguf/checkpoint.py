@@ -72,6 +72,8 @@ class _StoredTensor:
 class GGUFCheckpoint:
     """See ``Checkpoint``; ``hf_config`` holds the number of heads of permuted tensors."""
 
+    unneeded: frozenset[str] = frozenset()
+
     def __init__(self, header: GGUFHeader, hf_config: Mapping[str, Any]) -> None:
         self._path = header.path
         self._tensors: dict[str, TensorInfo] = {}

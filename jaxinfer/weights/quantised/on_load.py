@@ -49,6 +49,7 @@ class QuantisedOnLoad:
         """Raises ``ConfigError`` for an unknown scheme, or if no matrix can be quantised."""
         if scheme not in SCHEMES:
             raise ConfigError(f"quantization is {scheme!r}; it must be one of {', '.join(SCHEMES)}")
+        self.unneeded = checkpoint.unneeded
         self._checkpoint = checkpoint
         self._scheme = scheme
         self._threads = threads

@@ -1,0 +1,75 @@
+"""Which matrices of a model an engine keeps quantised, by its files and by ``quantization``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.engine.start.build import plan_engine
+from jaxinfer.engine.start.plan import EnginePlan
+from jaxinfer.models.base import Model
+from kit import published_formats as kit
+from kit.checkpoints import random_hf_tensors, tiny_qwen3_config, write_hf_folder
+
+
+def plan(folder: Path, **settings: object) -> EnginePlan:
+    """The plan of an engine; reads no weights."""
+    small = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 64}
+    settings = {"cpu_weights": "quantised", "skip_tokenizer_init": True, **small, **settings}
+    return plan_engine(EngineConfig(model=str(folder), **settings))  # type: ignore[arg-type]
+
+
+def forms(model: Model) -> set[str]:
+    return {str(form) for _, form in model.forms}
+
+
+@pytest.fixture
+def floats(tmp_path: Path) -> Path:
+    """A folder of float32 weights."""
+    config = tiny_qwen3_config()
+    folder = write_hf_folder(tmp_path / "floats", config)
+    model = plan(folder, load_format="dummy").model
+    return write_hf_folder(folder, config, random_hf_tensors(model))
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_published_files_and_random_weights_like_them(tmp_path: Path, load_format: str) -> None:
+    config, tensors, matrices = kit.published("Qwen3-AWQ")
+    folder = kit.write_published(tmp_path, config, tensors)
+    model = plan(folder, load_format=load_format).model
+    assert dict(model.forms).keys() == matrices.keys()
+    assert plan(folder, load_format=load_format, cpu_weights="float32").model.forms == ()
+    plan(folder, quantization="awq_marlin")
+    with pytest.raises(ConfigError, match="is quantised already, by awq; leave it out"):
+        plan(folder, quantization="int4")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "form"),
+    [("int4", "int4 per row"), ("int8", "int8 per row"), ("fp8", "fp8 per row")],
+)
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_floats_are_quantised_while_they_load(
+    floats: Path, load_format: str, quantization: str, form: str
+) -> None:
+    made = plan(floats, load_format=load_format, quantization=quantization)
+    assert forms(made.model) >= {form}
+    names = {name.rsplit(".", 2)[1] for name, _ in made.model.forms}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_a_method_that_is_not_that_of_the_files(floats: Path) -> None:
+    with pytest.raises(ConfigError, match="is not quantised; use fp8, int8, int4 to quantise it"):
+        plan(floats, quantization="awq")
+
+
+def test_a_config_that_is_not_supported(floats: Path) -> None:
+    config = json.loads((floats / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes"}
+    (floats / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"quant_method' is 'bitsandbytes', which is not"):
+        plan(floats)
