@@ -1,0 +1,232 @@
+// The XLA FFI handler of quantised_gemm on a CPU, the choice of a variant, and the packing.
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxinfer {
+
+extern const Variant kPlain;
+#if defined(__x86_64__)
+extern const Variant kAvx512, kAvx2;
+#elif defined(__aarch64__)
+extern const Variant kNeon;
+#endif
+
+namespace {
+
+std::vector<const Variant*> Supported() {
+  std::vector<const Variant*> found;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
+    found.push_back(&kAvx512);
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
+    found.push_back(&kAvx2);
+  }
+#elif defined(__aarch64__)
+  found.push_back(&kNeon);
+#endif
+  found.push_back(&kPlain);
+  return found;
+}
+
+const std::vector<const Variant*>& Variants() {
+  static const std::vector<const Variant*> variants = Supported();
+  return variants;
+}
+
+std::atomic<int> chosen{0};  // index in Variants; only tests change it
+
+// Runs function(0) ... function(count - 1) on XLA's threads and this one.
+//
+// A call that XLA's threads take up late finds no work and returns; this thread does not wait for
+// it, so calls on all of XLA's threads cannot block each other.
+struct Work {
+  std::atomic<int64_t> next{0}, done{0};
+  int64_t count;
+  std::function<void(int64_t)> function;
+
+  void Run() {
+    for (int64_t i = next++; i < count; i = next++) {
+      function(i);
+      done.fetch_add(1, std::memory_order_release);
+    }
+  }
+};
+
+void ParallelFor(ffi::ThreadPool& pool, int64_t count, std::function<void(int64_t)> function) {
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
+  if (helpers <= 0) {
+    for (int64_t i = 0; i < count; ++i) function(i);
+    return;
+  }
+  auto work = std::make_shared<Work>();
+  work->count = count;
+  work->function = std::move(function);
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work->Run(); });
+  work->Run();
+  while (work->done.load(std::memory_order_acquire) < count) std::this_thread::yield();
+}
+
+template <class Buffer>
+const void* DataOrNull(const Buffer& buffer) {
+  return buffer.element_count() == 0 ? nullptr : buffer.untyped_data();
+}
+
+bool FactorOf(ffi::DataType dtype, Factor* factor) {
+  switch (dtype) {
+    case ffi::DataType::F32: *factor = Factor::kFloat32; return true;
+    case ffi::DataType::F16: *factor = Factor::kFloat16; return true;
+    case ffi::DataType::BF16: *factor = Factor::kBFloat16; return true;
+    case ffi::DataType::U8: *factor = Factor::kUint8; return true;
+    case ffi::DataType::S8: *factor = Factor::kInt8; return true;
+    default: return false;
+  }
+}
+
+ffi::Error Gemm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer values,
+                ffi::AnyBuffer scales, ffi::AnyBuffer zeros, ffi::AnyBuffer offsets,
+                ffi::AnyBuffer supers, ffi::ResultBuffer<ffi::F32> result, int64_t kind,
+                bool swiglu) {
+  const Variant& variant = *Variants()[chosen];
+  const int64_t count = x.dimensions()[0], inputs = x.dimensions()[1];
+  Matrix m{};
+  m.kind = static_cast<Kind>(kind);
+  m.outputs = scales.dimensions()[0];
+  m.inputs = inputs;
+  m.group = inputs / scales.dimensions()[1];
+  m.super_group = supers.element_count() == 0 ? 0 : inputs / supers.dimensions()[1];
+  if (!FactorOf(scales.element_type(), &m.factor)) {
+    return ffi::Error::InvalidArgument("quantised_gemm: unknown dtype of scales");
+  }
+  m.values = static_cast<const uint8_t*>(values.untyped_data());
+  m.scales = scales.untyped_data();
+  m.zeros = static_cast<const uint8_t*>(DataOrNull(zeros));
+  m.offsets = DataOrNull(offsets);
+  m.supers = static_cast<const uint16_t*>(DataOrNull(supers));
+
+  const int64_t groups = inputs / m.group, blocks = inputs / kBlock;
+  std::vector<int8_t> quantised(count * inputs);
+  std::vector<float> token_scales(count * blocks), sums(count * groups);
+  const float* from = x.typed_data();
+  auto quantise = [&](int64_t t) {
+    variant.quantise(from + t * inputs, inputs, m.group, quantised.data() + t * inputs,
+                     token_scales.data() + t * blocks, sums.data() + t * groups);
+  };
+  if (count < 4) {
+    for (int64_t t = 0; t < count; ++t) quantise(t);
+  } else {
+    ParallelFor(pool, count, quantise);
+  }
+  const Tokens tokens{count, quantised.data(), token_scales.data(), sums.data()};
+
+  float* out = result->typed_data();
+  const int64_t tiles = m.outputs / kLanes / (swiglu ? 2 : 1), stride = tiles * kLanes;
+  // enough parts to divide work evenly, each long enough to be worth a hand-over
+  const int64_t per_part = std::max<int64_t>(1, tiles / (8 * (int64_t)pool.num_threads()));
+  auto multiply = [&](int64_t part) {
+    std::vector<float> ups(swiglu ? count * kLanes : 0);
+    const int64_t end = std::min(tiles, (part + 1) * per_part);
+    for (int64_t tile = part * per_part; tile < end; ++tile) {
+      float* own = out + tile * kLanes;
+      variant.tile(m, tile, tokens, own, stride);
+      if (!swiglu) continue;
+      variant.tile(m, tiles + tile, tokens, ups.data(), kLanes);
+      for (int64_t t = 0; t < count; ++t) {
+        for (int i = 0; i < kLanes; ++i) {
+          float& gate = own[t * stride + i];
+          gate = gate / (1.f + std::exp(-gate)) * ups[t * kLanes + i];
+        }
+      }
+    }
+  };
+  ParallelFor(pool, (tiles + per_part - 1) / per_part, multiply);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jaxinfer
+
+extern "C" {
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxinferQuantisedGemm, jaxinfer::Gemm,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Attr<int64_t>("kind")
+        .Attr<bool>("swiglu"));
+
+// The names of the variants that this processor runs, the fastest first, joined by spaces.
+const char* jaxinfer_variants() {
+  static const std::string names = [] {
+    std::string joined;
+    for (const jaxinfer::Variant* variant : jaxinfer::Variants()) {
+      joined += joined.empty() ? variant->name : std::string(" ") + variant->name;
+    }
+    return joined;
+  }();
+  return names.c_str();
+}
+
+// Chooses a variant by its position in jaxinfer_variants.
+void jaxinfer_choose(int index) { jaxinfer::chosen = index; }
+
+// Packs nibbles from rows (see quantised.pack_nibbles; blocks of `block` inputs) into tiles.
+void jaxinfer_pack_nibbles(const uint8_t* rows, uint8_t* tiles, int64_t outputs, int64_t inputs,
+                           int64_t block) {
+  const int64_t row_bytes = inputs / 2, half = block / 2;
+  for (int64_t tile = 0; tile < outputs / 16; ++tile) {
+    for (int64_t b = 0; b < inputs / block; ++b) {
+      for (int64_t o = 0; o < 16; ++o) {
+        // the first half of a block are the low nibbles of its bytes, in groups of 8 inputs
+        const uint8_t* from = rows + (tile * 16 + o) * row_bytes + b * half;
+        uint8_t* to = tiles + tile * 16 * row_bytes + b * half * 16 + 4 * o;
+        for (int64_t e = 0; e < half / 8; ++e) {
+          for (int j = 0; j < 4; ++j) {
+            const uint8_t first = from[8 * e + j], second = from[8 * e + 4 + j];
+            to[e * 64 + j] = (first & 15) | (second & 15) << 4;
+            to[(e + half / 8) * 64 + j] = (first >> 4) | (second & 240);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Packs signed bytes from rows into tiles of bytes that are 128 higher.
+void jaxinfer_pack_bytes(const uint8_t* rows, uint8_t* tiles, int64_t outputs, int64_t inputs) {
+  for (int64_t tile = 0; tile < outputs / 16; ++tile) {
+    for (int64_t quad = 0; quad < inputs / 4; ++quad) {
+      uint8_t* to = tiles + (tile * (inputs / 4) + quad) * 64;
+      for (int64_t o = 0; o < 16; ++o) {
+        uint32_t four;
+        std::memcpy(&four, rows + (tile * 16 + o) * inputs + quad * 4, 4);
+        four ^= 0x80808080u;
+        std::memcpy(to + 4 * o, &four, 4);
+      }
+    }
+  }
+}
+
+}  // extern "C"

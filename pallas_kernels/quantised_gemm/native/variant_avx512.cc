@@ -1,0 +1,3 @@
+#define VARIANT kAvx512
+#include "simd_avx512.h"
+#include "tile.inc"

@@ -1,0 +1,3 @@
+#define VARIANT kNeon
+#include "simd_neon.h"
+#include "tile.inc"
