@@ -16,7 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.quantised import PACKED, Form, Quantised, dequantised, unpack_nibbles
+from pallas_kernels.quantised import PACKED, Form, Quantised, dequantised, nibble_block
+from pallas_kernels.quantised_gemm.native.library import pack
+
+
+def _no_pack(kind: str, values: np.ndarray) -> None:
+    """The ``pack`` of an arrangement without a faster way."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,8 @@ class Arrangement:
 
     ``positions`` returns, for a kind, the place in its tile of each value of a tile
     [outputs, inputs]; two values of a packed kind share a byte, the one in the low half first.
-    ``kinds`` are those that the kernel reads. ``flip`` is XORed to every int8.
+    ``kinds`` are those that the kernel reads. ``flip`` is XORed to every int8. ``pack`` is a faster
+    way to order a matrix's values; it returns None where it is not installed.
     """
 
     name: str
@@ -33,6 +39,7 @@ class Arrangement:
     kinds: tuple[str, ...]
     positions: Callable[[str], np.ndarray]  # int32[outputs, inputs]
     flip: int = 0
+    pack: Callable[[str, np.ndarray], np.ndarray | None] = _no_pack
 
     def fits(self, form: Form, num_outputs: int, num_inputs: int) -> bool:
         """True if a matrix of this form and size can be arranged."""
@@ -47,19 +54,28 @@ class Arrangement:
 
     def arrange(self, w: Quantised) -> Quantised:
         """A matrix, of numpy arrays by rows, in this order."""
-        values = np.asarray(w.values)
-        if w.kind in PACKED:
-            values = np.asarray(unpack_nibbles(jnp.asarray(values)))
-        tiles = self._tiles(w.kind, values)
-        order = np.argsort(self.positions(w.kind).ravel())
+        values = self.pack(w.kind, np.asarray(w.values))
+        if values is None:
+            values = self._ordered(w.kind, np.asarray(w.values))
+        rest = (None if part is None else self._by_tile(np.asarray(part)) for part in w.arrays[1:])
+        return Quantised(self.kind(w.kind), values, *rest)
+
+    def _ordered(self, kind: str, values: np.ndarray) -> np.ndarray:
+        """The definition of the order; ``values`` and the result have the shape of the array."""
+        shape = values.shape
+        if kind in PACKED:
+            half = nibble_block(2 * shape[1]) // 2
+            halves = values.reshape(shape[0], -1, 1, half)
+            values = np.concatenate([halves & 15, halves >> 4], axis=2).reshape(shape[0], -1)
+        tiles = self._tiles(kind, values)
+        order = np.argsort(self.positions(kind).ravel())
         values = np.ascontiguousarray(tiles.reshape(*tiles.shape[:2], -1)[..., order])
-        if w.kind in PACKED:
+        if kind in PACKED:
             pairs = values.reshape(-1, 2)
             values = pairs[:, 0] | pairs[:, 1] << 4
         elif self.flip:
             values = (values.view(np.uint8) ^ np.uint8(self.flip)).view(values.dtype)
-        rest = (None if part is None else self._by_tile(np.asarray(part)) for part in w.arrays[1:])
-        return Quantised(self.kind(w.kind), values.reshape(w.values.shape), *rest)
+        return values.reshape(shape)
 
     def _tiles(self, kind: str, values: np.ndarray) -> np.ndarray:  # [O, K] -> [., ., outputs, in]
         inputs = self.positions(kind).shape[1]
@@ -102,8 +118,6 @@ class Arrangement:
 
 def _packed(nibbles: jax.Array) -> jax.Array:  # uint8[T, K] -> uint8[T, K / 2]
     """``quantised.pack_nibbles`` on the device."""
-    from pallas_kernels.quantised import nibble_block
-
     half = nibble_block(nibbles.shape[1]) // 2
     pairs = nibbles.reshape(len(nibbles), -1, 2, half)
     return (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(len(nibbles), -1)
@@ -117,7 +131,7 @@ def _lane_positions(kind: str) -> np.ndarray:  # int32[16, 8 or 4]
     return 2 * byte + inputs // 4 if kind in PACKED else byte
 
 
-LANES = Arrangement("lanes", 16, ("int4", "int8", "fp4"), _lane_positions, flip=0x80)
+LANES = Arrangement("lanes", 16, ("int4", "int8", "fp4"), _lane_positions, 0x80, pack)
 ARRANGEMENTS = (LANES,)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm import cases, ref, xla
+from pallas_kernels.quantised_gemm.native import gemm as native
 from pallas_kernels.registry import Impl, KernelOp, dispatch
 
 
@@ -18,7 +19,10 @@ def _sum_partials(out: jax.Array) -> jax.Array:  # [T, O], or float32[S, T, O] -
 OP = KernelOp(
     name="quantised_gemm",
     ref=ref.quantised_gemm,
-    impls=(Impl("xla", xla.quantised_gemm),),
+    impls=(
+        Impl("native", native.quantised_gemm, platforms=("cpu",), supports=native.supports),
+        Impl("xla", xla.quantised_gemm),
+    ),
     cases=cases.CASES,
     build=cases.build,
     cost=cases.cost,

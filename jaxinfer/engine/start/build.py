@@ -52,9 +52,11 @@ from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import Placement, default_placement
 from jaxinfer.weights.plan import plan_params
-from jaxinfer.weights.quantised.choose import quantised_source
+from jaxinfer.weights.quantised.choose import Forms, quantised_source
 from jaxinfer.weights.sources import resolve_source
+from pallas_kernels.arrangements import LANES
 from pallas_kernels.pins import Pins, checked_pins
+from pallas_kernels.quantised_gemm.native.library import variants
 from pallas_kernels.tuned import check_choices
 
 
@@ -92,8 +94,7 @@ def plan_engine(
     )
     model = build_model(source.hf_config, config.dtype, config.max_model_len)
     source, forms = quantised_source(source, model, config.quantization)
-    if platform != "cpu" or config.cpu_weights == "quantised":
-        model = replace(model, forms=forms)
+    model = replace(model, **_kept(config, forms, platform))
     if bundle is not None:
         bundle.check_model(model)
     if source.checkpoint is not None:
@@ -127,6 +128,17 @@ def plan_engine(
         cache_dir=cache_dir,
         bundle=bundle,
     )
+
+
+def _kept(config: EngineConfig, forms: Forms, platform: str) -> dict[str, Any]:
+    """The fields of a model for weights that stay quantised, and the order that kernels read."""
+    if platform != "cpu":
+        return {"forms": forms}
+    native = bool(variants())
+    kept = native if config.cpu_weights == "auto" else config.cpu_weights == "quantised"
+    if not kept:
+        return {}
+    return {"forms": forms, "arrangement": LANES.name if native else None}
 
 
 def _pins(config: EngineConfig, platform: str) -> Pins:

@@ -40,6 +40,7 @@ from jaxinfer.exec.compile.memory_plan import MemoryPlan, workspace_bytes
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.models.base import Model
 from jaxinfer.nn.placement import Placement
+from pallas_kernels.quantised_gemm.native.library import register
 from pallas_kernels.tuned import NAMES, read_choices, tuned_file
 
 FORMAT = 4  # version of the folder's format; raise it when the manifest's meaning changes
@@ -232,13 +233,15 @@ def load_threads() -> int:
 
 
 def load_kernel_runtime() -> None:
-    """Load the library that Mosaic kernels call, which only their Python module loads.
+    """Load the libraries that executables call: on a CPU the native kernel, on a GPU Mosaic's.
 
-    Without it, an executable with such kernels does not load in a process that has compiled none
-    ("Failed to materialize"). The module also changes the environment, with which XLA starts ptxas,
-    so call this before any thread compiles. (2 starts in 16 ended with "Failed to launch ptxas",
-    possibly for this reason.)
+    Only Mosaic's Python module loads the latter. Without it, an executable with such kernels does
+    not load in a process that has compiled none ("Failed to materialize"). The module also changes
+    the environment, with which XLA starts ptxas, so call this before any thread compiles. (2 starts
+    in 16 ended with "Failed to launch ptxas", possibly for this reason.)
     """
+    if jax.default_backend() == "cpu":
+        register()
     if jax.default_backend() == "gpu":
         with suppress(ImportError):  # a jax without the module has compiled no such kernel
             importlib.import_module("jax.experimental.mosaic.gpu")

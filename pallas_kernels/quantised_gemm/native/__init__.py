@@ -1,0 +1,1 @@
+"""The kernel for CPUs, in C++, called through XLA's foreign function interface."""

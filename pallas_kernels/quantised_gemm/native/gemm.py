@@ -1,0 +1,70 @@
+"""quantised_gemm by the native kernel: 8-bit activations against quantised weights.
+
+Each token's activations are rounded to 8 bits in blocks of 32, with one float32 scale a block; so a
+result differs from the definition by about 0.5 % of its usual size. It depends on neither the other
+tokens of a call nor the number of threads.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.quantised import Quantised
+from pallas_kernels.quantised_gemm.native.library import MISSING, TARGET, library, register
+
+BLOCK = 32  # inputs that share a scale of activations
+KINDS = MappingProxyType({"int4_lanes": 0, "int8_lanes": 1, "fp4_lanes": 2})  # as in kernel.h
+
+
+def supports(
+    x: jax.Array,  # [T, K]
+    values: jax.Array,  # [O, K] or uint8[O, K / 2], in lanes
+    scales: jax.Array,  # [O, G]
+    zeros: jax.Array | None,  # uint8[O, G]
+    offsets: jax.Array | None,  # [O, G]
+    supers: jax.Array | None,  # [O, S, 1 or 2]
+    *,
+    kind: str,
+    swiglu: bool,
+    split: bool,
+    wide: bool,
+) -> str | None:
+    """Why the native kernel cannot run the call, or None."""
+    del split, wide
+    if kind not in KINDS:
+        return f"{kind} weights are not in lanes"
+    if x.dtype != jnp.float32:
+        return f"tokens are {x.dtype}, not float32"
+    w = Quantised(kind, values, scales, zeros, offsets, supers)
+    if w.num_inputs % BLOCK or (w.group % BLOCK and w.group != BLOCK // 2):
+        return f"{w.num_inputs} inputs in groups of {w.group} do not fit blocks of {BLOCK}"
+    if swiglu and w.num_outputs % 32:
+        return f"{w.num_outputs} outputs are not whole tiles of gates and ups"
+    return MISSING if library() is None else None
+
+
+def quantised_gemm(
+    x: jax.Array,  # [T, K]
+    values: jax.Array,  # [O, K] or uint8[O, K / 2], in lanes; with swiglu [2 * O, ...]: gate, up
+    scales: jax.Array,  # [O, G]
+    zeros: jax.Array | None,  # uint8[O, G]
+    offsets: jax.Array | None,  # [O, G]
+    supers: jax.Array | None,  # [O, S, 1 or 2]
+    *,
+    kind: str,
+    swiglu: bool,
+    split: bool,
+    wide: bool,
+) -> jax.Array:  # [T, O]
+    """See ``quantised_gemm.api``."""
+    del split, wide
+    register()
+    nothing = jnp.zeros(0, jnp.uint8)
+    arrays = (nothing if part is None else part for part in (scales, zeros, offsets, supers))
+    result = jax.ShapeDtypeStruct((x.shape[0], len(values) // (1 + swiglu)), jnp.float32)
+    call = jax.ffi.ffi_call(TARGET, result)
+    return call(x, values, *arrays, kind=np.int64(KINDS[kind]), swiglu=swiglu)

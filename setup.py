@@ -1,0 +1,66 @@
+"""Builds the native library of ``pallas_kernels``; everything else is in pyproject.toml.
+
+The compiler is the system's C++ compiler, else the one in the package ziglang, which is then a
+requirement of the build. If it fails, the installation goes on without the library.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+NATIVE = "pallas_kernels/quantised_gemm/native"
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-w")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni")
+X86_64 = {"variant_avx512": AVX512, "variant_avx2": AVX2}
+ARM_64 = {"variant_neon": ("-march=armv8.2-a+dotprod",)}
+MACHINES = {"x86_64": X86_64, "AMD64": X86_64, "aarch64": ARM_64, "arm64": ARM_64}
+
+
+def compiler() -> list[str] | None:
+    """The command of a C++ compiler, if there is one."""
+    given = os.environ.get("CXX") or shutil.which("c++") or shutil.which("clang++")
+    return given.split() if given else None
+
+
+class BuildNative(build_ext):
+    """Compiles each variant with the instructions that it uses."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile and link with one command for each source."""
+        from jax.ffi import include_dir
+
+        command = compiler() or [sys.executable, "-m", "ziglang", "c++"]
+        variants = {"gemm": (), "variant_plain": (), **MACHINES.get(platform.machine(), {})}
+        objects = Path(self.build_temp)
+        objects.mkdir(parents=True, exist_ok=True)
+        made = []
+        for name, own in variants.items():
+            source, target = f"{NATIVE}/src/{name}.cc", str(objects / f"{name}.o")
+            subprocess.check_call(
+                [*command, *FLAGS, *own, f"-I{include_dir()}", "-c", source, "-o", target]
+            )
+            made.append(target)
+        library = self.get_ext_fullpath(ext.name)
+        Path(library).parent.mkdir(parents=True, exist_ok=True)
+        subprocess.check_call([*command, "-shared", "-o", library, *made])
+
+    def run(self) -> None:
+        """Build, or say why not."""
+        try:
+            super().run()
+        except Exception as error:  # no compiler, no headers: any failure leaves the library out
+            print(f"jaxinfer: the native library is left out: {error}", file=sys.stderr)
+
+
+setup(
+    ext_modules=[Extension("pallas_kernels.quantised_gemm.native._library", sources=[])],
+    cmdclass={"build_ext": BuildNative},
+    setup_requires=["jax>=0.11.2,<0.12"] + ([] if compiler() else ["ziglang"]),
+)
