@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from jaxinfer.core.errors import EngineError, JaxinferError
+from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.link import process
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.process import EngineProcess
 from jaxinfer.engine.link.spawn import spawn
+from jaxinfer.engine.link.wire import Answer, Submission
 from jaxinfer.engine.news import News
 from jaxinfer.engine.outputs import SequenceTimes
 from kit.engine_process import GREEDY, PROMPTS, Running, answer, talk
@@ -147,11 +148,10 @@ def test_closed_streams_free_their_pages() -> None:
         for stream in streams:
             stream.close()
         await answer(client, (1, 2, 3))
-        assert client.stats.num_live_pages == 0
-        assert not link._open  # pyright: ignore[reportPrivateUsage]
+        assert client.stats.num_live_pages == 0 and client.num_open == 0
 
-    with sim_process() as (link, facts):
-        talk((link, facts), scenario)
+    with sim_process() as running:
+        talk(running, scenario)
 
 
 class SlowListener:
@@ -161,23 +161,20 @@ class SlowListener:
         self.go = threading.Event()
         self.times: list[SequenceTimes] = []
 
-    def news(self, news: News) -> None:
+    def receive(self, answer: Answer) -> None:
         self.go.wait()
-        self.times += [delta.times for delta in news.deltas if delta.times is not None]
-
-    def refuse(self, request_id: str, error: JaxinferError) -> None:
-        raise AssertionError(error)
-
-    def pong(self) -> None: ...
+        if len(self.times) < 64:  # afterwards the link is stopped
+            assert isinstance(answer, News), answer
+            self.times += [delta.times for delta in answer.deltas if delta.times is not None]
 
 
 def test_a_server_that_does_not_read_delays_no_step() -> None:
     listener = SlowListener()
     with sim_process() as (link, _):
-        link.connect(listener)
+        link.connect(listener.receive)
         sampling = replace(LONG, max_tokens=200)
         for number in range(64):  # more news than a socket's buffer holds
-            link.submit(str(number), (1, 2, 3), sampling)
+            link.send(Submission(str(number), (1, 2, 3), sampling))
         time.sleep(1.5)
         woken = time.monotonic()
         listener.go.set()

@@ -19,6 +19,7 @@ from jaxinfer.engine.facts import check_request
 from jaxinfer.engine.link import client as client_module
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.process import EngineFacts
+from jaxinfer.engine.link.wire import Command, Submission
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta
 from jaxinfer.server.http.log import EventLog
@@ -48,14 +49,9 @@ class FakeLink:
     def connect(self, listener: object) -> None:
         pass
 
-    def submit(self, request_id: str, *_: object, **__: object) -> None:
-        self.keys.append(request_id)
-
-    def abort(self, request_id: str) -> None:
-        pass
-
-    def ping(self) -> None:
-        pass
+    def send(self, command: Command) -> None:
+        if isinstance(command, Submission):
+            self.keys.append(command.request_id)
 
     def stop(self) -> None:
         pass
@@ -85,7 +81,7 @@ class FakeRequest:
     async def update(self, **fields: Any) -> None:
         """An iteration of the engine adds this to every request."""
         deltas = tuple(Delta(key, 0, **fields) for key in self.link.keys)
-        self.client.news(News(deltas, (), (), EngineStats()))
+        self.client.receive(News(deltas, (), (), EngineStats()))
         await run_loop()
 
     async def _receive(self) -> Message:

@@ -28,17 +28,13 @@ from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.engine.link.wire import (
     Build,
     Channel,
+    Failed,
     FromEngine,
-    NewsMessage,
     Planned,
-    Pong,
     Ready,
     ToEngine,
     engine_end,
-    failed,
-    refused,
 )
-from jaxinfer.engine.news import News
 from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.engine.start.start import backend_starting
 from jaxinfer.text.tokenizer_config import TokenizerSpec
@@ -101,15 +97,16 @@ class EngineChild:
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a background process may write progress
         threading.Thread(target=self._follow, daemon=True).start()
         try:
-            error = self._serve(load)
+            self._serve(load)
         except KeyboardInterrupt:  # the server has exited
             return 1
-        self._channel.send(failed(error))
+        except JaxinferError as error:
+            self._channel.send(Failed.of(error))
         self._channel.flush()
         return 0
 
-    def _serve(self, load: Load) -> JaxinferError:
-        """Build and run the engine; returns the reason for its end."""
+    def _serve(self, load: Load) -> None:
+        """Build the engine, which may raise a ``JaxinferError``, and run it until it ends."""
         try:
             planner = load(lambda: self._build_message.result().config)
             message = self._build_message.result()
@@ -118,23 +115,24 @@ class EngineChild:
             blueprint = planner(message.config, progress)
             self._channel.send(Planned(blueprint.limits, blueprint.tokenizer))
             engine = blueprint.build()
-        except JaxinferError as error:
-            return error
+        except JaxinferError:
+            raise
         except Exception as error:
             if not self._server_gone:
                 traceback.print_exc()
-            return EngineError(f"the engine cannot be built ({type(error).__name__}: {error})")
+            words = f"the engine cannot be built ({type(error).__name__}: {error})"
+            raise EngineError(words) from error
         finally:
             self._building = False
         from jaxinfer.engine.link.thread import EngineThread
 
         gc.freeze()  # scanning JAX's 140,000 objects takes 0.1 s of a full collection
         thread = EngineThread(engine)
-        thread.connect(self)
+        thread.connect(self._channel.send)
         self._engine = thread
         self._channel.send(Ready(engine.facts, engine.stats()))
         release_startup_memory()
-        return thread.wait()
+        thread.wait()
 
     def _follow(self) -> None:
         """Pass commands to the engine until the server exits, then end this process."""
@@ -144,7 +142,7 @@ class EngineChild:
                     self._build_message.set_result(message)
                 elif self._engine is not None:
                     with suppress(EngineError):  # it has ended: the last message has the reason
-                        self._engine.put(message)
+                        self._engine.send(message)
         finally:
             self._end()
 
@@ -174,20 +172,6 @@ class EngineChild:
             self._interrupt_dropped.set()
         else:
             sys.__unraisablehook__(what)
-
-    # Listener: called on the engine's thread
-
-    def news(self, news: News) -> None:
-        """See ``Listener``."""
-        self._channel.send(NewsMessage(news))
-
-    def refuse(self, request_id: str, error: JaxinferError) -> None:
-        """See ``Listener``."""
-        self._channel.send(refused(request_id, error))
-
-    def pong(self) -> None:
-        """See ``Listener``."""
-        self._channel.send(Pong())
 
 
 def main(load: Load = load_planner) -> None:

@@ -8,12 +8,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from contextlib import suppress
+from typing import Protocol
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import SamplingParams, check_identity
 from jaxinfer.engine.facts import ModelFacts, check_request
+from jaxinfer.engine.link.wire import (
+    AbortRequest,
+    Answer,
+    Command,
+    Failed,
+    Listener,
+    Ping,
+    Pong,
+    Refused,
+    Submission,
+)
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta, joined
 from jaxinfer.text.tokenizer import Tokenizer
@@ -22,13 +34,10 @@ MAX_UNJOINED_DELTAS = 256  # deltas that an unread stream holds before it joins 
 
 
 class Link(Protocol):
-    """A connection to an engine on a thread of this process or in another process.
-
-    Answers are passed to the three callbacks of ``Listener``, on any thread.
-    """
+    """A connection to an engine on a thread of this process or in another process."""
 
     def connect(self, listener: Listener) -> None:
-        """Set the listener; called once, before any other method."""
+        """Pass the engine's answers to ``listener``; called once, before any other method."""
         ...
 
     @property
@@ -36,44 +45,12 @@ class Link(Protocol):
         """True if requests are still answered."""
         ...
 
-    def submit(
-        self,
-        request_id: str,
-        prompt_token_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> None:
-        """Send a request; raises ``EngineError`` if the engine has ended."""
-        ...
-
-    def abort(self, request_id: str) -> None:
-        """End a request; its pages are free within one step. Unknown ids are ignored."""
-        ...
-
-    def ping(self) -> None:
-        """Request a ``pong``, which comes when the engine's loop has read the ping."""
+    def send(self, command: Command) -> None:
+        """Send a command; raises ``EngineError`` if the engine has ended."""
         ...
 
     def stop(self) -> None:
         """End the engine; open requests are refused. Returns when it has ended."""
-        ...
-
-
-class Listener(Protocol):
-    """The callbacks of a ``Link``. They return at once and may be called on any thread."""
-
-    def news(self, news: News) -> None:
-        """An iteration of the engine has ended."""
-        ...
-
-    def refuse(self, request_id: str, error: JaxinferError) -> None:
-        """A request was refused, or cannot be completed."""
-        ...
-
-    def pong(self) -> None:
-        """The engine's loop has read a ``ping``."""
         ...
 
 
@@ -190,7 +167,7 @@ class EngineClient:
         self._num_waiting_tokens = 0
         self._num_started = 0
         self._pongs: list[asyncio.Future[None]] = []
-        link.connect(self)
+        link.connect(self.receive)
 
     @property
     def alive(self) -> bool:
@@ -238,9 +215,10 @@ class EngineClient:
         """
         if not checked:
             self.check(prompt_token_ids, sampling)
+        identity = check_identity(priority, cache_salt)
         self._opened += 1
         key = f"stream-{self._opened}"  # unique, since users may repeat their request ids
-        self._link.submit(key, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt)
+        self._link.send(Submission(key, prompt_token_ids, sampling, *identity))
         stream = Stream(self, key, len(prompt_token_ids), sampling.n, wake or asyncio.Event())
         self._streams[key] = stream
         self._num_waiting += 1
@@ -257,7 +235,8 @@ class EngineClient:
         else:
             self._leave_queue(stream)
         if stream.num_unfinished:
-            self._link.abort(key)
+            with suppress(EngineError):
+                self._link.send(AbortRequest(key))
 
     async def responds(self, seconds: float) -> bool:
         """True if the engine's loop answers a ping within ``seconds``."""
@@ -266,7 +245,7 @@ class EngineClient:
         pong = self._loop.create_future()
         self._pongs.append(pong)
         try:
-            self._link.ping()
+            self._link.send(Ping())
             await asyncio.wait_for(pong, seconds)
         except (TimeoutError, EngineError):
             return False
@@ -279,28 +258,30 @@ class EngineClient:
         """End the engine; open streams end with ``EngineError``."""
         await asyncio.to_thread(self._link.stop)
 
-    # Listener: called on the engine's side
-
-    def news(self, news: News) -> None:
-        """See ``Listener``."""
-        self._wake(self._take_news, news)
-
-    def refuse(self, request_id: str, error: JaxinferError) -> None:
-        """See ``Listener``."""
-        self._wake(self._take_refusal, request_id, error)
-
-    def pong(self) -> None:
-        """See ``Listener``."""
-        self._wake(self._take_pong)
-
-    def _wake(self, callback: Callable[..., None], *arguments: Any) -> None:
+    def receive(self, answer: Answer) -> None:
+        """Handle an answer of the engine in the loop; called by the link, on any thread."""
         try:
-            self._loop.call_soon_threadsafe(callback, *arguments)
+            self._loop.call_soon_threadsafe(self._take, answer)
         except RuntimeError:
             if not self._loop.is_closed():  # a closed loop has no readers
                 raise
 
     # in the loop
+
+    def _take(self, answer: Answer) -> None:
+        match answer:
+            case News():
+                self._take_news(answer)
+            case Refused():
+                if (stream := self._streams.get(answer.request_id)) is not None:
+                    stream.fail(answer.failure.error)
+            case Pong():
+                self._end_pings()
+            case Failed():
+                for stream in self._streams.values():
+                    if stream.num_unfinished:
+                        stream.fail(answer.error)
+                self._end_pings()  # ``responds`` then sees that the engine is not alive
 
     def _take_news(self, news: News) -> None:
         self.stats = news.stats
@@ -317,11 +298,7 @@ class EngineClient:
         if self.observe is not None:
             self.observe(news)
 
-    def _take_refusal(self, key: str, error: JaxinferError) -> None:
-        if (stream := self._streams.get(key)) is not None:
-            stream.fail(error)
-
-    def _take_pong(self) -> None:
+    def _end_pings(self) -> None:
         pongs, self._pongs = self._pongs, []
         for pong in pongs:
             if not pong.done():
