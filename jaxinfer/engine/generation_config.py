@@ -17,28 +17,6 @@ from jaxinfer.core.request import SamplingParams
 
 _USED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _LIMIT = "max_new_tokens"  # vLLM's server generates no more than this for a request
-_NO_EFFECT = frozenset(
-    {
-        # ids that are read elsewhere or not needed, and versions
-        *("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id"),
-        *("_commit_hash", "_from_model_config", "transformers_version"),
-        # vLLM samples unless the temperature is 0, and ignores this field
-        "do_sample",
-        # limits of prompt and output together; here max_model_len is the limit
-        *("max_length", "max_time"),
-        # beam search, and the number of answers, which each request sets
-        *("early_stopping", "length_penalty", "low_memory", "num_return_sequences"),
-        # how transformers computes, and which outputs it returns
-        *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind"),
-        *("cache_config", "cache_implementation", "compile_config", "disable_compile"),
-        *("generation_kwargs", "is_assistant", "max_cache_len", "max_matching_ngram_size"),
-        *("num_assistant_tokens", "num_assistant_tokens_schedule", "output_attentions"),
-        *("output_hidden_states", "output_logits", "output_scores", "prefill_chunk_size"),
-        *("prompt_lookup_num_tokens", "remove_invalid_values", "renormalize_logits"),
-        *("return_dict_in_generate", "return_legacy_cache", "target_lookbehind"),
-        *("token_healing", "use_cache", "use_mtp"),
-    }
-)
 # Fields that change the text, and the values, besides null, at which they do not.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
@@ -70,7 +48,10 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "watermarking_config": ({},),
     }
 )
+# Any other field whose name says that it changes the text
 _MATTERS = re.compile(r"penalty|suppress|force|bias|ngram|cutoff|temperature|sampl|stop")
+# except those of beam search and of drafts, and do_sample: vLLM samples unless the temperature is 0
+_NO_EFFECT = ("do_sample", "early_stopping", "length_penalty", "max_matching_ngram_size")
 _REMEDY = "remove it from the file, or start with generation_config 'vllm', which takes nothing"
 
 

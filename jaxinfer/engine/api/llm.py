@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import batched
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.host_memory import full_collections_deferred, gc_paused
 from jaxinfer.core.progress import NoProgress, Progress
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.api.interrupts import interrupts_deferred
 from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.facts import ValidatedRequest
 from jaxinfer.engine.news import EngineStats
@@ -238,3 +241,25 @@ def _one_each(name: str, given: Any, prompts: int) -> list[Any]:
     if len(items) != prompts:
         raise RequestError(f"{prompts} prompts came with {len(items)} {name}")
     return items
+
+
+@contextmanager
+def interrupts_deferred() -> Generator[None]:
+    """Defer SIGINT to the end of the block, where its usual handler runs.
+
+    Python raises KeyboardInterrupt between any two instructions. Inside an iteration of the engine
+    this could lose a step whose tokens the scheduler waits for. Signals are handled on the main
+    thread only, so on other threads this does nothing.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    deferred: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: deferred.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if deferred:
+            handler(*deferred[0])

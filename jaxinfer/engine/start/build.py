@@ -255,14 +255,13 @@ def build_engine(
 def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
     """Build the engine of a plan; see ``build_engine``."""
     progress = progress or NoProgress()
-    program = plan.program
     (executables, compile_seconds), (state, load_seconds) = load(
-        plan, program, bundle_settings(plan), progress
+        plan, bundle_settings(plan), progress
     )
-    executor = Executor(program, executables, *state)
+    executor = Executor(plan.program, executables, *state)
     executor.warm_up()
     start_stats = EngineStats(
-        num_executables=len(program.names()),
+        num_executables=len(plan.program.names()),
         num_compiled=executables.compiled,
         compile_seconds=compile_seconds,
         load_seconds=load_seconds,

@@ -22,7 +22,6 @@ from jaxinfer.exec.compile.build import (
     load_executables,
 )
 from jaxinfer.exec.compile.memory_plan import check_workspace
-from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import (
     allocating,
     claim_memory,
@@ -39,7 +38,7 @@ type State = tuple[Params, layer_state.State, SlotState]
 
 
 def load(
-    plan: EnginePlan, program: Program, settings: Mapping[str, Any], progress: Progress
+    plan: EnginePlan, settings: Mapping[str, Any], progress: Progress
 ) -> tuple[Timed[Executables], Timed[State]]:
     """Return the executables and the state, each with the seconds of its loading or compiling.
 
@@ -49,7 +48,7 @@ def load(
     compile, but pages come last: XLA runs GEMMs in their memory to autotune them. ``settings`` are
     saved in the manifest of a new bundle. The seconds of the state are those of its weights.
     """
-    loader = _Loader(plan, program, settings, progress)
+    loader = _Loader(plan, settings, progress)
     if loader.finds_executables:
         progress.note(plan.memory.described())
         return _beside(loader.state, loader.executables)
@@ -57,10 +56,10 @@ def load(
     prepare_folder(loader.folder.parent)  # an error if nothing can be saved
     progress.note(plan.memory.described())
     claim_memory(plan.memory, plan.placement.device)
-    if program.platform == "cpu":
+    if plan.placement.platform == "cpu":
         return loader.executables(), loader.state()
     made, (params, seconds) = _beside(loader.weights, loader.executables)
-    return made, ((params, *init_state(program)), seconds)
+    return made, ((params, *init_state(plan.program)), seconds)
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,6 @@ class _Loader:
     """The tasks of ``load``, for threads."""
 
     plan: EnginePlan
-    program: Program
     settings: Mapping[str, Any]
     progress: Progress
     _claimed: Future[None] = field(default_factory=Future[None])
@@ -84,7 +82,7 @@ class _Loader:
 
     def executables(self) -> Timed[Executables]:
         """Load the executables; without a bundle, compile and save them before."""
-        start, program, progress = time.perf_counter(), self.program, self.progress
+        start, program, progress = time.perf_counter(), self.plan.program, self.progress
         if self.plan.bundle is not None:
             made = load_executables(program, self.plan.bundle, progress)
             check_workspace(self.plan.memory, made.workspace_bytes)
@@ -135,12 +133,12 @@ class _Loader:
 
     def _state_maker(self) -> Callable[[], tuple[layer_state.State, SlotState]]:
         self.plan.read_tokenizer()
-        return compile_init_state(self.program)
+        return compile_init_state(self.plan.program)
 
     @cached_property
     def folder(self) -> Path:
         """The folder of executables in the cache, for engines without the user's bundle."""
-        return cached_bundle(self.program, self.plan.cache_dir / "executables")
+        return cached_bundle(self.plan.program, self.plan.cache_dir / "executables")
 
 
 def _beside[A, B](other: Callable[[], A], main: Callable[[], B]) -> tuple[B, A]:

@@ -7,9 +7,8 @@ it does not need the GIL.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,11 +53,10 @@ def backend_starting(config: EngineConfig) -> Generator[Callable[[], str]]:
         bound_gpu_allocator(share)
         keep_xla_quiet()
         leave_out_line_info()  # now: the environment must not change while CUDA reads it
-        started = Future[str]()
-        # not a daemon: a process that exits must not unload CUDA while the backend starts
-        threading.Thread(
-            target=_start, args=(jax.default_backend, started), name="jax-backend"
-        ).start()
+        # its thread is no daemon: an exit must not unload CUDA while the backend starts
+        pool = ThreadPoolExecutor(1, "jax-backend")
+        started = pool.submit(jax.default_backend)
+        pool.shutdown(wait=False)
         yield started.result
 
 
@@ -74,10 +72,3 @@ def _allocator_share(config: EngineConfig) -> float | None:
             return manifest["settings"]["gpu_memory_utilization"] or DEFAULT_GPU_MEMORY_UTILIZATION
         return None
     return share or DEFAULT_GPU_MEMORY_UTILIZATION
-
-
-def _start(backend: Callable[[], str], started: Future[str]) -> None:
-    try:
-        started.set_result(backend())
-    except BaseException as error:
-        started.set_exception(error)
