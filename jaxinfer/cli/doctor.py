@@ -107,9 +107,9 @@ def _version(package: str) -> str | None:
 
 def _devices() -> Iterator[Finding]:
     """The devices and, if there are any, the kernels: both need a working JAX."""
-    from jaxinfer.core.config import bound_gpu_allocator
+    from jaxinfer.core.config import prepare_backend
 
-    bound_gpu_allocator(1.0)  # so that JAX does not reserve the device's memory
+    prepare_backend(1.0)  # so that JAX does not reserve the device's memory
     try:
         import jax
 

@@ -18,8 +18,8 @@ NEVER = 2**31 - 1  # as a threshold of gc.set_threshold: no full collection
 M_ARENA_MAX = -8  # from glibc's malloc.h
 MADV_DONTNEED = 4  # from Linux's mman.h
 MAPPINGS = Path("/proc/self/smaps")  # exists on Linux only
-# A mapping in the format of proc_pid_smaps(5), of a private, read-only library whose pages all equal
-# the file (relocations make pages anonymous). The groups: its addresses and the resident KiB.
+# In the format of proc_pid_smaps(5): a private, read-only mapping of a library, all of whose pages
+# equal the file (relocations make pages anonymous). The groups: addresses and resident KiB.
 _FIELDS = r"(?:[A-Z]\w*:.*\n)*"
 _LIBRARY = re.compile(
     r"^([0-9a-f]+)-([0-9a-f]+) .-.p \S+ \S+ \d+ +.*\.so(?:\.\d+)*\n"

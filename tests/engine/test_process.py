@@ -212,7 +212,8 @@ def test_a_stop_while_it_is_built(
 
 COLLECTING = """
 import gc, time
-from jaxinfer.engine.link.child import Blueprint, main
+from jaxinfer.engine.link.child import main
+from jaxinfer.engine.link.wire import Planned
 from kit.sim_executor import sim_limits
 from kit.tokenizers import tiny_tokenizer_spec
 
@@ -229,7 +230,7 @@ def build():
     finally:
         (folder / "cleaned_up").touch()
 
-main(lambda _: lambda *_: Blueprint(sim_limits(4), tiny_tokenizer_spec(), build))
+main(lambda _: lambda *_: (Planned(sim_limits(4), tiny_tokenizer_spec()), build))
 """
 
 

@@ -17,11 +17,10 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.host_memory import gc_paused, limit_heap_arenas, release_startup_memory
 from jaxinfer.core.progress import NoProgress, Progress
@@ -33,11 +32,9 @@ from jaxinfer.engine.link.wire import (
     Planned,
     Ready,
     ToEngine,
-    engine_end,
 )
 from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.engine.start.start import backend_starting
-from jaxinfer.text.tokenizer_config import TokenizerSpec
 
 if TYPE_CHECKING:
     from jaxinfer.engine.link.thread import EngineThread
@@ -47,16 +44,8 @@ RETRY_SECONDS = 0.01  # from an interrupt that the garbage collector dropped to 
 CLEANUP_SECONDS = 0.5  # to remove temporary files, if the server exits during a build
 
 
-@dataclass(frozen=True)
-class Blueprint:
-    """A planned engine, and the function that builds it."""
-
-    limits: Limits
-    tokenizer: TokenizerSpec | None
-    build: Callable[[], Engine]
-
-
-type Planner = Callable[[EngineConfig, Progress], Blueprint]
+# plans an engine, and returns the function that builds it
+type Planner = Callable[[EngineConfig, Progress], tuple[Planned, Callable[[], Engine]]]
 type Load = Callable[[Callable[[], EngineConfig]], Planner]
 
 
@@ -71,9 +60,10 @@ def load_planner(settings: Callable[[], EngineConfig]) -> Planner:
         from jaxinfer.engine.start.build import build_planned, plan_engine
     gc.freeze()  # modules are never freed
 
-    def plan(config: EngineConfig, progress: Progress) -> Blueprint:
+    def plan(config: EngineConfig, progress: Progress) -> tuple[Planned, Callable[[], Engine]]:
         made = plan_engine(config, progress, platform)
-        return Blueprint(made.limits, made.tokenizer_spec, lambda: build_planned(made, progress))
+        planned = Planned(made.limits, made.tokenizer_spec)
+        return planned, lambda: build_planned(made, progress)
 
     return plan
 
@@ -112,9 +102,9 @@ class EngineChild:
             message = self._build_message.result()
             progress = progress_on(sys.stderr) if message.progress else NoProgress()
             self._building = True  # from here on: an import interrupted in C code prints errors
-            blueprint = planner(message.config, progress)
-            self._channel.send(Planned(blueprint.limits, blueprint.tokenizer))
-            engine = blueprint.build()
+            planned, build = planner(message.config, progress)
+            self._channel.send(planned)
+            engine = build()
         except JaxinferError:
             raise
         except Exception as error:
@@ -156,11 +146,7 @@ class EngineChild:
                 break
             self._interrupt_dropped.clear()
             time.sleep(RETRY_SECONDS)
-        self._kill()
-
-    def _kill(self) -> None:
-        """Kill this process and the processes that it has started."""
-        os.killpg(0, signal.SIGKILL)
+        os.killpg(0, signal.SIGKILL)  # and the processes that this one has started
 
     def _interrupt(self, *_: object) -> None:
         if self._building and self._server_gone:
@@ -178,7 +164,7 @@ def main(load: Load = load_planner) -> None:
     """Serve the socket whose file descriptor is on the command line."""
     limit_heap_arenas()
     end = socket.socket(fileno=int(sys.argv[1]))
-    sys.exit(EngineChild(engine_end(end)).run(load))
+    sys.exit(EngineChild(Channel(end, ToEngine)).run(load))
 
 
 if __name__ == "__main__":

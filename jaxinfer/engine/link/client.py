@@ -68,21 +68,16 @@ class Stream:
         self.started = False
         self._client = client
         self._key = key
-        self._unfinished = n
+        self.num_unfinished = n  # completions that have not ended
         self._arrived: list[Delta] = []
         self._max_arrived = MAX_UNJOINED_DELTAS  # beyond this, deltas in _arrived are joined
         self._error: JaxinferError | None = None
         self._wake = wake
 
     @property
-    def num_unfinished(self) -> int:
-        """Completions that have not ended."""
-        return self._unfinished
-
-    @property
     def finished(self) -> bool:
         """True if every completion has ended and been taken."""
-        return not (self._unfinished or self._arrived or self._error)
+        return not (self.num_unfinished or self._arrived or self._error)
 
     def take(self) -> list[Delta]:
         """The deltas since the last call, possibly none.
@@ -101,7 +96,7 @@ class Stream:
 
         A slow reader gets the deltas of several steps at once.
         """
-        while not (arrived := self.take()) and self._unfinished:
+        while not (arrived := self.take()) and self.num_unfinished:
             self._wake.clear()
             await self._wake.wait()
         return arrived
@@ -109,13 +104,13 @@ class Stream:
     def close(self) -> None:
         """Abort the request if it is unfinished. Deltas that have arrived can still be taken."""
         self._client.forget(self._key)
-        self._unfinished = 0
+        self.num_unfinished = 0
         self._wake.set()
 
     def put(self, delta: Delta) -> None:
         """Add a delta; called by the client."""
         if delta.finish_reason is not None:
-            self._unfinished -= 1
+            self.num_unfinished -= 1
         if delta.error:
             self.fail(EngineError(delta.error))
             return
@@ -164,7 +159,7 @@ class EngineClient:
         self._streams: dict[str, Stream] = {}
         self._opened = 0
         self._num_waiting = 0
-        self._num_waiting_tokens = 0
+        self.num_waiting_tokens = 0  # prompt tokens of all requests that have not started
         self._num_started = 0
         self._pongs: list[asyncio.Future[None]] = []
         link.connect(self.receive)
@@ -183,11 +178,6 @@ class EngineClient:
         """Requests for which no slot would be free if ``arriving`` more were opened."""
         free = max(self.limits.max_num_seqs - self._num_started, 0)
         return max(self._num_waiting + arriving - free, 0)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Prompt tokens of all requests that have not started."""
-        return self._num_waiting_tokens
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise ``RequestError`` for a request that this engine can never answer."""
@@ -222,7 +212,7 @@ class EngineClient:
         stream = Stream(self, key, len(prompt_token_ids), sampling.n, wake or asyncio.Event())
         self._streams[key] = stream
         self._num_waiting += 1
-        self._num_waiting_tokens += stream.num_prompt_tokens
+        self.num_waiting_tokens += stream.num_prompt_tokens
         return stream
 
     def forget(self, key: str) -> None:
@@ -306,4 +296,4 @@ class EngineClient:
 
     def _leave_queue(self, stream: Stream) -> None:
         self._num_waiting -= 1
-        self._num_waiting_tokens -= stream.num_prompt_tokens
+        self.num_waiting_tokens -= stream.num_prompt_tokens

@@ -16,15 +16,17 @@ from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.link.spawn import Spawned
 from jaxinfer.engine.link.wire import (
     Build,
+    Channel,
     Command,
     Failed,
+    FromEngine,
     Listener,
     Planned,
     Pong,
     Ready,
     Refused,
     Stop,
-    server_end,
+    ToEngine,
 )
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
@@ -47,7 +49,7 @@ class EngineProcess:
 
     def __init__(self, spawned: Spawned) -> None:
         self._process = spawned.process
-        self._channel = server_end(spawned.end)
+        self._channel = Channel[ToEngine, FromEngine](spawned.end, FromEngine)
         self._messages = self._channel.messages()
         self._ended: EngineError | None = None  # why the engine answers no more
         self._reader: threading.Thread | None = None

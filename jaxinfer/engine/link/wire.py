@@ -112,7 +112,7 @@ class Channel[Sent, Received]:
     If the peer has closed its end, ``messages`` ends and sent messages are lost.
     """
 
-    def __init__(self, end: socket.socket, received: Any) -> None:
+    def __init__(self, end: socket.socket, received: Any) -> None:  # ``Received``, for msgspec
         self._socket = end
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(received)
@@ -165,13 +165,3 @@ class Channel[Sent, Received]:
                 return None
             done += count
         return data
-
-
-def server_end(end: socket.socket) -> Channel[ToEngine, FromEngine]:
-    """The server's side of a channel."""
-    return Channel(end, FromEngine)
-
-
-def engine_end(end: socket.socket) -> Channel[FromEngine, ToEngine]:
-    """The engine's side of a channel."""
-    return Channel(end, ToEngine)

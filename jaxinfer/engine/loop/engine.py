@@ -132,11 +132,6 @@ class Engine:
         """End a request; its pages are free after the next step. Unknown ids are ignored."""
         self._pending += [Abort(child) for child in self._children.get(request_id, ())]
 
-    @property
-    def open_request_ids(self) -> tuple[str, ...]:
-        """Requests with an unfinished completion, oldest first."""
-        return tuple(self._children)
-
     def wait_until_launchable(self) -> None:
         """Return once another step may be launched, so that requests that arrive before the next
         ``step`` can join it.

@@ -22,10 +22,8 @@ from jaxinfer.core.config import (
     DEFAULT_PAGE_SIZE,
     EngineConfig,
     Limits,
-    bound_gpu_allocator,
     cache_root,
-    keep_xla_quiet,
-    leave_out_line_info,
+    prepare_backend,
 )
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.progress import NoProgress, Progress
@@ -71,9 +69,7 @@ def plan_engine(
     bundle = None if config.bundle is None else open_bundle(Path(config.bundle))
     if bundle is not None:
         config = with_bundle_settings(config, bundle)
-    bound_gpu_allocator(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
-    leave_out_line_info()
-    keep_xla_quiet()
+    prepare_backend(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
     platform = check_device(platform_of_backend)
     chose_seqs = config.max_num_seqs is not None
     placement = default_placement()

@@ -17,9 +17,7 @@ from jaxinfer.core.config import (
     BUNDLE_MANIFEST,
     DEFAULT_GPU_MEMORY_UTILIZATION,
     EngineConfig,
-    bound_gpu_allocator,
-    keep_xla_quiet,
-    leave_out_line_info,
+    prepare_backend,
 )
 from jaxinfer.core.host_memory import gc_paused
 from jaxinfer.core.progress import Progress
@@ -50,9 +48,7 @@ def backend_starting(config: EngineConfig) -> Generator[Callable[[], str]]:
         if share is None:
             yield jax.default_backend
             return
-        bound_gpu_allocator(share)
-        keep_xla_quiet()
-        leave_out_line_info()  # now: the environment must not change while CUDA reads it
+        prepare_backend(share)  # now: the environment must not change while CUDA reads it
         # its thread is no daemon: an exit must not unload CUDA while the backend starts
         pool = ThreadPoolExecutor(1, "jax-backend")
         started = pool.submit(jax.default_backend)
