@@ -63,16 +63,17 @@ def describe(plan: EnginePlan) -> dict[str, Any]:
 
     from jaxinfer.models.base import abstract_params
 
+    model = plan.program.model
     count: Counter[str] = Counter()
     size: Counter[str] = Counter()
-    for leaf in jax.tree.leaves(abstract_params(plan.model)):
+    for leaf in jax.tree.leaves(abstract_params(model)):
         count[str(leaf.dtype)] += leaf.size
         size[str(leaf.dtype)] += leaf.size * leaf.dtype.itemsize
-    config, limits, memory = plan.model.config, plan.limits, plan.memory
+    config, limits, memory = model.config, plan.program.limits, plan.memory
     return {
         "model": plan.source.name,
-        "architecture": plan.model.architecture,
-        "family": plan.model.family.name,
+        "architecture": model.architecture,
+        "family": model.family.name,
         "layers": config.num_hidden_layers,
         "vocab_size": config.vocab_size,
         "context": config.lengths[1],
@@ -80,7 +81,7 @@ def describe(plan: EnginePlan) -> dict[str, Any]:
         "parameter_bytes": dict(size),
         "checkpoint_bytes": _checkpoint_bytes(plan),
         "sampling": _sampling(plan),
-        "kv_bytes_per_token": plan.model.state.bytes_per_token,
+        "kv_bytes_per_token": model.state.bytes_per_token,
         "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,

@@ -192,7 +192,7 @@ def _engine_process(spawned: Spawned, config: EngineConfig) -> tuple[Link, Engin
     from jaxinfer.core.host_memory import release_startup_memory
     from jaxinfer.engine.link.process import EngineProcess
 
-    process = EngineProcess.start(config, spawned, progress=True)
+    process = EngineProcess(config, spawned, progress=True)
     facts = process.ready()
     release_startup_memory()
     return process, facts

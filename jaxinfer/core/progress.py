@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Final, Protocol
 
 type Advance = Callable[[float], None]
 
@@ -32,3 +32,6 @@ class NoProgress:
 
     def note(self, text: str) -> None:
         """See ``Progress``."""
+
+
+NO_PROGRESS: Final = NoProgress()

@@ -25,7 +25,7 @@ from jaxinfer.engine.api import llm as llm_module
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import Collector
 from jaxinfer.engine.prompts import Prompt, parse_prompts
-from jaxinfer.engine.start import loading
+from jaxinfer.engine.start import loading, plan
 from jaxinfer.engine.start.build import model_facts, plan_engine
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.registry import build_model
@@ -389,7 +389,7 @@ def test_weights_that_do_not_fit(
     def load_params(*_: Any, **settings: Any) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr(loading, "load_params", load_params)
+    monkeypatch.setattr(plan, "load_params", load_params)
     with pytest.raises(EngineError, match=r"MB are planned and the device has not so much free"):
         LLM(str(folder), cache_dir=str(tiny_cache), **TINY)
 

@@ -34,7 +34,7 @@ SIM_STEP = 0.002  # seconds
 def sim_process(**script: Any) -> Generator[Running]:
     """A process with a simulated engine of 64 slots."""
     executor = SimExecutor(SIM_STEP, **script)
-    link = EngineProcess.start(sim_config(64, executor), spawn(SIM_PROGRAM))
+    link = EngineProcess(sim_config(64, executor), spawn(SIM_PROGRAM))
     try:
         yield link, link.ready()
     finally:

@@ -11,13 +11,13 @@ import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import batched
+from itertools import batched, count
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.host_memory import full_collections_deferred, gc_paused
-from jaxinfer.core.progress import NoProgress, Progress
+from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.facts import ValidatedRequest
@@ -49,7 +49,7 @@ class LLM:
             config = replace(config, prefill_first=True)
         self.config = config
         self._engine = start_engine(config, self._progress)
-        self._requests = 0
+        self._numbers = count()
         self._answering = False
 
     def get_tokenizer(self) -> Tokenizer:
@@ -169,8 +169,7 @@ class LLM:
         for some in batched(enumerate(requests), ADDED_AT_ONCE):
             with interrupts_deferred():
                 for number, request in some:
-                    request_id = f"llm-{self._requests}"
-                    self._requests += 1
+                    request_id = f"llm-{next(self._numbers)}"
                     self._engine.add_validated(request_id, request)
                     numbers[request_id] = number
 
@@ -187,7 +186,7 @@ class LLM:
             levels = _one_each("priorities", priorities, len(prompts))
         # made after the first step: until a batch's first launch the device is idle
         collectors: dict[int, Collector] = {}
-        progress = self._progress if use_tqdm else NoProgress()
+        progress = self._progress if use_tqdm else NO_PROGRESS
         with progress.task("generate", len(prompts)) as advance, full_collections_deferred():
             for number, delta in self.stream(prompts, params, levels):
                 if number not in collectors:

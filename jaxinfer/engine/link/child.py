@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.host_memory import gc_paused, limit_heap_arenas, release_startup_memory
-from jaxinfer.core.progress import NoProgress, Progress
+from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.link.wire import (
     Build,
     Channel,
@@ -57,13 +57,13 @@ def load_planner(settings: Callable[[], EngineConfig]) -> Planner:
     with gc_paused():
         import_module("jax")  # the slowest import, which needs no settings
     with backend_starting(settings()) as platform:
-        from jaxinfer.engine.start.build import build_planned, plan_engine
+        from jaxinfer.engine.start.build import build_engine, plan_engine
     gc.freeze()  # modules are never freed
 
     def plan(config: EngineConfig, progress: Progress) -> tuple[Planned, Callable[[], Engine]]:
         made = plan_engine(config, progress, platform)
-        planned = Planned(made.limits, made.tokenizer_spec)
-        return planned, lambda: build_planned(made, progress)
+        planned = Planned(made.program.limits, made.tokenizer_spec)
+        return planned, lambda: build_engine(made, progress)
 
     return plan
 
@@ -100,7 +100,7 @@ class EngineChild:
         try:
             planner = load(lambda: self._build_message.result().config)
             message = self._build_message.result()
-            progress = progress_on(sys.stderr) if message.progress else NoProgress()
+            progress = progress_on(sys.stderr) if message.progress else NO_PROGRESS
             self._building = True  # from here on: an import interrupted in C code prints errors
             planned, build = planner(message.config, progress)
             self._channel.send(planned)

@@ -45,26 +45,19 @@ class EngineFacts:
 
 
 class EngineProcess:
-    """A ``Link`` to an engine's process: ``start``, ``ready``, ``connect``; always ``stop`` it."""
+    """A ``Link`` to an engine's process: ``ready``, ``connect``; always ``stop`` it."""
 
-    def __init__(self, spawned: Spawned) -> None:
+    def __init__(self, config: EngineConfig, spawned: Spawned, *, progress: bool = False) -> None:
+        """Send ``config`` and return at once. ``progress``: whether it is shown on stderr."""
         self._process = spawned.process
         self._channel = Channel[ToEngine, FromEngine](spawned.end, FromEngine)
         self._messages = self._channel.messages()
         self._ended: EngineError | None = None  # why the engine answers no more
         self._reader: threading.Thread | None = None
-
-    @classmethod
-    def start(
-        cls, config: EngineConfig, spawned: Spawned, *, progress: bool = False
-    ) -> EngineProcess:
-        """Send ``config`` and return at once. ``progress``: whether it is shown on stderr."""
-        started = cls(spawned)
-        started._channel.send(Build(config, progress))
-        return started
+        self._channel.send(Build(config, progress))
 
     def ready(self) -> EngineFacts:
-        """Wait for the engine; raises the errors of ``build_engine``, after which it has ended."""
+        """Wait for the engine; raises the errors of ``start_engine``, after which it has ended."""
         try:
             return self._facts()
         except JaxinferError:

@@ -105,8 +105,7 @@ class EngineThread:
                 priority=submission.priority,
                 cache_salt=submission.cache_salt,
             )
-        except JaxinferError as error:
-            listener(Refused(submission.request_id, Failed.of(error)))
         except Exception as error:  # an error of one request must not stop the others
-            refusal = RequestError(f"the request is unusable: {error}")
-            listener(Refused(submission.request_id, Failed.of(refusal)))
+            if not isinstance(error, JaxinferError):
+                error = RequestError(f"the request is unusable: {error}")
+            listener(Refused(submission.request_id, Failed.of(error)))

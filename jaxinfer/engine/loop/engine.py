@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Validates, runs and aborts requests; built by ``engine.start.build.build_engine``."""
+    """Validates, runs and aborts requests; built by ``engine.start.build``."""
 
     def __init__(
         self,
@@ -106,7 +106,6 @@ class Engine:
         pools: bool = False,
     ) -> None:
         """Validate and add a request; raises ``RequestError`` if it is refused."""
-        self._check_accepting(request_id)
         validated = self.check(
             prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt, pools=pools
         )

@@ -31,7 +31,6 @@ from jaxinfer.exec.run.device_memory import (
 from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import Params
 from jaxinfer.nn import state as layer_state
-from jaxinfer.weights.load import load_params
 
 type Timed[T] = tuple[T, float]  # and the seconds that it took
 type State = tuple[Params, layer_state.State, SlotState]
@@ -52,11 +51,11 @@ def load(
     if loader.finds_executables:
         progress.note(plan.memory.described())
         return _beside(loader.state, loader.executables)
-    plan.read_tokenizer()  # compiling takes a minute: errors are reported before it
+    _ = plan.tokenizer  # read: compiling takes a minute: errors are reported before it
     prepare_folder(loader.folder.parent)  # an error if nothing can be saved
     progress.note(plan.memory.described())
-    claim_memory(plan.memory, plan.placement.device)
-    if plan.placement.platform == "cpu":
+    claim_memory(plan.memory, plan.program.placement.device)
+    if plan.program.platform == "cpu":
         return loader.executables(), loader.state()
     made, (params, seconds) = _beside(loader.weights, loader.executables)
     return made, ((params, *init_state(plan.program)), seconds)
@@ -101,20 +100,13 @@ class _Loader:
         """Claim the memory of the whole plan, then load the weights."""
         start, plan = time.perf_counter(), self.plan
         try:
-            claim_memory(plan.memory, plan.placement.device)
+            claim_memory(plan.memory, plan.program.placement.device)
             self._claimed.set_result(None)
         except BaseException as error:
             self._claimed.set_exception(error)  # ``_pages_and_slots`` waits for it
             raise
         with allocating(plan.memory.weight_bytes):
-            params = load_params(
-                plan.model,
-                plan.source,
-                placement=plan.placement,
-                cache_dir=plan.cache_dir,
-                seed=plan.config.seed,
-                progress=self.progress,
-            )
+            params = plan.load_params(self.progress)
         release_free_heap()
         return params, time.perf_counter() - start
 
@@ -132,7 +124,7 @@ class _Loader:
         return make()
 
     def _state_maker(self) -> Callable[[], tuple[layer_state.State, SlotState]]:
-        self.plan.read_tokenizer()
+        _ = self.plan.tokenizer  # read
         return compile_init_state(self.plan.program)
 
     @cached_property

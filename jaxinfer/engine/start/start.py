@@ -20,17 +20,17 @@ from jaxinfer.core.config import (
     prepare_backend,
 )
 from jaxinfer.core.host_memory import gc_paused
-from jaxinfer.core.progress import Progress
+from jaxinfer.core.progress import NO_PROGRESS, Progress
 
 if TYPE_CHECKING:
     from jaxinfer.engine.loop.engine import Engine
 
 
-def start_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
-    """``build.build_engine``, imported while JAX's backend starts."""
+def start_engine(config: EngineConfig, progress: Progress = NO_PROGRESS) -> Engine:
+    """Plan and build an engine, importing both while JAX's backend starts."""
     with backend_starting(config) as platform:
-        from jaxinfer.engine.start.build import build_engine
-    return build_engine(config, progress, platform)
+        from jaxinfer.engine.start.build import build_engine, plan_engine
+    return build_engine(plan_engine(config, progress, platform), progress)
 
 
 @contextmanager
