@@ -26,7 +26,7 @@ from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Pages, ScheduledSeq, StepPlan
 from jaxinfer.engine.loop import loop as loop_module
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.engine.start.build import model_facts, plan_engine
+from jaxinfer.engine.start.build import plan_engine
 from jaxinfer.exec.compile.build import Executables, build_executables, cached_bundle
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run import executor as executor_module
@@ -182,5 +182,5 @@ def build_parts(gguf: Path) -> tuple[Engine, Executor, BareSteps]:
     params = plan.load_params(progress)
     executor = Executor(program, executables, params, *init_state(program))
     executor.warm_up()
-    engine = Engine(executor, program.limits, model_facts(plan), plan.tokenizer)
+    engine = Engine(executor, program.limits, plan.facts, plan.tokenizer)
     return engine, executor, BareSteps(program, executables, params)

@@ -65,7 +65,7 @@ def test_fewer_sequences_by_default(folder: Path) -> None:
     assert max(bucket.num_decodes for bucket in made.program.limits.buckets) == 6
     assert made.memory.state_bytes == 13 * STATE_BYTES
     assert COPY in made.program.names()
-    assert build.bundle_settings(made)["max_num_seqs"] == 6
+    assert made.bundle_settings["max_num_seqs"] == 6
 
 
 def test_without_prefix_caching_there_are_no_snapshots(folder: Path) -> None:

@@ -27,7 +27,7 @@ from jaxinfer.core.config import (
 )
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.progress import NO_PROGRESS, Progress
-from jaxinfer.engine.facts import ModelFacts, facts_of_configs
+from jaxinfer.engine.facts import facts_of_configs
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.news import EngineStats
 from jaxinfer.engine.start.loading import load
@@ -109,7 +109,7 @@ def plan_engine(
         program=program,
         memory=memory,
         tokenizer_spec=spec,
-        facts=facts,
+        config_facts=facts,
         cache_dir=cache_dir,
         bundle=bundle,
     )
@@ -225,9 +225,7 @@ def build_engine(plan: EnginePlan, progress: Progress = NO_PROGRESS) -> Engine:
     """Build a ready engine: weights are on the device, and every executable that a request may need
     is compiled, loaded and has run once. Raises a ``JaxinferError``.
     """
-    (executables, compile_seconds), (state, load_seconds) = load(
-        plan, bundle_settings(plan), progress
-    )
+    (executables, compile_seconds), (state, load_seconds) = load(plan, progress)
     executor = Executor(plan.program, executables, *state)
     executor.warm_up()
     start_stats = EngineStats(
@@ -239,7 +237,7 @@ def build_engine(plan: EnginePlan, progress: Progress = NO_PROGRESS) -> Engine:
     return Engine(
         executor,
         plan.program.limits,
-        model_facts(plan),
+        plan.facts,
         plan.tokenizer,
         seed=plan.config.seed,
         overlap=plan.config.overlap,
@@ -255,16 +253,9 @@ def write_planned(
         plan.program,
         folder,
         memory=plan.memory,
-        settings=bundle_settings(plan),
+        settings=plan.bundle_settings,
         progress=progress,
     )
-
-
-def bundle_settings(plan: EnginePlan) -> dict[str, Any]:
-    """The settings that a bundle of this plan fixes, with the planned sizes."""
-    sizes = ("num_pages", "page_size", "max_model_len")
-    planned = {name: getattr(plan.program.limits, name) for name in sizes}
-    return {name: getattr(plan.config, name) for name in COMPILED} | planned
 
 
 def with_bundle_settings(config: EngineConfig, bundle: Bundle) -> EngineConfig:
@@ -308,14 +299,6 @@ def check_device(platform_of_backend: Callable[[], str] | None = None) -> str:
             f"JAX finds no device{wanted} ({words}); check JAX_PLATFORMS, that jax[cuda12] or "
             "jax[cuda13] is installed for a GPU, and `jaxinfer doctor`"
         ) from error
-
-
-def model_facts(plan: EnginePlan) -> ModelFacts:
-    """The facts of the plan's model, with the tokenizer's end tokens added."""
-    if plan.tokenizer is None:
-        return plan.facts
-    ends = (*plan.facts.eos_token_ids, *sorted(plan.tokenizer.end_token_ids))
-    return replace(plan.facts, eos_token_ids=tuple(dict.fromkeys(ends)))
 
 
 def _context(config: EngineConfig, model: Model) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from os.path import isdir
 from pathlib import Path
-from typing import Any
 
 from jaxinfer.core.host_memory import release_free_heap
 from jaxinfer.core.progress import Progress
@@ -36,22 +35,20 @@ type Timed[T] = tuple[T, float]  # and the seconds that it took
 type State = tuple[Params, layer_state.State, SlotState]
 
 
-def load(
-    plan: EnginePlan, settings: Mapping[str, Any], progress: Progress
-) -> tuple[Timed[Executables], Timed[State]]:
+def load(plan: EnginePlan, progress: Progress) -> tuple[Timed[Executables], Timed[State]]:
     """Return the executables and the state, each with the seconds of its loading or compiling.
 
     If nothing has to be compiled, executables load while weights, tokenizer and pages do. Else, on
     a CPU, compiling comes first: the compiler's memory and the weights together would nearly double
     the peak (2.3 GB instead of 1.3 GB for SmolLM2-135M). On a GPU weights load while the steps
-    compile, but pages come last: XLA runs GEMMs in their memory to autotune them. ``settings`` are
-    saved in the manifest of a new bundle. The seconds of the state are those of its weights.
+    compile, but pages come last: XLA runs GEMMs in their memory to autotune them. The seconds of
+    the state are those of its weights.
     """
-    loader = _Loader(plan, settings, progress)
+    loader = _Loader(plan, progress)
     if loader.finds_executables:
         progress.note(plan.memory.described())
         return _beside(loader.state, loader.executables)
-    _ = plan.tokenizer  # read: compiling takes a minute: errors are reported before it
+    _ = plan.tokenizer  # its errors are reported before compiling, which takes a minute
     prepare_folder(loader.folder.parent)  # an error if nothing can be saved
     progress.note(plan.memory.described())
     claim_memory(plan.memory, plan.program.placement.device)
@@ -66,7 +63,6 @@ class _Loader:
     """The tasks of ``load``, for threads."""
 
     plan: EnginePlan
-    settings: Mapping[str, Any]
     progress: Progress
     _claimed: Future[None] = field(default_factory=Future[None])
 
@@ -91,7 +87,7 @@ class _Loader:
                 folder=self.folder,
                 memory=self.plan.memory,
                 progress=progress,
-                settings=self.settings,
+                settings=self.plan.bundle_settings,
             )
         progress.note(self.plan.memory.measured(made.workspace_bytes))
         return made, time.perf_counter() - start

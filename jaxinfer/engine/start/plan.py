@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.config import COMPILED, EngineConfig
 from jaxinfer.core.progress import Progress
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.exec.compile.bundle import Bundle
@@ -31,7 +31,7 @@ class EnginePlan:
     program: Program  # with the number of pages in its limits
     memory: MemoryPlan
     tokenizer_spec: TokenizerSpec | None  # for other processes, which load their own
-    facts: ModelFacts  # without the tokenizer's eos: see ``model_facts``
+    config_facts: ModelFacts  # from the model's config files
     cache_dir: Path
     bundle: Bundle | None  # the user's, which has been found to fit
 
@@ -46,6 +46,21 @@ class EnginePlan:
         from jaxinfer.text.tokenizer import load_tokenizer
 
         return load_tokenizer(self.tokenizer_spec)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The facts of the model, with the tokenizer's end tokens added."""
+        if self.tokenizer is None:
+            return self.config_facts
+        ends = (*self.config_facts.eos_token_ids, *sorted(self.tokenizer.end_token_ids))
+        return replace(self.config_facts, eos_token_ids=tuple(dict.fromkeys(ends)))
+
+    @property
+    def bundle_settings(self) -> dict[str, Any]:
+        """The settings that a bundle of this plan fixes, with the planned sizes."""
+        sizes = ("num_pages", "page_size", "max_model_len")
+        planned = {name: getattr(self.program.limits, name) for name in sizes}
+        return {name: getattr(self.config, name) for name in COMPILED} | planned
 
     def load_params(self, progress: Progress) -> Params:
         """Load the weights onto the devices; see ``weights.load``."""
