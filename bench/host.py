@@ -138,7 +138,7 @@ def measure(place: str, num_seqs: int, step_ms: float) -> Run:
 
         async def main() -> tuple[list[float], float, float]:
             metrics = Metrics(facts.name, limits)
-            client = EngineClient(link, limits, facts, tokenizer, observe=metrics.observe)
+            client = EngineClient(link, metrics.observe)
             service.attach(client, metrics)
             with bound_sockets(config) as sockets:
                 serving = asyncio.create_task(server.serve(sockets))

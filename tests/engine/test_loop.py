@@ -20,6 +20,7 @@ from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.loop.late_compiles import LateCompiles
 from jaxinfer.engine.loop.loop import EngineLoop
 from jaxinfer.engine.loop.timeline import Timeline
+from jaxinfer.engine.news import EngineStats
 from kit.drive import make_limits, make_request
 from kit.fake_executor import VOCAB, FakeExecutor, expected_tokens
 
@@ -204,6 +205,9 @@ def test_a_device_lost_while_it_waits_stops_the_engine() -> None:
 
 class WaitingEngine:
     """Records its calls; a request is submitted while it waits for the device."""
+
+    limits = facts = tokenizer = None
+    stats = staticmethod(EngineStats)
 
     def __init__(self) -> None:
         self.thread = EngineThread(self)  # type: ignore[arg-type]

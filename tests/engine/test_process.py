@@ -100,7 +100,7 @@ def test_answers_equal_those_of_the_engine_in_this_process(config: EngineConfig)
         assert client.stats.num_late_compiles == 0
         assert client.stats.num_live_pages == 0
 
-    talk((link, ready), scenario)
+    talk(link, scenario)
 
 
 @pytest.mark.parametrize(

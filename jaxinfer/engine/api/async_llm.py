@@ -32,9 +32,7 @@ class AsyncLLM:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.client = EngineClient(
-            EngineThread(engine), engine.limits, engine.facts, engine.tokenizer
-        )
+        self.client = EngineClient(EngineThread(engine))
         self._numbers = count(1)
 
     @classmethod

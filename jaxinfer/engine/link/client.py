@@ -7,9 +7,9 @@ to streams. It wakes the loop once a step, not once a token.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
@@ -33,25 +33,37 @@ from jaxinfer.text.tokenizer import Tokenizer
 MAX_UNJOINED_DELTAS = 256  # deltas that an unread stream holds before it joins them
 
 
-class Link(Protocol):
-    """A connection to an engine on a thread of this process or in another process."""
+class Link(ABC):
+    """A connection to a ready engine on a thread of this process or in another process."""
 
-    def connect(self, listener: Listener) -> None:
-        """Pass the engine's answers to ``listener``; called once, before any other method."""
-        ...
+    limits: Limits
+    facts: ModelFacts
+    tokenizer: Tokenizer | None  # loaded in this process
+    stats: EngineStats  # of the start
+    _ended: EngineError | None = None  # why the engine answers no more
 
     @property
     def alive(self) -> bool:
         """True if requests are still answered."""
-        ...
+        return self._ended is None
 
     def send(self, command: Command) -> None:
         """Send a command; raises ``EngineError`` if the engine has ended."""
-        ...
+        if self._ended is not None:
+            raise self._ended
+        self._pass(command)
 
+    @abstractmethod
+    def connect(self, listener: Listener) -> None:
+        """Start a thread that calls ``listener`` with the engine's answers. Called once."""
+
+    @abstractmethod
     def stop(self) -> None:
-        """End the engine; open requests are refused. Returns when it has ended."""
-        ...
+        """End the engine after its current iteration; open requests are refused."""
+
+    @abstractmethod
+    def _pass(self, command: Command) -> None:
+        """Pass a command to the engine's thread or process."""
 
 
 class Stream:
@@ -139,20 +151,11 @@ class EngineClient:
     ``observe``, which may be set later, is called in the loop with all news, for metrics.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        limits: Limits,
-        facts: ModelFacts,
-        tokenizer: Tokenizer | None,
-        *,
-        stats: EngineStats | None = None,
-        observe: Callable[[News], None] | None = None,
-    ) -> None:
-        self.limits = limits
-        self.facts = facts
-        self.tokenizer = tokenizer
-        self.stats = stats or EngineStats()  # of the engine's last iteration
+    def __init__(self, link: Link, observe: Callable[[News], None] | None = None) -> None:
+        self.limits = link.limits
+        self.facts = link.facts
+        self.tokenizer = link.tokenizer
+        self.stats = link.stats  # of the engine's last iteration
         self.observe = observe
         self._link = link
         self._loop = asyncio.get_running_loop()

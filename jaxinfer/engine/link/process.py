@@ -8,11 +8,11 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import Self
 
-from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
-from jaxinfer.engine.facts import ModelFacts
+from jaxinfer.engine.link.client import Link
 from jaxinfer.engine.link.spawn import Spawned
 from jaxinfer.engine.link.wire import (
     Build,
@@ -22,59 +22,44 @@ from jaxinfer.engine.link.wire import (
     FromEngine,
     Listener,
     Planned,
-    Pong,
     Ready,
-    Refused,
     Stop,
     ToEngine,
 )
-from jaxinfer.engine.news import EngineStats, News
-from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
+from jaxinfer.text.tokenizer import load_tokenizer
 
 STOP_SECONDS = 10.0  # for the current step to finish
 
 
-@dataclass(frozen=True)
-class EngineFacts:
-    """The facts of a ready engine that ``EngineClient`` needs."""
-
-    facts: ModelFacts
-    limits: Limits
-    tokenizer: Tokenizer | None  # loaded in this process
-    stats: EngineStats
-
-
-class EngineProcess:
-    """A ``Link`` to an engine's process: ``ready``, ``connect``; always ``stop`` it."""
+class EngineProcess(Link):
+    """A link to an engine's process: ``ready``, ``connect``; always ``stop`` it."""
 
     def __init__(self, config: EngineConfig, spawned: Spawned, *, progress: bool = False) -> None:
         """Send ``config`` and return at once. ``progress``: whether it is shown on stderr."""
         self._process = spawned.process
         self._channel = Channel[ToEngine, FromEngine](spawned.end, FromEngine)
         self._messages = self._channel.messages()
-        self._ended: EngineError | None = None  # why the engine answers no more
         self._reader: threading.Thread | None = None
         self._channel.send(Build(config, progress))
 
-    def ready(self) -> EngineFacts:
+    def ready(self) -> Self:
         """Wait for the engine; raises the errors of ``start_engine``, after which it has ended."""
         try:
-            return self._facts()
+            self._wait_until_ready()
         except JaxinferError:
             self.stop()
             raise
+        return self
 
-    def _facts(self) -> EngineFacts:
-        planned, tokenizer = None, None
+    def _wait_until_ready(self) -> None:
         for message in self._messages:
             match message:
-                case Planned():
-                    planned = message
-                    if planned.tokenizer is not None:  # while the engine compiles
-                        tokenizer = load_tokenizer(planned.tokenizer)
-                case Ready():
-                    assert planned is not None
-                    return EngineFacts(message.facts, planned.limits, tokenizer, message.stats)
+                case Planned(limits, tokenizer):
+                    self.limits = limits  # the tokenizer is read while the engine compiles
+                    self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
+                case Ready(facts, stats):
+                    self.facts, self.stats = facts, stats
+                    return
                 case Failed():
                     raise message.error
                 case _:
@@ -82,7 +67,7 @@ class EngineProcess:
         raise self._ending("while it was starting")
 
     def connect(self, listener: Listener) -> None:
-        """Start the thread that reads messages and calls ``listener``."""
+        """See ``Link``."""
         self._reader = threading.Thread(
             target=self._follow, args=(listener,), name="jaxinfer-engine-news", daemon=True
         )
@@ -93,22 +78,14 @@ class EngineProcess:
         """The process id, which is also its process group."""
         return self._process.pid
 
-    @property
-    def alive(self) -> bool:
-        """True if requests are still answered."""
-        return self._ended is None
-
-    def send(self, command: Command) -> None:
-        """Send a command; raises ``EngineError`` if the engine has ended."""
-        if self._ended is not None:
-            raise self._ended
+    def _pass(self, command: Command) -> None:
         try:
             self._channel.send(command)
         except (ValueError, TypeError, OverflowError) as error:
             raise RequestError(f"the request cannot be sent to the engine: {error}") from error
 
     def stop(self) -> None:
-        """End the process; if it does not end in time it is killed."""
+        """See ``Link``; a process that does not end in time is killed."""
         was_alive = self._ended is None
         self._ended = self._ended or EngineError("the engine is shut down; build a new one")
         if self._reader is None:  # not connected, so no request is open
@@ -127,10 +104,10 @@ class EngineProcess:
                 match message:
                     case Failed():
                         error = message.error
-                    case News() | Refused() | Pong():
-                        listener(message)
-                    case _:
+                    case Planned() | Ready():
                         raise AssertionError(f"{message} while the engine runs")
+                    case _:
+                        listener(message)
         finally:
             self._end(error, listener)
 

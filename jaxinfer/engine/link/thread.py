@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
+from jaxinfer.engine.link.client import Link
 from jaxinfer.engine.link.wire import (
     AbortRequest,
     Command,
@@ -26,35 +27,30 @@ if TYPE_CHECKING:
     from jaxinfer.engine.loop.engine import Engine
 
 
-class EngineThread:
-    """A ``Link`` that runs an engine from ``connect`` to ``stop``."""
+class EngineThread(Link):
+    """A link that runs an engine from ``connect`` to ``stop``."""
 
     def __init__(self, engine: Engine) -> None:
+        self.limits = engine.limits
+        self.facts = engine.facts
+        self.tokenizer = engine.tokenizer
+        self.stats = engine.stats()
         self._engine = engine
         self._inbox: SimpleQueue[Command] = SimpleQueue()
-        self._ended: EngineError | None = None  # why the inbox is no longer read
         self._thread: threading.Thread | None = None
 
     def connect(self, listener: Listener) -> None:
-        """Start the thread; ``listener`` is called on it."""
+        """See ``Link``."""
         self._thread = threading.Thread(
             target=self._run, args=(listener,), name="jaxinfer-engine", daemon=True
         )
         self._thread.start()
 
-    @property
-    def alive(self) -> bool:
-        """True if requests are still answered."""
-        return self._ended is None
-
-    def send(self, command: Command) -> None:
-        """Put a command into the inbox; raises ``EngineError`` if the engine has ended."""
-        if self._ended is not None:
-            raise self._ended
+    def _pass(self, command: Command) -> None:
         self._inbox.put(command)
 
     def stop(self) -> None:
-        """Finish the current iteration and end the thread."""
+        """See ``Link``."""
         self._ended = self._ended or EngineError("the engine is shut down; build a new one")
         self._inbox.put(Stop())
         if self._thread is not None:
