@@ -53,13 +53,8 @@ def facts_of_configs(
     sampling, most = SamplingParams(), None
     if use_generation_config:
         sampling, most = sampling_of(generation_config, hf_config)
-    return ModelFacts(
-        name=name,
-        vocab_size=vocab_size,
-        eos_token_ids=eos_ids_of(generation_config, hf_config),
-        default_sampling=sampling,
-        max_new_tokens=most,
-    )
+    eos_token_ids = eos_ids_of(generation_config, hf_config)
+    return ModelFacts(name, vocab_size, eos_token_ids, sampling, most)
 
 
 def resolved_max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limits: Limits) -> int:

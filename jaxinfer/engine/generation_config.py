@@ -68,20 +68,18 @@ def sampling_of(
     given = {key: value for key, value in given.items() if value is not None}
     for key, value in given.items():
         _check_unused(key, value)
-    limit = given.get(_LIMIT)
     values = {key: given[key] for key in _USED if key in given}
+    if _LIMIT in given:
+        values["max_tokens"] = given[_LIMIT]
     try:
         sampling = SamplingParams(**values)
-        if limit is not None:
-            limit = SamplingParams(max_tokens=limit).max_tokens
-            sampling = SamplingParams(**values, max_tokens=limit)
     except RequestError as error:
         reason = str(error).replace("max_tokens", _LIMIT)
         raise ConfigError(
             f"the model's generation_config is unusable: {reason}; correct the file, or start with "
             "generation_config 'vllm', which takes nothing from it"
         ) from error
-    return sampling, limit
+    return sampling, sampling.max_tokens if _LIMIT in given else None
 
 
 def _check_unused(key: str, value: object) -> None:

@@ -181,14 +181,13 @@ class LLM:
         priorities: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         params = self._params_for(prompts, sampling_params)
-        levels = [0] * len(prompts)
         if priorities is not None:
-            levels = _one_each("priorities", priorities, len(prompts))
+            priorities = _one_each("priorities", priorities, len(prompts))
         # made after the first step: until a batch's first launch the device is idle
         collectors: dict[int, Collector] = {}
         progress = self._progress if use_tqdm else NO_PROGRESS
         with progress.task("generate", len(prompts)) as advance, full_collections_deferred():
-            for number, delta in self.stream(prompts, params, levels):
+            for number, delta in self.stream(prompts, params, priorities):
                 if number not in collectors:
                     collectors[number] = Collector(str(number), prompts[number], params[number])
                 collectors[number].add(delta)
