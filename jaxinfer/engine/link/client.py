@@ -184,13 +184,7 @@ class EngineClient:
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise ``RequestError`` for a request that this engine can never answer."""
-        check_request(
-            prompt_token_ids,
-            sampling,
-            limits=self.limits,
-            facts=self.facts,
-            has_tokenizer=self.tokenizer is not None,
-        )
+        check_request(prompt_token_ids, sampling, self.limits, self.facts, self.tokenizer)
 
     def open(
         self,

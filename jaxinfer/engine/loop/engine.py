@@ -86,13 +86,7 @@ class Engine:
         if pools and not self.limits.pools:
             raise RequestError("this engine was not built to pool; generate text with it instead")
         priority, salt = check_identity(priority, cache_salt)
-        prompt = check_request(
-            prompt_token_ids,
-            sampling,
-            limits=self.limits,
-            facts=self.facts,
-            has_tokenizer=self.tokenizer is not None,
-        )
+        prompt = check_request(prompt_token_ids, sampling, self.limits, self.facts, self.tokenizer)
         return ValidatedRequest(prompt, sampling, priority, salt, pools)
 
     def add_request(
