@@ -120,7 +120,7 @@ class _Loader:
         return make()
 
     def _state_maker(self) -> Callable[[], tuple[layer_state.State, SlotState]]:
-        _ = self.plan.tokenizer  # read
+        _ = self.plan.tokenizer  # read on this thread, while weights load
         return compile_init_state(self.plan.program)
 
     @cached_property
