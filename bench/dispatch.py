@@ -39,14 +39,13 @@ from jax.profiler import ProfileData
 
 from bench.throughput import rotated
 from jaxinfer.core.config import EngineConfig
-from jaxinfer.core.progress import NoProgress
+from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.core.step import StepPlan
 from jaxinfer.engine.start.build import plan_engine
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.step.batch import pack
 from jaxinfer.exec.step.forward import flat_params
-from jaxinfer.weights.load import load_params
 
 CALLS = ("leaves", "step", "resident")
 HOST = "/host:CPU"  # the plane of the host's threads in a trace
@@ -142,15 +141,7 @@ def main() -> None:
     )
     plan = plan_engine(config)
     program = plan.program
-    params = load_params(
-        plan.model,
-        plan.source,
-        placement=plan.placement,
-        cache_dir=plan.cache_dir,
-        seed=0,
-        progress=NoProgress(),
-    )
-    device = Device(program, params)
+    device = Device(program, plan.load_params(NO_PROGRESS))
     for name in given.steps.split(","):
         calls = device.calls(name)
         taken = measure(calls, given.repeats)

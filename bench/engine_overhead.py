@@ -21,12 +21,12 @@ import numpy as np
 from bench.throughput import rotated
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.intlog import IntLog
-from jaxinfer.core.progress import NoProgress
+from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Pages, ScheduledSeq, StepPlan
 from jaxinfer.engine.loop import loop as loop_module
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.engine.start.build import model_facts, plan_engine
+from jaxinfer.engine.start.build import plan_engine
 from jaxinfer.exec.compile.build import Executables, build_executables, cached_bundle
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run import executor as executor_module
@@ -36,7 +36,6 @@ from jaxinfer.exec.step.batch import pack
 from jaxinfer.exec.step.forward import flat_params
 from jaxinfer.models.base import Params
 from jaxinfer.sched.choose import smallest_bucket
-from jaxinfer.weights.load import load_params
 
 
 class BareSteps:
@@ -176,19 +175,12 @@ def measure_overhead(
 def build_parts(gguf: Path) -> tuple[Engine, Executor, BareSteps]:
     """The parts of ``build_engine``, and the bare loop on the same executables and weights."""
     config = EngineConfig(model=os.fspath(gguf), enable_prefix_caching=False)
-    plan, progress = plan_engine(config), NoProgress()
+    plan, progress = plan_engine(config), NO_PROGRESS
     program = plan.program
     folder = cached_bundle(program, plan.cache_dir / "executables")
     executables = build_executables(program, folder=folder, memory=plan.memory, progress=progress)
-    params = load_params(
-        plan.model,
-        plan.source,
-        placement=plan.placement,
-        cache_dir=plan.cache_dir,
-        seed=plan.config.seed,
-        progress=progress,
-    )
+    params = plan.load_params(progress)
     executor = Executor(program, executables, params, *init_state(program))
     executor.warm_up()
-    engine = Engine(executor, plan.limits, model_facts(plan), plan.tokenizer)
+    engine = Engine(executor, program.limits, plan.facts, plan.tokenizer)
     return engine, executor, BareSteps(program, executables, params)

@@ -128,7 +128,7 @@ def measure(place: str, num_seqs: int, step_ms: float) -> Run:
         limits, facts = sim_limits(num_seqs), sim_facts(tokenizer)
         if place == "process":
             config = sim_config(num_seqs, executor, str(trace_file))
-            link = EngineProcess.start(config, spawn(SIM_PROGRAM))
+            link = EngineProcess(config, spawn(SIM_PROGRAM))
             link.ready()
         else:
             link = EngineThread(Engine(executor, limits, facts, tokenizer))
@@ -138,7 +138,7 @@ def measure(place: str, num_seqs: int, step_ms: float) -> Run:
 
         async def main() -> tuple[list[float], float, float]:
             metrics = Metrics(facts.name, limits)
-            client = EngineClient(link, limits, facts, tokenizer, observe=metrics.observe)
+            client = EngineClient(link, metrics.observe)
             service.attach(client, metrics)
             with bound_sockets(config) as sockets:
                 serving = asyncio.create_task(server.serve(sockets))

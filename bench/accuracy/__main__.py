@@ -38,8 +38,8 @@ from jaxinfer.core.config import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     DEFAULT_PAGE_SIZE,
     EngineConfig,
-    bound_gpu_allocator,
     cache_root,
+    prepare_backend,
 )
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.engine.start.build import plan_engine, write_planned
@@ -208,7 +208,7 @@ def _variants(text: str) -> list[str]:
 def main(argv: list[str] | None = None, work: Workload | None = None) -> None:
     """Generate, score, write."""
     arguments, work = parse_arguments(argv), work or Workload()
-    bound_gpu_allocator(DEFAULT_GPU_MEMORY_UTILIZATION)  # before `facts` starts JAX's backend
+    prepare_backend(DEFAULT_GPU_MEMORY_UTILIZATION)  # before `facts` starts JAX's backend
     if arguments.longest is not None:
         work = replace(work, longest=arguments.longest)
     given = dict(arguments.engine)

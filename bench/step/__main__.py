@@ -35,7 +35,7 @@ from jaxinfer import LLM
 from jaxinfer.core.config import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     DEFAULT_PAGE_SIZE,
-    bound_gpu_allocator,
+    prepare_backend,
 )
 from jaxinfer.models.registry import build_model
 
@@ -355,7 +355,7 @@ def setting(text: str) -> tuple[str, Any]:
 def main(argv: list[str] | None = None, work: Workload | None = None) -> None:
     """Measure group by group; the file is complete after each row."""
     arguments = parse_arguments(argv)
-    bound_gpu_allocator(DEFAULT_GPU_MEMORY_UTILIZATION)  # before `facts` starts JAX's backend
+    prepare_backend(DEFAULT_GPU_MEMORY_UTILIZATION)  # before `facts` starts JAX's backend
     bench = Bench(arguments, work or Workload())
     for group in arguments.only:
         if group not in OWN_PROCESSES:

@@ -74,18 +74,14 @@ def _interpreter() -> Iterator[Finding]:
 
 def _packages() -> Iterator[Finding]:
     """Every requirement of the installed distribution, from its metadata: nothing is imported."""
-    for name in ("jaxinfer", "jaxlib", *_required()):
+    for name in ("jaxinfer", "jaxlib", *_required(), *OPTIONAL_PACKAGES):
         version = _version(name)
-        if version is None:
-            yield Finding("packages", name, "broken", "not installed; reinstall jaxinfer")
-        else:
+        if version is not None:
             yield Finding("packages", name, "ok", version)
-    for name in OPTIONAL_PACKAGES:
-        version = _version(name)
-        if version is None:
+        elif name in OPTIONAL_PACKAGES:
             yield Finding("packages", name, "absent", "only kernels for NVIDIA GPUs need it")
         else:
-            yield Finding("packages", name, "ok", version)
+            yield Finding("packages", name, "broken", "not installed; reinstall jaxinfer")
 
 
 def _required() -> list[str]:
@@ -107,9 +103,9 @@ def _version(package: str) -> str | None:
 
 def _devices() -> Iterator[Finding]:
     """The devices and, if there are any, the kernels: both need a working JAX."""
-    from jaxinfer.core.config import bound_gpu_allocator
+    from jaxinfer.core.config import prepare_backend
 
-    bound_gpu_allocator(1.0)  # so that JAX does not reserve the device's memory
+    prepare_backend(1.0)  # so that JAX does not reserve the device's memory
     try:
         import jax
 

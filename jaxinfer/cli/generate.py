@@ -1,24 +1,22 @@
-"""``jaxinfer generate``: prompts in, text or JSON out.
-
-Owns: the sources of prompts and the order of a run.
-"""
+"""``jaxinfer generate``: answers on stdout in the order of the prompts, failures on stderr."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from jaxinfer.cli.options import ENGINE_OPTIONS, MODEL_FORMS, SAMPLING_OPTIONS, given
-from jaxinfer.cli.output import OutputPrinter
 from jaxinfer.core.errors import ConfigError, RequestError
 from jaxinfer.engine.start.progress import progress_on
 
 if TYPE_CHECKING:
     from jaxinfer.core.request import SamplingParams
     from jaxinfer.engine.api.llm import LLM
+    from jaxinfer.engine.outputs import Collector, CompletionOutput, Delta, RequestOutput
     from jaxinfer.engine.prompts import Prompt
 
 SINGLE_CHUNK = 256  # tokens; loading a second chunk size takes longer than padding to this one
@@ -55,7 +53,7 @@ def generate(
     Several prompts run side by side. A prompt that cannot be answered leaves the others unharmed;
     the exit code is then 1.
     """
-    _check_usage(prompts, chat, system, stream, as_json, fields)
+    _check_usage(ctx.params)
     prompts = prompts or (_read_stdin(),)
     flags = given(SAMPLING_OPTIONS, fields)
     chosen: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS} | flags
@@ -110,22 +108,15 @@ def _single_prompt_settings(text: str, max_tokens: int, settings: dict[str, Any]
     return sized
 
 
-def _check_usage(
-    prompts: Sequence[str],
-    chat: bool | None,
-    system: str | None,
-    stream: bool | None,
-    as_json: bool,
-    fields: dict[str, Any],
-) -> None:
+def _check_usage(given: Mapping[str, Any]) -> None:
     """Raise ``UsageError`` for arguments that contradict each other for any model."""
-    if system is not None and chat is False:
+    if given["system"] is not None and given["chat"] is False:
         raise click.UsageError("--system needs a chat; leave out --no-chat")
-    if stream and as_json:
+    if given["stream"] and given["as_json"]:
         raise click.UsageError("--stream shows text; leave out --json")
-    if stream and len(prompts) > 1:
+    if given["stream"] and len(given["prompts"]) > 1:
         raise click.UsageError("--stream shows one answer; give one PROMPT")
-    if fields["logprobs"] is not None and not as_json:
+    if given["logprobs"] is not None and not given["as_json"]:
         raise click.UsageError("--logprobs are part of the JSON; add --json")
 
 
@@ -180,3 +171,86 @@ def _prompt(llm: LLM, text: str, chat: bool, system: str | None) -> Prompt:
         messages.insert(0, {"role": "system", "content": system})
     rendered = tokenizer.render_chat(messages)
     return Prompt(rendered, encode(rendered, tokenizer, add_special_tokens=False))
+
+
+class OutputPrinter:
+    """Collects the deltas of each prompt and prints them at once, or each whole answer in order."""
+
+    def __init__(self, *, as_json: bool, stream: bool) -> None:
+        self.any_failed = False
+        self._as_json = as_json
+        self._stream = stream
+        self._collectors: dict[int, Collector] = {}
+        self._ready: dict[int, str | None] = {}
+        self._next = 0
+
+    def expect(self, number: int, prompt: Prompt, sampling: SamplingParams) -> None:
+        """Register a prompt whose answer will follow."""
+        from jaxinfer.engine.outputs import Collector
+
+        self._collectors[number] = Collector(str(number), prompt, sampling)
+
+    def add(self, number: int, delta: Delta) -> None:
+        """Add a delta of a prompt's answer."""
+        collector = self._collectors[number]
+        collector.add(delta)
+        if delta.error:
+            self.fail(number, delta.error)
+            return
+        if self._stream:
+            click.echo(delta.text, nl=collector.output.finished)
+        elif collector.output.finished:
+            answer = collector.output
+            text = json.dumps(record(answer)) if self._as_json else answer.outputs[0].text
+            self._print_in_order(number, text)
+
+    def fail(self, number: int, error: str) -> None:
+        """Report a prompt without an answer; in JSON an object with the error takes its place."""
+        self.any_failed = True
+        click.echo(f"jaxinfer: error: {error}", err=True)
+        self._print_in_order(number, json.dumps({"error": error}) if self._as_json else None)
+
+    def _print_in_order(self, number: int, text: str | None) -> None:
+        self._ready[number] = text
+        while self._next in self._ready:
+            line = self._ready.pop(self._next)
+            if line is not None:
+                click.echo(line)
+            self._next += 1
+
+
+def record(answer: RequestOutput) -> dict[str, Any]:
+    """The JSON object of an answer; ``usage`` has OpenAI's names and the prefix cache's hits."""
+    completion = answer.outputs[0]
+    prompt_tokens, completion_tokens = len(answer.prompt_token_ids), len(completion.token_ids)
+    fields: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "prompt_token_ids": answer.prompt_token_ids,
+        "finish_reason": completion.finish_reason,
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "num_cached_tokens": answer.num_cached_tokens,
+        },
+    }
+    if completion.logprobs is not None:
+        fields["logprobs"] = _logprobs(completion)
+    return fields
+
+
+def _logprobs(completion: CompletionOutput) -> list[list[dict[str, Any]]]:
+    """For each token, the chosen one first and then the likeliest."""
+    return [
+        [
+            {
+                "token_id": token_id,
+                "token": entry.decoded_token,
+                "logprob": entry.logprob,
+                "rank": entry.rank,
+            }
+            for token_id, entry in position.items()
+        ]
+        for position in completion.logprobs or ()
+    ]

@@ -1,6 +1,5 @@
-"""``jaxinfer inspect``: reports on a model and how it would be served, without loading weights.
-
-Owns: the report on a model; ``inspect_bundle`` has the one on a bundle.
+"""``jaxinfer inspect``: reports on a model and how it would be served, without loading weights, and
+on a bundle and whether it fits here.
 """
 
 from __future__ import annotations
@@ -20,6 +19,11 @@ from jaxinfer.engine.start.progress import progress_on
 if TYPE_CHECKING:
     from jaxinfer.engine.start.plan import EnginePlan
 
+type Report = dict[str, Any]  # JSON values; sizes are in bytes and tokens
+type Lines = list[tuple[str, str]]  # (name, text)
+
+MEMORY = ("weight_bytes", "kv_bytes", "slot_bytes", "state_bytes", "batch_bytes")  # of a bundle
+
 
 @click.command(params=[*SIZE_OPTIONS], help=f"Describe MODEL, or a bundle. MODEL: {MODEL_FORMS}.")
 @click.argument("model", required=False)
@@ -35,13 +39,11 @@ def inspect(model: str | None, bundle: str | None, as_json: bool, **fields: Any)
     if bundle is not None and sizes:
         raise click.UsageError(f"a bundle has its sizes; leave out {', '.join(sizes)}")
     if bundle is not None:
-        from jaxinfer.cli import inspect_bundle
-
-        report = inspect_bundle.describe(Path(bundle))
-        lines = inspect_bundle.lines(report)
+        report = describe_bundle(Path(bundle))
+        lines = bundle_lines(report)
     else:
-        report = describe(_plan(model or "", sizes))
-        lines = _lines(report)
+        report = describe_model(_plan(model or "", sizes))
+        lines = model_lines(report)
     if as_json:
         click.echo(json.dumps(report))
         return
@@ -57,25 +59,25 @@ def _plan(model: str, sizes: dict[str, Any]) -> EnginePlan:
     return plan_engine(config, progress_on(sys.stderr))
 
 
-def describe(plan: EnginePlan) -> dict[str, Any]:
-    """The facts of a planned engine as JSON values; sizes in bytes and tokens."""
+def describe_model(plan: EnginePlan) -> Report:
+    """The facts of a planned engine."""
     from jaxinfer.models.quantised import sizes_by_form
 
-    sizes = sizes_by_form(plan.model.param_specs, plan.model.config.dtype)
-    config, limits, memory = plan.model.config, plan.limits, plan.memory
+    model, limits, memory = plan.program.model, plan.program.limits, plan.memory
+    sizes = sizes_by_form(model.param_specs, model.config.dtype)
     return {
         "model": plan.source.name,
-        "architecture": plan.model.architecture,
-        "family": plan.model.family.name,
-        "layers": config.num_hidden_layers,
-        "vocab_size": config.vocab_size,
-        "context": config.lengths[1],
+        "architecture": model.architecture,
+        "family": model.family.name,
+        "layers": model.config.num_hidden_layers,
+        "vocab_size": model.config.vocab_size,
+        "context": model.config.lengths[1],
         "parameters": sum(size.count for size in sizes.values()),
         "parameter_bytes": {form: size.nbytes for form, size in sizes.items()},
-        "quantised_tensors": {name: str(form) for name, form in plan.model.forms},
+        "quantised_tensors": {name: str(form) for name, form in model.forms},
         "checkpoint_bytes": _checkpoint_bytes(plan),
         "sampling": _sampling(plan),
-        "kv_bytes_per_token": plan.model.state.bytes_per_token,
+        "kv_bytes_per_token": model.state.bytes_per_token,
         "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
@@ -88,13 +90,11 @@ def describe(plan: EnginePlan) -> dict[str, Any]:
 
 
 def _checkpoint_bytes(plan: EnginePlan) -> dict[str, int]:
-    """Stored bytes, by the format's own dtypes."""
-    checkpoint = plan.source.checkpoint
-    if checkpoint is None:
-        return {}
+    """Stored bytes, by the format's own dtypes; empty for random weights."""
     stored: Counter[str] = Counter()
-    for tensor in checkpoint.tensors.values():
-        stored[tensor.dtype] += tensor.nbytes
+    if plan.source.checkpoint is not None:
+        for tensor in plan.source.checkpoint.tensors.values():
+            stored[tensor.dtype] += tensor.nbytes
     return dict(stored)
 
 
@@ -102,18 +102,14 @@ def _sampling(plan: EnginePlan) -> dict[str, Any]:
     """The model's own sampling defaults that differ from vLLM's."""
     import msgspec
 
-    model = plan.facts.default_sampling
+    model = plan.config_facts.default_sampling
     others = msgspec.structs.asdict(type(model)())
     own = msgspec.structs.asdict(model)
     return {name: value for name, value in own.items() if value != others[name]}
 
 
-def _by_name(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
-    stored = _by_dtype(report["checkpoint_bytes"]) or "none; random weights"
+def model_lines(report: Report) -> Lines:
+    """The report on a model as text."""
     tokens = (report["num_pages"] - 1) * report["page_size"]
     return [
         ("model", report["model"]),
@@ -123,8 +119,8 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("context", f"{report['context']} tokens; {report['max_model_len']} served"),
         ("parameters", f"{format_count(report['parameters'])} ({report['parameters']})"),
         ("in memory", _by_dtype(report["parameter_bytes"])),
-        ("checkpoint", stored),
-        ("sampling", _by_name(report["sampling"]) or "the model has no defaults of its own"),
+        ("checkpoint", _by_dtype(report["checkpoint_bytes"]) or "none; random weights"),
+        ("sampling", _named(report["sampling"], ", ") or "the model has no defaults of its own"),
         ("KV cache", f"{format_bytes(report['kv_bytes_per_token'])} per token"),
         (
             "pages",
@@ -142,4 +138,91 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _by_dtype(sizes: dict[str, int]) -> str:
-    return ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in sizes.items())
+    return _named({dtype: format_bytes(size) for dtype, size in sizes.items()}, ", ")
+
+
+def _named(values: dict[str, Any], separator: str = " ") -> str:
+    return separator.join(f"{name} {value}" for name, value in values.items())
+
+
+def describe_bundle(folder: Path) -> Report:
+    """The facts of a bundle. ``machine`` has every field of the installation that compiled it, with
+    its value there and here.
+    """
+    import msgspec
+
+    from jaxinfer.engine.start.build import check_device
+    from jaxinfer.exec.compile.bundle import open_bundle
+    from jaxinfer.exec.compile.fingerprint import differences, of_machine
+    from jaxinfer.nn.placement import default_placement
+
+    manifest = open_bundle(folder).manifest
+    check_device()
+    here = of_machine(default_placement())
+    made_for, memory = manifest.fingerprint, manifest.memory
+    different = {one.field for one in differences(made_for.machine, here)}
+    return {
+        "bundle": str(folder),
+        "created_by": manifest.created_by,
+        "created_at": manifest.created_at,
+        "fits": not different,
+        "machine": {
+            name: {
+                "bundle": made_for.machine.get(name),
+                "here": here.get(name),
+                "fits": name not in different,
+            }
+            for name in dict.fromkeys((*made_for.machine, *here))
+        },
+        "model": made_for.model,
+        "limits": {
+            name: value
+            for name, value in msgspec.to_builtins(manifest.limits).items()
+            if name not in ("buckets", "enable_prefix_caching", "prefill_first")
+        },
+        "settings": manifest.settings,
+        "tuned": manifest.tuned,
+        "executables": {
+            name: {"size_bytes": one.size_bytes, "workspace_bytes": one.workspace_bytes}
+            for name, one in manifest.executables.items()
+        },
+        "memory": {name: getattr(memory, name) for name in MEMORY}
+        | {
+            "workspace_bytes": manifest.workspace_bytes,
+            "planned_workspace_bytes": memory.workspace_bytes,
+            "device_bytes": memory.device and memory.device.total_bytes,
+        },
+    }
+
+
+def bundle_lines(report: Report) -> Lines:
+    """The report on a bundle as text."""
+    sizes, device = report["memory"], report["memory"]["device_bytes"]
+    total = sum(sizes[name] for name in (*MEMORY, "workspace_bytes"))
+    memory = {name: format_bytes(size or 0) for name, size in sizes.items()}
+    state = f"state of sequences and snapshots {memory['state_bytes']}, "
+    share = f", {total / device:.1%} of the device" if device else ""
+    found = [
+        ("bundle", report["bundle"]),
+        ("created", f"{report['created_at']} by {report['created_by']}"),
+        ("model", _named(report["model"])),
+        ("limits", _named(report["limits"])),
+        (
+            "memory",
+            f"weights {memory['weight_bytes']}, KV cache {memory['kv_bytes']}, "
+            f"slots {memory['slot_bytes']}, {state if sizes['state_bytes'] else ''}"
+            f"batches {memory['batch_bytes']}, workspace {memory['workspace_bytes']}: "
+            f"{format_bytes(total)}{share}",
+        ),
+    ]
+    for name, cases in report["tuned"].items():
+        found.append((name, f"tuned for {', '.join(cases)}"))
+    for name, one in report["executables"].items():
+        size, workspace = format_bytes(one["size_bytes"]), format_bytes(one["workspace_bytes"])
+        found.append((name, f"{size}, workspace {workspace}"))
+    for name, field in report["machine"].items():
+        sides = (field["bundle"], field["here"])
+        there, here = ("not set" if side is None else side for side in sides)
+        found.append((name, f"{there}, as here" if field["fits"] else f"{there}, but {here} here"))
+    found.append(("fits", "yes" if report["fits"] else "no: see the fields with `but`"))
+    return found

@@ -40,18 +40,14 @@ class Commands(click.Group):
             ctx.exit(INTERRUPTED)
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Commands,
+    commands=(compile_, convert, doctor, generate, inspect, serve),
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, message="jaxinfer %(version)s")
 def cli() -> None:
     """Large language models served by pure JAX."""
-
-
-cli.add_command(compile_)
-cli.add_command(convert)
-cli.add_command(doctor)
-cli.add_command(generate)
-cli.add_command(inspect)
-cli.add_command(serve)
 
 
 def main(prog_name: str = "jaxinfer") -> None:

@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from jaxinfer.core.config import EngineConfig
     from jaxinfer.core.server_config import ServerConfig
     from jaxinfer.engine.link.client import Link
-    from jaxinfer.engine.link.process import EngineFacts
     from jaxinfer.engine.link.spawn import Spawned
     from jaxinfer.server.routes.service import Service
 
-    type Start = Callable[[EngineConfig], tuple[Link, EngineFacts]]
+    type Start = Callable[[EngineConfig], Link]
 
 LONGEST_SHOWN = 100  # characters of a value in the list of settings
 
@@ -169,13 +168,10 @@ async def _load(config: EngineConfig, start: Start, service: Service) -> AsyncIt
     from jaxinfer.engine.link.client import EngineClient
     from jaxinfer.server.metrics.registry import Metrics
 
-    link, engine = await asyncio.to_thread(start, config)
-    limits, facts = engine.limits, engine.facts
-    name = service.config.served_model_name[0]
-    metrics = Metrics(name, limits, config, start=engine.stats)
-    client = EngineClient(
-        link, limits, facts, engine.tokenizer, stats=engine.stats, observe=metrics.observe
-    )
+    link = await asyncio.to_thread(start, config)
+    limits, name = link.limits, service.config.served_model_name[0]
+    metrics = Metrics(name, limits, config, start=link.stats)
+    client = EngineClient(link, metrics.observe)
     try:
         service.attach(client, metrics)
         gc.freeze()  # collecting the objects of the start takes 25 ms, in the middle of a burst
@@ -188,22 +184,18 @@ async def _load(config: EngineConfig, start: Start, service: Service) -> AsyncIt
         await client.shutdown()
 
 
-def _engine_process(spawned: Spawned, config: EngineConfig) -> tuple[Link, EngineFacts]:
+def _engine_process(spawned: Spawned, config: EngineConfig) -> Link:
     from jaxinfer.core.host_memory import release_startup_memory
     from jaxinfer.engine.link.process import EngineProcess
 
-    process = EngineProcess.start(config, spawned, progress=True)
-    facts = process.ready()
+    process = EngineProcess(config, spawned, progress=True).ready()
     release_startup_memory()
-    return process, facts
+    return process
 
 
-def _engine_thread(config: EngineConfig) -> tuple[Link, EngineFacts]:
-    from jaxinfer.engine.link.process import EngineFacts
+def _engine_thread(config: EngineConfig) -> Link:
     from jaxinfer.engine.link.thread import EngineThread
     from jaxinfer.engine.start.progress import progress_on
     from jaxinfer.engine.start.start import start_engine
 
-    engine = start_engine(config, progress_on(sys.stderr))
-    facts = EngineFacts(engine.facts, engine.limits, engine.tokenizer, engine.stats())
-    return EngineThread(engine), facts
+    return EngineThread(start_engine(config, progress_on(sys.stderr)))

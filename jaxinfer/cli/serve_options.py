@@ -1,7 +1,4 @@
-"""The settings of ``jaxinfer serve``, in the groups of ``--help``, under vLLM's names.
-
-Owns: names, readers and help texts; the spelling of flags.
-"""
+"""The settings of ``jaxinfer serve``, in the groups of ``--help``, under vLLM's names."""
 
 from __future__ import annotations
 

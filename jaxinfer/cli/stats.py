@@ -1,7 +1,4 @@
-"""The report of ``generate --stats``.
-
-Owns: the clock of a run, the process's age and memory, and the text.
-"""
+"""The report of ``generate --stats``."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import os
 from bisect import bisect_right
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 import msgspec
@@ -20,41 +21,22 @@ from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-GENERATION_CONFIGS = ("auto", "vllm")
-# on load, then the methods of quantised files, with vLLM's names for other kernels
-QUANTIZATIONS = (
-    *("fp8", "int8", "int4", "gguf", "compressed-tensors", "awq", "awq_marlin", "gptq"),
-    *("gptq_marlin", "mxfp4"),
+CHOICES = MappingProxyType(
+    {
+        "dtype": ("auto", "float32", "bfloat16", "float16"),
+        "load_format": ("auto", "safetensors", "gguf", "dummy"),
+        "generation_config": ("auto", "vllm"),
+        "cpu_weights": ("auto", "quantised", "float32"),
+        # on load, then the methods of quantised files, with vLLM's names for other kernels
+        "quantization": (
+            *("fp8", "int8", "int4", "gguf", "compressed-tensors", "awq", "awq_marlin"),
+            *("gptq", "gptq_marlin", "mxfp4"),
+        ),
+    }
 )
-CPU_WEIGHTS = ("auto", "quantised", "float32")
-PATHS = ("model", "tokenizer", "cache_dir", "bundle")
-SIZES = (
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_num_mixed_tokens",
-    "page_size",
-    "decode_bucket_start",
-    "prefill_bucket_start",
-    "prefill_bucket_factor",
-    "mixed_bucket_start",
-    "num_pages",
-    "kv_cache_memory_bytes",
-)
-COMPILED = (
-    "dtype",
-    "cpu_weights",
-    "quantization",
-    *SIZES,
-    "gpu_memory_utilization",
-    "kernels",
-)  # settings that a bundle fixes
 BUNDLE_MANIFEST = "manifest.json"  # in the folder of a bundle
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
-FLAGS = ("skip_tokenizer_init", "enable_prefix_caching", "prefill_first", "overlap")
 # JAX's variables: the allocator for GPUs, the share of the GPU that it may use (new and old name,
 # and the default), and whether it allocates that share at once
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
@@ -125,40 +107,21 @@ class EngineConfig:
     bundle: str | None = None
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("cpu_weights", self.cpu_weights, CPU_WEIGHTS)
-        _one_of("load_format", self.load_format, LOAD_FORMATS)
-        _one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
-        optional = {field.name for field in fields(self) if field.default is None}
-        for name in FLAGS:
-            if getattr(self, name) is not None or name not in optional:
-                _flag(name, getattr(self, name))
-        if self.quantization is not None:
-            _one_of("quantization", self.quantization, QUANTIZATIONS)
-        for name in PATHS:
-            if getattr(self, name) is not None or name not in optional:
-                self._store(name, _path(name, getattr(self, name)))
-        for name in SIZES:
-            if getattr(self, name) is not None or name not in optional:
-                self._store(name, _size(name, getattr(self, name)))
-        if self.prefill_bucket_factor == 1:
-            raise ConfigError("prefill_bucket_factor must be at least 2, got 1")
-        self._store("seed", _seed(self.seed))
-        if self.gpu_memory_utilization is not None:
-            self._store("gpu_memory_utilization", _share(self.gpu_memory_utilization))
-        if self.kernels is not None:
-            self._store("kernels", _canonical(_parse_pins(self.kernels)))
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is not None or item.default is not None:
+                # for example a str in place of a Path
+                object.__setattr__(self, item.name, _checked(item.name, value, str(item.type)))
 
     @property
     def pinned_kernels(self) -> dict[str, str]:
         """``kernels`` as a dict from op to implementation."""
         return {} if self.kernels is None else _parse_pins(self.kernels)
 
-    def _store(self, name: str, checked: object) -> None:
-        """Replace a value by its checked form, for example a Path by a str."""
-        object.__setattr__(self, name, checked)
 
-
+SIZES = tuple(item.name for item in fields(EngineConfig) if item.type == "int | None")
+# settings that a bundle fixes
+COMPILED = ("dtype", "cpu_weights", "quantization", *SIZES, "gpu_memory_utilization", "kernels")
 MAX_STEPS_IN_FLIGHT = 3  # while a step is planned, that step included
 
 
@@ -237,44 +200,34 @@ def cache_root(configured: str | None = None) -> Path:
         ) from error
 
 
-def bound_gpu_allocator(share: float) -> None:
-    """Choose JAX's allocator over virtual memory for GPUs, limited to ``share`` of each GPU.
+def prepare_backend(share: float) -> None:
+    """Set the variables that JAX, XLA and Triton read once in a process, before a backend starts.
+    Variables that the user has set are kept.
 
-    JAX's default allocator takes 75 % at once and keeps a table on the host: 4 GB for an H200,
-    which take two seconds to fill. The allocator over virtual memory has no table. JAX reads these
-    variables when its backend starts, once in a process; later changes have no effect. Variables
-    that the user has set are kept.
+    For GPUs JAX's allocator over virtual memory is chosen and limited to ``share`` of each GPU. The
+    default one takes 75 % at once and keeps a table on the host: 4 GB for an H200, which take two
+    seconds to fill.
+
+    Triton compiles kernels without line numbers for debuggers, which are half of their size: every
+    call of a kernel in an executable holds a copy of it, and its launch copies it again.
+
+    XLA shows only fatal messages; errors are raised as well. The others are for its developers: if
+    the memory plan nearly fills a GPU, XLA warns for each executable of a limit that is not the
+    allocator's.
     """
     os.environ.setdefault(ALLOCATOR, "vmm")
     if not any(name in os.environ for name in ALLOCATOR_SHARES):
         os.environ[ALLOCATOR_SHARES[0]] = str(share)
     os.environ.setdefault(ALLOCATOR_PREALLOCATES, "false")
+    os.environ.setdefault(NO_LINE_INFO, "1")
+    if os.environ.get(XLA_LOG, JAXS_XLA_LOG) == JAXS_XLA_LOG:
+        os.environ[XLA_LOG] = "3"
 
 
 def allocator_share() -> float:
     """The share of a GPU that JAX's allocator may use, from the environment."""
     given = (os.environ[name] for name in ALLOCATOR_SHARES if name in os.environ)
     return float(next(given, DEFAULT_ALLOCATOR_SHARE))
-
-
-def leave_out_line_info() -> None:
-    """Compile Triton kernels without line numbers for debuggers, which are half of their size.
-
-    Every call of a kernel in an executable holds a copy of the kernel, and its launch copies it
-    again. A variable that the user has set is kept.
-    """
-    os.environ.setdefault(NO_LINE_INFO, "1")
-
-
-def keep_xla_quiet() -> None:
-    """Show only fatal messages of XLA; errors are raised as well.
-
-    The other messages are for XLA's developers: if the memory plan nearly fills a GPU, XLA warns
-    for each executable of a limit that is not the allocator's. A level that the user has set is
-    kept.
-    """
-    if os.environ.get(XLA_LOG, JAXS_XLA_LOG) == JAXS_XLA_LOG:
-        os.environ[XLA_LOG] = "3"
 
 
 def compiler_environment() -> dict[str, str]:
@@ -284,37 +237,44 @@ def compiler_environment() -> dict[str, str]:
     return given | {NO_LINE_INFO: os.environ.get(NO_LINE_INFO, "1")}  # engines set it
 
 
-def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in known:
-        raise ConfigError(f"{name} {value!r} is unknown; use one of {', '.join(known)}")
-
-
-def _flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be True or False, got {value!r}")
-
-
-def _path(name: str, value: object) -> str:
+def _checked(name: str, value: object, type_name: str) -> object:
+    """The value in canonical form; raises ``ConfigError``."""
+    if name in CHOICES:
+        if not isinstance(value, str) or value not in CHOICES[name]:
+            known = ", ".join(CHOICES[name])
+            raise ConfigError(f"{name} {value!r} is unknown; use one of {known}")
+        return value
+    if name == "kernels":
+        return ",".join(f"{op}={impl}" for op, impl in sorted(_parse_pins(value).items()))
+    if "bool" in type_name:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} must be True or False, got {value!r}")
+        return value
+    if "int" in type_name:
+        return _whole(name, value)
+    if "float" in type_name:
+        share = as_float(value)
+        if share is None or not 0.0 < share <= 1.0:
+            raise ConfigError(f"{name} must be a number in (0, 1], got {value!r}")
+        return share
     path = os.fspath(cast("os.PathLike[str]", value)) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str):
         raise ConfigError(f"{name} must be text or a path, got {value!r}")
     return path
 
 
-def _size(name: str, value: object) -> int:
-    size = as_int(value)
-    if size is None:
+def _whole(name: str, value: object) -> int:
+    whole = as_int(value)
+    if name == "seed":
+        if whole is None or not -(2**63) <= whole < 2**63:
+            raise ConfigError(f"seed must be a whole number of 64 bits, got {value!r}")
+        return whole
+    if whole is None:
         raise ConfigError(f"{name} must be a whole number, got {value!r}")
-    if size < 1:
-        raise ConfigError(f"{name} must be at least 1, got {size}")
-    return size
-
-
-def _share(value: object) -> float:
-    share = as_float(value)
-    if share is None or not 0.0 < share <= 1.0:
-        raise ConfigError(f"gpu_memory_utilization must be a number in (0, 1], got {value!r}")
-    return share
+    least = 2 if name == "prefill_bucket_factor" else 1
+    if whole < least:
+        raise ConfigError(f"{name} must be at least {least}, got {whole}")
+    return whole
 
 
 def _parse_pins(value: object) -> dict[str, str]:
@@ -323,15 +283,3 @@ def _parse_pins(value: object) -> dict[str, str]:
     if not pinned or len(pinned) < len(pairs) or not all((*pinned, *pinned.values())):
         raise ConfigError(f"kernels must be op=implementation,... of different ops, got {value!r}")
     return pinned
-
-
-def _canonical(pinned: dict[str, str]) -> str:
-    """Canonical string form."""
-    return ",".join(f"{op}={impl}" for op, impl in sorted(pinned.items()))
-
-
-def _seed(value: object) -> int:
-    seed = as_int(value)
-    if seed is None or not -(2**63) <= seed < 2**63:
-        raise ConfigError(f"seed must be a whole number of 64 bits, got {value!r}")
-    return seed

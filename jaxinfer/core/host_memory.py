@@ -10,17 +10,22 @@ import ctypes
 import gc
 import os
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 NEVER = 2**31 - 1  # as a threshold of gc.set_threshold: no full collection
 M_ARENA_MAX = -8  # from glibc's malloc.h
 MADV_DONTNEED = 4  # from Linux's mman.h
 MAPPINGS = Path("/proc/self/smaps")  # exists on Linux only
-_LIBRARY = re.compile(r"\.so(\.\d+)*$")  # matches the end of a path
-_HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \d+ *(.*)")  # addresses, access, path
+# In the format of proc_pid_smaps(5): a private, read-only mapping of a library, all of whose pages
+# equal the file (relocations make pages anonymous). The groups: addresses and resident KiB.
+_FIELDS = r"(?:[A-Z]\w*:.*\n)*"
+_LIBRARY = re.compile(
+    r"^([0-9a-f]+)-([0-9a-f]+) .-.p \S+ \S+ \d+ +.*\.so(?:\.\d+)*\n"
+    rf"{_FIELDS}Rss: +(\d+) kB\n{_FIELDS}Anonymous: +0 kB$",
+    re.MULTILINE,
+)
 
 
 @contextmanager
@@ -107,44 +112,8 @@ def release_library_pages() -> int:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     released = 0
-    for mapping in _mappings(smaps):
-        if mapping.is_clean_library and mapping.resident:
-            size = mapping.end - mapping.start
-            if madvise(mapping.start, size, MADV_DONTNEED) == 0:  # fails if locked in memory
-                released += mapping.resident << 10
+    for start, end, resident in _LIBRARY.findall(smaps):
+        address, size = int(start, 16), int(end, 16) - int(start, 16)
+        if madvise(address, size, MADV_DONTNEED) == 0:  # fails if locked in memory
+            released += int(resident) << 10
     return released
-
-
-@dataclass
-class _Mapping:
-    """A mapping of the address space; sizes are in KiB."""
-
-    start: int
-    end: int
-    access: str  # "r-xp": p is private
-    path: str
-    resident: int = 0
-    anonymous: int = 0  # pages that differ from the file, for example after relocations
-
-    @property
-    def is_clean_library(self) -> bool:
-        """True if every page equals the library's file and cannot be written to."""
-        read_only = self.access[1] == "-" and self.access[3] == "p"
-        return read_only and not self.anonymous and _LIBRARY.search(self.path) is not None
-
-
-def _mappings(smaps: str) -> Iterator[_Mapping]:
-    """Parse the format of proc_pid_smaps(5): for each mapping a head line, then its fields."""
-    mapping = None
-    for line in smaps.splitlines():
-        if head := _HEAD.match(line):
-            if mapping is not None:
-                yield mapping
-            start, end, access, path = head.groups()
-            mapping = _Mapping(int(start, 16), int(end, 16), access, path)
-        elif mapping is not None and line.startswith("Rss:"):
-            mapping.resident = int(line.split()[1])
-        elif mapping is not None and line.startswith("Anonymous:"):
-            mapping.anonymous = int(line.split()[1])
-    if mapping is not None:
-        yield mapping

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final, Protocol
 
 type Advance = Callable[[float], None]
 
@@ -24,11 +24,12 @@ class Progress(Protocol):
 class NoProgress:
     """Shows nothing."""
 
-    @contextmanager
-    def task(self, description: str, total: float | None) -> Generator[Advance]:
+    def task(self, description: str, total: float | None) -> AbstractContextManager[Advance]:
         """See ``Progress``."""
-        del description, total
-        yield lambda amount: None
+        return nullcontext(lambda amount: None)
 
     def note(self, text: str) -> None:
         """See ``Progress``."""
+
+
+NO_PROGRESS: Final = NoProgress()

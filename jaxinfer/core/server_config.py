@@ -28,8 +28,6 @@ WHOLE = MappingProxyType(
     }
 )
 SECONDS = MappingProxyType({"request_timeout": 0.001, "shutdown_timeout": 0.0})  # minima
-LISTS = ("api_key", "allowed_origins", "allowed_methods", "allowed_headers", "served_model_name")
-MAPPINGS = ("default_chat_template_kwargs", "override_generation_config")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +84,7 @@ class ServerConfig:
         for item in fields(self):
             value = getattr(self, item.name)
             if value is not None or item.default is not None:
-                object.__setattr__(self, item.name, _checked(item.name, value, item.type))
+                object.__setattr__(self, item.name, _checked(item.name, value, str(item.type)))
         _check_tls(self)
         if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
             raise ConfigError(f"root_path {self.root_path!r} must begin with / and not end with it")
@@ -101,53 +99,34 @@ class ServerConfig:
         _check_sampling(self.override_generation_config)
 
 
-def _checked(name: str, value: Any, type_name: Any) -> Any:
+def _checked(name: str, value: Any, type_name: str) -> Any:
     """The value in canonical form; raises ``ConfigError``."""
     if name in WHOLE:
-        return _whole(name, value)
+        (low, high), number = WHOLE[name], as_int(value)
+        if number is None or not low <= number <= high:
+            span = f"from {low} to {high}" if high < INF else f"of at least {low}"
+            raise ConfigError(f"{name} must be a whole number {span}, got {value!r}")
+        return number
     if name in SECONDS:
-        return _seconds(name, value)
-    if name in LISTS:
-        return _texts(name, value)
-    if name in MAPPINGS:
-        return _mapping(name, value)
-    expected = bool if type_name == "bool" else str
-    if not isinstance(value, expected):
-        raise ConfigError(
-            f"{name} must be {'True or False' if expected is bool else 'text'}, got {value!r}"
-        )
+        least, seconds = SECONDS[name], as_float(value)
+        if seconds is None or not least <= seconds < INF:
+            raise ConfigError(f"{name} must be seconds, at least {least:g}, got {value!r}")
+        return seconds
+    if type_name.startswith("tuple"):
+        texts = cast("tuple[Any, ...]", value)
+        if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in texts):
+            shown = "" if name == "api_key" else f", got {value!r}"
+            raise ConfigError(f"{name} must be a list of texts{shown}")
+        return tuple(texts)
+    if type_name.startswith("Mapping"):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name} must be a mapping of names to values, got {value!r}")
+        return MappingProxyType(dict(cast("Mapping[str, Any]", value)))
+    if type_name == "bool" and not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {value!r}")
+    if type_name != "bool" and not isinstance(value, str):
+        raise ConfigError(f"{name} must be text, got {value!r}")
     return value
-
-
-def _whole(name: str, value: Any) -> int:
-    low, high = WHOLE[name]
-    number = as_int(value)
-    if number is None or not low <= number <= high:
-        span = f"from {low} to {high}" if high < INF else f"of at least {low}"
-        raise ConfigError(f"{name} must be a whole number {span}, got {value!r}")
-    return number
-
-
-def _seconds(name: str, value: Any) -> float:
-    seconds = as_float(value)
-    if seconds is None or not SECONDS[name] <= seconds < INF:
-        raise ConfigError(f"{name} must be seconds, at least {SECONDS[name]:g}, got {value!r}")
-    return seconds
-
-
-def _texts(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, list | tuple):
-        several = cast("tuple[Any, ...]", value)
-        if all(isinstance(one, str) for one in several):
-            return tuple(several)
-    shown = "" if name == "api_key" else f", got {value!r}"
-    raise ConfigError(f"{name} must be a list of texts{shown}")
-
-
-def _mapping(name: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} must be a mapping of names to values, got {value!r}")
-    return MappingProxyType(dict(cast("Mapping[str, Any]", value)))
 
 
 def _check_tls(config: ServerConfig) -> None:

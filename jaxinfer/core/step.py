@@ -53,11 +53,6 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
         return self.num_decodes + self.num_prefills
 
     @property
-    def is_mixed(self) -> bool:
-        """True if the step has both decode rows and prefill rows."""
-        return bool(self.num_decodes and self.num_prefills)
-
-    @property
     def name(self) -> str:
         """A short unique name: ``d8``, ``d8q4``, ``p512x8``, ``d8p512x8``."""
         query = f"q{self.query_tokens}" if self.query_tokens > 1 else ""

@@ -1,20 +1,68 @@
-"""Validation of requests against a model and its limits: pure, so that any process can run it."""
+"""The facts of a model, from its config files, and the validation of requests against them.
+
+The fields of ``generation_config.json`` that vLLM uses are used. vLLM ignores all other fields;
+here one that would change the text is refused by name, since otherwise the answers would silently
+differ from those that the file describes.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
 
 from jaxinfer.core.config import Limits
-from jaxinfer.core.errors import ContextLengthError, RequestError
+from jaxinfer.core.errors import ConfigError, ContextLengthError, RequestError
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.generation_config import eos_ids_of, sampling_of
 from jaxinfer.sched.admit import refusal
+
+if TYPE_CHECKING:
+    from jaxinfer.text.tokenizer import Tokenizer
+
+_USED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_LIMIT = "max_new_tokens"  # vLLM's server generates no more than this for a request
+# Fields that change the text, and the values, besides null, at which they do not.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "bad_words_ids": ([],),
+        "begin_suppress_tokens": ([],),
+        "constraints": ([],),
+        "diversity_penalty": (0,),
+        "encoder_no_repeat_ngram_size": (0,),
+        "encoder_repetition_penalty": (1,),
+        "epsilon_cutoff": (0,),
+        "eta_cutoff": (0,),
+        "exponential_decay_length_penalty": (),
+        "force_words_ids": ([],),
+        "forced_bos_token_id": (),
+        "forced_decoder_ids": ([],),
+        "forced_eos_token_id": (),
+        "guidance_scale": (1,),
+        "min_length": (0,),
+        "min_new_tokens": (0,),
+        "no_repeat_ngram_size": (0,),
+        "num_beam_groups": (1,),
+        "num_beams": (1,),
+        "penalty_alpha": (0,),
+        "sequence_bias": ({}, []),
+        "stop_strings": ([], ""),
+        "suppress_tokens": ([],),
+        "top_h": (),
+        "typical_p": (1,),
+        "watermarking_config": ({},),
+    }
+)
+# Any other field whose name says that it changes the text
+_MATTERS = re.compile(r"penalty|suppress|force|bias|ngram|cutoff|temperature|sampl|stop")
+# except those of beam search and of drafts, and do_sample: vLLM samples unless the temperature is 0
+_NO_EFFECT = ("do_sample", "early_stopping", "length_penalty", "max_matching_ngram_size")
+_REMEDY = "remove it from the file, or start with generation_config 'vllm', which takes nothing"
 
 
 @dataclass(frozen=True)
@@ -52,14 +100,71 @@ def facts_of_configs(
     """
     sampling, most = SamplingParams(), None
     if use_generation_config:
-        sampling, most = sampling_of(generation_config, hf_config)
-    return ModelFacts(
-        name=name,
-        vocab_size=vocab_size,
-        eos_token_ids=eos_ids_of(generation_config, hf_config),
-        default_sampling=sampling,
-        max_new_tokens=most,
-    )
+        sampling, most = _sampling_of(generation_config, hf_config)
+    eos_token_ids = _eos_ids_of(generation_config, hf_config)
+    return ModelFacts(name, vocab_size, eos_token_ids, sampling, most)
+
+
+def _sampling_of(
+    generation_config: Mapping[str, Any], hf_config: Mapping[str, Any]
+) -> tuple[SamplingParams, int | None]:
+    """vLLM's sampling defaults overridden by the model's, and a server's limit of new tokens.
+
+    Without a generation_config the fields are read from config.json, their old place. Raises
+    ``ConfigError`` naming the unusable field.
+    """
+    known = (*_USED, _LIMIT, *_NEUTRAL)
+    given = generation_config or {key: hf_config.get(key) for key in known}
+    given = {key: value for key, value in given.items() if value is not None}
+    for key, value in given.items():
+        _check_unused(key, value)
+    values = {key: given[key] for key in _USED if key in given}
+    if _LIMIT in given:
+        values["max_tokens"] = given[_LIMIT]
+    try:
+        sampling = SamplingParams(**values)
+    except RequestError as error:
+        reason = str(error).replace("max_tokens", _LIMIT)
+        raise ConfigError(
+            f"the model's generation_config is unusable: {reason}; correct the file, or start with "
+            "generation_config 'vllm', which takes nothing from it"
+        ) from error
+    return sampling, sampling.max_tokens if _LIMIT in given else None
+
+
+def _check_unused(key: str, value: object) -> None:
+    """Raise ``ConfigError`` if a field is not used and its value would change the text."""
+    if key in _USED or key == _LIMIT or key in _NO_EFFECT:
+        return
+    if key in _NEUTRAL:
+        changes = value not in _NEUTRAL[key]
+    else:
+        changes = value not in (False, "", [], {}) and _MATTERS.search(key) is not None
+    if changes:
+        raise ConfigError(
+            f"the model's generation_config has {key} {value!r}, which is not supported; {_REMEDY}"
+        )
+
+
+def _eos_ids_of(
+    generation_config: Mapping[str, Any], hf_config: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """The token ids that end a text: generation_config's, or else config.json's.
+
+    Raises ``ConfigError`` for a value that is not a token id or a list of them.
+    """
+    place, eos = "generation_config", generation_config.get("eos_token_id")
+    if eos is None:  # absent, or an explicit null
+        place, eos = "config.json", hf_config.get("eos_token_id")
+    listed: list[Any] = cast("list[Any]", eos) if isinstance(eos, list) else [eos]
+    ids = [token_id for token_id in listed if token_id is not None]
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise ConfigError(
+                f"eos_token_id {eos!r} of the model's {place} is no token id or list of them; "
+                "correct the file"
+            )
+    return tuple(dict.fromkeys(ids))
 
 
 def resolved_max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limits: Limits) -> int:
@@ -71,14 +176,13 @@ def resolved_max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limits
 def check_request(
     prompt_token_ids: Sequence[int],
     sampling: SamplingParams,
-    *,
     limits: Limits,
     facts: ModelFacts,
-    has_tokenizer: bool,
+    tokenizer: Tokenizer | None,
 ) -> IntLog:
     """Validate a request and return its prompt's token ids.
 
-    Raises ``RequestError`` if an engine with these facts and limits can never answer it.
+    Raises ``RequestError`` if an engine with these limits, facts and tokenizer can never answer it.
     """
     num_tokens = len(prompt_token_ids)
     max_tokens = resolved_max_tokens(num_tokens, sampling, limits)
@@ -91,7 +195,7 @@ def check_request(
         raise _out_of_vocabulary("stop_token_ids", sampling.stop_token_ids, facts.vocab_size)
     if sampling.logit_bias and max(sampling.logit_bias) >= facts.vocab_size:
         raise _out_of_vocabulary("logit_bias", sampling.logit_bias, facts.vocab_size)
-    if sampling.stop and not has_tokenizer:
+    if sampling.stop and tokenizer is None:
         raise RequestError("stop strings need a tokenizer; use stop_token_ids instead")
     return prompt
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from jaxinfer.engine.outputs import Delta
 
 
@@ -55,8 +57,7 @@ class EngineStats:
     num_fresh_pages: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class News:
+class News(msgspec.Struct, frozen=True, tag=True):
     """The output of an iteration. ``started``: requests whose first sequence got a slot."""
 
     deltas: tuple[Delta, ...]

@@ -24,12 +24,12 @@ type PositionLogprobs = dict[int, Logprob]  # the chosen token first, then by ra
 
 
 class SequenceTimes(msgspec.Struct, frozen=True, gc=False):
-    """The times of one sequence, in seconds of ``time.monotonic``."""
+    """The times of one sequence, in seconds of ``time.monotonic``; 0 until they are known."""
 
     arrived: float
-    started: float  # its first step was launched
-    first_token: float
-    finished: float
+    started: float = 0.0  # its first step was launched
+    first_token: float = 0.0
+    finished: float = 0.0
     num_preemptions: int = 0
 
 

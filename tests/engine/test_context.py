@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.engine.start.build import plan_engine
-from jaxinfer.engine.start.plan import EnginePlan
+from jaxinfer.exec.compile.program import Program
 from kit.checkpoints import tiny_llama_config, write_hf_folder
 
 POSITIONS = 256  # of ``tiny_llama_config``
@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[dict[str, Any], int, int]] = {  # section, default, longe
 }
 
 
-def plan(folder: Path, kind: str, max_model_len: int | None) -> EnginePlan:
+def plan(folder: Path, kind: str, max_model_len: int | None) -> Program:
     section, _, _ = KINDS[kind]
     rope = {"rope_type": kind.partition("_")[0], **section}
     write_hf_folder(folder, tiny_llama_config(rope_scaling=rope))
@@ -45,7 +45,7 @@ def plan(folder: Path, kind: str, max_model_len: int | None) -> EnginePlan:
             skip_tokenizer_init=True,
             max_model_len=max_model_len,
         )
-    )
+    ).program
 
 
 @pytest.mark.parametrize("kind", KINDS)

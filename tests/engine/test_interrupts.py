@@ -9,8 +9,7 @@ import pytest
 
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.api import llm as llm_module
-from jaxinfer.engine.api.interrupts import interrupts_deferred
-from jaxinfer.engine.api.llm import ADDED_AT_ONCE, LLM
+from jaxinfer.engine.api.llm import ADDED_AT_ONCE, LLM, interrupts_deferred
 from jaxinfer.engine.loop.engine import Engine
 from kit.watched_executor import watched_engine
 

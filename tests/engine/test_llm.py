@@ -25,8 +25,8 @@ from jaxinfer.engine.api import llm as llm_module
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import Collector
 from jaxinfer.engine.prompts import Prompt, parse_prompts
-from jaxinfer.engine.start import loading
-from jaxinfer.engine.start.build import model_facts, plan_engine
+from jaxinfer.engine.start import loading, plan
+from jaxinfer.engine.start.build import plan_engine
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf, write_hf_folder
@@ -389,7 +389,7 @@ def test_weights_that_do_not_fit(
     def load_params(*_: Any, **settings: Any) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr(loading, "load_params", load_params)
+    monkeypatch.setattr(plan, "load_params", load_params)
     with pytest.raises(EngineError, match=r"MB are planned and the device has not so much free"):
         LLM(str(folder), cache_dir=str(tiny_cache), **TINY)
 
@@ -463,7 +463,7 @@ def test_eos_comes_from_either_config(
     settings = EngineConfig(
         model=str(tmp_path), load_format="dummy", skip_tokenizer_init=True, max_model_len=64
     )
-    assert model_facts(plan_engine(settings)).eos_token_ids == expected
+    assert plan_engine(settings).facts.eos_token_ids == expected
 
 
 @pytest.mark.parametrize("skip_tokenizer_init", [False, True])
@@ -475,11 +475,11 @@ def test_all_end_tokens_of_a_gguf_file_are_eos(tmp_path: Path, skip_tokenizer_in
     settings = EngineConfig(
         model=str(path), skip_tokenizer_init=skip_tokenizer_init, max_model_len=64
     )
-    assert model_facts(plan_engine(settings)).eos_token_ids == (7, 8, 10, 11)
+    assert plan_engine(settings).facts.eos_token_ids == (7, 8, 10, 11)
 
 
 def test_eos_of_the_wrong_type(tmp_path: Path) -> None:
     write_hf_folder(tmp_path, tiny_llama_config(eos_token_id="</s>"))
     settings = EngineConfig(model=str(tmp_path), load_format="dummy", skip_tokenizer_init=True)
     with pytest.raises(ConfigError, match="eos_token_id '</s>'"):
-        model_facts(plan_engine(settings))
+        plan_engine(settings)

@@ -14,6 +14,7 @@ import pytest
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import EngineError
 from jaxinfer.engine.start import build, loading
+from jaxinfer.engine.start import plan as engine_plan
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile.memory_plan import DeviceMemory
 from kit.checkpoints import tiny_llama_config
@@ -38,7 +39,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> EnginePlan:
         cache_dir=str(tmp_path_factory.mktemp("cache")),
     )
     made = build.plan_engine(config)
-    assert build.build_planned(made).stats().num_compiled
+    assert build.build_engine(made).stats().num_compiled
     return made
 
 
@@ -52,7 +53,7 @@ def record_order(
     monkeypatch: pytest.MonkeyPatch, before_weights: Callable[[], None], events: list[str]
 ) -> None:
     """Record the order in which weights are loaded and pages created."""
-    load_params, compile_init_state = loading.load_params, loading.compile_init_state
+    load_params, compile_init_state = engine_plan.load_params, loading.compile_init_state
 
     def weights(*arguments: Any, **settings: Any) -> Any:
         before_weights()
@@ -70,7 +71,7 @@ def record_order(
 
         return made
 
-    monkeypatch.setattr(loading, "load_params", weights)
+    monkeypatch.setattr(engine_plan, "load_params", weights)
     monkeypatch.setattr(loading, "compile_init_state", pages)
 
 
@@ -86,7 +87,7 @@ def test_pages_are_created_while_weights_load_if_the_device_has_its_own_memory(
             time.sleep(0.01)
 
     record_order(monkeypatch, wait_for_pages, events)
-    assert not build.build_planned(gpu_plan).stats().num_compiled
+    assert not build.build_engine(gpu_plan).stats().num_compiled
     assert events == ["pages", "weights"]
 
 
@@ -95,7 +96,7 @@ def test_pages_are_created_after_the_weights_in_host_memory(
 ) -> None:
     events: list[str] = []
     record_order(monkeypatch, lambda: time.sleep(0.5), events)
-    assert not build.build_planned(plan).stats().num_compiled
+    assert not build.build_engine(plan).stats().num_compiled
     assert events == ["weights", "pages"]
 
 
@@ -109,7 +110,7 @@ def test_no_thread_waits_for_memory_that_could_not_be_claimed(
 
     monkeypatch.setattr(loading, "claim_memory", claim_memory)
     with pytest.raises(EngineError, match="9 GB are planned"):
-        build.build_planned(gpu_plan)
+        build.build_engine(gpu_plan)
     for thread in {*threading.enumerate()} - threads:
         thread.join(SECONDS)
         assert not thread.is_alive(), thread.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import jax
@@ -14,13 +13,14 @@ from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import FinishReason, SamplingParams
 from jaxinfer.core.step import Abort, Arrive, StepPlan, StepResult, TokenEvent
 from jaxinfer.engine.facts import ModelFacts
-from jaxinfer.engine.link.commands import Stop
 from jaxinfer.engine.link.thread import EngineThread
+from jaxinfer.engine.link.wire import Failed, Stop, Submission
 from jaxinfer.engine.loop import engine as engine_module
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.loop.late_compiles import LateCompiles
 from jaxinfer.engine.loop.loop import EngineLoop
 from jaxinfer.engine.loop.timeline import Timeline
+from jaxinfer.engine.news import EngineStats
 from kit.drive import make_limits, make_request
 from kit.fake_executor import VOCAB, FakeExecutor, expected_tokens
 
@@ -206,10 +206,12 @@ def test_a_device_lost_while_it_waits_stops_the_engine() -> None:
 class WaitingEngine:
     """Records its calls; a request is submitted while it waits for the device."""
 
+    limits = facts = tokenizer = None
+    stats = staticmethod(EngineStats)
+
     def __init__(self) -> None:
         self.thread = EngineThread(self)  # type: ignore[arg-type]
         self.calls: list[str] = []
-        self.open_request_ids = ()
 
     @property
     def has_work(self) -> bool:
@@ -226,20 +228,19 @@ class WaitingEngine:
         first = "wait" not in self.calls
         self.calls.append("wait")
         if first:
-            self.thread.submit("during", (1,), SamplingParams())
+            self.thread.send(Submission("during", (1,), SamplingParams()))
         else:
-            self.thread.put(Stop())
+            self.thread.send(Stop())
 
 
 def test_the_thread_reads_commands_after_the_wait() -> None:
     engine = WaitingEngine()
-    news: list[object] = []
-    listener = SimpleNamespace(news=news.append, refuse=lambda *_: None, pong=lambda: None)
-    engine.thread.submit("first", (1,), SamplingParams())
-    engine.thread.connect(listener)  # type: ignore[arg-type]
+    answers: list[object] = []
+    engine.thread.send(Submission("first", (1,), SamplingParams()))
+    engine.thread.connect(answers.append)
     engine.thread.wait()
     assert engine.calls == ["first", "step", "wait", "during", "step", "wait"]
-    assert news == ["news", "news"]
+    assert answers[:2] == ["news", "news"] and isinstance(answers[2], Failed)
 
 
 def test_a_step_ends_when_it_is_collected() -> None:

@@ -27,7 +27,7 @@ from jaxinfer.core.errors import (
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.process import EngineProcess
 from jaxinfer.engine.link.spawn import spawn
-from jaxinfer.engine.start.build import build_engine
+from jaxinfer.engine.start.start import start_engine
 from jaxinfer.models import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
 from kit.engine_process import GREEDY, PROMPTS, answer, talk
@@ -68,7 +68,7 @@ CASES = {
 
 
 def test_answers_equal_those_of_the_engine_in_this_process(config: EngineConfig) -> None:
-    engine = build_engine(config)
+    engine = start_engine(config)
     expected = {
         name: run(
             engine, PROMPTS, case, together=False
@@ -77,7 +77,7 @@ def test_answers_equal_those_of_the_engine_in_this_process(config: EngineConfig)
     }
     assert expected["stop string"][0].outputs[0].stop_reason == "aaa"
     assert expected["logprobs"][0].prompt_logprobs
-    link = EngineProcess.start(config, spawn())
+    link = EngineProcess(config, spawn())
     ready = link.ready()
     assert (ready.facts, ready.limits) == (engine.facts, engine.limits)
     assert ready.stats.num_executables == engine.stats().num_executables
@@ -100,7 +100,7 @@ def test_answers_equal_those_of_the_engine_in_this_process(config: EngineConfig)
         assert client.stats.num_late_compiles == 0
         assert client.stats.num_live_pages == 0
 
-    talk((link, ready), scenario)
+    talk(link, scenario)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_build_errors_keep_their_class_and_message(
 ) -> None:
     broken = dataclasses.replace(config, **changes)
     with pytest.raises(JaxinferError) as expected:
-        build_engine(broken)
-    link = EngineProcess.start(broken, spawn())
+        start_engine(broken)
+    link = EngineProcess(broken, spawn())
     with pytest.raises(kind, match=match) as found:
         link.ready()
     assert (type(found.value), str(found.value)) == (type(expected.value), str(expected.value))
@@ -132,7 +132,7 @@ def test_build_errors_keep_their_class_and_message(
 
 
 def test_a_process_that_ends_while_it_starts(config: EngineConfig) -> None:
-    link = EngineProcess.start(config, spawn((sys.executable, "-c", "raise SystemExit(3)")))
+    link = EngineProcess(config, spawn((sys.executable, "-c", "raise SystemExit(3)")))
     with pytest.raises(EngineError, match="exited with code 3 while it was starting"):
         link.ready()
 
@@ -167,14 +167,14 @@ def test_jax_is_imported_before_the_server_sends_the_config(
 
         wait_until(has_printed, "it prints its imports", 30)
         assert printed == "before the message: jax\n"
-        link = EngineProcess.start(config, spawned)
+        link = EngineProcess(config, spawned)
         assert link.ready().facts.vocab_size == TINY_VOCAB_SIZE
         link.stop()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_library_pages_are_released_after_the_start(config: EngineConfig) -> None:
-    link = EngineProcess.start(config, spawn())
+    link = EngineProcess(config, spawn())
     link.ready()
 
     def resident_of_files() -> int:
@@ -203,7 +203,7 @@ def test_a_process_ends_if_no_config_is_sent(seconds: float) -> None:
 def test_a_stop_while_it_is_built(
     config: EngineConfig, seconds: float, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    link = EngineProcess.start(dataclasses.replace(config, cache_dir=str(tmp_path)), spawn())
+    link = EngineProcess(dataclasses.replace(config, cache_dir=str(tmp_path)), spawn())
     time.sleep(seconds)
     link.stop()
     assert gone(link.pid) and not link.alive
@@ -212,7 +212,8 @@ def test_a_stop_while_it_is_built(
 
 COLLECTING = """
 import gc, time
-from jaxinfer.engine.link.child import Blueprint, main
+from jaxinfer.engine.link.child import main
+from jaxinfer.engine.link.wire import Planned
 from kit.sim_executor import sim_limits
 from kit.tokenizers import tiny_tokenizer_spec
 
@@ -229,7 +230,7 @@ def build():
     finally:
         (folder / "cleaned_up").touch()
 
-main(lambda _: lambda *_: Blueprint(sim_limits(4), tiny_tokenizer_spec(), build))
+main(lambda _: lambda *_: (Planned(sim_limits(4), tiny_tokenizer_spec()), build))
 """
 
 
@@ -239,7 +240,7 @@ def test_a_stop_while_garbage_is_collected(
     """Python drops exceptions that are raised in the garbage collector."""
     kit = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})"
     code = f"{kit}; from pathlib import Path; folder = Path({str(tmp_path)!r}){COLLECTING}"
-    link = EngineProcess.start(config, spawn([sys.executable, "-c", code]))
+    link = EngineProcess(config, spawn([sys.executable, "-c", code]))
     wait_until((tmp_path / "collecting").exists, "it builds and collects", 30)
     link.stop()
     assert gone(link.pid) and (tmp_path / "cleaned_up").exists()
@@ -254,7 +255,7 @@ from jaxinfer.engine.link.process import EngineProcess
 from jaxinfer.engine.link.spawn import spawn
 import msgspec
 config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
-link = EngineProcess.start(config, spawn())
+link = EngineProcess(config, spawn())
 print(link.pid, flush=True)
 if sys.argv[2] == "ready":
     link.ready()

@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from jaxinfer.core.errors import EngineError, JaxinferError
+from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.link import process
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.process import EngineProcess
 from jaxinfer.engine.link.spawn import spawn
+from jaxinfer.engine.link.wire import Answer, Submission
 from jaxinfer.engine.news import News
 from jaxinfer.engine.outputs import SequenceTimes
-from kit.engine_process import GREEDY, PROMPTS, Running, answer, talk
+from kit.engine_process import GREEDY, PROMPTS, answer, talk
 from kit.server_process import gone, wait_until
 from kit.sim_executor import SIM_PROGRAM, SimExecutor, sim_config
 
@@ -30,12 +31,12 @@ SIM_STEP = 0.002  # seconds
 
 
 @contextmanager
-def sim_process(**script: Any) -> Generator[Running]:
+def sim_process(**script: Any) -> Generator[EngineProcess]:
     """A process with a simulated engine of 64 slots."""
     executor = SimExecutor(SIM_STEP, **script)
-    link = EngineProcess.start(sim_config(64, executor), spawn(SIM_PROGRAM))
+    link = EngineProcess(sim_config(64, executor), spawn(SIM_PROGRAM))
     try:
-        yield link, link.ready()
+        yield link.ready()
     finally:
         link.stop()
 
@@ -56,8 +57,8 @@ def test_a_process_that_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(EngineError, match="SIGKILL"):
             client.open((1, 2), GREEDY)
 
-    with sim_process() as (link, facts):
-        talk((link, facts), scenario)
+    with sim_process() as link:
+        talk(link, scenario)
     assert (
         capfd.readouterr().err.count("killed by SIGKILL") == 1
     )  # on stderr, as no request may be open
@@ -85,8 +86,8 @@ def test_a_step_that_fails(script: dict[str, int], match: str, alive: bool) -> N
             with pytest.raises(EngineError, match=match):
                 client.open((1, 2), GREEDY)
 
-    with sim_process(**script) as running:
-        talk(running, scenario)
+    with sim_process(**script) as link:
+        talk(link, scenario)
 
 
 def test_a_stop_refuses_open_requests() -> None:
@@ -102,8 +103,8 @@ def test_a_stop_refuses_open_requests() -> None:
         with pytest.raises(EngineError, match="is shut down"):
             client.open((1, 2), GREEDY)
 
-    with sim_process() as (link, facts):
-        talk((link, facts), scenario)
+    with sim_process() as link:
+        talk(link, scenario)
         assert gone(link.pid) and not link.alive
 
 
@@ -122,8 +123,8 @@ def test_a_stop_of_a_process_that_hangs(
                 pass
 
     monkeypatch.setattr(process, "STOP_SECONDS", 0.3)
-    with sim_process() as (link, facts):
-        talk((link, facts), scenario)
+    with sim_process() as link:
+        talk(link, scenario)
         assert gone(link.pid)
     assert "did not end in 0.3 s and is killed" in capfd.readouterr().err
 
@@ -134,9 +135,9 @@ def test_signals_do_not_end_the_engine() -> None:
             os.kill(link.pid, number)
         assert (await answer(client, (1, 2, 3))).finished
 
-    with sim_process() as (link, facts):
+    with sim_process() as link:
         assert os.getpgid(link.pid) != os.getpgid(0)  # nor does the terminal's Ctrl-C reach it
-        talk((link, facts), scenario)
+        talk(link, scenario)
 
 
 def test_closed_streams_free_their_pages() -> None:
@@ -147,11 +148,10 @@ def test_closed_streams_free_their_pages() -> None:
         for stream in streams:
             stream.close()
         await answer(client, (1, 2, 3))
-        assert client.stats.num_live_pages == 0
-        assert not link._open  # pyright: ignore[reportPrivateUsage]
+        assert client.stats.num_live_pages == 0 and client.num_open == 0
 
-    with sim_process() as (link, facts):
-        talk((link, facts), scenario)
+    with sim_process() as link:
+        talk(link, scenario)
 
 
 class SlowListener:
@@ -161,23 +161,20 @@ class SlowListener:
         self.go = threading.Event()
         self.times: list[SequenceTimes] = []
 
-    def news(self, news: News) -> None:
+    def receive(self, answer: Answer) -> None:
         self.go.wait()
-        self.times += [delta.times for delta in news.deltas if delta.times is not None]
-
-    def refuse(self, request_id: str, error: JaxinferError) -> None:
-        raise AssertionError(error)
-
-    def pong(self) -> None: ...
+        if len(self.times) < 64:  # afterwards the link is stopped
+            assert isinstance(answer, News), answer
+            self.times += [delta.times for delta in answer.deltas if delta.times is not None]
 
 
 def test_a_server_that_does_not_read_delays_no_step() -> None:
     listener = SlowListener()
-    with sim_process() as (link, _):
-        link.connect(listener)
+    with sim_process() as link:
+        link.connect(listener.receive)
         sampling = replace(LONG, max_tokens=200)
         for number in range(64):  # more news than a socket's buffer holds
-            link.submit(str(number), (1, 2, 3), sampling)
+            link.send(Submission(str(number), (1, 2, 3), sampling))
         time.sleep(1.5)
         woken = time.monotonic()
         listener.go.set()

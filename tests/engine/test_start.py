@@ -15,7 +15,6 @@ import pytest
 
 from jaxinfer.core.config import ALLOCATOR_PREALLOCATES, ALLOCATOR_SHARES, EngineConfig
 from jaxinfer.core.errors import EngineError, TokenizerError
-from jaxinfer.engine.start import build
 from jaxinfer.engine.start import loading as engine_loading
 from jaxinfer.engine.start.start import backend_starting, start_engine
 from jaxinfer.models import build_model
@@ -136,10 +135,10 @@ def test_the_tokenizer_is_read_before_compiling_and_while_executables_load(
         cache_dir=str(tmp_path / "cache"),
     )
     with pytest.raises(TokenizerError, match="cannot be read"):
-        build.build_engine(config)
+        start_engine(config)
     assert not (tmp_path / "cache" / "executables").exists()
     (folder / "tokenizer.json").write_text(tiny_tokenizer_json())
-    build.build_engine(config)
+    start_engine(config)
 
     loading, reading = threading.Event(), threading.Event()
     build_executables, load_tokenizer = engine_loading.build_executables, tokenizer.load_tokenizer
@@ -156,4 +155,4 @@ def test_the_tokenizer_is_read_before_compiling_and_while_executables_load(
 
     monkeypatch.setattr(engine_loading, "build_executables", loads)
     monkeypatch.setattr(tokenizer, "load_tokenizer", reads)
-    assert build.build_engine(config).tokenizer is not None
+    assert start_engine(config).tokenizer is not None

@@ -14,7 +14,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.progress import Advance
 from jaxinfer.engine.start import build
 from jaxinfer.engine.start.plan import EnginePlan
-from jaxinfer.exec.compile.program import COPY, Program
+from jaxinfer.exec.compile.program import COPY
 from jaxinfer.nn.state import Entry, LayerState
 from kit.checkpoints import tiny_llama_config, write_hf_folder
 from kit.mixed_family import RecurrentSpec, mixed_model
@@ -60,30 +60,30 @@ def test_fewer_sequences_by_default(folder: Path) -> None:
         "16 sequences need 1.32 GB of layer state (40.0 MB for each of 16 slots, the padding slot "
         "and 16 snapshots); serving 6, set max_num_seqs to choose another number"
     ]
-    assert made.limits.max_num_seqs == made.config.max_num_seqs == 6
-    assert made.limits.num_snapshots == 6 and made.limits.enable_prefix_caching
-    assert max(bucket.num_decodes for bucket in made.limits.buckets) == 6
+    assert made.program.limits.max_num_seqs == made.config.max_num_seqs == 6
+    assert made.program.limits.num_snapshots == 6 and made.program.limits.enable_prefix_caching
+    assert max(bucket.num_decodes for bucket in made.program.limits.buckets) == 6
     assert made.memory.state_bytes == 13 * STATE_BYTES
-    assert COPY in Program(made.model, made.limits).names()
-    assert build.bundle_settings(made)["max_num_seqs"] == 6
+    assert COPY in made.program.names()
+    assert made.bundle_settings["max_num_seqs"] == 6
 
 
 def test_without_prefix_caching_there_are_no_snapshots(folder: Path) -> None:
     made, said = planned(folder, enable_prefix_caching=False)
     assert "and 0 snapshots); serving 12," in said[0]
-    assert made.limits.max_num_seqs == 12 and made.limits.num_snapshots == 0
-    assert COPY not in Program(made.model, made.limits).names()
+    assert made.program.limits.max_num_seqs == 12 and made.program.limits.num_snapshots == 0
+    assert COPY not in made.program.names()
 
 
 def test_more_memory(folder: Path) -> None:
     made, said = planned(folder, kv_cache_memory_bytes=3 << 30)
-    assert made.limits.max_num_seqs == 16 and not said
+    assert made.program.limits.max_num_seqs == 16 and not said
 
 
 def test_a_chosen_number_that_fits(folder: Path) -> None:
     """State may take more than half, as the user has said what to serve."""
     made, said = planned(folder, max_num_seqs=12)
-    assert made.limits.max_num_seqs == made.limits.num_snapshots == 12 and not said
+    assert made.program.limits.max_num_seqs == made.program.limits.num_snapshots == 12 and not said
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.link.client import EngineClient
-from jaxinfer.engine.link.process import EngineFacts, EngineProcess
+from jaxinfer.engine.link.process import EngineProcess
 from jaxinfer.engine.outputs import Collector, RequestOutput
 from jaxinfer.engine.prompts import Prompt
 
@@ -19,15 +19,13 @@ PROMPTS = [tuple(range(3 + i, 12 + i)) for i in range(6)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 type Scenario = Callable[[EngineClient], Coroutine[Any, Any, None]]
-type Running = tuple[EngineProcess, EngineFacts]
 
 
-def talk(running: Running, scenario: Scenario) -> None:
+def talk(link: EngineProcess, scenario: Scenario) -> None:
     """Run a scenario with a client, then end the engine."""
-    link, facts = running
 
     async def main() -> None:
-        client = EngineClient(link, facts.limits, facts.facts, facts.tokenizer, stats=facts.stats)
+        client = EngineClient(link)
         try:
             await asyncio.wait_for(scenario(client), 60)
         finally:

@@ -78,14 +78,7 @@ def serving(
     async def main() -> None:
         service = Service(config, EventLog())
         metrics = Metrics(engine.facts.name, engine.limits, start=engine.stats())
-        client = EngineClient(
-            EngineThread(engine),
-            engine.limits,
-            engine.facts,
-            engine.tokenizer,
-            stats=engine.stats(),
-            observe=metrics.observe,
-        )
+        client = EngineClient(EngineThread(engine), metrics.observe)
         service.attach(client, metrics)
         with bound_sockets(config) as sockets:
             if send_buffer is not None:

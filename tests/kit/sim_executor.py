@@ -19,7 +19,8 @@ from jaxinfer.core.progress import Progress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket, RowResult, ScheduledSeq, StepPlan, StepResult
 from jaxinfer.engine.facts import ModelFacts
-from jaxinfer.engine.link.child import Blueprint, main
+from jaxinfer.engine.link.child import main
+from jaxinfer.engine.link.wire import Planned
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
 from kit.tokenizers import real_spec
 
@@ -122,7 +123,7 @@ def child_main() -> None:
     """The program of a process that runs a simulated engine."""
     files: list[tuple[str, SimExecutor]] = []
 
-    def plan(config: EngineConfig, progress: Progress) -> Blueprint:
+    def plan(config: EngineConfig, progress: Progress):
         del progress
         script = json.loads(config.model)
         file = script.pop("trace_file")
@@ -138,7 +139,7 @@ def child_main() -> None:
 
             return Engine(executor, limits, facts, tokenizer)
 
-        return Blueprint(limits, spec, build)
+        return Planned(limits, spec), build
 
     try:
         main(lambda _: plan)

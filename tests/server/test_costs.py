@@ -17,8 +17,8 @@ from jaxinfer.core.request import FinishReason
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.engine.facts import check_request
 from jaxinfer.engine.link import client as client_module
-from jaxinfer.engine.link.client import EngineClient
-from jaxinfer.engine.link.process import EngineFacts
+from jaxinfer.engine.link.client import EngineClient, Link
+from jaxinfer.engine.link.wire import Command, Submission
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta
 from jaxinfer.server.http.log import EventLog
@@ -37,25 +37,21 @@ MAX_CALLS = 5  # between a task and the future that a token wakes
 STREAMED = {"prompt": [[5, 6], [7, 8]], "stream": True, "max_tokens": 3}
 
 
-class FakeLink:
-    """A ``Link`` to an engine that only records requests; the test writes its updates."""
-
-    alive = True
+class FakeLink(Link):
+    """A link to an engine that only records requests; the test writes its updates."""
 
     def __init__(self) -> None:
+        self.tokenizer = load_tokenizer(real_spec("smollm2"))
+        self.limits, self.facts = sim_limits(4), sim_facts(self.tokenizer)
+        self.stats = EngineStats()
         self.keys: list[str] = []
 
     def connect(self, listener: object) -> None:
         pass
 
-    def submit(self, request_id: str, *_: object, **__: object) -> None:
-        self.keys.append(request_id)
-
-    def abort(self, request_id: str) -> None:
-        pass
-
-    def ping(self) -> None:
-        pass
+    def _pass(self, command: Command) -> None:
+        if isinstance(command, Submission):
+            self.keys.append(command.request_id)
 
     def stop(self) -> None:
         pass
@@ -65,12 +61,10 @@ class FakeRequest:
     """One request to an app with a ``FakeLink``: the sent messages, and the engine's updates."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
-        tokenizer = load_tokenizer(real_spec("smollm2"))
-        limits, facts = sim_limits(4), sim_facts(tokenizer)
         self.service = Service(ServerConfig(), EventLog())
         self.link = FakeLink()
-        self.client = EngineClient(self.link, limits, facts, tokenizer)
-        self.service.attach(self.client, Metrics(facts.name, limits))
+        self.client = EngineClient(self.link)
+        self.service.attach(self.client, Metrics(self.link.facts.name, self.link.limits))
         self.sent: list[Message] = []
         self._body = [json.dumps(fields).encode()]
 
@@ -85,7 +79,7 @@ class FakeRequest:
     async def update(self, **fields: Any) -> None:
         """An iteration of the engine adds this to every request."""
         deltas = tuple(Delta(key, 0, **fields) for key in self.link.keys)
-        self.client.news(News(deltas, (), (), EngineStats()))
+        self.client.receive(News(deltas, (), (), EngineStats()))
         await run_loop()
 
     async def _receive(self) -> Message:
@@ -177,13 +171,11 @@ def test_exact_paths_bypass_the_router(scope: Scope, answers: str) -> None:
 
 
 def test_the_garbage_collector_skips_objects_from_before_the_first_request() -> None:
-    tokenizer = load_tokenizer(real_spec("smollm2"))
-    found = EngineFacts(sim_facts(tokenizer), sim_limits(4), tokenizer, EngineStats())
+    link = FakeLink()
 
     async def main() -> int:
         service = Service(ServerConfig(served_model_name=("m",)), EventLog())
-        start = lambda config: (FakeLink(), found)  # noqa: E731
-        async with serve._load(EngineConfig(model="m"), start, service):
+        async with serve._load(EngineConfig(model="m"), lambda _: link, service):
             return gc.get_freeze_count()
 
     before = gc.get_freeze_count()

@@ -17,6 +17,7 @@ import pytest
 from jaxinfer.core.errors import EngineError
 from jaxinfer.engine.link.client import Stream
 from jaxinfer.engine.link.thread import EngineThread
+from jaxinfer.engine.link.wire import AbortRequest, Command, Submission
 from jaxinfer.engine.outputs import Delta, joined
 from jaxinfer.server.openai.answer import ChoiceUpdate
 from jaxinfer.server.openai.writer import merged_updates
@@ -88,13 +89,14 @@ def test_a_disconnected_client_is_in_no_step_after_the_next(
 ) -> None:
     server, executor = watched
     noticed: list[int] = []  # steps launched until the engine got the abort
-    abort = EngineThread.abort
+    send = EngineThread.send
 
-    def noting(link: EngineThread, request_id: str) -> None:
-        noticed.append(len(executor.plans))
-        abort(link, request_id)
+    def noting(link: EngineThread, command: Command) -> None:
+        if isinstance(command, AbortRequest):
+            noticed.append(len(executor.plans))
+        send(link, command)
 
-    monkeypatch.setattr(EngineThread, "abort", noting)
+    monkeypatch.setattr(EngineThread, "send", noting)
     with RawClient(server.port) as other:
         leaver = RawClient(server.port).post(ROUTE, **LONG, stream=stream)
         wait_until(lambda: len(executor.plans) > 5, "it runs")
@@ -241,14 +243,14 @@ def test_all_prompts_of_a_request_or_none(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _ = watched
-    submit = EngineThread.submit
+    send = EngineThread.send
 
-    def failing(link: EngineThread, request_id: str, *arguments: Any, **named: Any) -> None:
-        if request_id == "stream-3":
+    def failing(link: EngineThread, command: Command) -> None:
+        if isinstance(command, Submission) and command.request_id == "stream-3":
             raise EngineError("the pipe is broken")
-        submit(link, request_id, *arguments, **named)
+        send(link, command)
 
-    monkeypatch.setattr(EngineThread, "submit", failing)
+    monkeypatch.setattr(EngineThread, "send", failing)
     failed = post(server.port, ROUTE, **{**LONG, "prompt": ["a", "b", "c", "d"]})
     assert failed.status == 500 and "pipe" in failed.error["message"]
     wait_until(lambda: is_idle(server), "the first two have left")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from itertools import count
 from typing import TYPE_CHECKING, Any, Self
 
-from jaxinfer.core.progress import Progress
+from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.link.client import EngineClient
@@ -31,14 +32,12 @@ class AsyncLLM:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.client = EngineClient(
-            EngineThread(engine), engine.limits, engine.facts, engine.tokenizer
-        )
-        self._requests = 0
+        self.client = EngineClient(EngineThread(engine))
+        self._numbers = count(1)
 
     @classmethod
     async def create(
-        cls, model: str | None = None, *, progress: Progress | None = None, **arguments: Any
+        cls, model: str | None = None, *, progress: Progress = NO_PROGRESS, **arguments: Any
     ) -> Self:
         """Build the engine on another thread and start it; arguments are those of ``LLM``."""
         config = engine_config(model, arguments)
@@ -60,7 +59,8 @@ class AsyncLLM:
         be completed.
         """
         parsed = parse_prompt(prompt, self.engine.tokenizer)
-        collector = Collector(request_id or self._next_id(), parsed, sampling_params)
+        label = request_id or f"async-{next(self._numbers)}"
+        collector = Collector(label, parsed, sampling_params)
         deltas = self.stream(parsed, sampling_params, priority=priority, cache_salt=cache_salt)
         try:
             async for delta in deltas:
@@ -100,7 +100,3 @@ class AsyncLLM:
     async def shutdown(self) -> None:
         """End the engine's thread; open streams end with ``EngineError``."""
         await self.client.shutdown()
-
-    def _next_id(self) -> str:
-        self._requests += 1
-        return f"async-{self._requests}"

@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import batched
+from itertools import batched, count
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.host_memory import full_collections_deferred, gc_paused
-from jaxinfer.core.progress import NoProgress, Progress
+from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.api.interrupts import interrupts_deferred
 from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.facts import ValidatedRequest
 from jaxinfer.engine.news import EngineStats
@@ -46,7 +49,7 @@ class LLM:
             config = replace(config, prefill_first=True)
         self.config = config
         self._engine = start_engine(config, self._progress)
-        self._requests = 0
+        self._numbers = count()
         self._answering = False
 
     def get_tokenizer(self) -> Tokenizer:
@@ -166,8 +169,7 @@ class LLM:
         for some in batched(enumerate(requests), ADDED_AT_ONCE):
             with interrupts_deferred():
                 for number, request in some:
-                    request_id = f"llm-{self._requests}"
-                    self._requests += 1
+                    request_id = f"llm-{next(self._numbers)}"
                     self._engine.add_validated(request_id, request)
                     numbers[request_id] = number
 
@@ -179,14 +181,13 @@ class LLM:
         priorities: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         params = self._params_for(prompts, sampling_params)
-        levels = [0] * len(prompts)
         if priorities is not None:
-            levels = _one_each("priorities", priorities, len(prompts))
+            priorities = _one_each("priorities", priorities, len(prompts))
         # made after the first step: until a batch's first launch the device is idle
         collectors: dict[int, Collector] = {}
-        progress = self._progress if use_tqdm else NoProgress()
+        progress = self._progress if use_tqdm else NO_PROGRESS
         with progress.task("generate", len(prompts)) as advance, full_collections_deferred():
-            for number, delta in self.stream(prompts, params, levels):
+            for number, delta in self.stream(prompts, params, priorities):
                 if number not in collectors:
                     collectors[number] = Collector(str(number), prompts[number], params[number])
                 collectors[number].add(delta)
@@ -238,3 +239,25 @@ def _one_each(name: str, given: Any, prompts: int) -> list[Any]:
     if len(items) != prompts:
         raise RequestError(f"{prompts} prompts came with {len(items)} {name}")
     return items
+
+
+@contextmanager
+def interrupts_deferred() -> Generator[None]:
+    """Defer SIGINT to the end of the block, where its usual handler runs.
+
+    Python raises KeyboardInterrupt between any two instructions. Inside an iteration of the engine
+    this could lose a step whose tokens the scheduler waits for. Signals are handled on the main
+    thread only, so on other threads this does nothing.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    deferred: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: deferred.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if deferred:
+            handler(*deferred[0])

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxinfer.core.config import DEFAULT_MODEL, EngineConfig
-from jaxinfer.core.progress import NoProgress, Progress
+from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.start.build import plan_engine
 from jaxinfer.models.base import Model, Params
-from jaxinfer.weights.load import load_params
 
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer
@@ -23,7 +22,7 @@ class Loaded(NamedTuple):
 
 
 def load(
-    model: str = DEFAULT_MODEL, *, progress: Progress | None = None, **settings: Any
+    model: str = DEFAULT_MODEL, *, progress: Progress = NO_PROGRESS, **settings: Any
 ) -> Loaded:
     """Load a model, its parameters onto the default device, and its tokenizer.
 
@@ -31,14 +30,5 @@ def load(
     those of ``EngineConfig``; ``dtype``, ``load_format``, ``max_model_len``, ``tokenizer`` and
     ``seed`` have an effect here. Raises a ``JaxinferError`` if the model cannot be loaded.
     """
-    progress = progress or NoProgress()
     plan = plan_engine(EngineConfig(model=model, **settings), progress)
-    params = load_params(
-        plan.model,
-        plan.source,
-        placement=plan.placement,
-        cache_dir=plan.cache_dir,
-        seed=plan.config.seed,
-        progress=progress,
-    )
-    return Loaded(plan.model, params, plan.tokenizer)
+    return Loaded(plan.program.model, plan.load_params(progress), plan.tokenizer)

@@ -17,31 +17,24 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.host_memory import gc_paused, limit_heap_arenas, release_startup_memory
-from jaxinfer.core.progress import NoProgress, Progress
+from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.link.wire import (
     Build,
     Channel,
+    Failed,
     FromEngine,
-    NewsMessage,
     Planned,
-    Pong,
     Ready,
     ToEngine,
-    engine_end,
-    failed,
-    refused,
 )
-from jaxinfer.engine.news import News
 from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.engine.start.start import backend_starting
-from jaxinfer.text.tokenizer_config import TokenizerSpec
 
 if TYPE_CHECKING:
     from jaxinfer.engine.link.thread import EngineThread
@@ -51,16 +44,8 @@ RETRY_SECONDS = 0.01  # from an interrupt that the garbage collector dropped to 
 CLEANUP_SECONDS = 0.5  # to remove temporary files, if the server exits during a build
 
 
-@dataclass(frozen=True)
-class Blueprint:
-    """A planned engine, and the function that builds it."""
-
-    limits: Limits
-    tokenizer: TokenizerSpec | None
-    build: Callable[[], Engine]
-
-
-type Planner = Callable[[EngineConfig, Progress], Blueprint]
+# plans an engine, and returns the function that builds it
+type Planner = Callable[[EngineConfig, Progress], tuple[Planned, Callable[[], Engine]]]
 type Load = Callable[[Callable[[], EngineConfig]], Planner]
 
 
@@ -72,12 +57,13 @@ def load_planner(settings: Callable[[], EngineConfig]) -> Planner:
     with gc_paused():
         import_module("jax")  # the slowest import, which needs no settings
     with backend_starting(settings()) as platform:
-        from jaxinfer.engine.start.build import build_planned, plan_engine
+        from jaxinfer.engine.start.build import build_engine, plan_engine
     gc.freeze()  # modules are never freed
 
-    def plan(config: EngineConfig, progress: Progress) -> Blueprint:
+    def plan(config: EngineConfig, progress: Progress) -> tuple[Planned, Callable[[], Engine]]:
         made = plan_engine(config, progress, platform)
-        return Blueprint(made.limits, made.tokenizer_spec, lambda: build_planned(made, progress))
+        planned = Planned(made.program.limits, made.tokenizer_spec)
+        return planned, lambda: build_engine(made, progress)
 
     return plan
 
@@ -101,40 +87,42 @@ class EngineChild:
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a background process may write progress
         threading.Thread(target=self._follow, daemon=True).start()
         try:
-            error = self._serve(load)
+            self._serve(load)
         except KeyboardInterrupt:  # the server has exited
             return 1
-        self._channel.send(failed(error))
+        except JaxinferError as error:
+            self._channel.send(Failed.of(error))
         self._channel.flush()
         return 0
 
-    def _serve(self, load: Load) -> JaxinferError:
-        """Build and run the engine; returns the reason for its end."""
+    def _serve(self, load: Load) -> None:
+        """Build the engine, which may raise a ``JaxinferError``, and run it until it ends."""
         try:
             planner = load(lambda: self._build_message.result().config)
             message = self._build_message.result()
-            progress = progress_on(sys.stderr) if message.progress else NoProgress()
+            progress = progress_on(sys.stderr) if message.progress else NO_PROGRESS
             self._building = True  # from here on: an import interrupted in C code prints errors
-            blueprint = planner(message.config, progress)
-            self._channel.send(Planned(blueprint.limits, blueprint.tokenizer))
-            engine = blueprint.build()
-        except JaxinferError as error:
-            return error
+            planned, build = planner(message.config, progress)
+            self._channel.send(planned)
+            engine = build()
+        except JaxinferError:
+            raise
         except Exception as error:
             if not self._server_gone:
                 traceback.print_exc()
-            return EngineError(f"the engine cannot be built ({type(error).__name__}: {error})")
+            words = f"the engine cannot be built ({type(error).__name__}: {error})"
+            raise EngineError(words) from error
         finally:
             self._building = False
         from jaxinfer.engine.link.thread import EngineThread
 
         gc.freeze()  # scanning JAX's 140,000 objects takes 0.1 s of a full collection
         thread = EngineThread(engine)
-        thread.connect(self)
+        thread.connect(self._channel.send)
         self._engine = thread
         self._channel.send(Ready(engine.facts, engine.stats()))
         release_startup_memory()
-        return thread.wait()
+        thread.wait()
 
     def _follow(self) -> None:
         """Pass commands to the engine until the server exits, then end this process."""
@@ -144,7 +132,7 @@ class EngineChild:
                     self._build_message.set_result(message)
                 elif self._engine is not None:
                     with suppress(EngineError):  # it has ended: the last message has the reason
-                        self._engine.put(message)
+                        self._engine.send(message)
         finally:
             self._end()
 
@@ -158,11 +146,7 @@ class EngineChild:
                 break
             self._interrupt_dropped.clear()
             time.sleep(RETRY_SECONDS)
-        self._kill()
-
-    def _kill(self) -> None:
-        """Kill this process and the processes that it has started."""
-        os.killpg(0, signal.SIGKILL)
+        os.killpg(0, signal.SIGKILL)  # and the processes that this one has started
 
     def _interrupt(self, *_: object) -> None:
         if self._building and self._server_gone:
@@ -175,26 +159,12 @@ class EngineChild:
         else:
             sys.__unraisablehook__(what)
 
-    # Listener: called on the engine's thread
-
-    def news(self, news: News) -> None:
-        """See ``Listener``."""
-        self._channel.send(NewsMessage(news))
-
-    def refuse(self, request_id: str, error: JaxinferError) -> None:
-        """See ``Listener``."""
-        self._channel.send(refused(request_id, error))
-
-    def pong(self) -> None:
-        """See ``Listener``."""
-        self._channel.send(Pong())
-
 
 def main(load: Load = load_planner) -> None:
     """Serve the socket whose file descriptor is on the command line."""
     limit_heap_arenas()
     end = socket.socket(fileno=int(sys.argv[1]))
-    sys.exit(EngineChild(engine_end(end)).run(load))
+    sys.exit(EngineChild(Channel(end, ToEngine)).run(load))
 
 
 if __name__ == "__main__":

@@ -7,13 +7,25 @@ to streams. It wakes the loop once a step, not once a token.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from contextlib import suppress
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import SamplingParams, check_identity
 from jaxinfer.engine.facts import ModelFacts, check_request
+from jaxinfer.engine.link.wire import (
+    AbortRequest,
+    Answer,
+    Command,
+    Failed,
+    Listener,
+    Ping,
+    Pong,
+    Refused,
+    Submission,
+)
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta, joined
 from jaxinfer.text.tokenizer import Tokenizer
@@ -21,60 +33,37 @@ from jaxinfer.text.tokenizer import Tokenizer
 MAX_UNJOINED_DELTAS = 256  # deltas that an unread stream holds before it joins them
 
 
-class Link(Protocol):
-    """A connection to an engine on a thread of this process or in another process.
+class Link(ABC):
+    """A connection to a ready engine on a thread of this process or in another process."""
 
-    Answers are passed to the three callbacks of ``Listener``, on any thread.
-    """
-
-    def connect(self, listener: Listener) -> None:
-        """Set the listener; called once, before any other method."""
-        ...
+    limits: Limits
+    facts: ModelFacts
+    tokenizer: Tokenizer | None  # loaded in this process
+    stats: EngineStats  # of the start
+    _ended: EngineError | None = None  # why the engine answers no more
 
     @property
     def alive(self) -> bool:
         """True if requests are still answered."""
-        ...
+        return self._ended is None
 
-    def submit(
-        self,
-        request_id: str,
-        prompt_token_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> None:
-        """Send a request; raises ``EngineError`` if the engine has ended."""
-        ...
+    def send(self, command: Command) -> None:
+        """Send a command; raises ``EngineError`` if the engine has ended."""
+        if self._ended is not None:
+            raise self._ended
+        self._pass(command)
 
-    def abort(self, request_id: str) -> None:
-        """End a request; its pages are free within one step. Unknown ids are ignored."""
-        ...
+    @abstractmethod
+    def connect(self, listener: Listener) -> None:
+        """Start a thread that calls ``listener`` with the engine's answers. Called once."""
 
-    def ping(self) -> None:
-        """Request a ``pong``, which comes when the engine's loop has read the ping."""
-        ...
-
+    @abstractmethod
     def stop(self) -> None:
-        """End the engine; open requests are refused. Returns when it has ended."""
-        ...
+        """End the engine after its current iteration; open requests are refused."""
 
-
-class Listener(Protocol):
-    """The callbacks of a ``Link``. They return at once and may be called on any thread."""
-
-    def news(self, news: News) -> None:
-        """An iteration of the engine has ended."""
-        ...
-
-    def refuse(self, request_id: str, error: JaxinferError) -> None:
-        """A request was refused, or cannot be completed."""
-        ...
-
-    def pong(self) -> None:
-        """The engine's loop has read a ``ping``."""
-        ...
+    @abstractmethod
+    def _pass(self, command: Command) -> None:
+        """Pass a command to the engine's thread or process."""
 
 
 class Stream:
@@ -91,21 +80,16 @@ class Stream:
         self.started = False
         self._client = client
         self._key = key
-        self._unfinished = n
+        self.num_unfinished = n  # completions that have not ended
         self._arrived: list[Delta] = []
         self._max_arrived = MAX_UNJOINED_DELTAS  # beyond this, deltas in _arrived are joined
         self._error: JaxinferError | None = None
         self._wake = wake
 
     @property
-    def num_unfinished(self) -> int:
-        """Completions that have not ended."""
-        return self._unfinished
-
-    @property
     def finished(self) -> bool:
         """True if every completion has ended and been taken."""
-        return not (self._unfinished or self._arrived or self._error)
+        return not (self.num_unfinished or self._arrived or self._error)
 
     def take(self) -> list[Delta]:
         """The deltas since the last call, possibly none.
@@ -124,7 +108,7 @@ class Stream:
 
         A slow reader gets the deltas of several steps at once.
         """
-        while not (arrived := self.take()) and self._unfinished:
+        while not (arrived := self.take()) and self.num_unfinished:
             self._wake.clear()
             await self._wake.wait()
         return arrived
@@ -132,13 +116,13 @@ class Stream:
     def close(self) -> None:
         """Abort the request if it is unfinished. Deltas that have arrived can still be taken."""
         self._client.forget(self._key)
-        self._unfinished = 0
+        self.num_unfinished = 0
         self._wake.set()
 
     def put(self, delta: Delta) -> None:
         """Add a delta; called by the client."""
         if delta.finish_reason is not None:
-            self._unfinished -= 1
+            self.num_unfinished -= 1
         if delta.error:
             self.fail(EngineError(delta.error))
             return
@@ -167,30 +151,21 @@ class EngineClient:
     ``observe``, which may be set later, is called in the loop with all news, for metrics.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        limits: Limits,
-        facts: ModelFacts,
-        tokenizer: Tokenizer | None,
-        *,
-        stats: EngineStats | None = None,
-        observe: Callable[[News], None] | None = None,
-    ) -> None:
-        self.limits = limits
-        self.facts = facts
-        self.tokenizer = tokenizer
-        self.stats = stats or EngineStats()  # of the engine's last iteration
+    def __init__(self, link: Link, observe: Callable[[News], None] | None = None) -> None:
+        self.limits = link.limits
+        self.facts = link.facts
+        self.tokenizer = link.tokenizer
+        self.stats = link.stats  # of the engine's last iteration
         self.observe = observe
         self._link = link
         self._loop = asyncio.get_running_loop()
         self._streams: dict[str, Stream] = {}
         self._opened = 0
         self._num_waiting = 0
-        self._num_waiting_tokens = 0
+        self.num_waiting_tokens = 0  # prompt tokens of all requests that have not started
         self._num_started = 0
         self._pongs: list[asyncio.Future[None]] = []
-        link.connect(self)
+        link.connect(self.receive)
 
     @property
     def alive(self) -> bool:
@@ -207,20 +182,9 @@ class EngineClient:
         free = max(self.limits.max_num_seqs - self._num_started, 0)
         return max(self._num_waiting + arriving - free, 0)
 
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Prompt tokens of all requests that have not started."""
-        return self._num_waiting_tokens
-
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise ``RequestError`` for a request that this engine can never answer."""
-        check_request(
-            prompt_token_ids,
-            sampling,
-            limits=self.limits,
-            facts=self.facts,
-            has_tokenizer=self.tokenizer is not None,
-        )
+        check_request(prompt_token_ids, sampling, self.limits, self.facts, self.tokenizer)
 
     def open(
         self,
@@ -238,13 +202,14 @@ class EngineClient:
         """
         if not checked:
             self.check(prompt_token_ids, sampling)
+        identity = check_identity(priority, cache_salt)
         self._opened += 1
         key = f"stream-{self._opened}"  # unique, since users may repeat their request ids
-        self._link.submit(key, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt)
+        self._link.send(Submission(key, prompt_token_ids, sampling, *identity))
         stream = Stream(self, key, len(prompt_token_ids), sampling.n, wake or asyncio.Event())
         self._streams[key] = stream
         self._num_waiting += 1
-        self._num_waiting_tokens += stream.num_prompt_tokens
+        self.num_waiting_tokens += stream.num_prompt_tokens
         return stream
 
     def forget(self, key: str) -> None:
@@ -257,7 +222,8 @@ class EngineClient:
         else:
             self._leave_queue(stream)
         if stream.num_unfinished:
-            self._link.abort(key)
+            with suppress(EngineError):
+                self._link.send(AbortRequest(key))
 
     async def responds(self, seconds: float) -> bool:
         """True if the engine's loop answers a ping within ``seconds``."""
@@ -266,7 +232,7 @@ class EngineClient:
         pong = self._loop.create_future()
         self._pongs.append(pong)
         try:
-            self._link.ping()
+            self._link.send(Ping())
             await asyncio.wait_for(pong, seconds)
         except (TimeoutError, EngineError):
             return False
@@ -279,28 +245,30 @@ class EngineClient:
         """End the engine; open streams end with ``EngineError``."""
         await asyncio.to_thread(self._link.stop)
 
-    # Listener: called on the engine's side
-
-    def news(self, news: News) -> None:
-        """See ``Listener``."""
-        self._wake(self._take_news, news)
-
-    def refuse(self, request_id: str, error: JaxinferError) -> None:
-        """See ``Listener``."""
-        self._wake(self._take_refusal, request_id, error)
-
-    def pong(self) -> None:
-        """See ``Listener``."""
-        self._wake(self._take_pong)
-
-    def _wake(self, callback: Callable[..., None], *arguments: Any) -> None:
+    def receive(self, answer: Answer) -> None:
+        """Handle an answer of the engine in the loop; called by the link, on any thread."""
         try:
-            self._loop.call_soon_threadsafe(callback, *arguments)
+            self._loop.call_soon_threadsafe(self._take, answer)
         except RuntimeError:
             if not self._loop.is_closed():  # a closed loop has no readers
                 raise
 
     # in the loop
+
+    def _take(self, answer: Answer) -> None:
+        match answer:
+            case News():
+                self._take_news(answer)
+            case Refused():
+                if (stream := self._streams.get(answer.request_id)) is not None:
+                    stream.fail(answer.failure.error)
+            case Pong():
+                self._end_pings()
+            case Failed():
+                for stream in self._streams.values():
+                    if stream.num_unfinished:
+                        stream.fail(answer.error)
+                self._end_pings()  # ``responds`` then sees that the engine is not alive
 
     def _take_news(self, news: News) -> None:
         self.stats = news.stats
@@ -317,11 +285,7 @@ class EngineClient:
         if self.observe is not None:
             self.observe(news)
 
-    def _take_refusal(self, key: str, error: JaxinferError) -> None:
-        if (stream := self._streams.get(key)) is not None:
-            stream.fail(error)
-
-    def _take_pong(self) -> None:
+    def _end_pings(self) -> None:
         pongs, self._pongs = self._pongs, []
         for pong in pongs:
             if not pong.done():
@@ -329,4 +293,4 @@ class EngineClient:
 
     def _leave_queue(self, stream: Stream) -> None:
         self._num_waiting -= 1
-        self._num_waiting_tokens -= stream.num_prompt_tokens
+        self.num_waiting_tokens -= stream.num_prompt_tokens

@@ -8,90 +8,66 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import Self
 
-from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
-from jaxinfer.core.request import SamplingParams, check_identity
-from jaxinfer.engine.facts import ModelFacts
-from jaxinfer.engine.link.client import Listener
-from jaxinfer.engine.link.commands import AbortRequest, Command, Ping, Stop, Submission
+from jaxinfer.engine.link.client import Link
 from jaxinfer.engine.link.spawn import Spawned
 from jaxinfer.engine.link.wire import (
     Build,
+    Channel,
+    Command,
     Failed,
-    NewsMessage,
+    FromEngine,
+    Listener,
     Planned,
-    Pong,
     Ready,
-    Refused,
-    error_of,
-    server_end,
+    Stop,
+    ToEngine,
 )
-from jaxinfer.engine.news import EngineStats, News
-from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
+from jaxinfer.text.tokenizer import load_tokenizer
 
 STOP_SECONDS = 10.0  # for the current step to finish
 
 
-@dataclass(frozen=True)
-class EngineFacts:
-    """The facts of a ready engine that ``EngineClient`` needs."""
+class EngineProcess(Link):
+    """A link to an engine's process: ``ready``, ``connect``; always ``stop`` it."""
 
-    facts: ModelFacts
-    limits: Limits
-    tokenizer: Tokenizer | None  # loaded in this process
-    stats: EngineStats
-
-
-class EngineProcess:
-    """A ``Link`` to an engine's process: ``start``, ``ready``, ``connect``; always ``stop`` it."""
-
-    def __init__(self, spawned: Spawned) -> None:
-        self._process = spawned.process
-        self._channel = server_end(spawned.end)
-        self._messages = self._channel.messages()
-        self._lock = threading.Lock()  # guards ``_ended`` and ``_open`` together
-        self._ended: EngineError | None = None  # why the engine answers no more
-        self._open: dict[str, int] = {}  # unfinished completions of each request
-        self._reader: threading.Thread | None = None
-
-    @classmethod
-    def start(
-        cls, config: EngineConfig, spawned: Spawned, *, progress: bool = False
-    ) -> EngineProcess:
+    def __init__(self, config: EngineConfig, spawned: Spawned, *, progress: bool = False) -> None:
         """Send ``config`` and return at once. ``progress``: whether it is shown on stderr."""
-        started = cls(spawned)
-        started._channel.send(Build(config, progress))
-        return started
+        self._process = spawned.process
+        self._channel = Channel[ToEngine, FromEngine](spawned.end, FromEngine)
+        self._messages = self._channel.messages()
+        self._reader: threading.Thread | None = None
+        self._channel.send(Build(config, progress))
 
-    def ready(self) -> EngineFacts:
-        """Wait for the engine; raises the errors of ``build_engine``, after which it has ended."""
+    def ready(self) -> Self:
+        """Wait for the engine; raises the errors of ``start_engine``, after which it has ended."""
         try:
-            return self._facts()
+            self._wait_until_ready()
         except JaxinferError:
             self.stop()
             raise
+        return self
 
-    def _facts(self) -> EngineFacts:
-        planned, tokenizer = None, None
+    def _wait_until_ready(self) -> None:
         for message in self._messages:
             match message:
-                case Planned():
-                    planned = message
-                    if planned.tokenizer is not None:  # while the engine compiles
-                        tokenizer = load_tokenizer(planned.tokenizer)
-                case Ready():
-                    assert planned is not None
-                    return EngineFacts(message.facts, planned.limits, tokenizer, message.stats)
+                case Planned(limits, tokenizer):
+                    self.limits = limits  # the tokenizer is read while the engine compiles
+                    self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
+                case Ready(facts, stats):
+                    self.facts, self.stats = facts, stats
+                    return
                 case Failed():
-                    raise error_of(message)
+                    raise message.error
                 case _:
                     raise AssertionError(f"{message} before the engine was ready")
         raise self._ending("while it was starting")
 
     def connect(self, listener: Listener) -> None:
-        """Start the thread that reads messages and calls ``listener``."""
+        """See ``Link``."""
         self._reader = threading.Thread(
             target=self._follow, args=(listener,), name="jaxinfer-engine-news", daemon=True
         )
@@ -102,45 +78,16 @@ class EngineProcess:
         """The process id, which is also its process group."""
         return self._process.pid
 
-    @property
-    def alive(self) -> bool:
-        """True if requests are still answered."""
-        return self._ended is None
-
-    def submit(
-        self,
-        request_id: str,
-        prompt_token_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> None:
-        """Send a request; raises ``EngineError`` if the engine has ended."""
-        priority, salt = check_identity(priority, cache_salt)
-        submission = Submission(request_id, prompt_token_ids, sampling, priority, salt)
-        with self._lock:
-            self._open[request_id] = sampling.n  # before an answer can come
-            try:
-                self._send(submission)
-            except JaxinferError:
-                del self._open[request_id]
-                raise
-
-    def abort(self, request_id: str) -> None:
-        """End a request; its pages are free within one step. Unknown ids are ignored."""
-        with suppress(EngineError):
-            self._send(AbortRequest(request_id))
-
-    def ping(self) -> None:
-        """Request a ``pong``; raises ``EngineError`` if the engine has ended."""
-        self._send(Ping())
+    def _pass(self, command: Command) -> None:
+        try:
+            self._channel.send(command)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise RequestError(f"the request cannot be sent to the engine: {error}") from error
 
     def stop(self) -> None:
-        """Refuse open requests and end the process; if it does not end in time it is killed."""
-        with self._lock:
-            was_alive = self._ended is None
-            self._ended = self._ended or EngineError("the engine is shut down; build a new one")
+        """See ``Link``; a process that does not end in time is killed."""
+        was_alive = self._ended is None
+        self._ended = self._ended or EngineError("the engine is shut down; build a new one")
         if self._reader is None:  # not connected, so no request is open
             self._channel.hang_up()
         elif was_alive:
@@ -149,55 +96,29 @@ class EngineProcess:
         if self._reader is not None:
             self._reader.join()
 
-    def _send(self, command: Command) -> None:
-        if self._ended is not None:
-            raise self._ended
-        try:
-            self._channel.send(command)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise RequestError(f"the request cannot be sent to the engine: {error}") from error
-
     def _follow(self, listener: Listener) -> None:
         """Pass messages to the listener until the engine's process exits."""
         error: JaxinferError | None = None
         try:
             for message in self._messages:
                 match message:
-                    case NewsMessage():
-                        self._note(message.news)
-                        listener.news(message.news)
-                    case Refused():
-                        self._open.pop(message.request_id, None)
-                        listener.refuse(message.request_id, error_of(message))
-                    case Pong():
-                        listener.pong()
                     case Failed():
-                        error = error_of(message)
-                    case _:
+                        error = message.error
+                    case Planned() | Ready():
                         raise AssertionError(f"{message} while the engine runs")
+                    case _:
+                        listener(message)
         finally:
             self._end(error, listener)
-
-    def _note(self, news: News) -> None:
-        """Forget the requests that have ended."""
-        for delta in news.deltas:
-            if delta.finish_reason is not None and delta.request_id in self._open:
-                self._open[delta.request_id] -= 1
-                if not self._open[delta.request_id]:
-                    del self._open[delta.request_id]
 
     def _end(self, error: JaxinferError | None, listener: Listener) -> None:
         """Refuse open and future requests: the engine answers no more."""
         if not isinstance(error, EngineError):
             error = self._ending("before the answer was done")
-        with self._lock:
-            if self._ended is None:  # not by ``stop``, and perhaps no open request reports it
-                print(f"jaxinfer: {error}", file=sys.stderr)
-            self._ended = self._ended or error
-            left, self._open = tuple(self._open), {}
-        for request_id in left:
-            listener.refuse(request_id, error)
-        listener.pong()  # a waiting client then sees that the engine is not alive
+        if self._ended is None:  # not by ``stop``, and perhaps no open request reports it
+            print(f"jaxinfer: {error}", file=sys.stderr)
+        self._ended = self._ended or error
+        listener(Failed.of(error))
         self._channel.hang_up()
 
     def _ending(self, when: str) -> EngineError:

@@ -10,90 +10,68 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
-from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.link.client import Listener
-from jaxinfer.engine.link.commands import AbortRequest, Command, Ping, Stop, Submission
+from jaxinfer.engine.link.client import Link
+from jaxinfer.engine.link.wire import (
+    AbortRequest,
+    Command,
+    Failed,
+    Listener,
+    Ping,
+    Pong,
+    Refused,
+    Stop,
+    Submission,
+)
 
 if TYPE_CHECKING:
     from jaxinfer.engine.loop.engine import Engine
 
 
-class EngineThread:
-    """A ``Link`` that runs an engine from ``connect`` to ``stop``."""
+class EngineThread(Link):
+    """A link that runs an engine from ``connect`` to ``stop``."""
 
     def __init__(self, engine: Engine) -> None:
+        self.limits = engine.limits
+        self.facts = engine.facts
+        self.tokenizer = engine.tokenizer
+        self.stats = engine.stats()
         self._engine = engine
         self._inbox: SimpleQueue[Command] = SimpleQueue()
-        self._lock = threading.Lock()  # guards ``_ended`` and the inbox together
-        self._ended: EngineError | None = None  # why the inbox is no longer read
         self._thread: threading.Thread | None = None
 
     def connect(self, listener: Listener) -> None:
-        """Start the thread; ``listener`` is called on it."""
+        """See ``Link``."""
         self._thread = threading.Thread(
             target=self._run, args=(listener,), name="jaxinfer-engine", daemon=True
         )
         self._thread.start()
 
-    @property
-    def alive(self) -> bool:
-        """True if requests are still answered."""
-        return self._ended is None
-
-    def submit(
-        self,
-        request_id: str,
-        prompt_token_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> None:
-        """Put a request into the inbox; raises ``EngineError`` if the engine has ended."""
-        self.put(Submission(request_id, prompt_token_ids, sampling, priority, cache_salt))
-
-    def abort(self, request_id: str) -> None:
-        """End a request; its pages are free within one step. Unknown ids are ignored."""
-        self._inbox.put(AbortRequest(request_id))
-
-    def ping(self) -> None:
-        """Request a ``pong``; raises ``EngineError`` if the engine has ended."""
-        self.put(Ping())
+    def _pass(self, command: Command) -> None:
+        self._inbox.put(command)
 
     def stop(self) -> None:
-        """Finish the current iteration, refuse open requests and end the thread."""
-        with self._lock:
-            self._ended = self._ended or EngineError("the engine is shut down; build a new one")
+        """See ``Link``."""
+        self._ended = self._ended or EngineError("the engine is shut down; build a new one")
         self._inbox.put(Stop())
         if self._thread is not None:
             self._thread.join()
 
-    def wait(self) -> EngineError:
-        """Wait until the thread has ended; returns the reason."""
+    def wait(self) -> None:
+        """Wait until the thread has ended."""
         assert self._thread is not None, "connect comes first"
         self._thread.join()
-        assert self._ended is not None
-        return self._ended
-
-    def put(self, command: Command) -> None:
-        """Put a command into the inbox; raises ``EngineError`` if the engine has ended."""
-        with self._lock:
-            if self._ended is not None:
-                raise self._ended
-            self._inbox.put(command)
 
     def _run(self, listener: Listener) -> None:
         error = EngineError("the engine was shut down before the answer was done")
         try:
             while self._take_commands(listener):
                 if self._engine.has_work:
-                    listener.news(self._engine.step())
+                    listener(self._engine.step())
                     self._engine.wait_until_launchable()  # requests that arrive now join it
         except EngineError as failure:  # the engine failed, not one request
             error = failure
-        with self._lock:
-            self._ended = self._ended or error
-        self._refuse_all(listener, error)
+        self._ended = self._ended or error
+        listener(Failed.of(error))
 
     def _take_commands(self, listener: Listener) -> bool:
         """Execute all waiting commands; waits for one while the engine is idle. False: stop."""
@@ -110,7 +88,7 @@ class EngineThread:
                 case AbortRequest():
                     self._engine.abort(command.request_id)
                 case Ping():
-                    listener.pong()
+                    listener(Pong())
                 case Stop():
                     return False
 
@@ -123,24 +101,7 @@ class EngineThread:
                 priority=submission.priority,
                 cache_salt=submission.cache_salt,
             )
-        except JaxinferError as error:
-            listener.refuse(submission.request_id, error)
         except Exception as error:  # an error of one request must not stop the others
-            refusal = RequestError(f"the request is unusable: {error}")
-            listener.refuse(submission.request_id, refusal)
-
-    def _refuse_all(self, listener: Listener, error: JaxinferError) -> None:
-        """Refuse the engine's open requests and the submissions in the inbox, and answer its pings.
-
-        No command can be added to the inbox any more.
-        """
-        for request_id in self._engine.open_request_ids:
-            listener.refuse(request_id, error)
-        while not self._inbox.empty():
-            match self._inbox.get():
-                case Submission(request_id=request_id):
-                    listener.refuse(request_id, error)
-                case Ping():
-                    listener.pong()  # the client then sees that the engine is not alive
-                case _:
-                    pass
+            if not isinstance(error, JaxinferError):
+                error = RequestError(f"the request is unusable: {error}")
+            listener(Refused(submission.request_id, Failed.of(error)))

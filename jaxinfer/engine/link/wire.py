@@ -1,4 +1,4 @@
-"""Messages between a server's process and its engine's process.
+"""Messages between an engine and its client, and a socket for them between two processes.
 
 On the socket a message is its length, then a msgpack frame. ``Channel`` sends messages without
 blocking the sender.
@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
 from jaxinfer.core import errors
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
+from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.facts import ModelFacts
-from jaxinfer.engine.link.commands import AbortRequest, Ping, Stop, Submission
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 
@@ -31,6 +31,30 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 
     config: EngineConfig
     progress: bool
+
+
+class Submission(msgspec.Struct, frozen=True, tag=True):
+    """A new request."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class AbortRequest(msgspec.Struct, frozen=True, tag=True):
+    """End a request; its pages are free within one step. Unknown ids are ignored."""
+
+    request_id: str
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Request a ``Pong``, which comes when the engine's loop has read the ping."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Finish the current iteration and end."""
 
 
 class Planned(msgspec.Struct, frozen=True, tag=True):
@@ -47,20 +71,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
-class NewsMessage(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: the output of one iteration."""
-
-    news: News
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: one request failed. ``kind``: the name of a class of ``core.errors``."""
-
-    request_id: str
-    kind: str
-    message: str
-
-
 class Pong(msgspec.Struct, frozen=True, tag=True):
     """From the engine: its loop has read a ``Ping``."""
 
@@ -68,28 +78,32 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """Last message from the engine: why it could not be built or has ended."""
 
-    kind: str
+    kind: str  # the name of a class of ``core.errors``
     message: str
 
+    @classmethod
+    def of(cls, error: JaxinferError) -> Self:
+        """The message with the class and the text of ``error``."""
+        return cls(type(error).__name__, str(error))
 
-type ToEngine = Build | Submission | AbortRequest | Ping | Stop
-type FromEngine = Planned | Ready | NewsMessage | Refused | Pong | Failed
-
-
-def failed(error: JaxinferError) -> Failed:
-    """The error as a message."""
-    return Failed(type(error).__name__, str(error))
-
-
-def refused(request_id: str, error: JaxinferError) -> Refused:
-    """One request's error as a message."""
-    return Refused(request_id, type(error).__name__, str(error))
+    @property
+    def error(self) -> JaxinferError:
+        """An error of the same class and text."""
+        return getattr(errors, self.kind, EngineError)(self.message)
 
 
-def error_of(message: Failed | Refused) -> JaxinferError:
-    """The error of a message, with the same class and text."""
-    kind = getattr(errors, message.kind, EngineError)
-    return kind(message.message)
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: one request was refused, or cannot be completed."""
+
+    request_id: str
+    failure: Failed
+
+
+type Command = Submission | AbortRequest | Ping | Stop
+type Answer = News | Refused | Pong | Failed
+type Listener = Callable[[Answer], None]  # returns at once, and may be called on any thread
+type ToEngine = Build | Command
+type FromEngine = Planned | Ready | Answer
 
 
 class Channel[Sent, Received]:
@@ -98,7 +112,7 @@ class Channel[Sent, Received]:
     If the peer has closed its end, ``messages`` ends and sent messages are lost.
     """
 
-    def __init__(self, end: socket.socket, received: Any) -> None:
+    def __init__(self, end: socket.socket, received: Any) -> None:  # ``Received``, for msgspec
         self._socket = end
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(received)
@@ -151,13 +165,3 @@ class Channel[Sent, Received]:
                 return None
             done += count
         return data
-
-
-def server_end(end: socket.socket) -> Channel[ToEngine, FromEngine]:
-    """The server's side of a channel."""
-    return Channel(end, FromEngine)
-
-
-def engine_end(end: socket.socket) -> Channel[FromEngine, ToEngine]:
-    """The engine's side of a channel."""
-    return Channel(end, ToEngine)

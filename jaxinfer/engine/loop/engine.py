@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Validates, runs and aborts requests; built by ``engine.start.build.build_engine``."""
+    """Validates, runs and aborts requests; built by ``engine.start.build``."""
 
     def __init__(
         self,
@@ -86,13 +86,7 @@ class Engine:
         if pools and not self.limits.pools:
             raise RequestError("this engine was not built to pool; generate text with it instead")
         priority, salt = check_identity(priority, cache_salt)
-        prompt = check_request(
-            prompt_token_ids,
-            sampling,
-            limits=self.limits,
-            facts=self.facts,
-            has_tokenizer=self.tokenizer is not None,
-        )
+        prompt = check_request(prompt_token_ids, sampling, self.limits, self.facts, self.tokenizer)
         return ValidatedRequest(prompt, sampling, priority, salt, pools)
 
     def add_request(
@@ -106,7 +100,6 @@ class Engine:
         pools: bool = False,
     ) -> None:
         """Validate and add a request; raises ``RequestError`` if it is refused."""
-        self._check_accepting(request_id)
         validated = self.check(
             prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt, pools=pools
         )
@@ -131,11 +124,6 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request; its pages are free after the next step. Unknown ids are ignored."""
         self._pending += [Abort(child) for child in self._children.get(request_id, ())]
-
-    @property
-    def open_request_ids(self) -> tuple[str, ...]:
-        """Requests with an unfinished completion, oldest first."""
-        return tuple(self._children)
 
     def wait_until_launchable(self) -> None:
         """Return once another step may be launched, so that requests that arrive before the next

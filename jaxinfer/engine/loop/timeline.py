@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from jaxinfer.core.step import StepPlan
 from jaxinfer.engine.loop.loop import Iteration
@@ -16,20 +17,12 @@ from jaxinfer.engine.news import StepKind, StepRecord
 from jaxinfer.engine.outputs import SequenceTimes
 
 
-@dataclass(slots=True)
-class _Times:
-    arrived: float
-    started: float = 0.0
-    first_token: float = 0.0
-    num_admissions: int = 0
-
-
 class Timeline:
     """Records times of sequences and steps; ``clock`` is ``time.monotonic`` outside tests."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._sequences: dict[str, _Times] = {}
+        self._sequences: dict[str, SequenceTimes] = {}
         self._launched: dict[int, float] = {}
         self._last_finish = 0.0
         self._ended: float | None = None  # end of the first step that the next iteration reports
@@ -38,7 +31,7 @@ class Timeline:
         """Record the arrival of sequences."""
         now = self._clock()
         for name in sequences:
-            self._sequences[name] = _Times(now)
+            self._sequences[name] = SequenceTimes(now)
 
     def step_ended(self) -> None:
         """Record the end of the oldest step, which the next iteration reports."""
@@ -51,11 +44,14 @@ class Timeline:
         for plan in iteration.launched:
             self._launched[plan.step_id] = now
             for admission in plan.admissions:
-                times = self._sequences[admission.request.request_id]
-                times.num_admissions += 1
-                if times.num_admissions == 1:
-                    times.started = now
-                    started.append(admission.request.request_id)
+                name = admission.request.request_id
+                times = self._sequences[name]
+                if times.started:
+                    times = replace(times, num_preemptions=times.num_preemptions + 1)
+                else:
+                    times = replace(times, started=now)
+                    started.append(name)
+                self._sequences[name] = times
         ended, self._ended = self._ended or now, None
         records = tuple(
             self._step_record(plan, now if index else ended)
@@ -68,21 +64,13 @@ class Timeline:
         times = self._sequences[sequence]
         if times.first_token:
             return False
-        times.first_token = self._clock()
+        self._sequences[sequence] = replace(times, first_token=self._clock())
         return True
 
     def finish(self, sequence: str) -> SequenceTimes | None:
         """Remove a sequence; returns its times, or None if it ended before its first token."""
         times = self._sequences.pop(sequence)
-        if not times.first_token:
-            return None
-        return SequenceTimes(
-            arrived=times.arrived,
-            started=times.started,
-            first_token=times.first_token,
-            finished=self._clock(),
-            num_preemptions=times.num_admissions - 1,
-        )
+        return replace(times, finished=self._clock()) if times.first_token else None
 
     def _step_record(self, plan: StepPlan, now: float) -> StepRecord:
         # a step that failed at launch has no launch time, and took none

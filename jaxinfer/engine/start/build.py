@@ -22,14 +22,12 @@ from jaxinfer.core.config import (
     DEFAULT_PAGE_SIZE,
     EngineConfig,
     Limits,
-    bound_gpu_allocator,
     cache_root,
-    keep_xla_quiet,
-    leave_out_line_info,
+    prepare_backend,
 )
 from jaxinfer.core.errors import ConfigError, EngineError
-from jaxinfer.core.progress import NoProgress, Progress
-from jaxinfer.engine.facts import ModelFacts, facts_of_configs
+from jaxinfer.core.progress import NO_PROGRESS, Progress
+from jaxinfer.engine.facts import facts_of_configs
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.news import EngineStats
 from jaxinfer.engine.start.loading import load
@@ -50,7 +48,7 @@ from jaxinfer.exec.run.device_memory import device_memory
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
-from jaxinfer.nn.placement import Placement, default_placement
+from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.quantised.choose import Forms, quantised_source
 from jaxinfer.weights.sources import resolve_source
@@ -62,21 +60,18 @@ from pallas_kernels.tuned import check_choices
 
 def plan_engine(
     config: EngineConfig,
-    progress: Progress | None = None,
+    progress: Progress = NO_PROGRESS,
     platform_of_backend: Callable[[], str] | None = None,
 ) -> EnginePlan:
     """Resolve the model and all sizes; raises a ``JaxinferError`` if something does not fit.
 
     ``platform_of_backend``: waits for a backend that is starting, see ``start.backend_starting``.
     """
-    progress = progress or NoProgress()
     cache_dir = cache_root(config.cache_dir)
     bundle = None if config.bundle is None else open_bundle(Path(config.bundle))
     if bundle is not None:
         config = with_bundle_settings(config, bundle)
-    bound_gpu_allocator(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
-    leave_out_line_info()
-    keep_xla_quiet()
+    prepare_backend(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
     platform = check_device(platform_of_backend)
     chose_seqs = config.max_num_seqs is not None
     placement = default_placement()
@@ -100,12 +95,10 @@ def plan_engine(
     if source.checkpoint is not None:
         plan_params(model, source.checkpoint)  # names and shapes, before anything slow begins
     spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
-    config = _with_fitting_seqs(
-        config, model, pins, placement, chosen=chose_seqs, progress=progress
-    )
-    memory, limits = _sizes(config, model, pins, placement)
+    program = Program(model, _limits(config, model), placement.platform, pins, placement)
+    config, program = _with_fitting_seqs(config, program, chosen=chose_seqs, progress=progress)
+    program, memory = _with_pages(config, program)
     if bundle is not None:
-        program = Program(model, limits, placement.platform, pins, placement)
         bundle.check_program(program, program.names())
     facts = facts_of_configs(
         source.name,
@@ -118,13 +111,10 @@ def plan_engine(
     return EnginePlan(
         config=config,
         source=source,
-        model=model,
-        limits=limits,
-        placement=placement,
-        pins=pins,
+        program=program,
         memory=memory,
         tokenizer_spec=spec,
-        facts=facts,
+        config_facts=facts,
         cache_dir=cache_dir,
         bundle=bundle,
     )
@@ -156,26 +146,18 @@ def _check_tuned() -> None:
 
 
 def _with_fitting_seqs(
-    config: EngineConfig,
-    model: Model,
-    pins: Pins,
-    placement: Placement,
-    *,
-    chosen: bool,
-    progress: Progress,
-) -> EngineConfig:
-    """The settings with no more sequences than fit with their layer state. Buckets depend on the
-    number, so it is decided before them. Raises ``ConfigError`` for a number that the user has
-    ``chosen``, or if no sequence fits.
+    config: EngineConfig, program: Program, *, chosen: bool, progress: Progress
+) -> tuple[EngineConfig, Program]:
+    """The settings and the program for no more sequences than fit with their layer state. Raises
+    ``ConfigError`` for a number that the user has ``chosen``, or if no sequence fits.
     """
-    if not model.state.bytes_per_slot:
-        return config
-    program = Program(model, _limits(config, model), placement.platform, pins, placement)
-    device = device_memory(placement.device)
+    limits, each = program.limits, program.model.state.bytes_per_slot
+    if not each:
+        return config, program
+    device = device_memory(program.placement.device)
     fitting = fitting_seqs(config, program, device, chosen=chosen)
-    limits, each = program.limits, model.state.bytes_per_slot
     if fitting == limits.max_num_seqs:
-        return config
+        return config, program
     needed = (
         f"{limits.max_num_seqs} sequences need {shown(limits.num_state_rows * each)} of layer "
         f"state ({shown(each)} for each of {limits.max_num_seqs} slots, the padding slot and "
@@ -192,21 +174,19 @@ def _with_fitting_seqs(
             "kv_cache_memory_bytes (on a GPU: gpu_memory_utilization)"
         )
     progress.note(f"{needed}; serving {fitting}, set max_num_seqs to choose another number")
-    return replace(config, max_num_seqs=fitting)
+    config = replace(config, max_num_seqs=fitting)
+    return config, replace(program, limits=_limits(config, program.model))
 
 
-def _sizes(
-    config: EngineConfig, model: Model, pins: Pins, placement: Placement
-) -> tuple[MemoryPlan, Limits]:
-    """The memory plan, and the limits for which steps are compiled."""
-    limits = _limits(config, model)
-    device = device_memory(placement.device)
-    program = Program(model, limits, placement.platform, pins, placement)
-    memory = plan_memory(config, program, device)
-    limits = msgspec.structs.replace(limits, num_pages=memory.num_pages)
+def _with_pages(config: EngineConfig, program: Program) -> tuple[Program, MemoryPlan]:
+    """The program with the number of pages in its limits, and the memory plan."""
+    device = device_memory(program.placement.device)
+    num_pages = plan_memory(config, program, device).num_pages
+    limits = msgspec.structs.replace(program.limits, num_pages=num_pages)
     if config.max_model_len is None:  # derived: as much of the model's context as fits
         limits = msgspec.structs.replace(limits, max_model_len=limits.longest_context())
-    return program_memory(replace(program, limits=limits), device), limits
+    program = replace(program, limits=limits)
+    return program, program_memory(program, device)
 
 
 def _limits(config: EngineConfig, model: Model) -> Limits:
@@ -257,36 +237,23 @@ def limits_of(
     )
 
 
-def build_engine(
-    config: EngineConfig,
-    progress: Progress | None = None,
-    platform_of_backend: Callable[[], str] | None = None,
-) -> Engine:
+def build_engine(plan: EnginePlan, progress: Progress = NO_PROGRESS) -> Engine:
     """Build a ready engine: weights are on the device, and every executable that a request may need
     is compiled, loaded and has run once. Raises a ``JaxinferError``.
     """
-    return build_planned(plan_engine(config, progress, platform_of_backend), progress)
-
-
-def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
-    """Build the engine of a plan; see ``build_engine``."""
-    progress = progress or NoProgress()
-    program = plan.program
-    (executables, compile_seconds), (state, load_seconds) = load(
-        plan, program, bundle_settings(plan), progress
-    )
-    executor = Executor(program, executables, *state)
+    (executables, compile_seconds), (state, load_seconds) = load(plan, progress)
+    executor = Executor(plan.program, executables, *state)
     executor.warm_up()
     start_stats = EngineStats(
-        num_executables=len(program.names()),
+        num_executables=len(plan.program.names()),
         num_compiled=executables.compiled,
         compile_seconds=compile_seconds,
         load_seconds=load_seconds,
     )
     return Engine(
         executor,
-        plan.limits,
-        model_facts(plan),
+        plan.program.limits,
+        plan.facts,
         plan.tokenizer,
         seed=plan.config.seed,
         overlap=plan.config.overlap,
@@ -295,23 +262,16 @@ def build_planned(plan: EnginePlan, progress: Progress | None = None) -> Engine:
 
 
 def write_planned(
-    plan: EnginePlan, folder: Path, progress: Progress | None = None
+    plan: EnginePlan, folder: Path, progress: Progress = NO_PROGRESS
 ) -> tuple[Manifest, bool]:
     """Compile the executables of a plan into a bundle, without weights; see ``compile_bundle``."""
     return compile_bundle(
         plan.program,
         folder,
         memory=plan.memory,
-        settings=bundle_settings(plan),
-        progress=progress or NoProgress(),
+        settings=plan.bundle_settings,
+        progress=progress,
     )
-
-
-def bundle_settings(plan: EnginePlan) -> dict[str, Any]:
-    """The settings that a bundle of this plan fixes, with the planned sizes."""
-    sizes = ("num_pages", "page_size", "max_model_len")
-    planned = {name: getattr(plan.limits, name) for name in sizes}
-    return {name: getattr(plan.config, name) for name in COMPILED} | planned
 
 
 def with_bundle_settings(config: EngineConfig, bundle: Bundle) -> EngineConfig:
@@ -355,14 +315,6 @@ def check_device(platform_of_backend: Callable[[], str] | None = None) -> str:
             f"JAX finds no device{wanted} ({words}); check JAX_PLATFORMS, that jax[cuda12] or "
             "jax[cuda13] is installed for a GPU, and `jaxinfer doctor`"
         ) from error
-
-
-def model_facts(plan: EnginePlan) -> ModelFacts:
-    """The facts of the plan's model, with the tokenizer's end tokens added."""
-    if plan.tokenizer is None:
-        return plan.facts
-    ends = (*plan.facts.eos_token_ids, *sorted(plan.tokenizer.end_token_ids))
-    return replace(plan.facts, eos_token_ids=tuple(dict.fromkeys(ends)))
 
 
 def _context(config: EngineConfig, model: Model) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from os.path import isdir
 from pathlib import Path
-from typing import Any
 
 from jaxinfer.core.host_memory import release_free_heap
 from jaxinfer.core.progress import Progress
@@ -22,7 +21,6 @@ from jaxinfer.exec.compile.build import (
     load_executables,
 )
 from jaxinfer.exec.compile.memory_plan import check_workspace
-from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import (
     allocating,
     claim_memory,
@@ -32,35 +30,32 @@ from jaxinfer.exec.run.device_memory import (
 from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import Params
 from jaxinfer.nn import state as layer_state
-from jaxinfer.weights.load import load_params
 
 type Timed[T] = tuple[T, float]  # and the seconds that it took
 type State = tuple[Params, layer_state.State, SlotState]
 
 
-def load(
-    plan: EnginePlan, program: Program, settings: Mapping[str, Any], progress: Progress
-) -> tuple[Timed[Executables], Timed[State]]:
+def load(plan: EnginePlan, progress: Progress) -> tuple[Timed[Executables], Timed[State]]:
     """Return the executables and the state, each with the seconds of its loading or compiling.
 
     If nothing has to be compiled, executables load while weights, tokenizer and pages do. Else, on
     a CPU, compiling comes first: the compiler's memory and the weights together would nearly double
     the peak (2.3 GB instead of 1.3 GB for SmolLM2-135M). On a GPU weights load while the steps
-    compile, but pages come last: XLA runs GEMMs in their memory to autotune them. ``settings`` are
-    saved in the manifest of a new bundle. The seconds of the state are those of its weights.
+    compile, but pages come last: XLA runs GEMMs in their memory to autotune them. The seconds of
+    the state are those of its weights.
     """
-    loader = _Loader(plan, program, settings, progress)
+    loader = _Loader(plan, progress)
     if loader.finds_executables:
         progress.note(plan.memory.described())
         return _beside(loader.state, loader.executables)
-    plan.read_tokenizer()  # compiling takes a minute: errors are reported before it
+    _ = plan.tokenizer  # its errors are reported before compiling, which takes a minute
     prepare_folder(loader.folder.parent)  # an error if nothing can be saved
     progress.note(plan.memory.described())
-    claim_memory(plan.memory, plan.placement.device)
-    if program.platform == "cpu":
+    claim_memory(plan.memory, plan.program.placement.device)
+    if plan.program.platform == "cpu":
         return loader.executables(), loader.state()
     made, (params, seconds) = _beside(loader.weights, loader.executables)
-    return made, ((params, *init_state(program)), seconds)
+    return made, ((params, *init_state(plan.program)), seconds)
 
 
 @dataclass(frozen=True)
@@ -68,8 +63,6 @@ class _Loader:
     """The tasks of ``load``, for threads."""
 
     plan: EnginePlan
-    program: Program
-    settings: Mapping[str, Any]
     progress: Progress
     _claimed: Future[None] = field(default_factory=Future[None])
 
@@ -84,7 +77,7 @@ class _Loader:
 
     def executables(self) -> Timed[Executables]:
         """Load the executables; without a bundle, compile and save them before."""
-        start, program, progress = time.perf_counter(), self.program, self.progress
+        start, program, progress = time.perf_counter(), self.plan.program, self.progress
         if self.plan.bundle is not None:
             made = load_executables(program, self.plan.bundle, progress)
             check_workspace(self.plan.memory, made.workspace_bytes)
@@ -94,7 +87,7 @@ class _Loader:
                 folder=self.folder,
                 memory=self.plan.memory,
                 progress=progress,
-                settings=self.settings,
+                settings=self.plan.bundle_settings,
             )
         progress.note(self.plan.memory.measured(made.workspace_bytes))
         return made, time.perf_counter() - start
@@ -103,20 +96,13 @@ class _Loader:
         """Claim the memory of the whole plan, then load the weights."""
         start, plan = time.perf_counter(), self.plan
         try:
-            claim_memory(plan.memory, plan.placement.device)
+            claim_memory(plan.memory, plan.program.placement.device)
             self._claimed.set_result(None)
         except BaseException as error:
             self._claimed.set_exception(error)  # ``_pages_and_slots`` waits for it
             raise
         with allocating(plan.memory.weight_bytes):
-            params = load_params(
-                plan.model,
-                plan.source,
-                placement=plan.placement,
-                cache_dir=plan.cache_dir,
-                seed=plan.config.seed,
-                progress=self.progress,
-            )
+            params = plan.load_params(self.progress)
         release_free_heap()
         return params, time.perf_counter() - start
 
@@ -134,13 +120,13 @@ class _Loader:
         return make()
 
     def _state_maker(self) -> Callable[[], tuple[layer_state.State, SlotState]]:
-        self.plan.read_tokenizer()
-        return compile_init_state(self.program)
+        _ = self.plan.tokenizer  # read on this thread, while weights load
+        return compile_init_state(self.plan.program)
 
     @cached_property
     def folder(self) -> Path:
         """The folder of executables in the cache, for engines without the user's bundle."""
-        return cached_bundle(self.program, self.plan.cache_dir / "executables")
+        return cached_bundle(self.plan.program, self.plan.cache_dir / "executables")
 
 
 def _beside[A, B](other: Callable[[], A], main: Callable[[], B]) -> tuple[B, A]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.config import COMPILED, EngineConfig
+from jaxinfer.core.progress import Progress
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.exec.compile.bundle import Bundle
 from jaxinfer.exec.compile.memory_plan import MemoryPlan
 from jaxinfer.exec.compile.program import Program
-from jaxinfer.models.base import Model
-from jaxinfer.nn.placement import Placement
+from jaxinfer.models.base import Params
 from jaxinfer.text.tokenizer_config import TokenizerSpec
+from jaxinfer.weights.load import load_params
 from jaxinfer.weights.sources import ModelSource
-from pallas_kernels.pins import Pins
 
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer
@@ -28,24 +28,18 @@ class EnginePlan:
 
     config: EngineConfig  # with defaults in place of None
     source: ModelSource
-    model: Model
-    limits: Limits
-    placement: Placement
-    pins: Pins
+    program: Program  # with the number of pages in its limits
     memory: MemoryPlan
     tokenizer_spec: TokenizerSpec | None  # for other processes, which load their own
-    facts: ModelFacts  # without the tokenizer's eos: see ``model_facts``
+    config_facts: ModelFacts  # from the model's config files
     cache_dir: Path
     bundle: Bundle | None  # the user's, which has been found to fit
 
     @cached_property
-    def program(self) -> Program:
-        """The program that is compiled."""
-        return Program(self.model, self.limits, self.placement.platform, self.pins, self.placement)
-
-    @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, read on first use; that takes up to 0.5 s and holds the GIL."""
+        """The tokenizer, read on first use; that takes up to 0.5 s and holds the GIL. Raises
+        ``TokenizerError``.
+        """
         if self.tokenizer_spec is None:
             return None
         # imported here, since Jinja and others are a quarter of all imports before JAX
@@ -53,6 +47,28 @@ class EnginePlan:
 
         return load_tokenizer(self.tokenizer_spec)
 
-    def read_tokenizer(self) -> None:
-        """Read the tokenizer now; raises ``TokenizerError`` if that fails."""
-        _ = self.tokenizer
+    @property
+    def facts(self) -> ModelFacts:
+        """The facts of the model, with the tokenizer's end tokens added."""
+        if self.tokenizer is None:
+            return self.config_facts
+        ends = (*self.config_facts.eos_token_ids, *sorted(self.tokenizer.end_token_ids))
+        return replace(self.config_facts, eos_token_ids=tuple(dict.fromkeys(ends)))
+
+    @property
+    def bundle_settings(self) -> dict[str, Any]:
+        """The settings that a bundle of this plan fixes, with the planned sizes."""
+        sizes = ("num_pages", "page_size", "max_model_len")
+        planned = {name: getattr(self.program.limits, name) for name in sizes}
+        return {name: getattr(self.config, name) for name in COMPILED} | planned
+
+    def load_params(self, progress: Progress) -> Params:
+        """Load the weights onto the devices; see ``weights.load``."""
+        return load_params(
+            self.program.model,
+            self.source,
+            placement=self.program.placement,
+            cache_dir=self.cache_dir,
+            seed=self.config.seed,
+            progress=progress,
+        )

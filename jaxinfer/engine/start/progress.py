@@ -72,22 +72,19 @@ class BarProgress:
             transient=True,
         )
         self._lock = threading.Lock()
-        self._running = 0
 
     @contextmanager
     def task(self, description: str, total: float | None) -> Generator[Advance]:
         """See ``Progress``."""
         with self._lock:
-            self._running += 1
+            bar = self._bars.add_task(description, total=total)
             self._bars.start()
-        bar = self._bars.add_task(description, total=total)
         try:
             yield lambda amount: self._bars.advance(bar, amount)
         finally:
-            self._bars.remove_task(bar)
             with self._lock:
-                self._running -= 1
-                if not self._running:
+                self._bars.remove_task(bar)
+                if not self._bars.tasks:
                     self._bars.stop()
 
     def note(self, text: str) -> None:

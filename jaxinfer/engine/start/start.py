@@ -7,9 +7,8 @@ it does not need the GIL.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,22 +17,20 @@ from jaxinfer.core.config import (
     BUNDLE_MANIFEST,
     DEFAULT_GPU_MEMORY_UTILIZATION,
     EngineConfig,
-    bound_gpu_allocator,
-    keep_xla_quiet,
-    leave_out_line_info,
+    prepare_backend,
 )
 from jaxinfer.core.host_memory import gc_paused
-from jaxinfer.core.progress import Progress
+from jaxinfer.core.progress import NO_PROGRESS, Progress
 
 if TYPE_CHECKING:
     from jaxinfer.engine.loop.engine import Engine
 
 
-def start_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
-    """``build.build_engine``, imported while JAX's backend starts."""
+def start_engine(config: EngineConfig, progress: Progress = NO_PROGRESS) -> Engine:
+    """Plan and build an engine, importing both while JAX's backend starts."""
     with backend_starting(config) as platform:
-        from jaxinfer.engine.start.build import build_engine
-    return build_engine(config, progress, platform)
+        from jaxinfer.engine.start.build import build_engine, plan_engine
+    return build_engine(plan_engine(config, progress, platform), progress)
 
 
 @contextmanager
@@ -51,14 +48,11 @@ def backend_starting(config: EngineConfig) -> Generator[Callable[[], str]]:
         if share is None:
             yield jax.default_backend
             return
-        bound_gpu_allocator(share)
-        keep_xla_quiet()
-        leave_out_line_info()  # now: the environment must not change while CUDA reads it
-        started = Future[str]()
-        # not a daemon: a process that exits must not unload CUDA while the backend starts
-        threading.Thread(
-            target=_start, args=(jax.default_backend, started), name="jax-backend"
-        ).start()
+        prepare_backend(share)  # now: the environment must not change while CUDA reads it
+        # its thread is no daemon: an exit must not unload CUDA while the backend starts
+        pool = ThreadPoolExecutor(1, "jax-backend")
+        started = pool.submit(jax.default_backend)
+        pool.shutdown(wait=False)
         yield started.result
 
 
@@ -74,10 +68,3 @@ def _allocator_share(config: EngineConfig) -> float | None:
             return manifest["settings"]["gpu_memory_utilization"] or DEFAULT_GPU_MEMORY_UTILIZATION
         return None
     return share or DEFAULT_GPU_MEMORY_UTILIZATION
-
-
-def _start(backend: Callable[[], str], started: Future[str]) -> None:
-    try:
-        started.set_result(backend())
-    except BaseException as error:
-        started.set_exception(error)
