@@ -8,9 +8,9 @@ import pytest
 from immutables import Map
 
 from jaxinfer.core.step import Pages
-from jaxinfer.sched.invariants import check
 from jaxinfer.sched.schedule import SchedulerState
 from kit.drive import Drive, make_limits, make_request
+from kit.invariants import check
 
 replace = msgspec.structs.replace
 
