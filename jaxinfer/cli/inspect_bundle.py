@@ -25,7 +25,7 @@ def describe(folder: Path) -> dict[str, Any]:
     check_device()
     here = of_machine(default_placement())
     made_for = manifest.fingerprint
-    different = {one.field for one in differences(made_for.machine, here)}
+    different = differences(made_for.machine, here)
     names = dict.fromkeys((*made_for.machine, *here))
     memory = manifest.memory
     return {

@@ -101,7 +101,7 @@ def plan_engine(
     memory, limits = _sizes(config, model, pins, placement)
     if bundle is not None:
         program = Program(model, limits, placement.platform, pins, placement)
-        bundle.check_program(program, program.names())
+        bundle.check_program(program)
     facts = facts_of_configs(
         source.name,
         model.config.vocab_size,

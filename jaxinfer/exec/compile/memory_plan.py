@@ -22,7 +22,7 @@ from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig, L
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
-from jaxinfer.exec.compile.program import COPY, Program, extras_name, score_name
+from jaxinfer.exec.compile.program import COPY, EXTRAS, SCORE, Program
 from jaxinfer.exec.step.batch import BatchLayout
 from jaxinfer.exec.step.extras import BLOCK
 from jaxinfer.exec.step.sampling import LOGPROBS_WIDTH
@@ -224,9 +224,9 @@ def _workspaces(program: Program) -> dict[str, int]:
     model, limits = program.model, program.limits
     bounds = {bucket.name: step_bound(model, bucket) for bucket in limits.buckets}
     for rows in program.extras_rows:
-        bounds[extras_name(rows)] = extras_bound(model, rows, limits.max_model_len)
+        bounds[f"{EXTRAS}{rows}"] = extras_bound(model, rows, limits.max_model_len)
     for tokens in sorted({b.num_prefill_tokens for b in limits.buckets if b.scores}):
-        bounds[score_name(tokens)] = score_bound(model, tokens)
+        bounds[f"{SCORE}{tokens}"] = score_bound(model, tokens)
     if limits.num_snapshots:
         bounds[COPY] = program.rows_per_copy * model.state.bytes_per_slot
     return bounds

@@ -5,8 +5,10 @@ It needs shapes only, no weights and no device memory.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import pairwise
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +22,7 @@ from jaxinfer.core.step import Bucket
 from jaxinfer.exec.step.batch import BatchLayout
 from jaxinfer.exec.step.drafts import Drafter
 from jaxinfer.exec.step.extras import ExtrasFunction, ScoreFunction, extras_rows, pooled
-from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, parts_of
+from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, part_of
 from jaxinfer.exec.step.slots import SlotState, admit, empty_rows, init_slots
 from jaxinfer.exec.step.snapshots import copied
 from jaxinfer.models.base import Model, Params, head_params
@@ -35,6 +37,7 @@ COPY = "copy"  # copies layer state between slots and snapshots
 EXTRAS = "extras"  # prefix of executables that draw with extras; the number of rows follows
 SCORE = "score"  # prefix of executables that score prompts; the number of tokens follows
 POOL = "pool"  # prefix of executables that pool; the number of tokens follows
+NUMBERED = re.compile(f"({EXTRAS}|{SCORE}|{POOL})(\\d+)")
 FIRST = "_first"  # suffix of the first executable of a split step
 ROWS_PER_ADMIT = 8  # slots that a call of ``ADMIT`` fills on a GPU
 ROWS_PER_COPY = 4  # for ``COPY`` on a GPU; padding is copied too, and a row may be tens of MB
@@ -119,23 +122,28 @@ class Program:
 
     def zero_slots(self) -> SlotState:
         """The initial slot state."""
-        limits, drawn_from = self.limits, drawn_from_of(self.model, self.platform)
+        config, limits = self.model.config, self.limits
+        drawn_from = jax.ShapeDtypeStruct((config.hidden_size,), config.dtype)
+        if self.keeps_logits:
+            drawn_from = jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32)
         sizes = (limits.max_num_seqs, limits.max_model_len)
         return init_slots(*sizes, drawn_from, has_drafts=self.drafter is not None)
 
     @property
     def keeps_logits(self) -> bool:
-        """True if slots keep the logits that a token was drawn from, or else its hidden state."""
-        return keeps_logits(self.platform)
+        """True if slots keep the logits that a token was drawn from, or else its hidden state.
+
+        With logits, extras need not compute them again. On a CPU 16 rows are small, and the head's
+        matmul takes half as long as a step of SmolLM2-135M. On a GPU 512 rows of Qwen3-4B are
+        311 MB, and the head's matmul takes 0.26 ms (H100).
+        """
+        return self.platform == "cpu"
 
     @cached_property  # used for each step
     def extras_rows(self) -> tuple[int, ...]:
         """The numbers of rows of the executables that draw with extras, ascending."""
-        return extras_rows_of(self.platform, self.limits.max_num_seqs)
-
-    def extras(self, rows: int) -> ExtrasFunction:
-        """The function that draws ``rows`` rows with extras."""
-        return ExtrasFunction(self.model, rows, self.keeps_logits, self.pins)
+        first = 1 if self.platform == "cpu" else MIN_EXTRAS_ROWS
+        return extras_rows(first, self.limits.max_num_seqs)
 
     def trace(self, name: str) -> jax.stages.Traced:
         """Trace one executable, by name; raises ``ConfigError`` for a kernel that cannot run."""
@@ -145,74 +153,67 @@ class Program:
             raise ConfigError(f"{name} cannot be compiled: {error}") from error
 
     def _trace(self, name: str) -> jax.stages.Traced:
+        if name in self._steps:
+            return self._trace_step(name)
+        config, limits = self.model.config, self.limits
         if name == ADMIT:
-            rows = empty_rows(
-                self.rows_per_admit, self.limits.max_num_seqs, self.limits.max_model_len
-            )
+            rows = empty_rows(self.rows_per_admit, limits.max_num_seqs, limits.max_model_len)
             return jax.jit(admit, donate_argnums=0).trace(self.slots(), rows)
         if name == COPY:
             state, pairs = self.state(), jax.ShapeDtypeStruct((2, self.rows_per_copy), jnp.int32)
             arrays = tuple(state[i] for i in self.model.state.slot_arrays)
             return jax.jit(copied, donate_argnums=0).trace(arrays, pairs)
+        kind, count = _kind_and_count(name)
         head = head_params(self.params())
-        if (count := _count(name, EXTRAS)) is not None:
-            draw = self.extras(count)
+        if kind == EXTRAS:
+            draw = ExtrasFunction(self.model, count, self.keeps_logits, self.pins)
             return jax.jit(draw, donate_argnums=1).trace(head, self.slots(), draw.abstract())
-        if (count := _count(name, SCORE)) is not None:
-            config = self.model.config
-            hidden = jax.ShapeDtypeStruct((count, config.hidden_size), config.dtype)
+        hidden = jax.ShapeDtypeStruct((count, config.hidden_size), config.dtype)
+        if kind == SCORE:
             targets = jax.ShapeDtypeStruct((count,), jnp.int32)
             return jax.jit(ScoreFunction(self.model)).trace(head, hidden, targets)
-        if (count := _count(name, POOL)) is not None:
-            config = self.model.config
-            hidden = jax.ShapeDtypeStruct((count, config.hidden_size), config.dtype)
-            tokens = jax.ShapeDtypeStruct((self.limits.max_num_seqs,), jnp.int32)
-            return jax.jit(pooled).trace(hidden, tokens)
-        step, is_first = self._step_of(name)
-        if not self.is_split(self._steps[step]):
-            return self._trace_step(step)
-        return self._trace_part(step, is_first=is_first)
-
-    def _trace_part(self, step: str, *, is_first: bool) -> jax.stages.Traced:
-        function = self._function(step)
-        weights, arrays = flat_params(self.model, self.params()), self.state()
-        rest = (self.slots(), function.layout.abstract())
-        (first, first_rest), (second, second_rest) = (
-            (tuple(weights[i] for i in own.weights), tuple(arrays[i] for i in own.arrays))
-            for own in self.parts
-        )
-        first_part = partial(function.first_part, num_first=self.num_first_layers)
-        if is_first:
-            return jax.jit(first_part, donate_argnums=1).trace(first, first_rest, *rest)
-        _, stream = jax.eval_shape(first_part, first, first_rest, *rest)
-        second_part = partial(function.second_part, num_first=self.num_first_layers)
-        arguments = (second, second_rest, *rest, stream)
-        return jax.jit(second_part, donate_argnums=(1, 2)).trace(*arguments)
+        tokens = jax.ShapeDtypeStruct((limits.max_num_seqs,), jnp.int32)
+        return jax.jit(pooled).trace(hidden, tokens)
 
     def _trace_step(self, name: str) -> jax.stages.Traced:
-        function = self._function(name)
-        weights = flat_params(self.model, self.params())
-        arguments = (weights, self.state(), self.slots(), function.layout.abstract())
-        return jax.jit(function.flat_step, donate_argnums=(1, 2)).trace(*arguments)
+        bucket, part = self._steps[name]
+        function = self._function(bucket, part)
+        arguments = self._arguments(function)
+        if part.layers.stop < self.model.config.num_hidden_layers:
+            return jax.jit(function.first_part, donate_argnums=1).trace(*arguments)
+        if part.layers.start:
+            first = self._function(bucket, self.parts[0])
+            _, stream = jax.eval_shape(first.first_part, *self._arguments(first))
+            arguments = (*arguments, stream)
+        return jax.jit(function.last_part, donate_argnums=(1, 2)).trace(*arguments)
 
-    def _function(self, name: str) -> StepFunction:
-        """The function of a bucket's step, by the step's name."""
-        layout, copies_batch = self.layout(self._steps[name]), self.platform != "cpu"
+    def _function(self, bucket: Bucket, part: Part) -> StepFunction:
         return StepFunction(
             self.model,
-            layout,
+            self.layout(bucket),
+            part,
             self.keeps_logits,
             self.pins,
-            copies_batch=copies_batch,
+            copies_batch=self.platform != "cpu",
             drafter=self.drafter,
+        )
+
+    def _arguments(self, function: StepFunction) -> tuple[Any, ...]:
+        weights, state, own = flat_params(self.model, self.params()), self.state(), function.part
+        return (
+            tuple(weights[i] for i in own.weights),
+            tuple(state[i] for i in own.arrays),
+            self.slots(),
+            function.layout.abstract(),
         )
 
     def compiler_options(self, name: str) -> dict[str, Any]:
         """XLA's compiler options for one executable, by name."""
         if self.platform == "cpu":
             return {}
-        step, _ = self._step_of(name)
-        bucket = self._steps.get(step, Bucket(_head_rows(name)))
+        is_step = name in self._steps
+        # the rows of the head's matmul are decode rows
+        bucket = self._steps[name][0] if is_step else Bucket(_kind_and_count(name)[1])
         options: dict[str, Any] = dict(NO_REMATERIALIZATION)
         decodes_few = bucket.num_seqs <= AUTOTUNED_ROWS and not bucket.num_prefills
         # XLA does not use cuBLAS for a matrix and one vector: without Triton it multiplies in
@@ -220,7 +221,7 @@ class Program:
         if not decodes_few and bucket.num_seqs > 1:
             options |= ONLY_CUBLAS
         # A graph is recorded again when its memory has moved, and that of rare calls always has.
-        if bucket.num_tokens >= NO_GRAPH_TOKENS or step not in self._steps:
+        if bucket.num_tokens >= NO_GRAPH_TOKENS or not is_step:
             options["xla_gpu_enable_command_buffer"] = ""  # none of the kinds of kernels
         return options
 
@@ -230,8 +231,10 @@ class Program:
         Each of them may then start early (``pallas_kernels.pdl``). This is done in steps that only
         decode, as their kernels are short.
         """
-        step = self._steps.get(name)
-        decodes = step is not None and step.num_prefills == 0 and step.query_tokens == 1
+        if name not in self._steps:
+            return False
+        bucket, _ = self._steps[name]
+        decodes = bucket.num_prefills == 0 and bucket.query_tokens == 1
         return decodes and self.platform != "cpu" and self.pins.of(LINKS) is None
 
     def is_split(self, bucket: Bucket) -> bool:
@@ -243,43 +246,33 @@ class Program:
         only_prompts = 0 < bucket.num_prefill_tokens <= MAX_SPLIT_TOKENS and not (
             bucket.num_decodes or bucket.scores
         )
-        return self.platform != "cpu" and only_prompts and self.num_first_layers > 0
-
-    @property
-    def num_first_layers(self) -> int:
-        """The number of layers in the first executable of a split step."""
-        return self.model.config.num_hidden_layers // FIRST_PART_DIVISOR
+        return self.platform != "cpu" and only_prompts and len(self.parts) > 1
 
     @cached_property
-    def parts(self) -> tuple[Part, Part]:
-        """The arguments of the two executables of a split step."""
-        return parts_of(self.model, self.num_first_layers)
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of a split step; a single one if the model has too few layers."""
+        depth = self.model.config.num_hidden_layers
+        borders = dict.fromkeys((0, depth // FIRST_PART_DIVISOR, depth))
+        return tuple(part_of(self.model, range(*pair)) for pair in pairwise(borders))
 
     def stream_bytes(self, name: str, compiled: jax.stages.Compiled) -> int:
         """Bytes of the residual stream that a split step's second executable gets; 0 for others."""
-        step, is_first = self._step_of(name)
-        if is_first or step not in self._steps or not self.is_split(self._steps[step]):
+        if name not in self._steps or not self._steps[name][1].layers.start:
             return 0
         *_, stream = compiled.args_info[0]
         return sum(prod(one.shape) * one.dtype.itemsize for one in jax.tree.leaves(stream))
 
-    def first_name(self, bucket: Bucket) -> str:
-        """The name of the first executable of a split step."""
-        return bucket.name + FIRST
-
     def names(self) -> tuple[str, ...]:
         """The names of all executables that requests can need."""
-        steps: list[str] = []
-        for bucket in self.limits.buckets:
-            if self.is_split(bucket):
-                steps.append(self.first_name(bucket))
-            steps.append(bucket.name)
-        extras = [extras_name(rows) for rows in self.extras_rows]
-        copies = [COPY] if self.limits.num_snapshots else []
         sizes = sorted({b.num_prefill_tokens for b in self.limits.buckets if b.scores})
-        scores = [score_name(size) for size in sizes]
-        pools = [pool_name(size) for size in sizes] if self.limits.pools else []
-        return (ADMIT, *copies, *extras, *scores, *pools, *steps)
+        return (
+            ADMIT,
+            *([COPY] if self.limits.num_snapshots else []),
+            *(f"{EXTRAS}{rows}" for rows in self.extras_rows),
+            *(f"{SCORE}{size}" for size in sizes),
+            *(f"{POOL}{size}" for size in sizes if self.limits.pools),
+            *self._steps,
+        )
 
     @property
     def rows_per_admit(self) -> int:
@@ -294,59 +287,19 @@ class Program:
         """The number of rows that a call of ``COPY`` copies."""
         return 1 if self.platform == "cpu" else ROWS_PER_COPY
 
-    def _step_of(self, name: str) -> tuple[str, bool]:
-        """The step to which an executable belongs, and whether it is the first of a split step."""
-        return name.removesuffix(FIRST), name.endswith(FIRST)
-
     @cached_property
-    def _steps(self) -> dict[str, Bucket]:
-        """The bucket of each step."""
-        return {bucket.name: bucket for bucket in self.limits.buckets}
+    def _steps(self) -> dict[str, tuple[Bucket, Part]]:
+        """The bucket and the layers of each executable of a step."""
+        whole = part_of(self.model, range(self.model.config.num_hidden_layers))
+        steps: dict[str, tuple[Bucket, Part]] = {}
+        for bucket in self.limits.buckets:
+            parts = self.parts if self.is_split(bucket) else (whole,)
+            names = (bucket.name + FIRST, bucket.name)[-len(parts) :]
+            steps |= {name: (bucket, part) for name, part in zip(names, parts, strict=True)}
+        return steps
 
 
-def keeps_logits(platform: str) -> bool:
-    """True if slots keep logits on a platform, so that extras need not compute them again.
-
-    On a CPU they do: 16 rows are small, and the head's matmul takes half as long as a step of
-    SmolLM2-135M. On a GPU they do not: 512 rows of Qwen3-4B are 311 MB, and the head's matmul takes
-    0.26 ms (H100).
-    """
-    return platform == "cpu"
-
-
-def extras_rows_of(platform: str, max_num_seqs: int) -> tuple[int, ...]:
-    """The numbers of rows of a platform's executables that draw with extras, ascending."""
-    return extras_rows(1 if platform == "cpu" else MIN_EXTRAS_ROWS, max_num_seqs)
-
-
-def drawn_from_of(model: Model, platform: str) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of ``SlotState.drawn_from`` for one slot."""
-    if keeps_logits(platform):
-        return jax.ShapeDtypeStruct((model.config.vocab_size,), jnp.float32)
-    return jax.ShapeDtypeStruct((model.config.hidden_size,), model.config.dtype)
-
-
-def extras_name(rows: int) -> str:
-    """The name of the executable that draws ``rows`` rows with extras."""
-    return f"{EXTRAS}{rows}"
-
-
-def score_name(num_tokens: int) -> str:
-    """The name of the executable that scores prompts of a step with ``num_tokens`` tokens."""
-    return f"{SCORE}{num_tokens}"
-
-
-def pool_name(num_tokens: int) -> str:
-    """The name of the executable that pools hidden states of a step with ``num_tokens`` tokens."""
-    return f"{POOL}{num_tokens}"
-
-
-def _count(name: str, kind: str) -> int | None:
-    """The number at the end of the name of an executable of a kind; None for another kind."""
-    number = name.removeprefix(kind)
-    return int(number) if name.startswith(kind) and number.isdigit() else None
-
-
-def _head_rows(name: str) -> int:
-    """The rows of the head's matmul in an executable that is not a step."""
-    return _count(name, EXTRAS) or _count(name, SCORE) or 0
+def _kind_and_count(name: str) -> tuple[str, int]:
+    """The kind of an executable that is not a step, and the number at the end of its name, or 0."""
+    found = NUMBERED.fullmatch(name)
+    return (found[1], int(found[2])) if found else (name, 0)

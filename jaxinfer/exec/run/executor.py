@@ -20,15 +20,8 @@ import numpy as np
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan, StepResult
-from jaxinfer.exec.compile.build import Compiled, Executables
-from jaxinfer.exec.compile.program import (
-    ADMIT,
-    COPY,
-    Program,
-    extras_name,
-    pool_name,
-    score_name,
-)
+from jaxinfer.exec.compile.build import Executables
+from jaxinfer.exec.compile.program import ADMIT, COPY, EXTRAS, FIRST, POOL, SCORE, Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.in_flight import LOGGER, ExtrasCall, InFlight, Prepared, RowKey, row_results
 from jaxinfer.exec.run.token_board import TokenBoard
@@ -184,19 +177,14 @@ class Executor:
         return Copies(pack_copies(restores, count, sink), pack_copies(saves, count, sink))
 
     def _launch_prepared(self, prepared: Prepared, failed: dict[RowKey, str]) -> InFlight:
-        plan, by_name = prepared.plan, self._executables.by_name
-        bucket = plan.bucket
+        plan, bucket = prepared.plan, prepared.plan.bucket
         place = self._next_place()
         self._layouts[bucket].split(prepared.batch).place[:] = place
         staged = self._staged(prepared.batch)
         for rows in prepared.admissions:
             self._admit(rows)
         self._copy(prepared.copies.restores)
-        step = by_name[bucket.name]
-        if self._program.is_split(bucket):
-            output = self._launch_parts(by_name[self._program.first_name(bucket)], step, staged)
-        else:
-            self._state, self._slots, output = step(self._weights, self._state, self._slots, staged)
+        output = self._launch_step(bucket, staged)
         self._read_later(output.token_ids, staged)
         self._copy(prepared.copies.saves)
         extras = tuple(
@@ -219,11 +207,8 @@ class Executor:
         """Copy rows of the layers' state; see ``pack_copies``."""
         indices = self._program.model.state.slot_arrays if calls else ()
         for pairs in calls:
-            state = list(self._state)
-            arrays = self._executables.by_name[COPY](tuple(state[i] for i in indices), pairs)
-            for i, array in zip(indices, arrays, strict=True):
-                state[i] = array
-            self._state = tuple(state)
+            copy = self._executables.by_name[COPY]
+            self._replace(indices, copy(self._arrays(indices), pairs))
 
     def _draw_with_extras(
         self, indices: tuple[int, ...], rows: Sequence[ScheduledSeq], count: int | None = None
@@ -234,38 +219,48 @@ class Executor:
         place = self._next_place()
         wire[: len(place)] = place
         staged = self._staged(wire)
-        draw = self._executables.by_name[extras_name(count)]
+        draw = self._executables.by_name[f"{EXTRAS}{count}"]
         self._slots, output = draw(self._head, self._slots, staged)
         self._read_later(output.token_ids, staged)
         return ExtrasCall(indices, output, place[-1])
 
     def _score(self, output: StepOutput, targets: np.ndarray) -> jax.Array:  # int32[Tp]
-        score = self._executables.by_name[score_name(len(targets))]
+        score = self._executables.by_name[f"{SCORE}{len(targets)}"]
         scores = score(self._head, output.hidden, targets)
         self._copy_to_host(scores)
         return scores  # type: ignore[no-any-return]
 
     def _pool(self, output: StepOutput, tokens: np.ndarray) -> jax.Array:  # int32[S]
         assert output.hidden is not None, "a row pools in a bucket that scores"
-        name = pool_name(output.hidden.shape[0])
-        pooled = self._executables.by_name[name](output.hidden, tokens)
+        pool = self._executables.by_name[f"{POOL}{len(output.hidden)}"]
+        pooled = pool(output.hidden, tokens)
         self._copy_to_host(pooled)
         return pooled  # type: ignore[no-any-return]
 
-    def _launch_parts(self, first: Compiled, second: Compiled, staged: Any) -> StepOutput:
-        """Launch a split step: the device runs its first part while the second is launched."""
-        (_, own_first), (_, own_second) = self._program.parts
-        of_first, of_second = self._weights_of_parts
+    def _launch_step(self, bucket: Bucket, staged: Any) -> StepOutput:
+        """Launch a step. If it is split, the device runs a part while the next one is launched."""
+        step = self._executables.by_name[bucket.name]
+        if not self._program.is_split(bucket):
+            self._state, self._slots, output = step(self._weights, self._state, self._slots, staged)
+            return output  # type: ignore[no-any-return]
+        first = self._executables.by_name[bucket.name + FIRST]
+        (of_first, of_second), (one, two) = self._weights_of_parts, self._program.parts
+        arrays, stream = first(of_first, self._arrays(one.arrays), self._slots, staged)
+        self._replace(one.arrays, arrays)
+        arguments = (of_second, self._arrays(two.arrays), self._slots, staged, stream)
+        arrays, self._slots, output = step(*arguments)
+        self._replace(two.arrays, arrays)
+        return output  # type: ignore[no-any-return]
+
+    def _arrays(self, indices: Sequence[int]) -> State:
+        return tuple(self._state[i] for i in indices)
+
+    def _replace(self, indices: Sequence[int], arrays: State) -> None:
+        """Replace some arrays of the layers' state, which a call has consumed."""
         state = list(self._state)
-        arrays, stream = first(of_first, tuple(state[i] for i in own_first), self._slots, staged)
-        for i, array in zip(own_first, arrays, strict=True):
-            state[i] = array
-        arrays = tuple(state[i] for i in own_second)
-        arrays, self._slots, output = second(of_second, arrays, self._slots, staged, stream)
-        for i, array in zip(own_second, arrays, strict=True):
+        for i, array in zip(indices, arrays, strict=True):
             state[i] = array
         self._state = tuple(state)
-        return output  # type: ignore[no-any-return]
 
     def _next_place(self) -> tuple[int, int, int]:
         return NO_PLACE if self._board is None else self._board.next_place()
