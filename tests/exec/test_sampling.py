@@ -22,11 +22,11 @@ from jaxinfer.exec.step.sampling import (
 from jaxinfer.exec.step.slots import (
     SlotState,
     admit,
+    empty_rows,
     init_slots,
     needs_admission,
     settings_of,
     slot_rows,
-    with_settings,
 )
 
 VOCAB = 50
@@ -70,10 +70,10 @@ def draw_in(
         requests.append(request)
         if needs_admission(request):
             admissions.append(SlotAdmission(slot, request, IntLog(PROMPT + OUTPUT)))
-    sizes = {"sink_slot": len(rows), "vocab_size": VOCAB, "max_model_len": MAX_LEN}
-    new = slot_rows(admissions, len(rows) + 1, **sizes)  # at least one row is padding
-    slots = jax.jit(admit)(slots, new)
-    slots = jax.jit(with_settings)(slots, np.arange(len(rows)), settings_of(requests))
+    empty = empty_rows(len(rows) + 1, len(rows), MAX_LEN)  # at least one row is padding
+    slots = jax.jit(admit)(slots, slot_rows(admissions, empty, VOCAB))
+    settings = slots.settings.at[: len(rows)].set(settings_of(requests))
+    slots = slots._replace(settings=settings)
     lens = jnp.full(len(rows), len(PROMPT + OUTPUT), jnp.int32)
     index = jnp.arange(len(rows), dtype=jnp.int32)
     given = jnp.asarray(logits)

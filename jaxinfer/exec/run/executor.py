@@ -29,7 +29,13 @@ from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
 from jaxinfer.exec.step.drafts import NO_TOKEN
 from jaxinfer.exec.step.extras import pack_extras, pack_pooled, pack_targets
 from jaxinfer.exec.step.forward import StepOutput, flat_params
-from jaxinfer.exec.step.slots import SlotState, needs_admission, settings_of, slot_rows
+from jaxinfer.exec.step.slots import (
+    SlotState,
+    empty_rows,
+    needs_admission,
+    settings_of,
+    slot_rows,
+)
 from jaxinfer.exec.step.snapshots import NO_COPIES, Copies, pack_copies
 from jaxinfer.models.base import Params, head_params
 from jaxinfer.nn.state import State
@@ -57,8 +63,7 @@ class Executor:
         limits = program.limits
         self._state = state
         self._slots = slots
-        # the request of each slot
-        self._requests: list[Request | None] = [None] * limits.max_num_seqs
+        self._requests: dict[int, Request] = {}  # of each slot
         rows = max(*(bucket.num_draws for bucket in limits.buckets), *program.extras_rows)
         self._board = TokenBoard.of_device(program.placement.device, rows)
         self._staging = BatchStaging.of_device(program.placement.device)
@@ -88,7 +93,7 @@ class Executor:
                 self.collect(step)
                 jax.block_until_ready((step.scores, step.pooled))
         if on_gpu:
-            self._admit(self._slot_rows((), self._program.rows_per_admit))
+            self._admit(self._slot_rows(()))
             if self._program.limits.num_snapshots:
                 sink = self._program.limits.max_num_seqs
                 self._copy(pack_copies([(sink, sink)], self._program.rows_per_copy, sink))
@@ -146,12 +151,12 @@ class Executor:
 
     def _prepare(self, plan: StepPlan) -> Prepared:
         rows = plan.rows
-        requests = tuple([self._request(row) for row in rows])
+        requests = tuple([self._requests[row.slot] for row in rows])
         settings = settings_of(requests[len(plan.decodes) :]) if plan.prefills else NO_SETTINGS
         drafts = self._program.drafter is not None  # a drafter reads all known tokens
         needed = [a for a in plan.admissions if drafts or needs_admission(a.request)]
-        size = self._program.rows_per_admit
-        admissions = tuple(self._slot_rows(some, size) for some in batched(needed, size))
+        calls = batched(needed, self._program.rows_per_admit)
+        admissions = tuple(self._slot_rows(some) for some in calls)
         with_extras = [
             index
             for index, (row, request) in enumerate(zip(rows, requests, strict=True))
@@ -194,8 +199,13 @@ class Executor:
         if prepared.needs_logprobs:
             for call in extras:
                 self._copy_to_host(call.output.logprobs)
-        scores = None if prepared.targets is None else self._score(output, prepared.targets)
-        pooled = None if prepared.pools is None else self._pool(output, prepared.pools)
+        scores = pooled = None
+        if prepared.targets is not None:
+            name = f"{SCORE}{len(prepared.targets)}"
+            scores = self._read_back(name, self._head, output.hidden, prepared.targets)
+        if prepared.pools is not None:
+            name = f"{POOL}{bucket.num_prefill_tokens}"
+            pooled = self._read_back(name, output.hidden, prepared.pools)
         # release the hidden states, which are as large as a layer's
         output = output._replace(hidden=None)
         return InFlight(prepared, output, place[-1], extras, scores, failed, pooled)
@@ -224,18 +234,11 @@ class Executor:
         self._read_later(output.token_ids, staged)
         return ExtrasCall(indices, output, place[-1])
 
-    def _score(self, output: StepOutput, targets: np.ndarray) -> jax.Array:  # int32[Tp]
-        score = self._executables.by_name[f"{SCORE}{len(targets)}"]
-        scores = score(self._head, output.hidden, targets)
-        self._copy_to_host(scores)
-        return scores  # type: ignore[no-any-return]
-
-    def _pool(self, output: StepOutput, tokens: np.ndarray) -> jax.Array:  # int32[S]
-        assert output.hidden is not None, "a row pools in a bucket that scores"
-        pool = self._executables.by_name[f"{POOL}{len(output.hidden)}"]
-        pooled = pool(output.hidden, tokens)
-        self._copy_to_host(pooled)
-        return pooled  # type: ignore[no-any-return]
+    def _read_back(self, name: str, *arguments: Any) -> jax.Array:
+        """Queue a call whose result only the host reads."""
+        result = self._executables.by_name[name](*arguments)
+        self._copy_to_host(result)
+        return result  # type: ignore[no-any-return]
 
     def _launch_step(self, bucket: Bucket, staged: Any) -> StepOutput:
         """Launch a step. If it is split, the device runs a part while the next one is launched."""
@@ -292,20 +295,11 @@ class Executor:
         """True if the device's state is intact: no failed call has consumed it."""
         return not any(a.is_deleted() for a in jax.tree.leaves((self._state, self._slots)))
 
-    def _slot_rows(self, admissions: Sequence[SlotAdmission], count: int) -> np.ndarray:
-        """The argument of an ``ADMIT`` call of ``count`` rows."""
-        return slot_rows(
-            admissions,
-            count,
-            sink_slot=self._program.limits.max_num_seqs,
-            vocab_size=self._program.model.config.vocab_size,
-            max_model_len=self._program.limits.max_model_len,
-        )
-
-    def _request(self, row: ScheduledSeq) -> Request:
-        request = self._requests[row.slot]
-        assert request is not None, f"slot {row.slot} was scheduled before it was admitted"
-        return request
+    def _slot_rows(self, admissions: Sequence[SlotAdmission]) -> np.ndarray:
+        """The argument of an ``ADMIT`` call."""
+        program, limits = self._program, self._program.limits
+        empty = empty_rows(program.rows_per_admit, limits.max_num_seqs, limits.max_model_len)
+        return slot_rows(admissions, empty, program.model.config.vocab_size)
 
 
 def _decoded(drawn: np.ndarray, bucket: Bucket, count: int) -> list[tuple[int, ...]]:

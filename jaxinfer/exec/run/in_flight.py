@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import accumulate
 from math import isfinite
 
 import jax
@@ -116,9 +118,14 @@ class _LogprobReader:
             for number, call in enumerate(step.extras)
             for row, index in enumerate(call.rows)
         }
-        self._sampled: dict[int, Logprobs[np.ndarray]] = {}  # by call
-        self._prompt: Logprobs[np.ndarray] | None = None
-        self._prompt_start = 0  # start of the next prefill row's chunk among the prefill tokens
+        # the start of each prefill row's chunk among the prefill tokens
+        lengths = (row.num_scheduled_tokens for row in step.prepared.plan.prefills)
+        self._starts = tuple(accumulate(lengths, initial=0))
+        self._of_call = cache(lambda n: read_logprobs(np.asarray(step.extras[n].output.logprobs)))
+
+    @cached_property
+    def _of_prompts(self) -> Logprobs[np.ndarray]:
+        return read_logprobs(np.asarray(self._step.scores))
 
     def sampled(
         self, index: int, row: ScheduledSeq, token_ids: tuple[int, ...]
@@ -129,25 +136,18 @@ class _LogprobReader:
             return ()
         (token_id,) = token_ids
         number, extras_row = self._extras_rows[index]
-        if number not in self._sampled:
-            packed = np.asarray(self._step.extras[number].output.logprobs)
-            self._sampled[number] = read_logprobs(packed)
-        return (_token_logprobs(self._sampled[number], extras_row, token_id, top),)
+        return (_token_logprobs(self._of_call(number), extras_row, token_id, top),)
 
     def prompt(self, index: int, row: ScheduledSeq) -> tuple[TokenLogprobs, ...]:
-        """The logprobs of the targets of a chunk. Call it for rows in the plan's order."""
-        if row.token_ids is None:
+        """The logprobs of the targets of a chunk."""
+        if (
+            row.target_ids is None
+            or (top := self._requests[index].sampling.prompt_logprobs) is None
+        ):
             return ()
-        start = self._prompt_start
-        self._prompt_start += row.num_scheduled_tokens
-        top = self._requests[index].sampling.prompt_logprobs
-        if top is None or row.target_ids is None:
-            return ()
-        if self._prompt is None:
-            assert self._step.scores is not None, "targets were not scored"
-            self._prompt = read_logprobs(np.asarray(self._step.scores))
+        start = self._starts[index - len(self._step.prepared.plan.decodes)]
         return tuple(
-            _token_logprobs(self._prompt, start + offset, token_id, top)
+            _token_logprobs(self._of_prompts, start + offset, token_id, top)
             for offset, token_id in enumerate(row.target_ids.tolist())
             if token_id >= 0
         )

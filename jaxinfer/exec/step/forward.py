@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxinfer.exec.step.batch import BatchLayout, DeviceBatch, copy_batch, unpack
 from jaxinfer.exec.step.drafts import NO_TOKEN, Drafter, num_accepted
 from jaxinfer.exec.step.sampling import sample
-from jaxinfer.exec.step.slots import SlotState, with_settings
+from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import (
     Model,
     Params,
@@ -172,7 +172,8 @@ class StepFunction:
         """Draw the tokens of each row and write them into its slot."""
         bucket, rows = self.layout.bucket, batch.rows
         if bucket.num_prefills:
-            slots = with_settings(slots, rows.slots[bucket.num_decodes :], batch.settings)
+            new = slots.settings.at[rows.slots[bucket.num_decodes :]].set(batch.settings)
+            slots = slots._replace(settings=new)
         is_one_per_draw = self._ends_with_last_tokens or not bucket.num_prefills
         drawn_from = hidden if is_one_per_draw else hidden[batch.draws.tokens]  # [N, D]
         logits = unembed(self.model, params, drawn_from)  # [N, V]

@@ -1,7 +1,7 @@
 """The state of each slot on the device: sampling settings, drawn tokens, and the data of extras.
 
 Every draw reads the settings. They are small: the batch of a prompt step contains them, and the
-step writes them (``with_settings``). The data that only extras read is large and rarely needed:
+step writes them (``forward``). The data that only extras read is large and rarely needed:
 logit_bias, stop ids and all known tokens. ``admit`` writes it when a request with such extras gets
 a slot. Other slots keep the data of an earlier request, and their settings switch it off. The input
 of each draw is also stored, for an executable that draws again with extras. With all this on the
@@ -146,15 +146,6 @@ def _floats(sampling: SamplingParams) -> SlotFloats[float]:
     )
 
 
-def with_settings(
-    slots: SlotState,
-    seq_slots: jax.Array,  # int32[R]
-    settings: jax.Array,  # int32[R, NUM_SETTINGS]
-) -> SlotState:
-    """The slot state with new settings."""
-    return slots._replace(settings=slots.settings.at[seq_slots].set(settings))
-
-
 def read_settings(
     slots: SlotState,
     seq_slots: jax.Array,  # int32[B]
@@ -180,29 +171,22 @@ def empty_rows(count: int, sink_slot: int, max_model_len: int) -> np.ndarray:  #
 
 def slot_rows(
     admissions: Sequence[SlotAdmission],
-    count: int,
-    *,
-    sink_slot: int,
+    rows: np.ndarray,  # int32[A, ...]: see ``empty_rows``
     vocab_size: int,
-    max_model_len: int,
 ) -> np.ndarray:  # int32[A, ...]
-    """``count`` rows as a host array: the admissions' rows, then padding."""
-    rows = empty_rows(count, sink_slot, max_model_len)
-    sections = _sections(rows[: len(admissions)])
-    sections.stop_ids[:] = vocab_size
+    """``rows`` with the admissions in the first ones."""
+    sections = _sections(rows)
+    sections.stop_ids[: len(admissions)] = vocab_size
     for index, admission in enumerate(admissions):
-        _fill(RowSections(*(section[index] for section in sections)), admission)
+        row = RowSections(*(section[index] for section in sections))
+        request, known = admission.request, admission.token_ids
+        row.slot[0] = admission.slot
+        if bias := request.sampling.logit_bias:
+            row.bias_ids[: len(bias)] = list(bias)
+            row.bias_values.view(np.float32)[: len(bias)] = list(bias.values())
+        row.stop_ids[: len(request.stop_ids)] = request.stop_ids
+        row.token_ids[: len(known)] = known.array()
     return rows
-
-
-def _fill(row: RowSections[np.ndarray], admission: SlotAdmission) -> None:
-    request = admission.request
-    row.slot[0] = admission.slot
-    if bias := request.sampling.logit_bias:
-        row.bias_ids[: len(bias)] = list(bias)
-        row.bias_values.view(np.float32)[: len(bias)] = list(bias.values())
-    row.stop_ids[: len(request.stop_ids)] = request.stop_ids
-    row.token_ids[: len(admission.token_ids)] = admission.token_ids.array()
 
 
 def admit(slots: SlotState, rows: jax.Array) -> SlotState:  # int32[A, ...]: see ``RowSections``
