@@ -23,7 +23,7 @@ from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.core.step import Pages, ScheduledSeq, StepPlan
+from jaxinfer.core.step import Bucket, Pages, ScheduledSeq, StepPlan
 from jaxinfer.engine.loop import loop as loop_module
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.start.build import model_facts, plan_engine
@@ -35,7 +35,6 @@ from jaxinfer.exec.run.executor import Executor, InFlight
 from jaxinfer.exec.step.batch import pack
 from jaxinfer.exec.step.forward import flat_params
 from jaxinfer.models.base import Params
-from jaxinfer.sched.choose import smallest_bucket
 from jaxinfer.weights.load import load_params
 
 
@@ -50,7 +49,7 @@ class BareSteps:
     def ms_per_step(self, batch: int, contexts: range) -> float:
         """Mean over one step per context length; batches are packed before the clock starts."""
         limits = self._program.limits
-        bucket = smallest_bucket(limits.buckets, batch, 0, 0)
+        bucket = decode_bucket(limits, batch)
         layout = self._program.layout(bucket)
         step = self._executables.by_name[bucket.name]
         batches = [pack(decode_plan(limits, batch, n), layout) for n in contexts]
@@ -62,6 +61,11 @@ class BareSteps:
         seconds = time.perf_counter() - started
         self._state, self._slots = state, slots
         return 1e3 * seconds / len(batches)
+
+
+def decode_bucket(limits: Limits, batch: int) -> Bucket:
+    """The smallest bucket for a decode step of ``batch`` sequences."""
+    return min(bucket for bucket in limits.buckets if bucket.holds(Bucket(batch)))
 
 
 def decode_plan(limits: Limits, batch: int, context: int) -> StepPlan:
@@ -81,7 +85,7 @@ def decode_plan(limits: Limits, batch: int, context: int) -> StepPlan:
         )
         for i in range(batch)
     )
-    return StepPlan(0, smallest_bucket(limits.buckets, batch, 0, 0), (), rows, ())
+    return StepPlan(0, decode_bucket(limits, batch), (), rows, ())
 
 
 def engine_ms_per_step(engine: Engine, prompts: list[list[int]], num_tokens: int) -> float:

@@ -117,8 +117,9 @@ def admit(draft: Draft, seq: Sequence) -> tuple[Sequence, SlotAdmission] | None:
         Pages(IntLog(hit.ids[group] + draft.pages.take(count, group)), firsts[group])
         for group, count in enumerate(num_new)
     ]
-    restored = limits.num_snapshots and hit.num_pages
-    snapshot = draft.snapshots.use(reusable[hit.num_pages - 1]) if restored else None
+    snapshot: int | None = None
+    if limits.num_snapshots and hit.num_pages:
+        snapshot, draft.snapshots = draft.snapshots.use(reusable[hit.num_pages - 1])
     epoch, draft.next_epoch = draft.next_epoch, draft.next_epoch + 1
     slot = draft.free_slots.pop()
     admitted = msgspec.structs.replace(

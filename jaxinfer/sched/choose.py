@@ -47,28 +47,11 @@ def choose_step(draft: Draft) -> StepPlan | None:
             return choose_step(draft)
         return None
     step_id, draft.next_step_id = draft.next_step_id, draft.next_step_id + 1
-    size = (len(decodes), budget.used, len(prefills))
-    bucket = smallest_bucket(draft.buckets, *size, scores=budget.scores, query_tokens=query_tokens)
+    size = Bucket(len(decodes), budget.used, len(prefills), budget.scores, query_tokens)
+    bucket = next(bucket for bucket in draft.buckets if bucket.holds(size))  # the smallest
     plan = StepPlan(step_id, bucket, admissions, tuple(decodes), tuple(prefills))
     draft.in_flight = (*draft.in_flight, plan)
     return plan
-
-
-def smallest_bucket(
-    buckets: tuple[Bucket, ...],
-    decodes: int,
-    prefill_tokens: int,
-    prefills: int,
-    *,
-    scores: bool = False,
-    query_tokens: int = 1,
-) -> Bucket:
-    """The first of ``buckets``, which are sorted by size, that can hold the step."""
-    size = (decodes, prefill_tokens, prefills)
-    for bucket in buckets:
-        if bucket.fits(*size, scores=scores, query_tokens=query_tokens):
-            return bucket
-    raise AssertionError("no bucket holds the step, although it was planned to fit one")
 
 
 class Budget:
@@ -102,17 +85,8 @@ class Budget:
 
     def _largest_bucket(self, *, scores: bool) -> Bucket:
         """The bucket with most prefill tokens that has the rows so far and one more prefill."""
-        fitting = (
-            bucket
-            for bucket in self._buckets
-            if bucket.fits(
-                self._num_decodes,
-                0,
-                self._num_prefills + 1,
-                scores=scores,
-                query_tokens=self._query_tokens,
-            )
-        )
+        size = Bucket(self._num_decodes, 0, self._num_prefills + 1, scores, self._query_tokens)
+        fitting = (bucket for bucket in self._buckets if bucket.holds(size))
         return max(fitting, key=attrgetter("num_prefill_tokens"), default=NO_BUCKET)
 
 
@@ -261,7 +235,9 @@ def _prefill_row(draft: Draft, seq: Sequence, max_chunk: int) -> tuple[Scheduled
     start, end = seq.num_computed_tokens, _chunk_end(seq, max_chunk)
     ends, pools = end == seq.num_prefill_tokens, seq.request.pools
     samples = ends and not pools
-    at_border = seq.borders[:1] == (end,)
+    at_border, snapshot = seq.borders[:1] == (end,), None
+    if at_border:
+        snapshot, draft.snapshots = draft.snapshots.take(draft.pages.has)
     row = ScheduledSeq(
         seq.request_id,
         seq.epoch,
@@ -273,7 +249,7 @@ def _prefill_row(draft: Draft, seq: Sequence, max_chunk: int) -> tuple[Scheduled
         samples=samples,
         target_ids=_target_ids(seq, start, end),
         pools=ends and pools,
-        snapshot=draft.snapshots.take(draft.pages.has) if at_border else None,
+        snapshot=snapshot,
     )
     return row, msgspec.structs.replace(
         seq,

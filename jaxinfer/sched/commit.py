@@ -11,7 +11,7 @@ from jaxinfer.core.errors import EngineError
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason
 from jaxinfer.core.step import RowResult, ScheduledSeq, StepResult, TokenEvent, TokenLogprobs
-from jaxinfer.sched.prefix import extend_page_hashes
+from jaxinfer.sched.prefix import following_page_hashes
 from jaxinfer.sched.state import Draft, Sequence
 from jaxinfer.sched.windows import group_key
 
@@ -97,7 +97,8 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
     known = row.num_computed_tokens + row.num_scheduled_tokens
     seq = _register_pages(draft, seq, known if row.token_ids is not None else len(token_ids) - 1)
     if row.snapshot is not None:
-        _register_snapshot(draft, seq, row, row.snapshot)
+        page_hash = seq.page_hashes[known // draft.limits.page_size - 1]  # it ends at a page border
+        draft.snapshots = draft.snapshots.register(row.snapshot, page_hash)
     if drawn or prompt_logprobs or reason is not None:
         draft.events.append(
             TokenEvent(
@@ -138,9 +139,10 @@ def _register_pages(draft: Draft, seq: Sequence, num_computed_tokens: int) -> Se
     num_pages = num_computed_tokens // limits.page_size
     if num_pages <= seq.num_registered_pages or not limits.enable_prefix_caching:
         return seq
-    page_hashes = extend_page_hashes(
+    added = following_page_hashes(
         seq.page_hashes, seq.request.cache_salt, seq.token_ids, num_pages, limits.page_size
     )
+    page_hashes = (*seq.page_hashes, *added)
     for group, pages in enumerate(seq.pages):
         first = max(seq.num_registered_pages, pages.first)  # returned pages cannot be shared
         if first < num_pages:
@@ -148,9 +150,3 @@ def _register_pages(draft: Draft, seq: Sequence, num_computed_tokens: int) -> Se
             keys = [group_key(page_hash, group) for page_hash in page_hashes[first:num_pages]]
             draft.pages.register(ids, keys)
     return msgspec.structs.replace(seq, page_hashes=page_hashes, num_registered_pages=num_pages)
-
-
-def _register_snapshot(draft: Draft, seq: Sequence, row: ScheduledSeq, snapshot: int) -> None:
-    """Register the snapshot of the state after ``row``, which ends at a page border."""
-    end = row.num_computed_tokens + row.num_scheduled_tokens
-    draft.snapshots.register(snapshot, seq.page_hashes[end // draft.limits.page_size - 1])

@@ -14,20 +14,13 @@ from jaxinfer.core.intlog import IntLog
 DIGEST_SIZE = 16  # bytes; 128 bits make a chance collision of contents irrelevant
 
 
-def extend_page_hashes(
-    page_hashes: tuple[bytes, ...], salt: str, token_ids: IntLog, num_pages: int, page_size: int
-) -> tuple[bytes, ...]:
-    """The digests of the first ``num_pages`` full pages; ``page_hashes`` are the first of them."""
-    if num_pages <= len(page_hashes):
-        return page_hashes
-    added = following_page_hashes(page_hashes, salt, token_ids, num_pages, page_size)
-    return (*page_hashes, *added)
-
-
 def following_page_hashes(
     page_hashes: tuple[bytes, ...], salt: str, token_ids: IntLog, num_pages: int, page_size: int
 ) -> Generator[bytes]:
-    """Yield the digests that ``extend_page_hashes`` adds; each is computed on demand."""
+    """Yield the digests of the full pages after ``page_hashes``, up to ``num_pages`` in all.
+
+    Each is computed on demand.
+    """
     known = len(page_hashes)
     parent = page_hashes[-1] if page_hashes else _digest(salt.encode())
     tokens = token_ids.array()[known * page_size : num_pages * page_size].tobytes()

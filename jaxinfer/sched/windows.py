@@ -16,7 +16,7 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.shapes import cdiv, first_page
 from jaxinfer.core.step import Pages
 from jaxinfer.sched.pages import PageWriter
-from jaxinfer.sched.snapshots import SnapshotWriter
+from jaxinfer.sched.snapshots import SnapshotPool
 
 type GroupPages = tuple[Pages, ...]
 
@@ -67,7 +67,7 @@ class PrefixHit(NamedTuple):
 
 
 def longest_hit(
-    pages: PageWriter, snapshots: SnapshotWriter, page_hashes: Items[bytes], limits: Limits
+    pages: PageWriter, snapshots: SnapshotPool, page_hashes: Items[bytes], limits: Limits
 ) -> PrefixHit:
     """The longest prefix that every group can reuse.
 

@@ -19,6 +19,7 @@ from bench.engine_overhead import decode_plan
 from bench.peer_process import PeerProcess, PeerUnavailable, Run
 from bench.throughput import Measured, agreement, measure, paired_ratio, rotated, spread
 from jaxinfer.core.config import Limits
+from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile.buckets import bucket_table
 
 FAKE = Path(__file__).parent / "fake_peer.py"
@@ -136,4 +137,4 @@ def test_a_bare_step_owns_pages_of_its_own() -> None:
     pages = [row.pages[0].ids.array().tolist() for row in plan.decodes]
     assert pages == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13, 14, 15]]
     assert all(row.num_computed_tokens == 64 for row in plan.decodes)
-    assert plan.bucket.fits(3, 0, 0)
+    assert plan.bucket.holds(Bucket(3))

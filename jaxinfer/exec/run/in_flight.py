@@ -140,11 +140,10 @@ class _LogprobReader:
 
     def prompt(self, index: int, row: ScheduledSeq) -> tuple[TokenLogprobs, ...]:
         """The logprobs of the targets of a chunk."""
-        if (
-            row.target_ids is None
-            or (top := self._requests[index].sampling.prompt_logprobs) is None
-        ):
+        if row.target_ids is None:
             return ()
+        top = self._requests[index].sampling.prompt_logprobs
+        assert top is not None and self._step.scores is not None
         start = self._starts[index - len(self._step.prepared.plan.decodes)]
         return tuple(
             _token_logprobs(self._of_prompts, start + offset, token_id, top)
