@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.circumstances import host_circumstances
+from bench.circumstances import host_circumstances, write_report
 
 # the simulated device is part of the tests
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
@@ -252,8 +252,7 @@ def main() -> None:
                     flush=True,
                 )
     report = {**host_circumstances(), "rows": [medians(some) for some in runs.values()]}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(arguments.output, report)
 
 
 if __name__ == "__main__":

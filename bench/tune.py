@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-import json
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench.circumstances import write_report
 from bench.kernels import bench_cases, seconds_in_a_chain
 from pallas_kernels.append_decode import api as append_decode
 from pallas_kernels.append_decode import launch as append_decode_launch
@@ -65,16 +65,9 @@ class Tunable:
         return jax.jit(function, static_argnums=0, static_argnames=static)
 
 
-def _append_starts(case: Any, args: Sequence[Any]) -> Sequence[append_decode_launch.TritonConfig]:
+def _append_starts(launch: Any, case: Any, args: Sequence[Any]) -> Sequence[Any]:
     qkv, _, _, _, k_pages, _, page_table, _, _ = args
-    return (append_decode_launch.heuristic_config(qkv, k_pages, page_table),)
-
-
-def _append_mosaic_starts(
-    case: Any, args: Sequence[Any]
-) -> Sequence[append_decode_mosaic_launch.MosaicConfig]:
-    qkv, _, _, _, k_pages, _, page_table, _, _ = args
-    return (append_decode_mosaic_launch.heuristic_config(qkv, k_pages, page_table),)
+    return (launch.heuristic_config(qkv, k_pages, page_table),)
 
 
 def _prefill_starts(case: Any, args: Sequence[Any]) -> Sequence[paged_prefill_launch.TritonConfig]:
@@ -98,7 +91,7 @@ def _swiglu_starts(case: Any, args: Sequence[Any]) -> Sequence[swiglu_gemm_launc
 TUNABLE = {
     "append_decode": Tunable(
         append_decode.OP,
-        _append_starts,
+        partial(_append_starts, append_decode_launch),
         append_decode_launch.shapes_of,
         (
             ("splits", (1, 2, 4, 8, 16, 32, 64)),
@@ -109,7 +102,7 @@ TUNABLE = {
     ),
     "append_decode/mosaic": Tunable(
         append_decode.OP,
-        _append_mosaic_starts,
+        partial(_append_starts, append_decode_mosaic_launch),
         append_decode_mosaic_launch.shapes_of,
         (
             ("splits", (1, 2, 4, 8)),
@@ -230,8 +223,7 @@ def main() -> None:
             groups.setdefault(tunable.shapes_of(case), []).append(case)
     found = {cases[0].name: asdict(tune(tunable, cases)) for cases in groups.values()}
     choices = merged_choices(tunable, read_choices(output), found)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(choices, indent=1) + "\n")
+    write_report(output, choices)
     print(f"wrote {output}")
 
 

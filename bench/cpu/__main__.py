@@ -15,14 +15,14 @@ bench/results/cpu.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
+from collections import ChainMap
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.circumstances import circumstances
+from bench.circumstances import circumstances, write_report
 from bench.cpu.report import (
     OURS,
     overhead_rows,
@@ -139,11 +139,10 @@ def main() -> None:
         gguf, prompts, batches=BATCHES, num_tokens=NEW_TOKENS, repeats=options.repeats
     )
     facts = circumstances("jaxinfer", "pallas_kernels", "bench")
-    versions = {key: facts.pop(key) for key in ("python", "jax", "jaxlib")}
     rows = throughput_rows(results) + overhead_rows(steps, splits)
     report = {
         **facts,
-        "versions": versions | {k: v for p in peers.values() for k, v in p.versions.items()},
+        "versions": dict(ChainMap(facts["versions"], *(p.versions for p in peers.values()))),
         "load_average": {"before": load_before, "after": os.getloadavg()},
         "model": gguf.name,
         "prompt_tokens": PROMPT_TOKENS,
@@ -152,8 +151,7 @@ def main() -> None:
         "unavailable": unavailable,
         "rows": rows,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.output, report)
     print(f"{facts['host']}, {facts['cores']} cores, load {load_before[0]:.1f} before the run")
     tables = throughput_table(rows, tuple(PEERS), BATCHES, unavailable)
     print("\n".join([*tables, "", *overhead_table(rows, BATCHES)]))

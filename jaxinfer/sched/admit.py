@@ -15,9 +15,8 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv, first_page
 from jaxinfer.core.step import Pages, SlotAdmission, TokenEvent
-from jaxinfer.sched.prefix import following_page_hashes
+from jaxinfer.sched.prefix import PrefixHit, following_page_hashes, longest_hit
 from jaxinfer.sched.state import Draft, Sequence
-from jaxinfer.sched.windows import PrefixHit, longest_hit
 
 WATERMARK = 100  # at admission 1 of 100 pages stays free, as running sequences will need more
 

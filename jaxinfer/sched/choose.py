@@ -17,8 +17,8 @@ import numpy as np
 from jaxinfer.core.config import Limits
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan
 from jaxinfer.sched.admit import admit, all_fit, with_page_hashes
+from jaxinfer.sched.pages import extend_pages, num_missing_pages, release_passed
 from jaxinfer.sched.state import Draft, Sequence
-from jaxinfer.sched.windows import extend_pages, num_missing_pages, release_passed
 
 NO_BUCKET = Bucket(0)
 

@@ -11,9 +11,8 @@ from jaxinfer.core.errors import EngineError
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason
 from jaxinfer.core.step import RowResult, ScheduledSeq, StepResult, TokenEvent, TokenLogprobs
-from jaxinfer.sched.prefix import following_page_hashes
+from jaxinfer.sched.prefix import following_page_hashes, group_key
 from jaxinfer.sched.state import Draft, Sequence
-from jaxinfer.sched.windows import group_key
 
 
 def commit_step(draft: Draft, result: StepResult) -> None:
@@ -22,16 +21,16 @@ def commit_step(draft: Draft, result: StepResult) -> None:
     Raises ``EngineError`` if the result belongs to another step or lacks one of its rows.
     """
     plan = draft.pop_in_flight(result.step_id)
-    results = {row.request_id: row for row in result.rows}
+    results = {(row.request_id, row.epoch): row for row in result.rows}
     for row in plan.rows:
         seq = draft.running.get(row.request_id)
         if seq is None or seq.epoch != row.epoch:
             continue
-        found = results.get(row.request_id)
-        if found is not None and found.epoch == row.epoch and found.error:
+        found = results.get((row.request_id, row.epoch))
+        if found is not None and found.error:
             draft.end(row.request_id, FinishReason.ERROR, found.error)
             continue
-        if found is None or found.epoch != row.epoch or not _fits(row, found):
+        if found is None or not _fits(row, found):
             raise EngineError(
                 f"the result of step {result.step_id} has no fitting row for request "
                 f"{row.request_id!r} of epoch {row.epoch}; report every row of the step"

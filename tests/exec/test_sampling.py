@@ -15,7 +15,6 @@ from jaxinfer.exec.step.sampling import (
     NOT_FINITE,
     read_logprobs,
     sample,
-    sample_changed,
     token_logprobs,
     with_extras,
 )
@@ -80,7 +79,7 @@ def draw_in(
     drawn = jax.jit(sample)(given, slots, index, lens)
     if any(params.needs_extras for params in rows):
         changed = jax.jit(with_extras)(given, slots, index, lens)
-        drawn = jax.jit(sample_changed)(given, changed, slots, index, lens)
+        drawn = jax.jit(sample)(given, slots, index, lens, None, changed)
     return np.asarray(drawn), slots
 
 

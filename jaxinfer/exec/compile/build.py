@@ -227,7 +227,8 @@ class _Compilation:
         Raises the exception of a kernel that could not be compiled.
         """
         for name in _ready(self.traced):
-            self._lower(name, self.traced.pop(name)[0])
+            traced, links = self.traced.pop(name)[0], self.program.links_kernels(name)
+            self.lowered[name] = self.toolchain.lower(traced, link=links)
         for name in _ready(self.lowered):
             lowered, options = self.lowered.pop(name)[0], self.program.compiler_options(name)
             self.compiling[name] = self.pool.submit(lowered.compile, options)
@@ -245,10 +246,6 @@ class _Compilation:
         (self.folder / self.stored[name].file).write_bytes(content)
         self.advance(1)
         return True
-
-    def _lower(self, name: str, traced: jax.stages.Traced) -> None:
-        links = self.program.links_kernels(name)
-        self.lowered[name] = self.toolchain.lower(traced, link=links)
 
 
 def _ready(steps: Mapping[str, tuple[Any, _Kernels]]) -> list[str]:

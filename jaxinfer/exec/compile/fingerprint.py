@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -131,19 +130,11 @@ def _host_cpu() -> str:
 
 def _source_digest() -> str:
     """A digest of every source file that a compiled step is traced from."""
-    digest, package = hashlib.sha256(), files("jaxinfer")
-    traced = [package.joinpath(folder) for folder in sorted(TRACED_FOLDERS)]
-    for folder in (files("pallas_kernels"), *traced):
-        for name, source in sorted(_sources(folder, f"{folder.name}/")):
-            digest.update(name.encode() + b"\0" + source)
+    digest, package = hashlib.sha256(), Path(str(files("jaxinfer")))
+    folders = (Path(str(files("pallas_kernels"))), *(package / name for name in TRACED_FOLDERS))
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".py", ".json"):
+                name = f"{folder.name}/{path.relative_to(folder)}"
+                digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
-
-
-def _sources(folder: Traversable, prefix: str = "") -> list[tuple[str, bytes]]:
-    found: list[tuple[str, bytes]] = []
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            found += _sources(entry, f"{prefix}{entry.name}/")
-        elif entry.name.endswith((".py", ".json")):
-            found.append((prefix + entry.name, entry.read_bytes()))
-    return found

@@ -38,8 +38,6 @@ HISTORY_COPIES = 12  # live arrays int32[block, max_model_len] for penalties; me
 # them hidden states of 1,024 tokens), and arguments of calls other than steps.
 RESERVE_BYTES = 256 << 20
 MAPPED_BYTES = 2 << 20  # XLA's allocator over virtual memory rounds arrays up to this CUDA page
-
-
 MIN_SNAPSHOTS = 4  # also for an engine with fewer sequences
 # Staging buffers of each size. Two steps are in flight, and the result of a step may be reported
 # ready up to 1 ms after its end.
@@ -89,21 +87,25 @@ class MemoryPlan:
 
     def described(self) -> str:
         """Two log lines before memory is allocated: the whole plan, and each workspace."""
-        batches = share = state = ""
-        by_name = ", ".join(f"{name} {shown(bound)}" for name, bound in self.workspaces.items())
-        if self.device is not None:
-            batches = f"batches {shown(self.batch_bytes)}, "
-            part = self.total_bytes / self.device.total_bytes
-            share = (
-                f", {part:.1%} of the device's {shown(self.device.total_bytes)}, of which JAX may "
-                f"take {shown(self.device.allocator_bytes)}"
-            )
+        parts = [
+            f"weights {shown(self.weight_bytes)}",
+            f"KV cache {shown(self.kv_bytes)} ({self.num_pages} pages)",
+            f"slots {shown(self.slot_bytes)}",
+        ]
+        share = ""
         if self.state_bytes:
-            state = f"state of sequences and snapshots {shown(self.state_bytes)}, "
+            parts.append(f"state of sequences and snapshots {shown(self.state_bytes)}")
+        if self.device is not None:
+            parts.append(f"batches {shown(self.batch_bytes)}")
+            share = (
+                f", {self.total_bytes / self.device.total_bytes:.1%} of the device's "
+                f"{shown(self.device.total_bytes)}, of which JAX may take "
+                f"{shown(self.device.allocator_bytes)}"
+            )
+        parts.append(f"workspace up to {shown(self.workspace_bytes)}")
+        by_name = ", ".join(f"{name} {shown(bound)}" for name, bound in self.workspaces.items())
         return (
-            f"memory: weights {shown(self.weight_bytes)}, KV cache {shown(self.kv_bytes)} "
-            f"({self.num_pages} pages), slots {shown(self.slot_bytes)}, {state}{batches}"
-            f"workspace up to {shown(self.workspace_bytes)}: {shown(self.total_bytes)}{share}\n"
+            f"memory: {', '.join(parts)}: {shown(self.total_bytes)}{share}\n"
             f"workspace up to, by executable: {by_name}"
         )
 
@@ -194,7 +196,7 @@ def program_memory(program: Program, device: DeviceMemory | None) -> MemoryPlan:
     limits, state = program.limits, program.model.state
     layouts = map(program.layout, limits.buckets)
     return MemoryPlan(
-        weight_bytes=tree_bytes(program.params()),
+        weight_bytes=tree_bytes(program.params),
         page_bytes=limits.page_size * state.bytes_per_token,
         num_pages=limits.num_pages,
         slot_bytes=tree_bytes(program.slots()),

@@ -21,10 +21,9 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.step.batch import BatchLayout
 from jaxinfer.exec.step.drafts import Drafter
-from jaxinfer.exec.step.extras import ExtrasFunction, ScoreFunction, extras_rows, pooled
+from jaxinfer.exec.step.extras import ExtrasFunction, extras_rows, pooled, scored
 from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, part_of
-from jaxinfer.exec.step.slots import SlotState, admit, empty_rows, init_slots
-from jaxinfer.exec.step.snapshots import copied
+from jaxinfer.exec.step.slots import SlotState, admit, copied, empty_rows, init_slots
 from jaxinfer.models.base import Model, Params, head_params
 from jaxinfer.models.params import nested
 from jaxinfer.nn.placement import Placement, default_placement
@@ -85,27 +84,23 @@ class Program:
         assert own == planned, f"limits are for windows {planned}, the model has {own}"
         query_tokens = 1 if self.drafter is None else 1 + self.drafter.count
         assert self.limits.query_tokens == query_tokens, "the drafter fills the decode rows"
-        if self.drafter is not None and self.model.state.bytes_per_slot:
+        has_state = bool(self.model.state.bytes_per_slot)
+        snapshots, reuses = self.limits.num_snapshots > 0, self.limits.enable_prefix_caching
+        assert has_state or not snapshots, "snapshots of a model without state for each sequence"
+        assert snapshots or not (has_state and reuses), "prefix caching needs snapshots of state"
+        if has_state and self.drafter is not None:
             raise ConfigError(
                 "this model keeps a state for each sequence, which a refused draft would have "
                 "changed; serve it without drafts"
             )
-        has_state = bool(self.model.state.bytes_per_slot)
-        snapshots = self.limits.num_snapshots > 0
-        assert has_state or not snapshots, "snapshots of a model without state for each sequence"
-        reuses = self.limits.enable_prefix_caching
-        assert snapshots or not (has_state and reuses), "prefix caching needs snapshots of state"
 
     def layout(self, bucket: Bucket) -> BatchLayout:
         """The wire layout of a bucket's batch."""
         return BatchLayout.of(bucket, self.limits)
 
+    @cached_property  # used for each trace
     def params(self) -> Params:
         """The abstract weights."""
-        return self._params
-
-    @cached_property  # used for each trace
-    def _params(self) -> Params:
         abstract, arrays = self.placement.abstract, self.model.arrays
         return nested({path: abstract(a.shape, a.dtype, a.axes) for path, a in arrays.items()})
 
@@ -164,14 +159,14 @@ class Program:
             arrays = tuple(state[i] for i in self.model.state.slot_arrays)
             return jax.jit(copied, donate_argnums=0).trace(arrays, pairs)
         kind, count = _kind_and_count(name)
-        head = head_params(self.params())
+        head = head_params(self.params)
         if kind == EXTRAS:
             draw = ExtrasFunction(self.model, count, self.keeps_logits, self.pins)
             return jax.jit(draw, donate_argnums=1).trace(head, self.slots(), draw.abstract())
         hidden = jax.ShapeDtypeStruct((count, config.hidden_size), config.dtype)
         if kind == SCORE:
             targets = jax.ShapeDtypeStruct((count,), jnp.int32)
-            return jax.jit(ScoreFunction(self.model)).trace(head, hidden, targets)
+            return jax.jit(scored, static_argnums=0).trace(self.model, head, hidden, targets)
         tokens = jax.ShapeDtypeStruct((limits.max_num_seqs,), jnp.int32)
         return jax.jit(pooled).trace(hidden, tokens)
 
@@ -199,7 +194,7 @@ class Program:
         )
 
     def _arguments(self, function: StepFunction) -> tuple[Any, ...]:
-        weights, state, own = flat_params(self.model, self.params()), self.state(), function.part
+        weights, state, own = flat_params(self.model, self.params), self.state(), function.part
         return (
             tuple(weights[i] for i in own.weights),
             tuple(state[i] for i in own.arrays),

@@ -8,7 +8,7 @@ snapshots, then draws with extras and scores of prompts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import batched
 from typing import Any
@@ -33,10 +33,10 @@ from jaxinfer.exec.step.slots import (
     SlotState,
     empty_rows,
     needs_admission,
+    pack_copies,
     settings_of,
     slot_rows,
 )
-from jaxinfer.exec.step.snapshots import NO_COPIES, Copies, pack_copies
 from jaxinfer.models.base import Params, head_params
 from jaxinfer.nn.state import State
 
@@ -96,7 +96,7 @@ class Executor:
             self._admit(self._slot_rows(()))
             if self._program.limits.num_snapshots:
                 sink = self._program.limits.max_num_seqs
-                self._copy(pack_copies([(sink, sink)], self._program.rows_per_copy, sink))
+                self._copy(self._copies([(sink, sink)]))
             for count in self._program.extras_rows:
                 jax.block_until_ready(self._draw_with_extras((), (), count).output)
 
@@ -150,36 +150,38 @@ class Executor:
         return self._prepare(_only(plan, others)), failed
 
     def _prepare(self, plan: StepPlan) -> Prepared:
-        rows = plan.rows
+        limits, rows, prefills = self._program.limits, plan.rows, plan.prefills
         requests = tuple([self._requests[row.slot] for row in rows])
-        settings = settings_of(requests[len(plan.decodes) :]) if plan.prefills else NO_SETTINGS
         drafts = self._program.drafter is not None  # a drafter reads all known tokens
         needed = [a for a in plan.admissions if drafts or needs_admission(a.request)]
         calls = batched(needed, self._program.rows_per_admit)
-        admissions = tuple(self._slot_rows(some) for some in calls)
         with_extras = [
             index
             for index, (row, request) in enumerate(zip(rows, requests, strict=True))
             if row.samples and request.sampling.needs_extras
         ]
-        extras = tuple(batched(with_extras, self._program.extras_rows[-1]))
-        scored = any(row.target_ids is not None for row in plan.prefills)
-        targets = pack_targets(plan.prefills, plan.bucket.num_prefill_tokens) if scored else None
-        batch = pack(plan, self._layouts[plan.bucket], settings)
-        logprobs = any(requests[index].sampling.logprobs is not None for index in with_extras)
-        pools = None
-        if any(row.pools for row in plan.prefills):
-            pools = pack_pooled(plan.prefills, self._program.limits.max_num_seqs)
-        copies = self._copies(plan) if self._program.limits.num_snapshots else NO_COPIES
-        return Prepared(plan, requests, batch, admissions, extras, logprobs, targets, pools, copies)
+        scored = any(row.target_ids is not None for row in prefills)
+        pools = any(row.pools for row in prefills)
+        settings = settings_of(requests[len(plan.decodes) :]) if prefills else NO_SETTINGS
+        first = limits.max_num_seqs + 1  # the row of the first snapshot
+        restores = ((first + a.snapshot, a.slot) for a in plan.admissions if a.snapshot is not None)
+        saves = ((r.slot, first + r.snapshot) for r in prefills if r.snapshot is not None)
+        return Prepared(
+            plan,
+            requests,
+            batch=pack(plan, self._layouts[plan.bucket], settings),
+            admissions=tuple(self._slot_rows(some) for some in calls),
+            extras=tuple(batched(with_extras, self._program.extras_rows[-1])),
+            needs_logprobs=any(requests[i].sampling.logprobs is not None for i in with_extras),
+            targets=pack_targets(prefills, plan.bucket.num_prefill_tokens) if scored else None,
+            pools=pack_pooled(prefills, limits.max_num_seqs) if pools else None,
+            restores=self._copies(restores),
+            saves=self._copies(saves),
+        )
 
-    def _copies(self, plan: StepPlan) -> Copies:
-        """Copies from snapshots to admitted slots, and from slots at a border to snapshots."""
-        sink, count = self._program.limits.max_num_seqs, self._program.rows_per_copy
-        first = sink + 1  # the row of the first snapshot
-        restores = [(first + a.snapshot, a.slot) for a in plan.admissions if a.snapshot is not None]
-        saves = [(r.slot, first + r.snapshot) for r in plan.prefills if r.snapshot is not None]
-        return Copies(pack_copies(restores, count, sink), pack_copies(saves, count, sink))
+    def _copies(self, pairs: Iterable[tuple[int, int]]) -> tuple[np.ndarray, ...]:
+        """The arguments of the ``COPY`` calls for pairs of rows (from, to)."""
+        return pack_copies(pairs, self._program.rows_per_copy, self._program.limits.max_num_seqs)
 
     def _launch_prepared(self, prepared: Prepared, failed: dict[RowKey, str]) -> InFlight:
         plan, bucket = prepared.plan, prepared.plan.bucket
@@ -188,10 +190,10 @@ class Executor:
         staged = self._staged(prepared.batch)
         for rows in prepared.admissions:
             self._admit(rows)
-        self._copy(prepared.copies.restores)
+        self._copy(prepared.restores)
         output = self._launch_step(bucket, staged)
         self._read_later(output.token_ids, staged)
-        self._copy(prepared.copies.saves)
+        self._copy(prepared.saves)
         extras = tuple(
             self._draw_with_extras(indices, [plan.rows[i] for i in indices])
             for indices in prepared.extras

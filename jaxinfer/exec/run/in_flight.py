@@ -21,7 +21,6 @@ from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, TokenLogprobs
 from jaxinfer.exec.step.extras import ExtrasOutput
 from jaxinfer.exec.step.forward import StepOutput
 from jaxinfer.exec.step.sampling import NOT_FINITE, Logprobs, read_logprobs
-from jaxinfer.exec.step.snapshots import NO_COPIES, Copies
 
 LOGGER = "jaxinfer.exec"
 NOT_FINITE_ERROR = (
@@ -44,7 +43,9 @@ class Prepared:
     needs_logprobs: bool  # whether any of these rows needs logprobs
     targets: np.ndarray | None  # int32[Tp] if prompts are scored
     pools: np.ndarray | None  # int32[S] if rows pool: see ``extras.pack_pooled``
-    copies: Copies = NO_COPIES
+    # int32[2, N] for each call of ``COPY`` before and after the step
+    restores: tuple[np.ndarray, ...]
+    saves: tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,7 @@ from jaxinfer.exec.run.cuda_driver import shared_zeros
 
 NUM_CALLS = 8  # calls whose tokens the board holds; two steps of up to two calls are in flight
 MAX_NUMBER = 2**31 - 1  # the next number after it is 1
-POLL_SECONDS = (
-    2e-5  # pause between two polls, for other threads; the system makes about 70 us of it
-)
+POLL_SECONDS = 2e-5  # for other threads between two polls; the system makes about 70 us of it
 
 
 class TokenBoard:

@@ -251,13 +251,20 @@ def unpack(
                 (tokens, last_prefill),
             )
         )
+    draws, query_starts = Draws(tokens, wire.seq_slots, seq_lens), starts
+    if drafts is not None:
+        own = jnp.concatenate((jnp.repeat(wire.seq_slots[:d], q), wire.seq_slots[d:]))
+        lens = jnp.concatenate((positions[: d * q] + 1, seq_lens[d:]))
+        draws = Draws(tokens, own, lens)
+        # rows with drafts attend as prompts do
+        query_starts = jnp.concatenate((jnp.arange(d, dtype=jnp.int32) * q, d * q + starts))
     return DeviceBatch(
         token_ids=token_ids,
         positions=positions,
         seq_lens=seq_lens,
-        rows=Rows(rows, real, wire.seq_slots, begins, last, _query_starts(bucket, starts)),
+        rows=Rows(rows, real, wire.seq_slots, begins, last, query_starts),
         pages=_pages_of_groups(layout, wire, seq_lens, rows, positions, real),
-        draws=_draws(bucket, wire.seq_slots, seq_lens, positions, tokens),
+        draws=draws,
         drafts=drafts,
         settings=wire.settings.reshape(-1, NUM_SETTINGS),
         samples=wire.samples > 0,
@@ -285,32 +292,6 @@ def _with_drafts(
     first = jnp.take_along_axis(history, begins[:, None], axis=1)
     token_ids = jnp.concatenate((first, drafts), axis=1).ravel()
     return begins, token_ids, Drafts(drafts, wire.query_lens - 1)
-
-
-def _query_starts(
-    bucket: Bucket,
-    starts: jax.Array,  # int32[R + 1]
-) -> jax.Array:  # int32[R + 1], or with drafts int32[D + R + 1]
-    """The start of each row that attends as a prompt does, which includes rows with drafts."""
-    if bucket.query_tokens == 1:
-        return starts
-    decodes = jnp.arange(bucket.num_decodes, dtype=jnp.int32) * bucket.query_tokens
-    return jnp.concatenate((decodes, bucket.num_decode_tokens + starts))
-
-
-def _draws(
-    bucket: Bucket,
-    seq_slots: jax.Array,  # int32[B]
-    seq_lens: jax.Array,  # int32[B]
-    positions: jax.Array,  # int32[T]
-    tokens: jax.Array,  # int32[N]
-) -> Draws:
-    if bucket.query_tokens == 1:
-        return Draws(tokens, seq_slots, seq_lens)
-    d, q = bucket.num_decodes, bucket.query_tokens
-    own = jnp.concatenate((jnp.repeat(seq_slots[:d], q), seq_slots[d:]))
-    lens = jnp.concatenate((positions[: d * q] + 1, seq_lens[d:]))
-    return Draws(tokens, own, lens)
 
 
 def _pages_of_groups(

@@ -3,7 +3,7 @@
 A step draws a token for each row from the raw logits. Rows with logit_bias, min_tokens, penalties
 or logprobs are drawn again by ``ExtrasFunction``, which has a fixed number of rows and no layers,
 so it serves every bucket. It reads the input of the step's draw from the rows' slots, and its
-tokens replace the step's in the slots before the next step reads them. ``ScoreFunction`` computes
+tokens replace the step's in the slots before the next step reads them. ``scored`` computes
 prompt logprobs from the hidden states that buckets that score return; ``pooled`` selects the hidden
 states of rows that pool.
 
@@ -25,7 +25,7 @@ from jax import lax
 from jaxinfer.core.shapes import ladder, round_up
 from jaxinfer.core.step import ScheduledSeq
 from jaxinfer.exec.step.batch import ALIGN, NO_PLACE
-from jaxinfer.exec.step.sampling import sample_changed, token_logprobs, with_extras
+from jaxinfer.exec.step.sampling import sample, token_logprobs, with_extras
 from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import Model, Params, unembed
 from pallas_kernels.pins import Pins
@@ -74,7 +74,7 @@ class ExtrasFunction:
 
         biased = _by_blocks(changed, logits, seq_slots, seq_lens)
         impl = self.pins.of("sample")
-        token_ids = sample_changed(logits, biased, slots, seq_slots, seq_lens, impl)
+        token_ids = sample(logits, slots, seq_slots, seq_lens, impl, biased)
         token_ids = publish(token_ids, place, impl=self.pins.of("publish"))
         logprobs = _by_blocks(token_logprobs, logits, token_ids)
         history = slots.token_ids.at[seq_slots, seq_lens].set(token_ids, mode="drop")
@@ -99,24 +99,18 @@ def pack_extras(
     return wire.ravel()
 
 
-@dataclass(frozen=True)
-class ScoreFunction:
+def scored(
+    model: Model,
+    head: Params,  # see ``models.base.head_params``
+    hidden: jax.Array,  # [Tp, D]
+    target_ids: jax.Array,  # int32[Tp]: the token whose logprob is computed, else -1
+) -> jax.Array:  # int32[Tp, ...]: see ``sampling.read_logprobs``
     """Logprobs of the target tokens of a step's prompts, a block of positions at a time."""
 
-    model: Model
+    def of_block(hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        return token_logprobs(unembed(model, head, hidden), targets)
 
-    def __call__(
-        self,
-        head: Params,  # see ``models.base.head_params``
-        hidden: jax.Array,  # [Tp, D]
-        target_ids: jax.Array,  # int32[Tp]: the token whose logprob is computed, else -1
-    ) -> jax.Array:  # int32[Tp, ...]: see ``sampling.read_logprobs``
-        """Compute the logprobs."""
-
-        def scored(hidden: jax.Array, targets: jax.Array) -> jax.Array:
-            return token_logprobs(unembed(self.model, head, hidden), targets)
-
-        return _by_blocks(scored, hidden, jnp.maximum(target_ids, 0))
+    return _by_blocks(of_block, hidden, jnp.maximum(target_ids, 0))
 
 
 def pack_targets(rows: Sequence[ScheduledSeq], num_tokens: int) -> np.ndarray:  # int32[Tp]

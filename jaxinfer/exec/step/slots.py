@@ -7,12 +7,15 @@ a slot. Other slots keep the data of an earlier request, and their settings swit
 of each draw is also stored, for an executable that draws again with extras. With all this on the
 device, the batch contains no more than the slot and page table of a decode row, and step n + 1 can
 read the token of step n before the host does.
+
+A model may also keep layer state for each sequence. It is copied between rows of the layers' arrays
+(``copied``): from a slot to a snapshot, and back. The scheduler decides which (``sched.snapshots``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, batched
 from typing import NamedTuple
 
 import jax
@@ -25,7 +28,6 @@ from jaxinfer.core.request import (
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     Request,
-    SamplingParams,
 )
 from jaxinfer.core.step import SlotAdmission
 
@@ -118,32 +120,32 @@ def init_slots(
 
 def settings_of(requests: Sequence[Request]) -> np.ndarray:  # int32[N, NUM_SETTINGS]
     """The settings of one or more requests, a row each."""
-    ints = np.array([_ints(request) for request in requests], np.int64).astype(np.int32)
-    floats = np.array([_floats(request.sampling) for request in requests], np.float32)
-    return np.concatenate((ints, floats.view(np.int32)), axis=1)
-
-
-def _ints(request: Request) -> SlotInts[int]:
-    sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
-    return SlotInts(
-        seed_low=request.seed & 0xFFFF_FFFF,
-        seed_high=request.seed >> 32 & 0xFFFF_FFFF,
-        top_k=sampling.top_k,
-        num_prompt_tokens=num_prompt_tokens,
-        min_length=min(num_prompt_tokens + sampling.min_tokens, INT32_MAX),
-        num_biases=len(sampling.logit_bias or ()),
-    )
-
-
-def _floats(sampling: SamplingParams) -> SlotFloats[float]:
-    return SlotFloats(
-        temperature=0.0 if sampling.greedy else sampling.temperature,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-    )
+    ints: list[SlotInts[int]] = []
+    floats: list[SlotFloats[float]] = []
+    for request in requests:
+        sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
+        ints.append(
+            SlotInts(
+                seed_low=request.seed & 0xFFFF_FFFF,
+                seed_high=request.seed >> 32 & 0xFFFF_FFFF,
+                top_k=sampling.top_k,
+                num_prompt_tokens=num_prompt_tokens,
+                min_length=min(num_prompt_tokens + sampling.min_tokens, INT32_MAX),
+                num_biases=len(sampling.logit_bias or ()),
+            )
+        )
+        floats.append(
+            SlotFloats(
+                temperature=0.0 if sampling.greedy else sampling.temperature,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                repetition_penalty=sampling.repetition_penalty,
+            )
+        )
+    columns = np.array(ints, np.int64).astype(np.int32), np.array(floats, np.float32)
+    return np.concatenate((columns[0], columns[1].view(np.int32)), axis=1)
 
 
 def read_settings(
@@ -206,3 +208,25 @@ def _sections[A: (np.ndarray, jax.Array)](rows: A) -> RowSections[A]:
     """The sections of rows; they are views of a numpy array."""
     ends = (*SECTION_STARTS[1:], rows.shape[1])
     return RowSections(*(rows[:, i:j] for i, j in zip(SECTION_STARTS, ends, strict=True)))
+
+
+def copied(arrays: tuple[jax.Array, ...], pairs: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays [rows, ...] in which rows ``pairs[0]`` are copied to rows ``pairs[1]``.
+
+    ``pairs`` is int32[2, N]. All N rows are read before any is written. Compiled for one N;
+    ``arrays`` are donated.
+    """
+    source, target = pairs
+    return tuple(array.at[target].set(array[source]) for array in arrays)
+
+
+def pack_copies(
+    pairs: Iterable[tuple[int, int]], count: int, sink: int
+) -> tuple[np.ndarray, ...]:  # int32[2, count] each
+    """The arguments of the calls that copy (from, to) rows; padding copies the sink to itself."""
+    calls: list[np.ndarray] = []
+    for some in batched(pairs, count):
+        call = np.full((2, count), sink, np.int32)
+        call[:, : len(some)] = np.array(some, np.int32).T
+        calls.append(call)
+    return tuple(calls)
