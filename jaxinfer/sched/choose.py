@@ -27,11 +27,9 @@ def choose_step(draft: Draft) -> StepPlan | None:
     """Plan one step and count its tokens as computed; None if no row can run."""
     only_prefills = _only_prefills(draft)
     decodes, preempted = ([], False) if only_prefills else _decode_rows(draft)
-    prefills: list[ScheduledSeq] = []
     query_tokens = _most_query_tokens(decodes, draft.limits)
     budget = Budget(draft, len(decodes), query_tokens)
-    if len(decodes) < len(draft.running):
-        prefills = _continued_prefills(draft, budget)
+    prefills = _continued_prefills(draft, budget) if len(decodes) < len(draft.running) else []
     admissions: tuple[SlotAdmission, ...] = ()
     # After a preemption no request is admitted in the same step, as pages are scarce.
     if draft.waiting and not preempted:
@@ -102,9 +100,8 @@ def _only_prefills(draft: Draft) -> bool:
     """
     if not draft.limits.prefill_first:
         return False
-    if not draft.waiting and not any(seq.is_prefilling for seq in draft.running.values()):
-        return False
-    return all_fit(draft)
+    prompts_left = draft.waiting or any(seq.is_prefilling for seq in draft.running.values())
+    return bool(prompts_left) and all_fit(draft)
 
 
 def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:

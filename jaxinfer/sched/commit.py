@@ -30,17 +30,16 @@ def commit_step(draft: Draft, result: StepResult) -> None:
         if found is not None and found.error:
             draft.end(row.request_id, FinishReason.ERROR, found.error)
             continue
-        if found is None or not _fits(row, found):
+        if (
+            found is None
+            or bool(found.token_ids) != row.samples
+            or (found.pooled is not None) != row.pools
+        ):
             raise EngineError(
                 f"the result of step {result.step_id} has no fitting row for request "
                 f"{row.request_id!r} of epoch {row.epoch}; report every row of the step"
             )
         _commit_row(draft, seq, row, found)
-
-
-def _fits(row: ScheduledSeq, found: RowResult) -> bool:
-    """True if a result has a token if its row samples, and a pooled state if it pools."""
-    return bool(found.token_ids) == row.samples and (found.pooled is not None) == row.pools
 
 
 def fail_step(draft: Draft, step_id: int, error: str) -> None:
@@ -77,9 +76,8 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
     prompt_logprobs, num_prompt_logprobs = _fresh_prompt_logprobs(seq, row, found)
     reason = None if found.pooled is None else FinishReason.STOP
     token_ids, stop_token_id = seq.token_ids, None
-    num_refused = 0  # drafts of the row that were not accepted
-    if row.token_ids is None:
-        num_refused = row.num_scheduled_tokens - len(drawn)
+    # drafts of the row that were not accepted
+    num_refused = row.num_scheduled_tokens - len(drawn) if row.token_ids is None else 0
     for number, token_id in enumerate(drawn, 1):
         token_ids = token_ids.append(token_id)
         reason, stop_token_id = finish_reason(seq, token_ids)

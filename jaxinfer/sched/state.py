@@ -23,7 +23,6 @@ from jaxinfer.sched.snapshots import SnapshotPool
 type Order = tuple[int, int, str]  # (priority, arrival, request_id): the lowest is served first
 
 NO_SLOT = -1
-NO_PAGES: tuple[Pages, ...] = ()
 _order_of = attrgetter("order")
 
 
@@ -43,7 +42,7 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
     max_num_tokens: int  # prompt and output together
     epoch: int = 0  # number of the admission, unique even if a request id is reused
     slot: int = NO_SLOT
-    pages: tuple[Pages, ...] = NO_PAGES  # of each group; empty while it waits
+    pages: tuple[Pages, ...] = ()  # of each group; empty while it waits
     num_prefill_tokens: int = 0
     num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0
@@ -222,7 +221,7 @@ class Draft:
             msgspec.structs.replace(
                 seq,
                 slot=NO_SLOT,
-                pages=NO_PAGES,
+                pages=(),
                 num_prefill_tokens=0,
                 num_computed_tokens=0,
                 num_in_flight_tokens=0,

@@ -1,7 +1,4 @@
-"""The fingerprint of executables: every field on which they depend, to check whether a bundle fits.
-
-Owns: ``Fingerprint``, computing it on this machine, and finding the fields that differ.
-"""
+"""The fingerprint of executables: the fields on which they depend, to check if a bundle fits."""
 
 from __future__ import annotations
 

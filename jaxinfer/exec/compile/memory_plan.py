@@ -1,11 +1,8 @@
 """The memory plan: the number of pages that fit, computed before anything is loaded or compiled.
 
-Owns: ``MemoryPlan``, its arithmetic, and the bounds on workspaces.
-
 The number of pages is part of every compiled shape, so it must be known before compilation, and it
-depends on the workspace of executables. To compile the largest step first, only to measure its
-workspace, would nearly double the time of a first start; a value measured at one start and used at
-the next would change the shapes between the two. So the plan uses a bound computed from the
+depends on the workspace of executables. Compiling the largest step first, only to measure its
+workspace, would nearly double the time of a first start; so the plan uses a bound computed from the
 shapes. The measured workspace is in a bundle's manifest, and is checked against the plan when the
 bundle is loaded.
 """
@@ -13,17 +10,15 @@ bundle is loaded.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import jax
 
 from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig, Limits
 from jaxinfer.core.errors import ConfigError, EngineError
-from jaxinfer.core.shapes import cdiv
+from jaxinfer.core.shapes import round_up
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile.program import COPY, EXTRAS, SCORE, Program
-from jaxinfer.exec.step.batch import BatchLayout
 from jaxinfer.exec.step.extras import BLOCK
 from jaxinfer.exec.step.sampling import LOGPROBS_WIDTH
 from jaxinfer.models.base import Model, abstract_params
@@ -194,25 +189,18 @@ def fitting_seqs(
 def program_memory(program: Program, device: DeviceMemory | None) -> MemoryPlan:
     """The plan for a program's shapes, with the number of pages in its limits."""
     limits, state = program.limits, program.model.state
-    layouts = map(program.layout, limits.buckets)
+    # staging buffers; batches of one size share them, and a CPU has none
+    batches = {4 * program.layout(b).size for b in limits.buckets} if device is not None else ()
     return MemoryPlan(
         weight_bytes=tree_bytes(program.params),
         page_bytes=limits.page_size * state.bytes_per_token,
         num_pages=limits.num_pages,
         slot_bytes=tree_bytes(program.slots()),
         state_bytes=limits.num_state_rows * state.bytes_per_slot,
-        batch_bytes=_batch_bytes(layouts, device),
+        batch_bytes=NUM_BUFFERS * sum(round_up(size, MAPPED_BYTES) for size in batches),
         workspaces=_workspaces(program),
         device=device,
     )
-
-
-def _batch_bytes(layouts: Iterable[BatchLayout], device: DeviceMemory | None) -> int:
-    """Bytes of the staging buffers, each rounded up to ``MAPPED_BYTES``; a CPU has none."""
-    if device is None:
-        return 0
-    sizes = {4 * layout.abstract().size for layout in layouts}  # batches of one size share buffers
-    return NUM_BUFFERS * sum(MAPPED_BYTES * cdiv(size, MAPPED_BYTES) for size in sizes)
 
 
 def reserve_bytes(model: Model) -> int:

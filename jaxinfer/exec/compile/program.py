@@ -5,11 +5,11 @@ It needs shapes only, no weights and no device memory.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import prod
+from string import digits
 from types import MappingProxyType
 from typing import Any
 
@@ -18,10 +18,11 @@ import jax.numpy as jnp
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.shapes import ladder, round_up
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.step.batch import BatchLayout
 from jaxinfer.exec.step.drafts import Drafter
-from jaxinfer.exec.step.extras import ExtrasFunction, extras_rows, pooled, scored
+from jaxinfer.exec.step.extras import BLOCK, ExtrasFunction, pack_extras, pooled, scored
 from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, part_of
 from jaxinfer.exec.step.slots import SlotState, admit, copied, empty_rows, init_slots
 from jaxinfer.models.base import Model, Params, head_params
@@ -36,7 +37,6 @@ COPY = "copy"  # copies layer state between slots and snapshots
 EXTRAS = "extras"  # prefix of executables that draw with extras; the number of rows follows
 SCORE = "score"  # prefix of executables that score prompts; the number of tokens follows
 POOL = "pool"  # prefix of executables that pool; the number of tokens follows
-NUMBERED = re.compile(f"({EXTRAS}|{SCORE}|{POOL})(\\d+)")
 FIRST = "_first"  # suffix of the first executable of a split step
 ROWS_PER_ADMIT = 8  # slots that a call of ``ADMIT`` fills on a GPU
 ROWS_PER_COPY = 4  # for ``COPY`` on a GPU; padding is copied too, and a row may be tens of MB
@@ -53,6 +53,7 @@ NO_REMATERIALIZATION = MappingProxyType({"xla_disable_hlo_passes": "rematerializ
 # much faster than the device runs them. A graph would not start sooner, and needs host memory.
 NO_GRAPH_TOKENS = 1024
 MIN_EXTRAS_ROWS = 8  # rows of a GPU's smallest executable that draws with extras; a CPU's has 1
+EXTRAS_ROWS_FACTOR = 8  # ratio of the numbers of rows of successive executables
 # The first executable of a split prompt step has 1/4 of the layers (``forward``), which keep the
 # device busy while the host launches the others. Qwen3-4B, H200, 512 tokens: 7.7 ms (a sixth of
 # the layers: 7.9, not split: 8.3).
@@ -136,9 +137,11 @@ class Program:
 
     @cached_property  # used for each step
     def extras_rows(self) -> tuple[int, ...]:
-        """The numbers of rows of the executables that draw with extras, ascending."""
-        first = 1 if self.platform == "cpu" else MIN_EXTRAS_ROWS
-        return extras_rows(first, self.limits.max_num_seqs)
+        """The numbers of rows of the executables that draw with extras: 8 times as many each."""
+        most = self.limits.max_num_seqs
+        first = 1 if self.platform == "cpu" else min(MIN_EXTRAS_ROWS, most)
+        sizes = ladder(first, most, EXTRAS_ROWS_FACTOR)
+        return tuple(size if size <= BLOCK else round_up(size, BLOCK) for size in sizes)
 
     def trace(self, name: str) -> jax.stages.Traced:
         """Trace one executable, by name; raises ``ConfigError`` for a kernel that cannot run."""
@@ -162,7 +165,8 @@ class Program:
         head = head_params(self.params)
         if kind == EXTRAS:
             draw = ExtrasFunction(self.model, count, self.keeps_logits, self.pins)
-            return jax.jit(draw, donate_argnums=1).trace(head, self.slots(), draw.abstract())
+            wire = pack_extras((), count, limits.max_num_seqs)
+            return jax.jit(draw, donate_argnums=1).trace(head, self.slots(), wire)
         hidden = jax.ShapeDtypeStruct((count, config.hidden_size), config.dtype)
         if kind == SCORE:
             targets = jax.ShapeDtypeStruct((count,), jnp.int32)
@@ -296,5 +300,5 @@ class Program:
 
 def _kind_and_count(name: str) -> tuple[str, int]:
     """The kind of an executable that is not a step, and the number at the end of its name, or 0."""
-    found = NUMBERED.fullmatch(name)
-    return (found[1], int(found[2])) if found else (name, 0)
+    kind = name.rstrip(digits)
+    return kind, int(name[len(kind) :] or 0)

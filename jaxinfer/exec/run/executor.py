@@ -107,8 +107,7 @@ class Executor:
         its result is an error. If a call fails and the device's state is intact, its exception is
         raised. If the state was donated to the failed call, it is lost: ``EngineError``.
         """
-        for admission in plan.admissions:
-            self._requests[admission.slot] = admission.request
+        self._requests |= {new.slot: new.request for new in plan.admissions}
         prepared, failed = self._prepare_rows(plan)
         try:
             return self._launch_prepared(prepared, failed)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
 from itertools import accumulate
 from math import isfinite
 
@@ -108,25 +107,20 @@ def _row_result(
 
 
 class _LogprobReader:
-    """Reads the logprobs of a step row by row; copies each array at most once, when needed."""
+    """Reads the logprobs of a step row by row."""
 
     def __init__(self, step: InFlight) -> None:
-        self._step = step
-        self._requests = step.prepared.requests
-        # (index of the call, row within it) of each row that is drawn with extras
-        self._extras_rows = {
-            index: (number, row)
-            for number, call in enumerate(step.extras)
-            for row, index in enumerate(call.rows)
-        }
+        prepared = step.prepared
+        self._requests, self._num_decodes = prepared.requests, len(prepared.plan.decodes)
+        # the result of its call, and the row within it, of each row that is drawn with extras
+        self._drawn: dict[int, tuple[Logprobs[np.ndarray], int]] = {}
+        for call in step.extras if prepared.needs_logprobs else ():
+            result = read_logprobs(np.asarray(call.output.logprobs))
+            self._drawn |= {index: (result, row) for row, index in enumerate(call.rows)}
+        self._scores = None if step.scores is None else read_logprobs(np.asarray(step.scores))
         # the start of each prefill row's chunk among the prefill tokens
-        lengths = (row.num_scheduled_tokens for row in step.prepared.plan.prefills)
+        lengths = (row.num_scheduled_tokens for row in prepared.plan.prefills)
         self._starts = tuple(accumulate(lengths, initial=0))
-        self._of_call = cache(lambda n: read_logprobs(np.asarray(step.extras[n].output.logprobs)))
-
-    @cached_property
-    def _of_prompts(self) -> Logprobs[np.ndarray]:
-        return read_logprobs(np.asarray(self._step.scores))
 
     def sampled(
         self, index: int, row: ScheduledSeq, token_ids: tuple[int, ...]
@@ -136,18 +130,17 @@ class _LogprobReader:
         if top is None or not row.samples:
             return ()
         (token_id,) = token_ids
-        number, extras_row = self._extras_rows[index]
-        return (_token_logprobs(self._of_call(number), extras_row, token_id, top),)
+        return (_token_logprobs(*self._drawn[index], token_id, top),)
 
     def prompt(self, index: int, row: ScheduledSeq) -> tuple[TokenLogprobs, ...]:
         """The logprobs of the targets of a chunk."""
         if row.target_ids is None:
             return ()
         top = self._requests[index].sampling.prompt_logprobs
-        assert top is not None and self._step.scores is not None
-        start = self._starts[index - len(self._step.prepared.plan.decodes)]
+        assert top is not None and self._scores is not None, "targets were not scored"
+        start = self._starts[index - self._num_decodes]
         return tuple(
-            _token_logprobs(self._of_prompts, start + offset, token_id, top)
+            _token_logprobs(self._scores, start + offset, token_id, top)
             for offset, token_id in enumerate(row.target_ids.tolist())
             if token_id >= 0
         )

@@ -32,9 +32,8 @@ class TokenBoard:
     @classmethod
     def of_device(cls, device: Any, rows: int) -> TokenBoard | None:
         """A board for calls of up to ``rows`` rows; None unless the ``jax.Device`` is CUDA's."""
-        if device.platform != "gpu":
-            return None
-        memory = shared_zeros(device.local_hardware_id, (NUM_CALLS, rows))
+        is_gpu, shape = device.platform == "gpu", (NUM_CALLS, rows)
+        memory = shared_zeros(device.local_hardware_id, shape) if is_gpu else None
         return None if memory is None else cls(memory)
 
     def next_place(self) -> tuple[int, int, int]:

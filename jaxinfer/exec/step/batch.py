@@ -129,13 +129,14 @@ class BatchLayout:
             page_tables=b * sum(group.width for group in self.groups),
         )
 
+    @cached_property
+    def size(self) -> int:
+        """The length of the flat array."""
+        return round_up(self._sections[-1].stop, ALIGN)
+
     def abstract(self) -> jax.ShapeDtypeStruct:
         """The shape and dtype of the flat array."""
-        return jax.ShapeDtypeStruct((self._starts[-1],), jnp.int32)
-
-    def empty(self) -> np.ndarray:  # int32[...]
-        """The flat array of a step without rows, whose sections are filled later."""
-        return np.zeros(self._starts[-1], np.int32)
+        return jax.ShapeDtypeStruct((self.size,), jnp.int32)
 
     def split[A: (np.ndarray, jax.Array)](self, flat: A) -> Fields[A]:
         """The sections of a flat array; they are views of a numpy array."""
@@ -152,13 +153,9 @@ class BatchLayout:
 
     @cached_property
     def _sections(self) -> tuple[slice, ...]:
-        pairs = zip(self._starts, self.sizes(), strict=False)
+        starts = accumulate((round_up(size, ALIGN) for size in self.sizes()), initial=0)
+        pairs = zip(starts, self.sizes(), strict=False)  # the last start is the end
         return tuple(slice(start, start + size) for start, size in pairs)
-
-    @cached_property
-    def _starts(self) -> tuple[int, ...]:
-        """The start of each section, and the end of the last."""
-        return tuple(accumulate((cdiv(size, ALIGN) * ALIGN for size in self.sizes()), initial=0))
 
 
 def pack(
@@ -167,7 +164,7 @@ def pack(
     settings: np.ndarray = NO_SETTINGS,  # int32[len(plan.prefills), NUM_SETTINGS]
 ) -> np.ndarray:  # int32[...]
     """The flat array of a plan, without ``place``. Host time is per row and page, not per token."""
-    flat = layout.empty()
+    flat = np.zeros(layout.size, np.int32)
     wire = layout.split(flat)
     wire.settings[: settings.size] = settings.ravel()
     wire.seq_slots[:] = layout.sink_slot

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.core.shapes import ladder, round_up
+from jaxinfer.core.shapes import round_up
 from jaxinfer.core.step import ScheduledSeq
 from jaxinfer.exec.step.batch import ALIGN, NO_PLACE
 from jaxinfer.exec.step.sampling import sample, token_logprobs, with_extras
@@ -32,7 +33,6 @@ from pallas_kernels.pins import Pins
 from pallas_kernels.publish.api import publish
 
 BLOCK = 64  # rows of float32[V] that extras and scores compute at a time, as they copy logits
-ROWS_FACTOR = 8  # ratio of the numbers of rows of successive executables
 
 
 class ExtrasOutput(NamedTuple):
@@ -40,12 +40,6 @@ class ExtrasOutput(NamedTuple):
 
     token_ids: jax.Array  # int32[N]
     logprobs: jax.Array  # int32[N, ...] of token_ids: see ``sampling.read_logprobs``
-
-
-def extras_rows(first: int, max_num_seqs: int) -> tuple[int, ...]:
-    """The rows of each ``ExtrasFunction`` of an engine: ``first``, 8 times that, ... up to all."""
-    rows = ladder(min(first, max_num_seqs), max_num_seqs, ROWS_FACTOR)
-    return tuple(count if count <= BLOCK else round_up(count, BLOCK) for count in rows)
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,7 @@ class ExtrasFunction:
         self,
         head: Params,  # see ``models.base.head_params``
         slots: SlotState,
-        flat: jax.Array,  # int32[3 * W]: see ``pack``
+        flat: jax.Array,  # int32[3 * W]: see ``pack_extras``
     ) -> tuple[SlotState, ExtrasOutput]:
         """Draw tokens, write them into the slots and publish them."""
         wire = flat.reshape(3, -1)
@@ -79,10 +73,6 @@ class ExtrasFunction:
         logprobs = _by_blocks(token_logprobs, logits, token_ids)
         history = slots.token_ids.at[seq_slots, seq_lens].set(token_ids, mode="drop")
         return slots._replace(token_ids=history), ExtrasOutput(token_ids, logprobs)
-
-    def abstract(self) -> jax.ShapeDtypeStruct:
-        """The shape and dtype of the flat array."""
-        return jax.ShapeDtypeStruct((3 * round_up(self.rows, ALIGN),), jnp.int32)
 
 
 def pack_extras(
@@ -116,12 +106,10 @@ def scored(
 def pack_targets(rows: Sequence[ScheduledSeq], num_tokens: int) -> np.ndarray:  # int32[Tp]
     """The targets of a step's prefill rows, concatenated; -1 for tokens without a target."""
     targets = np.full(num_tokens, -1, np.int32)
-    start = 0
-    for row in rows:
-        end = start + row.num_scheduled_tokens
+    ends = accumulate(row.num_scheduled_tokens for row in rows)
+    for row, end in zip(rows, ends, strict=True):
         if row.target_ids is not None:
-            targets[start:end] = row.target_ids
-        start = end
+            targets[end - len(row.target_ids) : end] = row.target_ids
     return targets
 
 

@@ -8,8 +8,8 @@ of each draw is also stored, for an executable that draws again with extras. Wit
 device, the batch contains no more than the slot and page table of a decode row, and step n + 1 can
 read the token of step n before the host does.
 
-A model may also keep layer state for each sequence. It is copied between rows of the layers' arrays
-(``copied``): from a slot to a snapshot, and back. The scheduler decides which (``sched.snapshots``).
+A model may also keep layer state for each sequence, in rows of the layers' arrays. ``copied``
+copies rows: from a slot to a snapshot, and back, as the scheduler decides (``sched.snapshots``).
 """
 
 from __future__ import annotations
