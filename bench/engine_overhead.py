@@ -21,30 +21,24 @@ import numpy as np
 from bench.throughput import rotated
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.intlog import IntLog
-from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket, Pages, ScheduledSeq, StepPlan
 from jaxinfer.engine.loop import loop as loop_module
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.engine.start.build import model_facts, plan_engine
-from jaxinfer.exec.compile.build import Executables, build_executables, cached_bundle
-from jaxinfer.exec.compile.program import Program
+from jaxinfer.engine.start.build import build_engine
 from jaxinfer.exec.run import executor as executor_module
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor, InFlight
 from jaxinfer.exec.step.batch import pack
-from jaxinfer.exec.step.forward import flat_params
-from jaxinfer.models.base import Params
-from jaxinfer.weights.load import load_params
 
 
 class BareSteps:
     """A compiled decode bucket in a loop, with its own page pool and slots."""
 
-    def __init__(self, program: Program, executables: Executables, params: Params) -> None:
-        self._program, self._executables = program, executables
-        self._weights = flat_params(program.model, params)
-        self._state, self._slots = init_state(program)
+    def __init__(self, executor: Executor) -> None:
+        self._program, self._executables = executor._program, executor._executables
+        self._weights = executor._weights
+        self._state, self._slots = init_state(self._program)
 
     def ms_per_step(self, batch: int, contexts: range) -> float:
         """Mean over one step per context length; batches are packed before the clock starts."""
@@ -178,21 +172,7 @@ def measure_overhead(
 
 
 def build_parts(gguf: Path) -> tuple[Engine, Executor, BareSteps]:
-    """The parts of ``build_engine``, and the bare loop on the same executables and weights."""
-    config = EngineConfig(model=os.fspath(gguf), enable_prefix_caching=False)
-    plan, progress = plan_engine(config), NoProgress()
-    program = plan.program
-    folder = cached_bundle(program, plan.cache_dir / "executables")
-    executables = build_executables(program, folder=folder, memory=plan.memory, progress=progress)
-    params = load_params(
-        plan.model,
-        plan.source,
-        placement=plan.placement,
-        cache_dir=plan.cache_dir,
-        seed=plan.config.seed,
-        progress=progress,
-    )
-    executor = Executor(program, executables, params, *init_state(program))
-    executor.warm_up()
-    engine = Engine(executor, plan.limits, model_facts(plan), plan.tokenizer)
-    return engine, executor, BareSteps(program, executables, params)
+    """An engine, and the bare loop on the same executables and weights."""
+    engine = build_engine(EngineConfig(model=os.fspath(gguf), enable_prefix_caching=False))
+    executor: Any = engine._loop._executor
+    return engine, executor, BareSteps(executor)

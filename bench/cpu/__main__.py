@@ -32,7 +32,6 @@ from bench.cpu.report import (
 )
 from bench.engine_overhead import measure_overhead
 from bench.peer_process import PeerProcess, PeerUnavailable, Run
-from bench.throughput import Engine as Measurable
 from bench.throughput import measure
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.core.config import DEFAULT_MODEL, cache_root
@@ -130,11 +129,11 @@ def main() -> None:
     prompts = make_prompts(ours.llm.get_tokenizer())
     with ExitStack() as stack:
         peers, unavailable = start_peers(stack, interpreters, gguf)
-        engines: dict[str, Measurable] = {OURS: ours, **peers}
+        calls = {OURS: ours.run, **{name: peer.run for name, peer in peers.items()}}
         results = measure(
-            engines, prompts, batches=BATCHES, num_tokens=NEW_TOKENS, repeats=options.repeats
+            calls, prompts, batches=BATCHES, num_tokens=NEW_TOKENS, repeats=options.repeats
         )
-    del ours, engines  # its memory is needed for the next engine
+    del ours, calls  # its memory is needed for the next engine
     steps, splits = measure_overhead(
         gguf, prompts, batches=BATCHES, num_tokens=NEW_TOKENS, repeats=options.repeats
     )

@@ -76,5 +76,5 @@ def run_child(
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"an engine failed: {done.stderr.strip()[-2000:]}")
+        raise SystemExit(f"{module} failed: {done.stderr.strip()[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

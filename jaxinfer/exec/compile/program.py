@@ -87,13 +87,13 @@ class Program:
         assert self.limits.query_tokens == query_tokens, "the drafter fills the decode rows"
         has_state = bool(self.model.state.bytes_per_slot)
         snapshots, reuses = self.limits.num_snapshots > 0, self.limits.enable_prefix_caching
-        assert has_state or not snapshots, "snapshots of a model without state for each sequence"
-        assert snapshots or not (has_state and reuses), "prefix caching needs snapshots of state"
         if has_state and self.drafter is not None:
             raise ConfigError(
                 "this model keeps a state for each sequence, which a refused draft would have "
                 "changed; serve it without drafts"
             )
+        assert has_state or not snapshots, "snapshots of a model without state for each sequence"
+        assert snapshots or not (has_state and reuses), "prefix caching needs snapshots of state"
 
     def layout(self, bucket: Bucket) -> BatchLayout:
         """The wire layout of a bucket's batch."""
