@@ -21,17 +21,18 @@ def commit_step(draft: Draft, result: StepResult) -> None:
     Raises ``EngineError`` if the result belongs to another step or lacks one of its rows.
     """
     plan = draft.pop_in_flight(result.step_id)
-    results = {(row.request_id, row.epoch): row for row in result.rows}
+    results = {row.request_id: row for row in result.rows}
     for row in plan.rows:
         seq = draft.running.get(row.request_id)
         if seq is None or seq.epoch != row.epoch:
             continue
-        found = results.get((row.request_id, row.epoch))
-        if found is not None and found.error:
+        found = results.get(row.request_id)
+        if found is not None and found.epoch == row.epoch and found.error:
             draft.end(row.request_id, FinishReason.ERROR, found.error)
             continue
         if (
             found is None
+            or found.epoch != row.epoch
             or bool(found.token_ids) != row.samples
             or (found.pooled is not None) != row.pools
         ):

@@ -60,8 +60,7 @@ class SnapshotPool(msgspec.Struct, frozen=True):
         if not self.by_hash:
             return None, self
         oldest = min(self.by_hash, key=lambda key: (has_page(key), self.by_hash[key][1]))
-        row, _ = self.by_hash[oldest]
-        return row, replace(self, by_hash=self.by_hash.delete(oldest))
+        return self.by_hash[oldest][0], replace(self, by_hash=self.by_hash.delete(oldest))
 
     def release(self, rows: Iterable[int]) -> SnapshotPool:
         """Free the rows of a step that has been reported."""
