@@ -1,13 +1,18 @@
-"""The machine, versions and commit of a measurement, for its report."""
+"""The machine, versions and commit of a measurement, and its report as a JSON file."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
-from importlib.metadata import version
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton")
 
 
 def circumstances(*sources: str) -> dict[str, Any]:
@@ -27,12 +32,27 @@ def host_circumstances(*sources: str) -> dict[str, Any]:
     return {
         "host": _cpu_model() or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "jax": version("jax"),
-        "jaxlib": version("jaxlib"),
+        "versions": {"python": platform.python_version(), **_versions()},
         "git": commit,
         "git_dirty": commit and bool(_git("status", "--porcelain", *sources)),
     }
+
+
+def write_report(path: Path, report: Mapping[str, Any]) -> None:
+    """Write all or nothing: if the process is killed, an earlier report stays complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(report, indent=1) + "\n")
+    partial.replace(path)
+
+
+def _versions() -> dict[str, str]:
+    """The versions of the packages that are installed."""
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _git(*arguments: str) -> str | None:

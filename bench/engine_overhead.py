@@ -21,35 +21,29 @@ import numpy as np
 from bench.throughput import rotated
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.intlog import IntLog
-from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.core.step import Pages, ScheduledSeq, StepPlan
+from jaxinfer.core.step import Bucket, Pages, ScheduledSeq, StepPlan
 from jaxinfer.engine.loop import loop as loop_module
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.engine.start.build import plan_engine
-from jaxinfer.exec.compile.build import Executables, build_executables, cached_bundle
-from jaxinfer.exec.compile.program import Program
+from jaxinfer.engine.start.build import build_engine, plan_engine
 from jaxinfer.exec.run import executor as executor_module
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor, InFlight
 from jaxinfer.exec.step.batch import pack
-from jaxinfer.exec.step.forward import flat_params
-from jaxinfer.models.base import Params
-from jaxinfer.sched.choose import smallest_bucket
 
 
 class BareSteps:
     """A compiled decode bucket in a loop, with its own page pool and slots."""
 
-    def __init__(self, program: Program, executables: Executables, params: Params) -> None:
-        self._program, self._executables = program, executables
-        self._weights = flat_params(program.model, params)
-        self._state, self._slots = init_state(program)
+    def __init__(self, executor: Executor) -> None:
+        self._program, self._executables = executor._program, executor._executables
+        self._weights = executor._weights
+        self._state, self._slots = init_state(self._program)
 
     def ms_per_step(self, batch: int, contexts: range) -> float:
         """Mean over one step per context length; batches are packed before the clock starts."""
         limits = self._program.limits
-        bucket = smallest_bucket(limits.buckets, batch, 0, 0)
+        bucket = decode_bucket(limits, batch)
         layout = self._program.layout(bucket)
         step = self._executables.by_name[bucket.name]
         batches = [pack(decode_plan(limits, batch, n), layout) for n in contexts]
@@ -61,6 +55,11 @@ class BareSteps:
         seconds = time.perf_counter() - started
         self._state, self._slots = state, slots
         return 1e3 * seconds / len(batches)
+
+
+def decode_bucket(limits: Limits, batch: int) -> Bucket:
+    """The smallest bucket for a decode step of ``batch`` sequences."""
+    return min(bucket for bucket in limits.buckets if bucket.holds(Bucket(batch)))
 
 
 def decode_plan(limits: Limits, batch: int, context: int) -> StepPlan:
@@ -80,7 +79,7 @@ def decode_plan(limits: Limits, batch: int, context: int) -> StepPlan:
         )
         for i in range(batch)
     )
-    return StepPlan(0, smallest_bucket(limits.buckets, batch, 0, 0), (), rows, ())
+    return StepPlan(0, decode_bucket(limits, batch), (), rows, ())
 
 
 def engine_ms_per_step(engine: Engine, prompts: list[list[int]], num_tokens: int) -> float:
@@ -173,14 +172,8 @@ def measure_overhead(
 
 
 def build_parts(gguf: Path) -> tuple[Engine, Executor, BareSteps]:
-    """The parts of ``build_engine``, and the bare loop on the same executables and weights."""
+    """An engine, and the bare loop on the same executables and weights."""
     config = EngineConfig(model=os.fspath(gguf), enable_prefix_caching=False)
-    plan, progress = plan_engine(config), NO_PROGRESS
-    program = plan.program
-    folder = cached_bundle(program, plan.cache_dir / "executables")
-    executables = build_executables(program, folder=folder, memory=plan.memory, progress=progress)
-    params = plan.load_params(progress)
-    executor = Executor(program, executables, params, *init_state(program))
-    executor.warm_up()
-    engine = Engine(executor, program.limits, plan.facts, plan.tokenizer)
-    return engine, executor, BareSteps(program, executables, params)
+    engine = build_engine(plan_engine(config))
+    executor: Any = engine._loop._executor
+    return engine, executor, BareSteps(executor)

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.circumstances import host_circumstances
+from bench.circumstances import host_circumstances, write_report
 from bench.serve.client import Client
 from bench.server_process import ServerProcess
 
@@ -29,6 +29,8 @@ MAX_RATIO, MAX_EXTRA_SECONDS = 1.5, 0.05
 WORDS = "the river bends east past the old mill and the road goes on to the town "
 
 type Kind = tuple[str, str, dict[str, Any]]
+
+ONE_TOKEN: Kind = ("first", "/v1/completions", {"prompt": WORDS, "max_tokens": 1, "temperature": 0})
 
 
 def kinds() -> list[Kind]:
@@ -60,46 +62,37 @@ async def seconds_of(client: Client, kind: Kind) -> float:
     return time.perf_counter() - started
 
 
-async def measure(url: str) -> dict[str, Any]:
-    """First and steady seconds of each request, in the order of the first ones."""
+async def measure(url: str, started: float) -> dict[str, Any]:
+    """The time of the first token since ``started``, then first and steady seconds of requests."""
     client, every = Client(url), kinds()
+    await seconds_of(client, ONE_TOKEN)
+    answered = time.perf_counter() - started
     order = [every[i % len(every)] for i in range(FIRST_REQUESTS)]
     first = [await seconds_of(client, kind) for kind in order]
     steady = {
         kind[0]: median([await seconds_of(client, kind) for _ in range(REPEATS)]) for kind in every
     }
+    stats = json.loads((await client.get("/stats")).body)
     client.close()
     rows = [
         {"kind": kind[0], "first": seconds, "steady": steady[kind[0]]}
         for kind, seconds in zip(order, first, strict=True)
     ]
-    late = [r for r in rows if r["first"] > MAX_RATIO * r["steady"] + MAX_EXTRA_SECONDS]
-    return {"requests": rows, "late": late, "longest_first_seconds": max(first)}
+    return {
+        "first_token_seconds": answered,
+        "requests": rows,
+        "late": [r for r in rows if r["first"] > MAX_RATIO * r["steady"] + MAX_EXTRA_SECONDS],
+        "longest_first_seconds": max(first),
+        "late_compiles": stats["late_compiles"],
+    }
 
 
 def start(arguments: list[str]) -> dict[str, Any]:
     """One start of a server: its times to ready and to the first token, and its first requests."""
     started = time.perf_counter()
     with ServerProcess(*arguments) as server:
-        client_body = json.dumps({"prompt": WORDS, "max_tokens": 1, "temperature": 0}).encode()
-
-        async def first_token() -> None:
-            client = Client(server.url)
-            await client.post("/v1/completions", client_body)
-            client.close()
-
-        asyncio.run(first_token())
-        answered = time.perf_counter() - started
-        found = asyncio.run(measure(server.url))
-        found["late_compiles"] = asyncio.run(_late_compiles(server.url))
-    return {"ready_seconds": server.ready_seconds, "first_token_seconds": answered, **found}
-
-
-async def _late_compiles(url: str) -> int:
-    client = Client(url)
-    stats = json.loads((await client.get("/stats")).body)
-    client.close()
-    return stats["late_compiles"]
+        found = asyncio.run(measure(server.url, started))
+    return {"ready_seconds": server.ready_seconds, **found}
 
 
 def main() -> int:
@@ -126,7 +119,7 @@ def main() -> int:
         for row in found["requests"]:
             print(f"  {row['kind']:14} first {row['first']:.3f} s, steady {row['steady']:.3f} s")
         if given.output:
-            given.output.write_text(json.dumps(report, indent=1) + "\n")
+            write_report(given.output, report)
     return int(any(found["late"] for found in report["starts"]))
 
 

@@ -21,11 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.circumstances import host_circumstances
+from bench.circumstances import host_circumstances, write_report
+from bench.step.file import run_child
 
 # the simulated device is part of the tests
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
@@ -99,26 +99,7 @@ print(json.dumps(long_ms))
 """
 
 
-@dataclass(frozen=True)
-class Run:
-    """One measurement. Times are ms, CPU is of the whole run after the first step."""
-
-    place: str
-    num_seqs: int
-    step_ms: float
-    tokens_per_s: float
-    ideal_tokens_per_s: float
-    interval_p50_ms: float
-    interval_p99_ms: float
-    client_tokens_per_s: float  # until the server had sent the last token
-    engine_us_per_token: float  # CPU of the engine's thread
-    engine_process_us_per_token: float | None  # CPU of the engine's process, if it has one
-    front_us_per_token: float  # CPU of the rest of the server's process
-    long_text_ms: float  # median time to encode the long prompt
-    load_1min: float
-
-
-def measure(place: str, num_seqs: int, step_ms: float) -> Run:
+def measure(place: str, num_seqs: int, step_ms: float) -> dict[str, Any]:
     """One run in this process; the engine's thread is here or in another process."""
     num_tokens = round(1e3 * SECONDS / step_ms)
     executor = SimExecutor(step_ms / 1e3, first_seconds=GATHER_SECONDS * num_seqs)
@@ -180,8 +161,12 @@ def summary(
     end: float,
     own_cpu: float,
     long_text_ms: list[float],
-) -> Run:
-    """Figures of the steps in which every sequence decodes, without the first tenth."""
+) -> dict[str, Any]:
+    """Figures of the steps in which every sequence decodes, without the first tenth.
+
+    Times are ms. CPU is of the whole run after the first step: of the engine's thread, of the
+    engine's process if it has one, and of the rest of the server's process (front).
+    """
     full = [step for step in trace if step.num_rows == num_seqs]
     full = full[len(full) // 10 :]
     first, last = full[0], full[-1]
@@ -191,28 +176,28 @@ def summary(
     engine_cpu = last.engine_cpu - first.engine_cpu
     process_cpu = last.process_cpu - first.process_cpu
     in_process = place == "process"
-    return Run(
-        place=place,
-        num_seqs=num_seqs,
-        step_ms=step_ms,
-        tokens_per_s=tokens / seconds,
-        ideal_tokens_per_s=1e3 * num_seqs / step_ms,
-        interval_p50_ms=statistics.median(intervals),
-        interval_p99_ms=statistics.quantiles(intervals, n=100)[98],
-        client_tokens_per_s=num_tokens / (end - trace[0].done),
-        engine_us_per_token=1e6 * engine_cpu / tokens,
-        engine_process_us_per_token=1e6 * process_cpu / tokens if in_process else None,
-        front_us_per_token=1e6
+    return {
+        "place": place,
+        "num_seqs": num_seqs,
+        "step_ms": step_ms,
+        "tokens_per_s": tokens / seconds,
+        "ideal_tokens_per_s": 1e3 * num_seqs / step_ms,
+        "interval_p50_ms": statistics.median(intervals),
+        "interval_p99_ms": statistics.quantiles(intervals, n=100)[98],
+        # until the server had sent the last token
+        "client_tokens_per_s": num_tokens / (end - trace[0].done),
+        "engine_us_per_token": 1e6 * engine_cpu / tokens,
+        "engine_process_us_per_token": 1e6 * process_cpu / tokens if in_process else None,
+        "front_us_per_token": 1e6
         * (own_cpu / num_tokens - (0 if in_process else engine_cpu / tokens)),
-        long_text_ms=statistics.median(long_text_ms),
-        load_1min=os.getloadavg()[0],
-    )
+        "long_text_ms": statistics.median(long_text_ms),
+        "load_1min": os.getloadavg()[0],
+    }
 
 
 def run_in_process(place: str, num_seqs: int, step_ms: float) -> dict[str, Any]:
     """``measure`` in a new process."""
-    command = [sys.executable, "-m", "bench.host", "--one", place, str(num_seqs), str(step_ms)]
-    return json.loads(subprocess.check_output(command, text=True))
+    return run_child("bench.host", "--one", place, str(num_seqs), str(step_ms))
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -234,7 +219,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.one is not None:
         place, num_seqs, step_ms = arguments.one
-        print(json.dumps(asdict(measure(place, int(num_seqs), float(step_ms)))))
+        print(json.dumps(measure(place, int(num_seqs), float(step_ms))))
         return
     cases = [(n, ms) for ms in STEPS_MS for n in NUM_SEQS]
     runs: dict[tuple[str, int, float], list[dict[str, Any]]] = {}
@@ -252,8 +237,7 @@ def main() -> None:
                     flush=True,
                 )
     report = {**host_circumstances(), "rows": [medians(some) for some in runs.values()]}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(arguments.output, report)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.circumstances import host_circumstances
+from bench.circumstances import host_circumstances, write_report
 from bench.peer_process import PeerProcess
 from bench.process_tree import tree_cpu
 from bench.serve.__main__ import first_model
@@ -106,8 +106,7 @@ def main(argv: list[str] | None = None) -> None:
         if isinstance(value, float):
             print(f"{name:24} {value:10.4f}")
     report = {**host_circumstances(), "streams": given.streams, "flags": flags, **result}
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(given.output, report)
 
 
 if __name__ == "__main__":

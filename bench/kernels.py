@@ -27,7 +27,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.step.file import facts, write_report
+from bench.circumstances import write_report
+from bench.step.file import facts
 from pallas_kernels.registry import (
     OP_NAMES,
     Case,

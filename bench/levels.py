@@ -15,22 +15,20 @@ from __future__ import annotations
 
 import argparse
 import math
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 from bench.serve.run import rate_of
 from bench.serve.workload import arrivals
-from jaxinfer.core.config import Limits
+from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.step import Arrive, Event, RowResult, StepPlan, StepResult
 from jaxinfer.engine.loop.loop import EngineLoop
-from jaxinfer.exec.compile.buckets import bucket_table
+from jaxinfer.engine.start.build import limits_of, with_device_defaults
 
-SIZES = Path(__file__).parent.parent / "configs" / "engine" / "gpu.toml"
 NUM_PAGES, MAX_MODEL_LEN = 52_000, 16_384
 # Qwen3-4B on one H200 (docs/performance.md), ms: a decode step by rows of 1,088 keys, a prompt step
 # by tokens. In a decode step a row's keys take 38 us, the rest depends on the bucket's rows. In a
@@ -170,27 +168,11 @@ def _request(name: str, number: int, level: Level, output_len: int | None = None
     )
 
 
-def limits_of(max_num_mixed_tokens: int | None) -> Limits:
+def gpu_limits(max_num_mixed_tokens: int | None) -> Limits:
     """A GPU's default sizes; ``max_num_mixed_tokens`` replaces the default if it is set."""
-    sizes = tomllib.loads(SIZES.read_text())
-    max_seqs, chunk = sizes["max_num_seqs"], sizes["max_num_batched_tokens"]
-    buckets = bucket_table(
-        max_seqs,
-        chunk,
-        decode_start=sizes["decode_bucket_start"],
-        prefill_start=sizes["prefill_bucket_start"],
-        prefill_factor=sizes["prefill_bucket_factor"],
-        mixed_start=sizes["mixed_bucket_start"],
-        max_num_mixed_tokens=max_num_mixed_tokens or sizes["max_num_mixed_tokens"],
-    )
-    return Limits(
-        num_pages=NUM_PAGES,
-        page_size=16,
-        max_num_seqs=max_seqs,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_batched_tokens=chunk,
-        buckets=buckets,
-    )
+    config = EngineConfig(max_num_mixed_tokens=max_num_mixed_tokens)
+    limits = limits_of(with_device_defaults(config, "gpu"), MAX_MODEL_LEN)
+    return structs.replace(limits, num_pages=NUM_PAGES)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -215,7 +197,7 @@ def main(argv: list[str] | None = None) -> None:
         output_len=given.output_len,
         server_ms=given.server_ms,
     )
-    outcome = run(limits_of(given.max_num_mixed_tokens), level)
+    outcome = run(gpu_limits(given.max_num_mixed_tokens), level)
     print(outcome.line())
     print(*outcome.by_bucket(), sep="\n")
 

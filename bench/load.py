@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.circumstances import host_circumstances
+from bench.circumstances import host_circumstances, write_report
 from bench.process_tree import tree_memory
 from bench.serve.__main__ import first_model
 from bench.serve.client import Answer, Client
@@ -211,8 +211,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, value in result.items():
         if isinstance(value, int | float):
             print(f"{name:20} {value:14.3f}")
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(result) + "\n")
+    write_report(arguments.output, result)
     if broken := broken_bounds(result):
         raise SystemExit("; ".join(broken))
 

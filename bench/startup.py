@@ -12,7 +12,6 @@ memory is the figure that the system accounts to it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -23,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.circumstances import circumstances
+from bench.circumstances import circumstances, write_report
 
 PROMPT = "What is the capital of France?"
 MODEL = "smollm2-135m-instruct"
@@ -107,8 +106,7 @@ def main() -> None:
     rows += rows_of("warm", runs["warm"]) + rows_of("bundle", runs["bundle"])
     for row in rows:
         print(f"{row['case']:8} {row['metric']:18} {row['value']:16.2f}")
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    write_report(arguments.output, {**facts, "rows": rows})
 
 
 if __name__ == "__main__":

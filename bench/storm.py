@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.circumstances import host_circumstances
+from bench.circumstances import host_circumstances, write_report
 from bench.serve.client import Answer, Client
 from bench.server_process import ServerProcess
 
@@ -260,7 +260,7 @@ def main() -> int:
     }
     print(json.dumps(report, indent=1))
     if given.output:
-        given.output.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(given.output, report)
     good = (
         set(ended) == {"answered"}
         and set(met.ended) <= {"answered", "left"}

@@ -6,20 +6,14 @@ Owns: the order of runs, the samples and the figures derived from them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Protocol
 
 from bench.peer_process import Run
 
-
-class Engine(Protocol):
-    """An engine that continues a batch of prompts greedily by exactly ``max_tokens`` tokens."""
-
-    def run(self, prompts: list[list[int]], max_tokens: int) -> Run:
-        """One timed call."""
-        ...
+# continues a batch of prompts greedily by exactly so many tokens: one timed call
+type Engine = Callable[[list[list[int]], int], Run]
 
 
 @dataclass
@@ -60,7 +54,7 @@ def measure(
     results: dict[tuple[str, int], Measured] = {}
     for batch in batches:
         for name, engine in engines.items():
-            run = engine.run(prompts[:batch], num_tokens)
+            run = engine(prompts[:batch], num_tokens)
             check_counts(name, run, batch, num_tokens)
             results[name, batch] = Measured(batch, num_tokens, token_ids=run.token_ids)
     for repeat in range(repeats):
@@ -69,7 +63,7 @@ def measure(
                 result = results[name, batch]
                 result.load.append(round(os.getloadavg()[0], 2))
                 for length, seconds in ((1, result.first), (num_tokens, result.full)):
-                    run = engines[name].run(prompts[:batch], length)
+                    run = engines[name](prompts[:batch], length)
                     check_counts(name, run, batch, length)
                     seconds.append(run.seconds)
     return results

@@ -11,9 +11,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-import json
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench.circumstances import write_report
 from bench.kernels import bench_cases, seconds_in_a_chain
 from pallas_kernels.append_decode import api as append_decode
 from pallas_kernels.append_decode import launch as append_decode_launch
@@ -65,16 +65,9 @@ class Tunable:
         return jax.jit(function, static_argnums=0, static_argnames=static)
 
 
-def _append_starts(case: Any, args: Sequence[Any]) -> Sequence[append_decode_launch.TritonConfig]:
+def _append_starts(launch: Any, case: Any, args: Sequence[Any]) -> Sequence[Any]:
     qkv, _, _, _, k_pages, _, page_table, _, _ = args
-    return (append_decode_launch.heuristic_config(qkv, k_pages, page_table),)
-
-
-def _append_mosaic_starts(
-    case: Any, args: Sequence[Any]
-) -> Sequence[append_decode_mosaic_launch.MosaicConfig]:
-    qkv, _, _, _, k_pages, _, page_table, _, _ = args
-    return (append_decode_mosaic_launch.heuristic_config(qkv, k_pages, page_table),)
+    return (launch.heuristic_config(qkv, k_pages, page_table),)
 
 
 def _prefill_starts(case: Any, args: Sequence[Any]) -> Sequence[paged_prefill_launch.TritonConfig]:
@@ -98,7 +91,7 @@ def _swiglu_starts(case: Any, args: Sequence[Any]) -> Sequence[swiglu_gemm_launc
 TUNABLE = {
     "append_decode": Tunable(
         append_decode.OP,
-        _append_starts,
+        partial(_append_starts, append_decode_launch),
         append_decode_launch.shapes_of,
         (
             ("splits", (1, 2, 4, 8, 16, 32, 64)),
@@ -109,7 +102,7 @@ TUNABLE = {
     ),
     "append_decode/mosaic": Tunable(
         append_decode.OP,
-        _append_mosaic_starts,
+        partial(_append_starts, append_decode_mosaic_launch),
         append_decode_mosaic_launch.shapes_of,
         (
             ("splits", (1, 2, 4, 8)),
@@ -156,13 +149,6 @@ TUNABLE = {
 }
 
 
-def neighbours(choice: Any, name: str, values: tuple[int, ...]) -> Iterator[Any]:
-    """The choice with each other value of the field ``name``."""
-    for value in values:
-        if value != getattr(choice, name):
-            yield replace(choice, **{name: value})
-
-
 def tune(tunable: Tunable, cases: Sequence[Any]) -> Any:
     """The fastest choice found for cases that share one, by the sum of their seconds per byte.
 
@@ -189,7 +175,7 @@ def tune(tunable: Tunable, cases: Sequence[Any]) -> Any:
     least, by_rule = min(scores), scores[0]
     best = starts[scores.index(least)]
     for name, values in tunable.values:
-        for choice in neighbours(best, name, values):
+        for choice in [replace(best, **{name: v}) for v in values if v != getattr(best, name)]:
             if (taken := score(choice)) < WORTHWHILE * least:
                 best, least = choice, taken
     rates = (len(cases) / x / 1e9 for x in (by_rule, least))
@@ -230,8 +216,7 @@ def main() -> None:
             groups.setdefault(tunable.shapes_of(case), []).append(case)
     found = {cases[0].name: asdict(tune(tunable, cases)) for cases in groups.values()}
     choices = merged_choices(tunable, read_choices(output), found)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(choices, indent=1) + "\n")
+    write_report(output, choices)
     print(f"wrote {output}")
 
 

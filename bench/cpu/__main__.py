@@ -15,14 +15,14 @@ bench/results/cpu.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
+from collections import ChainMap
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.circumstances import circumstances
+from bench.circumstances import circumstances, write_report
 from bench.cpu.report import (
     OURS,
     overhead_rows,
@@ -32,7 +32,6 @@ from bench.cpu.report import (
 )
 from bench.engine_overhead import measure_overhead
 from bench.peer_process import PeerProcess, PeerUnavailable, Run
-from bench.throughput import Engine as Measurable
 from bench.throughput import measure
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.core.config import DEFAULT_MODEL, cache_root
@@ -130,20 +129,19 @@ def main() -> None:
     prompts = make_prompts(ours.llm.get_tokenizer())
     with ExitStack() as stack:
         peers, unavailable = start_peers(stack, interpreters, gguf)
-        engines: dict[str, Measurable] = {OURS: ours, **peers}
+        calls = {OURS: ours.run, **{name: peer.run for name, peer in peers.items()}}
         results = measure(
-            engines, prompts, batches=BATCHES, num_tokens=NEW_TOKENS, repeats=options.repeats
+            calls, prompts, batches=BATCHES, num_tokens=NEW_TOKENS, repeats=options.repeats
         )
-    del ours, engines  # its memory is needed for the next engine
+    del ours, calls  # its memory is needed for the next engine
     steps, splits = measure_overhead(
         gguf, prompts, batches=BATCHES, num_tokens=NEW_TOKENS, repeats=options.repeats
     )
     facts = circumstances("jaxinfer", "pallas_kernels", "bench")
-    versions = {key: facts.pop(key) for key in ("python", "jax", "jaxlib")}
     rows = throughput_rows(results) + overhead_rows(steps, splits)
     report = {
         **facts,
-        "versions": versions | {k: v for p in peers.values() for k, v in p.versions.items()},
+        "versions": dict(ChainMap(facts["versions"], *(p.versions for p in peers.values()))),
         "load_average": {"before": load_before, "after": os.getloadavg()},
         "model": gguf.name,
         "prompt_tokens": PROMPT_TOKENS,
@@ -152,8 +150,7 @@ def main() -> None:
         "unavailable": unavailable,
         "rows": rows,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.output, report)
     print(f"{facts['host']}, {facts['cores']} cores, load {load_before[0]:.1f} before the run")
     tables = throughput_table(rows, tuple(PEERS), BATCHES, unavailable)
     print("\n".join([*tables, "", *overhead_table(rows, BATCHES)]))

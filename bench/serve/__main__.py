@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.circumstances import host_circumstances
+from bench.circumstances import host_circumstances, write_report
 from bench.process_tree import tree_memory
 from bench.serve.client import Client
 from bench.serve.report import TITLES, details, summarize, table
@@ -284,8 +284,7 @@ def main(argv: list[str] | None = None) -> None:
         name = f"jaxinfer-{arguments.request_rate}qps-{stamp}.json"
         path = arguments.result_dir / (arguments.result_filename or name)
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=None if arguments.save_detailed else 1) + "\n")
+        write_report(path, result)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""A streaming HTTP client that takes little CPU: one asyncio protocol, without a library.
+"""A streaming HTTP client that takes little CPU: one asyncio protocol on uvicorn's HTTP parser.
 
-Owns: connections, HTTP/1.1 responses (sized or chunked), server-sent events of the OpenAI routes
-and their times of arrival.
+Owns: connections, server-sent events of the OpenAI routes and their times of arrival.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+import httptools
 import msgspec
 
 DONE = b"[DONE]"
@@ -109,22 +109,20 @@ class _Connection(asyncio.Protocol):
         self.open = False
         self.answered = False  # whether any byte of the current response has arrived
         self.reusable = False
+        self._answer: Answer | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self.open = True
-        self._answer: Answer | None = None
 
     def send(self, request: bytes, answer: Answer) -> asyncio.Future[None]:
         """Write a request; the future is done when its response has been read to the end."""
         self._answer = answer
-        self._buffer = bytearray()
-        self._head_read = self._chunked = self._events = self._ended = False
-        self._done_seen = False
-        self._left: int | None = None  # bytes of the body, or of its current chunk
+        self._parser = httptools.HttpResponseParser(self)  # calls the methods ``on_...``
+        self._headers: dict[bytes, bytes] = {}
+        self._head_read = self._done_seen = self.answered = False
         self._body = bytearray()
-        self.answered = False
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._transport.write(request)
         return self._done
@@ -133,77 +131,56 @@ class _Connection(asyncio.Protocol):
         self._transport.close()
 
     def data_received(self, data: bytes) -> None:
-        now = time.perf_counter()
+        self._now = time.perf_counter()
         if self._answer is None:
             self.close()  # no request is open
             return
         self.answered = True
-        self._buffer += data
         try:
-            while self._advance(self._answer, now):
-                pass
-        except (ValueError, IndexError) as error:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
             self._finish(ClientError(f"the server's answer is not HTTP/1.1: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.open = False
         if self._answer is None:
             return
-        if self._head_read and not self._chunked and self._left is None:
-            self._body += self._buffer  # a body that ends with the connection
-            self._complete(self._answer, time.perf_counter())
+        if self._head_read and not self._headers.keys() & {b"content-length", b"transfer-encoding"}:
+            self._now = time.perf_counter()
+            self.on_message_complete()  # a body that ends with the connection
         else:
             reason = exc or "closed by the server"
             self._finish(ClientError(f"the connection ended before the answer did ({reason})"))
 
-    def _advance(self, answer: Answer, now: float) -> bool:
-        """Consume the next part of the buffer; False if the buffer holds no complete part."""
-        buffer = self._buffer
-        if not self._head_read:
-            end = buffer.find(b"\r\n\r\n")
-            if end < 0:
-                return False
-            self._read_head(bytes(buffer[:end]))
-            del buffer[: end + 4]
-        elif self._left is None and not self._chunked:
-            return False
-        elif self._left is None:
-            end = buffer.find(b"\r\n")
-            if end < 0:
-                return False
-            self._left = int(buffer[:end], 16) + 2  # with the end of its line
-            self._ended = self._left == 2
-            del buffer[: end + 2]
-        elif len(buffer) < self._left:
-            return False
-        else:
-            self._body += buffer[: self._left - 2] if self._chunked else buffer[: self._left]
-            del buffer[: self._left]
-            self._left = None
-            if self._events:
-                self._read_events(answer, now)
-            if self._ended or not self._chunked:
-                self._complete(answer, now)
-                return False
-        return self._answer is not None
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.lower()] = value
 
-    def _read_head(self, head: bytes) -> None:
-        lines = head.decode("latin-1").split("\r\n")
-        self._status = int(lines[0].split(" ")[1])
-        headers = {
-            name.strip().lower(): value.strip()
-            for name, _, value in (line.partition(":") for line in lines[1:])
-        }
+    def on_headers_complete(self) -> None:
         self._head_read = True
-        self._chunked = headers.get("transfer-encoding", "").lower() == "chunked"
-        media_type = headers.get("content-type", "")
-        self._events = media_type.startswith("text/event-stream")
-        self._json = media_type.startswith("application/json")
-        self.reusable = headers.get("connection", "").lower() != "close"
-        if "content-length" in headers:
-            self._left = int(headers["content-length"])
+        self.reusable = self._parser.should_keep_alive()
 
-    def _read_events(self, answer: Answer, now: float) -> None:
+    def on_body(self, body: bytes) -> None:
+        self._body += body
+        if self._answer is not None and self._is_of_type(b"text/event-stream"):
+            self._read_events(self._answer)
+
+    def on_message_complete(self) -> None:
+        answer, status = self._answer, self._parser.get_status_code()
+        if answer is None:
+            return
+        answer.status, answer.body = status, bytes(self._body)
+        if status != 200:
+            answer.error = f"HTTP {status}: {answer.body[:500].decode(errors='replace')}"
+        elif self._is_of_type(b"application/json"):
+            answer.take(answer.body, self._now)
+        elif self._is_of_type(b"text/event-stream") and not self._done_seen and not answer.error:
+            answer.error = "the stream ended without [DONE]"
+        self._finish(None)
+
+    def _is_of_type(self, media_type: bytes) -> bool:
+        return self._headers.get(b"content-type", b"").startswith(media_type)
+
+    def _read_events(self, answer: Answer) -> None:
         """Read the complete events of the body: `data: ...` and an empty line."""
         *events, rest = self._body.split(b"\n\n")
         self._body = rest
@@ -213,18 +190,7 @@ class _Connection(asyncio.Protocol):
                 if data == DONE:
                     self._done_seen = True
                 else:
-                    answer.take(data, now)
-
-    def _complete(self, answer: Answer, now: float) -> None:
-        answer.status = self._status
-        answer.body = bytes(self._body)
-        if self._status != 200:
-            answer.error = f"HTTP {self._status}: {answer.body[:500].decode(errors='replace')}"
-        elif self._json:
-            answer.take(answer.body, now)
-        elif self._events and not self._done_seen and not answer.error:
-            answer.error = "the stream ended without [DONE]"
-        self._finish(None)
+                    answer.take(data, self._now)
 
     def _finish(self, error: ClientError | None) -> None:
         self._answer = None

@@ -24,10 +24,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from bench.circumstances import write_report
 from bench.step import cases
 from bench.step.busy import busy_seconds
 from bench.step.cases import GREEDY, SAMPLED, Prompts, Repeats, middle
-from bench.step.file import Row, environment, facts, merged_report, read_report, write_report
+from bench.step.file import Row, environment, facts, merged_report, read_report
 from bench.step.floor import CEILINGS, Costs, Floor, costs_of, decode_bytes
 from bench.step.memory import SMI, measure_memory
 from bench.step.start import measure_starts, start_rows

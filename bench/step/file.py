@@ -1,6 +1,6 @@
 """The JSON file of ``bench.step``, which several calls fill, each with its groups of rows.
 
-Owns: the circumstances of a run, the merging of a later call's rows with earlier ones, and writing.
+Owns: the circumstances of a run, and the merging of a later call's rows with earlier ones.
 Other benchmarks use them too.
 """
 
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from bench.circumstances import circumstances
 
-PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton")
 SOURCES = ("jaxinfer", "pallas_kernels", "configs", "bench")
 ENVIRONMENT = (
     "XLA_",
@@ -31,14 +31,7 @@ def facts(commit: str | None) -> dict[str, Any]:
     found = circumstances(*SOURCES)
     if commit is not None:
         found |= {"git": commit, "git_dirty": None}
-    versions = {"python": found.pop("python")}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    del found["jax"], found["jaxlib"]
-    return {**found, "versions": versions}
+    return found
 
 
 def environment() -> dict[str, str]:
@@ -76,9 +69,12 @@ def merged_report(
     return {**old, "groups": {**old["groups"], group: note}, "rows": [*kept, *added]}
 
 
-def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Write all or nothing: if the process is killed, the earlier groups stay complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(report, indent=1) + "\n")
-    partial.replace(path)
+def run_child(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run a module of the benchmark in a process; returns the last line that it prints, as JSON."""
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{module} failed: {done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])

@@ -16,6 +16,8 @@ from shutil import which
 from threading import Thread
 from typing import Any
 
+from bench.step.file import run_child
+
 SMI = "nvidia-smi"
 EVERY_MS = 50
 TOKENS_OUT = 64  # so that all sequences decode together
@@ -66,11 +68,7 @@ def measure_memory(settings: Mapping[str, Any], sequences: int) -> list[dict[str
         return None
     with watched() as card:
         before = card.taken_peak()
-    command = [sys.executable, "-m", "bench.step.memory", json.dumps(settings), str(sequences)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"an engine failed: {done.stderr.strip()[-2000:]}")
-    said = json.loads(done.stdout.splitlines()[-1])
+    said = run_child("bench.step.memory", json.dumps(settings), str(sequences))
     total = said.pop("total_mib")
     return [
         {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from bench.step.file import run_child
 
 type Start = dict[str, float]  # seconds since the process began, bytes
 
@@ -37,11 +38,7 @@ def start_once(settings: Mapping[str, Any], folder: Path) -> Start:
         "TRITON_CACHE_DIR": os.fspath(folder / "triton"),
         "CUDA_CACHE_PATH": os.fspath(folder / "cuda"),
     }
-    command = [sys.executable, "-m", "bench.step.start", json.dumps(settings)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"an engine did not start: {done.stderr.strip()[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_child("bench.step.start", json.dumps(settings), environment=environment)
 
 
 def start_rows(starts: Mapping[str, list[Start]]) -> list[dict[str, Any]]:

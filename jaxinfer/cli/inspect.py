@@ -160,7 +160,7 @@ def describe_bundle(folder: Path) -> Report:
     check_device()
     here = of_machine(default_placement())
     made_for, memory = manifest.fingerprint, manifest.memory
-    different = {one.field for one in differences(made_for.machine, here)}
+    different = differences(made_for.machine, here)
     return {
         "bundle": str(folder),
         "created_by": manifest.created_by,

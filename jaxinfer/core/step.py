@@ -60,24 +60,14 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
         prefills = f"p{self.num_prefill_tokens}x{self.num_prefills}" if self.num_prefills else ""
         return decodes + prefills
 
-    def fits(
-        self,
-        decodes: int,
-        prefill_tokens: int,
-        prefills: int,
-        *,
-        scores: bool = False,
-        query_tokens: int = 1,
-    ) -> bool:
-        """True if a step of this size can run in this shape. ``scores``: a row requests prompt
-        logprobs. ``query_tokens``: the most tokens of a decode row.
-        """
+    def holds(self, step: Bucket) -> bool:
+        """True if a step of this size can run in this shape."""
         return (
-            decodes <= self.num_decodes
-            and prefill_tokens <= self.num_prefill_tokens
-            and prefills <= self.num_prefills
-            and scores <= self.scores
-            and query_tokens <= self.query_tokens
+            step.num_decodes <= self.num_decodes
+            and step.num_prefill_tokens <= self.num_prefill_tokens
+            and step.num_prefills <= self.num_prefills
+            and step.scores <= self.scores
+            and step.query_tokens <= self.query_tokens
         )
 
 

@@ -15,9 +15,8 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv, first_page
 from jaxinfer.core.step import Pages, SlotAdmission, TokenEvent
-from jaxinfer.sched.prefix import following_page_hashes
+from jaxinfer.sched.prefix import PrefixHit, following_page_hashes, longest_hit
 from jaxinfer.sched.state import Draft, Sequence
-from jaxinfer.sched.windows import PrefixHit, longest_hit
 
 WATERMARK = 100  # at admission 1 of 100 pages stays free, as running sequences will need more
 
@@ -117,8 +116,9 @@ def admit(draft: Draft, seq: Sequence) -> tuple[Sequence, SlotAdmission] | None:
         Pages(IntLog(hit.ids[group] + draft.pages.take(count, group)), firsts[group])
         for group, count in enumerate(num_new)
     ]
-    restored = limits.num_snapshots and hit.num_pages
-    snapshot = draft.snapshots.use(reusable[hit.num_pages - 1]) if restored else None
+    snapshot: int | None = None
+    if limits.num_snapshots and hit.num_pages:
+        snapshot, draft.snapshots = draft.snapshots.use(reusable[hit.num_pages - 1])
     epoch, draft.next_epoch = draft.next_epoch, draft.next_epoch + 1
     slot = draft.free_slots.pop()
     admitted = msgspec.structs.replace(

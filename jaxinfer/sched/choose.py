@@ -17,8 +17,8 @@ import numpy as np
 from jaxinfer.core.config import Limits
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan
 from jaxinfer.sched.admit import admit, all_fit, with_page_hashes
+from jaxinfer.sched.pages import extend_pages, num_missing_pages, release_passed
 from jaxinfer.sched.state import Draft, Sequence
-from jaxinfer.sched.windows import extend_pages, num_missing_pages, release_passed
 
 NO_BUCKET = Bucket(0)
 
@@ -27,11 +27,9 @@ def choose_step(draft: Draft) -> StepPlan | None:
     """Plan one step and count its tokens as computed; None if no row can run."""
     only_prefills = _only_prefills(draft)
     decodes, preempted = ([], False) if only_prefills else _decode_rows(draft)
-    prefills: list[ScheduledSeq] = []
     query_tokens = _most_query_tokens(decodes, draft.limits)
     budget = Budget(draft, len(decodes), query_tokens)
-    if len(decodes) < len(draft.running):
-        prefills = _continued_prefills(draft, budget)
+    prefills = _continued_prefills(draft, budget) if len(decodes) < len(draft.running) else []
     admissions: tuple[SlotAdmission, ...] = ()
     # After a preemption no request is admitted in the same step, as pages are scarce.
     if draft.waiting and not preempted:
@@ -47,28 +45,11 @@ def choose_step(draft: Draft) -> StepPlan | None:
             return choose_step(draft)
         return None
     step_id, draft.next_step_id = draft.next_step_id, draft.next_step_id + 1
-    size = (len(decodes), budget.used, len(prefills))
-    bucket = smallest_bucket(draft.buckets, *size, scores=budget.scores, query_tokens=query_tokens)
+    size = Bucket(len(decodes), budget.used, len(prefills), budget.scores, query_tokens)
+    bucket = next(bucket for bucket in draft.buckets if bucket.holds(size))  # the smallest
     plan = StepPlan(step_id, bucket, admissions, tuple(decodes), tuple(prefills))
     draft.in_flight = (*draft.in_flight, plan)
     return plan
-
-
-def smallest_bucket(
-    buckets: tuple[Bucket, ...],
-    decodes: int,
-    prefill_tokens: int,
-    prefills: int,
-    *,
-    scores: bool = False,
-    query_tokens: int = 1,
-) -> Bucket:
-    """The first of ``buckets``, which are sorted by size, that can hold the step."""
-    size = (decodes, prefill_tokens, prefills)
-    for bucket in buckets:
-        if bucket.fits(*size, scores=scores, query_tokens=query_tokens):
-            return bucket
-    raise AssertionError("no bucket holds the step, although it was planned to fit one")
 
 
 class Budget:
@@ -102,17 +83,8 @@ class Budget:
 
     def _largest_bucket(self, *, scores: bool) -> Bucket:
         """The bucket with most prefill tokens that has the rows so far and one more prefill."""
-        fitting = (
-            bucket
-            for bucket in self._buckets
-            if bucket.fits(
-                self._num_decodes,
-                0,
-                self._num_prefills + 1,
-                scores=scores,
-                query_tokens=self._query_tokens,
-            )
-        )
+        size = Bucket(self._num_decodes, 0, self._num_prefills + 1, scores, self._query_tokens)
+        fitting = (bucket for bucket in self._buckets if bucket.holds(size))
         return max(fitting, key=attrgetter("num_prefill_tokens"), default=NO_BUCKET)
 
 
@@ -128,9 +100,8 @@ def _only_prefills(draft: Draft) -> bool:
     """
     if not draft.limits.prefill_first:
         return False
-    if not draft.waiting and not any(seq.is_prefilling for seq in draft.running.values()):
-        return False
-    return all_fit(draft)
+    prompts_left = draft.waiting or any(seq.is_prefilling for seq in draft.running.values())
+    return bool(prompts_left) and all_fit(draft)
 
 
 def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
@@ -261,7 +232,9 @@ def _prefill_row(draft: Draft, seq: Sequence, max_chunk: int) -> tuple[Scheduled
     start, end = seq.num_computed_tokens, _chunk_end(seq, max_chunk)
     ends, pools = end == seq.num_prefill_tokens, seq.request.pools
     samples = ends and not pools
-    at_border = seq.borders[:1] == (end,)
+    at_border, snapshot = seq.borders[:1] == (end,), None
+    if at_border:
+        snapshot, draft.snapshots = draft.snapshots.take(draft.pages.has)
     row = ScheduledSeq(
         seq.request_id,
         seq.epoch,
@@ -273,7 +246,7 @@ def _prefill_row(draft: Draft, seq: Sequence, max_chunk: int) -> tuple[Scheduled
         samples=samples,
         target_ids=_target_ids(seq, start, end),
         pools=ends and pools,
-        snapshot=draft.snapshots.take(draft.pages.has) if at_border else None,
+        snapshot=snapshot,
     )
     return row, msgspec.structs.replace(
         seq,

@@ -11,9 +11,8 @@ from jaxinfer.core.errors import EngineError
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason
 from jaxinfer.core.step import RowResult, ScheduledSeq, StepResult, TokenEvent, TokenLogprobs
-from jaxinfer.sched.prefix import extend_page_hashes
+from jaxinfer.sched.prefix import following_page_hashes, group_key
 from jaxinfer.sched.state import Draft, Sequence
-from jaxinfer.sched.windows import group_key
 
 
 def commit_step(draft: Draft, result: StepResult) -> None:
@@ -31,17 +30,17 @@ def commit_step(draft: Draft, result: StepResult) -> None:
         if found is not None and found.epoch == row.epoch and found.error:
             draft.end(row.request_id, FinishReason.ERROR, found.error)
             continue
-        if found is None or found.epoch != row.epoch or not _fits(row, found):
+        if (
+            found is None
+            or found.epoch != row.epoch
+            or bool(found.token_ids) != row.samples
+            or (found.pooled is not None) != row.pools
+        ):
             raise EngineError(
                 f"the result of step {result.step_id} has no fitting row for request "
                 f"{row.request_id!r} of epoch {row.epoch}; report every row of the step"
             )
         _commit_row(draft, seq, row, found)
-
-
-def _fits(row: ScheduledSeq, found: RowResult) -> bool:
-    """True if a result has a token if its row samples, and a pooled state if it pools."""
-    return bool(found.token_ids) == row.samples and (found.pooled is not None) == row.pools
 
 
 def fail_step(draft: Draft, step_id: int, error: str) -> None:
@@ -78,9 +77,8 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
     prompt_logprobs, num_prompt_logprobs = _fresh_prompt_logprobs(seq, row, found)
     reason = None if found.pooled is None else FinishReason.STOP
     token_ids, stop_token_id = seq.token_ids, None
-    num_refused = 0  # drafts of the row that were not accepted
-    if row.token_ids is None:
-        num_refused = row.num_scheduled_tokens - len(drawn)
+    # drafts of the row that were not accepted
+    num_refused = row.num_scheduled_tokens - len(drawn) if row.token_ids is None else 0
     for number, token_id in enumerate(drawn, 1):
         token_ids = token_ids.append(token_id)
         reason, stop_token_id = finish_reason(seq, token_ids)
@@ -97,7 +95,8 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
     known = row.num_computed_tokens + row.num_scheduled_tokens
     seq = _register_pages(draft, seq, known if row.token_ids is not None else len(token_ids) - 1)
     if row.snapshot is not None:
-        _register_snapshot(draft, seq, row, row.snapshot)
+        page_hash = seq.page_hashes[known // draft.limits.page_size - 1]  # it ends at a page border
+        draft.snapshots = draft.snapshots.register(row.snapshot, page_hash)
     if drawn or prompt_logprobs or reason is not None:
         draft.events.append(
             TokenEvent(
@@ -138,9 +137,10 @@ def _register_pages(draft: Draft, seq: Sequence, num_computed_tokens: int) -> Se
     num_pages = num_computed_tokens // limits.page_size
     if num_pages <= seq.num_registered_pages or not limits.enable_prefix_caching:
         return seq
-    page_hashes = extend_page_hashes(
+    added = following_page_hashes(
         seq.page_hashes, seq.request.cache_salt, seq.token_ids, num_pages, limits.page_size
     )
+    page_hashes = (*seq.page_hashes, *added)
     for group, pages in enumerate(seq.pages):
         first = max(seq.num_registered_pages, pages.first)  # returned pages cannot be shared
         if first < num_pages:
@@ -148,9 +148,3 @@ def _register_pages(draft: Draft, seq: Sequence, num_computed_tokens: int) -> Se
             keys = [group_key(page_hash, group) for page_hash in page_hashes[first:num_pages]]
             draft.pages.register(ids, keys)
     return msgspec.structs.replace(seq, page_hashes=page_hashes, num_registered_pages=num_pages)
-
-
-def _register_snapshot(draft: Draft, seq: Sequence, row: ScheduledSeq, snapshot: int) -> None:
-    """Register the snapshot of the state after ``row``, which ends at a page border."""
-    end = row.num_computed_tokens + row.num_scheduled_tokens
-    draft.snapshots.register(snapshot, seq.page_hashes[end // draft.limits.page_size - 1])

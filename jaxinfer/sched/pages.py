@@ -1,4 +1,4 @@
-"""The page pool: takes, shares and releases pages of KV memory.
+"""The page pool: takes, shares and releases pages of KV memory; and the pages of a sequence.
 
 Owns: ``PagePool`` (a frozen value) and ``PageWriter`` (its next value while one call builds it).
 A page is in exactly one of three states:
@@ -12,6 +12,11 @@ Fresh and cached pages are in append-only logs with a head, so popping and pushi
 old value does not change. A page that is shared again leaves a stale entry in the cached log;
 ``stamps`` holds the position of the valid entry. Decoding takes pages without writing to either
 array, since a copy of an array of the whole pool costs more than the rest of the planning.
+
+A group without a window needs a page for every ``page_size`` tokens. A group with a window needs
+the pages that the next and later tokens attend to; earlier pages return to the pool when the step
+is planned. Steps in flight may still read them, which is safe: a new owner is in a later step, and
+the device runs steps in order.
 """
 
 from __future__ import annotations
@@ -23,8 +28,12 @@ import msgspec
 import numpy as np
 from immutables import Map
 
+from jaxinfer.core.config import Limits
 from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.shapes import cdiv, first_page
+from jaxinfer.core.step import Pages
 
+type GroupPages = tuple[Pages, ...]  # of a sequence, in each group of layers
 type IntArray = np.ndarray[Any, np.dtype[np.int32]]
 
 NO_STAMP = -1
@@ -218,3 +227,35 @@ class PageWriter:
 def _frozen(array: IntArray) -> IntArray:
     array.flags.writeable = False
     return array
+
+
+def release_passed(pages: PageWriter, held: GroupPages, start: int, limits: Limits) -> GroupPages:
+    """``held`` without pages before the windows of a token at ``start``, which are released."""
+    kept: list[Pages] = []
+    for group, (own, window) in enumerate(zip(held, limits.windows, strict=True)):
+        passed = first_page(start, window, limits.page_size) - own.first
+        if passed > 0:
+            ids = own.ids.array()
+            pages.release(ids[:passed], group)
+            own = Pages(IntLog(ids[passed:]), own.first + passed)
+        kept.append(own)
+    return tuple(kept)
+
+
+def num_missing_pages(held: GroupPages, end: int, limits: Limits) -> int:
+    """The number of pages that the groups lack for tokens before position ``end``."""
+    needed = cdiv(end, limits.page_size)
+    return sum([max(0, needed - group.end) for group in held])
+
+
+def extend_pages(pages: PageWriter, held: GroupPages, end: int, limits: Limits) -> GroupPages:
+    """``held`` with new pages for tokens before ``end``; the caller must check ``num_free``."""
+    needed = cdiv(end, limits.page_size)
+    return tuple(
+        [
+            own
+            if own.end >= needed
+            else Pages(own.ids.extend(pages.take(needed - own.end, group)), own.first)
+            for group, own in enumerate(held)
+        ]
+    )

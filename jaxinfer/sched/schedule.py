@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from jaxinfer.core.request import FinishReason
 from jaxinfer.core.step import Abort, Arrive, Event, StepDone, StepFailed
 from jaxinfer.sched.admit import arrive
 from jaxinfer.sched.choose import choose_step
@@ -50,14 +49,9 @@ def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerStat
                 commit_step(draft, event.result)
             case StepFailed():
                 fail_step(draft, event.step_id, event.error)
-            case Abort():
-                abort(draft, event.request_id, event.reason)
+            case Abort():  # an id that is unknown or has ended is ignored
+                if event.request_id in draft.orders:
+                    draft.end(event.request_id, event.reason)
     step = choose_step(draft)
     output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates))
     return draft.finish(), output
-
-
-def abort(draft: Draft, request_id: str, reason: FinishReason) -> None:
-    """End a request early; an id that is unknown or has ended is ignored."""
-    if request_id in draft.orders:
-        draft.end(request_id, reason)

@@ -18,8 +18,6 @@ Rows are reused as soon as they are registered or free, while steps in flight ma
 write them. That is safe for the same reason as for pages (``Draft.remove``): the device runs calls
 in launch order. A step restores its slots before it computes and saves them afterwards, so a row
 that one plan both restores and overwrites is read first.
-
-Owns: ``SnapshotPool`` (a frozen value) and ``SnapshotWriter`` (its next value).
 """
 
 from __future__ import annotations
@@ -29,69 +27,52 @@ from collections.abc import Sequence as Items
 
 import msgspec
 from immutables import Map
+from msgspec.structs import replace
 
 
 class SnapshotPool(msgspec.Struct, frozen=True):
-    """The free and registered rows; pending ones are in the plans in flight."""
+    """The free and registered rows; pending ones are in the plans in flight.
+
+    A method that changes something returns the next pool.
+    """
 
     free: tuple[int, ...]
-    by_hash: Map[bytes, tuple[int, int]]  # page hash -> (row, time of last use)
+    by_hash: Map[bytes, tuple[int, int]] = Map()  # page hash -> (row, time of last use)
     clock: int = 0  # the time: the number of uses so far
-
-
-def new_snapshots(count: int) -> SnapshotPool:
-    """A pool in which all rows are free."""
-    return SnapshotPool(tuple(reversed(range(count))), Map())
-
-
-class SnapshotWriter:
-    """Builds the next ``SnapshotPool``."""
-
-    def __init__(self, pool: SnapshotPool) -> None:
-        self._free = pool.free
-        self._by_hash = pool.by_hash
-        self._clock = pool.clock
 
     def last_within(self, page_hashes: Items[bytes]) -> int:
         """The length, in pages, of the longest prefix of these pages with a snapshot, or 0."""
-        known = (i for i in range(len(page_hashes), 0, -1) if page_hashes[i - 1] in self._by_hash)
+        known = (i for i in range(len(page_hashes), 0, -1) if page_hashes[i - 1] in self.by_hash)
         return next(known, 0)
 
-    def use(self, page_hash: bytes) -> int:
+    def use(self, page_hash: bytes) -> tuple[int, SnapshotPool]:
         """The row of a registered snapshot, which becomes the most recently used."""
-        row, _ = self._by_hash[page_hash]
-        self._put(page_hash, row)
-        return row
+        row, _ = self.by_hash[page_hash]
+        return row, self._put(page_hash, row)
 
-    def take(self, has_page: Callable[[bytes], bool]) -> int | None:
+    def take(self, has_page: Callable[[bytes], bool]) -> tuple[int | None, SnapshotPool]:
         """A row for a new snapshot; None if all are pending.
 
         ``has_page`` is whether a page is registered with a hash.
         """
-        if self._free:
-            row, self._free = self._free[-1], self._free[:-1]
-            return row
-        if not self._by_hash:
-            return None
-        oldest = min(self._by_hash, key=lambda key: (has_page(key), self._by_hash[key][1]))
-        row, _ = self._by_hash[oldest]
-        self._by_hash = self._by_hash.delete(oldest)
-        return row
+        if self.free:
+            return self.free[-1], replace(self, free=self.free[:-1])
+        if not self.by_hash:
+            return None, self
+        oldest = min(self.by_hash, key=lambda key: (has_page(key), self.by_hash[key][1]))
+        return self.by_hash[oldest][0], replace(self, by_hash=self.by_hash.delete(oldest))
 
-    def release(self, rows: Iterable[int]) -> None:
+    def release(self, rows: Iterable[int]) -> SnapshotPool:
         """Free the rows of a step that has been reported."""
-        self._free = (*self._free, *rows)
+        return replace(self, free=(*self.free, *rows))
 
-    def register(self, row: int, page_hash: bytes) -> None:
+    def register(self, row: int, page_hash: bytes) -> SnapshotPool:
         """Set the hash of a row that was just released, unless another row has it."""
-        if page_hash not in self._by_hash:
-            self._free = tuple([free for free in self._free if free != row])
-            self._put(page_hash, row)
+        if page_hash in self.by_hash:
+            return self
+        free = tuple([other for other in self.free if other != row])
+        return replace(self._put(page_hash, row), free=free)
 
-    def finish(self) -> SnapshotPool:
-        """The next value; the writer must not be used afterwards."""
-        return SnapshotPool(self._free, self._by_hash, self._clock)
-
-    def _put(self, page_hash: bytes, row: int) -> None:
-        self._by_hash = self._by_hash.set(page_hash, (row, self._clock))
-        self._clock += 1
+    def _put(self, page_hash: bytes, row: int) -> SnapshotPool:
+        known = self.by_hash.set(page_hash, (row, self.clock))
+        return replace(self, by_hash=known, clock=self.clock + 1)

@@ -18,12 +18,11 @@ from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket, Pages, StepPlan, TokenEvent
 from jaxinfer.sched.pages import PagePool, PageWriter, new_pool
-from jaxinfer.sched.snapshots import SnapshotPool, SnapshotWriter, new_snapshots
+from jaxinfer.sched.snapshots import SnapshotPool
 
 type Order = tuple[int, int, str]  # (priority, arrival, request_id): the lowest is served first
 
 NO_SLOT = -1
-NO_PAGES: tuple[Pages, ...] = ()
 _order_of = attrgetter("order")
 
 
@@ -43,7 +42,7 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
     max_num_tokens: int  # prompt and output together
     epoch: int = 0  # number of the admission, unique even if a request id is reused
     slot: int = NO_SLOT
-    pages: tuple[Pages, ...] = NO_PAGES  # of each group; empty while it waits
+    pages: tuple[Pages, ...] = ()  # of each group; empty while it waits
     num_prefill_tokens: int = 0
     num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0
@@ -107,26 +106,6 @@ class SchedulerState(msgspec.Struct, frozen=True):
         """Requests that have not ended."""
         return len(self.running) + len(self.waiting)
 
-    @property
-    def num_running(self) -> int:
-        """Requests that own a slot."""
-        return len(self.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests without a slot and pages: new or preempted ones."""
-        return len(self.waiting)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Steps that were launched and are not yet committed."""
-        return len(self.in_flight)
-
-    @property
-    def num_free_pages(self) -> int:
-        """Pages that a sequence could take now, including cached ones."""
-        return self.pages.num_free
-
 
 class ScheduleOutput(msgspec.Struct, frozen=True):
     """The step and events of one call.
@@ -149,8 +128,9 @@ def initial_state(limits: Limits) -> SchedulerState:
     slots = limits.max_num_seqs
     for decodes, prefills in ((slots, 0), (slots - 1, 1)):
         scores = bool(prefills)
-        size, query_tokens = (decodes, prefills, prefills), limits.query_tokens if decodes else 1
-        if not any(b.fits(*size, scores=scores, query_tokens=query_tokens) for b in limits.buckets):
+        query_tokens = limits.query_tokens if decodes else 1
+        size = Bucket(decodes, prefills, prefills, scores, query_tokens)
+        if not any(bucket.holds(size) for bucket in limits.buckets):
             what = " with prompt logprobs" if scores else ""
             raise ConfigError(
                 f"no bucket holds {decodes} decodes and {prefills} prefills{what}, which "
@@ -164,7 +144,7 @@ def initial_state(limits: Limits) -> SchedulerState:
         orders=Map(),
         free_slots=tuple(reversed(range(slots))),
         pages=new_pool(limits.num_pages, len(limits.windows)),
-        snapshots=new_snapshots(limits.num_snapshots),
+        snapshots=SnapshotPool(tuple(reversed(range(limits.num_snapshots)))),
     )
 
 
@@ -180,7 +160,7 @@ class Draft:
         self.orders = state.orders.mutate()
         self.free_slots = list(state.free_slots)
         self.pages = PageWriter(state.pages)
-        self.snapshots = SnapshotWriter(state.snapshots)
+        self.snapshots = state.snapshots
         self.in_flight = state.in_flight
         self.next_step_id = state.next_step_id
         self.next_epoch = state.next_epoch
@@ -198,7 +178,7 @@ class Draft:
             self.orders.finish(),
             tuple(self.free_slots),
             self.pages.finish(),
-            self.snapshots.finish(),
+            self.snapshots,
             self.in_flight,
             self.next_step_id,
             self.next_epoch,
@@ -241,7 +221,7 @@ class Draft:
             msgspec.structs.replace(
                 seq,
                 slot=NO_SLOT,
-                pages=NO_PAGES,
+                pages=(),
                 num_prefill_tokens=0,
                 num_computed_tokens=0,
                 num_in_flight_tokens=0,
@@ -289,7 +269,7 @@ class Draft:
         plan, self.in_flight = self.in_flight[0], self.in_flight[1:]
         if self.limits.num_snapshots:
             rows = (row.snapshot for row in plan.prefills)
-            self.snapshots.release(row for row in rows if row is not None)
+            self.snapshots = self.snapshots.release(row for row in rows if row is not None)
         return plan
 
     def _free_resources(self, seq: Sequence) -> None:

@@ -19,6 +19,7 @@ from bench.engine_overhead import decode_plan
 from bench.peer_process import PeerProcess, PeerUnavailable, Run
 from bench.throughput import Measured, agreement, measure, paired_ratio, rotated, spread
 from jaxinfer.core.config import Limits
+from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile.buckets import bucket_table
 
 FAKE = Path(__file__).parent / "fake_peer.py"
@@ -75,7 +76,7 @@ def test_an_absent_interpreter_is_not_installed(tmp_path: Path) -> None:
 
 def test_engines_run_in_turns() -> None:
     log: list[str] = []
-    engines = {name: Scripted(name, 1, log) for name in "ab"}
+    engines = {name: Scripted(name, 1, log).run for name in "ab"}
     measure(engines, [[1], [2]], batches=(1, 2), num_tokens=4, repeats=2)
     assert "".join(log) == "abab" + "aabbaabb" + "bbaabbaa"
     assert [rotated("abc", n) for n in (0, 1, 3)] == [list("abc"), list("bca"), list("abc")]
@@ -87,7 +88,7 @@ def test_a_wrong_number_of_tokens_is_refused() -> None:
             return super().run(prompts, max_tokens - 1)
 
     with pytest.raises(ValueError, match=r"a was asked for 1 x 4 tokens and gave \[3\]"):
-        measure({"a": Short("a", 1, [])}, [[1]], batches=(1,), num_tokens=4, repeats=1)
+        measure({"a": Short("a", 1, []).run}, [[1]], batches=(1,), num_tokens=4, repeats=1)
 
 
 def test_statistics() -> None:
@@ -102,7 +103,7 @@ def test_statistics() -> None:
 
 def test_the_tables_come_from_the_rows() -> None:
     log: list[str] = []
-    engines = {OURS: Scripted(OURS, 10, log), "transformers": Scripted("t", 20, log)}
+    engines = {OURS: Scripted(OURS, 10, log).run, "transformers": Scripted("t", 20, log).run}
     results = measure(engines, [[1], [2]], batches=(1, 2), num_tokens=64, repeats=3)
     rows = throughput_rows(results)
     missing = {"llama.cpp": "not installed (no module)"}
@@ -136,4 +137,4 @@ def test_a_bare_step_owns_pages_of_its_own() -> None:
     pages = [row.pages[0].ids.array().tolist() for row in plan.decodes]
     assert pages == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13, 14, 15]]
     assert all(row.num_computed_tokens == 64 for row in plan.decodes)
-    assert plan.bucket.fits(3, 0, 0)
+    assert plan.bucket.holds(Bucket(3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bench.levels import Level, Outcome, limits_of, run
+from bench.levels import Level, Outcome, gpu_limits, run
 
 BURST = Level(sent=[0.0] * 96, num_cached=32, input_len=256, output_len=24)
 
@@ -14,7 +14,7 @@ def longest_gap(outcome: Outcome) -> float:
 
 
 def test_every_request_gets_its_tokens_in_order_of_time() -> None:
-    outcome = run(limits_of(None), BURST)
+    outcome = run(gpu_limits(None), BURST)
     assert [len(times) for times in outcome.tokens] == [24] * 96
     assert all(times == sorted(times) and times[0] > 0 for times in outcome.tokens)
     # all but the last page of a cached prompt is reused
@@ -25,5 +25,5 @@ def test_every_request_gets_its_tokens_in_order_of_time() -> None:
 
 
 def test_a_smaller_mixed_step_delays_decoding_less() -> None:
-    small, large = (run(limits_of(most), BURST) for most in (512, 8192))
+    small, large = (run(gpu_limits(most), BURST) for most in (512, 8192))
     assert longest_gap(small) < 25 < 50 < longest_gap(large)

@@ -13,6 +13,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from bench import render
+from bench.circumstances import write_report
 from bench.step import __main__ as step
 from bench.step import busy as step_busy
 from bench.step import cases as step_cases
@@ -254,7 +255,7 @@ def test_rows_of_a_group_replace_earlier_ones(tmp_path: Path) -> None:
     old = step_file.merged_report(old, "a", {"n": 1}, [{"metric": "m", "case": "x", "value": 1}])
     old = step_file.merged_report(old, "b", {"n": 2}, [{"metric": "m", "case": "y", "value": 2}])
     new = step_file.merged_report(old, "a", {"n": 3}, [{"metric": "m", "case": "x", "value": 3}])
-    step_file.write_report(path, new)
+    write_report(path, new)
     assert step_file.read_report(path, about) == new
     assert [row["value"] for row in new["rows"]] == [2, 3]
     assert new["groups"] == {"a": {"n": 3}, "b": {"n": 2}}

@@ -15,7 +15,7 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile.buckets import bucket_table
-from jaxinfer.sched.choose import Budget, smallest_bucket
+from jaxinfer.sched.choose import Budget
 from jaxinfer.sched.state import Draft, Sequence, initial_state
 from kit.default_limits import default_limits
 from kit.drive import make_limits, make_request
@@ -69,11 +69,11 @@ any_sizes = st.builds(
 def test_every_step_finds_a_bucket(sizes: Sizes, data: st.DataObject) -> None:
     table = sizes.table
     decodes = data.draw(st.integers(0, sizes.seqs))
-    assert decodes == 0 or any(bucket.fits(decodes, 0, 0) for bucket in table)
+    assert decodes == 0 or any(bucket.holds(Bucket(decodes)) for bucket in table)
     if decodes < sizes.seqs:  # half of the largest mixed chunk fits next to any number of decodes
         longest = cdiv(sizes.most, 2) if decodes else sizes.tokens
         length = data.draw(st.integers(1, longest))
-        assert any(bucket.fits(decodes, length, 1) for bucket in table)
+        assert any(bucket.holds(Bucket(decodes, length, 1)) for bucket in table)
 
 
 @given(any_sizes)
@@ -126,9 +126,10 @@ def test_every_step_of_the_defaults_has_a_bucket(platform: str) -> None:
     for seqs in range(1, 1025):
         table = device_table(platform, seqs)
         for decodes in rows_at_borders(table, seqs):
-            assert decodes == 0 or any(b.fits(decodes, 0, 0) for b in table), (seqs, decodes)
+            assert decodes == 0 or any(b.holds(Bucket(decodes)) for b in table), (seqs, decodes)
             if decodes < seqs:
-                assert any(b.fits(decodes, 1, 1, scores=True) for b in table), (seqs, decodes)
+                scored = Bucket(decodes, 1, 1, scores=True)
+                assert any(b.holds(scored) for b in table), (seqs, decodes)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
@@ -152,9 +153,8 @@ def test_every_planned_step_has_a_bucket(platform: str, scored: Collection[int])
                         break
                     budget.add(seq, most if takes_all and number == 4 else 1)
                     prefills += 1
-                size = (decodes, budget.used, prefills)
-                if any(size):
-                    smallest_bucket(state.buckets, *size, scores=budget.scores)
+                size = Bucket(decodes, budget.used, prefills, budget.scores)
+                assert any(bucket.holds(size) for bucket in state.buckets)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from jaxinfer.exec.compile.memory_plan import (
     step_bound,
     workspace_bytes,
 )
-from jaxinfer.exec.compile.program import COPY, Program, extras_name, score_name
+from jaxinfer.exec.compile.program import COPY, EXTRAS, SCORE, Program
 from jaxinfer.exec.run import device_memory
 from jaxinfer.exec.run.device_memory import claim_memory
 from jaxinfer.models.base import Model
@@ -91,9 +91,9 @@ def test_bound_of_workspace(name: str, bucket: Bucket, loose: int) -> None:
 def test_bound_of_extras_and_scores(name: str) -> None:
     model, bucket = model_named(name), Bucket(16, 512, 16, scores=True)
     for rows in (1, 8, 16):
-        needed = measured(model, bucket, 40, extras_name(rows))
+        needed = measured(model, bucket, 40, f"{EXTRAS}{rows}")
         assert needed <= extras_bound(model, rows, 256) <= LOOSE * needed
-    needed = measured(model, bucket, 40, score_name(512))
+    needed = measured(model, bucket, 40, f"{SCORE}512")
     assert needed <= score_bound(model, 512) <= LOOSE * needed
 
 

@@ -20,10 +20,10 @@ from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.step import ScheduledSeq
 from jaxinfer.exec.compile.build import build_executables
 from jaxinfer.exec.compile.memory_plan import program_memory
-from jaxinfer.exec.compile.program import ADMIT, Program, extras_name, score_name
+from jaxinfer.exec.compile.program import ADMIT, EXTRAS, SCORE, Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import WARM_UP_RUNS, Executor
-from jaxinfer.exec.step.extras import BLOCK, ExtrasOutput, pack_extras
+from jaxinfer.exec.step.extras import BLOCK, ExtrasFunction, ExtrasOutput, pack_extras
 from jaxinfer.exec.step.sampling import read_logprobs
 from jaxinfer.exec.step.slots import SlotState, settings_of
 from kit.counted import Counted
@@ -97,7 +97,7 @@ def test_a_prompts_last_layer_is_a_step_of_decoding(monkeypatch: pytest.MonkeyPa
 def test_extras_and_scores_have_no_layers() -> None:
     """Their only matmul is the head's, so they are compiled quickly and serve every bucket."""
     program = Program(tiny_model("qwen3")[0], LIMITS, platform="gpu")
-    for name in (extras_name(program.extras_rows[0]), score_name(16)):
+    for name in (f"{EXTRAS}{program.extras_rows[0]}", f"{SCORE}16"):
         assert program.trace(name).lower().as_text().count("stablehlo.dot_general") == 1
 
 
@@ -162,7 +162,7 @@ def test_many_rows_with_extras_are_drawn_by_blocks() -> None:
 
     def drawn(rows: Sequence[ScheduledSeq]) -> tuple[SlotState, ExtrasOutput]:
         number = next(n for n in program.extras_rows if n >= len(rows))
-        draw = jax.jit(program.extras(number))
+        draw = jax.jit(ExtrasFunction(program.model, number, program.keeps_logits))
         return draw({}, slots, pack_extras(rows, number, limits.max_num_seqs))
 
     after, output = drawn(rows)

@@ -15,18 +15,17 @@ from jaxinfer.exec.step.sampling import (
     NOT_FINITE,
     read_logprobs,
     sample,
-    sample_changed,
     token_logprobs,
     with_extras,
 )
 from jaxinfer.exec.step.slots import (
     SlotState,
     admit,
+    empty_rows,
     init_slots,
     needs_admission,
     settings_of,
     slot_rows,
-    with_settings,
 )
 
 VOCAB = 50
@@ -70,17 +69,17 @@ def draw_in(
         requests.append(request)
         if needs_admission(request):
             admissions.append(SlotAdmission(slot, request, IntLog(PROMPT + OUTPUT)))
-    sizes = {"sink_slot": len(rows), "vocab_size": VOCAB, "max_model_len": MAX_LEN}
-    new = slot_rows(admissions, len(rows) + 1, **sizes)  # at least one row is padding
-    slots = jax.jit(admit)(slots, new)
-    slots = jax.jit(with_settings)(slots, np.arange(len(rows)), settings_of(requests))
+    empty = empty_rows(len(rows) + 1, len(rows), MAX_LEN)  # at least one row is padding
+    slots = jax.jit(admit)(slots, slot_rows(admissions, empty, VOCAB))
+    settings = slots.settings.at[: len(rows)].set(settings_of(requests))
+    slots = slots._replace(settings=settings)
     lens = jnp.full(len(rows), len(PROMPT + OUTPUT), jnp.int32)
     index = jnp.arange(len(rows), dtype=jnp.int32)
     given = jnp.asarray(logits)
     drawn = jax.jit(sample)(given, slots, index, lens)
     if any(params.needs_extras for params in rows):
         changed = jax.jit(with_extras)(given, slots, index, lens)
-        drawn = jax.jit(sample_changed)(given, changed, slots, index, lens)
+        drawn = jax.jit(sample)(given, slots, index, lens, None, changed)
     return np.asarray(drawn), slots
 
 

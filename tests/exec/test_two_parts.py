@@ -14,7 +14,7 @@ from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile.build import build_executables
 from jaxinfer.exec.compile.memory_plan import program_memory
-from jaxinfer.exec.compile.program import MAX_SPLIT_TOKENS, Program
+from jaxinfer.exec.compile.program import FIRST, MAX_SPLIT_TOKENS, Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.base import Model, Params
@@ -75,10 +75,10 @@ def test_splitting_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_pages_are_updated_in_place_and_neither_has_the_others_weights(family: str) -> None:
     program = Program(deep_model(family)[0], LIMITS, platform="gpu")
     bucket = next(b for b in LIMITS.buckets if b.num_prefills and not b.num_decodes)
-    whole = program._trace_step(bucket.name)
+    whole = NotSplit(program.model, LIMITS, platform="gpu").trace(bucket.name)
     pools = {",".join(map(str, leaf.shape)) for leaf in program.state()}
     made = 0
-    for name, slots in ((program.first_name(bucket), False), (bucket.name, True)):
+    for name, slots in ((bucket.name + FIRST, False), (bucket.name, True)):
         lowered = program.trace(name).lower()
         compiled = lowered.compile(dict(NOT_OPTIMISED))
         weights, *_ = lowered.args_info[0]

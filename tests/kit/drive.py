@@ -15,9 +15,9 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.shapes import ladder
 from jaxinfer.core.step import Arrive, Bucket, Event, StepDone, StepPlan, StepResult, TokenEvent
-from jaxinfer.sched.invariants import check
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState, initial_state, schedule
 from kit.fake_executor import FakeExecutor
+from kit.invariants import check
 
 EOS = 7
 

@@ -16,6 +16,7 @@ import numpy as np
 from jaxinfer.core.config import Limits
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import (
+    Bucket,
     RowResult,
     ScheduledSeq,
     StepPlan,
@@ -148,8 +149,8 @@ class FakeExecutor:
     def _check_shape(self, plan: StepPlan) -> None:
         prefill_tokens = sum(row.num_scheduled_tokens for row in plan.prefills)
         query_tokens = max((row.num_scheduled_tokens for row in plan.decodes), default=1)
-        size = (len(plan.decodes), prefill_tokens, len(plan.prefills))
-        assert plan.bucket.fits(*size, query_tokens=query_tokens)
+        size = Bucket(len(plan.decodes), prefill_tokens, len(plan.prefills), False, query_tokens)
+        assert plan.bucket.holds(size)
         slots = [row.slot for row in plan.rows]
         assert len(set(slots)) == len(slots), f"two rows of one slot: {slots}"
         for row in plan.decodes:

@@ -124,7 +124,7 @@ def check_state(placement: Placement) -> None:
     abstract = (program.state(), program.slots())
     jax.tree.map(_same_place, abstract, (state, slots))
     params = dummy_params(model, placement=placement, seed=0, progress=NoProgress())
-    jax.tree.map(_same_place, program.params(), params)
+    jax.tree.map(_same_place, program.params, params)
 
 
 def check_layer(placement: Placement) -> None:

@@ -8,9 +8,9 @@ import pytest
 from immutables import Map
 
 from jaxinfer.core.step import Pages
-from jaxinfer.sched.invariants import check
 from jaxinfer.sched.schedule import SchedulerState
 from kit.drive import Drive, make_limits, make_request
+from kit.invariants import check
 
 replace = msgspec.structs.replace
 
@@ -25,7 +25,7 @@ def state() -> SchedulerState:
     drive.tick()
     drive.arrive(*(make_request(n, [1] * 9, arrival=i) for i, n in enumerate("bc", 2)))
     check(drive.state)
-    assert (drive.state.num_running, drive.state.num_waiting) == (2, 1)
+    assert (len(drive.state.running), len(drive.state.waiting)) == (2, 1)
     assert drive.state.pages.num_cached and drive.state.pages.num_sharers.any()
     return drive.state
 

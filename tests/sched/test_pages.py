@@ -5,7 +5,7 @@ import pytest
 
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.sched.pages import PagePool, PageWriter, new_pool
-from jaxinfer.sched.prefix import extend_page_hashes
+from jaxinfer.sched.prefix import following_page_hashes
 
 
 def array(*pages: int) -> np.ndarray:
@@ -107,13 +107,13 @@ def test_logs_stay_short() -> None:
 def test_page_hashes_depend_on_the_whole_prefix(
     salt: str, tokens: tuple[int, ...], same: tuple[bool, bool]
 ) -> None:
-    base = extend_page_hashes((), "", IntLog((1, 2, 3, 4)), 2, 2)
-    other = extend_page_hashes((), salt, IntLog(tokens), 2, 2)
+    base = following_page_hashes((), "", IntLog((1, 2, 3, 4)), 2, 2)
+    other = following_page_hashes((), salt, IntLog(tokens), 2, 2)
     assert tuple(a == b for a, b in zip(base, other, strict=True)) == same
 
 
 def test_extended_page_hashes_equal_those_made_at_once() -> None:
     log = IntLog(range(10))
-    first = extend_page_hashes((), "s", log, 2, 2)
-    assert extend_page_hashes(first, "s", log, 5, 2) == extend_page_hashes((), "s", log, 5, 2)
-    assert extend_page_hashes(first, "s", log, 1, 2) is first
+    every = tuple(following_page_hashes((), "s", log, 5, 2))
+    assert tuple(following_page_hashes(every[:2], "s", log, 5, 2)) == every[2:]
+    assert not tuple(following_page_hashes(every[:2], "s", log, 1, 2))

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from jaxinfer.core.step import Abort, Arrive, Bucket, StepPlan
-from jaxinfer.sched.choose import smallest_bucket
 from jaxinfer.sched.schedule import initial_state
 from kit.drive import Drive, make_limits, make_request
 from kit.fake_executor import expected_tokens
@@ -113,7 +112,7 @@ def test_a_long_head_is_not_overtaken_by_a_short_one() -> None:
 def test_the_watermark_keeps_pages_for_the_running(num_prompt: int, admitted: bool) -> None:
     drive = Drive(make_limits(num_pages=201, enable_prefix_caching=False, max_model_len=800))
     drive.arrive(make_request("a", [1] * 15, max_tokens=700))
-    assert drive.state.num_free_pages == 196
+    assert drive.state.pages.num_free == 196
     drive.arrive(make_request("b", [2] * num_prompt, arrival=1, max_tokens=1))
     assert waiting(drive) == ([] if admitted else ["b"]), "2 of 200 pages stay free"
 
@@ -138,7 +137,8 @@ def test_without_running_sequences_the_whole_pool_is_available() -> None:
 def test_the_smallest_bucket_that_fits(decodes: int, tokens: int, prefills: int, name: str) -> None:
     table = (Bucket(4, 16, 4, scores=True), Bucket(0, 16, 4), Bucket(4), Bucket(0, 8, 2), Bucket(1))
     buckets = initial_state(make_limits(buckets=table)).buckets
-    assert smallest_bucket(buckets, decodes, tokens, prefills).name == name
+    size = Bucket(decodes, tokens, prefills)
+    assert next(bucket for bucket in buckets if bucket.holds(size)).name == name
 
 
 def test_prefills_shrink_to_a_bucket_with_all_decodes() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
-from jaxinfer.core.step import Abort, Arrive, Event, StepFailed
+from jaxinfer.core.step import Abort, Arrive, Bucket, Event, StepFailed
 from kit.drive import EOS, Drive, make_limits, make_request
 from kit.fake_executor import expected_tokens
 
@@ -157,8 +157,8 @@ def check_run(trace: Trace, drive: Drive) -> None:
             assert (ending.pooled is not None) == request.pools
         cached = {e.num_cached_tokens for e in drive.events if e.request_id == request.request_id}
         assert len(cached) == 1 or ending.finish_reason is FinishReason.ABORT
-    assert drive.state.num_free_pages == drive.limits.num_usable_pages
-    assert drive.state.num_unfinished == drive.state.num_in_flight == 0
+    assert drive.state.pages.num_free == drive.limits.num_usable_pages
+    assert drive.state.num_unfinished == len(drive.state.in_flight) == 0
 
 
 def check_prompt_logprobs(request: Request, drive: Drive) -> None:
@@ -284,9 +284,10 @@ def test_no_request_starves(trace: Trace) -> None:
             only_prefills = trace.prefill_first and not output.step.decodes
             all_in_flight = head.num_computed_tokens + 1 == head.max_num_tokens
             assert has_row or only_prefills or all_in_flight
+    mixed = Bucket(trace.max_num_seqs, 1, 1)
     chunk = min(
         trace.max_num_batched_tokens,
-        max(b.num_prefill_tokens for b in drive.limits.buckets if b.fits(trace.max_num_seqs, 1, 1)),
+        max(b.num_prefill_tokens for b in drive.limits.buckets if b.holds(mixed)),
     )
     most_tokens = [len(r.prompt_token_ids) + r.max_tokens for _, r in trace.requests]
     most_chunks = [cdiv(num_tokens, chunk) for num_tokens in most_tokens]

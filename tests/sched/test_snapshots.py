@@ -6,7 +6,7 @@ import pytest
 
 from jaxinfer.core.request import FinishReason
 from jaxinfer.core.step import Abort, Arrive, StepDone, StepFailed, StepPlan
-from jaxinfer.sched.snapshots import SnapshotWriter, new_snapshots
+from jaxinfer.sched.snapshots import SnapshotPool
 from kit.drive import Drive, make_limits, make_request
 from kit.fake_executor import expected_tokens
 
@@ -102,14 +102,15 @@ def test_the_least_recently_used_row_is_taken_first() -> None:
 
 
 def test_a_row_whose_page_was_evicted_is_taken_first() -> None:
-    writer = SnapshotWriter(new_snapshots(2))
-    for row, page_hash in ((writer.take(bool), b"a"), (writer.take(bool), b"b")):
+    pool = SnapshotPool((0, 1))
+    for page_hash in (b"a", b"b"):
+        row, pool = pool.take(bool)
         assert row is not None
-        writer.release([row])
-        writer.register(row, page_hash)
-    used = writer.use(b"b")
-    assert writer.take(lambda page_hash: page_hash == b"a") == used
-    assert writer.last_within([b"a", b"b"]) == 1
+        pool = pool.release([row]).register(row, page_hash)
+    used, pool = pool.use(b"b")
+    taken, pool = pool.take(lambda page_hash: page_hash == b"a")
+    assert taken == used
+    assert pool.last_within([b"a", b"b"]) == 1
 
 
 def test_a_hash_stays_with_its_first_row() -> None:

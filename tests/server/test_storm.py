@@ -27,13 +27,13 @@ from bench.storm import (
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.sched.invariants import check
 from jaxinfer.server.openai.fields import UNSUPPORTED
 from jaxinfer.server.openai.schema import CompletionRequest
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.default_limits import default_limits
 from kit.drive import EOS
 from kit.fake_executor import FakeDevice
+from kit.invariants import check
 from kit.server import SECONDS, Serving, serving
 from kit.tokenizers import real_spec
 from kit.watched_executor import WatchedExecutor

@@ -149,13 +149,13 @@ class Engine:
     def stats(self) -> EngineStats:
         """The counters and present values."""
         state = self._loop.state
-        num_free = state.num_free_pages
+        num_free = state.pages.num_free
         return replace(
             self._start,
             num_preemptions=state.num_preemptions,
             num_late_compiles=self._late_compiles.count,
-            num_running=state.num_running,
-            num_waiting=state.num_waiting,
+            num_running=len(state.running),
+            num_waiting=len(state.waiting),
             num_live_pages=self.limits.num_usable_pages - num_free,
             num_live_pages_of_groups=state.pages.num_live,
             num_cached_pages=state.pages.num_cached,

@@ -99,7 +99,7 @@ def plan_engine(
     config, program = _with_fitting_seqs(config, program, chosen=chose_seqs, progress=progress)
     program, memory = _with_pages(config, program)
     if bundle is not None:
-        bundle.check_program(program, program.names())
+        bundle.check_program(program)
     facts = facts_of_configs(
         source.name,
         model.config.vocab_size,

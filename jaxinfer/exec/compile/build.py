@@ -6,7 +6,7 @@ The user's cache is a folder of bundles.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,9 +26,9 @@ from jaxinfer.exec.compile.bundle import (
     executable_file,
     load_bundle,
     open_bundle,
-    program_fingerprint,
     write_manifest,
 )
+from jaxinfer.exec.compile.fingerprint import Fingerprint
 from jaxinfer.exec.compile.memory_plan import MemoryPlan, check_workspace
 from jaxinfer.exec.compile.program import Program
 from pallas_kernels.toolchain.api import Toolchain
@@ -62,12 +62,11 @@ def build_executables(
     bundle waits for the first. The manifest keeps ``settings``. Raises ``ConfigError`` if the
     executables need more workspace than ``memory`` has planned.
     """
-    names = program.names()
-    made = _compile_into(folder, program, memory, names, settings or {}, progress)
-    bundle = bundle_for(program, folder, names)
+    made = _compile_into(folder, program, memory, settings or {}, progress)
+    bundle = bundle_for(program, folder)
     check_workspace(memory, bundle.manifest.workspace_bytes)
     executables = load_executables(program, bundle, progress)
-    return executables if made is None else replace(executables, compiled=len(made.executables))
+    return replace(executables, compiled=len(executables.by_name) if made else 0)
 
 
 def cached_bundle(program: Program, bundle_root: Path) -> Path:
@@ -75,18 +74,15 @@ def cached_bundle(program: Program, bundle_root: Path) -> Path:
 
     Every source file is read to compute its name.
     """
-    return bundle_root / program_fingerprint(program).digest()
+    return bundle_root / Fingerprint.of(program).digest()
 
 
-def bundle_for(program: Program, folder: Path, names: Collection[str]) -> Bundle:
-    """Open a bundle.
-
-    Raises ``CacheError`` unless it is undamaged, fits the program and has these executables.
-    """
+def bundle_for(program: Program, folder: Path) -> Bundle:
+    """Open a bundle; raises ``CacheError`` unless it is undamaged and fits the program."""
     bundle = open_bundle(folder)
     bundle.check_machine(program.placement)
     bundle.check_model(program.model)
-    bundle.check_program(program, names)
+    bundle.check_program(program)
     return bundle
 
 
@@ -112,17 +108,14 @@ def compile_bundle(
     """
     if folder.exists() and not (folder / BUNDLE_MANIFEST).is_file():
         raise CacheError(f"{folder} exists already and is no bundle; choose another folder")
-    names = program.names()
-    made = _compile_into(
-        folder, program, memory, names, settings, progress, elsewhere="choose another folder"
-    )
-    if made is not None:
-        return made, True
+    elsewhere = "choose another folder"
+    if _compile_into(folder, program, memory, settings, progress, elsewhere=elsewhere):
+        return open_bundle(folder).manifest, True
     try:
-        bundle = bundle_for(program, folder, names)
+        bundle = bundle_for(program, folder)
     except CacheError as error:
         raise CacheError(f"{folder} exists already and is no such bundle: {error}") from None
-    load_bundle(bundle, progress, names)
+    load_bundle(bundle, progress, program.names())
     return bundle.manifest, False
 
 
@@ -130,21 +123,18 @@ def _compile_into(
     folder: Path,
     program: Program,
     memory: MemoryPlan,
-    names: Sequence[str],
     settings: Mapping[str, Any],
     progress: Progress,
     *,
     elsewhere: str = OTHER_CACHE,
-) -> Manifest | None:
-    """Compile and save; returns the manifest, or None if the folder exists already."""
-    made: list[Manifest] = []
+) -> bool:
+    """Compile and save; returns False if the folder exists already."""
 
     def fill(partial: Path) -> None:
-        stored = compile_all(program, names, partial, progress)
-        made.append(write_manifest(partial, program, memory, stored, settings))
+        stored = compile_all(program, program.names(), partial, progress)
+        write_manifest(partial, program, memory, stored, settings)
 
-    build_once(folder, fill, elsewhere=elsewhere)
-    return made[0] if made else None
+    return build_once(folder, fill, elsewhere=elsewhere)
 
 
 def compile_all(
@@ -237,7 +227,8 @@ class _Compilation:
         Raises the exception of a kernel that could not be compiled.
         """
         for name in _ready(self.traced):
-            self._lower(name, self.traced.pop(name)[0])
+            traced, links = self.traced.pop(name)[0], self.program.links_kernels(name)
+            self.lowered[name] = self.toolchain.lower(traced, link=links)
         for name in _ready(self.lowered):
             lowered, options = self.lowered.pop(name)[0], self.program.compiler_options(name)
             self.compiling[name] = self.pool.submit(lowered.compile, options)
@@ -255,10 +246,6 @@ class _Compilation:
         (self.folder / self.stored[name].file).write_bytes(content)
         self.advance(1)
         return True
-
-    def _lower(self, name: str, traced: jax.stages.Traced) -> None:
-        links = self.program.links_kernels(name)
-        self.lowered[name] = self.toolchain.lower(traced, link=links)
 
 
 def _ready(steps: Mapping[str, tuple[Any, _Kernels]]) -> list[str]:

@@ -1,7 +1,4 @@
-"""The fingerprint of executables: every field on which they depend, to check whether a bundle fits.
-
-Owns: ``Fingerprint``, computing it on this machine, and finding the fields that differ.
-"""
+"""The fingerprint of executables: the fields on which they depend, to check if a bundle fits."""
 
 from __future__ import annotations
 
@@ -13,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import msgspec
 
 from jaxinfer.core.config import Limits, compiler_environment
+from jaxinfer.exec.compile.program import Program
 from jaxinfer.models.base import Model
 from jaxinfer.nn.placement import Placement
 from pallas_kernels.pins import Pins
@@ -41,28 +38,30 @@ class Fingerprint(msgspec.Struct, frozen=True):
     limits: dict[str, str]
     kernels: dict[str, str]
 
+    @classmethod
+    def of(cls, program: Program) -> Fingerprint:
+        """The fingerprint of a program's executables on this machine."""
+        return cls(
+            of_machine(program.placement),
+            of_model(program.model),
+            of_limits(program.limits),
+            of_pins(program.pins),
+        )
+
     def digest(self) -> str:
         """A hash of all fields, which names the folder of the executables."""
         text = json.dumps(msgspec.to_builtins(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-class Difference(NamedTuple):
-    """A field whose values in the bundle and on this machine differ."""
-
-    field: str
-    bundle: str
-    here: str
-
-    def __str__(self) -> str:
-        return f"{self.field} is {_short(self.bundle)} in the bundle and {_short(self.here)} here"
-
-
-def differences(bundle: Mapping[str, str], here: Mapping[str, str]) -> tuple[Difference, ...]:
-    """The fields that differ, in the order of ``here``."""
-    names = dict.fromkeys((*here, *bundle))
-    pairs = (Difference(name, bundle.get(name, ABSENT), here.get(name, ABSENT)) for name in names)
-    return tuple(pair for pair in pairs if pair.bundle != pair.here)
+def differences(bundle: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
+    """A sentence for each field that differs, by its name, in the order of ``here``."""
+    found: dict[str, str] = {}
+    for name in dict.fromkeys((*here, *bundle)):
+        made, own = bundle.get(name, ABSENT), here.get(name, ABSENT)
+        if made != own:
+            found[name] = f"{name} is {_short(made)} in the bundle and {_short(own)} here"
+    return found
 
 
 def of_machine(placement: Placement) -> dict[str, str]:
@@ -77,7 +76,8 @@ def of_machine(placement: Placement) -> dict[str, str]:
         "platform": device.client.platform_version,  # on a GPU: the CUDA plugin and driver
         "device": f"{device.platform} {device.device_kind}" + (f" x{count}" if count > 1 else ""),
         **backend,
-        **{name: str(value) for name, value in _relevant_jax_config().items()},
+        "enable_x64": str(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
+        "matmul_precision": str(jax.config.jax_default_matmul_precision),  # type: ignore[attr-defined]
         **compiler_environment(),
         "sources": _source_digest(),
     }
@@ -129,28 +129,13 @@ def _host_cpu() -> str:
     return f"{platform.machine()} {digest} x{os.cpu_count()}"
 
 
-def _relevant_jax_config() -> dict[str, Any]:
-    return {
-        "enable_x64": jax.config.jax_enable_x64,  # type: ignore[attr-defined]
-        "matmul_precision": jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
-    }
-
-
 def _source_digest() -> str:
     """A digest of every source file that a compiled step is traced from."""
-    digest, package = hashlib.sha256(), files("jaxinfer")
-    traced = [package.joinpath(folder) for folder in sorted(TRACED_FOLDERS)]
-    for folder in (files("pallas_kernels"), *traced):
-        for name, source in sorted(_sources(folder, f"{folder.name}/")):
-            digest.update(name.encode() + b"\0" + source)
+    digest, package = hashlib.sha256(), Path(str(files("jaxinfer")))
+    folders = (Path(str(files("pallas_kernels"))), *(package / name for name in TRACED_FOLDERS))
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".py", ".json"):
+                name = f"{folder.name}/{path.relative_to(folder)}"
+                digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
-
-
-def _sources(folder: Traversable, prefix: str = "") -> list[tuple[str, bytes]]:
-    found: list[tuple[str, bytes]] = []
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            found += _sources(entry, f"{prefix}{entry.name}/")
-        elif entry.name.endswith((".py", ".json")):
-            found.append((prefix + entry.name, entry.read_bytes()))
-    return found

@@ -1,11 +1,8 @@
 """The memory plan: the number of pages that fit, computed before anything is loaded or compiled.
 
-Owns: ``MemoryPlan``, its arithmetic, and the bounds on workspaces.
-
 The number of pages is part of every compiled shape, so it must be known before compilation, and it
-depends on the workspace of executables. To compile the largest step first, only to measure its
-workspace, would nearly double the time of a first start; a value measured at one start and used at
-the next would change the shapes between the two. So the plan uses a bound computed from the
+depends on the workspace of executables. Compiling the largest step first, only to measure its
+workspace, would nearly double the time of a first start; so the plan uses a bound computed from the
 shapes. The measured workspace is in a bundle's manifest, and is checked against the plan when the
 bundle is loaded.
 """
@@ -13,7 +10,7 @@ bundle is loaded.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,10 +18,9 @@ import jax
 
 from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig, Limits
 from jaxinfer.core.errors import ConfigError, EngineError
-from jaxinfer.core.shapes import cdiv
+from jaxinfer.core.shapes import round_up
 from jaxinfer.core.step import Bucket
-from jaxinfer.exec.compile.program import COPY, Program, extras_name, score_name
-from jaxinfer.exec.step.batch import BatchLayout
+from jaxinfer.exec.compile.program import COPY, EXTRAS, SCORE, Program
 from jaxinfer.exec.step.extras import BLOCK
 from jaxinfer.exec.step.sampling import LOGPROBS_WIDTH
 from jaxinfer.models.base import Model, abstract_params
@@ -42,8 +38,6 @@ HISTORY_COPIES = 12  # live arrays int32[block, max_model_len] for penalties; me
 # them hidden states of 1,024 tokens), and arguments of calls other than steps.
 RESERVE_BYTES = 256 << 20
 MAPPED_BYTES = 2 << 20  # XLA's allocator over virtual memory rounds arrays up to this CUDA page
-
-
 MIN_SNAPSHOTS = 4  # also for an engine with fewer sequences
 # Staging buffers of each size. Two steps are in flight, and the result of a step may be reported
 # ready up to 1 ms after its end.
@@ -93,21 +87,25 @@ class MemoryPlan:
 
     def described(self) -> str:
         """Two log lines before memory is allocated: the whole plan, and each workspace."""
-        batches = share = state = ""
-        by_name = ", ".join(f"{name} {shown(bound)}" for name, bound in self.workspaces.items())
-        if self.device is not None:
-            batches = f"batches {shown(self.batch_bytes)}, "
-            part = self.total_bytes / self.device.total_bytes
-            share = (
-                f", {part:.1%} of the device's {shown(self.device.total_bytes)}, of which JAX may "
-                f"take {shown(self.device.allocator_bytes)}"
-            )
+        parts = [
+            f"weights {shown(self.weight_bytes)}",
+            f"KV cache {shown(self.kv_bytes)} ({self.num_pages} pages)",
+            f"slots {shown(self.slot_bytes)}",
+        ]
+        share = ""
         if self.state_bytes:
-            state = f"state of sequences and snapshots {shown(self.state_bytes)}, "
+            parts.append(f"state of sequences and snapshots {shown(self.state_bytes)}")
+        if self.device is not None:
+            parts.append(f"batches {shown(self.batch_bytes)}")
+            share = (
+                f", {self.total_bytes / self.device.total_bytes:.1%} of the device's "
+                f"{shown(self.device.total_bytes)}, of which JAX may take "
+                f"{shown(self.device.allocator_bytes)}"
+            )
+        parts.append(f"workspace up to {shown(self.workspace_bytes)}")
+        by_name = ", ".join(f"{name} {shown(bound)}" for name, bound in self.workspaces.items())
         return (
-            f"memory: weights {shown(self.weight_bytes)}, KV cache {shown(self.kv_bytes)} "
-            f"({self.num_pages} pages), slots {shown(self.slot_bytes)}, {state}{batches}"
-            f"workspace up to {shown(self.workspace_bytes)}: {shown(self.total_bytes)}{share}\n"
+            f"memory: {', '.join(parts)}: {shown(self.total_bytes)}{share}\n"
             f"workspace up to, by executable: {by_name}"
         )
 
@@ -196,25 +194,18 @@ def fitting_seqs(
 def program_memory(program: Program, device: DeviceMemory | None) -> MemoryPlan:
     """The plan for a program's shapes, with the number of pages in its limits."""
     limits, state = program.limits, program.model.state
-    layouts = map(program.layout, limits.buckets)
+    # staging buffers; batches of one size share them, and a CPU has none
+    batches = {4 * program.layout(b).size for b in limits.buckets} if device is not None else ()
     return MemoryPlan(
-        weight_bytes=tree_bytes(program.params()),
+        weight_bytes=tree_bytes(program.params),
         page_bytes=limits.page_size * state.bytes_per_token,
         num_pages=limits.num_pages,
         slot_bytes=tree_bytes(program.slots()),
         state_bytes=limits.num_state_rows * state.bytes_per_slot,
-        batch_bytes=_batch_bytes(layouts, device),
+        batch_bytes=NUM_BUFFERS * sum(round_up(size, MAPPED_BYTES) for size in batches),
         workspaces=_workspaces(program),
         device=device,
     )
-
-
-def _batch_bytes(layouts: Iterable[BatchLayout], device: DeviceMemory | None) -> int:
-    """Bytes of the staging buffers, each rounded up to ``MAPPED_BYTES``; a CPU has none."""
-    if device is None:
-        return 0
-    sizes = {4 * layout.abstract().size for layout in layouts}  # batches of one size share buffers
-    return NUM_BUFFERS * sum(MAPPED_BYTES * cdiv(size, MAPPED_BYTES) for size in sizes)
 
 
 def reserve_bytes(model: Model) -> int:
@@ -231,9 +222,9 @@ def _workspaces(program: Program) -> dict[str, int]:
         each = DEQUANTISED_COPIES * _largest_quantised(model) * model.config.dtype.itemsize
         bounds = {name: bound + each for name, bound in bounds.items()}
     for rows in program.extras_rows:
-        bounds[extras_name(rows)] = extras_bound(model, rows, limits.max_model_len)
+        bounds[f"{EXTRAS}{rows}"] = extras_bound(model, rows, limits.max_model_len)
     for tokens in sorted({b.num_prefill_tokens for b in limits.buckets if b.scores}):
-        bounds[score_name(tokens)] = score_bound(model, tokens)
+        bounds[f"{SCORE}{tokens}"] = score_bound(model, tokens)
     if limits.num_snapshots:
         bounds[COPY] = program.rows_per_copy * model.state.bytes_per_slot
     return bounds

@@ -6,8 +6,10 @@ It needs shapes only, no weights and no device memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import pairwise
 from math import prod
+from string import digits
 from types import MappingProxyType
 from typing import Any
 
@@ -16,13 +18,13 @@ import jax.numpy as jnp
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.shapes import ladder, round_up
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.step.batch import BatchLayout
 from jaxinfer.exec.step.drafts import Drafter
-from jaxinfer.exec.step.extras import ExtrasFunction, ScoreFunction, extras_rows, pooled
-from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, parts_of
-from jaxinfer.exec.step.slots import SlotState, admit, empty_rows, init_slots
-from jaxinfer.exec.step.snapshots import copied
+from jaxinfer.exec.step.extras import BLOCK, ExtrasFunction, pack_extras, pooled, scored
+from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, part_of
+from jaxinfer.exec.step.slots import SlotState, admit, copied, empty_rows, init_slots
 from jaxinfer.models.base import Model, Params, head_params
 from jaxinfer.models.params import nested
 from jaxinfer.nn.placement import Placement, default_placement
@@ -51,6 +53,7 @@ NO_REMATERIALIZATION = MappingProxyType({"xla_disable_hlo_passes": "rematerializ
 # much faster than the device runs them. A graph would not start sooner, and needs host memory.
 NO_GRAPH_TOKENS = 1024
 MIN_EXTRAS_ROWS = 8  # rows of a GPU's smallest executable that draws with extras; a CPU's has 1
+EXTRAS_ROWS_FACTOR = 8  # ratio of the numbers of rows of successive executables
 # The first executable of a split prompt step has 1/4 of the layers (``forward``), which keep the
 # device busy while the host launches the others. Qwen3-4B, H200, 512 tokens: 7.7 ms (a sixth of
 # the layers: 7.9, not split: 8.3).
@@ -82,27 +85,23 @@ class Program:
         assert own == planned, f"limits are for windows {planned}, the model has {own}"
         query_tokens = 1 if self.drafter is None else 1 + self.drafter.count
         assert self.limits.query_tokens == query_tokens, "the drafter fills the decode rows"
-        if self.drafter is not None and self.model.state.bytes_per_slot:
+        has_state = bool(self.model.state.bytes_per_slot)
+        snapshots, reuses = self.limits.num_snapshots > 0, self.limits.enable_prefix_caching
+        if has_state and self.drafter is not None:
             raise ConfigError(
                 "this model keeps a state for each sequence, which a refused draft would have "
                 "changed; serve it without drafts"
             )
-        has_state = bool(self.model.state.bytes_per_slot)
-        snapshots = self.limits.num_snapshots > 0
         assert has_state or not snapshots, "snapshots of a model without state for each sequence"
-        reuses = self.limits.enable_prefix_caching
         assert snapshots or not (has_state and reuses), "prefix caching needs snapshots of state"
 
     def layout(self, bucket: Bucket) -> BatchLayout:
         """The wire layout of a bucket's batch."""
         return BatchLayout.of(bucket, self.limits)
 
+    @cached_property  # used for each trace
     def params(self) -> Params:
         """The abstract weights."""
-        return self._params
-
-    @cached_property  # used for each trace
-    def _params(self) -> Params:
         abstract, arrays = self.placement.abstract, self.model.arrays
         return nested({path: abstract(a.shape, a.dtype, a.axes) for path, a in arrays.items()})
 
@@ -119,23 +118,30 @@ class Program:
 
     def zero_slots(self) -> SlotState:
         """The initial slot state."""
-        limits, drawn_from = self.limits, drawn_from_of(self.model, self.platform)
+        config, limits = self.model.config, self.limits
+        drawn_from = jax.ShapeDtypeStruct((config.hidden_size,), config.dtype)
+        if self.keeps_logits:
+            drawn_from = jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32)
         sizes = (limits.max_num_seqs, limits.max_model_len)
         return init_slots(*sizes, drawn_from, has_drafts=self.drafter is not None)
 
     @property
     def keeps_logits(self) -> bool:
-        """True if slots keep the logits that a token was drawn from, or else its hidden state."""
-        return keeps_logits(self.platform)
+        """True if slots keep the logits that a token was drawn from, or else its hidden state.
+
+        With logits, extras need not compute them again. On a CPU 16 rows are small, and the head's
+        matmul takes half as long as a step of SmolLM2-135M. On a GPU 512 rows of Qwen3-4B are
+        311 MB, and the head's matmul takes 0.26 ms (H100).
+        """
+        return self.platform == "cpu"
 
     @cached_property  # used for each step
     def extras_rows(self) -> tuple[int, ...]:
-        """The numbers of rows of the executables that draw with extras, ascending."""
-        return extras_rows_of(self.platform, self.limits.max_num_seqs)
-
-    def extras(self, rows: int) -> ExtrasFunction:
-        """The function that draws ``rows`` rows with extras."""
-        return ExtrasFunction(self.model, rows, self.keeps_logits, self.pins)
+        """The numbers of rows of the executables that draw with extras: 8 times as many each."""
+        most = self.limits.max_num_seqs
+        first = 1 if self.platform == "cpu" else min(MIN_EXTRAS_ROWS, most)
+        sizes = ladder(first, most, EXTRAS_ROWS_FACTOR)
+        return tuple(size if size <= BLOCK else round_up(size, BLOCK) for size in sizes)
 
     def trace(self, name: str) -> jax.stages.Traced:
         """Trace one executable, by name; raises ``ConfigError`` for a kernel that cannot run."""
@@ -145,74 +151,68 @@ class Program:
             raise ConfigError(f"{name} cannot be compiled: {error}") from error
 
     def _trace(self, name: str) -> jax.stages.Traced:
+        if name in self._steps:
+            return self._trace_step(name)
+        config, limits = self.model.config, self.limits
         if name == ADMIT:
-            rows = empty_rows(
-                self.rows_per_admit, self.limits.max_num_seqs, self.limits.max_model_len
-            )
+            rows = empty_rows(self.rows_per_admit, limits.max_num_seqs, limits.max_model_len)
             return jax.jit(admit, donate_argnums=0).trace(self.slots(), rows)
         if name == COPY:
             state, pairs = self.state(), jax.ShapeDtypeStruct((2, self.rows_per_copy), jnp.int32)
             arrays = tuple(state[i] for i in self.model.state.slot_arrays)
             return jax.jit(copied, donate_argnums=0).trace(arrays, pairs)
-        head = head_params(self.params())
-        if (count := _count(name, EXTRAS)) is not None:
-            draw = self.extras(count)
-            return jax.jit(draw, donate_argnums=1).trace(head, self.slots(), draw.abstract())
-        if (count := _count(name, SCORE)) is not None:
-            config = self.model.config
-            hidden = jax.ShapeDtypeStruct((count, config.hidden_size), config.dtype)
+        kind, count = _kind_and_count(name)
+        head = head_params(self.params)
+        if kind == EXTRAS:
+            draw = ExtrasFunction(self.model, count, self.keeps_logits, self.pins)
+            wire = pack_extras((), count, limits.max_num_seqs)
+            return jax.jit(draw, donate_argnums=1).trace(head, self.slots(), wire)
+        hidden = jax.ShapeDtypeStruct((count, config.hidden_size), config.dtype)
+        if kind == SCORE:
             targets = jax.ShapeDtypeStruct((count,), jnp.int32)
-            return jax.jit(ScoreFunction(self.model)).trace(head, hidden, targets)
-        if (count := _count(name, POOL)) is not None:
-            config = self.model.config
-            hidden = jax.ShapeDtypeStruct((count, config.hidden_size), config.dtype)
-            tokens = jax.ShapeDtypeStruct((self.limits.max_num_seqs,), jnp.int32)
-            return jax.jit(pooled).trace(hidden, tokens)
-        step, is_first = self._step_of(name)
-        if not self.is_split(self._steps[step]):
-            return self._trace_step(step)
-        return self._trace_part(step, is_first=is_first)
-
-    def _trace_part(self, step: str, *, is_first: bool) -> jax.stages.Traced:
-        function = self._function(step)
-        weights, arrays = flat_params(self.model, self.params()), self.state()
-        rest = (self.slots(), function.layout.abstract())
-        (first, first_rest), (second, second_rest) = (
-            (tuple(weights[i] for i in own.weights), tuple(arrays[i] for i in own.arrays))
-            for own in self.parts
-        )
-        first_part = partial(function.first_part, num_first=self.num_first_layers)
-        if is_first:
-            return jax.jit(first_part, donate_argnums=1).trace(first, first_rest, *rest)
-        _, stream = jax.eval_shape(first_part, first, first_rest, *rest)
-        second_part = partial(function.second_part, num_first=self.num_first_layers)
-        arguments = (second, second_rest, *rest, stream)
-        return jax.jit(second_part, donate_argnums=(1, 2)).trace(*arguments)
+            return jax.jit(scored, static_argnums=0).trace(self.model, head, hidden, targets)
+        tokens = jax.ShapeDtypeStruct((limits.max_num_seqs,), jnp.int32)
+        return jax.jit(pooled).trace(hidden, tokens)
 
     def _trace_step(self, name: str) -> jax.stages.Traced:
-        function = self._function(name)
-        weights = flat_params(self.model, self.params())
-        arguments = (weights, self.state(), self.slots(), function.layout.abstract())
-        return jax.jit(function.flat_step, donate_argnums=(1, 2)).trace(*arguments)
+        bucket, part = self._steps[name]
+        function = self._function(bucket, part)
+        arguments = self._arguments(function)
+        if part.layers.stop < self.model.config.num_hidden_layers:
+            return jax.jit(function.first_part, donate_argnums=1).trace(*arguments)
+        if part.layers.start:
+            first = self._function(bucket, self.parts[0])
+            _, stream = jax.eval_shape(first.first_part, *self._arguments(first))
+            arguments = (*arguments, stream)
+        return jax.jit(function.last_part, donate_argnums=(1, 2)).trace(*arguments)
 
-    def _function(self, name: str) -> StepFunction:
-        """The function of a bucket's step, by the step's name."""
-        layout, copies_batch = self.layout(self._steps[name]), self.platform != "cpu"
+    def _function(self, bucket: Bucket, part: Part) -> StepFunction:
         return StepFunction(
             self.model,
-            layout,
+            self.layout(bucket),
+            part,
             self.keeps_logits,
             self.pins,
-            copies_batch=copies_batch,
+            copies_batch=self.platform != "cpu",
             drafter=self.drafter,
+        )
+
+    def _arguments(self, function: StepFunction) -> tuple[Any, ...]:
+        weights, state, own = flat_params(self.model, self.params), self.state(), function.part
+        return (
+            tuple(weights[i] for i in own.weights),
+            tuple(state[i] for i in own.arrays),
+            self.slots(),
+            function.layout.abstract(),
         )
 
     def compiler_options(self, name: str) -> dict[str, Any]:
         """XLA's compiler options for one executable, by name."""
         if self.platform == "cpu":
             return {}
-        step, _ = self._step_of(name)
-        bucket = self._steps.get(step, Bucket(_head_rows(name)))
+        is_step = name in self._steps
+        # the rows of the head's matmul are decode rows
+        bucket = self._steps[name][0] if is_step else Bucket(_kind_and_count(name)[1])
         options: dict[str, Any] = dict(NO_REMATERIALIZATION)
         decodes_few = bucket.num_seqs <= AUTOTUNED_ROWS and not bucket.num_prefills
         # XLA does not use cuBLAS for a matrix and one vector: without Triton it multiplies in
@@ -220,7 +220,7 @@ class Program:
         if not decodes_few and bucket.num_seqs > 1:
             options |= ONLY_CUBLAS
         # A graph is recorded again when its memory has moved, and that of rare calls always has.
-        if bucket.num_tokens >= NO_GRAPH_TOKENS or step not in self._steps:
+        if bucket.num_tokens >= NO_GRAPH_TOKENS or not is_step:
             options["xla_gpu_enable_command_buffer"] = ""  # none of the kinds of kernels
         return options
 
@@ -230,8 +230,10 @@ class Program:
         Each of them may then start early (``pallas_kernels.pdl``). This is done in steps that only
         decode, as their kernels are short.
         """
-        step = self._steps.get(name)
-        decodes = step is not None and step.num_prefills == 0 and step.query_tokens == 1
+        if name not in self._steps:
+            return False
+        bucket, _ = self._steps[name]
+        decodes = bucket.num_prefills == 0 and bucket.query_tokens == 1
         return decodes and self.platform != "cpu" and self.pins.of(LINKS) is None
 
     def is_split(self, bucket: Bucket) -> bool:
@@ -243,43 +245,33 @@ class Program:
         only_prompts = 0 < bucket.num_prefill_tokens <= MAX_SPLIT_TOKENS and not (
             bucket.num_decodes or bucket.scores
         )
-        return self.platform != "cpu" and only_prompts and self.num_first_layers > 0
-
-    @property
-    def num_first_layers(self) -> int:
-        """The number of layers in the first executable of a split step."""
-        return self.model.config.num_hidden_layers // FIRST_PART_DIVISOR
+        return self.platform != "cpu" and only_prompts and len(self.parts) > 1
 
     @cached_property
-    def parts(self) -> tuple[Part, Part]:
-        """The arguments of the two executables of a split step."""
-        return parts_of(self.model, self.num_first_layers)
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of a split step; a single one if the model has too few layers."""
+        depth = self.model.config.num_hidden_layers
+        borders = dict.fromkeys((0, depth // FIRST_PART_DIVISOR, depth))
+        return tuple(part_of(self.model, range(*pair)) for pair in pairwise(borders))
 
     def stream_bytes(self, name: str, compiled: jax.stages.Compiled) -> int:
         """Bytes of the residual stream that a split step's second executable gets; 0 for others."""
-        step, is_first = self._step_of(name)
-        if is_first or step not in self._steps or not self.is_split(self._steps[step]):
+        if name not in self._steps or not self._steps[name][1].layers.start:
             return 0
         *_, stream = compiled.args_info[0]
         return sum(prod(one.shape) * one.dtype.itemsize for one in jax.tree.leaves(stream))
 
-    def first_name(self, bucket: Bucket) -> str:
-        """The name of the first executable of a split step."""
-        return bucket.name + FIRST
-
     def names(self) -> tuple[str, ...]:
         """The names of all executables that requests can need."""
-        steps: list[str] = []
-        for bucket in self.limits.buckets:
-            if self.is_split(bucket):
-                steps.append(self.first_name(bucket))
-            steps.append(bucket.name)
-        extras = [extras_name(rows) for rows in self.extras_rows]
-        copies = [COPY] if self.limits.num_snapshots else []
         sizes = sorted({b.num_prefill_tokens for b in self.limits.buckets if b.scores})
-        scores = [score_name(size) for size in sizes]
-        pools = [pool_name(size) for size in sizes] if self.limits.pools else []
-        return (ADMIT, *copies, *extras, *scores, *pools, *steps)
+        return (
+            ADMIT,
+            *([COPY] if self.limits.num_snapshots else []),
+            *(f"{EXTRAS}{rows}" for rows in self.extras_rows),
+            *(f"{SCORE}{size}" for size in sizes),
+            *(f"{POOL}{size}" for size in sizes if self.limits.pools),
+            *self._steps,
+        )
 
     @property
     def rows_per_admit(self) -> int:
@@ -294,59 +286,19 @@ class Program:
         """The number of rows that a call of ``COPY`` copies."""
         return 1 if self.platform == "cpu" else ROWS_PER_COPY
 
-    def _step_of(self, name: str) -> tuple[str, bool]:
-        """The step to which an executable belongs, and whether it is the first of a split step."""
-        return name.removesuffix(FIRST), name.endswith(FIRST)
-
     @cached_property
-    def _steps(self) -> dict[str, Bucket]:
-        """The bucket of each step."""
-        return {bucket.name: bucket for bucket in self.limits.buckets}
+    def _steps(self) -> dict[str, tuple[Bucket, Part]]:
+        """The bucket and the layers of each executable of a step."""
+        whole = part_of(self.model, range(self.model.config.num_hidden_layers))
+        steps: dict[str, tuple[Bucket, Part]] = {}
+        for bucket in self.limits.buckets:
+            parts = self.parts if self.is_split(bucket) else (whole,)
+            names = (bucket.name + FIRST, bucket.name)[-len(parts) :]
+            steps |= {name: (bucket, part) for name, part in zip(names, parts, strict=True)}
+        return steps
 
 
-def keeps_logits(platform: str) -> bool:
-    """True if slots keep logits on a platform, so that extras need not compute them again.
-
-    On a CPU they do: 16 rows are small, and the head's matmul takes half as long as a step of
-    SmolLM2-135M. On a GPU they do not: 512 rows of Qwen3-4B are 311 MB, and the head's matmul takes
-    0.26 ms (H100).
-    """
-    return platform == "cpu"
-
-
-def extras_rows_of(platform: str, max_num_seqs: int) -> tuple[int, ...]:
-    """The numbers of rows of a platform's executables that draw with extras, ascending."""
-    return extras_rows(1 if platform == "cpu" else MIN_EXTRAS_ROWS, max_num_seqs)
-
-
-def drawn_from_of(model: Model, platform: str) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of ``SlotState.drawn_from`` for one slot."""
-    if keeps_logits(platform):
-        return jax.ShapeDtypeStruct((model.config.vocab_size,), jnp.float32)
-    return jax.ShapeDtypeStruct((model.config.hidden_size,), model.config.dtype)
-
-
-def extras_name(rows: int) -> str:
-    """The name of the executable that draws ``rows`` rows with extras."""
-    return f"{EXTRAS}{rows}"
-
-
-def score_name(num_tokens: int) -> str:
-    """The name of the executable that scores prompts of a step with ``num_tokens`` tokens."""
-    return f"{SCORE}{num_tokens}"
-
-
-def pool_name(num_tokens: int) -> str:
-    """The name of the executable that pools hidden states of a step with ``num_tokens`` tokens."""
-    return f"{POOL}{num_tokens}"
-
-
-def _count(name: str, kind: str) -> int | None:
-    """The number at the end of the name of an executable of a kind; None for another kind."""
-    number = name.removeprefix(kind)
-    return int(number) if name.startswith(kind) and number.isdigit() else None
-
-
-def _head_rows(name: str) -> int:
-    """The rows of the head's matmul in an executable that is not a step."""
-    return _count(name, EXTRAS) or _count(name, SCORE) or 0
+def _kind_and_count(name: str) -> tuple[str, int]:
+    """The kind of an executable that is not a step, and the number at the end of its name, or 0."""
+    kind = name.rstrip(digits)
+    return kind, int(name[len(kind) :] or 0)

@@ -41,8 +41,8 @@ class BatchStaging:
         """
         # allocate all buffers of a size together: XLA's copy waits for the steps in flight
         if batch.size not in self._buffers:
-            empty = (np.zeros_like(batch) for _ in range(NUM_BUFFERS))
-            made = [jax.device_put(one, self._device) for one in empty]
+            empty = [np.zeros_like(batch) for _ in range(NUM_BUFFERS)]
+            made = jax.device_put(empty, self._device)
             self._buffers[batch.size] = deque(jax.block_until_ready(made))
         buffers = self._buffers[batch.size]
         buffer = buffers[0]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -37,13 +37,8 @@ def shared_zeros(ordinal: int, shape: tuple[int, ...]) -> np.ndarray | None:  # 
     if (driver := _driver()) is None:
         return None
     address, size = ctypes.c_void_p(), ctypes.c_size_t(8 * math.prod(shape))
-    context, unknown = _retained(driver, ordinal)
-    with _current(driver, context) as failed:
-        failed = (
-            unknown
-            or failed
-            or driver.cuMemHostAlloc(ctypes.byref(address), size, PORTABLE | MAPPED)
-        )
+    allocate = (driver.cuMemHostAlloc, ctypes.byref(address), size, PORTABLE | MAPPED)
+    failed = _calls_on(driver, ordinal)(allocate)
     if failed or address.value is None:
         raise EngineError(
             f"CUDA's driver gives no memory that the host and device {ordinal} share (its error "
@@ -63,48 +58,42 @@ def copies_to(ordinal: int) -> Callable[[int, np.ndarray], None] | None:
     """
     if (driver := _driver()) is None:
         return None
-    stream = ctypes.c_void_p()
-    context, unknown = _retained(driver, ordinal)
-    with _current(driver, context) as failed:
-        failed = unknown or failed or driver.cuStreamCreate(ctypes.byref(stream), NON_BLOCKING)
-    if failed:
+    stream, call = ctypes.c_void_p(), _calls_on(driver, ordinal)
+    if failed := call((driver.cuStreamCreate, ctypes.byref(stream), NON_BLOCKING)):
         raise EngineError(f"CUDA's driver makes no stream on device {ordinal} (its error {failed})")
 
     def copy(address: int, array: np.ndarray) -> None:
         to, size = ctypes.c_uint64(address), ctypes.c_size_t(array.nbytes)
         source = ctypes.c_void_p(array.ctypes.data)
-        with _current(driver, context) as failed:
-            failed = (
-                failed
-                or driver.cuMemcpyHtoDAsync_v2(to, source, size, stream)
-                or driver.cuStreamSynchronize(stream)
-            )
-        if failed:
+        queue = (driver.cuMemcpyHtoDAsync_v2, to, source, size, stream)
+        if failed := call(queue, (driver.cuStreamSynchronize, stream)):
             raise EngineError(f"CUDA's driver copies nothing to device {ordinal} (error {failed})")
 
     return copy
 
 
-def _retained(driver: ctypes.CDLL, ordinal: int) -> tuple[ctypes.c_void_p, int]:
-    """The device context that JAX uses, which is never released, and the driver's error."""
+def _calls_on(driver: ctypes.CDLL, ordinal: int) -> Callable[..., int]:
+    """A function that makes calls (function, *arguments) in the context that JAX uses on a device.
+
+    It stops at the first error and returns its number, or 0. The context is never released.
+    """
     card, context = ctypes.c_int(), ctypes.c_void_p()
-    failed = (
+    unknown: int = (
         driver.cuInit(0)
         or driver.cuDeviceGet(ctypes.byref(card), ordinal)
         or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), card)
     )
-    return context, failed
 
+    def call(*calls: Any) -> int:
+        if failed := unknown or driver.cuCtxPushCurrent_v2(context):
+            return failed
+        for function, *arguments in calls:
+            if failed := function(*arguments):
+                break
+        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        return failed
 
-@contextmanager
-def _current(driver: ctypes.CDLL, context: ctypes.c_void_p) -> Generator[int]:
-    """Make the context this thread's current one; yields the driver's error."""
-    failed = driver.cuCtxPushCurrent_v2(context)
-    try:
-        yield failed
-    finally:
-        if not failed:
-            driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+    return call
 
 
 def _driver() -> ctypes.CDLL | None:

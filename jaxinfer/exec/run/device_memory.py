@@ -11,13 +11,7 @@ import jax.numpy as jnp
 
 from jaxinfer.core.config import allocator_share
 from jaxinfer.core.errors import EngineError
-from jaxinfer.exec.compile.memory_plan import (
-    MB,
-    DeviceMemory,
-    MemoryPlan,
-    shown,
-    tree_bytes,
-)
+from jaxinfer.exec.compile.memory_plan import MB, DeviceMemory, MemoryPlan, shown, tree_bytes
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.cuda_driver import card_bytes
 from jaxinfer.exec.step.slots import SlotState
@@ -57,18 +51,17 @@ def compile_init_state(program: Program) -> Callable[[], tuple[State, SlotState]
     It raises ``EngineError`` if the device does not have that much free memory. It is one
     executable: an executable for each array's shape would take half a second on a GPU.
     """
-    limits = program.limits
+    limits, abstract = program.limits, (program.state(), program.slots())
 
     def zeros() -> tuple[State, SlotState]:
         sizes = (limits.num_pages, limits.page_size, limits.num_state_rows)
-        state = program.model.state.zeros(*sizes)
-        return state, program.zero_slots()
+        return program.model.state.zeros(*sizes), program.zero_slots()
 
-    shardings = jax.tree.map(lambda array: array.sharding, (program.state(), program.slots()))
+    shardings = jax.tree.map(lambda array: array.sharding, abstract)
     compiled = jax.jit(zeros, out_shardings=shardings).lower().compile()
 
     def make() -> tuple[State, SlotState]:
-        with allocating(tree_bytes((program.state(), program.slots()))):
+        with allocating(tree_bytes(abstract)):
             return jax.block_until_ready(compiled())
 
     return make

@@ -8,7 +8,7 @@ snapshots, then draws with extras and scores of prompts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import batched
 from typing import Any
@@ -20,15 +20,8 @@ import numpy as np
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan, StepResult
-from jaxinfer.exec.compile.build import Compiled, Executables
-from jaxinfer.exec.compile.program import (
-    ADMIT,
-    COPY,
-    Program,
-    extras_name,
-    pool_name,
-    score_name,
-)
+from jaxinfer.exec.compile.build import Executables
+from jaxinfer.exec.compile.program import ADMIT, COPY, EXTRAS, FIRST, POOL, SCORE, Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.in_flight import LOGGER, ExtrasCall, InFlight, Prepared, RowKey, row_results
 from jaxinfer.exec.run.token_board import TokenBoard
@@ -36,8 +29,14 @@ from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
 from jaxinfer.exec.step.drafts import NO_TOKEN
 from jaxinfer.exec.step.extras import pack_extras, pack_pooled, pack_targets
 from jaxinfer.exec.step.forward import StepOutput, flat_params
-from jaxinfer.exec.step.slots import SlotState, needs_admission, settings_of, slot_rows
-from jaxinfer.exec.step.snapshots import NO_COPIES, Copies, pack_copies
+from jaxinfer.exec.step.slots import (
+    SlotState,
+    empty_rows,
+    needs_admission,
+    pack_copies,
+    settings_of,
+    slot_rows,
+)
 from jaxinfer.models.base import Params, head_params
 from jaxinfer.nn.state import State
 
@@ -64,8 +63,7 @@ class Executor:
         limits = program.limits
         self._state = state
         self._slots = slots
-        # the request of each slot
-        self._requests: list[Request | None] = [None] * limits.max_num_seqs
+        self._requests: dict[int, Request] = {}  # of each slot
         rows = max(*(bucket.num_draws for bucket in limits.buckets), *program.extras_rows)
         self._board = TokenBoard.of_device(program.placement.device, rows)
         self._staging = BatchStaging.of_device(program.placement.device)
@@ -95,10 +93,10 @@ class Executor:
                 self.collect(step)
                 jax.block_until_ready((step.scores, step.pooled))
         if on_gpu:
-            self._admit(self._slot_rows((), self._program.rows_per_admit))
+            self._admit(self._slot_rows(()))
             if self._program.limits.num_snapshots:
                 sink = self._program.limits.max_num_seqs
-                self._copy(pack_copies([(sink, sink)], self._program.rows_per_copy, sink))
+                self._copy(self._copies([(sink, sink)]))
             for count in self._program.extras_rows:
                 jax.block_until_ready(self._draw_with_extras((), (), count).output)
 
@@ -109,8 +107,7 @@ class Executor:
         its result is an error. If a call fails and the device's state is intact, its exception is
         raised. If the state was donated to the failed call, it is lost: ``EngineError``.
         """
-        for admission in plan.admissions:
-            self._requests[admission.slot] = admission.request
+        self._requests |= {new.slot: new.request for new in plan.admissions}
         prepared, failed = self._prepare_rows(plan)
         try:
             return self._launch_prepared(prepared, failed)
@@ -152,53 +149,50 @@ class Executor:
         return self._prepare(_only(plan, others)), failed
 
     def _prepare(self, plan: StepPlan) -> Prepared:
-        rows = plan.rows
-        requests = tuple([self._request(row) for row in rows])
-        settings = settings_of(requests[len(plan.decodes) :]) if plan.prefills else NO_SETTINGS
+        limits, rows, prefills = self._program.limits, plan.rows, plan.prefills
+        requests = tuple([self._requests[row.slot] for row in rows])
         drafts = self._program.drafter is not None  # a drafter reads all known tokens
         needed = [a for a in plan.admissions if drafts or needs_admission(a.request)]
-        size = self._program.rows_per_admit
-        admissions = tuple(self._slot_rows(some, size) for some in batched(needed, size))
+        calls = batched(needed, self._program.rows_per_admit)
         with_extras = [
             index
             for index, (row, request) in enumerate(zip(rows, requests, strict=True))
             if row.samples and request.sampling.needs_extras
         ]
-        extras = tuple(batched(with_extras, self._program.extras_rows[-1]))
-        scored = any(row.target_ids is not None for row in plan.prefills)
-        targets = pack_targets(plan.prefills, plan.bucket.num_prefill_tokens) if scored else None
-        batch = pack(plan, self._layouts[plan.bucket], settings)
-        logprobs = any(requests[index].sampling.logprobs is not None for index in with_extras)
-        pools = None
-        if any(row.pools for row in plan.prefills):
-            pools = pack_pooled(plan.prefills, self._program.limits.max_num_seqs)
-        copies = self._copies(plan) if self._program.limits.num_snapshots else NO_COPIES
-        return Prepared(plan, requests, batch, admissions, extras, logprobs, targets, pools, copies)
+        scored = any(row.target_ids is not None for row in prefills)
+        pools = any(row.pools for row in prefills)
+        settings = settings_of(requests[len(plan.decodes) :]) if prefills else NO_SETTINGS
+        first = limits.max_num_seqs + 1  # the row of the first snapshot
+        restores = ((first + a.snapshot, a.slot) for a in plan.admissions if a.snapshot is not None)
+        saves = ((r.slot, first + r.snapshot) for r in prefills if r.snapshot is not None)
+        return Prepared(
+            plan,
+            requests,
+            batch=pack(plan, self._layouts[plan.bucket], settings),
+            admissions=tuple(self._slot_rows(some) for some in calls),
+            extras=tuple(batched(with_extras, self._program.extras_rows[-1])),
+            needs_logprobs=any(requests[i].sampling.logprobs is not None for i in with_extras),
+            targets=pack_targets(prefills, plan.bucket.num_prefill_tokens) if scored else None,
+            pools=pack_pooled(prefills, limits.max_num_seqs) if pools else None,
+            restores=self._copies(restores),
+            saves=self._copies(saves),
+        )
 
-    def _copies(self, plan: StepPlan) -> Copies:
-        """Copies from snapshots to admitted slots, and from slots at a border to snapshots."""
-        sink, count = self._program.limits.max_num_seqs, self._program.rows_per_copy
-        first = sink + 1  # the row of the first snapshot
-        restores = [(first + a.snapshot, a.slot) for a in plan.admissions if a.snapshot is not None]
-        saves = [(r.slot, first + r.snapshot) for r in plan.prefills if r.snapshot is not None]
-        return Copies(pack_copies(restores, count, sink), pack_copies(saves, count, sink))
+    def _copies(self, pairs: Iterable[tuple[int, int]]) -> tuple[np.ndarray, ...]:
+        """The arguments of the ``COPY`` calls for pairs of rows (from, to)."""
+        return pack_copies(pairs, self._program.rows_per_copy, self._program.limits.max_num_seqs)
 
     def _launch_prepared(self, prepared: Prepared, failed: dict[RowKey, str]) -> InFlight:
-        plan, by_name = prepared.plan, self._executables.by_name
-        bucket = plan.bucket
+        plan, bucket = prepared.plan, prepared.plan.bucket
         place = self._next_place()
         self._layouts[bucket].split(prepared.batch).place[:] = place
         staged = self._staged(prepared.batch)
         for rows in prepared.admissions:
             self._admit(rows)
-        self._copy(prepared.copies.restores)
-        step = by_name[bucket.name]
-        if self._program.is_split(bucket):
-            output = self._launch_parts(by_name[self._program.first_name(bucket)], step, staged)
-        else:
-            self._state, self._slots, output = step(self._weights, self._state, self._slots, staged)
+        self._copy(prepared.restores)
+        output = self._launch_step(bucket, staged)
         self._read_later(output.token_ids, staged)
-        self._copy(prepared.copies.saves)
+        self._copy(prepared.saves)
         extras = tuple(
             self._draw_with_extras(indices, [plan.rows[i] for i in indices])
             for indices in prepared.extras
@@ -206,8 +200,13 @@ class Executor:
         if prepared.needs_logprobs:
             for call in extras:
                 self._copy_to_host(call.output.logprobs)
-        scores = None if prepared.targets is None else self._score(output, prepared.targets)
-        pooled = None if prepared.pools is None else self._pool(output, prepared.pools)
+        scores = pooled = None
+        if prepared.targets is not None:
+            name = f"{SCORE}{len(prepared.targets)}"
+            scores = self._read_back(name, self._head, output.hidden, prepared.targets)
+        if prepared.pools is not None:
+            name = f"{POOL}{bucket.num_prefill_tokens}"
+            pooled = self._read_back(name, output.hidden, prepared.pools)
         # release the hidden states, which are as large as a layer's
         output = output._replace(hidden=None)
         return InFlight(prepared, output, place[-1], extras, scores, failed, pooled)
@@ -219,11 +218,8 @@ class Executor:
         """Copy rows of the layers' state; see ``pack_copies``."""
         indices = self._program.model.state.slot_arrays if calls else ()
         for pairs in calls:
-            state = list(self._state)
-            arrays = self._executables.by_name[COPY](tuple(state[i] for i in indices), pairs)
-            for i, array in zip(indices, arrays, strict=True):
-                state[i] = array
-            self._state = tuple(state)
+            copy = self._executables.by_name[COPY]
+            self._replace(indices, copy(self._arrays(indices), pairs))
 
     def _draw_with_extras(
         self, indices: tuple[int, ...], rows: Sequence[ScheduledSeq], count: int | None = None
@@ -234,38 +230,41 @@ class Executor:
         place = self._next_place()
         wire[: len(place)] = place
         staged = self._staged(wire)
-        draw = self._executables.by_name[extras_name(count)]
+        draw = self._executables.by_name[f"{EXTRAS}{count}"]
         self._slots, output = draw(self._head, self._slots, staged)
         self._read_later(output.token_ids, staged)
         return ExtrasCall(indices, output, place[-1])
 
-    def _score(self, output: StepOutput, targets: np.ndarray) -> jax.Array:  # int32[Tp]
-        score = self._executables.by_name[score_name(len(targets))]
-        scores = score(self._head, output.hidden, targets)
-        self._copy_to_host(scores)
-        return scores  # type: ignore[no-any-return]
+    def _read_back(self, name: str, *arguments: Any) -> jax.Array:
+        """Queue a call whose result only the host reads."""
+        result = self._executables.by_name[name](*arguments)
+        self._copy_to_host(result)
+        return result  # type: ignore[no-any-return]
 
-    def _pool(self, output: StepOutput, tokens: np.ndarray) -> jax.Array:  # int32[S]
-        assert output.hidden is not None, "a row pools in a bucket that scores"
-        name = pool_name(output.hidden.shape[0])
-        pooled = self._executables.by_name[name](output.hidden, tokens)
-        self._copy_to_host(pooled)
-        return pooled  # type: ignore[no-any-return]
+    def _launch_step(self, bucket: Bucket, staged: Any) -> StepOutput:
+        """Launch a step. If it is split, the device runs a part while the next one is launched."""
+        step = self._executables.by_name[bucket.name]
+        if not self._program.is_split(bucket):
+            self._state, self._slots, output = step(self._weights, self._state, self._slots, staged)
+            return output  # type: ignore[no-any-return]
+        first = self._executables.by_name[bucket.name + FIRST]
+        (of_first, of_second), (one, two) = self._weights_of_parts, self._program.parts
+        arrays, stream = first(of_first, self._arrays(one.arrays), self._slots, staged)
+        self._replace(one.arrays, arrays)
+        arguments = (of_second, self._arrays(two.arrays), self._slots, staged, stream)
+        arrays, self._slots, output = step(*arguments)
+        self._replace(two.arrays, arrays)
+        return output  # type: ignore[no-any-return]
 
-    def _launch_parts(self, first: Compiled, second: Compiled, staged: Any) -> StepOutput:
-        """Launch a split step: the device runs its first part while the second is launched."""
-        (_, own_first), (_, own_second) = self._program.parts
-        of_first, of_second = self._weights_of_parts
+    def _arrays(self, indices: Sequence[int]) -> State:
+        return tuple(self._state[i] for i in indices)
+
+    def _replace(self, indices: Sequence[int], arrays: State) -> None:
+        """Replace some arrays of the layers' state, which a call has consumed."""
         state = list(self._state)
-        arrays, stream = first(of_first, tuple(state[i] for i in own_first), self._slots, staged)
-        for i, array in zip(own_first, arrays, strict=True):
-            state[i] = array
-        arrays = tuple(state[i] for i in own_second)
-        arrays, self._slots, output = second(of_second, arrays, self._slots, staged, stream)
-        for i, array in zip(own_second, arrays, strict=True):
+        for i, array in zip(indices, arrays, strict=True):
             state[i] = array
         self._state = tuple(state)
-        return output  # type: ignore[no-any-return]
 
     def _next_place(self) -> tuple[int, int, int]:
         return NO_PLACE if self._board is None else self._board.next_place()
@@ -297,20 +296,11 @@ class Executor:
         """True if the device's state is intact: no failed call has consumed it."""
         return not any(a.is_deleted() for a in jax.tree.leaves((self._state, self._slots)))
 
-    def _slot_rows(self, admissions: Sequence[SlotAdmission], count: int) -> np.ndarray:
-        """The argument of an ``ADMIT`` call of ``count`` rows."""
-        return slot_rows(
-            admissions,
-            count,
-            sink_slot=self._program.limits.max_num_seqs,
-            vocab_size=self._program.model.config.vocab_size,
-            max_model_len=self._program.limits.max_model_len,
-        )
-
-    def _request(self, row: ScheduledSeq) -> Request:
-        request = self._requests[row.slot]
-        assert request is not None, f"slot {row.slot} was scheduled before it was admitted"
-        return request
+    def _slot_rows(self, admissions: Sequence[SlotAdmission]) -> np.ndarray:
+        """The argument of an ``ADMIT`` call."""
+        program, limits = self._program, self._program.limits
+        empty = empty_rows(program.rows_per_admit, limits.max_num_seqs, limits.max_model_len)
+        return slot_rows(admissions, empty, program.model.config.vocab_size)
 
 
 def _decoded(drawn: np.ndarray, bucket: Bucket, count: int) -> list[tuple[int, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import isfinite
 
 import jax
@@ -19,7 +20,6 @@ from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, TokenLogprobs
 from jaxinfer.exec.step.extras import ExtrasOutput
 from jaxinfer.exec.step.forward import StepOutput
 from jaxinfer.exec.step.sampling import NOT_FINITE, Logprobs, read_logprobs
-from jaxinfer.exec.step.snapshots import NO_COPIES, Copies
 
 LOGGER = "jaxinfer.exec"
 NOT_FINITE_ERROR = (
@@ -42,7 +42,9 @@ class Prepared:
     needs_logprobs: bool  # whether any of these rows needs logprobs
     targets: np.ndarray | None  # int32[Tp] if prompts are scored
     pools: np.ndarray | None  # int32[S] if rows pool: see ``extras.pack_pooled``
-    copies: Copies = NO_COPIES
+    # int32[2, N] for each call of ``COPY`` before and after the step
+    restores: tuple[np.ndarray, ...]
+    saves: tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
@@ -105,20 +107,20 @@ def _row_result(
 
 
 class _LogprobReader:
-    """Reads the logprobs of a step row by row; copies each array at most once, when needed."""
+    """Reads the logprobs of a step row by row."""
 
     def __init__(self, step: InFlight) -> None:
-        self._step = step
-        self._requests = step.prepared.requests
-        # (index of the call, row within it) of each row that is drawn with extras
-        self._extras_rows = {
-            index: (number, row)
-            for number, call in enumerate(step.extras)
-            for row, index in enumerate(call.rows)
-        }
-        self._sampled: dict[int, Logprobs[np.ndarray]] = {}  # by call
-        self._prompt: Logprobs[np.ndarray] | None = None
-        self._prompt_start = 0  # start of the next prefill row's chunk among the prefill tokens
+        prepared = step.prepared
+        self._requests, self._num_decodes = prepared.requests, len(prepared.plan.decodes)
+        # the result of its call, and the row within it, of each row that is drawn with extras
+        self._drawn: dict[int, tuple[Logprobs[np.ndarray], int]] = {}
+        for call in step.extras if prepared.needs_logprobs else ():
+            result = read_logprobs(np.asarray(call.output.logprobs))
+            self._drawn |= {index: (result, row) for row, index in enumerate(call.rows)}
+        self._scores = None if step.scores is None else read_logprobs(np.asarray(step.scores))
+        # the start of each prefill row's chunk among the prefill tokens
+        lengths = (row.num_scheduled_tokens for row in prepared.plan.prefills)
+        self._starts = tuple(accumulate(lengths, initial=0))
 
     def sampled(
         self, index: int, row: ScheduledSeq, token_ids: tuple[int, ...]
@@ -128,26 +130,17 @@ class _LogprobReader:
         if top is None or not row.samples:
             return ()
         (token_id,) = token_ids
-        number, extras_row = self._extras_rows[index]
-        if number not in self._sampled:
-            packed = np.asarray(self._step.extras[number].output.logprobs)
-            self._sampled[number] = read_logprobs(packed)
-        return (_token_logprobs(self._sampled[number], extras_row, token_id, top),)
+        return (_token_logprobs(*self._drawn[index], token_id, top),)
 
     def prompt(self, index: int, row: ScheduledSeq) -> tuple[TokenLogprobs, ...]:
-        """The logprobs of the targets of a chunk. Call it for rows in the plan's order."""
-        if row.token_ids is None:
+        """The logprobs of the targets of a chunk."""
+        if row.target_ids is None:
             return ()
-        start = self._prompt_start
-        self._prompt_start += row.num_scheduled_tokens
         top = self._requests[index].sampling.prompt_logprobs
-        if top is None or row.target_ids is None:
-            return ()
-        if self._prompt is None:
-            assert self._step.scores is not None, "targets were not scored"
-            self._prompt = read_logprobs(np.asarray(self._step.scores))
+        assert top is not None and self._scores is not None, "targets were not scored"
+        start = self._starts[index - self._num_decodes]
         return tuple(
-            _token_logprobs(self._prompt, start + offset, token_id, top)
+            _token_logprobs(self._scores, start + offset, token_id, top)
             for offset, token_id in enumerate(row.target_ids.tolist())
             if token_id >= 0
         )

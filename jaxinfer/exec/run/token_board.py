@@ -16,9 +16,7 @@ from jaxinfer.exec.run.cuda_driver import shared_zeros
 
 NUM_CALLS = 8  # calls whose tokens the board holds; two steps of up to two calls are in flight
 MAX_NUMBER = 2**31 - 1  # the next number after it is 1
-POLL_SECONDS = (
-    2e-5  # pause between two polls, for other threads; the system makes about 70 us of it
-)
+POLL_SECONDS = 2e-5  # for other threads between two polls; the system makes about 70 us of it
 
 
 class TokenBoard:
@@ -34,9 +32,8 @@ class TokenBoard:
     @classmethod
     def of_device(cls, device: Any, rows: int) -> TokenBoard | None:
         """A board for calls of up to ``rows`` rows; None unless the ``jax.Device`` is CUDA's."""
-        if device.platform != "gpu":
-            return None
-        memory = shared_zeros(device.local_hardware_id, (NUM_CALLS, rows))
+        is_gpu, shape = device.platform == "gpu", (NUM_CALLS, rows)
+        memory = shared_zeros(device.local_hardware_id, shape) if is_gpu else None
         return None if memory is None else cls(memory)
 
     def next_place(self) -> tuple[int, int, int]:

@@ -129,13 +129,14 @@ class BatchLayout:
             page_tables=b * sum(group.width for group in self.groups),
         )
 
+    @cached_property
+    def size(self) -> int:
+        """The length of the flat array."""
+        return round_up(self._sections[-1].stop, ALIGN)
+
     def abstract(self) -> jax.ShapeDtypeStruct:
         """The shape and dtype of the flat array."""
-        return jax.ShapeDtypeStruct((self._starts[-1],), jnp.int32)
-
-    def empty(self) -> np.ndarray:  # int32[...]
-        """The flat array of a step without rows, whose sections are filled later."""
-        return np.zeros(self._starts[-1], np.int32)
+        return jax.ShapeDtypeStruct((self.size,), jnp.int32)
 
     def split[A: (np.ndarray, jax.Array)](self, flat: A) -> Fields[A]:
         """The sections of a flat array; they are views of a numpy array."""
@@ -152,13 +153,9 @@ class BatchLayout:
 
     @cached_property
     def _sections(self) -> tuple[slice, ...]:
-        pairs = zip(self._starts, self.sizes(), strict=False)
+        starts = accumulate((round_up(size, ALIGN) for size in self.sizes()), initial=0)
+        pairs = zip(starts, self.sizes(), strict=False)  # the last start is the end
         return tuple(slice(start, start + size) for start, size in pairs)
-
-    @cached_property
-    def _starts(self) -> tuple[int, ...]:
-        """The start of each section, and the end of the last."""
-        return tuple(accumulate((cdiv(size, ALIGN) * ALIGN for size in self.sizes()), initial=0))
 
 
 def pack(
@@ -167,7 +164,7 @@ def pack(
     settings: np.ndarray = NO_SETTINGS,  # int32[len(plan.prefills), NUM_SETTINGS]
 ) -> np.ndarray:  # int32[...]
     """The flat array of a plan, without ``place``. Host time is per row and page, not per token."""
-    flat = layout.empty()
+    flat = np.zeros(layout.size, np.int32)
     wire = layout.split(flat)
     wire.settings[: settings.size] = settings.ravel()
     wire.seq_slots[:] = layout.sink_slot
@@ -222,19 +219,25 @@ def unpack(
     If decode rows have several tokens, ``drafter`` proposes those after the first.
     """
     wire, bucket = layout.split(flat), layout.bucket
-    d = bucket.num_decodes
-    begins, rows, positions, token_ids, real, last, draws, ends, drafts = _decode_tokens(
-        wire, bucket, slots, drafter
-    )
+    d, q = bucket.num_decodes, bucket.query_tokens
     seq_lens, starts = wire.seq_lens, wire.query_start_loc
-    if drafts is not None:
-        seq_lens = jnp.concatenate((ends, seq_lens[d:]))
+    rows = last = tokens = jnp.arange(d, dtype=jnp.int32)
+    real = seq_lens[:d] > 0
+    if q == 1:
+        begins = positions = jnp.maximum(seq_lens[:d] - 1, 0)
+        token_ids, drafts = slots.token_ids[wire.seq_slots[:d], positions], None
+    else:
+        assert drafter is not None, "rows of several tokens need drafts"
+        begins, token_ids, drafts = _with_drafts(wire, real, slots, drafter)
+        seq_lens = jnp.concatenate((begins + q, seq_lens[d:]))
+        tokens, last = jnp.arange(d * q, dtype=jnp.int32), rows * q + q - 1
+        rows, real = tokens // q, real[tokens // q]
+        positions = begins[rows] + tokens % q
     if bucket.num_prefill_tokens:
         row, position, in_row = _prefill_tokens(bucket, seq_lens[d:], starts)
         begins = jnp.concatenate((begins, seq_lens[d:] - (starts[1:] - starts[:-1])))
-        first_prefill = bucket.num_decode_tokens
-        last_prefill = first_prefill + jnp.maximum(starts[1:] - 1, 0)
-        rows, positions, token_ids, real, last, draws = (
+        last_prefill = d * q + jnp.maximum(starts[1:] - 1, 0)
+        rows, positions, token_ids, real, last, tokens = (
             jnp.concatenate(parts)
             for parts in (
                 (rows, d + row),
@@ -242,16 +245,23 @@ def unpack(
                 (token_ids, wire.token_ids),
                 (real, in_row),
                 (last, last_prefill),
-                (draws, last_prefill),
+                (tokens, last_prefill),
             )
         )
+    draws, query_starts = Draws(tokens, wire.seq_slots, seq_lens), starts
+    if drafts is not None:
+        own = jnp.concatenate((jnp.repeat(wire.seq_slots[:d], q), wire.seq_slots[d:]))
+        lens = jnp.concatenate((positions[: d * q] + 1, seq_lens[d:]))
+        draws = Draws(tokens, own, lens)
+        # rows with drafts attend as prompts do
+        query_starts = jnp.concatenate((jnp.arange(d, dtype=jnp.int32) * q, d * q + starts))
     return DeviceBatch(
         token_ids=token_ids,
         positions=positions,
         seq_lens=seq_lens,
-        rows=Rows(rows, real, wire.seq_slots, begins, last, _query_starts(bucket, starts)),
+        rows=Rows(rows, real, wire.seq_slots, begins, last, query_starts),
         pages=_pages_of_groups(layout, wire, seq_lens, rows, positions, real),
-        draws=_draws(bucket, wire.seq_slots, seq_lens, positions, draws),
+        draws=draws,
         drafts=drafts,
         settings=wire.settings.reshape(-1, NUM_SETTINGS),
         samples=wire.samples > 0,
@@ -259,80 +269,26 @@ def unpack(
     )
 
 
-class _DecodeTokens(NamedTuple):
-    """The decode rows' part of a batch: D rows of Q tokens."""
+def _with_drafts(
+    wire: Fields[jax.Array],
+    real: jax.Array,  # bool[D]
+    slots: SlotState,
+    drafter: Drafter,
+) -> tuple[jax.Array, jax.Array, Drafts]:  # int32[D], int32[D * Q]
+    """The position of the first token of each decode row, the tokens of all rows, and the drafts.
 
-    begins: jax.Array  # int32[D]
-    rows: jax.Array  # int32[D * Q]
-    positions: jax.Array  # int32[D * Q]
-    token_ids: jax.Array  # int32[D * Q]
-    real: jax.Array  # bool[D * Q]
-    last: jax.Array  # int32[D]: index of each row's last token
-    draws: jax.Array  # int32[D * Q]: index of each token
-    ends: jax.Array  # int32[D]: context length, the row's tokens included
-    drafts: Drafts | None
-
-
-def _decode_tokens(
-    wire: Fields[jax.Array], bucket: Bucket, slots: SlotState, drafter: Drafter | None
-) -> _DecodeTokens:
-    """The tokens of decode rows.
-
-    The position of a row with one token is in the batch. The position of a row with drafts is in
-    its slot, as the host does not know yet how many drafts the steps in flight accept.
+    The position is in the row's slot, as the host does not know yet how many drafts the steps in
+    flight accept.
     """
-    d, q = bucket.num_decodes, bucket.query_tokens
-    rows = jnp.arange(d, dtype=jnp.int32)
-    lens, own = wire.seq_lens[:d], wire.seq_slots[:d]
-    real = lens > 0
-    if q == 1:
-        positions = jnp.maximum(lens - 1, 0)
-        token_ids = slots.token_ids[own, positions]
-        return _DecodeTokens(positions, rows, positions, token_ids, real, rows, rows, lens, None)
-    assert drafter is not None and slots.lengths is not None, "rows of several tokens need drafts"
+    assert slots.lengths is not None
+    own = wire.seq_slots[: len(real)]
     begins = jnp.maximum(jnp.where(real, slots.lengths[own], 0) - 1, 0)
     history = slots.token_ids[own]
     drafts = drafter.propose(history, begins + 1)
-    assert drafts.shape == (d, q - 1), "a drafter proposes query_tokens - 1 tokens"
-    token_ids = jnp.concatenate((history[rows, begins][:, None], drafts), axis=1)
-    index = jnp.arange(d * q, dtype=jnp.int32)
-    return _DecodeTokens(
-        begins=begins,
-        rows=index // q,
-        positions=begins[index // q] + index % q,
-        token_ids=token_ids.ravel(),
-        real=real[index // q],
-        last=rows * q + q - 1,
-        draws=index,
-        ends=begins + q,
-        drafts=Drafts(drafts, wire.query_lens - 1),
-    )
-
-
-def _query_starts(
-    bucket: Bucket,
-    starts: jax.Array,  # int32[R + 1]
-) -> jax.Array:  # int32[R + 1], or with drafts int32[D + R + 1]
-    """The start of each row that attends as a prompt does, which includes rows with drafts."""
-    if bucket.query_tokens == 1:
-        return starts
-    decodes = jnp.arange(bucket.num_decodes, dtype=jnp.int32) * bucket.query_tokens
-    return jnp.concatenate((decodes, bucket.num_decode_tokens + starts))
-
-
-def _draws(
-    bucket: Bucket,
-    seq_slots: jax.Array,  # int32[B]
-    seq_lens: jax.Array,  # int32[B]
-    positions: jax.Array,  # int32[T]
-    tokens: jax.Array,  # int32[N]
-) -> Draws:
-    if bucket.query_tokens == 1:
-        return Draws(tokens, seq_slots, seq_lens)
-    d, q = bucket.num_decodes, bucket.query_tokens
-    own = jnp.concatenate((jnp.repeat(seq_slots[:d], q), seq_slots[d:]))
-    lens = jnp.concatenate((positions[: d * q] + 1, seq_lens[d:]))
-    return Draws(tokens, own, lens)
+    assert drafts.shape == (len(real), drafter.count), "a drafter proposes ``count`` tokens"
+    first = jnp.take_along_axis(history, begins[:, None], axis=1)
+    token_ids = jnp.concatenate((first, drafts), axis=1).ravel()
+    return begins, token_ids, Drafts(drafts, wire.query_lens - 1)
 
 
 def _pages_of_groups(

@@ -3,7 +3,7 @@
 A step draws a token for each row from the raw logits. Rows with logit_bias, min_tokens, penalties
 or logprobs are drawn again by ``ExtrasFunction``, which has a fixed number of rows and no layers,
 so it serves every bucket. It reads the input of the step's draw from the rows' slots, and its
-tokens replace the step's in the slots before the next step reads them. ``ScoreFunction`` computes
+tokens replace the step's in the slots before the next step reads them. ``scored`` computes
 prompt logprobs from the hidden states that buckets that score return; ``pooled`` selects the hidden
 states of rows that pool.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import jax
@@ -22,17 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.core.shapes import ladder, round_up
+from jaxinfer.core.shapes import round_up
 from jaxinfer.core.step import ScheduledSeq
 from jaxinfer.exec.step.batch import ALIGN, NO_PLACE
-from jaxinfer.exec.step.sampling import sample_changed, token_logprobs, with_extras
+from jaxinfer.exec.step.sampling import sample, token_logprobs, with_extras
 from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import Model, Params, unembed
 from pallas_kernels.pins import Pins
 from pallas_kernels.publish.api import publish
 
 BLOCK = 64  # rows of float32[V] that extras and scores compute at a time, as they copy logits
-ROWS_FACTOR = 8  # ratio of the numbers of rows of successive executables
 
 
 class ExtrasOutput(NamedTuple):
@@ -40,12 +40,6 @@ class ExtrasOutput(NamedTuple):
 
     token_ids: jax.Array  # int32[N]
     logprobs: jax.Array  # int32[N, ...] of token_ids: see ``sampling.read_logprobs``
-
-
-def extras_rows(first: int, max_num_seqs: int) -> tuple[int, ...]:
-    """The rows of each ``ExtrasFunction`` of an engine: ``first``, 8 times that, ... up to all."""
-    rows = ladder(min(first, max_num_seqs), max_num_seqs, ROWS_FACTOR)
-    return tuple(count if count <= BLOCK else round_up(count, BLOCK) for count in rows)
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,7 @@ class ExtrasFunction:
         self,
         head: Params,  # see ``models.base.head_params``
         slots: SlotState,
-        flat: jax.Array,  # int32[3 * W]: see ``pack``
+        flat: jax.Array,  # int32[3 * W]: see ``pack_extras``
     ) -> tuple[SlotState, ExtrasOutput]:
         """Draw tokens, write them into the slots and publish them."""
         wire = flat.reshape(3, -1)
@@ -74,15 +68,11 @@ class ExtrasFunction:
 
         biased = _by_blocks(changed, logits, seq_slots, seq_lens)
         impl = self.pins.of("sample")
-        token_ids = sample_changed(logits, biased, slots, seq_slots, seq_lens, impl)
+        token_ids = sample(logits, slots, seq_slots, seq_lens, impl, biased)
         token_ids = publish(token_ids, place, impl=self.pins.of("publish"))
         logprobs = _by_blocks(token_logprobs, logits, token_ids)
         history = slots.token_ids.at[seq_slots, seq_lens].set(token_ids, mode="drop")
         return slots._replace(token_ids=history), ExtrasOutput(token_ids, logprobs)
-
-    def abstract(self) -> jax.ShapeDtypeStruct:
-        """The shape and dtype of the flat array."""
-        return jax.ShapeDtypeStruct((3 * round_up(self.rows, ALIGN),), jnp.int32)
 
 
 def pack_extras(
@@ -99,35 +89,27 @@ def pack_extras(
     return wire.ravel()
 
 
-@dataclass(frozen=True)
-class ScoreFunction:
+def scored(
+    model: Model,
+    head: Params,  # see ``models.base.head_params``
+    hidden: jax.Array,  # [Tp, D]
+    target_ids: jax.Array,  # int32[Tp]: the token whose logprob is computed, else -1
+) -> jax.Array:  # int32[Tp, ...]: see ``sampling.read_logprobs``
     """Logprobs of the target tokens of a step's prompts, a block of positions at a time."""
 
-    model: Model
+    def of_block(hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        return token_logprobs(unembed(model, head, hidden), targets)
 
-    def __call__(
-        self,
-        head: Params,  # see ``models.base.head_params``
-        hidden: jax.Array,  # [Tp, D]
-        target_ids: jax.Array,  # int32[Tp]: the token whose logprob is computed, else -1
-    ) -> jax.Array:  # int32[Tp, ...]: see ``sampling.read_logprobs``
-        """Compute the logprobs."""
-
-        def scored(hidden: jax.Array, targets: jax.Array) -> jax.Array:
-            return token_logprobs(unembed(self.model, head, hidden), targets)
-
-        return _by_blocks(scored, hidden, jnp.maximum(target_ids, 0))
+    return _by_blocks(of_block, hidden, jnp.maximum(target_ids, 0))
 
 
 def pack_targets(rows: Sequence[ScheduledSeq], num_tokens: int) -> np.ndarray:  # int32[Tp]
     """The targets of a step's prefill rows, concatenated; -1 for tokens without a target."""
     targets = np.full(num_tokens, -1, np.int32)
-    start = 0
-    for row in rows:
-        end = start + row.num_scheduled_tokens
+    ends = accumulate(row.num_scheduled_tokens for row in rows)
+    for row, end in zip(rows, ends, strict=True):
         if row.target_ids is not None:
-            targets[start:end] = row.target_ids
-        start = end
+            targets[end - len(row.target_ids) : end] = row.target_ids
     return targets
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxinfer.exec.step.batch import BatchLayout, DeviceBatch, copy_batch, unpack
 from jaxinfer.exec.step.drafts import NO_TOKEN, Drafter, num_accepted
 from jaxinfer.exec.step.sampling import sample
-from jaxinfer.exec.step.slots import SlotState, with_settings
+from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import (
     Model,
     Params,
@@ -48,26 +48,22 @@ def flat_params(model: Model, params: Params) -> Arrays:
 
 
 class Part(NamedTuple):
-    """The arguments of one half of a split step: indices into weights and state arrays."""
+    """Consecutive layers of a step, and its arguments: indices into weights and state arrays."""
 
+    layers: range
     weights: tuple[int, ...]
     arrays: tuple[int, ...]
 
 
-def parts_of(model: Model, num_first: int) -> tuple[Part, Part]:
-    """The parts with the first layers and with the others.
+def part_of(model: Model, layers: range) -> Part:
+    """The part with these layers. Every part has the weights outside the layers.
 
-    Weights outside the layers are in both (the embedding may also be the head).
+    (The embedding may also be the head.)
     """
     paths = jax.tree_util.tree_leaves_with_path(abstract_params(model))
-    layers = [layer_of(path[0].key) for path, _ in paths]
-    first = (i for i, layer in enumerate(layers) if layer is None or layer < num_first)
-    others = (i for i, layer in enumerate(layers) if layer is None or layer >= num_first)
-    arrays_of = model.state.arrays_of
-    return (
-        Part(tuple(first), arrays_of(range(num_first))),
-        Part(tuple(others), arrays_of(range(num_first, model.config.num_hidden_layers))),
-    )
+    owners = [layer_of(path[0].key) for path, _ in paths]
+    weights = (i for i, layer in enumerate(owners) if layer is None or layer in layers)
+    return Part(layers, tuple(weights), model.state.arrays_of(layers))
 
 
 class StepOutput(NamedTuple):
@@ -81,92 +77,75 @@ class StepOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class StepFunction:
-    """The step of one bucket: a pure function. ``flat_step`` is compiled, state and slots donated.
+    """The step of one bucket, or a part of it; its state and slots are donated.
 
     It has no branches, so the host never waits within it on a GPU.
     """
 
     model: Model
     layout: BatchLayout
+    part: Part
     keeps_logits: bool  # whether ``SlotState.drawn_from`` holds logits, else hidden states
     pins: Pins = Pins()
     copies_batch: bool = False  # see ``batch.copy_batch``
     drafter: Drafter | None = None
 
-    def __call__(
-        self,
-        params: Params,
-        state: State,
-        slots: SlotState,
-        flat: jax.Array,  # int32[...]: see ``BatchLayout``
-    ) -> tuple[State, SlotState, StepOutput]:
-        """Compute the rows, draw their tokens and write them into the slots."""
-        batch, ctx = self._begin(slots, flat)
-        only = batch.rows.last_tokens if self._ends_with_last_tokens else None
-        hidden, new = hidden_states(self.model, params, batch.token_ids, ctx, state, only)
-        assert new is not None
-        return (new, *self._draw(params, slots, batch, hidden))
-
-    def flat_step(
-        self, weights: Arrays, state: State, slots: SlotState, flat: jax.Array
-    ) -> tuple[State, SlotState, StepOutput]:
-        """The step with flat weights, which is the compiled form.
-
-        Each call traverses all of its arguments, which takes 10 % longer for nested dicts.
-        """
-        params = jax.tree.unflatten(jax.tree.structure(abstract_params(self.model)), weights)
-        return self(params, state, slots, flat)
-
     def first_part(
         self,
-        weights: Arrays,  # of the first ``Part``
-        arrays: Arrays,  # of the first ``Part``
+        weights: Arrays,  # of the part
+        arrays: Arrays,  # of the part
         slots: SlotState,
         flat: jax.Array,  # int32[...]: see ``BatchLayout``
-        *,
-        num_first: int,
     ) -> tuple[Arrays, Stream]:
-        """The first layers of a step: returns their state and the residual stream after them."""
-        own, _ = parts_of(self.model, num_first)
-        params, state = self._part_inputs(own, weights, arrays)
-        batch, ctx = self._begin(slots, flat)
-        stream, state = first_layers(self.model, params, batch.token_ids, ctx, state, num_first)
-        return tuple(state[i] for i in own.arrays), stream
+        """The first layers of a split step: returns their state and the residual stream after them.
 
-    def second_part(
+        Each call traverses all of its arguments, which takes 10 % longer for nested dicts than for
+        flat weights.
+        """
+        params, state = self._inputs(weights, arrays)
+        batch, ctx = self._begin(slots, flat)
+        count = self.part.layers.stop
+        stream, state = first_layers(self.model, params, batch.token_ids, ctx, state, count)
+        return self._own(state), stream
+
+    def last_part(
         self,
-        weights: Arrays,  # of the second ``Part``
-        arrays: Arrays,  # of the second ``Part``
+        weights: Arrays,  # of the part
+        arrays: Arrays,  # of the part
         slots: SlotState,
         flat: jax.Array,  # int32[...]: see ``BatchLayout``
-        stream: Stream,
-        *,
-        num_first: int,
+        stream: Stream | None = None,
     ) -> tuple[Arrays, SlotState, StepOutput]:
-        """The other layers and the draws of a step.
+        """The other layers and the draws of a split step; without ``stream``, the whole step.
 
         It unpacks the batch again instead of getting more arrays from the first part. That is
         cheap, and kernels that read an array in new memory would be recorded again in the CUDA
         graph.
         """
-        _, own = parts_of(self.model, num_first)
-        params, state = self._part_inputs(own, weights, arrays)
+        params, state = self._inputs(weights, arrays)
         batch, ctx = self._begin(slots, flat)
         only = batch.rows.last_tokens if self._ends_with_last_tokens else None
-        hidden, state = other_layers(self.model, params, stream, ctx, state, num_first, only)
-        slots, output = self._draw(params, slots, batch, hidden)
-        return tuple(state[i] for i in own.arrays), slots, output
+        if stream is None:
+            hidden, state = hidden_states(self.model, params, batch.token_ids, ctx, state, only)
+            assert state is not None
+        else:
+            begin = self.part.layers.start
+            hidden, state = other_layers(self.model, params, stream, ctx, state, begin, only)
+        return self._own(state), *self._draw(params, slots, batch, hidden)
 
-    def _part_inputs(self, part: Part, weights: Arrays, arrays: Arrays) -> tuple[Params, State]:
-        """The weights and state of a part; the arrays of other layers are None."""
+    def _inputs(self, weights: Arrays, arrays: Arrays) -> tuple[Params, State]:
+        """The weights and state of the part; the arrays of other layers are None."""
         names = [
             jax.tree_util.keystr(path, simple=True, separator="/")
             for path, _ in jax.tree_util.tree_leaves_with_path(abstract_params(self.model))
         ]
-        params = nested({names[i]: w for i, w in zip(part.weights, weights, strict=True)})
-        given = dict(zip(part.arrays, arrays, strict=True))
+        params = nested({names[i]: w for i, w in zip(self.part.weights, weights, strict=True)})
+        given = dict(zip(self.part.arrays, arrays, strict=True))
         state = tuple(given.get(i) for i in range(len(self.model.state.arrays)))
         return params, state  # type: ignore[return-value]
+
+    def _own(self, state: State) -> Arrays:
+        return tuple(state[i] for i in self.part.arrays)
 
     def _begin(self, slots: SlotState, flat: jax.Array) -> tuple[DeviceBatch, StepContext]:
         """The batch, and the context of the layers."""
@@ -193,16 +172,15 @@ class StepFunction:
         """Draw the tokens of each row and write them into its slot."""
         bucket, rows = self.layout.bucket, batch.rows
         if bucket.num_prefills:
-            slots = with_settings(slots, rows.slots[bucket.num_decodes :], batch.settings)
+            new = slots.settings.at[rows.slots[bucket.num_decodes :]].set(batch.settings)
+            slots = slots._replace(settings=new)
         is_one_per_draw = self._ends_with_last_tokens or not bucket.num_prefills
         drawn_from = hidden if is_one_per_draw else hidden[batch.draws.tokens]  # [N, D]
         logits = unembed(self.model, params, drawn_from)  # [N, V]
         impl = self.pins.of("sample")
         token_ids = sample(logits, slots, batch.draws.slots, batch.draws.lens, impl)
-        record = self._record if batch.drafts is None else self._record_accepted
-        token_ids, slots = record(
-            slots, batch, token_ids, logits if self.keeps_logits else drawn_from
-        )
+        drawn_from = logits if self.keeps_logits else drawn_from
+        token_ids, slots = self._record(slots, batch, token_ids, drawn_from)
         token_ids = publish(token_ids, batch.place, impl=self.pins.of("publish"))
         scored = hidden[bucket.num_decode_tokens :] if bucket.scores else None
         return slots, StepOutput(token_ids, scored)
@@ -231,54 +209,30 @@ class StepFunction:
         self,
         slots: SlotState,
         batch: DeviceBatch,
-        token_ids: jax.Array,  # int32[B]
-        drawn_from: jax.Array,  # [B, D] or float32[B, V]
-    ) -> tuple[jax.Array, SlotState]:
-        """The tokens, and the slots with each token at its position and the input of its draw.
-
-        Rows that draw none write no token.
-        """
-        position = jnp.where(batch.samples, batch.seq_lens, slots.token_ids.shape[1])
-        if slots.lengths is not None:
-            known = batch.seq_lens + batch.samples.astype(jnp.int32)
-            slots = slots._replace(lengths=slots.lengths.at[batch.rows.slots].set(known))
-        return token_ids, slots._replace(
-            token_ids=slots.token_ids.at[batch.rows.slots, position].set(token_ids, mode="drop"),
-            drawn_from=slots.drawn_from.at[batch.rows.slots].set(drawn_from),
-        )
-
-    def _record_accepted(
-        self,
-        slots: SlotState,
-        batch: DeviceBatch,
         token_ids: jax.Array,  # int32[N]
         drawn_from: jax.Array,  # [N, D] or float32[N, V]
     ) -> tuple[jax.Array, SlotState]:
-        """As ``_record``, for decode rows with drafts.
+        """The tokens, and the slots with each token at its position and the input of its last draw.
 
-        The tokens after a refused draft are ``NO_TOKEN`` and are not written. The slot stores the
-        new length of the sequence.
+        Rows that draw none write no token. The tokens after a refused draft are ``NO_TOKEN`` and
+        are not written. With a drafter the slot stores the new length of the sequence.
         """
-        bucket, draws, drafts = self.layout.bucket, batch.draws, batch.drafts
-        assert drafts is not None and slots.lengths is not None
-        d, q = bucket.num_decodes, bucket.query_tokens
-        accepted = num_accepted(drafts.token_ids, token_ids[: d * q].reshape(d, q), drafts.limits)
-        index = jnp.arange(d * q, dtype=jnp.int32)
-        is_accepted = index % q <= accepted[index // q]
-        drawn = jnp.concatenate((is_accepted, batch.samples[d:]))
-        token_ids = jnp.where(drawn, token_ids, NO_TOKEN)
+        bucket, draws = self.layout.bucket, batch.draws
+        drawn, lengths = batch.samples, batch.seq_lens + batch.samples.astype(jnp.int32)
+        if batch.drafts is not None:
+            d, q = bucket.num_decodes, bucket.query_tokens
+            draws_of_rows = token_ids[: d * q].reshape(d, q)
+            accepted = num_accepted(batch.drafts.token_ids, draws_of_rows, batch.drafts.limits)
+            index = jnp.arange(d * q, dtype=jnp.int32)
+            drawn = jnp.concatenate((index % q <= accepted[index // q], batch.samples[d:]))
+            token_ids = jnp.where(drawn, token_ids, NO_TOKEN)
+            prefills = d * q + jnp.arange(bucket.num_prefills)
+            drawn_from = drawn_from[jnp.concatenate((jnp.arange(d) * q + accepted, prefills))]
+            lengths = jnp.concatenate((batch.rows.begins[:d] + 2 + accepted, lengths[d:]))
+        if slots.lengths is not None:
+            slots = slots._replace(lengths=slots.lengths.at[batch.rows.slots].set(lengths))
         position = jnp.where(drawn, draws.lens, slots.token_ids.shape[1])
-        last = jnp.concatenate(
-            (jnp.arange(d) * q + accepted, d * q + jnp.arange(bucket.num_prefills))
-        )
-        lengths = jnp.concatenate(
-            (
-                batch.rows.begins[:d] + 2 + accepted,
-                batch.seq_lens[d:] + batch.samples[d:].astype(jnp.int32),
-            )
-        )
         return token_ids, slots._replace(
             token_ids=slots.token_ids.at[draws.slots, position].set(token_ids, mode="drop"),
-            drawn_from=slots.drawn_from.at[batch.rows.slots].set(drawn_from[last]),
-            lengths=slots.lengths.at[batch.rows.slots].set(lengths),
+            drawn_from=slots.drawn_from.at[batch.rows.slots].set(drawn_from),
         )

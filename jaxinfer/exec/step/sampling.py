@@ -39,26 +39,15 @@ def sample(
     seq_slots: jax.Array,  # int32[B]
     seq_lens: jax.Array,  # int32[B]: tokens of each sequence; also the drawn token's position
     impl: str | None = None,
+    changed: jax.Array | None = None,  # float32[B, V]: the logits after ``with_extras``
 ) -> jax.Array:  # int32[B]
-    """Draw one token per row from the raw logits; ``NOT_FINITE`` if one is NaN or infinite.
+    """Draw one token per row from the raw logits, or from the ``changed`` ones.
 
-    ``impl`` pins an implementation.
+    The token is ``NOT_FINITE`` if a raw logit is NaN or infinite. ``impl`` pins an implementation.
     """
-    return sample_changed(logits, logits, slots, seq_slots, seq_lens, impl)
-
-
-def sample_changed(
-    logits: jax.Array,  # float32[B, V], unmodified
-    changed: jax.Array,  # float32[B, V]: the logits after ``with_extras``
-    slots: SlotState,
-    seq_slots: jax.Array,  # int32[B]
-    seq_lens: jax.Array,  # int32[B]
-    impl: str | None = None,
-) -> jax.Array:  # int32[B]
-    """As ``sample``, but draw from ``changed``."""
     ints, floats = read_settings(slots, seq_slots)
     token_ids = draw(
-        changed,
+        logits if changed is None else changed,
         floats.temperature,
         ints.top_k,
         floats.top_p,

@@ -1,18 +1,21 @@
 """The state of each slot on the device: sampling settings, drawn tokens, and the data of extras.
 
 Every draw reads the settings. They are small: the batch of a prompt step contains them, and the
-step writes them (``with_settings``). The data that only extras read is large and rarely needed:
+step writes them (``forward``). The data that only extras read is large and rarely needed:
 logit_bias, stop ids and all known tokens. ``admit`` writes it when a request with such extras gets
 a slot. Other slots keep the data of an earlier request, and their settings switch it off. The input
 of each draw is also stored, for an executable that draws again with extras. With all this on the
 device, the batch contains no more than the slot and page table of a decode row, and step n + 1 can
 read the token of step n before the host does.
+
+A model may also keep layer state for each sequence, in rows of the layers' arrays. ``copied``
+copies rows: from a slot to a snapshot, and back, as the scheduler decides (``sched.snapshots``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, batched
 from typing import NamedTuple
 
 import jax
@@ -25,7 +28,6 @@ from jaxinfer.core.request import (
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     Request,
-    SamplingParams,
 )
 from jaxinfer.core.step import SlotAdmission
 
@@ -118,41 +120,32 @@ def init_slots(
 
 def settings_of(requests: Sequence[Request]) -> np.ndarray:  # int32[N, NUM_SETTINGS]
     """The settings of one or more requests, a row each."""
-    ints = np.array([_ints(request) for request in requests], np.int64).astype(np.int32)
-    floats = np.array([_floats(request.sampling) for request in requests], np.float32)
-    return np.concatenate((ints, floats.view(np.int32)), axis=1)
-
-
-def _ints(request: Request) -> SlotInts[int]:
-    sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
-    return SlotInts(
-        seed_low=request.seed & 0xFFFF_FFFF,
-        seed_high=request.seed >> 32 & 0xFFFF_FFFF,
-        top_k=sampling.top_k,
-        num_prompt_tokens=num_prompt_tokens,
-        min_length=min(num_prompt_tokens + sampling.min_tokens, INT32_MAX),
-        num_biases=len(sampling.logit_bias or ()),
-    )
-
-
-def _floats(sampling: SamplingParams) -> SlotFloats[float]:
-    return SlotFloats(
-        temperature=0.0 if sampling.greedy else sampling.temperature,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-    )
-
-
-def with_settings(
-    slots: SlotState,
-    seq_slots: jax.Array,  # int32[R]
-    settings: jax.Array,  # int32[R, NUM_SETTINGS]
-) -> SlotState:
-    """The slot state with new settings."""
-    return slots._replace(settings=slots.settings.at[seq_slots].set(settings))
+    ints: list[SlotInts[int]] = []
+    floats: list[SlotFloats[float]] = []
+    for request in requests:
+        sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
+        ints.append(
+            SlotInts(
+                seed_low=request.seed & 0xFFFF_FFFF,
+                seed_high=request.seed >> 32 & 0xFFFF_FFFF,
+                top_k=sampling.top_k,
+                num_prompt_tokens=num_prompt_tokens,
+                min_length=min(num_prompt_tokens + sampling.min_tokens, INT32_MAX),
+                num_biases=len(sampling.logit_bias or ()),
+            )
+        )
+        floats.append(
+            SlotFloats(
+                temperature=0.0 if sampling.greedy else sampling.temperature,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                repetition_penalty=sampling.repetition_penalty,
+            )
+        )
+    columns = np.array(ints, np.int64).astype(np.int32), np.array(floats, np.float32)
+    return np.concatenate((columns[0], columns[1].view(np.int32)), axis=1)
 
 
 def read_settings(
@@ -180,29 +173,22 @@ def empty_rows(count: int, sink_slot: int, max_model_len: int) -> np.ndarray:  #
 
 def slot_rows(
     admissions: Sequence[SlotAdmission],
-    count: int,
-    *,
-    sink_slot: int,
+    rows: np.ndarray,  # int32[A, ...]: see ``empty_rows``
     vocab_size: int,
-    max_model_len: int,
 ) -> np.ndarray:  # int32[A, ...]
-    """``count`` rows as a host array: the admissions' rows, then padding."""
-    rows = empty_rows(count, sink_slot, max_model_len)
-    sections = _sections(rows[: len(admissions)])
-    sections.stop_ids[:] = vocab_size
+    """``rows`` with the admissions in the first ones."""
+    sections = _sections(rows)
+    sections.stop_ids[: len(admissions)] = vocab_size
     for index, admission in enumerate(admissions):
-        _fill(RowSections(*(section[index] for section in sections)), admission)
+        row = RowSections(*(section[index] for section in sections))
+        request, known = admission.request, admission.token_ids
+        row.slot[0] = admission.slot
+        if bias := request.sampling.logit_bias:
+            row.bias_ids[: len(bias)] = list(bias)
+            row.bias_values.view(np.float32)[: len(bias)] = list(bias.values())
+        row.stop_ids[: len(request.stop_ids)] = request.stop_ids
+        row.token_ids[: len(known)] = known.array()
     return rows
-
-
-def _fill(row: RowSections[np.ndarray], admission: SlotAdmission) -> None:
-    request = admission.request
-    row.slot[0] = admission.slot
-    if bias := request.sampling.logit_bias:
-        row.bias_ids[: len(bias)] = list(bias)
-        row.bias_values.view(np.float32)[: len(bias)] = list(bias.values())
-    row.stop_ids[: len(request.stop_ids)] = request.stop_ids
-    row.token_ids[: len(admission.token_ids)] = admission.token_ids.array()
 
 
 def admit(slots: SlotState, rows: jax.Array) -> SlotState:  # int32[A, ...]: see ``RowSections``
@@ -222,3 +208,25 @@ def _sections[A: (np.ndarray, jax.Array)](rows: A) -> RowSections[A]:
     """The sections of rows; they are views of a numpy array."""
     ends = (*SECTION_STARTS[1:], rows.shape[1])
     return RowSections(*(rows[:, i:j] for i, j in zip(SECTION_STARTS, ends, strict=True)))
+
+
+def copied(arrays: tuple[jax.Array, ...], pairs: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays [rows, ...] in which rows ``pairs[0]`` are copied to rows ``pairs[1]``.
+
+    ``pairs`` is int32[2, N]. All N rows are read before any is written. Compiled for one N;
+    ``arrays`` are donated.
+    """
+    source, target = pairs
+    return tuple(array.at[target].set(array[source]) for array in arrays)
+
+
+def pack_copies(
+    pairs: Iterable[tuple[int, int]], count: int, sink: int
+) -> tuple[np.ndarray, ...]:  # int32[2, count] each
+    """The arguments of the calls that copy (from, to) rows; padding copies the sink to itself."""
+    calls: list[np.ndarray] = []
+    for some in batched(pairs, count):
+        call = np.full((2, count), sink, np.int32)
+        call[:, : len(some)] = np.array(some, np.int32).T
+        calls.append(call)
+    return tuple(calls)

@@ -1,4 +1,4 @@
-"""Checks the invariants of a scheduler state, in slow and simple code for tests and debugging."""
+"""Checks the invariants of a scheduler state, in slow and simple code."""
 
 from __future__ import annotations
 
