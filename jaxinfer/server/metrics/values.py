@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 # vLLM's bounds, so that its dashboards and alerts find every boundary that they name
@@ -89,28 +89,19 @@ class Histogram:
         return sum(self.counts)
 
 
+@dataclass(frozen=True)
 class HistogramFamily:
     """Histograms of one series, one for each set of label values."""
 
-    def __init__(
-        self,
-        name: str,
-        documentation: str,
-        bounds: tuple[float, ...],
-        label_names: tuple[str, ...] = (),
-    ) -> None:
-        self.name = name
-        self.documentation = documentation
-        self.label_names = label_names
-        self._bounds = bounds
-        self._children: dict[tuple[str, ...], Histogram] = {}
+    name: str
+    documentation: str
+    bounds: tuple[float, ...]
+    label_names: tuple[str, ...] = ()
+    children: dict[tuple[str, ...], Histogram] = field(default_factory=dict)
 
     def child(self, *label_values: str) -> Histogram:
         """The histogram of these label values; it is exported from now on."""
-        return self._children.setdefault(label_values, Histogram(self._bounds))
-
-    def __iter__(self) -> Iterator[tuple[tuple[str, ...], Histogram]]:
-        return iter(self._children.items())
+        return self.children.setdefault(label_values, Histogram(self.bounds))
 
 
 class Rates:
