@@ -17,7 +17,7 @@ from jaxinfer.core.request import INT32_MAX
 from jaxinfer.core.version import VERSION
 from jaxinfer.server.http.errors import ErrorBody
 from jaxinfer.server.openai import responses
-from jaxinfer.server.openai.openapi_descriptions import RESPONSE_FIELDS
+from jaxinfer.server.openai.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS
 from jaxinfer.server.openai.schema import (
     MAX_PROMPTS,
     AnyRequest,
@@ -188,8 +188,11 @@ def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
     for name, schema in schemas.items():
         if name in requests:
             _complete(schema, requests[name], models)
-        else:
-            _describe(schema.get("properties", {}))
+        fields = REQUEST_FIELDS if name in requests else RESPONSE_FIELDS
+        for field, described in schema.get("properties", {}).items():
+            if "description" not in described:
+                own = REQUEST_FIELDS.get(f"{name}.{field}")
+                described["description"] = own or fields[field]
     if vocab_size is not None:
         _bound_token_ids(schemas, vocab_size - 1)
     return schemas
@@ -283,13 +286,6 @@ def _error(status: int) -> dict[str, Any]:
     }
 
 
-def _describe(properties: dict[str, Any]) -> None:
-    """Add the descriptions of a response's fields, in place."""
-    for name, schema in properties.items():
-        if "description" not in schema:
-            schema["description"] = RESPONSE_FIELDS[name]
-
-
 def _complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequence[str]) -> None:
     """Add to a request's schema the rules that its types do not express, in place."""
     properties: dict[str, Any] = schema["properties"]
@@ -323,18 +319,11 @@ def _exactly_one(given: str, absent: str) -> dict[str, Any]:
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema of a field that may be null, which is its default."""
-    default, description = schema.pop("default", None), schema.pop("description", None)
+    default = schema.pop("default", None)
     forms = schema.pop("anyOf", None) or [schema]
     if {"type": "null"} not in forms:
         forms = [*forms, {"type": "null"}]
-    for form in forms:
-        description = form.pop("description", description)
-    nullable: dict[str, Any] = {"anyOf": forms}
-    if description is not None:
-        nullable["description"] = description
-    if default is not None:
-        nullable["default"] = default
-    return nullable
+    return {"anyOf": forms} | ({} if default is None else {"default": default})
 
 
 def _prompt_forms() -> list[dict[str, Any]]:

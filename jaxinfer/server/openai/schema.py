@@ -22,9 +22,8 @@ from jaxinfer.server.openai.fields import (
     Neutral,
     RequestedTokens,
     TokenId,
-    described,
+    bounds,
     field_error,
-    int_bounds,
 )
 
 MAX_PROMPTS = 2048  # of one request, as many as OpenAI allows
@@ -63,26 +62,7 @@ CHAT_IGNORED = (
 )
 
 TokenIds = Annotated[tuple[TokenId, ...], Meta(min_length=1)]
-Messages = Annotated[
-    tuple[dict[str, Any], ...],
-    Meta(
-        min_length=1,
-        description="Objects of role and content (text, or a list of text parts), and of an "
-        "answer tool_calls, whose arguments are a JSON object as text; fields that are null or "
-        "empty count as absent, other keys reach the chat template.",
-    ),
-]
-
-
-OpensTurn = Annotated[bool, described("Open the assistant's turn.")]
-Continues = Annotated[
-    bool, described("Go on with the last message; needs add_generation_prompt=false.")
-]
-Template = Annotated[
-    str, described("A template, or the name of one of the model's, to use instead.")
-]
-TemplateNames = Annotated[dict[str, Any], described("Further names for the chat template.")]
-Name = Annotated[str, described("A name that /v1/models lists; absent: the served model.")]
+Messages = Annotated[tuple[dict[str, Any], ...], Meta(min_length=1)]
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
@@ -92,35 +72,12 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
         {**UNSUPPORTED, "prompt_embeds": (None,), "suffix": (None, "")}
     )
 
-    prompt: Annotated[
-        str | Annotated[tuple[str | TokenId | tuple[TokenId, ...], ...], Meta(min_length=1)],
-        described(f"Text, token ids, or a list of up to {MAX_PROMPTS} of either."),
-    ]
-    max_tokens: (
-        Annotated[
-            int,
-            Meta(
-                ge=0,
-                le=WHOLE_BOUNDS["max_tokens"][1],
-                description=f"Most tokens to generate, absent {DEFAULT_MAX_TOKENS}; 0, which needs "
-                "echo, only scores the prompt.",
-            ),
-        ]
-        | None
-    ) = None
-    logprobs: (
-        Annotated[int, int_bounds("logprobs", "Likeliest tokens to list at each position.")] | None
-    ) = None
-    echo: Annotated[bool, described("Put the prompt before the text; logprobs cover it too.")] = (
-        False
-    )
-    best_of: (
-        Annotated[int, Meta(ge=1, description="1 or the same as n: every completion is sent.")]
-        | None
-    ) = None
-    add_special_tokens: Annotated[
-        bool, described("Add the tokenizer's special tokens to a text prompt.")
-    ] = True
+    prompt: str | Annotated[tuple[str | TokenId | tuple[TokenId, ...], ...], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=0, le=WHOLE_BOUNDS["max_tokens"][1])] | None = None
+    logprobs: Annotated[int, bounds("logprobs")] | None = None
+    echo: bool = False
+    best_of: Annotated[int, Meta(ge=1)] | None = None
+    add_special_tokens: bool = True
 
     @property
     def scores_only(self) -> bool:
@@ -169,33 +126,15 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
     logprobs_field: ClassVar[str] = "top_logprobs"
 
     messages: Messages
-    add_generation_prompt: OpensTurn = True
-    continue_final_message: Continues = False
-    chat_template: Template | None = None
-    chat_template_kwargs: TemplateNames | None = None
-    add_special_tokens: Annotated[
-        bool, described("Add the tokenizer's special tokens to what the template writes.")
-    ] = False
-    max_completion_tokens: (
-        Annotated[
-            int,
-            int_bounds("max_tokens", "Most tokens to generate; wins over max_tokens."),
-        ]
-        | None
-    ) = None
-    logprobs: Annotated[bool, described("List the logprob of each token.")] = False
-    top_logprobs: (
-        Annotated[
-            int,
-            int_bounds(
-                "logprobs", "Likeliest tokens to list at each position; needs logprobs=true."
-            ),
-        ]
-        | None
-    ) = None
-    echo: Annotated[
-        bool, described("Put the last message before the text if its role is the answer's.")
-    ] = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = False
+    max_completion_tokens: Annotated[int, bounds("max_tokens")] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, bounds("logprobs")] | None = None
+    echo: bool = False
 
     def check(self) -> None:
         """See ``GenerationFields``."""
@@ -223,19 +162,9 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
 class GenerateRequest(GenerationFields, frozen=True, kw_only=True):
     """``POST /v1/generate``: one prompt; the response has plain text and ids."""
 
-    prompt: Annotated[str | TokenIds, described("Text, or token ids.")]
-    max_tokens: (
-        Annotated[
-            int, int_bounds("max_tokens", f"Most tokens to generate, absent {DEFAULT_MAX_TOKENS}.")
-        ]
-        | None
-    ) = None
-    logprobs: (
-        Annotated[int, int_bounds("logprobs", "Likeliest tokens to list at each position.")] | None
-    ) = None
-    add_special_tokens: Annotated[
-        bool, described("Add the tokenizer's special tokens to a text prompt.")
-    ] = True
+    prompt: str | TokenIds
+    logprobs: Annotated[int, bounds("logprobs")] | None = None
+    add_special_tokens: bool = True
 
     def output_limit(self) -> int | None:
         """See ``GenerationFields``."""
@@ -252,17 +181,15 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     unsupported: ClassVar[Neutral] = MappingProxyType({"tools": (None, [])})
     ignored: ClassVar[tuple[str, ...]] = ()
 
-    model: Name | None = None
-    prompt: Annotated[str, described("The text; either this or messages.")] | None = None
+    model: str | None = None
+    prompt: str | None = None
     messages: Messages | None = None
-    add_generation_prompt: OpensTurn = True
-    continue_final_message: Continues = False
-    chat_template: Template | None = None
-    chat_template_kwargs: TemplateNames | None = None
-    add_special_tokens: (
-        Annotated[bool, described("Absent: true for a prompt, false for messages.")] | None
-    ) = None
-    return_token_strs: Annotated[bool, described("List each token's text too.")] = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
 
     def check(self) -> None:
         """Raise ``ApiError`` for fields that contradict each other."""
@@ -277,8 +204,8 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     unsupported: ClassVar[Neutral] = MappingProxyType({})
     ignored: ClassVar[tuple[str, ...]] = ()
 
-    model: Name | None = None
-    tokens: Annotated[tuple[TokenId, ...], described("The token ids.")]
+    model: str | None = None
+    tokens: tuple[TokenId, ...]
 
     def check(self) -> None:
         """Do nothing: the fields cannot contradict each other."""
