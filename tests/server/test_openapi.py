@@ -18,7 +18,7 @@ from jaxinfer.server.openai.parse import parse
 from jaxinfer.server.routes.app import ROUTES
 
 VOCABULARY = 100
-DOCUMENT = openapi_document(OPERATIONS, secured=True, models=["m", "n"], vocab_size=VOCABULARY)
+DOCUMENT = openapi_document(secured=True, models=("m", "n"), vocab_size=VOCABULARY)
 SCHEMAS = DOCUMENT["components"]["schemas"]
 REQUESTS = {one.request.__name__: one.request for one in OPERATIONS.values() if one.request}
 DESCRIBED = {
@@ -40,13 +40,7 @@ def accepts(name, body) -> bool:
 def test_every_route_has_its_operation():
     """Neither a route without an operation nor an operation without a route is allowed."""
     routes = {(method, path.replace(":path}", "}")) for method, path in ROUTES}
-    assert set(OPERATIONS) == {*routes, ("GET", "/openapi.json")}
-    assert set(DESCRIBED) == set(OPERATIONS)
-
-
-def test_a_route_without_an_operation_cannot_be_described():
-    with pytest.raises(KeyError, match="/v1/new"):
-        openapi_document([("POST", "/v1/new")])
+    assert routes == set(OPERATIONS) == set(DESCRIBED)
 
 
 def test_document_is_valid():
@@ -78,7 +72,7 @@ def test_no_description_without_a_field():
 
 
 def test_errors_are_described():
-    assert set(ERRORS) == set(ERROR_TYPES)
+    assert set(ERRORS) >= set(ERROR_TYPES)
     for (_, path), operation in DESCRIBED.items():
         statuses = set(operation["responses"]) - {"200"}
         assert {"405", "500", "503"} <= statuses
@@ -92,7 +86,7 @@ def test_errors_are_described():
 
 
 def test_without_a_key_nothing_is_secured():
-    document = openapi_document(OPERATIONS)
+    document = openapi_document()
     operations = [one for methods in document["paths"].values() for one in methods.values()]
     assert all(one["security"] == [] for one in operations)
 

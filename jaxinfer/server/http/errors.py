@@ -21,16 +21,11 @@ from jaxinfer.core.errors import (
 from jaxinfer.core.request import SamplingParams
 
 ERROR_TYPES: Mapping[int, str] = MappingProxyType(
-    {
-        400: "invalid_request_error",
+    {  # of other statuses: invalid_request_error
         401: "authentication_error",
         404: "not_found_error",
-        405: "invalid_request_error",
         408: "timeout_error",
-        413: "invalid_request_error",
-        415: "invalid_request_error",
         429: "rate_limit_error",
-        431: "invalid_request_error",
         500: "server_error",
         503: "server_error",
     }

@@ -1,13 +1,13 @@
 """``/openapi.json``: requests and responses of every route, as OpenAPI 3.1.
 
-Owns: the table of operations, and the document made of it and of the structs. A route without an
-operation is a ``KeyError``.
+Owns: the table of operations, and the document made of it and of the structs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +16,7 @@ import msgspec
 from jaxinfer.core.request import INT32_MAX
 from jaxinfer.core.version import VERSION
 from jaxinfer.server.http.errors import ErrorBody
+from jaxinfer.server.http.guard import OPEN_PATHS
 from jaxinfer.server.openai import responses
 from jaxinfer.server.openai.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS
 from jaxinfer.server.openai.schema import (
@@ -43,10 +44,6 @@ ERRORS: Mapping[int, str] = MappingProxyType(
         503: "The model is loading, the server is shutting down, or the engine has stopped.",
     }
 )
-OPEN = (405, 431, 500, 503)  # needs no API key
-GUARDED = (*OPEN, 401)
-TAKES_JSON = (*GUARDED, 400, 404, 408, 413, 415)
-GENERATES = (*TAKES_JSON, 429)
 
 
 class Operation(NamedTuple):
@@ -55,7 +52,6 @@ class Operation(NamedTuple):
     name: str
     summary: str
     response: type[msgspec.Struct] | str | None  # None: an empty body
-    errors: tuple[int, ...]
     request: type[AnyRequest] | None = None
     event: type[msgspec.Struct] | None = None  # the data of each event of a stream
 
@@ -66,7 +62,6 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "createCompletion",
             "Continue prompts.",
             responses.Completion,
-            GENERATES,
             CompletionRequest,
             responses.CompletionChunk,
         ),
@@ -74,7 +69,6 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "createChatCompletion",
             "Answer a chat.",
             responses.ChatCompletion,
-            GENERATES,
             ChatCompletionRequest,
             responses.ChatChunk,
         ),
@@ -82,7 +76,6 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "generate",
             "Continue one prompt; text, token ids and times come back plainly.",
             responses.GenerateResponse,
-            GENERATES,
             GenerateRequest,
             responses.GenerateResponse,
         ),
@@ -90,61 +83,53 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "tokenize",
             "Token ids of a prompt, or of messages as the model would see them.",
             responses.Tokenized,
-            TAKES_JSON,
             TokenizeRequest,
         ),
         ("POST", "/detokenize"): Operation(
             "detokenize",
             "The text of token ids.",
             responses.Detokenized,
-            TAKES_JSON,
             DetokenizeRequest,
         ),
         ("GET", "/v1/models"): Operation(
-            "listModels", "The names under which the model is served.", responses.ModelList, GUARDED
+            "listModels", "The names under which the model is served.", responses.ModelList
         ),
         ("GET", "/v1/models/{model}"): Operation(
             "retrieveModel",
             "One of the names that /v1/models lists.",
             responses.ModelCard,
-            (*GUARDED, 404),
         ),
-        ("GET", "/health"): Operation("health", "Whether the engine's loop answers.", None, OPEN),
-        ("GET", "/ping"): Operation("ping", "As /health, under SageMaker's name.", None, OPEN),
-        ("POST", "/ping"): Operation("postPing", "As GET /ping.", None, OPEN),
-        ("GET", "/ready"): Operation("ready", "Whether new requests are taken.", None, OPEN),
+        ("GET", "/health"): Operation("health", "Whether the engine's loop answers.", None),
+        ("GET", "/ping"): Operation("ping", "As /health, under SageMaker's name.", None),
+        ("POST", "/ping"): Operation("postPing", "As GET /ping.", None),
+        ("GET", "/ready"): Operation("ready", "Whether new requests are taken.", None),
         ("GET", "/metrics"): Operation(
-            "metrics", "Counters, gauges and histograms for Prometheus.", "text/plain", GUARDED
+            "metrics", "Counters, gauges and histograms for Prometheus.", "text/plain"
         ),
         ("GET", "/stats"): Operation(
-            "stats", "The same counters as JSON, with quantiles.", "application/json", GUARDED
+            "stats", "The same counters as JSON, with quantiles.", "application/json"
         ),
-        ("GET", "/version"): Operation(
-            "version", "The server's version.", responses.Version, GUARDED
-        ),
-        ("GET", "/openapi.json"): Operation(
-            "openapi", "This document.", "application/json", GUARDED
-        ),
+        ("GET", "/version"): Operation("version", "The server's version.", responses.Version),
+        ("GET", "/openapi.json"): Operation("openapi", "This document.", "application/json"),
     }
 )
 
 
+@lru_cache(maxsize=1)
 def openapi_document(
-    routes: Iterable[tuple[str, str]],
     *,
     secured: bool = False,
-    models: Sequence[str] = (),
+    models: tuple[str, ...] = (),
     vocab_size: int | None = None,
     root_path: str = "",
 ) -> dict[str, Any]:
-    """The document for ``routes``, pairs of method and path.
+    """The document; the last one is kept, so do not change it.
 
     ``secured``: whether the server has an API key. ``models`` and ``vocab_size`` are the served
-    model's names and bound of token ids. Raises ``KeyError`` for a route without an operation.
+    model's names and bound of token ids.
     """
     paths: dict[str, dict[str, Any]] = {}
-    for method, path in routes:
-        operation = OPERATIONS[method, path]
+    for (method, path), operation in OPERATIONS.items():
         paths.setdefault(path, {})[method.lower()] = _operation(operation, path, secured)
     return {
         "openapi": "3.1.0",
@@ -158,7 +143,7 @@ def openapi_document(
         "paths": paths,
         "components": {
             "schemas": _schemas(models, vocab_size),
-            "responses": {_error_name(status): _error(status) for status in ERRORS},
+            "responses": {f"Error{status}": _error(status) for status in ERRORS},
             "securitySchemes": {
                 "apiKey": {
                     "type": "http",
@@ -199,11 +184,29 @@ def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
 
 
 def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]:
+    names = re.findall(r"{(\w+)}", path)
+    errors = {405, 431, 500, 503}
+    if path not in OPEN_PATHS:
+        errors.add(401)
+    if names:
+        errors.add(404)
+    if operation.request is not None:
+        errors |= {400, 404, 408, 413, 415}
+    if operation.event is not None:
+        errors.add(429)
     described: dict[str, Any] = {
         "operationId": operation.name,
         "summary": operation.summary,
         "parameters": [
-            *map(_path_parameter, re.findall(r"{(\w+)}", path)),
+            *(
+                {
+                    "name": name,
+                    "in": "path",
+                    "required": True,
+                    "schema": {"type": "string", "minLength": 1},
+                }
+                for name in names
+            ),
             {
                 "name": "X-Request-Id",
                 "in": "header",
@@ -214,11 +217,11 @@ def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]
         "responses": {
             "200": _success(operation),
             **{
-                str(status): {"$ref": f"#/components/responses/{_error_name(status)}"}
-                for status in sorted(operation.errors)
+                str(status): {"$ref": f"#/components/responses/Error{status}"}
+                for status in sorted(errors)
             },
         },
-        "security": [{"apiKey": []}] if secured and 401 in operation.errors else [],
+        "security": [{"apiKey": []}] if secured and 401 in errors else [],
     }
     if operation.request is not None:
         described["requestBody"] = {
@@ -226,11 +229,6 @@ def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]
             "content": {"application/json": {"schema": _ref(operation.request)}},
         }
     return described
-
-
-def _path_parameter(name: str) -> dict[str, Any]:
-    schema = {"type": "string", "minLength": 1}
-    return {"name": name, "in": "path", "required": True, "schema": schema}
 
 
 def _success(operation: Operation) -> dict[str, Any]:
@@ -265,10 +263,6 @@ def _event(kind: type[msgspec.Struct]) -> dict[str, Any]:
 def _headers() -> dict[str, Any]:
     description = "The id of this request in the log."
     return {"X-Request-Id": {"description": description, "schema": {"type": "string"}}}
-
-
-def _error_name(status: int) -> str:
-    return f"Error{status}"
 
 
 def _error(status: int) -> dict[str, Any]:
