@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
-from jaxinfer.engine.outputs import Delta, PositionLogprobs
-from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.http.sse import frame
+from jaxinfer.engine.outputs import Delta
 from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.responses import (
     ChatChoice,
@@ -19,52 +17,36 @@ from jaxinfer.server.openai.responses import (
     ChatLogprobs,
     ChatMessage,
     Usage,
-    encode,
 )
 from jaxinfer.server.openai.schema import ChatCompletionRequest
 from jaxinfer.server.openai.writer import (
-    Envelope,
-    ResponseContext,
+    EnvelopeWriter,
     chat_logprobs,
+    in_order,
     merged_updates,
     usage_of,
 )
+from jaxinfer.text.messages import join_parts
 
 
-class ChatWriter:
-    """See ``Writer``. A choice has an event for its role, events for its text, and a last event."""
+class ChatWriter(EnvelopeWriter[ChatCompletionRequest]):
+    """A choice has an event for its role, events for its text, and a last event."""
 
-    def __init__(
-        self, context: ResponseContext, request: ChatCompletionRequest, prompts: Sequence[Prompt]
-    ) -> None:
-        self._context = context
-        self._request = request
-        self._prompt = prompts[0]
-        self._id = f"chatcmpl-{context.request_id}"
-        self._begun: set[int] = set()
-        self._envelope = Envelope(self._chunk(None if context.sends_usage else UNSET))
+    _id_prefix = "chatcmpl"
+    _chunk_type = ChatChunk
 
     def full_response(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> ChatCompletion:
-        """See ``Writer``."""
-        choices = [self._choice(update) for update in merged_updates(updates)]
-        scored = self._request.prompt_logprobs is not None
-        positions: list[PositionLogprobs | None] = [None]
-        positions += [one for update in updates for one in update.delta.prompt_logprobs]
         return ChatCompletion(
-            id=self._id,
-            created=self._context.created,
-            model=self._context.model,
-            choices=sorted(choices, key=lambda choice: choice.index),
-            system_fingerprint=self._context.fingerprint,
+            **self._head,
+            choices=[self._choice(update) for update in in_order(updates)],
             usage=usage_of(answer),
-            prompt_logprobs=positions if scored else UNSET,
-            prompt_token_ids=self._prompt_token_ids(),
+            prompt_logprobs=self._prompt_logprobs_of(updates),
+            prompt_token_ids=self._listed(self._prompts[0].token_ids),
         )
 
     def events(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> bytes:
-        """See ``Writer``."""
         usage = self._running_usage(answer)
-        envelope = Envelope(self._chunk(usage)) if isinstance(usage, Usage) else self._envelope
+        envelope = self._envelope_with(usage)
         sent: list[bytes] = []
         for update in merged_updates(updates):
             delta = update.delta
@@ -76,17 +58,12 @@ class ChatWriter:
                 sent.append(envelope.around(self._ending(update.choice, delta)))
         return b"".join(sent)
 
-    def final_events(self, answer: Answer) -> bytes:
-        """See ``Writer``."""
-        return frame(encode(self._chunk(usage_of(answer)))) if self._context.sends_usage else b""
-
     def _opening(self, choice: int, usage: Usage | None | UnsetType) -> bytes:
         """The event with the role, and with ``echo`` the message that is continued."""
-        first = not self._begun
+        token_ids = UNSET if self._begun else self._listed(self._prompts[0].token_ids)
         self._begun.add(choice)
         says = ChatDelta(role=self._context.role, content=self._echo())
-        prompt_token_ids = self._prompt_token_ids() if first else UNSET
-        envelope = Envelope(self._chunk(usage, prompt_token_ids=prompt_token_ids))
+        envelope = self._envelope_with(usage, prompt_token_ids=token_ids)
         return envelope.around(ChatChunkChoice(index=choice, delta=says))
 
     def _new_text(self, choice: int, delta: Delta) -> ChatChunkChoice:
@@ -94,7 +71,7 @@ class ChatWriter:
             index=choice,
             delta=ChatDelta(content=delta.text),
             logprobs=self._logprobs(delta),
-            token_ids=list(delta.token_ids) if self._request.return_token_ids else UNSET,
+            token_ids=self._listed(delta.token_ids),
         )
 
     def _ending(self, choice: int, delta: Delta) -> ChatChunkChoice:
@@ -107,22 +84,6 @@ class ChatWriter:
             stop_reason=delta.stop_reason,
         )
 
-    def _chunk(
-        self,
-        usage: Usage | None | UnsetType,
-        *,
-        prompt_token_ids: list[int] | UnsetType = UNSET,
-    ) -> ChatChunk:
-        return ChatChunk(
-            id=self._id,
-            created=self._context.created,
-            model=self._context.model,
-            choices=[],
-            system_fingerprint=self._context.fingerprint,
-            usage=usage,
-            prompt_token_ids=prompt_token_ids,
-        )
-
     def _choice(self, update: ChoiceUpdate) -> ChatChoice:
         delta = update.delta
         assert delta.finish_reason is not None, "the answer has ended"
@@ -132,7 +93,7 @@ class ChatWriter:
             logprobs=self._logprobs(delta),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
-            token_ids=list(delta.token_ids) if self._request.return_token_ids else UNSET,
+            token_ids=self._listed(delta.token_ids),
         )
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
@@ -147,14 +108,5 @@ class ChatWriter:
         if not self._request.echo or last.get("role") != self._context.role:
             return ""
         content = last.get("content")
-        if isinstance(content, list):  # text parts; other parts were refused
-            return "\n".join(part["text"] for part in content)
-        return content or ""
-
-    def _prompt_token_ids(self) -> list[int] | UnsetType:
-        return list(self._prompt.token_ids) if self._request.return_token_ids else UNSET
-
-    def _running_usage(self, answer: Answer) -> Usage | None | UnsetType:
-        if not self._context.sends_usage:
-            return UNSET
-        return usage_of(answer) if self._request.sends_continuous_usage else None
+        # text parts; other parts were refused
+        return join_parts(content) if isinstance(content, list) else content or ""

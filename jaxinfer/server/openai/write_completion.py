@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.outputs import Delta, PositionLogprobs
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.http.sse import frame
 from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.responses import (
     Completion,
@@ -19,56 +18,48 @@ from jaxinfer.server.openai.responses import (
     CompletionLogprobs,
     StopReason,
     Usage,
-    encode,
 )
 from jaxinfer.server.openai.schema import CompletionRequest
 from jaxinfer.server.openai.writer import (
     Echo,
-    Envelope,
+    EnvelopeWriter,
     ResponseContext,
     TextOffsets,
     completion_logprobs,
+    in_order,
     merged_updates,
     usage_of,
 )
 
 
-class CompletionWriter:
-    """See ``Writer``. With ``echo`` a choice's text begins with its prompt."""
+class CompletionWriter(EnvelopeWriter[CompletionRequest]):
+    """With ``echo`` a choice's text begins with its prompt."""
+
+    _id_prefix = "cmpl"
+    _chunk_type = CompletionChunk
 
     def __init__(
         self, context: ResponseContext, request: CompletionRequest, prompts: Sequence[Prompt]
     ) -> None:
-        self._context = context
-        self._request = request
-        self._prompts = prompts
-        self._id = f"cmpl-{context.request_id}"
-        self._begun: set[int] = set()  # choices that have an event
+        super().__init__(context, request, prompts)
         self._offsets: dict[int, TextOffsets] = {}  # of each choice's tokens, for logprobs
         self._echoes: dict[int, Echo] = {}  # of each prompt, made with its first choice
         # of each prompt, as far as they have arrived; a prompt's first token has none
         self._prompt_logprobs: list[list[PositionLogprobs | None]] = [[None] for _ in prompts]
         self._held: list[ChoiceUpdate] = []  # updates that cannot be written yet
-        self._envelope = Envelope(self._chunk(None if context.sends_usage else UNSET))
 
     def full_response(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> Completion:
-        """See ``Writer``."""
         self._note(updates)
-        choices = [self._choice(update) for update in merged_updates(updates)]
         return Completion(
-            id=self._id,
-            created=self._context.created,
-            model=self._context.model,
-            choices=sorted(choices, key=lambda choice: choice.index),
-            system_fingerprint=self._context.fingerprint,
+            **self._head,
+            choices=[self._choice(update) for update in in_order(updates)],
             usage=self._usage(answer),
         )
 
     def events(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> bytes:
-        """See ``Writer``."""
         self._note(updates)
         sent: list[bytes] = []
-        envelope = self._running_envelope(answer)
+        envelope = self._envelope_with(self._running_usage(answer))
         updates, self._held = [*self._held, *updates], []
         for update in merged_updates(updates):
             if not self._is_writable(update):
@@ -78,28 +69,11 @@ class CompletionWriter:
                 sent.append(envelope.around(self._chunk_choice(update)))
         return b"".join(sent)
 
-    def final_events(self, answer: Answer) -> bytes:
-        """See ``Writer``."""
-        if not self._context.sends_usage:
-            return b""
-        return frame(encode(self._chunk(self._usage(answer))))
-
-    def _chunk(self, usage: Usage | None | UnsetType) -> CompletionChunk:
-        return CompletionChunk(
-            id=self._id,
-            created=self._context.created,
-            model=self._context.model,
-            choices=[],
-            system_fingerprint=self._context.fingerprint,
-            usage=usage,
-        )
-
     def _choice(self, update: ChoiceUpdate) -> CompletionChoice:
         prompt, delta = self._prompts[update.prompt], update.delta
         finish_reason, stop_reason = self._ending(delta)
         assert finish_reason is not None, "the answer has ended"
         text, token_ids = self._output(delta)
-        listed = self._request.return_token_ids
         has_prompt_logprobs = self._request.prompt_logprobs is not None
         return CompletionChoice(
             index=update.choice,
@@ -107,8 +81,8 @@ class CompletionWriter:
             logprobs=self._logprobs(update, first=True),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
-            token_ids=list(token_ids) if listed else UNSET,
-            prompt_token_ids=list(prompt.token_ids) if listed else UNSET,
+            token_ids=self._listed(token_ids),
+            prompt_token_ids=self._listed(prompt.token_ids),
             prompt_logprobs=self._prompt_logprobs[update.prompt] if has_prompt_logprobs else UNSET,
         )
 
@@ -120,15 +94,14 @@ class CompletionWriter:
         if first:
             text = self._echo(update.prompt).text + text
         finish_reason, stop_reason = self._ending(delta)
-        listed = self._request.return_token_ids
         return CompletionChunkChoice(
             index=update.choice,
             text=text,
             logprobs=self._logprobs(update, first=first),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
-            token_ids=list(token_ids) if listed else UNSET,
-            prompt_token_ids=list(prompt.token_ids) if listed and first else UNSET,
+            token_ids=self._listed(token_ids),
+            prompt_token_ids=self._listed(prompt.token_ids) if first else UNSET,
         )
 
     def _output(self, delta: Delta) -> tuple[str, tuple[int, ...]]:
@@ -204,8 +177,3 @@ class CompletionWriter:
 
     def _usage(self, answer: Answer) -> Usage:
         return usage_of(answer, counts_output=not self._request.scores_only)
-
-    def _running_envelope(self, answer: Answer) -> Envelope:
-        if self._context.sends_usage and self._request.sends_continuous_usage:
-            return Envelope(self._chunk(self._usage(answer)))
-        return self._envelope

@@ -1,19 +1,22 @@
 """The shared parts of the three response writers.
 
-Owns: the ``Writer`` protocol, the fields of every response and event, and logprobs in OpenAI's two
-forms.
+Owns: ``Writer``, the fields of every response and event, and logprobs in OpenAI's two forms.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
+
+from msgspec import UNSET, UnsetType
 
 from jaxinfer.engine.outputs import Logprob, PositionLogprobs, joined
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.sse import frame
 from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
+from jaxinfer.server.openai.fields import GenerationFields
 from jaxinfer.server.openai.responses import (
     ChatChunk,
     ChatChunkChoice,
@@ -61,22 +64,37 @@ class Echo(NamedTuple):
     offsets: Sequence[int] = ()
 
 
-class Writer[R](Protocol):
-    """Writes one response: ``full_response`` at once, ``sent`` and ``final_events`` as a stream."""
+class Writer[R: GenerationFields](ABC):
+    """Writes one response, whole (``full_response``) or as events."""
 
-    def __init__(self, context: ResponseContext, request: R, prompts: Sequence[Prompt]) -> None: ...
+    def __init__(self, context: ResponseContext, request: R, prompts: Sequence[Prompt]) -> None:
+        self._context = context
+        self._request = request
+        self._prompts = prompts
 
+    @abstractmethod
     def events(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> bytes:
         """The events for these updates; may be none."""
-        ...
 
+    @abstractmethod
     def final_events(self, answer: Answer) -> bytes:
         """The events after the last update."""
-        ...
 
+    @abstractmethod
     def full_response(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> Any:
         """The body of a response that is not streamed."""
-        ...
+
+    def _listed(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
+        """Token ids for a client that requested them."""
+        return list(token_ids) if self._request.return_token_ids else UNSET
+
+    def _prompt_logprobs_of(
+        self, updates: Sequence[ChoiceUpdate]
+    ) -> list[PositionLogprobs | None] | UnsetType:
+        """The requested logprobs of the only prompt; its first token has none."""
+        if self._request.prompt_logprobs is None:
+            return UNSET
+        return [None, *(one for update in updates for one in update.delta.prompt_logprobs)]
 
 
 class Envelope:
@@ -92,6 +110,44 @@ class Envelope:
         return b"".join((self._head, encode(choice), self._tail))
 
 
+class EnvelopeWriter[R: GenerationFields](Writer[R]):
+    """A writer of OpenAI's responses, whose events differ only in their choice and usage."""
+
+    _id_prefix: ClassVar[str]
+    _chunk_type: ClassVar[type[CompletionChunk | ChatChunk]]
+
+    def __init__(self, context: ResponseContext, request: R, prompts: Sequence[Prompt]) -> None:
+        super().__init__(context, request, prompts)
+        self._head: dict[str, Any] = {  # fields of every response and event
+            "id": f"{self._id_prefix}-{context.request_id}",
+            "created": context.created,
+            "model": context.model,
+            "system_fingerprint": context.fingerprint,
+        }
+        self._begun: set[int] = set()  # choices that have an event
+        self._envelope = Envelope(self._chunk(None if context.sends_usage else UNSET))
+
+    def final_events(self, answer: Answer) -> bytes:
+        return frame(encode(self._chunk(self._usage(answer)))) if self._context.sends_usage else b""
+
+    def _chunk(self, usage: Usage | None | UnsetType, **fields: Any) -> CompletionChunk | ChatChunk:
+        return self._chunk_type(**self._head, choices=[], usage=usage, **fields)
+
+    def _envelope_with(self, usage: Usage | None | UnsetType, **fields: Any) -> Envelope:
+        if fields or isinstance(usage, Usage):
+            return Envelope(self._chunk(usage, **fields))
+        return self._envelope
+
+    def _usage(self, answer: Answer) -> Usage:
+        return usage_of(answer)
+
+    def _running_usage(self, answer: Answer) -> Usage | None | UnsetType:
+        """The usage in each event: null until the last one unless the client requested it."""
+        if not self._context.sends_usage:
+            return UNSET
+        return self._usage(answer) if self._request.sends_continuous_usage else None
+
+
 def merged_updates(updates: Sequence[ChoiceUpdate]) -> list[ChoiceUpdate]:
     """One update for each choice: a slow reader gets several steps at once."""
     if len(updates) == 1:  # the usual case; the rest takes 5 of a token's 50 us
@@ -103,6 +159,11 @@ def merged_updates(updates: Sequence[ChoiceUpdate]) -> list[ChoiceUpdate]:
         several[0]._replace(delta=joined([update.delta for update in several]))
         for several in found.values()
     ]
+
+
+def in_order(updates: Sequence[ChoiceUpdate]) -> list[ChoiceUpdate]:
+    """All updates of an answer as one for each choice, by index."""
+    return sorted(merged_updates(updates), key=lambda update: update.choice)
 
 
 def usage_of(answer: Answer, *, counts_output: bool = True) -> Usage:
