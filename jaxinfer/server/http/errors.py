@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import msgspec
+from starlette.responses import Response
 
 from jaxinfer.core.errors import (
     ContextLengthError,
@@ -81,14 +82,14 @@ class ApiError(Exception):
     @property
     def body(self) -> bytes:
         """The JSON body. A stream that fails sends it as the data of its last event."""
-        return error_body(self.message, type=self.type, param=self.param, code=self.code)
+        return msgspec.json.encode(
+            ErrorBody(ErrorDetail(self.message, self.type, self.param, self.code))
+        )
 
-
-def error_body(
-    message: str, *, type: str, param: str | None = None, code: str | None = None
-) -> bytes:
-    """``{"error": {"message", "type", "param", "code"}}`` as JSON."""
-    return msgspec.json.encode(ErrorBody(ErrorDetail(message, type, param, code)))
+    @property
+    def response(self) -> Response:
+        """The whole response."""
+        return Response(self.body, self.status, self.headers, media_type="application/json")
 
 
 def api_error(error: JaxinferError, *, alive: bool = True) -> ApiError:

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import time
 from collections.abc import Callable
+from functools import partial
 from uuid import uuid4
 
 from starlette.datastructures import Headers
@@ -59,16 +60,6 @@ def guarded(
         )
     access_log = None if config.disable_uvicorn_access_log else log
     return TrailingSlashRemoved(WithRequestId(app, access_log, config.root_path))
-
-
-async def answer_error(send: Send, error: ApiError, *, more_body: bool = False) -> None:
-    """Send the error as OpenAI's JSON. ``more_body``: the caller ends the response itself."""
-    body = error.body
-    headers = {"content-type": "application/json", "content-length": str(len(body))}
-    headers |= error.headers
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
 
 class TrailingSlashRemoved:
@@ -153,15 +144,13 @@ class ApiKeyRequired:
             await send({"type": "websocket.close", "code": 1008})
         else:
             self._on_refusal(scope["method"], 401)
-            await answer_error(
-                send,
-                ApiError(
-                    401,
-                    "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                ),
+            error = ApiError(
+                401,
+                "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
             )
+            await error.response(scope, receive, send)
 
     def _has_valid_key(self, scope: Scope) -> bool:
         """True if the request has a valid key; compares all digests, each in constant time."""
@@ -196,11 +185,11 @@ class BodyLimits:
                 body = await self._read(Headers(scope=scope), reader)
         except TimeoutError:
             self._on_refusal(scope["method"], 408)
-            await answer_error(send, self._too_slow())
+            await self._too_slow().response(scope, receive, send)
             return
         except ApiError as too_large:
             self._on_refusal(scope["method"], too_large.status)
-            await answer_error(send, too_large, more_body=True)
+            await too_large.response(scope, receive, partial(_send_unended, send))
             await reader.discard_rest()
             await send({"type": "http.response.body", "body": b""})
             return
@@ -265,6 +254,13 @@ class BodyReader:
                     await self.read()
         except TimeoutError:
             return
+
+
+async def _send_unended(send: Send, message: Message) -> None:
+    """Send a part of a response that the caller ends later."""
+    if message["type"] == "http.response.body":
+        message = {**message, "more_body": True}
+    await send(message)
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:

@@ -72,47 +72,16 @@ class EventLog:
             self._warned.add(key)
             self.warning(event, name=name[:MAX_VALUE_CHARACTERS], **fields)
 
-    def request_received(
-        self,
-        request_id: str,
-        *,
-        route: str,
-        num_prompt_tokens: int,
-        sampling: SamplingParams,
-        **fields: Any,
-    ) -> None:
+    def request_received(self, *, sampling: SamplingParams, **fields: Any) -> None:
         """With ``--enable-log-requests``: a request was accepted."""
         if self._requests:
-            self.info(
-                "request_received",
-                request_id=request_id,
-                route=route,
-                num_prompt_tokens=num_prompt_tokens,
-                sampling=_changed_parameters(sampling),
-                **fields,
-            )
+            self.info("request_received", **fields, sampling=_changed_parameters(sampling))
 
-    def request_finished(
-        self,
-        request_id: str,
-        *,
-        finish_reason: str | None,
-        num_output_tokens: int,
-        ttft: float | None,
-        e2e: float,
-        **fields: Any,
-    ) -> None:
+    def request_finished(self, *, ttft: float | None, e2e: float, **fields: Any) -> None:
         """With ``--enable-log-requests``: a request has ended; ``ttft`` and ``e2e`` in seconds."""
         if self._requests:
-            self.info(
-                "request_finished",
-                request_id=request_id,
-                finish_reason=finish_reason,
-                num_output_tokens=num_output_tokens,
-                ttft=None if ttft is None else round(ttft, 6),
-                e2e=round(e2e, 6),
-                **fields,
-            )
+            first = None if ttft is None else round(ttft, 6)
+            self.info("request_finished", **fields, ttft=first, e2e=round(e2e, 6))
 
     def _write(
         self,

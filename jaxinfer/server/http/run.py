@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -37,28 +37,14 @@ FLUSH_SECONDS = 5.0  # for the last events of streams, to clients that still rea
 OPEN_FILES = 65536  # one for each connection; the usual soft limit is 1024
 
 
-class Drainable(Protocol):
-    """The part of the app's service that the shutdown calls."""
-
-    def begin_drain(self) -> None:
-        """Refuse new requests, and report it in ``/ready``."""
-        ...
-
-    async def drained(self, seconds: float) -> bool:
-        """Wait until no request is open; False if some are still open after ``seconds``."""
-        ...
-
-    def stop_all(self) -> None:
-        """End every open request; its handler sends the end of the response."""
-        ...
-
-
+# refuses new requests, and ends those that are still open after some seconds
+type Drain = Callable[[float], Awaitable[None]]
 type Load = Callable[[], AbstractAsyncContextManager[str]]
 
 
 def run(
     app: ASGIApp,
-    service: Drainable,
+    drain: Drain,
     load: Load,
     config: ServerConfig,
     report: Callable[[str], None],
@@ -72,7 +58,7 @@ def run(
     """
     server = Server(uvicorn_config(config, app))
     asyncio.run(
-        _serve(server, service, load, config, report), loop_factory=server.config.get_loop_factory()
+        _serve(server, drain, load, config, report), loop_factory=server.config.get_loop_factory()
     )
 
 
@@ -137,7 +123,7 @@ class Signals:
 
 async def _serve(
     server: Server,
-    service: Drainable,
+    drain: Drain,
     load: Load,
     config: ServerConfig,
     report: Callable[[str], None],
@@ -158,17 +144,9 @@ async def _serve(
                 report(
                     f"shutting down: open requests have {seconds:g} s; a second signal ends them"
                 )
-                await _drain(service, config.shutdown_timeout)
+                await drain(seconds)
             finally:
                 await _close(server, listening)
-
-
-async def _drain(service: Drainable, seconds: float) -> None:
-    """Wait for open requests to end, then abort the rest."""
-    service.begin_drain()
-    if not await service.drained(seconds):
-        service.stop_all()
-        await service.drained(FLUSH_SECONDS)
 
 
 async def _close(server: Server, listening: asyncio.Task[None]) -> None:

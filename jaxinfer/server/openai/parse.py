@@ -60,10 +60,6 @@ _SIGNS: Mapping[str, str] = MappingProxyType(
 _UNITS: Mapping[str, str] = MappingProxyType({"str": "character", "array": "item", "object": "key"})
 
 
-# the path of a value: its container's path, and the last step
-type _Link = tuple[_Link, str] | None
-
-
 class Parsed[T](NamedTuple):
     """A request, and the names of its unknown fields (the first few, shortened)."""
 
@@ -114,7 +110,7 @@ def _decoding_error(body: bytes, reason: str) -> ApiError:
     if found is None:
         why = reason.partition(" - at ")[0].removeprefix("JSON is malformed: ").lower()
         return field_error(None, f"the body is not valid JSON: {why}")
-    path, value = found
+    path, value = found[0].removeprefix(".")[:MAX_NAME_CHARACTERS], found[1]
     what = "a finite number" if isinstance(value, float) else "text without half surrogate pairs"
     return field_error(path or None, f"{path or 'the body'} must be {what}")
 
@@ -125,31 +121,23 @@ def _first_unencodable(text: str) -> tuple[str, float | str] | None:
     Strict JSON has none of them, but clients do send them, and Python's own parser accepts them.
     """
     try:
-        todo: list[tuple[Any, _Link]] = [(json.loads(text), None)]
+        todo: list[tuple[str, Any]] = [("", json.loads(text))]
     except (ValueError, RecursionError):
         return None  # Python's parser does not accept it either
     while todo:
-        value, link = todo.pop()
+        path, value = todo.pop()
+        path = path[: MAX_NAME_CHARACTERS + 1]
         if isinstance(value, dict):
             items = list(cast("dict[str, Any]", value).items())
             if unencodable := next((key for key, _ in items if not _is_encodable(key)), None):
-                return _path(link), unencodable
-            todo += [(inner, (link, f".{key}")) for key, inner in reversed(items)]
+                return path, unencodable
+            todo += [(f"{path}.{key}", inner) for key, inner in reversed(items)]
         elif isinstance(value, list):
             inners = list(enumerate(cast("list[Any]", value)))
-            todo += [(inner, (link, f"[{index}]")) for index, inner in reversed(inners)]
+            todo += [(f"{path}[{index}]", inner) for index, inner in reversed(inners)]
         elif not _is_encodable(value):
-            return _path(link), value
+            return path, value
     return None
-
-
-def _path(link: _Link) -> str:
-    """The path as text, shortened."""
-    steps: list[str] = []
-    while link is not None:
-        link, step = link
-        steps.append(step)
-    return "".join(reversed(steps)).removeprefix(".")[:MAX_NAME_CHARACTERS]
 
 
 def _is_encodable(value: Any) -> bool:

@@ -48,7 +48,7 @@ def create_app(service: Service) -> ASGIApp:
     async def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         service.note_response(None, request.method, error.status_code, 0.0)
-        return _routing_error(request, error)
+        return _routing_error(request, error).response
 
     app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
     app.router.redirect_slashes = False
@@ -78,17 +78,12 @@ class ExactPaths:
         return self._endpoints.get(key, self._router)(scope, receive, send)
 
 
-def _routing_error(request: Request, error: HTTPException) -> Response:
+def _routing_error(request: Request, error: HTTPException) -> ApiError:
     """404 and 405 in OpenAI's form."""
-    path = request.url.path[:200]
+    path, headers = request.url.path[:200], error.headers
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+        allowed = (headers or {}).get("Allow", "")
         message = f"{path} does not take {request.method}; use {allowed}"
-        api_error = ApiError(405, message, code="method_not_allowed")
-    else:
-        api_error = ApiError(
-            error.status_code,
-            f"there is no route {path}; /openapi.json lists the routes",
-            code="not_found",
-        )
-    return Response(api_error.body, api_error.status, error.headers, media_type="application/json")
+        return ApiError(405, message, code="method_not_allowed", headers=headers)
+    message = f"there is no route {path}; /openapi.json lists the routes"
+    return ApiError(error.status_code, message, code="not_found", headers=headers)

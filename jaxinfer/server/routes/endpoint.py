@@ -19,7 +19,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxinfer.core.errors import JaxinferError
 from jaxinfer.engine.link.client import MAX_UNJOINED_DELTAS
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.http.guard import answer_error
 from jaxinfer.server.http.sse import EventStream, on_disconnect
 from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.parse import parse
@@ -151,22 +150,10 @@ class Endpoint:
         call = Call(self._service, scope, receive, body)
         try:
             return await self._handler(call)
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
-            return error_response(call.explain(error))
+            return call.explain(error).response
 
 
 def json_response(value: object, headers: Mapping[str, str] | None = None) -> Response:
     """200 with a struct or plain value as JSON."""
     return Response(msgspec.json.encode(value), 200, headers, media_type=MEDIA_TYPE)
-
-
-def error_response(error: ApiError) -> ASGIApp:
-    """The error as OpenAI's JSON."""
-
-    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-        del scope, receive
-        await answer_error(send, error)
-
-    return respond

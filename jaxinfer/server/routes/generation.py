@@ -20,7 +20,8 @@ from jaxinfer.server.openai.write_completion import CompletionWriter
 from jaxinfer.server.openai.write_generate import GenerateWriter
 from jaxinfer.server.openai.writer import ResponseContext, Writer
 from jaxinfer.server.routes.endpoint import Call, json_response
-from jaxinfer.server.routes.prompts import chat_prompt, truncated
+from jaxinfer.server.routes.service import Service
+from jaxinfer.server.routes.tokens import chat_prompt
 
 # of an answer that is written in the event loop: with 20 logprobs each about 5 ms
 INLINE_TOKENS = 256
@@ -64,6 +65,17 @@ async def _prompts(
     return [Prompt(None, tuple(one)) for one in given if not isinstance(one, str)]
 
 
+def _truncated(
+    service: Service, prompt: Prompt, keep: int | None, max_tokens: int | None
+) -> Prompt:
+    """The last ``keep`` tokens of a prompt; -1 keeps all that leave ``max_tokens`` of context."""
+    if keep is None:
+        return prompt
+    if keep < 0:
+        keep = max(service.client.limits.max_model_len - (max_tokens or 1), 1)
+    return prompt if len(prompt.token_ids) <= keep else Prompt(None, prompt.token_ids[-keep:])
+
+
 async def _answer[R: GenerationFields](
     call: Call, request: R, prompts: Sequence[Prompt], kind: type[Writer[R]]
 ) -> ASGIApp:
@@ -71,7 +83,7 @@ async def _answer[R: GenerationFields](
     sampling = to_sampling(request, service.defaults, max_logprobs=service.config.max_logprobs)
     sampling = limit_max_tokens(sampling, service.client.facts.max_new_tokens)
     prompts = [
-        truncated(service, prompt, request.truncate_prompt_tokens, sampling.max_tokens)
+        _truncated(service, prompt, request.truncate_prompt_tokens, sampling.max_tokens)
         for prompt in prompts
     ]
     context = ResponseContext(

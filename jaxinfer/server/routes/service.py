@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,6 +26,7 @@ from jaxinfer.engine.link.client import EngineClient, Stream
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.errors import ApiError, api_error
 from jaxinfer.server.http.log import EventLog
+from jaxinfer.server.http.run import FLUSH_SECONDS
 from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.metrics.tally import Rejection
 from jaxinfer.server.openai.answer import Answer
@@ -234,7 +236,7 @@ class Service:
         self._answers.add(answer)
         self._empty.clear()
         self.log.request_received(
-            request_id,
+            request_id=request_id,
             route=route,
             num_prompt_tokens=answer.num_prompt_tokens,
             sampling=sampling,
@@ -251,7 +253,7 @@ class Service:
             self._empty.set()
         first, reasons = answer.first_token, answer.finish_reasons
         self.log.request_finished(
-            answer.request_id,
+            request_id=answer.request_id,
             route=answer.route,
             finish_reason=",".join(reason or "none" for reason in reasons),
             num_output_tokens=answer.num_tokens,
@@ -321,17 +323,15 @@ class Service:
 
     # shutdown
 
-    def begin_drain(self) -> None:
-        """Refuse new requests; open requests continue."""
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, and end those that are still open after ``seconds``."""
         self.draining = True
-
-    async def drained(self, seconds: float) -> bool:
-        """Wait until no request is open; False if some are still open after ``seconds``."""
         try:
             await asyncio.wait_for(self._empty.wait(), seconds)
         except TimeoutError:
-            return False
-        return True
+            self.stop_all()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), FLUSH_SECONDS)
 
     def stop_all(self) -> None:
         """End every open request with finish reason ``abort``."""

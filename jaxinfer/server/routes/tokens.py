@@ -1,14 +1,44 @@
-"""Handlers of ``/tokenize`` and ``/detokenize``."""
+"""Token ids of texts and chats, and the handlers of ``/tokenize`` and ``/detokenize``."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 from starlette.types import ASGIApp
 
 from jaxinfer.core.errors import RequestError
+from jaxinfer.engine.prompts import Prompt
+from jaxinfer.server.openai.fields import field_error
 from jaxinfer.server.openai.responses import Detokenized, Tokenized
-from jaxinfer.server.openai.schema import DetokenizeRequest, TokenizeRequest
+from jaxinfer.server.openai.schema import ChatFields, DetokenizeRequest, TokenizeRequest
 from jaxinfer.server.routes.endpoint import Call, json_response
-from jaxinfer.server.routes.prompts import chat_prompt
+from jaxinfer.server.routes.service import Service
+
+
+async def chat_prompt(
+    service: Service, request: ChatFields, messages: Sequence[Any], add_special_tokens: bool
+) -> Prompt:
+    """The prompt for ``messages``; raises ``RequestError``, ``TokenizerError`` or ``ApiError``."""
+    template = request.chat_template
+    if template is not None and not service.config.trust_request_chat_template:
+        raise field_error(
+            "chat_template",
+            "chat_template of a request is a program and not run here; start the server with "
+            "--trust-request-chat-template, or with --chat-template",
+        )
+    variables = {
+        **service.config.default_chat_template_kwargs,
+        **(request.chat_template_kwargs or {}),
+    }
+    text = await service.render(
+        messages,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        template_kwargs=variables,
+        chat_template=template if template is not None else service.config.chat_template,
+    )
+    return await service.encode(text, add_special_tokens=add_special_tokens)
 
 
 async def tokenize(call: Call) -> ASGIApp:
