@@ -10,12 +10,14 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from functools import partial
 from uuid import uuid4
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.core.server_config import ServerConfig
@@ -179,36 +181,37 @@ class BodyLimits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        reader = BodyReader(receive)
+        request = Request(scope, receive)
+        chunks = request.stream()
         try:
             async with asyncio.timeout(self._seconds):
-                body = await self._read(Headers(scope=scope), reader)
+                body = await self._read(request.headers, chunks)
+        except ClientDisconnect:
+            return
         except TimeoutError:
             self._on_refusal(scope["method"], 408)
             await self._too_slow().response(scope, receive, send)
-            return
         except ApiError as too_large:
             self._on_refusal(scope["method"], too_large.status)
             await too_large.response(scope, receive, partial(_send_unended, send))
-            await reader.discard_rest()
+            await _discard(chunks)
             await send({"type": "http.response.body", "body": b""})
-            return
-        if body is not None:
+        else:
             await self._app(scope, _replaying(body, receive), send)
 
-    async def _read(self, headers: Headers, reader: BodyReader) -> bytes | None:
-        """The body, or None if the client disconnected; raises ``ApiError`` if it is too large."""
+    async def _read(self, headers: Headers, chunks: AsyncIterator[bytes]) -> bytes:
+        """The body; raises ``ApiError`` if it is too large."""
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._max_bytes:
             raise self._too_large()
-        chunks: list[bytes] = []
+        received: list[bytes] = []
         size = 0
-        while not reader.ended:
-            chunks.append(await reader.read())
-            size += len(chunks[-1])
+        async for chunk in chunks:
+            received.append(chunk)
+            size += len(chunk)
             if size > self._max_bytes:
                 raise self._too_large()
-        return None if reader.disconnected else b"".join(chunks)
+        return b"".join(received)
 
     def _too_large(self) -> ApiError:
         return ApiError(
@@ -228,32 +231,15 @@ class BodyLimits:
         )
 
 
-class BodyReader:
-    """The chunks of one request body."""
+async def _discard(chunks: AsyncIterator[bytes]) -> None:
+    """Read and drop the rest of the body.
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self.ended = False
-        self.disconnected = False  # the client disconnected before the end
-
-    async def read(self) -> bytes:
-        """The next chunk; sets ``ended`` with the last one."""
-        message = await self._receive()
-        self.disconnected = message["type"] != "http.request"
-        self.ended = self.disconnected or not message.get("more_body", False)
-        return message.get("body", b"")
-
-    async def discard_rest(self) -> None:
-        """Read and drop the rest of the body.
-
-        Otherwise the kernel resets the connection and the client does not get the response.
-        """
-        try:
-            async with asyncio.timeout(LINGER_SECONDS):
-                while not self.ended:
-                    await self.read()
-        except TimeoutError:
-            return
+    Otherwise the kernel resets the connection and the client does not get the response.
+    """
+    with suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(LINGER_SECONDS):
+            async for _ in chunks:
+                pass
 
 
 async def _send_unended(send: Send, message: Message) -> None:

@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence, Set
 from datetime import UTC, datetime
+from functools import partialmethod
 from typing import Any, TextIO
 
 import msgspec
@@ -49,21 +50,16 @@ class EventLog:
         self._requests = requests
         self._warned: set[str] = set()
 
-    def debug(self, event: str, **fields: Any) -> None:
-        """An event that only developers need."""
-        self._write(logging.DEBUG, event, fields)
+    def _write(
+        self, level: int, event: str, *, exception: BaseException | None = None, **fields: Any
+    ) -> None:
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, event, extra={"fields": fields}, exc_info=exception)
 
-    def info(self, event: str, **fields: Any) -> None:
-        """An event of normal operation."""
-        self._write(logging.INFO, event, fields)
-
-    def warning(self, event: str, **fields: Any) -> None:
-        """An event that the operator may want to act on."""
-        self._write(logging.WARNING, event, fields)
-
-    def error(self, event: str, *, exception: BaseException | None = None, **fields: Any) -> None:
-        """A failure, with its traceback."""
-        self._write(logging.ERROR, event, fields, exception)
+    debug = partialmethod(_write, logging.DEBUG)  # only developers need it
+    info = partialmethod(_write, logging.INFO)  # normal operation
+    warning = partialmethod(_write, logging.WARNING)  # the operator may want to act on it
+    error = partialmethod(_write, logging.ERROR)  # a failure, with its traceback
 
     def warning_once(self, event: str, name: str, **fields: Any) -> None:
         """Warn about ``name`` only once, and about at most ``MAX_WARNED_NAMES`` names."""
@@ -83,22 +79,11 @@ class EventLog:
             first = None if ttft is None else round(ttft, 6)
             self.info("request_finished", **fields, ttft=first, e2e=round(e2e, 6))
 
-    def _write(
-        self,
-        level: int,
-        event: str,
-        fields: Mapping[str, Any],
-        exception: BaseException | None = None,
-    ) -> None:
-        if self._logger.isEnabledFor(level):
-            self._logger.log(level, event, extra={"fields": fields}, exc_info=exception)
-
 
 class JsonLines(logging.Formatter):
     """One JSON object a line: time, level, event, then the event's own fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See ``logging.Formatter``."""
         return json.dumps(_line(record), default=str)
 
 
@@ -106,7 +91,6 @@ class TextLines(logging.Formatter):
     """The same as text: ``time level event key=value ...``; a value with spaces is JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See ``logging.Formatter``."""
         line = _line(record)
         traceback = line.pop("traceback", "")
         words = [line.pop("time"), line.pop("level"), line.pop("event")]

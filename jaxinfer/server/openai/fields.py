@@ -94,7 +94,19 @@ class RequestedTokens(NamedTuple):
     num_tokens: int
 
 
-class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
+class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a request."""
+
+    unsupported: ClassVar[Neutral] = MappingProxyType({})
+    ignored: ClassVar[tuple[str, ...]] = ()
+
+    model: str | None = None
+
+    def check(self) -> None:
+        """Raise ``ApiError`` for fields that contradict each other."""
+
+
+class GenerationFields(AnyRequest, frozen=True, kw_only=True):
     """Fields of ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/generate``.
 
     A field that is absent or null has its default. For a sampling field of type ``| None`` that is
@@ -104,8 +116,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     unsupported: ClassVar[Neutral] = UNSUPPORTED
     ignored: ClassVar[tuple[str, ...]] = IGNORED
     logprobs_field: ClassVar[str] = "logprobs"  # the field that sets the number of logprobs
+    default_max_tokens: ClassVar[int | None] = DEFAULT_MAX_TOKENS  # None: up to the context's end
 
-    model: str | None = None
     max_tokens: Annotated[int, bounds("max_tokens")] | None = None
     min_tokens: Annotated[int, bounds("min_tokens")] = 0
     n: Annotated[int, bounds("n")] = 1
@@ -149,7 +161,6 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check(self) -> None:
-        """Raise ``ApiError`` for fields that contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise field_error("stream_options", "stream_options needs stream=true; leave it out")
         if self.stream and self.prompt_logprobs is not None:
@@ -162,8 +173,9 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def output_limit(self) -> int | None:
-        """``SamplingParams.max_tokens``; None: up to the end of the context."""
-        return self.max_tokens
+        """``SamplingParams.max_tokens``."""
+        requested = self.requested_tokens()
+        return self.default_max_tokens if requested is None else max(requested.num_tokens, 1)
 
     def requested_tokens(self) -> RequestedTokens | None:
         """The number of tokens that the request itself sets, or None."""

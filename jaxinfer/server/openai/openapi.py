@@ -19,9 +19,9 @@ from jaxinfer.server.http.errors import ErrorBody
 from jaxinfer.server.http.guard import OPEN_PATHS
 from jaxinfer.server.openai import responses
 from jaxinfer.server.openai.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS
+from jaxinfer.server.openai.fields import AnyRequest
 from jaxinfer.server.openai.schema import (
     MAX_PROMPTS,
-    AnyRequest,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.fields import PATTERNS, StreamOptions, field_error
-from jaxinfer.server.openai.schema import AnyRequest
+from jaxinfer.server.openai.fields import PATTERNS, AnyRequest, StreamOptions, field_error
 
 # of a body that is not JSON, in which the invalid field is looked for: 60 ms
 MAX_LOCATED_CHARACTERS = 1 << 17

@@ -10,14 +10,13 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, cast
 
-import msgspec
 from msgspec import Meta
 
 from jaxinfer.core.request import WHOLE_BOUNDS
 from jaxinfer.server.openai.fields import (
-    DEFAULT_MAX_TOKENS,
     IGNORED,
     UNSUPPORTED,
+    AnyRequest,
     GenerationFields,
     Neutral,
     RequestedTokens,
@@ -90,7 +89,6 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
         return prompt_list(self.prompt)
 
     def check(self) -> None:
-        """See ``GenerationFields``."""
         super().check()
         if self.max_tokens == 0 and not self.echo:
             raise field_error("max_tokens", "max_tokens must be at least 1 unless echo is true")
@@ -103,12 +101,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
                 f"prompts times n must be at most {MAX_COMPLETIONS}, got {num_completions}",
             )
 
-    def output_limit(self) -> int | None:
-        """See ``GenerationFields``."""
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else max(self.max_tokens, 1)
-
     def num_logprobs(self) -> int | None:
-        """See ``GenerationFields``."""
         return self.logprobs
 
     def num_prompt_logprobs(self) -> int | None:
@@ -124,6 +117,7 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
     unsupported: ClassVar[Neutral] = CHAT_UNSUPPORTED
     ignored: ClassVar[tuple[str, ...]] = CHAT_IGNORED
     logprobs_field: ClassVar[str] = "top_logprobs"
+    default_max_tokens: ClassVar[int | None] = None
 
     messages: Messages
     add_generation_prompt: bool = True
@@ -137,25 +131,17 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
     echo: bool = False
 
     def check(self) -> None:
-        """See ``GenerationFields``."""
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "top_logprobs needs logprobs=true; set it")
         _check_depths(self)
 
-    def output_limit(self) -> int | None:
-        """The newer name wins; without either, up to the end of the context."""
-        requested = self.requested_tokens()
-        return None if requested is None else requested.num_tokens
-
     def requested_tokens(self) -> RequestedTokens | None:
-        """See ``GenerationFields``."""
         if self.max_completion_tokens is None:
             return super().requested_tokens()
         return RequestedTokens("max_completion_tokens", self.max_completion_tokens)
 
     def num_logprobs(self) -> int | None:
-        """See ``GenerationFields``."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -166,22 +152,15 @@ class GenerateRequest(GenerationFields, frozen=True, kw_only=True):
     logprobs: Annotated[int, bounds("logprobs")] | None = None
     add_special_tokens: bool = True
 
-    def output_limit(self) -> int | None:
-        """See ``GenerationFields``."""
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-
     def num_logprobs(self) -> int | None:
-        """See ``GenerationFields``."""
         return self.logprobs
 
 
-class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizeRequest(AnyRequest, frozen=True, kw_only=True):
     """``POST /tokenize``: a prompt, or messages."""
 
     unsupported: ClassVar[Neutral] = MappingProxyType({"tools": (None, [])})
-    ignored: ClassVar[tuple[str, ...]] = ()
 
-    model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_generation_prompt: bool = True
@@ -192,27 +171,18 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_token_strs: bool = False
 
     def check(self) -> None:
-        """Raise ``ApiError`` for fields that contradict each other."""
         if (self.prompt is None) == (self.messages is None):
             raise field_error("prompt", "prompt or messages must be given, and not both")
         _check_depths(self)
 
 
-class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class DetokenizeRequest(AnyRequest, frozen=True, kw_only=True):
     """``POST /detokenize``."""
 
-    unsupported: ClassVar[Neutral] = MappingProxyType({})
-    ignored: ClassVar[tuple[str, ...]] = ()
-
-    model: str | None = None
     tokens: tuple[TokenId, ...]
-
-    def check(self) -> None:
-        """Do nothing: the fields cannot contradict each other."""
 
 
 type ChatFields = ChatCompletionRequest | TokenizeRequest
-type AnyRequest = GenerationFields | TokenizeRequest | DetokenizeRequest
 
 
 def prompt_list(prompt: str | Sequence[Any]) -> list[str | tuple[int, ...]]:

@@ -21,8 +21,8 @@ from jaxinfer.engine.link.client import MAX_UNJOINED_DELTAS
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.sse import EventStream, on_disconnect
 from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
+from jaxinfer.server.openai.fields import AnyRequest
 from jaxinfer.server.openai.parse import parse
-from jaxinfer.server.openai.schema import AnyRequest
 from jaxinfer.server.openai.writer import merged_updates
 from jaxinfer.server.routes.service import Service
 
