@@ -297,18 +297,18 @@ def _add_post_processor(
     tokenizer: Tokenizer, metadata: Mapping[str, Any], special: Mapping[str, str], add_bos: bool
 ) -> None:
     """Put bos before and eos after each text if the metadata says so."""
-    around: list[str] = []
-    template = "$A"
-    for name, default, form in (("bos", add_bos, "{} $A"), ("eos", False, "{} {}")):
-        if not _flag(metadata, f"add_{name}_token", default):
-            continue
+    added: dict[str, list[str]] = {}
+    for name, default in (("bos", add_bos), ("eos", False)):
         token = special.get(f"{name}_token")
-        if token is None:
+        is_added = _flag(metadata, f"add_{name}_token", default)
+        if is_added and token is None:
             raise TokenizerError(
                 f"The GGUF metadata adds a {name} token but has no tokenizer.ggml.{name}_token_id."
             )
-        around.append(token)
-        template = form.format(token) if name == "bos" else form.format(template, token)
+        added[name] = [token] if is_added and token is not None else []
+    around = {*added["bos"], *added["eos"]}
     if around:
-        ids = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(around)]
-        tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=ids)
+        tokenizer.post_processor = TemplateProcessing(
+            single=[*added["bos"], "$A", *added["eos"]],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in sorted(around)],
+        )
