@@ -110,7 +110,7 @@ def test_answers_fit():
         model="m",
         system_fingerprint="f",
         choices=[choice],
-        usage=responses.usage(1, 2, cached_tokens=0),
+        usage=responses.Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3),
         prompt_logprobs=[None, {}],
     )
     sent = json.loads(responses.encode(answer))

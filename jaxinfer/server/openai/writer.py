@@ -24,11 +24,11 @@ from jaxinfer.server.openai.responses import (
     CompletionChunk,
     CompletionChunkChoice,
     CompletionLogprobs,
+    PromptTokensDetails,
     TokenLogprob,
     TopLogprob,
     Usage,
     encode,
-    usage,
 )
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -169,7 +169,12 @@ def in_order(updates: Sequence[ChoiceUpdate]) -> list[ChoiceUpdate]:
 def usage_of(answer: Answer, *, counts_output: bool = True) -> Usage:
     """Tokens of the request so far."""
     num_tokens = answer.num_tokens if counts_output else 0
-    return usage(answer.num_prompt_tokens, num_tokens, cached_tokens=answer.num_cached_tokens)
+    return Usage(
+        prompt_tokens=answer.num_prompt_tokens,
+        completion_tokens=num_tokens,
+        total_tokens=answer.num_prompt_tokens + num_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.num_cached_tokens),
+    )
 
 
 class TextOffsets:

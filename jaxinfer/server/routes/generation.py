@@ -101,16 +101,7 @@ async def _answer[R: GenerationFields](
         tokenizer=service.client.tokenizer,
     )
     writer = kind(context, request, prompts)
-    answer = service.open(
-        context.request_id,
-        call.route,
-        prompts,
-        sampling,
-        requested=request.requested_tokens(),
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        timeout=request.timeout,
-    )
+    answer = service.open(context.request_id, call.route, prompts, sampling, request)
     if request.stream:
         return call.stream(answer, _EventReader(answer, writer).read)
     return await _full_response(writer, await call.updates(answer), answer)

@@ -30,7 +30,7 @@ from jaxinfer.server.http.run import FLUSH_SECONDS
 from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.metrics.tally import Rejection
 from jaxinfer.server.openai.answer import Answer
-from jaxinfer.server.openai.fields import RequestedTokens
+from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens
 from jaxinfer.text.tokenizer import Tokenizer
 
 # a longer text is tokenized in a thread: 2,000 characters take about 0.5 ms
@@ -151,7 +151,7 @@ class Service:
         Raises ``ContextLengthError`` before tokenizing if a text has more characters than the
         longest prompt that fits.
         """
-        tokenizer = self.tokenizer
+        tokenizer, special = self.tokenizer, add_special_tokens
         longest = self.client.limits.max_model_len * tokenizer.max_token_characters
         for number, text in enumerate(texts):
             if len(text) > longest:
@@ -164,21 +164,17 @@ class Service:
                     name,
                 )
 
-        def encode() -> list[Prompt]:
-            special = add_special_tokens
+        def encoded(text: str) -> Prompt:
+            offsets: Sequence[int] = ()
             if with_offsets:
-                encoded = (
-                    tokenizer.encode_with_offsets(one, add_special_tokens=special) for one in texts
-                )
+                ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=special)
             else:
-                encoded = ((tokenizer.encode(one, add_special_tokens=special), ()) for one in texts)
-            return [
-                Prompt(text, tuple(ids), tuple(places))
-                for text, (ids, places) in zip(texts, encoded, strict=True)
-            ]
+                ids = tokenizer.encode(text, add_special_tokens=special)
+            return Prompt(text, tuple(ids), tuple(offsets))
 
-        is_short = sum(map(len, texts)) <= INLINE_CHARACTERS
-        return encode() if is_short else await asyncio.to_thread(encode)
+        if sum(map(len, texts)) <= INLINE_CHARACTERS:
+            return [encoded(text) for text in texts]
+        return await asyncio.to_thread(lambda: [encoded(text) for text in texts])
 
     async def render(self, messages: Sequence[Any], **options: Any) -> str:
         """A chat as text; a long one is rendered in a thread, since a template is a program."""
@@ -196,19 +192,15 @@ class Service:
         route: str,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
-        *,
-        requested: RequestedTokens | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        timeout: float | None = None,
+        request: GenerationFields,
     ) -> Answer:
         """Submit the prompts of one request, all or none; raises ``ApiError`` or ``RequestError``.
 
-        ``requested``: tokens that must fit the context after each prompt. ``timeout`` in seconds;
-        the server's own limit applies as well.
+        Of ``request`` the tokens that must fit the context after each prompt, the priority, the
+        salt and the timeout are used; the server's own timeout applies as well.
         """
         client = self.client
-        self._check_prompts(prompts, sampling, requested)
+        self._check_prompts(prompts, sampling, request.requested_tokens())
         self._check_queue(prompts)
         wake = asyncio.Event()
         streams: list[Stream] = []
@@ -218,8 +210,8 @@ class Service:
                     client.open(
                         prompt.token_ids,
                         sampling,
-                        priority=priority,
-                        cache_salt=cache_salt,
+                        priority=request.priority,
+                        cache_salt=request.cache_salt,
                         wake=wake,
                         checked=True,
                     )
@@ -231,7 +223,7 @@ class Service:
         answer = Answer(
             request_id, route, streams, wake, self.metrics, max_tokens=sampling.max_tokens
         )
-        if deadline := _deadline(timeout, self.config.request_timeout):
+        if deadline := _deadline(request.timeout, self.config.request_timeout):
             answer.expire_after(*deadline)
         self._answers.add(answer)
         self._empty.clear()
