@@ -8,6 +8,7 @@ Source of the rules: ``llama_vocab::impl::load`` in llama.cpp's src/llama-vocab.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -59,11 +60,9 @@ _FILL_IN_ENDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 # it closes a part of the answer (harmony's channels), or is an ordinary word.
 _EXCEPTIONS: Mapping[str, tuple[frozenset[str], ...]] = MappingProxyType(
     {
-        "<|end|>": (
-            frozenset({"<|return|>", "<|call|>"}),
-            frozenset({"<|return|>", "<|calls|>"}),
-            frozenset({"<|flush|>", "<|call|>"}),
-            frozenset({"<|flush|>", "<|calls|>"}),
+        "<|end|>": tuple(
+            frozenset(pair)
+            for pair in product(("<|return|>", "<|flush|>"), ("<|call|>", "<|calls|>"))
         ),
         "</s>": (frozenset({"<|tool_response>"}), frozenset({"<|plamo:eos|>"})),
     }

@@ -18,8 +18,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from jaxinfer.server.metrics.tally import MODEL_LABELS, Tally
-from jaxinfer.server.metrics.values import HistogramFamily
+from jaxinfer.server.metrics.histograms import MODEL_LABELS, HistogramFamily
+from jaxinfer.server.metrics.tally import Tally
 
 
 class _Reading(NamedTuple):

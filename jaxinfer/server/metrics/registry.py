@@ -27,8 +27,8 @@ from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.news import EngineStats, News, StepKind
 from jaxinfer.engine.outputs import SequenceTimes
 from jaxinfer.server.metrics.export import Exporter
-from jaxinfer.server.metrics.tally import Histograms, Rejection, Tally
-from jaxinfer.server.metrics.values import Histogram, Rates
+from jaxinfer.server.metrics.histograms import Histogram, Histograms
+from jaxinfer.server.metrics.tally import Rates, Rejection, Tally
 
 _METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"))
 _ENGINE = "0"  # vLLM numbers the engines behind a server; here there is one

@@ -1,36 +1,15 @@
-"""All numbers behind ``/metrics`` and ``/stats``, in one record.
-
-Owns: ``Tally``: the engine's last counters, the server's own counters, and the histograms with
-their names.
-"""
+"""All counters behind ``/metrics`` and ``/stats``, and their rates over the last seconds."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.news import EngineStats, StepKind
-from jaxinfer.server.metrics.values import (
-    HTTP_BOUNDS,
-    HTTP_FINE_BOUNDS,
-    N_BOUNDS,
-    PREEMPTIONS_BOUNDS,
-    REQUEST_SECONDS_BOUNDS,
-    STEP_SECONDS_BOUNDS,
-    STEP_TOKENS_BOUNDS,
-    TOKEN_GAP_BOUNDS,
-    TTFT_BOUNDS,
-    Histogram,
-    HistogramFamily,
-    token_count_bounds,
-)
-
-MODEL_LABELS = ("model_name", "engine")
 
 
 class Rejection(StrEnum):
@@ -107,86 +86,27 @@ class Tally:
         return {"load": self.engine.load_seconds, "compile": self.engine.compile_seconds}
 
 
-class Histograms:
-    """All exported histograms; all but the HTTP ones carry ``MODEL_LABELS``."""
+class Rates:
+    """Growth of counters over the last ``window`` seconds."""
 
-    def __init__(self, model: tuple[str, str], limits: Limits) -> None:
-        self.families: list[HistogramFamily] = []
-        tokens = token_count_bounds(limits.max_model_len)
-        seconds = REQUEST_SECONDS_BOUNDS
+    def __init__(self, window: float = 10.0) -> None:
+        self._window = window
+        self._marks: deque[tuple[float, tuple[float, ...]]] = deque()
 
-        def family(*description: Any) -> HistogramFamily:
-            self.families.append(HistogramFamily(*description))
-            return self.families[-1]
+    def mark(self, now: float, counters: tuple[float, ...]) -> None:
+        """Store the counters, at most once a second; one mark older than the window is kept."""
+        marks = self._marks
+        if marks and now - marks[-1][0] < 1.0:
+            return
+        marks.append((now, counters))
+        while len(marks) > 1 and marks[1][0] <= now - self._window:
+            marks.popleft()
 
-        def of_model(name: str, documentation: str, bounds: tuple[float, ...]) -> Histogram:
-            return family(f"vllm:{name}", documentation, bounds, MODEL_LABELS).child(*model)
-
-        self.first_token = of_model(
-            "time_to_first_token_seconds", "Arrival of a request to its first token.", TTFT_BOUNDS
-        )
-        self.token_gap = of_model(
-            "inter_token_latency_seconds", "Time between two tokens.", TOKEN_GAP_BOUNDS
-        )
-        self.time_per_token = of_model(
-            "request_time_per_output_token_seconds",
-            "Mean time per token after the first, of each sequence.",
-            TOKEN_GAP_BOUNDS,
-        )
-        self.whole = of_model(
-            "e2e_request_latency_seconds", "Arrival of a request to its end.", seconds
-        )
-        self.queue = of_model(
-            "request_queue_time_seconds", "Arrival of a sequence to its first step.", seconds
-        )
-        self.inference = of_model(
-            "request_inference_time_seconds", "First step to the last token.", seconds
-        )
-        self.prefill = of_model(
-            "request_prefill_time_seconds", "First step to the first token.", seconds
-        )
-        self.decode = of_model(
-            "request_decode_time_seconds", "First token to the last token.", seconds
-        )
-        self.prompt_tokens = of_model("request_prompt_tokens", "Tokens of each prompt.", tokens)
-        self.generated_tokens = of_model(
-            "request_generation_tokens", "Tokens that each sequence generated.", tokens
-        )
-        self.longest_generated = of_model(
-            "request_max_num_generation_tokens",
-            "Tokens of the longest of a request's sequences.",
-            tokens,
-        )
-        self.n = of_model("request_params_n", "The n of each request.", N_BOUNDS)
-        self.max_tokens = of_model(
-            "request_params_max_tokens", "The max_tokens of each request that gave it.", tokens
-        )
-        self.step_tokens = of_model(
-            "iteration_tokens_total", "Tokens scheduled in each step.", STEP_TOKENS_BOUNDS
-        )
-        self.preemptions = of_model(
-            "request_num_preemptions", "Preemptions of each sequence.", PREEMPTIONS_BOUNDS
-        )
-        self.computed_prompt = of_model(
-            "request_prefill_kv_computed_tokens",
-            "Prompt tokens that each sequence did not find in the prefix cache.",
-            tokens,
-        )
-        steps = family(
-            "jaxinfer:step_seconds",
-            "Time that each step added, by its kind.",
-            STEP_SECONDS_BOUNDS,
-            (*MODEL_LABELS, "kind"),
-        )
-        self.step_seconds = {kind: steps.child(*model, kind.value) for kind in StepKind}
-        self.http = family(
-            "http_request_duration_seconds",
-            "Time to the end of each response, by handler.",
-            HTTP_BOUNDS,
-            ("handler", "method"),
-        )
-        self.http_fine = family(
-            "http_request_duration_highr_seconds",
-            "Time to the end of each response.",
-            HTTP_FINE_BOUNDS,
-        ).child()
+    def read(self, now: float, counters: tuple[float, ...]) -> tuple[float, ...]:
+        """Growth a second of each counter since the newest mark that is as old as the window."""
+        if not self._marks:
+            return (0.0,) * len(counters)
+        old_enough = [mark for mark in self._marks if mark[0] <= now - self._window]
+        then, before = old_enough[-1] if old_enough else self._marks[0]
+        elapsed = max(now - then, 1.0)
+        return tuple((new - old) / elapsed for new, old in zip(counters, before, strict=True))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.outputs import Delta, PositionLogprobs
@@ -16,7 +18,6 @@ from jaxinfer.server.openai.responses import (
     CompletionChunk,
     CompletionChunkChoice,
     CompletionLogprobs,
-    StopReason,
     Usage,
 )
 from jaxinfer.server.openai.schema import CompletionRequest
@@ -49,7 +50,7 @@ class CompletionWriter(EnvelopeWriter[CompletionRequest]):
         self._held: list[ChoiceUpdate] = []  # updates that cannot be written yet
 
     def full_response(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> Completion:
-        self._note(updates)
+        updates = self._noted(updates)
         return Completion(
             **self._head,
             choices=[self._choice(update) for update in in_order(updates)],
@@ -57,10 +58,9 @@ class CompletionWriter(EnvelopeWriter[CompletionRequest]):
         )
 
     def events(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> bytes:
-        self._note(updates)
         sent: list[bytes] = []
         envelope = self._envelope_with(self._running_usage(answer))
-        updates, self._held = [*self._held, *updates], []
+        updates, self._held = [*self._held, *self._noted(updates)], []
         for update in merged_updates(updates):
             if not self._is_writable(update):
                 self._held.append(update)
@@ -70,49 +70,30 @@ class CompletionWriter(EnvelopeWriter[CompletionRequest]):
         return b"".join(sent)
 
     def _choice(self, update: ChoiceUpdate) -> CompletionChoice:
-        prompt, delta = self._prompts[update.prompt], update.delta
-        finish_reason, stop_reason = self._ending(delta)
-        assert finish_reason is not None, "the answer has ended"
-        text, token_ids = self._output(delta)
+        assert update.delta.finish_reason is not None, "the answer has ended"
         has_prompt_logprobs = self._request.prompt_logprobs is not None
         return CompletionChoice(
-            index=update.choice,
-            text=self._echo(update.prompt).text + text,
-            logprobs=self._logprobs(update, first=True),
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            token_ids=self._listed(token_ids),
-            prompt_token_ids=self._listed(prompt.token_ids),
+            **self._fields(update, first=True),
             prompt_logprobs=self._prompt_logprobs[update.prompt] if has_prompt_logprobs else UNSET,
         )
 
     def _chunk_choice(self, update: ChoiceUpdate) -> CompletionChunkChoice:
-        prompt, delta = self._prompts[update.prompt], update.delta
         first = update.choice not in self._begun
         self._begun.add(update.choice)
-        text, token_ids = self._output(delta)
-        if first:
-            text = self._echo(update.prompt).text + text
-        finish_reason, stop_reason = self._ending(delta)
-        return CompletionChunkChoice(
-            index=update.choice,
-            text=text,
-            logprobs=self._logprobs(update, first=first),
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            token_ids=self._listed(token_ids),
-            prompt_token_ids=self._listed(prompt.token_ids) if first else UNSET,
-        )
+        return CompletionChunkChoice(**self._fields(update, first=first))
 
-    def _output(self, delta: Delta) -> tuple[str, tuple[int, ...]]:
-        """The generated text and tokens for the client: none if only the prompt is scored."""
-        return ("", ()) if self._request.scores_only else (delta.text, delta.token_ids)
-
-    def _ending(self, delta: Delta) -> tuple[FinishReason | None, StopReason]:
-        """The finish reason, if the choice has ended, and the stop reason."""
-        if self._request.scores_only and delta.finish_reason is FinishReason.STOP:
-            return FinishReason.LENGTH, None  # the token that was left out happened to end the text
-        return delta.finish_reason, delta.stop_reason
+    def _fields(self, update: ChoiceUpdate, *, first: bool) -> dict[str, Any]:
+        """The fields of a choice, or of the part of it that is new."""
+        delta, prompt = update.delta, self._prompts[update.prompt]
+        return {
+            "index": update.choice,
+            "text": self._echo(update.prompt).text + delta.text if first else delta.text,
+            "logprobs": self._logprobs(update, first=first),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "token_ids": self._listed(delta.token_ids),
+            "prompt_token_ids": self._listed(prompt.token_ids) if first else UNSET,
+        }
 
     def _echo(self, number: int) -> Echo:
         """The text that the choices of a prompt begin with."""
@@ -139,8 +120,8 @@ class CompletionWriter(EnvelopeWriter[CompletionRequest]):
         top = self._request.logprobs
         if top is None:
             return None
-        _, token_ids = self._output(update.delta)
-        positions: tuple[PositionLogprobs | None, ...] = update.delta.logprobs[: len(token_ids)]
+        token_ids = update.delta.token_ids
+        positions: tuple[PositionLogprobs | None, ...] = update.delta.logprobs
         if first and self._request.echo:
             prompt = self._prompts[update.prompt]
             scored = self._prompt_logprobs[update.prompt]
@@ -150,8 +131,13 @@ class CompletionWriter(EnvelopeWriter[CompletionRequest]):
         offsets = self._offsets[update.choice].take()
         return completion_logprobs(self._context, token_ids, positions, top, offsets)
 
-    def _note(self, updates: Sequence[ChoiceUpdate]) -> None:
-        """Store the prompt's logprobs and the tokens' offsets for later events."""
+    def _noted(self, updates: Sequence[ChoiceUpdate]) -> Sequence[ChoiceUpdate]:
+        """The updates for the client.
+
+        The prompt's logprobs and the tokens' offsets are stored for later events.
+        """
+        if self._request.scores_only:
+            updates = [update._replace(delta=_without_output(update.delta)) for update in updates]
         for update in updates:
             self._prompt_logprobs[update.prompt].extend(update.delta.prompt_logprobs)
             if self._request.logprobs is None:
@@ -163,7 +149,8 @@ class CompletionWriter(EnvelopeWriter[CompletionRequest]):
                     self._echo(update.prompt),
                     skip_special=self._request.skip_special_tokens,
                 )
-            self._offsets[update.choice].add(*self._output(update.delta))
+            self._offsets[update.choice].add(update.delta.text, update.delta.token_ids)
+        return updates
 
     def _is_writable(self, update: ChoiceUpdate) -> bool:
         """True if the prompt's logprobs (for echo) and the offsets of the new tokens are known."""
@@ -177,3 +164,13 @@ class CompletionWriter(EnvelopeWriter[CompletionRequest]):
 
     def _usage(self, answer: Answer) -> Usage:
         return usage_of(answer, counts_output=not self._request.scores_only)
+
+
+def _without_output(delta: Delta) -> Delta:
+    """The delta of a request that only scores its prompt, without the generated token."""
+    ending = delta.finish_reason, delta.stop_reason
+    if delta.finish_reason is FinishReason.STOP:
+        ending = FinishReason.LENGTH, None  # the token happened to end the text
+    return replace(
+        delta, text="", token_ids=(), logprobs=(), finish_reason=ending[0], stop_reason=ending[1]
+    )

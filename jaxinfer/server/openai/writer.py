@@ -225,23 +225,20 @@ def chat_logprobs(
     top: int,
 ) -> ChatLogprobs:
     """OpenAI's newer form; ``top`` alternatives a token."""
-    content: list[TokenLogprob] = []
-    for token_id, position in zip(token_ids, positions, strict=True):
-        entry = position[token_id]
-        others = [
-            TopLogprob(
-                token=context.piece(other), logprob=one.logprob, bytes=context.token_bytes(other)
-            )
-            for other, one in likeliest(position, top)
-        ]
-        content.append(
-            TokenLogprob(
-                token=context.piece(token_id),
-                logprob=entry.logprob,
-                bytes=context.token_bytes(token_id),
-                top_logprobs=others,
-            )
+
+    def fields(token_id: int, logprob: float) -> dict[str, Any]:
+        token, data = context.piece(token_id), context.token_bytes(token_id)
+        return {"token": token, "logprob": logprob, "bytes": data}
+
+    content = [
+        TokenLogprob(
+            **fields(token_id, position[token_id].logprob),
+            top_logprobs=[
+                TopLogprob(**fields(other, one.logprob)) for other, one in likeliest(position, top)
+            ],
         )
+        for token_id, position in zip(token_ids, positions, strict=True)
+    ]
     return ChatLogprobs(content=content)
 
 
