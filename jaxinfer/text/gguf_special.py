@@ -1,7 +1,5 @@
 """The special tokens of a GGUF vocabulary: ids that have a role, and ids that end a text.
 
-Owns: the ids in ``tokenizer.ggml.*_token_id`` keys, their defaults, and the rule for end tokens.
-
 Source of the rules: ``llama_vocab::impl::load`` in llama.cpp's src/llama-vocab.cpp.
 """
 

@@ -1,7 +1,4 @@
-"""A tokenizer from the metadata of a GGUF file.
-
-Owns: the meaning of the ``tokenizer.ggml.*`` keys, as llama.cpp defines them.
-"""
+"""A tokenizer from the ``tokenizer.ggml.*`` metadata of a GGUF file, as llama.cpp defines it."""
 
 from __future__ import annotations
 

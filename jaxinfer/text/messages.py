@@ -1,7 +1,4 @@
-"""Chat messages in one form, for all optional fields that OpenAI's clients may send.
-
-Owns: the required and the optional fields of a message.
-"""
+"""Chat messages in one form, for all optional fields that OpenAI's clients may send."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 Templates differ in how they handle a tool call's arguments, a content that is absent or null, and a
 content in parts; a model's files do not say which form the template accepts.
-
-Owns: the probes, and the conversion of messages to the form that the template accepts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Token ids from text and back: ``Tokenizer``, over Hugging Face's ``tokenizers`` library.
-
-Owns: one model's vocabulary, its special tokens and its chat template.
-"""
+"""Token ids from text and back: ``Tokenizer``, over Hugging Face's ``tokenizers`` library."""
 
 from __future__ import annotations
 

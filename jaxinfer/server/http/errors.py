@@ -1,7 +1,4 @@
-"""Errors in OpenAI's form: a status and ``{"error": {...}}``.
-
-Owns: ``ApiError``, its JSON form, and the conversion of the engine's errors.
-"""
+"""Errors in OpenAI's form: a status and ``{"error": {...}}``."""
 
 from __future__ import annotations
 

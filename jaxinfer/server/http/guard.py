@@ -1,7 +1,6 @@
 """ASGI layers in front of the app: request id, access log, CORS, API key, limits of the body.
 
-Owns: the layers and their order. None of them buffers responses, so streams and disconnects pass
-through unchanged.
+None of them buffers responses, so streams and disconnects pass through unchanged.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Server-sent events over ASGI, and detection of a client's disconnect.
 
-Owns: the event format, the response's headers, and errors before and after the first event. A
-disconnect does not cancel the response: ``close`` aborts the request, so reading ends by itself and
-the request's pages are free after the engine's next step.
+A disconnect does not cancel the response: ``close`` aborts the request, so reading ends by itself
+and the request's pages are free after the engine's next step.
 """
 
 from __future__ import annotations

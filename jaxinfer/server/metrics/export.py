@@ -1,8 +1,4 @@
-"""Exports the counters as Prometheus's families, under vLLM's series names.
-
-Owns: the names, types and labels of gauges and counters, and the ``Exporter`` that
-prometheus_client calls at each scrape.
-"""
+"""Exports the counters as Prometheus's families, under vLLM's series names."""
 
 from __future__ import annotations
 

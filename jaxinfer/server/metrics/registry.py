@@ -1,8 +1,8 @@
 """``Metrics``: the server's counts, shown by ``/metrics`` for Prometheus and ``/stats`` for people.
 
-Owns: ``Metrics`` and the record of a finished request. All methods are called in the event loop and
-are cheap: a step costs microseconds, however many sequences it has, because the engine counts for
-itself. Nothing is global: two servers in one process count separately.
+All methods are called in the event loop and are cheap: a step costs microseconds, however many
+sequences it has, because the engine counts for itself. Nothing is global: two servers in one
+process count separately.
 """
 
 from __future__ import annotations

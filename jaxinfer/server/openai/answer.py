@@ -1,7 +1,4 @@
-"""The answer to one HTTP request: several prompts, each with n completions, read as one.
-
-Owns: ``Answer``: the streams of a request, its timeout, the ways to end it early, and its metrics.
-"""
+"""The answer to one HTTP request: several prompts, each with n completions, read as one."""
 
 from __future__ import annotations
 

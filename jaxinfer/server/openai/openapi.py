@@ -1,7 +1,4 @@
-"""``/openapi.json``: requests and responses of every route, as OpenAPI 3.1.
-
-Owns: the table of operations, and the document made of it and of the structs.
-"""
+"""``/openapi.json``: requests and responses of every route, as OpenAPI 3.1."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Parses a body into a request, or raises an error that names the field.
-
-Owns: JSON, the words of errors, the paths of fields, unknown and unsupported fields.
-"""
+"""Parses a body into a request, or raises an error that names the field."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The responses of each endpoint, with the fields of OpenAI (and vLLM).
 
-Owns: the structs and their encoding.
-
 A field of type ``UnsetType`` is left out of the JSON until it is set; None is sent as null.
 """
 

@@ -1,7 +1,4 @@
-"""The requests of each endpoint.
-
-Owns: their structs, the fields of single endpoints, and the checks across fields.
-"""
+"""The requests of each endpoint, and the checks across their fields."""
 
 from __future__ import annotations
 

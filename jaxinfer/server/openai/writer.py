@@ -1,7 +1,4 @@
-"""The shared parts of the three response writers.
-
-Owns: ``Writer``, the fields of every response and event, and logprobs in OpenAI's two forms.
-"""
+"""The shared parts of the three response writers, and logprobs in OpenAI's two forms."""
 
 from __future__ import annotations
 

@@ -1,12 +1,7 @@
-"""One HTTP request in its handler.
-
-Owns: ``Call`` (a handler's argument), ``Endpoint`` (a handler as an ASGI app: it turns errors into
-JSON and times responses) and the helpers that make responses.
-"""
+"""One HTTP request in its handler: ``Call`` is the handler's argument, ``Endpoint`` the ASGI app."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -24,7 +19,7 @@ from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.fields import AnyRequest
 from jaxinfer.server.openai.parse import parse
 from jaxinfer.server.openai.writer import merged_updates
-from jaxinfer.server.routes.service import Service
+from jaxinfer.server.routes.service import Service, run_off_loop
 
 CLIENT_GONE = 499  # nginx's status for a request whose client disconnected; only metrics see it
 MEDIA_TYPE = "application/json"
@@ -45,21 +40,16 @@ class Call:
         self.prompt_field = "prompt"  # the field that errors about the prompt name
         self._receive = receive
         self._body = body
-
-    async def run_off_loop[T](self, work: Callable[[], T]) -> T:
-        """The result of ``work``, whose time grows with the size of the body.
-
-        A large body is worked on in a thread, so that other responses continue; a small one takes
-        no time.
-        """
-        return work() if len(self._body) <= INLINE_BYTES else await asyncio.to_thread(work)
+        self.is_small = len(body) <= INLINE_BYTES
 
     async def parse[T: AnyRequest](self, kind: type[T]) -> T:
         """The request in the body; raises ``ApiError`` naming the invalid field."""
         self._check_media_type()
         strict = self.service.config.strict_fields
-        parsed = await self.run_off_loop(lambda: parse(self._body, kind, strict=strict))
-        self.service.note_unknown(parsed.unknown)
+        parsed = await run_off_loop(partial(parse, self._body, kind, strict=strict), self.is_small)
+        for name in parsed.unknown:
+            advice = "--strict-fields refuses such requests"
+            self.service.log.warning_once("unknown_field", name, advice=advice)
         self.service.check_model(parsed.request.model)
         return parsed.request
 

@@ -1,18 +1,15 @@
-"""Handlers of ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/generate``.
-
-Owns: the order in each: parse, make prompts, enter the queue, respond whole or as a stream.
-"""
+"""Handlers of ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/generate``."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 
 from starlette.types import ASGIApp
 
+from jaxinfer.core.version import VERSION
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
+from jaxinfer.server.openai.answer import Answer
 from jaxinfer.server.openai.fields import GenerationFields, limit_max_tokens, to_sampling
 from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
 from jaxinfer.server.openai.write_chat import ChatWriter
@@ -20,7 +17,7 @@ from jaxinfer.server.openai.write_completion import CompletionWriter
 from jaxinfer.server.openai.write_generate import GenerateWriter
 from jaxinfer.server.openai.writer import ResponseContext, Writer
 from jaxinfer.server.routes.endpoint import Call, json_response
-from jaxinfer.server.routes.service import Service
+from jaxinfer.server.routes.service import Service, run_off_loop
 from jaxinfer.server.routes.tokens import chat_prompt
 
 # of an answer that is written in the event loop: with 20 logprobs each about 5 ms
@@ -90,7 +87,7 @@ async def _answer[R: GenerationFields](
         request_id=request.request_id or call.request_id,
         created=int(time.time()),
         model=request.model or service.model_names[0],
-        fingerprint=service.fingerprint,
+        fingerprint=f"jaxinfer-{VERSION}",
         role=service.config.response_role,
         sends_usage=request.sends_usage or service.config.enable_force_include_usage,
         tokens_as_ids=(
@@ -104,19 +101,11 @@ async def _answer[R: GenerationFields](
     answer = service.open(context.request_id, call.route, prompts, sampling, request)
     if request.stream:
         return call.stream(answer, _EventReader(answer, writer).read)
-    return await _full_response(writer, await call.updates(answer), answer)
-
-
-async def _full_response[R: GenerationFields](
-    writer: Writer[R], updates: Sequence[ChoiceUpdate], answer: Answer
-) -> ASGIApp:
-    """The response of an answer that is not streamed; a long one is encoded in a thread."""
-
-    def write() -> ASGIApp:
-        return json_response(writer.full_response(updates, answer))
-
-    is_short = answer.num_prompt_tokens + answer.num_tokens <= INLINE_TOKENS
-    return write() if is_short else await asyncio.to_thread(write)
+    updates = await call.updates(answer)
+    return await run_off_loop(
+        lambda: json_response(writer.full_response(updates, answer)),
+        answer.num_prompt_tokens + answer.num_tokens <= INLINE_TOKENS,
+    )
 
 
 class _EventReader[R: GenerationFields]:

@@ -1,14 +1,12 @@
-"""The state that all handlers share: the engine's client, the settings, the open answers.
-
-Owns: ``Service``: tokenization, admission to the queue, the open answers, and draining.
-"""
+"""The state that all handlers share: the engine's client, the settings, the open answers."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,7 +19,6 @@ from jaxinfer.core.errors import (
 )
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.core.version import VERSION
 from jaxinfer.engine.link.client import EngineClient, Stream
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.errors import ApiError, api_error
@@ -113,11 +110,6 @@ class Service:
         """The names under which the model is served; responses carry the first one."""
         return self.config.served_model_name or (self.client.facts.name,)
 
-    @property
-    def fingerprint(self) -> str:
-        """``system_fingerprint`` of the responses."""
-        return f"jaxinfer-{VERSION}"
-
     def check_model(self, name: str | None) -> None:
         """Raise ``ApiError`` 404 for a model that is not served here."""
         if name is not None and name not in self.model_names:
@@ -129,19 +121,7 @@ class Service:
                 code="model_not_found",
             )
 
-    def note_unknown(self, names: Iterable[str]) -> None:
-        """Log unknown fields of requests, each name once."""
-        for name in names:
-            self.log.warning_once(
-                "unknown_field", name, advice="--strict-fields refuses such requests"
-            )
-
     # texts
-
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
-        """A text as a prompt; see ``encode_all``."""
-        (prompt,) = await self.encode_all([text], add_special_tokens=add_special_tokens)
-        return prompt
 
     async def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, with_offsets: bool = False
@@ -172,17 +152,14 @@ class Service:
                 ids = tokenizer.encode(text, add_special_tokens=special)
             return Prompt(text, tuple(ids), tuple(offsets))
 
-        if sum(map(len, texts)) <= INLINE_CHARACTERS:
-            return [encoded(text) for text in texts]
-        return await asyncio.to_thread(lambda: [encoded(text) for text in texts])
+        is_short = sum(map(len, texts)) <= INLINE_CHARACTERS
+        return await run_off_loop(lambda: [encoded(text) for text in texts], is_short)
 
     async def render(self, messages: Sequence[Any], **options: Any) -> str:
-        """A chat as text; a long one is rendered in a thread, since a template is a program."""
-        tokenizer = self.tokenizer
+        """A chat as text."""
+        render = partial(self.tokenizer.render_chat, messages, **options)
         characters = sum(len(str(message)) for message in messages)
-        if characters <= INLINE_CHARACTERS:
-            return tokenizer.render_chat(messages, **options)
-        return await asyncio.to_thread(tokenizer.render_chat, messages, **options)
+        return await run_off_loop(render, characters <= INLINE_CHARACTERS)
 
     # admission
 
@@ -329,6 +306,11 @@ class Service:
         """End every open request with finish reason ``abort``."""
         for answer in self._answers:
             answer.stop()
+
+
+async def run_off_loop[T](work: Callable[[], T], is_short: bool) -> T:
+    """The result of ``work``; long work is done in a thread, so that other responses continue."""
+    return work() if is_short else await asyncio.to_thread(work)
 
 
 def _check_fit(num_tokens: int, requested: RequestedTokens, max_model_len: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -13,7 +14,7 @@ from jaxinfer.server.openai.fields import field_error
 from jaxinfer.server.openai.responses import Detokenized, Tokenized
 from jaxinfer.server.openai.schema import ChatFields, DetokenizeRequest, TokenizeRequest
 from jaxinfer.server.routes.endpoint import Call, json_response
-from jaxinfer.server.routes.service import Service
+from jaxinfer.server.routes.service import Service, run_off_loop
 
 
 async def chat_prompt(
@@ -38,7 +39,7 @@ async def chat_prompt(
         template_kwargs=variables,
         chat_template=template if template is not None else service.config.chat_template,
     )
-    return await service.encode(text, add_special_tokens=add_special_tokens)
+    return (await service.encode_all([text], add_special_tokens=add_special_tokens))[0]
 
 
 async def tokenize(call: Call) -> ASGIApp:
@@ -51,11 +52,12 @@ async def tokenize(call: Call) -> ASGIApp:
         prompt = await chat_prompt(service, request, request.messages, special)
     else:
         special = request.add_special_tokens is not False
-        prompt = await service.encode(request.prompt or "", add_special_tokens=special)
+        texts = [request.prompt or ""]
+        prompt = (await service.encode_all(texts, add_special_tokens=special))[0]
     pieces = None
     if request.return_token_strs:
         piece = service.tokenizer.token_piece
-        pieces = await call.run_off_loop(lambda: [piece(token_id) for token_id in prompt.token_ids])
+        pieces = await run_off_loop(lambda: list(map(piece, prompt.token_ids)), call.is_small)
     return json_response(
         Tokenized(
             count=len(prompt.token_ids),
@@ -73,7 +75,6 @@ async def detokenize(call: Call) -> ASGIApp:
     last = call.service.client.facts.vocab_size - 1
     if (largest := max(request.tokens, default=0)) > last:
         raise RequestError(f"tokens holds {largest}; the vocabulary ends at {last}")
-    text = await call.run_off_loop(
-        lambda: tokenizer.decode(request.tokens, skip_special_tokens=False)
-    )
+    decode = partial(tokenizer.decode, request.tokens, skip_special_tokens=False)
+    text = await run_off_loop(decode, call.is_small)
     return json_response(Detokenized(prompt=text))
