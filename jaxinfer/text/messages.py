@@ -70,7 +70,7 @@ def _message(where: str, given: Any) -> Message:
     message = {
         key: value
         for key, value in _object(where, given, "role and content").items()
-        if not (key in _ABSENT_WHEN_EMPTY and _is_empty(value))
+        if key not in _ABSENT_WHEN_EMPTY or value or not isinstance(value, Sequence | Mapping)
     }
     if not isinstance(message.get("role"), str):
         raise RequestError(f"{where}.role must be a string.")
@@ -100,10 +100,6 @@ def _object(where: str, given: Any, content: str) -> dict[str, Any]:
         raise RequestError(f"{where} must be an object with {content}.")
     fields = cast("Mapping[str, Any]", given)
     return {key: value for key, value in fields.items() if value is not None}
-
-
-def _is_empty(value: object) -> bool:
-    return isinstance(value, (str, Sequence, Mapping)) and not value
 
 
 def _content(where: str, message: Message) -> str | list[dict[str, str]] | None:

@@ -80,9 +80,10 @@ class Tokenizer:
         self.special_tokens_map = dict(special_tokens)
         self.model_max_length = model_max_length
         self._templates = dict(templates)
-        self._clock = clock
         # on first use: a model with a broken template still completes plain prompts
-        self._compiled = lru_cache(maxsize=MAX_COMPILED_TEMPLATES)(self._compile)
+        self._compiled = lru_cache(maxsize=MAX_COMPILED_TEMPLATES)(
+            lambda template: ChatTemplate(template, clock, self.special_tokens_map)
+        )
         self._pieces = PieceTable(tokenizer)
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.bos_token = special_tokens.get("bos_token")
@@ -356,9 +357,6 @@ class Tokenizer:
         raise TokenizerError(
             f"The model has no chat template{named if self._templates else ''}; pass chat_template."
         )
-
-    def _compile(self, template: str) -> ChatTemplate:
-        return ChatTemplate(template, self._clock, self.special_tokens_map)
 
     def _truncated(self, text: str, length: int, add_special_tokens: bool) -> list[int]:
         """The first ids of a text, so many that they have this length with the special tokens."""

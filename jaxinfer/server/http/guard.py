@@ -189,7 +189,13 @@ class BodyLimits:
             return
         except TimeoutError:
             self._on_refusal(scope["method"], 408)
-            await self._too_slow().response(scope, receive, send)
+            too_slow = ApiError(
+                408,
+                f"the request's body did not arrive within {self._seconds:g} s",
+                code="request_timeout",
+                headers={"Connection": "close"},
+            )
+            await too_slow.response(scope, receive, send)
         except ApiError as too_large:
             self._on_refusal(scope["method"], too_large.status)
             await too_large.response(scope, receive, partial(_send_unended, send))
@@ -218,14 +224,6 @@ class BodyLimits:
             f"the request's body is larger than {self._max_bytes} bytes; send less, or start the "
             "server with a larger --max-body-bytes",
             code="request_too_large",
-            headers={"Connection": "close"},
-        )
-
-    def _too_slow(self) -> ApiError:
-        return ApiError(
-            408,
-            f"the request's body did not arrive within {self._seconds:g} s",
-            code="request_timeout",
             headers={"Connection": "close"},
         )
 

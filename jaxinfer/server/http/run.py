@@ -152,11 +152,10 @@ async def _serve(
 async def _close(server: Server, listening: asyncio.Task[None]) -> None:
     """Stop listening; connections close after their last bytes, or after ``FLUSH_SECONDS``."""
     server.should_exit = True
-    abort_timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, server.drop_connections)
-    try:
-        await listening
-    finally:
-        abort_timer.cancel()
+    done, _ = await asyncio.wait((listening,), timeout=FLUSH_SECONDS)
+    if not done:
+        server.drop_connections()
+    await listening
 
 
 def uvicorn_config(config: ServerConfig, app: ASGIApp) -> uvicorn.Config:

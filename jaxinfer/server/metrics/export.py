@@ -104,20 +104,13 @@ def _counters(tally: Tally) -> Iterator[_Reading]:
     yield _Reading(
         "vllm:prompt_tokens_by_source",
         "Prompt tokens by where their KV came from.",
-        {
-            "local_compute": prefilled - cached,
-            "local_cache_hit": cached,
-            "external_kv_transfer": 0,
-        },
+        {"local_compute": prefilled - cached, "local_cache_hit": cached, "external_kv_transfer": 0},
         "source",
     )
     yield _Reading("vllm:prompt_tokens_cached", "Prompt tokens whose KV was reused.", cached)
     yield _Reading("vllm:generation_tokens", "Tokens generated.", stats.num_generated_tokens)
     yield _Reading(
-        "vllm:request_success",
-        "Sequences that ended, by why.",
-        tally.finished,
-        "finished_reason",
+        "vllm:request_success", "Sequences that ended, by why.", tally.finished, "finished_reason"
     )
     yield _Reading(
         "vllm:admission_rejections",

@@ -40,22 +40,17 @@ MAX_STOP_STRINGS = 64  # of a request; vLLM's default is 4, some clients send do
 # the values of an unsupported field that have no effect, such as its default
 type Neutral = Mapping[str, tuple[Any, ...]]
 
+_GUIDED = ("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs")
 UNSUPPORTED: Neutral = MappingProxyType(
     {
-        "allowed_token_ids": (None,),
+        **dict.fromkeys(_GUIDED, (None,)),
+        **dict.fromkeys(("allowed_token_ids", "kv_transfer_params", "logprob_token_ids"), (None,)),
         "bad_words": (None, []),
         "early_stopping": (None, False),
-        "guided_choice": (None,),
-        "guided_grammar": (None,),
-        "guided_json": (None,),
-        "guided_regex": (None,),
-        "kv_transfer_params": (None,),
         "length_penalty": (None, 1, 1.0),
         "logits_processors": (None, []),
-        "logprob_token_ids": (None,),
         "response_format": (None, {"type": "text"}),
         "spaces_between_special_tokens": (None, True),
-        "structured_outputs": (None,),
         "use_beam_search": (None, False),
         "vllm_xargs": (None, {}),
     }

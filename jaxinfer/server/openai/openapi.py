@@ -83,18 +83,13 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             TokenizeRequest,
         ),
         ("POST", "/detokenize"): Operation(
-            "detokenize",
-            "The text of token ids.",
-            responses.Detokenized,
-            DetokenizeRequest,
+            "detokenize", "The text of token ids.", responses.Detokenized, DetokenizeRequest
         ),
         ("GET", "/v1/models"): Operation(
             "listModels", "The names under which the model is served.", responses.ModelList
         ),
         ("GET", "/v1/models/{model}"): Operation(
-            "retrieveModel",
-            "One of the names that /v1/models lists.",
-            responses.ModelCard,
+            "retrieveModel", "One of the names that /v1/models lists.", responses.ModelCard
         ),
         ("GET", "/health"): Operation("health", "Whether the engine's loop answers.", None),
         ("GET", "/ping"): Operation("ping", "As /health, under SageMaker's name.", None),

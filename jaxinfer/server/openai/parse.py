@@ -149,12 +149,10 @@ def _is_encodable(value: Any) -> bool:
 
 def _refuse_unsupported(given: dict[str, Any], kind: type[AnyRequest]) -> None:
     for name, neutral in kind.unsupported.items():
-        if name in given and not any(_is_same(given[name], value) for value in neutral):
+        # the types too, since 1 == True
+        same = (type(given[name]) is type(one) and given[name] == one for one in neutral)
+        if name in given and not any(same):
             raise field_error(name, f"{name} is not supported; leave it out")
-
-
-def _is_same(given: Any, neutral: Any) -> bool:
-    return type(given) is type(neutral) and given == neutral
 
 
 def _with_integers(value: Any, num_levels: int = 2) -> Any:

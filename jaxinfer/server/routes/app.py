@@ -46,9 +46,16 @@ def create_app(service: Service) -> ASGIApp:
     routes = [Route(path, endpoint, methods=methods[path]) for path, endpoint in by_path.items()]
 
     async def no_route(request: Request, error: Exception) -> Response:
+        """404 and 405 in OpenAI's form."""
         assert isinstance(error, HTTPException)
         service.note_response(None, request.method, error.status_code, 0.0)
-        return _routing_error(request, error).response
+        path, headers = request.url.path[:200], error.headers
+        if error.status_code == 405:
+            allowed = (headers or {}).get("Allow", "")
+            message = f"{path} does not take {request.method}; use {allowed}"
+            return ApiError(405, message, code="method_not_allowed", headers=headers).response
+        message = f"there is no route {path}; /openapi.json lists the routes"
+        return ApiError(error.status_code, message, code="not_found", headers=headers).response
 
     app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
     app.router.redirect_slashes = False
@@ -76,14 +83,3 @@ class ExactPaths:
         is_http = scope["type"] == "http"
         key = (scope["method"], scope["path"]) if is_http else ("", "")
         return self._endpoints.get(key, self._router)(scope, receive, send)
-
-
-def _routing_error(request: Request, error: HTTPException) -> ApiError:
-    """404 and 405 in OpenAI's form."""
-    path, headers = request.url.path[:200], error.headers
-    if error.status_code == 405:
-        allowed = (headers or {}).get("Allow", "")
-        message = f"{path} does not take {request.method}; use {allowed}"
-        return ApiError(405, message, code="method_not_allowed", headers=headers)
-    message = f"there is no route {path}; /openapi.json lists the routes"
-    return ApiError(error.status_code, message, code="not_found", headers=headers)

@@ -1,4 +1,4 @@
-"""One HTTP request in its handler: ``Call`` is the handler's argument, ``Endpoint`` the ASGI app."""
+"""One HTTP request: ``Call`` is its handler's argument, ``Endpoint`` the handler's ASGI app."""
 
 from __future__ import annotations
 
@@ -128,20 +128,17 @@ class Endpoint:
             await send(message)
 
         try:
-            response = await self._respond(scope, receive)
+            body = (await receive()).get("body", b"")  # the whole body: the guard has read it
+            call = Call(self._service, scope, receive, body)
+            try:
+                response = await self._handler(call)
+            except Exception as error:
+                response = call.explain(error).response
             await response(scope, receive, send_noted)
         finally:
             self._service.note_response(
                 self._path, scope["method"], status, time.monotonic() - start
             )
-
-    async def _respond(self, scope: Scope, receive: Receive) -> ASGIApp:
-        body = (await receive()).get("body", b"")  # the whole body: the guard has read it
-        call = Call(self._service, scope, receive, body)
-        try:
-            return await self._handler(call)
-        except Exception as error:
-            return call.explain(error).response
 
 
 def json_response(value: object, headers: Mapping[str, str] | None = None) -> Response:
