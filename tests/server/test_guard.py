@@ -119,20 +119,6 @@ def test_open_paths_below_a_root_path() -> None:
     assert ask(config, path="/llm/v1/models").status_code == 401
 
 
-def test_a_websocket_without_a_key_is_closed() -> None:
-    sent: list[Message] = []
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    async def receive() -> Message:
-        return {"type": "websocket.connect"}
-
-    scope = {"type": "websocket", "path": "/v1/realtime", "headers": []}
-    asyncio.run(guarded(Echo(), KEYS, EventLog())(scope, receive, send))
-    assert sent == [{"type": "websocket.close", "code": 1008}]
-
-
 # CORS
 
 PREFLIGHT = {"Origin": "https://a.b", "Access-Control-Request-Method": "POST"}

@@ -11,6 +11,7 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from uuid import uuid4
 
@@ -43,11 +44,12 @@ def guarded(
 ) -> ASGIApp:
     """The app behind all layers.
 
-    From the outside in: path, request id and access log, CORS, API key, body. CORS is outside the
-    key check because browsers send preflight requests without a key. The request id is in
+    From the outside in: request id and access log, CORS, API key, body. CORS is outside the key
+    check because browsers send preflight requests without a key. uvicorn is set up so that every
+    scope is one of HTTP. The request id is in
     ``scope["state"]["request_id"]`` and in the response's ``X-Request-Id``.
     """
-    app = BodyLimits(app, config.max_body_bytes, on_refusal=on_refusal)
+    app = BodyLimits(app, config.max_body_bytes, on_refusal)
     if config.api_key:
         app = ApiKeyRequired(app, config.api_key, config.root_path, on_refusal)
     if config.allowed_origins:
@@ -60,34 +62,22 @@ def guarded(
             expose_headers=("X-Request-Id", "Retry-After"),
         )
     access_log = None if config.disable_uvicorn_access_log else log
-    return TrailingSlashRemoved(WithRequestId(app, access_log, config.root_path))
+    return WithRequestId(app, access_log, config.root_path)
 
 
-class TrailingSlashRemoved:
-    """Removes slashes at the end of the path, so that later layers see the path of the route."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        if path.endswith("/"):
-            scope = {**scope, "path": path.rstrip("/") or "/"}
-        await self._app(scope, receive, send)
-
-
+@dataclass(eq=False)
 class WithRequestId:
-    """Sets the request id and, after the response, writes the access log line."""
+    """Sets the request id and the path of the route, and writes the access log after the response.
 
-    def __init__(self, app: ASGIApp, log: EventLog | None, root_path: str) -> None:
-        self._app = app
-        self._log = log
-        self._root_path = root_path
+    Slashes at the end of the path are removed here, so that later layers see the route's path.
+    """
+
+    app: ASGIApp
+    log: EventLog | None
+    root_path: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         request_id = _request_id(Headers(scope=scope).get("x-request-id"))
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0  # stays 0 if no response was started
@@ -102,15 +92,15 @@ class WithRequestId:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            await self.app(scope, receive, send_with_id)
         finally:
             self._log_access(scope, request_id, status, time.perf_counter() - start)
 
     def _log_access(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        if self._log is None:
+        if self.log is None:
             return
-        path = scope["path"].removeprefix(self._root_path)
-        write = self._log.debug if path in QUIET_PATHS else self._log.info
+        path = scope["path"].removeprefix(self.root_path)
+        write = self.log.debug if path in QUIET_PATHS else self.log.info
         client = scope.get("client")
         write(
             "access",
@@ -135,14 +125,8 @@ class ApiKeyRequired:
         self._open_paths = {root_path + path for path in OPEN_PATHS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] == "lifespan"
-            or scope["path"] in self._open_paths
-            or self._has_valid_key(scope)
-        ):
+        if scope["path"] in self._open_paths or self._has_valid_key(scope):
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
         else:
             self._on_refusal(scope["method"], 401)
             error = ApiError(
@@ -161,67 +145,58 @@ class ApiKeyRequired:
         return scheme.lower() == "bearer" and any(matches)
 
 
+@dataclass(eq=False)
 class BodyLimits:
     """Reads the whole body before the app runs, within limits of size and time."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        max_bytes: int,
-        seconds: float = BODY_SECONDS,
-        on_refusal: OnRefusal = lambda method, status: None,
-    ) -> None:
-        self._app = app
-        self._on_refusal = on_refusal
-        self._max_bytes = max_bytes
-        self._seconds = seconds
+    app: ASGIApp
+    max_bytes: int
+    on_refusal: OnRefusal = lambda method, status: None
+    seconds: float = BODY_SECONDS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         request = Request(scope, receive)
         chunks = request.stream()
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(self.seconds):
                 body = await self._read(request.headers, chunks)
         except ClientDisconnect:
             return
         except TimeoutError:
-            self._on_refusal(scope["method"], 408)
+            self.on_refusal(scope["method"], 408)
             too_slow = ApiError(
                 408,
-                f"the request's body did not arrive within {self._seconds:g} s",
+                f"the request's body did not arrive within {self.seconds:g} s",
                 code="request_timeout",
                 headers={"Connection": "close"},
             )
             await too_slow.response(scope, receive, send)
         except ApiError as too_large:
-            self._on_refusal(scope["method"], too_large.status)
+            self.on_refusal(scope["method"], too_large.status)
             await too_large.response(scope, receive, partial(_send_unended, send))
             await _discard(chunks)
             await send({"type": "http.response.body", "body": b""})
         else:
-            await self._app(scope, _replaying(body, receive), send)
+            await self.app(scope, _replaying(body, receive), send)
 
     async def _read(self, headers: Headers, chunks: AsyncIterator[bytes]) -> bytes:
         """The body; raises ``ApiError`` if it is too large."""
         declared = headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self._max_bytes:
+        if declared.isdecimal() and int(declared) > self.max_bytes:
             raise self._too_large()
         received: list[bytes] = []
         size = 0
         async for chunk in chunks:
             received.append(chunk)
             size += len(chunk)
-            if size > self._max_bytes:
+            if size > self.max_bytes:
                 raise self._too_large()
         return b"".join(received)
 
     def _too_large(self) -> ApiError:
         return ApiError(
             413,
-            f"the request's body is larger than {self._max_bytes} bytes; send less, or start the "
+            f"the request's body is larger than {self.max_bytes} bytes; send less, or start the "
             "server with a larger --max-body-bytes",
             code="request_too_large",
             headers={"Connection": "close"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -160,41 +161,35 @@ def _counters(tally: Tally) -> Iterator[_Reading]:
     )
 
 
+@dataclass(eq=False)
 class Exporter:
     """A collector for prometheus_client that exports the current values of all families."""
 
-    def __init__(
-        self,
-        tally: Tally,
-        histograms: Sequence[HistogramFamily],
-        model: tuple[str, str],
-        config: Mapping[str, str],
-    ) -> None:
-        self._tally = tally
-        self._histograms = histograms
-        self._model = model  # the values of MODEL_LABELS
-        self._config = config  # labels of cache_config_info
+    tally: Tally
+    histograms: Sequence[HistogramFamily]
+    model: tuple[str, str]  # the values of MODEL_LABELS
+    config: Mapping[str, str]  # labels of cache_config_info
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus_client at each scrape."""
-        for reading in _gauges(self._tally):
+        for reading in _gauges(self.tally):
             yield self._filled(GaugeMetricFamily, reading)
         info = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV cache's settings, as labels.", labels=(*self._config,)
+            "vllm:cache_config_info", "The KV cache's settings, as labels.", labels=(*self.config,)
         )
-        info.add_metric((*self._config.values(),), 1)
+        info.add_metric((*self.config.values(),), 1)
         yield info
-        for reading in _counters(self._tally):
+        for reading in _counters(self.tally):
             yield self._filled(CounterMetricFamily, reading)
         responses = CounterMetricFamily(
             "http_requests",
             "Responses by handler, method and status class.",
             labels=("handler", "method", "status"),
         )
-        for labels, count in self._tally.responses.items():
+        for labels, count in self.tally.responses.items():
             responses.add_metric(labels, count)
         yield responses
-        yield from map(_histogram, self._histograms)
+        yield from map(_histogram, self.histograms)
 
     def _filled(
         self, family_type: type[GaugeMetricFamily | CounterMetricFamily], reading: _Reading
@@ -203,9 +198,9 @@ class Exporter:
         family = family_type(reading.name, reading.documentation, labels=label_names)
         if isinstance(reading.value, Mapping):
             for label, part in reading.value.items():
-                family.add_metric((*self._model, label), part)
+                family.add_metric((*self.model, label), part)
         else:
-            family.add_metric(self._model, reading.value)
+            family.add_metric(self.model, reading.value)
         return family
 
 

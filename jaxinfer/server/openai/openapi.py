@@ -154,6 +154,15 @@ def _ref(kind: type) -> dict[str, Any]:
     return {"$ref": _REF.format(name=kind.__name__)}
 
 
+def _json(kind: type) -> dict[str, Any]:
+    """A body that is this struct as JSON."""
+    return {"application/json": {"schema": _ref(kind)}}
+
+
+def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
 def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
     """The schemas of all structs that requests and responses consist of."""
     operations = OPERATIONS.values()
@@ -176,7 +185,7 @@ def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
 
 
 def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]:
-    names = re.findall(r"{(\w+)}", path)
+    names, segment = re.findall(r"{(\w+)}", path), {"type": "string", "minLength": 1}
     errors = {405, 431, 500, 503}
     if path not in OPEN_PATHS:
         errors.add(401)
@@ -190,15 +199,7 @@ def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]
         "operationId": operation.name,
         "summary": operation.summary,
         "parameters": [
-            *(
-                {
-                    "name": name,
-                    "in": "path",
-                    "required": True,
-                    "schema": {"type": "string", "minLength": 1},
-                }
-                for name in names
-            ),
+            *({"name": name, "in": "path", "required": True, "schema": segment} for name in names),
             {
                 "name": "X-Request-Id",
                 "in": "header",
@@ -216,10 +217,7 @@ def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]
         "security": [{"apiKey": []}] if secured and 401 in errors else [],
     }
     if operation.request is not None:
-        described["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": _ref(operation.request)}},
-        }
+        described["requestBody"] = {"required": True, "content": _json(operation.request)}
     return described
 
 
@@ -231,7 +229,7 @@ def _success(operation: Operation) -> dict[str, Any]:
         kind = "string" if operation.response.startswith("text/") else "object"
         content[operation.response] = {"schema": {"type": kind}}
     elif operation.response is not None:
-        content["application/json"] = {"schema": _ref(operation.response)}
+        content |= _json(operation.response)
     if operation.event is not None:
         content["text/event-stream"] = {"schema": _event(operation.event)}
     if content:
@@ -241,14 +239,14 @@ def _success(operation: Operation) -> dict[str, Any]:
 
 def _event(kind: type[msgspec.Struct]) -> dict[str, Any]:
     """One event of a stream; a struct in its data is JSON."""
-    chunk = {"contentMediaType": "application/json", "contentSchema": _ref(kind)}
-    failure = {"contentMediaType": "application/json", "contentSchema": _ref(ErrorBody)}
-    return {
-        "type": "object",
+    texts = [
+        {"contentMediaType": "application/json", "contentSchema": _ref(struct)}
+        for struct in (kind, ErrorBody)
+    ]
+    data = {"type": "string", "anyOf": [*texts, {"const": "[DONE]"}]}
+    return _object({"data": data}, "data") | {
         "description": "With stream=true: an event for new tokens, then one whose data is [DONE]. "
         "A failure midway is an event with an error.",
-        "properties": {"data": {"type": "string", "anyOf": [chunk, failure, {"const": "[DONE]"}]}},
-        "required": ["data"],
     }
 
 
@@ -265,11 +263,7 @@ def _error(status: int) -> dict[str, Any]:
             "description": "Seconds to wait before trying again.",
             "schema": {"type": "integer", "minimum": 0},
         }
-    return {
-        "description": ERRORS[status],
-        "headers": headers,
-        "content": {"application/json": {"schema": _ref(ErrorBody)}},
-    }
+    return {"description": ERRORS[status], "headers": headers, "content": _json(ErrorBody)}
 
 
 def _complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequence[str]) -> None:
@@ -330,26 +324,13 @@ def _token_id() -> dict[str, Any]:
 
 def _message() -> dict[str, Any]:
     """One message of a chat, with the same rules as ``text.messages``."""
-    part = {
-        "type": "object",
-        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-        "required": ["type", "text"],
-    }
-    content = [{"type": "string"}, {"type": "array", "items": part}]
-    content_optional = {
-        "type": "object",
-        "properties": {
-            "role": {"enum": ["assistant", "tool"]},
-            "content": {"anyOf": [*content, {"type": "null"}]},
-        },
-        "required": ["role"],
-    }
-    others = {
-        "type": "object",
-        "properties": {"role": {"type": "string"}, "content": {"anyOf": content}},
-        "required": ["role", "content"],
-    }
-    return {"anyOf": [others, content_optional]}
+    text = {"type": "string"}
+    part = _object({"type": {"const": "text"}, "text": text}, "type", "text")
+    content = [text, {"type": "array", "items": part}]
+    usual = _object({"role": text, "content": {"anyOf": content}}, "role", "content")
+    optional = {"anyOf": [*content, {"type": "null"}]}
+    roles = {"enum": ["assistant", "tool"]}
+    return {"anyOf": [usual, _object({"role": roles, "content": optional}, "role")]}
 
 
 def _bound_token_ids(schema: Any, last: int) -> None:

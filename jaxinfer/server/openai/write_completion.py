@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from msgspec import UNSET
@@ -44,7 +45,7 @@ class CompletionWriter(EnvelopeWriter[CompletionRequest]):
     ) -> None:
         super().__init__(context, request, prompts)
         self._offsets: dict[int, TextOffsets] = {}  # of each choice's tokens, for logprobs
-        self._echoes: dict[int, Echo] = {}  # of each prompt, made with its first choice
+        self._echo = cache(self._echo_of)  # of each prompt, made with its first choice
         # of each prompt, as far as they have arrived; a prompt's first token has none
         self._prompt_logprobs: list[list[PositionLogprobs | None]] = [[None] for _ in prompts]
         self._held: list[ChoiceUpdate] = []  # updates that cannot be written yet
@@ -95,13 +96,9 @@ class CompletionWriter(EnvelopeWriter[CompletionRequest]):
             "prompt_token_ids": self._listed(prompt.token_ids) if first else UNSET,
         }
 
-    def _echo(self, number: int) -> Echo:
+    def _echo_of(self, number: int) -> Echo:
         """The text that the choices of a prompt begin with."""
-        if number not in self._echoes:
-            self._echoes[number] = self._echo_of(self._prompts[number])
-        return self._echoes[number]
-
-    def _echo_of(self, prompt: Prompt) -> Echo:
+        prompt = self._prompts[number]
         if not self._request.echo:
             return Echo()
         if prompt.text is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from starlette.applications import Starlette
@@ -68,6 +69,7 @@ def create_app(service: Service) -> ASGIApp:
     return guarded(ExactPaths(known, app), service.config, service.log, refused)
 
 
+@dataclass(eq=False)
 class ExactPaths:
     """Looks endpoints up by method and exact path.
 
@@ -75,11 +77,9 @@ class ExactPaths:
     request, and two of its seven layers handle every event of a stream.
     """
 
-    def __init__(self, endpoints: Mapping[tuple[str, str], ASGIApp], router: ASGIApp) -> None:
-        self._endpoints = endpoints
-        self._router = router
+    endpoints: Mapping[tuple[str, str], ASGIApp]
+    router: ASGIApp
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        is_http = scope["type"] == "http"
-        key = (scope["method"], scope["path"]) if is_http else ("", "")
-        return self._endpoints.get(key, self._router)(scope, receive, send)
+        app = self.endpoints.get((scope["method"], scope["path"]), self.router)
+        return app(scope, receive, send)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -109,13 +110,13 @@ class Call:
         return ApiError(500, "an internal error occurred; the server's log has its request id")
 
 
+@dataclass(eq=False)
 class Endpoint:
     """A handler as an ASGI app."""
 
-    def __init__(self, service: Service, path: str, handler: Handler) -> None:
-        self._service = service
-        self._path = path
-        self._handler = handler
+    service: Service
+    path: str
+    handler: Handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = time.monotonic()
@@ -129,16 +130,14 @@ class Endpoint:
 
         try:
             body = (await receive()).get("body", b"")  # the whole body: the guard has read it
-            call = Call(self._service, scope, receive, body)
+            call = Call(self.service, scope, receive, body)
             try:
-                response = await self._handler(call)
+                response = await self.handler(call)
             except Exception as error:
                 response = call.explain(error).response
             await response(scope, receive, send_noted)
         finally:
-            self._service.note_response(
-                self._path, scope["method"], status, time.monotonic() - start
-            )
+            self.service.note_response(self.path, scope["method"], status, time.monotonic() - start)
 
 
 def json_response(value: object, headers: Mapping[str, str] | None = None) -> Response:

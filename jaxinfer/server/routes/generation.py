@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp
 
@@ -76,8 +77,8 @@ def _truncated(
 async def _answer[R: GenerationFields](
     call: Call, request: R, prompts: Sequence[Prompt], kind: type[Writer[R]]
 ) -> ASGIApp:
-    service = call.service
-    sampling = to_sampling(request, service.defaults, max_logprobs=service.config.max_logprobs)
+    service, config = call.service, call.service.config
+    sampling = to_sampling(request, service.loaded.defaults, max_logprobs=config.max_logprobs)
     sampling = limit_max_tokens(sampling, service.client.facts.max_new_tokens)
     prompts = [
         _truncated(service, prompt, request.truncate_prompt_tokens, sampling.max_tokens)
@@ -88,10 +89,10 @@ async def _answer[R: GenerationFields](
         created=int(time.time()),
         model=request.model or service.model_names[0],
         fingerprint=f"jaxinfer-{VERSION}",
-        role=service.config.response_role,
-        sends_usage=request.sends_usage or service.config.enable_force_include_usage,
+        role=config.response_role,
+        sends_usage=request.sends_usage or config.enable_force_include_usage,
         tokens_as_ids=(
-            service.config.return_tokens_as_token_ids
+            config.return_tokens_as_token_ids
             if request.return_tokens_as_token_ids is None
             else request.return_tokens_as_token_ids
         ),
@@ -108,20 +109,20 @@ async def _answer[R: GenerationFields](
     )
 
 
+@dataclass(eq=False)
 class _EventReader[R: GenerationFields]:
     """The events of a stream, read by read; several events may be sent together."""
 
-    def __init__(self, answer: Answer, writer: Writer[R]) -> None:
-        self._answer = answer
-        self._writer = writer
-        self._ended = False
+    answer: Answer
+    writer: Writer[R]
+    ended: bool = False
 
     async def read(self) -> bytes:
         """The next events; empty at the end."""
-        while updates := await self._answer.read():
-            if data := self._writer.events(updates, self._answer):
+        while updates := await self.answer.read():
+            if data := self.writer.events(updates, self.answer):
                 return data
-        if self._ended or not self._answer.finished:
+        if self.ended or not self.answer.finished:
             return b""
-        self._ended = True
-        return self._writer.final_events(self._answer)
+        self.ended = True
+        return self.writer.final_events(self.answer)

@@ -83,16 +83,6 @@ class Service:
         return self.loaded.client
 
     @property
-    def metrics(self) -> Metrics:
-        """The counters; 503 while loading."""
-        return self.loaded.metrics
-
-    @property
-    def defaults(self) -> SamplingParams:
-        """The sampling parameters for fields that a request does not set; 503 while loading."""
-        return self.loaded.defaults
-
-    @property
     def ready(self) -> bool:
         """True if new requests are accepted."""
         return self._loaded is not None and self.client.alive and not self.draining
@@ -198,7 +188,7 @@ class Service:
                 stream.close()
             raise
         answer = Answer(
-            request_id, route, streams, wake, self.metrics, max_tokens=sampling.max_tokens
+            request_id, route, streams, wake, self.loaded.metrics, max_tokens=sampling.max_tokens
         )
         if deadline := _deadline(request.timeout, self.config.request_timeout):
             answer.expire_after(*deadline)
@@ -281,7 +271,7 @@ class Service:
         )
         for reason, count, limit, unit in limits:
             if limit is not None and count > limit:
-                self.metrics.request_rejected(reason)
+                self.loaded.metrics.request_rejected(reason)
                 raise ApiError(
                     429,
                     f"the queue is full: it would hold {count} {unit}, and {limit} are allowed; "

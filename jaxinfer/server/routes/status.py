@@ -48,14 +48,14 @@ async def model(call: Call) -> ASGIApp:
 
 async def metrics(call: Call) -> ASGIApp:
     """The metrics in Prometheus's text format."""
-    content_type, body = call.service.metrics.render(call.headers.get("accept", ""))
+    content_type, body = call.service.loaded.metrics.render(call.headers.get("accept", ""))
     return Response(body, headers={"content-type": content_type})
 
 
 async def stats(call: Call) -> ASGIApp:
     """The same counters as JSON for people, with quantiles."""
     service = call.service
-    counted: dict[str, Any] = {"model": service.model_names[0], **service.metrics.snapshot()}
+    counted: dict[str, Any] = {"model": service.model_names[0], **service.loaded.metrics.snapshot()}
     return json_response(counted)
 
 
