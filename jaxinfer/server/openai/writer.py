@@ -68,6 +68,17 @@ class Writer[R: GenerationFields](ABC):
         self._context = context
         self._request = request
         self._prompts = prompts
+        self._has_ended = False
+
+    async def next_events(self, answer: Answer) -> bytes:
+        """The next part of the stream, of several events if a client is slow; empty at the end."""
+        while updates := await answer.read():
+            if data := self.events(updates, answer):
+                return data
+        if self._has_ended or not answer.finished:
+            return b""
+        self._has_ended = True
+        return self.final_events(answer)
 
     @abstractmethod
     def events(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> bytes:

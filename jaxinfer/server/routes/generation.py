@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from starlette.types import ASGIApp
 
 from jaxinfer.core.version import VERSION
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.openai.answer import Answer
 from jaxinfer.server.openai.fields import GenerationFields, limit_max_tokens, to_sampling
 from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
-from jaxinfer.server.openai.write_chat import ChatWriter
-from jaxinfer.server.openai.write_completion import CompletionWriter
-from jaxinfer.server.openai.write_generate import GenerateWriter
 from jaxinfer.server.openai.writer import ResponseContext, Writer
+from jaxinfer.server.openai.writers import ChatWriter, CompletionWriter, GenerateWriter
 from jaxinfer.server.routes.endpoint import Call, json_response
 from jaxinfer.server.routes.service import Service, run_off_loop
 from jaxinfer.server.routes.tokens import chat_prompt
@@ -101,28 +98,9 @@ async def _answer[R: GenerationFields](
     writer = kind(context, request, prompts)
     answer = service.open(context.request_id, call.route, prompts, sampling, request)
     if request.stream:
-        return call.stream(answer, _EventReader(answer, writer).read)
+        return call.stream(answer, partial(writer.next_events, answer))
     updates = await call.updates(answer)
     return await run_off_loop(
         lambda: json_response(writer.full_response(updates, answer)),
         answer.num_prompt_tokens + answer.num_tokens <= INLINE_TOKENS,
     )
-
-
-@dataclass(eq=False)
-class _EventReader[R: GenerationFields]:
-    """The events of a stream, read by read; several events may be sent together."""
-
-    answer: Answer
-    writer: Writer[R]
-    ended: bool = False
-
-    async def read(self) -> bytes:
-        """The next events; empty at the end."""
-        while updates := await self.answer.read():
-            if data := self.writer.events(updates, self.answer):
-                return data
-        if self.ended or not self.answer.finished:
-            return b""
-        self.ended = True
-        return self.writer.final_events(self.answer)
