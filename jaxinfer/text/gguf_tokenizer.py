@@ -148,13 +148,11 @@ def _refuse_unknown_keys(metadata: Mapping[str, Any]) -> None:
         name = key.removeprefix(prefix)
         if name == key or name in _READ_KEYS | _KEYS_WITHOUT_EFFECT:
             continue
-        if name in _REQUIRED_VALUES and value == _REQUIRED_VALUES[name]:
-            continue
-        known = (
-            f"only {_REQUIRED_VALUES[name]!r} is supported"
-            if name in _REQUIRED_VALUES
-            else "it is unknown"
-        )
+        known = "it is unknown"
+        if name in _REQUIRED_VALUES:
+            if value == _REQUIRED_VALUES[name]:
+                continue
+            known = f"only {_REQUIRED_VALUES[name]!r} is supported"
         raise TokenizerError(
             f"The GGUF metadata key {key} is {repr(value)[:40]}, and {known}; name a folder with "
             "the model's tokenizer.json by tokenizer=."
@@ -235,15 +233,9 @@ def _sentencepiece(
 ) -> Tokenizer:
     scores = [float(score) for score in _required(metadata, "scores")]
     unknown = next((token for token, n in vocab.items() if types[n] == _TokenType.UNKNOWN), None)
-    tokenizer = Tokenizer(
-        _bpe(
-            vocab,
-            _merges_from_scores(vocab, scores, types),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    merges = _merges_from_scores(vocab, scores, types)
+    model = _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
     space_prefix = _flag(metadata, "add_space_prefix", True)
     spaces = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = (
@@ -274,14 +266,13 @@ def _merges_from_scores(
 
 def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
     """Make control tokens special, and user-defined ones whole words that are not special."""
-    special, plain = [], []
-    for token, kind in zip(tokens, types, strict=True):
-        if kind in (_TokenType.CONTROL, _TokenType.UNKNOWN):
-            special.append(AddedToken(token, normalized=False))
-        elif kind == _TokenType.USER_DEFINED:
-            plain.append(AddedToken(token, normalized=False))
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(plain)
+
+    def of(*kinds: _TokenType) -> list[AddedToken]:
+        listed = (token for token, kind in zip(tokens, types, strict=True) if kind in kinds)
+        return [AddedToken(token, normalized=False) for token in listed]
+
+    tokenizer.add_special_tokens(of(_TokenType.CONTROL, _TokenType.UNKNOWN))
+    tokenizer.add_tokens(of(_TokenType.USER_DEFINED))
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:

@@ -32,13 +32,11 @@ def load_tokenizer(
             "A tokenizer needs either a tokenizer.json or GGUF metadata; "
             "put tokenizer.json beside the weights."
         )
-    named = special_tokens(spec)
-    ends: frozenset[int] | None = None
+    named, ends = special_tokens(spec), None
     if spec.gguf_metadata is not None:
         built = build_gguf_tokenizer(spec.gguf_metadata)
-        tokenizer = built.tokenizer
+        tokenizer, ends = built.tokenizer, built.end_token_ids
         named = built.special_tokens | named
-        ends = built.end_token_ids
     else:
         assert spec.tokenizer_json is not None
         try:
