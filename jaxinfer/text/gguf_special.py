@@ -73,9 +73,7 @@ _SEARCHED = (
 
 # sentencepiece's default ids, if the metadata names none. llama.cpp's default for byte level BPE,
 # 11, is Falcon's <|endoftext|>, which is found by its text.
-_DEFAULT_IDS: Mapping[str, Mapping[str, int]] = MappingProxyType(
-    {"llama": MappingProxyType({"unknown": 0, "bos": 1, "eos": 2})}
-)
+_SENTENCEPIECE_IDS: Mapping[str, int] = MappingProxyType({"unknown": 0, "bos": 1, "eos": 2})
 
 
 def special_id(metadata: Mapping[str, Any], role: str) -> int | None:
@@ -87,7 +85,8 @@ def special_id(metadata: Mapping[str, Any], role: str) -> int | None:
     value = metadata.get(key)
     tokens = metadata.get("tokenizer.ggml.tokens")
     if value is None:
-        value = _DEFAULT_IDS.get(str(metadata.get("tokenizer.ggml.model")), {}).get(role)
+        is_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
+        value = _SENTENCEPIECE_IDS.get(role) if is_sentencepiece else None
         return value if value is None or not tokens or value < len(tokens) else None
     return _checked_id(key, value, tokens)
 

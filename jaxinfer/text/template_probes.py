@@ -12,12 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.core.errors import TokenizerError
-from jaxinfer.text.messages import (
-    Message,
-    arguments_object,
-    arguments_text,
-    join_parts,
-)
+from jaxinfer.text.messages import Message, arguments_object, arguments_text, join_parts
 
 _QUESTION = MappingProxyType({"role": "user", "content": "a question"})
 _FUNCTION = "probe_function"

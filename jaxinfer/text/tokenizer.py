@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, overload
 
 import tokenizers
@@ -317,21 +317,18 @@ class Tokenizer:
         options = {name: variables.pop(name, None) for name in NOT_SUPPORTED}
         variables |= {"tools": tools, "documents": documents}
         several = bool(conversation) and isinstance(conversation[0], (list, tuple))
-        texts = [
-            self.render_chat(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                template_kwargs=variables,
-                chat_template=chat_template,
-            )
-            for messages in (conversation if several else [conversation])
-        ]
-        chosen = texts if several else texts[0]
+        render = partial(
+            self.render_chat,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=variables,
+            chat_template=chat_template,
+        )
+        text = [render(one) for one in conversation] if several else render(conversation)
         if not tokenize:
-            return chosen
+            return text
         encoding = self(
-            chosen,
+            text,
             add_special_tokens=False,
             truncation=truncation,
             max_length=max_length,

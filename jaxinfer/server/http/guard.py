@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -29,7 +30,7 @@ OPEN_PATHS = ("/health", "/ping", "/ready")  # for health checks by load balance
 QUIET_PATHS = (*OPEN_PATHS, "/metrics")
 BODY_SECONDS = 60.0  # for the whole body, so that a slow client does not hold memory longer
 LINGER_SECONDS = 10.0  # a refused body is read this long, so that the client receives the response
-MAX_REQUEST_ID_CHARACTERS = 128
+_SAFE_REQUEST_ID = re.compile("[ -~]{1,128}")  # printable ASCII
 
 
 # called with the method and status of each refused request
@@ -233,11 +234,4 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
 
 def _request_id(given: str | None) -> str:
     """The client's id if it is safe to return and log, else a new one."""
-    if (
-        given
-        and len(given) <= MAX_REQUEST_ID_CHARACTERS
-        and given.isascii()
-        and given.isprintable()
-    ):
-        return given
-    return f"req-{uuid4().hex}"
+    return given if given and _SAFE_REQUEST_ID.fullmatch(given) else f"req-{uuid4().hex}"

@@ -43,11 +43,7 @@ type Load = Callable[[], AbstractAsyncContextManager[str]]
 
 
 def run(
-    app: ASGIApp,
-    drain: Drain,
-    load: Load,
-    config: ServerConfig,
-    report: Callable[[str], None],
+    app: ASGIApp, drain: Drain, load: Load, config: ServerConfig, report: Callable[[str], None]
 ) -> None:
     """Serve until SIGTERM or SIGINT; open requests have ``shutdown_timeout`` seconds to end.
 
@@ -122,11 +118,7 @@ class Signals:
 
 
 async def _serve(
-    server: Server,
-    drain: Drain,
-    load: Load,
-    config: ServerConfig,
-    report: Callable[[str], None],
+    server: Server, drain: Drain, load: Load, config: ServerConfig, report: Callable[[str], None]
 ) -> None:
     start = time.monotonic()
     # signals first: once the port is open, a signal can arrive

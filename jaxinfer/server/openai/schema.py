@@ -94,8 +94,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
         num_completions = len(self.prompts) * self.n
         if num_completions > MAX_COMPLETIONS:
             raise field_error(
-                "n",
-                f"prompts times n must be at most {MAX_COMPLETIONS}, got {num_completions}",
+                "n", f"prompts times n must be at most {MAX_COMPLETIONS}, got {num_completions}"
             )
 
     def num_logprobs(self) -> int | None:

@@ -11,12 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxinfer.core.errors import (
-    ContextLengthError,
-    EngineError,
-    JaxinferError,
-    RequestError,
-)
+from jaxinfer.core.errors import ContextLengthError, EngineError, JaxinferError, RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.engine.link.client import EngineClient, Stream
