@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from msgspec import UNSET, UnsetType
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.outputs import Delta, PositionLogprobs
@@ -89,27 +89,23 @@ class CompletionWriter(EnvelopeWriter[CompletionRequest]):
         assert update.delta.finish_reason is not None, "the answer has ended"
         has_prompt_logprobs = self._request.prompt_logprobs is not None
         return CompletionChoice(
-            **self._fields(update, first=True),
+            **asdict(self._chunk_choice(update)),
             prompt_logprobs=self._prompt_logprobs[update.prompt] if has_prompt_logprobs else UNSET,
         )
 
     def _chunk_choice(self, update: ChoiceUpdate) -> CompletionChunkChoice:
+        delta, prompt = update.delta, self._prompts[update.prompt]
         first = update.choice not in self._begun
         self._begun.add(update.choice)
-        return CompletionChunkChoice(**self._fields(update, first=first))
-
-    def _fields(self, update: ChoiceUpdate, *, first: bool) -> dict[str, Any]:
-        """The fields of a choice, or of the part of it that is new."""
-        delta, prompt = update.delta, self._prompts[update.prompt]
-        return {
-            "index": update.choice,
-            "text": self._echo(update.prompt).text + delta.text if first else delta.text,
-            "logprobs": self._logprobs(update, first=first),
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-            "token_ids": self._listed(delta.token_ids),
-            "prompt_token_ids": self._listed(prompt.token_ids) if first else UNSET,
-        }
+        return CompletionChunkChoice(
+            index=update.choice,
+            text=self._echo(update.prompt).text + delta.text if first else delta.text,
+            logprobs=self._logprobs(update, first=first),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            token_ids=self._listed(delta.token_ids),
+            prompt_token_ids=self._listed(prompt.token_ids) if first else UNSET,
+        )
 
     def _echo_of(self, number: int) -> Echo:
         """The text that the choices of a prompt begin with."""
