@@ -153,7 +153,7 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start)
     service = Service(server_config, EventLog(requests=server_config.enable_log_requests))
     run(
         create_app(service),
-        service,
+        service.drain,
         lambda: _load(engine_config, start, service),
         server_config,
         lambda line: click.echo(f"jaxinfer: {line}", err=True),

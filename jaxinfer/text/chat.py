@@ -1,7 +1,4 @@
-"""Chat templates: render a list of messages as one prompt string.
-
-Owns: the Jinja environment, as Hugging Face's transformers defines it. The caller passes the clock.
-"""
+"""Chat templates: render a list of messages as one prompt string, as transformers does."""
 
 from __future__ import annotations
 

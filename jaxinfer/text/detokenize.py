@@ -177,24 +177,22 @@ class StopStrings:
             node = self._fail[node]
 
     def _build(self, stop: tuple[str, ...]) -> None:
-        edges: list[tuple[int, int, int]] = []  # (parent, character, child)
-        for string in stop:
-            node = 0
-            for char in map(ord, string):
-                key = node << 21 | char
+        # shallow nodes first: the failure link of a node is always shallower than the node
+        prefixes, depth = [(string, 0) for string in stop], 0
+        while prefixes:
+            depth += 1
+            for number, (string, parent) in enumerate(prefixes):
+                key = parent << 21 | ord(string[depth - 1])
                 if key not in self._next:
-                    edges.append((node, char, len(self._depth)))
+                    fail = self._step(self._fail[parent], ord(string[depth - 1])) if parent else 0
                     self._next[key] = len(self._depth)
-                    self._depth.append(self._depth[node] + 1)
-                    self._match.append(0)
-                    self._fail.append(0)
+                    self._depth.append(depth)
+                    self._match.append(self._match[fail])
+                    self._fail.append(fail)
                     self._has_longer.append(False)
-                    self._has_longer[node] = True
-                node = self._next[key]
-            self._match[node] = len(string)
-        # Shallow nodes first: the failure link of a node is always shallower than the node.
-        edges.sort(key=lambda edge: self._depth[edge[2]])
-        for parent, char, child in edges:
-            if parent:
-                self._fail[child] = self._step(self._fail[parent], char)
-            self._match[child] = self._match[child] or self._match[self._fail[child]]
+                    self._has_longer[parent] = True
+                prefixes[number] = string, self._next[key]
+            for string, node in prefixes:
+                if len(string) == depth:
+                    self._match[node] = depth
+            prefixes = [one for one in prefixes if len(one[0]) > depth]

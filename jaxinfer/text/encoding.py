@@ -1,7 +1,4 @@
-"""The result and the options of a tokenizer's call, under transformers' names.
-
-Owns: ``Encoding``, and the options that are not supported.
-"""
+"""The result and the options of a tokenizer's call, under transformers' names."""
 
 from __future__ import annotations
 

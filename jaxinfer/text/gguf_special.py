@@ -1,13 +1,12 @@
 """The special tokens of a GGUF vocabulary: ids that have a role, and ids that end a text.
 
-Owns: the ids in ``tokenizer.ggml.*_token_id`` keys, their defaults, and the rule for end tokens.
-
 Source of the rules: ``llama_vocab::impl::load`` in llama.cpp's src/llama-vocab.cpp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -59,11 +58,9 @@ _FILL_IN_ENDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 # it closes a part of the answer (harmony's channels), or is an ordinary word.
 _EXCEPTIONS: Mapping[str, tuple[frozenset[str], ...]] = MappingProxyType(
     {
-        "<|end|>": (
-            frozenset({"<|return|>", "<|call|>"}),
-            frozenset({"<|return|>", "<|calls|>"}),
-            frozenset({"<|flush|>", "<|call|>"}),
-            frozenset({"<|flush|>", "<|calls|>"}),
+        "<|end|>": tuple(
+            frozenset(pair)
+            for pair in product(("<|return|>", "<|flush|>"), ("<|call|>", "<|calls|>"))
         ),
         "</s>": (frozenset({"<|tool_response>"}), frozenset({"<|plamo:eos|>"})),
     }
@@ -76,9 +73,7 @@ _SEARCHED = (
 
 # sentencepiece's default ids, if the metadata names none. llama.cpp's default for byte level BPE,
 # 11, is Falcon's <|endoftext|>, which is found by its text.
-_DEFAULT_IDS: Mapping[str, Mapping[str, int]] = MappingProxyType(
-    {"llama": MappingProxyType({"unknown": 0, "bos": 1, "eos": 2})}
-)
+_SENTENCEPIECE_IDS: Mapping[str, int] = MappingProxyType({"unknown": 0, "bos": 1, "eos": 2})
 
 
 def special_id(metadata: Mapping[str, Any], role: str) -> int | None:
@@ -90,7 +85,8 @@ def special_id(metadata: Mapping[str, Any], role: str) -> int | None:
     value = metadata.get(key)
     tokens = metadata.get("tokenizer.ggml.tokens")
     if value is None:
-        value = _DEFAULT_IDS.get(str(metadata.get("tokenizer.ggml.model")), {}).get(role)
+        is_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
+        value = _SENTENCEPIECE_IDS.get(role) if is_sentencepiece else None
         return value if value is None or not tokens or value < len(tokens) else None
     return _checked_id(key, value, tokens)
 

@@ -1,7 +1,4 @@
-"""A tokenizer from the metadata of a GGUF file.
-
-Owns: the meaning of the ``tokenizer.ggml.*`` keys, as llama.cpp defines them.
-"""
+"""A tokenizer from the ``tokenizer.ggml.*`` metadata of a GGUF file, as llama.cpp defines it."""
 
 from __future__ import annotations
 
@@ -151,13 +148,11 @@ def _refuse_unknown_keys(metadata: Mapping[str, Any]) -> None:
         name = key.removeprefix(prefix)
         if name == key or name in _READ_KEYS | _KEYS_WITHOUT_EFFECT:
             continue
-        if name in _REQUIRED_VALUES and value == _REQUIRED_VALUES[name]:
-            continue
-        known = (
-            f"only {_REQUIRED_VALUES[name]!r} is supported"
-            if name in _REQUIRED_VALUES
-            else "it is unknown"
-        )
+        known = "it is unknown"
+        if name in _REQUIRED_VALUES:
+            if value == _REQUIRED_VALUES[name]:
+                continue
+            known = f"only {_REQUIRED_VALUES[name]!r} is supported"
         raise TokenizerError(
             f"The GGUF metadata key {key} is {repr(value)[:40]}, and {known}; name a folder with "
             "the model's tokenizer.json by tokenizer=."
@@ -238,15 +233,9 @@ def _sentencepiece(
 ) -> Tokenizer:
     scores = [float(score) for score in _required(metadata, "scores")]
     unknown = next((token for token, n in vocab.items() if types[n] == _TokenType.UNKNOWN), None)
-    tokenizer = Tokenizer(
-        _bpe(
-            vocab,
-            _merges_from_scores(vocab, scores, types),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    merges = _merges_from_scores(vocab, scores, types)
+    model = _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
     space_prefix = _flag(metadata, "add_space_prefix", True)
     spaces = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = (
@@ -277,14 +266,13 @@ def _merges_from_scores(
 
 def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
     """Make control tokens special, and user-defined ones whole words that are not special."""
-    special, plain = [], []
-    for token, kind in zip(tokens, types, strict=True):
-        if kind in (_TokenType.CONTROL, _TokenType.UNKNOWN):
-            special.append(AddedToken(token, normalized=False))
-        elif kind == _TokenType.USER_DEFINED:
-            plain.append(AddedToken(token, normalized=False))
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(plain)
+
+    def of(*kinds: _TokenType) -> list[AddedToken]:
+        listed = (token for token, kind in zip(tokens, types, strict=True) if kind in kinds)
+        return [AddedToken(token, normalized=False) for token in listed]
+
+    tokenizer.add_special_tokens(of(_TokenType.CONTROL, _TokenType.UNKNOWN))
+    tokenizer.add_tokens(of(_TokenType.USER_DEFINED))
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
@@ -297,18 +285,18 @@ def _add_post_processor(
     tokenizer: Tokenizer, metadata: Mapping[str, Any], special: Mapping[str, str], add_bos: bool
 ) -> None:
     """Put bos before and eos after each text if the metadata says so."""
-    around: list[str] = []
-    template = "$A"
-    for name, default, form in (("bos", add_bos, "{} $A"), ("eos", False, "{} {}")):
-        if not _flag(metadata, f"add_{name}_token", default):
-            continue
+    added: dict[str, list[str]] = {}
+    for name, default in (("bos", add_bos), ("eos", False)):
         token = special.get(f"{name}_token")
-        if token is None:
+        is_added = _flag(metadata, f"add_{name}_token", default)
+        if is_added and token is None:
             raise TokenizerError(
                 f"The GGUF metadata adds a {name} token but has no tokenizer.ggml.{name}_token_id."
             )
-        around.append(token)
-        template = form.format(token) if name == "bos" else form.format(template, token)
+        added[name] = [token] if is_added and token is not None else []
+    around = {*added["bos"], *added["eos"]}
     if around:
-        ids = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(around)]
-        tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=ids)
+        tokenizer.post_processor = TemplateProcessing(
+            single=[*added["bos"], "$A", *added["eos"]],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in sorted(around)],
+        )

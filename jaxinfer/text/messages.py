@@ -1,7 +1,4 @@
-"""Chat messages in one form, for all optional fields that OpenAI's clients may send.
-
-Owns: the required and the optional fields of a message.
-"""
+"""Chat messages in one form, for all optional fields that OpenAI's clients may send."""
 
 from __future__ import annotations
 
@@ -39,11 +36,6 @@ def check_messages(messages: Sequence[Any]) -> list[Message]:
     return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 
-def called_function(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The mapping with a tool call's name and arguments: older histories leave out ``function``."""
-    return call.get("function", call)
-
-
 def arguments_object(where: str, arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
     """The arguments of a call as an object; raises ``RequestError`` if the text is not one."""
     if not isinstance(arguments, str):
@@ -75,10 +67,11 @@ def join_parts(parts: Sequence[Mapping[str, str]]) -> str:
 
 
 def _message(where: str, given: Any) -> Message:
-    given = _as_mapping(given)
-    if not isinstance(given, Mapping):
-        raise RequestError(f"{where} must be an object with role and content.")
-    message = _without_absent(cast("Mapping[str, Any]", given))
+    message = {
+        key: value
+        for key, value in _object(where, given, "role and content").items()
+        if key not in _ABSENT_WHEN_EMPTY or value or not isinstance(value, Sequence | Mapping)
+    }
     if not isinstance(message.get("role"), str):
         raise RequestError(f"{where}.role must be a string.")
     if "tool_calls" in message:
@@ -100,20 +93,13 @@ def _as_mapping(value: Any) -> Any:
     return dump() if callable(dump) else value
 
 
-def _without_absent(message: Mapping[str, Any]) -> Message:
-    return {
-        key: value
-        for key, value in _without_nulls(message).items()
-        if not (key in _ABSENT_WHEN_EMPTY and _is_empty(value))
-    }
-
-
-def _without_nulls(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in given.items() if value is not None}
-
-
-def _is_empty(value: object) -> bool:
-    return isinstance(value, (str, Sequence, Mapping)) and not value
+def _object(where: str, given: Any, content: str) -> dict[str, Any]:
+    """An object, such as a mapping, without fields that are null."""
+    given = _as_mapping(given)
+    if not isinstance(given, Mapping):
+        raise RequestError(f"{where} must be an object with {content}.")
+    fields = cast("Mapping[str, Any]", given)
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _content(where: str, message: Message) -> str | list[dict[str, str]] | None:
@@ -157,17 +143,13 @@ def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _tool_call(where: str, given: Any) -> dict[str, Any]:
-    given = _as_mapping(given)
-    if not isinstance(given, Mapping):
-        raise RequestError(f"{where} must be an object with id, type and function.")
-    call = _without_nulls(cast("Mapping[str, Any]", given))
+    call = _object(where, given, "id, type and function")
     if "function" not in call:  # another kind of call, or one in the form before OpenAI's
         return _with_arguments(where, call) if "name" in call else call
-    function = _as_mapping(call["function"])
-    if not isinstance(function, Mapping):
-        raise RequestError(f"{where}.function must be an object with name and arguments.")
-    function = _without_nulls(cast("Mapping[str, Any]", function))
-    call["function"] = _with_arguments(f"{where}.function", function)
+    where += ".function"
+    call["function"] = _with_arguments(
+        where, _object(where, call["function"], "name and arguments")
+    )
     return call if "type" in call else {**call, "type": "function"}
 
 

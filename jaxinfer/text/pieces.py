@@ -1,7 +1,4 @@
-"""The bytes that one token adds to the text.
-
-Owns: reading a tokenizer's decoder into a rule that maps each token to its bytes by itself.
-"""
+"""The bytes that one token adds to the text, by a rule read from the tokenizer's decoder."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 Templates differ in how they handle a tool call's arguments, a content that is absent or null, and a
 content in parts; a model's files do not say which form the template accepts.
-
-Owns: the probes, and the conversion of messages to the form that the template accepts.
 """
 
 from __future__ import annotations
@@ -14,13 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.core.errors import TokenizerError
-from jaxinfer.text.messages import (
-    Message,
-    arguments_object,
-    arguments_text,
-    called_function,
-    join_parts,
-)
+from jaxinfer.text.messages import Message, arguments_object, arguments_text, join_parts
 
 _QUESTION = MappingProxyType({"role": "user", "content": "a question"})
 _FUNCTION = "probe_function"
@@ -60,18 +52,14 @@ class TemplateProbes:
         return message
 
     def _adapted_call(self, where: str, call: Mapping[str, Any]) -> dict[str, Any]:
-        function = called_function(call)
-        if "arguments" not in function:
+        if "function" in call:
+            return {**call, "function": self._adapted_call(f"{where}.function", call["function"])}
+        arguments = call.get("arguments")
+        if arguments is None:
             return dict(call)
-        if function is not call:
-            where += ".function"
-        arguments = function["arguments"]
         if self._needs_arguments_as_text:
-            arguments = arguments_text(arguments)
-        else:
-            arguments = arguments_object(f"{where}.arguments", arguments)
-        changed = {**function, "arguments": arguments}
-        return changed if function is call else {**call, "function": changed}
+            return {**call, "arguments": arguments_text(arguments)}
+        return {**call, "arguments": arguments_object(f"{where}.arguments", arguments)}
 
     # probes
 
@@ -94,27 +82,28 @@ class TemplateProbes:
 
         Some templates test whether it is null before they write the calls.
         """
-        usual = _nulls(self._call_probe({"content": _WORDS[0]}))
-        probes = [(absent, self._call_probe(absent)) for absent in _absent_contents()]
-        clean = [(absent, text) for absent, text in probes if text and _nulls(text) <= usual]
-        showing = [absent for absent, text in clean if _FUNCTION in text]
-        return [*showing, *(absent for absent, _ in clean), {"content": ""}][0]
-
-    def _call_probe(self, absent: Message) -> str | None:
-        return self._probe(_QUESTION, _call(absent, _arguments_object())) or self._probe(
-            _QUESTION, _call(absent, _ARGUMENTS_TEXT)
+        return self._best_absent_content(
+            lambda content: (
+                self._probe(_QUESTION, _call(content, _arguments_object()))
+                or self._probe(_QUESTION, _call(content, _ARGUMENTS_TEXT))
+            )
         )
 
     @cached_property
     def _absent_content(self) -> Message:
         """The same for an assistant's message that has neither text nor tool calls."""
-        message = {"role": "assistant"}
-        usual = _nulls(self._probe(_QUESTION, {**message, "content": _WORDS[0]}))
-        for absent in _absent_contents():
-            text = self._probe(_QUESTION, {**message, **absent})
-            if text and _nulls(text) <= usual:
-                return absent
-        return {"content": ""}
+        return self._best_absent_content(
+            lambda content: self._probe(_QUESTION, {"role": "assistant", **content})
+        )
+
+    def _best_absent_content(self, probe: Callable[[Message], str | None]) -> Message:
+        """The first way to have no content that writes no null, if possible one with the call."""
+        usual = _nulls(probe({"content": _WORDS[0]}))
+        # without the key as in transformers, null, and empty text
+        probes = [(absent, probe(absent)) for absent in ({}, {"content": None}, {"content": ""})]
+        clean = [(absent, text) for absent, text in probes if text and _nulls(text) <= usual]
+        showing = [absent for absent, text in clean if _FUNCTION in text]
+        return [*showing, *(absent for absent, _ in clean), {"content": ""}][0]
 
     @cached_property
     def _roles_with_parts(self) -> frozenset[str]:
@@ -131,7 +120,8 @@ class TemplateProbes:
         parts = [{"type": "text", "text": words} for words in _WORDS]
         roles = set[str]()
         for role, earlier in before.items():
-            message = {"role": role, "content": parts, **_tool_names(role)}
+            names = {"name": _FUNCTION, "tool_call_id": "probe0000"} if role == "tool" else {}
+            message = {"role": role, "content": parts, **names}
             text = self._probe(*earlier, message, *after.get(role, [])) or ""
             # a list that was printed by its repr shows its keys
             shows_keys = f"'text': '{_WORDS[0]}'" in text or f'"text": "{_WORDS[0]}"' in text
@@ -151,20 +141,11 @@ def _arguments_object() -> dict[str, str]:
     return {"probe_key": "probe value"}
 
 
-def _absent_contents() -> tuple[Message, ...]:
-    """The ways to have no content: without the key as in transformers, null, and empty text."""
-    return {}, {"content": None}, {"content": ""}
-
-
 def _call(absent: Message, arguments: str | Mapping[str, str]) -> Message:
     function = {"name": _FUNCTION, "arguments": arguments}
     # Mistral's templates accept only ids of nine characters
     call = {"id": "probe0000", "type": "function", "function": function}
     return {"role": "assistant", **absent, "tool_calls": [call]}
-
-
-def _tool_names(role: str) -> Message:
-    return {"name": _FUNCTION, "tool_call_id": "probe0000"} if role == "tool" else {}
 
 
 def _nulls(text: str | None) -> int:

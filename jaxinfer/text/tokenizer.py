@@ -1,13 +1,10 @@
-"""Token ids from text and back: ``Tokenizer``, over Hugging Face's ``tokenizers`` library.
-
-Owns: one model's vocabulary, its special tokens and its chat template.
-"""
+"""Token ids from text and back: ``Tokenizer``, over Hugging Face's ``tokenizers`` library."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Any, overload
 
 import tokenizers
@@ -19,6 +16,8 @@ from jaxinfer.text.encoding import NOT_SUPPORTED, Encoding, refuse_options
 from jaxinfer.text.gguf_tokenizer import build_gguf_tokenizer
 from jaxinfer.text.pieces import PieceTable
 from jaxinfer.text.tokenizer_config import NO_LENGTH, TokenizerSpec, chat_templates, special_tokens
+
+MAX_COMPILED_TEMPLATES = 16  # more than a model has; requests may bring their own
 
 
 def load_tokenizer(
@@ -33,13 +32,11 @@ def load_tokenizer(
             "A tokenizer needs either a tokenizer.json or GGUF metadata; "
             "put tokenizer.json beside the weights."
         )
-    named = special_tokens(spec)
-    ends: frozenset[int] | None = None
+    named, ends = special_tokens(spec), None
     if spec.gguf_metadata is not None:
         built = build_gguf_tokenizer(spec.gguf_metadata)
-        tokenizer = built.tokenizer
+        tokenizer, ends = built.tokenizer, built.end_token_ids
         named = built.special_tokens | named
-        ends = built.end_token_ids
     else:
         assert spec.tokenizer_json is not None
         try:
@@ -81,7 +78,10 @@ class Tokenizer:
         self.special_tokens_map = dict(special_tokens)
         self.model_max_length = model_max_length
         self._templates = dict(templates)
-        self._clock = clock
+        # on first use: a model with a broken template still completes plain prompts
+        self._compiled = lru_cache(maxsize=MAX_COMPILED_TEMPLATES)(
+            lambda template: ChatTemplate(template, clock, self.special_tokens_map)
+        )
         self._pieces = PieceTable(tokenizer)
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.bos_token = special_tokens.get("bos_token")
@@ -286,7 +286,7 @@ class Tokenizer:
         For the other arguments and the errors see ``ChatTemplate.render``.
         """
         variables = template_kwargs or {}
-        return self._template(chat_template, variables.get("tools") is not None).render(
+        return self._compiled(self.get_chat_template(chat_template, variables.get("tools"))).render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -317,21 +317,18 @@ class Tokenizer:
         options = {name: variables.pop(name, None) for name in NOT_SUPPORTED}
         variables |= {"tools": tools, "documents": documents}
         several = bool(conversation) and isinstance(conversation[0], (list, tuple))
-        texts = [
-            self.render_chat(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                template_kwargs=variables,
-                chat_template=chat_template,
-            )
-            for messages in (conversation if several else [conversation])
-        ]
-        chosen = texts if several else texts[0]
+        render = partial(
+            self.render_chat,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=variables,
+            chat_template=chat_template,
+        )
+        text = [render(one) for one in conversation] if several else render(conversation)
         if not tokenize:
-            return chosen
+            return text
         encoding = self(
-            chosen,
+            text,
             add_special_tokens=False,
             truncation=truncation,
             max_length=max_length,
@@ -343,33 +340,18 @@ class Tokenizer:
         self, chat_template: str | None = None, tools: Sequence[Any] | None = None
     ) -> str:
         """The text of the template that ``apply_chat_template`` uses for these arguments."""
-        if chat_template is not None and chat_template not in self._templates:
+        name = chat_template
+        if name is None:
+            has_own = tools is not None and "tool_use" in self._templates
+            name = "tool_use" if has_own else "default"
+        if name in self._templates:
+            return self._templates[name]
+        if chat_template is not None:
             return chat_template
-        return self._templates[self._template_name(chat_template, tools is not None)]
-
-    def _template(self, chosen: str | None, has_tools: bool) -> ChatTemplate:
-        if chosen is not None and chosen not in self._templates:
-            return ChatTemplate(chosen, self._clock, self.special_tokens_map)
-        return self._compiled[self._template_name(chosen, has_tools)]
-
-    def _template_name(self, chosen: str | None, has_tools: bool) -> str:
-        if chosen is None:
-            chosen = "tool_use" if has_tools and "tool_use" in self._templates else "default"
-        if chosen not in self._templates:
-            named = f" named default (it has {', '.join(self._templates)})"
-            raise TokenizerError(
-                f"The model has no chat template{named if self._templates else ''}; "
-                "pass chat_template."
-            )
-        return chosen
-
-    @cached_property
-    def _compiled(self) -> dict[str, ChatTemplate]:
-        # compiled on first use: a model with a broken template still completes plain prompts
-        return {
-            name: ChatTemplate(source, self._clock, self.special_tokens_map)
-            for name, source in self._templates.items()
-        }
+        named = f" named default (it has {', '.join(self._templates)})"
+        raise TokenizerError(
+            f"The model has no chat template{named if self._templates else ''}; pass chat_template."
+        )
 
     def _truncated(self, text: str, length: int, add_special_tokens: bool) -> list[int]:
         """The first ids of a text, so many that they have this length with the special tokens."""

@@ -1,7 +1,4 @@
-"""The special tokens and chat templates in a model's files.
-
-Owns: ``TokenizerSpec``, the forms of these entries, and which file wins, as in transformers.
-"""
+"""The special tokens and chat templates in a model's files, read as in transformers."""
 
 from __future__ import annotations
 

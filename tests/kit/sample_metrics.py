@@ -14,7 +14,8 @@ from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.news import EngineStats, News, StepKind, StepRecord
 from jaxinfer.engine.outputs import SequenceTimes
-from jaxinfer.server.metrics.registry import FinishedRequest, FinishedSequence, Metrics, Rejection
+from jaxinfer.server.metrics.registry import Metrics, SequenceProgress
+from jaxinfer.server.metrics.tally import Rejection
 
 LIMITS = Limits(
     num_pages=101,
@@ -52,14 +53,11 @@ STEPS = (
 TIMES = SequenceTimes(
     arrived=10.0, started=10.5, first_token=11.5, finished=15.5, num_preemptions=1
 )
-FINISHED = FinishedRequest(
-    num_prompt_tokens=50,
-    max_tokens=64,
-    seconds=5.75,
-    sequences=(
-        FinishedSequence(FinishReason.STOP, num_tokens=11, num_cached_tokens=32, times=TIMES),
-        FinishedSequence(FinishReason.ABORT, num_tokens=0),
+FINISHED = (
+    SequenceProgress(
+        num_tokens=11, num_cached_tokens=32, finish_reason=FinishReason.STOP, times=TIMES
     ),
+    SequenceProgress(finish_reason=FinishReason.ABORT),
 )
 
 
@@ -75,7 +73,7 @@ def busy_metrics() -> Metrics:
     metrics.observe(News((), (), STEPS, STATS))
     metrics.first_tokens(1.5)
     metrics.inter_token(0.012, 3)
-    metrics.request_finished(FINISHED)
+    metrics.request_finished(50, 64, 5.75, FINISHED)
     metrics.request_rejected(Rejection.TOKENS)
     metrics.http_response("/v1/completions", "POST", 200, 0.3)
     metrics.http_response(None, "BREW", 404, 0.001)

@@ -153,7 +153,6 @@ def test_ids_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"type": "http", "method": "POST", "path": "/llm/v1/x"}, "endpoint"),
         ({"type": "http", "method": "GET", "path": "/llm/v1/x"}, "router"),
         ({"type": "http", "method": "POST", "path": "/v1/x"}, "router"),
-        ({"type": "websocket", "path": "/llm/v1/x"}, "router"),
     ],
 )
 def test_exact_paths_bypass_the_router(scope: Scope, answers: str) -> None:

@@ -85,8 +85,8 @@ def test_requests_are_logged_only_if_enabled(stream: io.StringIO) -> None:
         temperature=0.5, stop=("x" * 1000,), logit_bias=dict.fromkeys(range(300), 1.0)
     )
     for log in (EventLog(), EventLog(requests=True)):
-        log.request_received("r", route="/v1/x", num_prompt_tokens=5, sampling=sampling)
-        log.request_finished("r", finish_reason="stop", num_output_tokens=2, ttft=None, e2e=0.25)
+        log.request_received(request_id="r", route="/v1/x", num_prompt_tokens=5, sampling=sampling)
+        log.request_finished(request_id="r", finish_reason="stop", ttft=None, e2e=0.25)
     received, finished = map(json.loads, stream.getvalue().splitlines())
     assert received["event"] == "request_received"
     assert received["num_prompt_tokens"] == 5

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxinfer.server.metrics.values import Histogram, Rates, token_count_bounds
+from jaxinfer.server.metrics.histograms import Histogram, token_count_bounds
+from jaxinfer.server.metrics.tally import Rates
 
 
 class TestHistogram:

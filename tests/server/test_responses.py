@@ -42,7 +42,12 @@ def test_errors_of_the_lower_floors(error, alive, status, param):
 # answers, read by the official client's own types
 
 
-USAGE = responses.usage(3, 2, cached_tokens=1)
+USAGE = responses.Usage(
+    prompt_tokens=3,
+    completion_tokens=2,
+    total_tokens=5,
+    prompt_tokens_details=responses.PromptTokensDetails(cached_tokens=1),
+)
 HEAD = {"id": "x", "created": 1, "model": "m", "system_fingerprint": "f"}
 CHAT_LOGPROBS = responses.ChatLogprobs(
     content=[

@@ -30,15 +30,13 @@ from jaxinfer.server.http import protocol, run
 class Service:
     def __init__(self):
         self.open, self.stopped, self.draining = 0, asyncio.Event(), False
-    def begin_drain(self):
+    async def drain(self, seconds):
         self.draining = True
-    async def drained(self, seconds):
-        end = asyncio.get_running_loop().time() + seconds
-        while self.open and asyncio.get_running_loop().time() < end:
-            await asyncio.sleep(0.01)
-        return not self.open
-    def stop_all(self):
-        self.stopped.set()
+        for limit in (seconds, run.FLUSH_SECONDS):
+            end = asyncio.get_running_loop().time() + limit
+            while self.open and asyncio.get_running_loop().time() < end:
+                await asyncio.sleep(0.01)
+            self.stopped.set()
 
 service = Service()
 ready = False
@@ -75,7 +73,7 @@ options = json.loads(sys.argv[2])
 config = ServerConfig(**json.loads(sys.argv[1]))
 run.FLUSH_SECONDS = options["flush_seconds"]
 protocol.HEAD_SECONDS = options["head_seconds"]
-run.run(app, service, load, config, lambda line: print(line, file=sys.stderr, flush=True))
+run.run(app, service.drain, load, config, lambda line: print(line, file=sys.stderr, flush=True))
 """
 
 

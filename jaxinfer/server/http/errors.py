@@ -1,7 +1,4 @@
-"""Errors in OpenAI's form: a status and ``{"error": {...}}``.
-
-Owns: ``ApiError``, its JSON form, and the conversion of the engine's errors.
-"""
+"""Errors in OpenAI's form: a status and ``{"error": {...}}``."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import msgspec
+from starlette.responses import Response
 
 from jaxinfer.core.errors import (
     ContextLengthError,
@@ -21,16 +19,11 @@ from jaxinfer.core.errors import (
 from jaxinfer.core.request import SamplingParams
 
 ERROR_TYPES: Mapping[int, str] = MappingProxyType(
-    {
-        400: "invalid_request_error",
+    {  # of other statuses: invalid_request_error
         401: "authentication_error",
         404: "not_found_error",
-        405: "invalid_request_error",
         408: "timeout_error",
-        413: "invalid_request_error",
-        415: "invalid_request_error",
         429: "rate_limit_error",
-        431: "invalid_request_error",
         500: "server_error",
         503: "server_error",
     }
@@ -86,14 +79,14 @@ class ApiError(Exception):
     @property
     def body(self) -> bytes:
         """The JSON body. A stream that fails sends it as the data of its last event."""
-        return error_body(self.message, type=self.type, param=self.param, code=self.code)
+        return msgspec.json.encode(
+            ErrorBody(ErrorDetail(self.message, self.type, self.param, self.code))
+        )
 
-
-def error_body(
-    message: str, *, type: str, param: str | None = None, code: str | None = None
-) -> bytes:
-    """``{"error": {"message", "type", "param", "code"}}`` as JSON."""
-    return msgspec.json.encode(ErrorBody(ErrorDetail(message, type, param, code)))
+    @property
+    def response(self) -> Response:
+        """The whole response."""
+        return Response(self.body, self.status, self.headers, media_type="application/json")
 
 
 def api_error(error: JaxinferError, *, alive: bool = True) -> ApiError:

@@ -1,7 +1,6 @@
 """ASGI layers in front of the app: request id, access log, CORS, API key, limits of the body.
 
-Owns: the layers and their order. None of them buffers responses, so streams and disconnects pass
-through unchanged.
+None of them buffers responses, so streams and disconnects pass through unchanged.
 """
 
 from __future__ import annotations
@@ -9,12 +8,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from uuid import uuid4
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.core.server_config import ServerConfig
@@ -26,7 +30,7 @@ OPEN_PATHS = ("/health", "/ping", "/ready")  # for health checks by load balance
 QUIET_PATHS = (*OPEN_PATHS, "/metrics")
 BODY_SECONDS = 60.0  # for the whole body, so that a slow client does not hold memory longer
 LINGER_SECONDS = 10.0  # a refused body is read this long, so that the client receives the response
-MAX_REQUEST_ID_CHARACTERS = 128
+_SAFE_REQUEST_ID = re.compile("[ -~]{1,128}")  # printable ASCII
 
 
 # called with the method and status of each refused request
@@ -41,11 +45,12 @@ def guarded(
 ) -> ASGIApp:
     """The app behind all layers.
 
-    From the outside in: path, request id and access log, CORS, API key, body. CORS is outside the
-    key check because browsers send preflight requests without a key. The request id is in
+    From the outside in: request id and access log, CORS, API key, body. CORS is outside the key
+    check because browsers send preflight requests without a key. uvicorn is set up so that every
+    scope is one of HTTP. The request id is in
     ``scope["state"]["request_id"]`` and in the response's ``X-Request-Id``.
     """
-    app = BodyLimits(app, config.max_body_bytes, on_refusal=on_refusal)
+    app = BodyLimits(app, config.max_body_bytes, on_refusal)
     if config.api_key:
         app = ApiKeyRequired(app, config.api_key, config.root_path, on_refusal)
     if config.allowed_origins:
@@ -58,44 +63,22 @@ def guarded(
             expose_headers=("X-Request-Id", "Retry-After"),
         )
     access_log = None if config.disable_uvicorn_access_log else log
-    return TrailingSlashRemoved(WithRequestId(app, access_log, config.root_path))
+    return WithRequestId(app, access_log, config.root_path)
 
 
-async def answer_error(send: Send, error: ApiError, *, more_body: bool = False) -> None:
-    """Send the error as OpenAI's JSON. ``more_body``: the caller ends the response itself."""
-    body = error.body
-    headers = {"content-type": "application/json", "content-length": str(len(body))}
-    headers |= error.headers
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body, "more_body": more_body})
-
-
-class TrailingSlashRemoved:
-    """Removes slashes at the end of the path, so that later layers see the path of the route."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        if path.endswith("/"):
-            scope = {**scope, "path": path.rstrip("/") or "/"}
-        await self._app(scope, receive, send)
-
-
+@dataclass(eq=False)
 class WithRequestId:
-    """Sets the request id and, after the response, writes the access log line."""
+    """Sets the request id and the path of the route, and writes the access log after the response.
 
-    def __init__(self, app: ASGIApp, log: EventLog | None, root_path: str) -> None:
-        self._app = app
-        self._log = log
-        self._root_path = root_path
+    Slashes at the end of the path are removed here, so that later layers see the route's path.
+    """
+
+    app: ASGIApp
+    log: EventLog | None
+    root_path: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         request_id = _request_id(Headers(scope=scope).get("x-request-id"))
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0  # stays 0 if no response was started
@@ -110,15 +93,15 @@ class WithRequestId:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            await self.app(scope, receive, send_with_id)
         finally:
             self._log_access(scope, request_id, status, time.perf_counter() - start)
 
     def _log_access(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        if self._log is None:
+        if self.log is None:
             return
-        path = scope["path"].removeprefix(self._root_path)
-        write = self._log.debug if path in QUIET_PATHS else self._log.info
+        path = scope["path"].removeprefix(self.root_path)
+        write = self.log.debug if path in QUIET_PATHS else self.log.info
         client = scope.get("client")
         write(
             "access",
@@ -143,25 +126,17 @@ class ApiKeyRequired:
         self._open_paths = {root_path + path for path in OPEN_PATHS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] == "lifespan"
-            or scope["path"] in self._open_paths
-            or self._has_valid_key(scope)
-        ):
+        if scope["path"] in self._open_paths or self._has_valid_key(scope):
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
         else:
             self._on_refusal(scope["method"], 401)
-            await answer_error(
-                send,
-                ApiError(
-                    401,
-                    "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                ),
+            error = ApiError(
+                401,
+                "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
             )
+            await error.response(scope, receive, send)
 
     def _has_valid_key(self, scope: Scope) -> bool:
         """True if the request has a valid key; compares all digests, each in constant time."""
@@ -171,100 +146,80 @@ class ApiKeyRequired:
         return scheme.lower() == "bearer" and any(matches)
 
 
+@dataclass(eq=False)
 class BodyLimits:
     """Reads the whole body before the app runs, within limits of size and time."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        max_bytes: int,
-        seconds: float = BODY_SECONDS,
-        on_refusal: OnRefusal = lambda method, status: None,
-    ) -> None:
-        self._app = app
-        self._on_refusal = on_refusal
-        self._max_bytes = max_bytes
-        self._seconds = seconds
+    app: ASGIApp
+    max_bytes: int
+    on_refusal: OnRefusal = lambda method, status: None
+    seconds: float = BODY_SECONDS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        reader = BodyReader(receive)
+        request = Request(scope, receive)
+        chunks = request.stream()
         try:
-            async with asyncio.timeout(self._seconds):
-                body = await self._read(Headers(scope=scope), reader)
+            async with asyncio.timeout(self.seconds):
+                body = await self._read(request.headers, chunks)
+        except ClientDisconnect:
+            return
         except TimeoutError:
-            self._on_refusal(scope["method"], 408)
-            await answer_error(send, self._too_slow())
-            return
+            self.on_refusal(scope["method"], 408)
+            too_slow = ApiError(
+                408,
+                f"the request's body did not arrive within {self.seconds:g} s",
+                code="request_timeout",
+                headers={"Connection": "close"},
+            )
+            await too_slow.response(scope, receive, send)
         except ApiError as too_large:
-            self._on_refusal(scope["method"], too_large.status)
-            await answer_error(send, too_large, more_body=True)
-            await reader.discard_rest()
+            self.on_refusal(scope["method"], too_large.status)
+            await too_large.response(scope, receive, partial(_send_unended, send))
+            await _discard(chunks)
             await send({"type": "http.response.body", "body": b""})
-            return
-        if body is not None:
-            await self._app(scope, _replaying(body, receive), send)
+        else:
+            await self.app(scope, _replaying(body, receive), send)
 
-    async def _read(self, headers: Headers, reader: BodyReader) -> bytes | None:
-        """The body, or None if the client disconnected; raises ``ApiError`` if it is too large."""
+    async def _read(self, headers: Headers, chunks: AsyncIterator[bytes]) -> bytes:
+        """The body; raises ``ApiError`` if it is too large."""
         declared = headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self._max_bytes:
+        if declared.isdecimal() and int(declared) > self.max_bytes:
             raise self._too_large()
-        chunks: list[bytes] = []
+        received: list[bytes] = []
         size = 0
-        while not reader.ended:
-            chunks.append(await reader.read())
-            size += len(chunks[-1])
-            if size > self._max_bytes:
+        async for chunk in chunks:
+            received.append(chunk)
+            size += len(chunk)
+            if size > self.max_bytes:
                 raise self._too_large()
-        return None if reader.disconnected else b"".join(chunks)
+        return b"".join(received)
 
     def _too_large(self) -> ApiError:
         return ApiError(
             413,
-            f"the request's body is larger than {self._max_bytes} bytes; send less, or start the "
+            f"the request's body is larger than {self.max_bytes} bytes; send less, or start the "
             "server with a larger --max-body-bytes",
             code="request_too_large",
             headers={"Connection": "close"},
         )
 
-    def _too_slow(self) -> ApiError:
-        return ApiError(
-            408,
-            f"the request's body did not arrive within {self._seconds:g} s",
-            code="request_timeout",
-            headers={"Connection": "close"},
-        )
+
+async def _discard(chunks: AsyncIterator[bytes]) -> None:
+    """Read and drop the rest of the body.
+
+    Otherwise the kernel resets the connection and the client does not get the response.
+    """
+    with suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(LINGER_SECONDS):
+            async for _ in chunks:
+                pass
 
 
-class BodyReader:
-    """The chunks of one request body."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self.ended = False
-        self.disconnected = False  # the client disconnected before the end
-
-    async def read(self) -> bytes:
-        """The next chunk; sets ``ended`` with the last one."""
-        message = await self._receive()
-        self.disconnected = message["type"] != "http.request"
-        self.ended = self.disconnected or not message.get("more_body", False)
-        return message.get("body", b"")
-
-    async def discard_rest(self) -> None:
-        """Read and drop the rest of the body.
-
-        Otherwise the kernel resets the connection and the client does not get the response.
-        """
-        try:
-            async with asyncio.timeout(LINGER_SECONDS):
-                while not self.ended:
-                    await self.read()
-        except TimeoutError:
-            return
+async def _send_unended(send: Send, message: Message) -> None:
+    """Send a part of a response that the caller ends later."""
+    if message["type"] == "http.response.body":
+        message = {**message, "more_body": True}
+    await send(message)
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:
@@ -279,11 +234,4 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
 
 def _request_id(given: str | None) -> str:
     """The client's id if it is safe to return and log, else a new one."""
-    if (
-        given
-        and len(given) <= MAX_REQUEST_ID_CHARACTERS
-        and given.isascii()
-        and given.isprintable()
-    ):
-        return given
-    return f"req-{uuid4().hex}"
+    return given if given and _SAFE_REQUEST_ID.fullmatch(given) else f"req-{uuid4().hex}"

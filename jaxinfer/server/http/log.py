@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence, Set
 from datetime import UTC, datetime
+from functools import partialmethod
 from typing import Any, TextIO
 
 import msgspec
@@ -49,21 +50,16 @@ class EventLog:
         self._requests = requests
         self._warned: set[str] = set()
 
-    def debug(self, event: str, **fields: Any) -> None:
-        """An event that only developers need."""
-        self._write(logging.DEBUG, event, fields)
+    def _write(
+        self, level: int, event: str, *, exception: BaseException | None = None, **fields: Any
+    ) -> None:
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, event, extra={"fields": fields}, exc_info=exception)
 
-    def info(self, event: str, **fields: Any) -> None:
-        """An event of normal operation."""
-        self._write(logging.INFO, event, fields)
-
-    def warning(self, event: str, **fields: Any) -> None:
-        """An event that the operator may want to act on."""
-        self._write(logging.WARNING, event, fields)
-
-    def error(self, event: str, *, exception: BaseException | None = None, **fields: Any) -> None:
-        """A failure, with its traceback."""
-        self._write(logging.ERROR, event, fields, exception)
+    debug = partialmethod(_write, logging.DEBUG)  # only developers need it
+    info = partialmethod(_write, logging.INFO)  # normal operation
+    warning = partialmethod(_write, logging.WARNING)  # the operator may want to act on it
+    error = partialmethod(_write, logging.ERROR)  # a failure, with its traceback
 
     def warning_once(self, event: str, name: str, **fields: Any) -> None:
         """Warn about ``name`` only once, and about at most ``MAX_WARNED_NAMES`` names."""
@@ -72,64 +68,22 @@ class EventLog:
             self._warned.add(key)
             self.warning(event, name=name[:MAX_VALUE_CHARACTERS], **fields)
 
-    def request_received(
-        self,
-        request_id: str,
-        *,
-        route: str,
-        num_prompt_tokens: int,
-        sampling: SamplingParams,
-        **fields: Any,
-    ) -> None:
+    def request_received(self, *, sampling: SamplingParams, **fields: Any) -> None:
         """With ``--enable-log-requests``: a request was accepted."""
         if self._requests:
-            self.info(
-                "request_received",
-                request_id=request_id,
-                route=route,
-                num_prompt_tokens=num_prompt_tokens,
-                sampling=_changed_parameters(sampling),
-                **fields,
-            )
+            self.info("request_received", **fields, sampling=_changed_parameters(sampling))
 
-    def request_finished(
-        self,
-        request_id: str,
-        *,
-        finish_reason: str | None,
-        num_output_tokens: int,
-        ttft: float | None,
-        e2e: float,
-        **fields: Any,
-    ) -> None:
+    def request_finished(self, *, ttft: float | None, e2e: float, **fields: Any) -> None:
         """With ``--enable-log-requests``: a request has ended; ``ttft`` and ``e2e`` in seconds."""
         if self._requests:
-            self.info(
-                "request_finished",
-                request_id=request_id,
-                finish_reason=finish_reason,
-                num_output_tokens=num_output_tokens,
-                ttft=None if ttft is None else round(ttft, 6),
-                e2e=round(e2e, 6),
-                **fields,
-            )
-
-    def _write(
-        self,
-        level: int,
-        event: str,
-        fields: Mapping[str, Any],
-        exception: BaseException | None = None,
-    ) -> None:
-        if self._logger.isEnabledFor(level):
-            self._logger.log(level, event, extra={"fields": fields}, exc_info=exception)
+            first = None if ttft is None else round(ttft, 6)
+            self.info("request_finished", **fields, ttft=first, e2e=round(e2e, 6))
 
 
 class JsonLines(logging.Formatter):
     """One JSON object a line: time, level, event, then the event's own fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See ``logging.Formatter``."""
         return json.dumps(_line(record), default=str)
 
 
@@ -137,7 +91,6 @@ class TextLines(logging.Formatter):
     """The same as text: ``time level event key=value ...``; a value with spaces is JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See ``logging.Formatter``."""
         line = _line(record)
         traceback = line.pop("traceback", "")
         words = [line.pop("time"), line.pop("level"), line.pop("event")]

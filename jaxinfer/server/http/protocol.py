@@ -39,7 +39,6 @@ class BoundedHeads(HttpToolsProtocol):
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client disconnected."""
         self._stop_head_timer()
         super().connection_lost(exc)
 
@@ -51,14 +50,12 @@ class BoundedHeads(HttpToolsProtocol):
             self.send_400_response("")
 
     def on_message_begin(self) -> None:
-        """A head begins."""
         super().on_message_begin()
         self._head_size = self._unparsed = 0
         if self._head_timer is None:
             self._start_head_timer()
 
     def on_url(self, url: bytes) -> None:
-        """A part of the URL."""
         self._add_to_head(len(url))
         super().on_url(url)
 
@@ -74,12 +71,10 @@ class BoundedHeads(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
         self._unparsed = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request has ended."""
         self._unparsed = 0
         super().on_message_complete()
 

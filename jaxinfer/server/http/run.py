@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -37,31 +37,13 @@ FLUSH_SECONDS = 5.0  # for the last events of streams, to clients that still rea
 OPEN_FILES = 65536  # one for each connection; the usual soft limit is 1024
 
 
-class Drainable(Protocol):
-    """The part of the app's service that the shutdown calls."""
-
-    def begin_drain(self) -> None:
-        """Refuse new requests, and report it in ``/ready``."""
-        ...
-
-    async def drained(self, seconds: float) -> bool:
-        """Wait until no request is open; False if some are still open after ``seconds``."""
-        ...
-
-    def stop_all(self) -> None:
-        """End every open request; its handler sends the end of the response."""
-        ...
-
-
+# refuses new requests, and ends those that are still open after some seconds
+type Drain = Callable[[float], Awaitable[None]]
 type Load = Callable[[], AbstractAsyncContextManager[str]]
 
 
 def run(
-    app: ASGIApp,
-    service: Drainable,
-    load: Load,
-    config: ServerConfig,
-    report: Callable[[str], None],
+    app: ASGIApp, drain: Drain, load: Load, config: ServerConfig, report: Callable[[str], None]
 ) -> None:
     """Serve until SIGTERM or SIGINT; open requests have ``shutdown_timeout`` seconds to end.
 
@@ -72,7 +54,7 @@ def run(
     """
     server = Server(uvicorn_config(config, app))
     asyncio.run(
-        _serve(server, service, load, config, report), loop_factory=server.config.get_loop_factory()
+        _serve(server, drain, load, config, report), loop_factory=server.config.get_loop_factory()
     )
 
 
@@ -136,11 +118,7 @@ class Signals:
 
 
 async def _serve(
-    server: Server,
-    service: Drainable,
-    load: Load,
-    config: ServerConfig,
-    report: Callable[[str], None],
+    server: Server, drain: Drain, load: Load, config: ServerConfig, report: Callable[[str], None]
 ) -> None:
     start = time.monotonic()
     # signals first: once the port is open, a signal can arrive
@@ -158,27 +136,18 @@ async def _serve(
                 report(
                     f"shutting down: open requests have {seconds:g} s; a second signal ends them"
                 )
-                await _drain(service, config.shutdown_timeout)
+                await drain(seconds)
             finally:
                 await _close(server, listening)
-
-
-async def _drain(service: Drainable, seconds: float) -> None:
-    """Wait for open requests to end, then abort the rest."""
-    service.begin_drain()
-    if not await service.drained(seconds):
-        service.stop_all()
-        await service.drained(FLUSH_SECONDS)
 
 
 async def _close(server: Server, listening: asyncio.Task[None]) -> None:
     """Stop listening; connections close after their last bytes, or after ``FLUSH_SECONDS``."""
     server.should_exit = True
-    abort_timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, server.drop_connections)
-    try:
-        await listening
-    finally:
-        abort_timer.cancel()
+    done, _ = await asyncio.wait((listening,), timeout=FLUSH_SECONDS)
+    if not done:
+        server.drop_connections()
+    await listening
 
 
 def uvicorn_config(config: ServerConfig, app: ASGIApp) -> uvicorn.Config:

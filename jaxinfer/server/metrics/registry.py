@@ -1,14 +1,14 @@
 """``Metrics``: the server's counts, shown by ``/metrics`` for Prometheus and ``/stats`` for people.
 
-Owns: ``Metrics`` and the record of a finished request. All methods are called in the event loop and
-are cheap: a step costs microseconds, however many sequences it has, because the engine counts for
-itself. Nothing is global: two servers in one process count separately.
+All methods are called in the event loop and are cheap: a step costs microseconds, however many
+sequences it has, because the engine counts for itself. Nothing is global: two servers in one
+process count separately.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,32 +27,26 @@ from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.news import EngineStats, News, StepKind
 from jaxinfer.engine.outputs import SequenceTimes
 from jaxinfer.server.metrics.export import Exporter
-from jaxinfer.server.metrics.tally import Histograms, Rejection, Tally
-from jaxinfer.server.metrics.values import Histogram, Rates
+from jaxinfer.server.metrics.histograms import Histogram, Histograms
+from jaxinfer.server.metrics.tally import Rates, Rejection, Tally
 
 _METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"))
 _ENGINE = "0"  # vLLM numbers the engines behind a server; here there is one
 _QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedSequence:
-    """One of a request's n sequences. ``times`` is None if it ended before its first token."""
+@dataclass(slots=True)
+class SequenceProgress:
+    """The state of one of a request's n sequences.
 
-    finish_reason: FinishReason
-    num_tokens: int
+    ``times`` is None until it ends, and if it ended before its first token.
+    """
+
+    last_token: float | None = None  # when it arrived, in seconds of ``time.monotonic``
+    num_tokens: int = 0
     num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
     times: SequenceTimes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRequest:
-    """A request that ended in any way. ``seconds``: from its arrival at the server to its end."""
-
-    num_prompt_tokens: int
-    max_tokens: int | None  # of the request; None if it was not set
-    seconds: float
-    sequences: tuple[FinishedSequence, ...]
 
 
 class Metrics:
@@ -71,31 +65,11 @@ class Metrics:
         self._tally = Tally(start or EngineStats(), limits)
         self._rates = Rates()
         self._rates.mark(clock(), self._counters())
-        self._families = families = Histograms(limits)
         model = (model_name, _ENGINE)
-        self._first_token = families.first_token.child(*model)
-        self._token_gap = families.token_gap.child(*model)
-        self._time_per_token = families.time_per_token.child(*model)
-        self._whole = families.whole.child(*model)
-        self._queue = families.queue.child(*model)
-        self._inference = families.inference.child(*model)
-        self._prefill = families.prefill.child(*model)
-        self._decode = families.decode.child(*model)
-        self._prompt_tokens = families.prompt_tokens.child(*model)
-        self._generated_tokens = families.generated_tokens.child(*model)
-        self._longest_generated = families.longest_generated.child(*model)
-        self._n = families.n.child(*model)
-        self._max_tokens = families.max_tokens.child(*model)
-        self._step_tokens = families.step_tokens.child(*model)
-        self._preemptions = families.preemptions.child(*model)
-        self._computed_prompt = families.computed_prompt.child(*model)
-        self._step_seconds = {
-            kind: families.step_seconds.child(*model, kind.value) for kind in StepKind
-        }
-        self._http_fine = families.http_fine.child()
+        self._histograms = Histograms(model, limits)
         self._registry = CollectorRegistry()
         self._registry.register(
-            Exporter(self._tally, families, model, _cache_config(limits, config))
+            Exporter(self._tally, self._histograms.families, model, _cache_config(limits, config))
         )
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
@@ -109,8 +83,8 @@ class Metrics:
             tally.scheduled_tokens[kind] += step.num_tokens
             tally.bucket_tokens[kind] += step.num_bucket_tokens
             tally.num_decode_steps += kind is not StepKind.PREFILL
-            self._step_tokens.observe(step.num_tokens)
-            self._step_seconds[kind].observe(step.seconds)
+            self._histograms.step_tokens.observe(step.num_tokens)
+            self._histograms.step_seconds[kind].observe(step.seconds)
         self._rates.mark(self._clock(), self._counters())
 
     def request_received(self) -> None:
@@ -123,30 +97,40 @@ class Metrics:
 
     def first_tokens(self, seconds: float) -> None:
         """A sequence's first token arrived, ``seconds`` after the request."""
-        self._first_token.observe(seconds)
+        self._histograms.first_token.observe(seconds)
 
     def inter_token(self, seconds: float, count: int = 1) -> None:
         """``count`` more tokens of a sequence arrived, ``seconds`` after the last ones."""
-        self._token_gap.observe(seconds / count, count)
+        self._histograms.token_gap.observe(seconds / count, count)
 
-    def request_finished(self, request: FinishedRequest) -> None:
-        """An accepted request has ended."""
+    def request_finished(
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int | None,
+        seconds: float,
+        sequences: Sequence[SequenceProgress],
+    ) -> None:
+        """An accepted request has ended in any way, ``seconds`` after its arrival at the server.
+
+        ``max_tokens`` is None if the request did not set it.
+        """
+        histograms = self._histograms
         self._tally.num_closed += 1
-        self._whole.observe(request.seconds)
-        self._n.observe(len(request.sequences))
-        if request.max_tokens is not None:
-            self._max_tokens.observe(request.max_tokens)
-        self._longest_generated.observe(max(item.num_tokens for item in request.sequences))
-        for sequence in request.sequences:
-            self._sequence_finished(sequence, request.num_prompt_tokens)
+        histograms.whole.observe(seconds)
+        histograms.n.observe(len(sequences))
+        if max_tokens is not None:
+            histograms.max_tokens.observe(max_tokens)
+        histograms.longest_generated.observe(max(one.num_tokens for one in sequences))
+        for sequence in sequences:
+            self._sequence_finished(sequence, num_prompt_tokens)
 
     def http_response(self, path: str | None, method: str, status: int, seconds: float) -> None:
         """A response has ended. ``path`` is the route's template, None for an unknown route."""
         handler = path or "none"
         known_method = method if method in _METHODS else "other"  # clients must not create series
         self._tally.responses[handler, known_method, f"{status // 100}xx"] += 1
-        self._families.http.child(handler, known_method).observe(seconds)
-        self._http_fine.observe(seconds)
+        self._histograms.http.child(handler, known_method).observe(seconds)
+        self._histograms.http_fine.observe(seconds)
 
     def render(self, accept: str = "") -> tuple[str, bytes]:
         """Content type and body of ``/metrics``; OpenMetrics if ``accept`` names it."""
@@ -160,6 +144,7 @@ class Metrics:
     def snapshot(self) -> dict[str, Any]:
         """The same numbers as JSON for people. Quantiles are estimates within a bucket."""
         tally, stats, now = self._tally, self._tally.engine, self._clock()
+        histograms = self._histograms
         generated, prefilled, received = self._rates.read(now, self._counters())
         return {
             "requests": {
@@ -168,13 +153,11 @@ class Metrics:
                 "running": stats.num_running,
                 "waiting": stats.num_waiting,
                 "preemptions": stats.num_preemptions,
-                "finished": {reason.value: tally.finished[reason] for reason in FinishReason},
-                "rejected": {reason.value: tally.rejected[reason] for reason in Rejection},
+                "finished": tally.finished,
+                "rejected": tally.rejected,
             },
             "pages": {
-                "live": stats.num_live_pages,
-                "cached": stats.num_cached_pages,
-                "fresh": stats.num_fresh_pages,
+                **tally.pages,
                 "live_by_window": tally.live_pages_of_windows,
                 "usage": tally.kv_usage,
             },
@@ -189,14 +172,14 @@ class Metrics:
                 "requests": received,
             },
             "seconds": {
-                "time_to_first_token": _summary(self._first_token),
-                "inter_token": _summary(self._token_gap),
-                "end_to_end": _summary(self._whole),
-                "queue": _summary(self._queue),
+                "time_to_first_token": _summary(histograms.first_token),
+                "inter_token": _summary(histograms.token_gap),
+                "end_to_end": _summary(histograms.whole),
+                "queue": _summary(histograms.queue),
             },
             "steps": {
                 kind.value: {
-                    **_summary(self._step_seconds[kind]),
+                    **_summary(histograms.step_seconds[kind]),
                     "scheduled_tokens": tally.scheduled_tokens[kind],
                     "bucket_tokens": tally.bucket_tokens[kind],
                 }
@@ -204,29 +187,27 @@ class Metrics:
             },
             "padding_waste": tally.padding_waste,
             "late_compiles": stats.num_late_compiles,
-            "executables": {
-                "compiled": stats.num_compiled,
-                "bundle": stats.num_executables - stats.num_compiled,
-            },
-            "startup_seconds": {"load": stats.load_seconds, "compile": stats.compile_seconds},
+            "executables": tally.executables,
+            "startup_seconds": tally.startup_seconds,
         }
 
-    def _sequence_finished(self, sequence: FinishedSequence, num_prompt_tokens: int) -> None:
+    def _sequence_finished(self, sequence: SequenceProgress, num_prompt_tokens: int) -> None:
+        histograms, times = self._histograms, sequence.times
+        assert sequence.finish_reason is not None, "the request has ended"
         self._tally.finished[sequence.finish_reason] += 1
-        self._prompt_tokens.observe(num_prompt_tokens)
-        self._generated_tokens.observe(sequence.num_tokens)
-        times = sequence.times
+        histograms.prompt_tokens.observe(num_prompt_tokens)
+        histograms.generated_tokens.observe(sequence.num_tokens)
         if times is None:
             return
         decode = times.finished - times.first_token
-        self._queue.observe(times.started - times.arrived)
-        self._prefill.observe(times.first_token - times.started)
-        self._decode.observe(decode)
-        self._inference.observe(times.finished - times.started)
+        histograms.queue.observe(times.started - times.arrived)
+        histograms.prefill.observe(times.first_token - times.started)
+        histograms.decode.observe(decode)
+        histograms.inference.observe(times.finished - times.started)
         if sequence.num_tokens > 1:
-            self._time_per_token.observe(decode / (sequence.num_tokens - 1))
-        self._preemptions.observe(times.num_preemptions)
-        self._computed_prompt.observe(num_prompt_tokens - sequence.num_cached_tokens)
+            histograms.time_per_token.observe(decode / (sequence.num_tokens - 1))
+        histograms.preemptions.observe(times.num_preemptions)
+        histograms.computed_prompt.observe(num_prompt_tokens - sequence.num_cached_tokens)
 
     def _counters(self) -> tuple[float, ...]:
         """The counters whose rates are shown."""

@@ -1,20 +1,17 @@
-"""The answer to one HTTP request: several prompts, each with n completions, read as one.
-
-Owns: ``Answer``: the streams of a request, its timeout, the ways to end it early, and its metrics.
-"""
+"""The answer to one HTTP request: several prompts, each with n completions, read as one."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NamedTuple
 
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.link.client import Stream
-from jaxinfer.engine.outputs import Delta, SequenceTimes
-from jaxinfer.server.metrics.registry import FinishedRequest, FinishedSequence, Metrics
+from jaxinfer.engine.outputs import Delta
+from jaxinfer.server.metrics.registry import Metrics, SequenceProgress
 
 
 class ChoiceUpdate(NamedTuple):
@@ -23,17 +20,6 @@ class ChoiceUpdate(NamedTuple):
     prompt: int  # index of the prompt in the request
     choice: int  # index of the choice in the response; the choices are numbered prompt by prompt
     delta: Delta
-
-
-@dataclass(slots=True)
-class CompletionProgress:
-    """The state of one completion; times in seconds of ``time.monotonic``."""
-
-    last_token: float | None = None
-    num_tokens: int = 0
-    num_cached_tokens: int = 0
-    finish_reason: FinishReason | None = None
-    times: SequenceTimes | None = None
 
 
 class Answer:
@@ -57,7 +43,7 @@ class Answer:
         self._wake = wake
         self._metrics = metrics
         self._max_tokens = max_tokens
-        self._progress = tuple(tuple(CompletionProgress() for _ in range(s.n)) for s in streams)
+        self._progress = tuple(tuple(SequenceProgress() for _ in range(s.n)) for s in streams)
         self._num_unfinished = sum(stream.n for stream in streams)
         self._error: Exception | None = None
         self._stopped = False
@@ -144,7 +130,7 @@ class Answer:
             self._num_unfinished -= 1
         return ChoiceUpdate(number, number * self._streams[0].n + delta.index, delta)
 
-    def _note_tokens(self, progress: CompletionProgress, delta: Delta) -> None:
+    def _note_tokens(self, progress: SequenceProgress, delta: Delta) -> None:
         now, count = time.monotonic(), len(delta.token_ids)
         if progress.last_token is None:
             self._metrics.first_tokens(now - self.received)
@@ -178,13 +164,8 @@ class Answer:
     def _report(self) -> None:
         seconds = time.monotonic() - self.received
         unread = FinishReason.ABORT if self._error is None else FinishReason.ERROR
-        for stream, completions in zip(self._streams, self._progress, strict=True):
-            sequences = tuple(
-                FinishedSequence(
-                    one.finish_reason or unread, one.num_tokens, one.num_cached_tokens, one.times
-                )
-                for one in completions
-            )
+        for stream, progress in zip(self._streams, self._progress, strict=True):
+            ended = [replace(one, finish_reason=one.finish_reason or unread) for one in progress]
             self._metrics.request_finished(
-                FinishedRequest(stream.num_prompt_tokens, self._max_tokens, seconds, sequences)
+                stream.num_prompt_tokens, self._max_tokens, seconds, ended
             )

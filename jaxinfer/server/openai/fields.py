@@ -1,12 +1,11 @@
 """The fields that all generation requests share, and their conversion to ``SamplingParams``.
 
-Owns: names, defaults, bounds and descriptions (vLLM's and OpenAI's; the bounds come from
-``core.request``), the known fields that are not supported, and ``to_sampling``.
+Owns: names, defaults and bounds (vLLM's and OpenAI's; the bounds come from ``core.request``), the
+known fields that are not supported, and ``to_sampling``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -41,22 +40,17 @@ MAX_STOP_STRINGS = 64  # of a request; vLLM's default is 4, some clients send do
 # the values of an unsupported field that have no effect, such as its default
 type Neutral = Mapping[str, tuple[Any, ...]]
 
+_GUIDED = ("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs")
 UNSUPPORTED: Neutral = MappingProxyType(
     {
-        "allowed_token_ids": (None,),
+        **dict.fromkeys(_GUIDED, (None,)),
+        **dict.fromkeys(("allowed_token_ids", "kv_transfer_params", "logprob_token_ids"), (None,)),
         "bad_words": (None, []),
         "early_stopping": (None, False),
-        "guided_choice": (None,),
-        "guided_grammar": (None,),
-        "guided_json": (None,),
-        "guided_regex": (None,),
-        "kv_transfer_params": (None,),
         "length_penalty": (None, 1, 1.0),
         "logits_processors": (None, []),
-        "logprob_token_ids": (None,),
         "response_format": (None, {"type": "text"}),
         "spaces_between_special_tokens": (None, True),
-        "structured_outputs": (None,),
         "use_beam_search": (None, False),
         "vllm_xargs": (None, {}),
     }
@@ -64,24 +58,12 @@ UNSUPPORTED: Neutral = MappingProxyType(
 IGNORED = ("metadata", "session_id", "user")  # they have no effect on the answer
 
 
-def int_bounds(name: str, description: str) -> Meta:
-    """Bounds of an integer of ``SamplingParams``."""
-    low, high = WHOLE_BOUNDS[name]
-    return Meta(ge=low, le=high, description=description)
-
-
-def float_bounds(name: str, description: str) -> Meta:
-    """Bounds of a real number of ``SamplingParams``."""
+def bounds(name: str) -> Meta:
+    """The bounds of a field of ``SamplingParams``."""
     if name in ABOVE_ZERO_BOUNDS:
-        high = ABOVE_ZERO_BOUNDS[name]
-        return Meta(gt=0.0, le=None if high == math.inf else high, description=description)
-    low, high = REAL_BOUNDS[name]
-    return Meta(ge=low, le=None if high == math.inf else high, description=description)
-
-
-def described(description: str) -> Meta:
-    """A description without bounds."""
-    return Meta(description=description)
+        return Meta(gt=0.0, le=ABOVE_ZERO_BOUNDS[name])
+    low, high = WHOLE_BOUNDS[name] if name in WHOLE_BOUNDS else REAL_BOUNDS[name]
+    return Meta(ge=low, le=high)
 
 
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
@@ -96,12 +78,8 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     # padding that OpenAI's server adds
     ignored: ClassVar[tuple[str, ...]] = ("include_obfuscation",)
 
-    include_usage: Annotated[
-        bool | None, described("Send the usage in a last chunk without choices.")
-    ] = True
-    continuous_usage_stats: Annotated[
-        bool | None, described("Send the usage so far in every chunk.")
-    ] = False
+    include_usage: bool | None = True
+    continuous_usage_stats: bool | None = False
 
 
 class RequestedTokens(NamedTuple):
@@ -111,7 +89,19 @@ class RequestedTokens(NamedTuple):
     num_tokens: int
 
 
-class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
+class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a request."""
+
+    unsupported: ClassVar[Neutral] = MappingProxyType({})
+    ignored: ClassVar[tuple[str, ...]] = ()
+
+    model: str | None = None
+
+    def check(self) -> None:
+        """Raise ``ApiError`` for fields that contradict each other."""
+
+
+class GenerationFields(AnyRequest, frozen=True, kw_only=True):
     """Fields of ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/generate``.
 
     A field that is absent or null has its default. For a sampling field of type ``| None`` that is
@@ -121,131 +111,37 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     unsupported: ClassVar[Neutral] = UNSUPPORTED
     ignored: ClassVar[tuple[str, ...]] = IGNORED
     logprobs_field: ClassVar[str] = "logprobs"  # the field that sets the number of logprobs
+    default_max_tokens: ClassVar[int | None] = DEFAULT_MAX_TOKENS  # None: up to the context's end
 
-    model: (
-        Annotated[str, described("A name that /v1/models lists; absent: the served model.")] | None
-    ) = None
-    max_tokens: Annotated[int, int_bounds("max_tokens", "Most tokens to generate.")] | None = None
-    min_tokens: Annotated[
-        int, int_bounds("min_tokens", "Tokens to generate before a stop id can end the output.")
-    ] = 0
-    n: Annotated[int, int_bounds("n", "Completions of each prompt.")] = 1
-    temperature: (
-        Annotated[float, float_bounds("temperature", "0 takes the most likely token.")] | None
-    ) = None
-    top_p: (
-        Annotated[float, float_bounds("top_p", "Sample from the smallest set of this probability.")]
-        | None
-    ) = None
-    top_k: (
-        Annotated[int, int_bounds("top_k", "Sample from the k likeliest tokens; 0 or -1: all.")]
-        | None
-    ) = None
-    min_p: (
-        Annotated[
-            float, float_bounds("min_p", "Least probability, relative to the likeliest token's.")
-        ]
-        | None
-    ) = None
-    presence_penalty: (
-        Annotated[
-            float,
-            float_bounds("presence_penalty", "Taken from the logits of tokens in the output."),
-        ]
-        | None
-    ) = None
-    frequency_penalty: (
-        Annotated[
-            float, float_bounds("frequency_penalty", "As presence_penalty, for each occurrence.")
-        ]
-        | None
-    ) = None
-    repetition_penalty: (
-        Annotated[
-            float, float_bounds("repetition_penalty", "Divides the logits of tokens seen so far.")
-        ]
-        | None
-    ) = None
-    seed: Annotated[int, int_bounds("seed", "The same seed gives the same output.")] | None = None
-    logit_bias: (
-        Annotated[
-            dict[BiasKey, Bias],
-            Meta(max_length=MAX_LOGIT_BIAS, description="Token id to what is added to its logit."),
-        ]
-        | None
-    ) = None
-    stop: Annotated[
-        StopString | Annotated[tuple[StopString, ...], Meta(max_length=MAX_STOP_STRINGS)],
-        described(
-            f"A string, or up to {MAX_STOP_STRINGS} of them with {MAX_STOP_CHARACTERS} characters "
-            "in all, that end the output."
-        ),
-    ] = ()
-    stop_token_ids: Annotated[
-        tuple[TokenId, ...],
-        Meta(max_length=MAX_STOP_TOKEN_IDS, description="Token ids that end the output."),
-    ] = ()
-    include_stop_str_in_output: Annotated[
-        bool, described("Keep the stop string at the end of the text.")
-    ] = False
-    ignore_eos: Annotated[bool, described("Go on after the model's end of sequence.")] = False
-    skip_special_tokens: Annotated[bool, described("Leave special tokens out of the text.")] = True
-    prompt_logprobs: (
-        Annotated[
-            int,
-            int_bounds(
-                "prompt_logprobs", "Likeliest tokens to list at each position of the prompt."
-            ),
-        ]
-        | None
-    ) = None
-    truncate_prompt_tokens: (
-        Annotated[
-            int,
-            Meta(
-                ge=-1,
-                le=INT32_MAX,
-                description="Keep only this many of the prompt's last tokens; "
-                "-1: as many as the context has. 0 is refused.",
-            ),
-        ]
-        | None
-    ) = None
-    stream: Annotated[bool, described("Answer with server-sent events.")] = False
+    max_tokens: Annotated[int, bounds("max_tokens")] | None = None
+    min_tokens: Annotated[int, bounds("min_tokens")] = 0
+    n: Annotated[int, bounds("n")] = 1
+    temperature: Annotated[float, bounds("temperature")] | None = None
+    top_p: Annotated[float, bounds("top_p")] | None = None
+    top_k: Annotated[int, bounds("top_k")] | None = None
+    min_p: Annotated[float, bounds("min_p")] | None = None
+    presence_penalty: Annotated[float, bounds("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, bounds("frequency_penalty")] | None = None
+    repetition_penalty: Annotated[float, bounds("repetition_penalty")] | None = None
+    seed: Annotated[int, bounds("seed")] | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    stop: StopString | Annotated[tuple[StopString, ...], Meta(max_length=MAX_STOP_STRINGS)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: Annotated[int, bounds("prompt_logprobs")] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    return_token_ids: Annotated[
-        bool, described("List the token ids of the prompt and of each output.")
-    ] = False
-    return_tokens_as_token_ids: (
-        Annotated[bool, described('Spell tokens in logprobs as "token_id:<id>".')] | None
-    ) = None
-    priority: Annotated[
-        int,
-        Meta(ge=PRIORITY_BOUNDS[0], le=PRIORITY_BOUNDS[1], description="Lower is served first."),
-    ] = 0
-    cache_salt: (
-        Annotated[
-            str,
-            Meta(max_length=1024, description="Share cached prefixes only with equal salts."),
-        ]
-        | None
-    ) = None
-    request_id: (
-        Annotated[
-            str,
-            Meta(
-                min_length=1,
-                max_length=128,
-                pattern=VISIBLE_TEXT,
-                description="The id in the answer and the log; printable ASCII.",
-            ),
-        ]
-        | None
-    ) = None
-    timeout: (
-        Annotated[float, Meta(gt=0.0, description="Seconds after which to give up with 408.")]
-        | None
-    ) = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool | None = None
+    priority: Annotated[int, Meta(ge=PRIORITY_BOUNDS[0], le=PRIORITY_BOUNDS[1])] = 0
+    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=128, pattern=VISIBLE_TEXT)] | None = (
+        None
+    )
+    timeout: Annotated[float, Meta(gt=0.0)] | None = None  # seconds
 
     @property
     def sends_usage(self) -> bool:
@@ -260,7 +156,6 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check(self) -> None:
-        """Raise ``ApiError`` for fields that contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise field_error("stream_options", "stream_options needs stream=true; leave it out")
         if self.stream and self.prompt_logprobs is not None:
@@ -273,8 +168,9 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def output_limit(self) -> int | None:
-        """``SamplingParams.max_tokens``; None: up to the end of the context."""
-        return self.max_tokens
+        """``SamplingParams.max_tokens``."""
+        requested = self.requested_tokens()
+        return self.default_max_tokens if requested is None else max(requested.num_tokens, 1)
 
     def requested_tokens(self) -> RequestedTokens | None:
         """The number of tokens that the request itself sets, or None."""

@@ -1,13 +1,10 @@
-"""``/openapi.json``: requests and responses of every route, as OpenAPI 3.1.
-
-Owns: the table of operations, and the document made of it and of the structs. A route without an
-operation is a ``KeyError``.
-"""
+"""``/openapi.json``: requests and responses of every route, as OpenAPI 3.1."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -16,11 +13,12 @@ import msgspec
 from jaxinfer.core.request import INT32_MAX
 from jaxinfer.core.version import VERSION
 from jaxinfer.server.http.errors import ErrorBody
+from jaxinfer.server.http.guard import OPEN_PATHS
 from jaxinfer.server.openai import responses
-from jaxinfer.server.openai.openapi_descriptions import RESPONSE_FIELDS
+from jaxinfer.server.openai.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS
+from jaxinfer.server.openai.fields import AnyRequest
 from jaxinfer.server.openai.schema import (
     MAX_PROMPTS,
-    AnyRequest,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -43,10 +41,6 @@ ERRORS: Mapping[int, str] = MappingProxyType(
         503: "The model is loading, the server is shutting down, or the engine has stopped.",
     }
 )
-OPEN = (405, 431, 500, 503)  # needs no API key
-GUARDED = (*OPEN, 401)
-TAKES_JSON = (*GUARDED, 400, 404, 408, 413, 415)
-GENERATES = (*TAKES_JSON, 429)
 
 
 class Operation(NamedTuple):
@@ -55,7 +49,6 @@ class Operation(NamedTuple):
     name: str
     summary: str
     response: type[msgspec.Struct] | str | None  # None: an empty body
-    errors: tuple[int, ...]
     request: type[AnyRequest] | None = None
     event: type[msgspec.Struct] | None = None  # the data of each event of a stream
 
@@ -66,7 +59,6 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "createCompletion",
             "Continue prompts.",
             responses.Completion,
-            GENERATES,
             CompletionRequest,
             responses.CompletionChunk,
         ),
@@ -74,7 +66,6 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "createChatCompletion",
             "Answer a chat.",
             responses.ChatCompletion,
-            GENERATES,
             ChatCompletionRequest,
             responses.ChatChunk,
         ),
@@ -82,7 +73,6 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "generate",
             "Continue one prompt; text, token ids and times come back plainly.",
             responses.GenerateResponse,
-            GENERATES,
             GenerateRequest,
             responses.GenerateResponse,
         ),
@@ -90,61 +80,48 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "tokenize",
             "Token ids of a prompt, or of messages as the model would see them.",
             responses.Tokenized,
-            TAKES_JSON,
             TokenizeRequest,
         ),
         ("POST", "/detokenize"): Operation(
-            "detokenize",
-            "The text of token ids.",
-            responses.Detokenized,
-            TAKES_JSON,
-            DetokenizeRequest,
+            "detokenize", "The text of token ids.", responses.Detokenized, DetokenizeRequest
         ),
         ("GET", "/v1/models"): Operation(
-            "listModels", "The names under which the model is served.", responses.ModelList, GUARDED
+            "listModels", "The names under which the model is served.", responses.ModelList
         ),
         ("GET", "/v1/models/{model}"): Operation(
-            "retrieveModel",
-            "One of the names that /v1/models lists.",
-            responses.ModelCard,
-            (*GUARDED, 404),
+            "retrieveModel", "One of the names that /v1/models lists.", responses.ModelCard
         ),
-        ("GET", "/health"): Operation("health", "Whether the engine's loop answers.", None, OPEN),
-        ("GET", "/ping"): Operation("ping", "As /health, under SageMaker's name.", None, OPEN),
-        ("POST", "/ping"): Operation("postPing", "As GET /ping.", None, OPEN),
-        ("GET", "/ready"): Operation("ready", "Whether new requests are taken.", None, OPEN),
+        ("GET", "/health"): Operation("health", "Whether the engine's loop answers.", None),
+        ("GET", "/ping"): Operation("ping", "As /health, under SageMaker's name.", None),
+        ("POST", "/ping"): Operation("postPing", "As GET /ping.", None),
+        ("GET", "/ready"): Operation("ready", "Whether new requests are taken.", None),
         ("GET", "/metrics"): Operation(
-            "metrics", "Counters, gauges and histograms for Prometheus.", "text/plain", GUARDED
+            "metrics", "Counters, gauges and histograms for Prometheus.", "text/plain"
         ),
         ("GET", "/stats"): Operation(
-            "stats", "The same counters as JSON, with quantiles.", "application/json", GUARDED
+            "stats", "The same counters as JSON, with quantiles.", "application/json"
         ),
-        ("GET", "/version"): Operation(
-            "version", "The server's version.", responses.Version, GUARDED
-        ),
-        ("GET", "/openapi.json"): Operation(
-            "openapi", "This document.", "application/json", GUARDED
-        ),
+        ("GET", "/version"): Operation("version", "The server's version.", responses.Version),
+        ("GET", "/openapi.json"): Operation("openapi", "This document.", "application/json"),
     }
 )
 
 
+@lru_cache(maxsize=1)
 def openapi_document(
-    routes: Iterable[tuple[str, str]],
     *,
     secured: bool = False,
-    models: Sequence[str] = (),
+    models: tuple[str, ...] = (),
     vocab_size: int | None = None,
     root_path: str = "",
 ) -> dict[str, Any]:
-    """The document for ``routes``, pairs of method and path.
+    """The document; the last one is kept, so do not change it.
 
     ``secured``: whether the server has an API key. ``models`` and ``vocab_size`` are the served
-    model's names and bound of token ids. Raises ``KeyError`` for a route without an operation.
+    model's names and bound of token ids.
     """
     paths: dict[str, dict[str, Any]] = {}
-    for method, path in routes:
-        operation = OPERATIONS[method, path]
+    for (method, path), operation in OPERATIONS.items():
         paths.setdefault(path, {})[method.lower()] = _operation(operation, path, secured)
     return {
         "openapi": "3.1.0",
@@ -158,7 +135,7 @@ def openapi_document(
         "paths": paths,
         "components": {
             "schemas": _schemas(models, vocab_size),
-            "responses": {_error_name(status): _error(status) for status in ERRORS},
+            "responses": {f"Error{status}": _error(status) for status in ERRORS},
             "securitySchemes": {
                 "apiKey": {
                     "type": "http",
@@ -177,6 +154,15 @@ def _ref(kind: type) -> dict[str, Any]:
     return {"$ref": _REF.format(name=kind.__name__)}
 
 
+def _json(kind: type) -> dict[str, Any]:
+    """A body that is this struct as JSON."""
+    return {"application/json": {"schema": _ref(kind)}}
+
+
+def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
 def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
     """The schemas of all structs that requests and responses consist of."""
     operations = OPERATIONS.values()
@@ -188,19 +174,32 @@ def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
     for name, schema in schemas.items():
         if name in requests:
             _complete(schema, requests[name], models)
-        else:
-            _describe(schema.get("properties", {}))
+        fields = REQUEST_FIELDS if name in requests else RESPONSE_FIELDS
+        for field, described in schema.get("properties", {}).items():
+            if "description" not in described:
+                own = REQUEST_FIELDS.get(f"{name}.{field}")
+                described["description"] = own or fields[field]
     if vocab_size is not None:
         _bound_token_ids(schemas, vocab_size - 1)
     return schemas
 
 
 def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]:
+    names, segment = re.findall(r"{(\w+)}", path), {"type": "string", "minLength": 1}
+    errors = {405, 431, 500, 503}
+    if path not in OPEN_PATHS:
+        errors.add(401)
+    if names:
+        errors.add(404)
+    if operation.request is not None:
+        errors |= {400, 404, 408, 413, 415}
+    if operation.event is not None:
+        errors.add(429)
     described: dict[str, Any] = {
         "operationId": operation.name,
         "summary": operation.summary,
         "parameters": [
-            *map(_path_parameter, re.findall(r"{(\w+)}", path)),
+            *({"name": name, "in": "path", "required": True, "schema": segment} for name in names),
             {
                 "name": "X-Request-Id",
                 "in": "header",
@@ -211,23 +210,15 @@ def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]
         "responses": {
             "200": _success(operation),
             **{
-                str(status): {"$ref": f"#/components/responses/{_error_name(status)}"}
-                for status in sorted(operation.errors)
+                str(status): {"$ref": f"#/components/responses/Error{status}"}
+                for status in sorted(errors)
             },
         },
-        "security": [{"apiKey": []}] if secured and 401 in operation.errors else [],
+        "security": [{"apiKey": []}] if secured and 401 in errors else [],
     }
     if operation.request is not None:
-        described["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": _ref(operation.request)}},
-        }
+        described["requestBody"] = {"required": True, "content": _json(operation.request)}
     return described
-
-
-def _path_parameter(name: str) -> dict[str, Any]:
-    schema = {"type": "string", "minLength": 1}
-    return {"name": name, "in": "path", "required": True, "schema": schema}
 
 
 def _success(operation: Operation) -> dict[str, Any]:
@@ -238,7 +229,7 @@ def _success(operation: Operation) -> dict[str, Any]:
         kind = "string" if operation.response.startswith("text/") else "object"
         content[operation.response] = {"schema": {"type": kind}}
     elif operation.response is not None:
-        content["application/json"] = {"schema": _ref(operation.response)}
+        content |= _json(operation.response)
     if operation.event is not None:
         content["text/event-stream"] = {"schema": _event(operation.event)}
     if content:
@@ -248,24 +239,20 @@ def _success(operation: Operation) -> dict[str, Any]:
 
 def _event(kind: type[msgspec.Struct]) -> dict[str, Any]:
     """One event of a stream; a struct in its data is JSON."""
-    chunk = {"contentMediaType": "application/json", "contentSchema": _ref(kind)}
-    failure = {"contentMediaType": "application/json", "contentSchema": _ref(ErrorBody)}
-    return {
-        "type": "object",
+    texts = [
+        {"contentMediaType": "application/json", "contentSchema": _ref(struct)}
+        for struct in (kind, ErrorBody)
+    ]
+    data = {"type": "string", "anyOf": [*texts, {"const": "[DONE]"}]}
+    return _object({"data": data}, "data") | {
         "description": "With stream=true: an event for new tokens, then one whose data is [DONE]. "
         "A failure midway is an event with an error.",
-        "properties": {"data": {"type": "string", "anyOf": [chunk, failure, {"const": "[DONE]"}]}},
-        "required": ["data"],
     }
 
 
 def _headers() -> dict[str, Any]:
     description = "The id of this request in the log."
     return {"X-Request-Id": {"description": description, "schema": {"type": "string"}}}
-
-
-def _error_name(status: int) -> str:
-    return f"Error{status}"
 
 
 def _error(status: int) -> dict[str, Any]:
@@ -276,18 +263,7 @@ def _error(status: int) -> dict[str, Any]:
             "description": "Seconds to wait before trying again.",
             "schema": {"type": "integer", "minimum": 0},
         }
-    return {
-        "description": ERRORS[status],
-        "headers": headers,
-        "content": {"application/json": {"schema": _ref(ErrorBody)}},
-    }
-
-
-def _describe(properties: dict[str, Any]) -> None:
-    """Add the descriptions of a response's fields, in place."""
-    for name, schema in properties.items():
-        if "description" not in schema:
-            schema["description"] = RESPONSE_FIELDS[name]
+    return {"description": ERRORS[status], "headers": headers, "content": _json(ErrorBody)}
 
 
 def _complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequence[str]) -> None:
@@ -323,18 +299,11 @@ def _exactly_one(given: str, absent: str) -> dict[str, Any]:
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema of a field that may be null, which is its default."""
-    default, description = schema.pop("default", None), schema.pop("description", None)
+    default = schema.pop("default", None)
     forms = schema.pop("anyOf", None) or [schema]
     if {"type": "null"} not in forms:
         forms = [*forms, {"type": "null"}]
-    for form in forms:
-        description = form.pop("description", description)
-    nullable: dict[str, Any] = {"anyOf": forms}
-    if description is not None:
-        nullable["description"] = description
-    if default is not None:
-        nullable["default"] = default
-    return nullable
+    return {"anyOf": forms} | ({} if default is None else {"default": default})
 
 
 def _prompt_forms() -> list[dict[str, Any]]:
@@ -355,26 +324,13 @@ def _token_id() -> dict[str, Any]:
 
 def _message() -> dict[str, Any]:
     """One message of a chat, with the same rules as ``text.messages``."""
-    part = {
-        "type": "object",
-        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-        "required": ["type", "text"],
-    }
-    content = [{"type": "string"}, {"type": "array", "items": part}]
-    content_optional = {
-        "type": "object",
-        "properties": {
-            "role": {"enum": ["assistant", "tool"]},
-            "content": {"anyOf": [*content, {"type": "null"}]},
-        },
-        "required": ["role"],
-    }
-    others = {
-        "type": "object",
-        "properties": {"role": {"type": "string"}, "content": {"anyOf": content}},
-        "required": ["role", "content"],
-    }
-    return {"anyOf": [others, content_optional]}
+    text = {"type": "string"}
+    part = _object({"type": {"const": "text"}, "text": text}, "type", "text")
+    content = [text, {"type": "array", "items": part}]
+    usual = _object({"role": text, "content": {"anyOf": content}}, "role", "content")
+    optional = {"anyOf": [*content, {"type": "null"}]}
+    roles = {"enum": ["assistant", "tool"]}
+    return {"anyOf": [usual, _object({"role": roles, "content": optional}, "role")]}
 
 
 def _bound_token_ids(schema: Any, last: int) -> None:

@@ -1,7 +1,4 @@
-"""Parses a body into a request, or raises an error that names the field.
-
-Owns: JSON, the words of errors, the paths of fields, unknown and unsupported fields.
-"""
+"""Parses a body into a request, or raises an error that names the field."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.fields import PATTERNS, StreamOptions, field_error
-from jaxinfer.server.openai.schema import AnyRequest
+from jaxinfer.server.openai.fields import PATTERNS, AnyRequest, StreamOptions, field_error
 
 # of a body that is not JSON, in which the invalid field is looked for: 60 ms
 MAX_LOCATED_CHARACTERS = 1 << 17
@@ -58,10 +54,6 @@ _SIGNS: Mapping[str, str] = MappingProxyType(
     {">=": "at least", ">": "greater than", "<=": "at most", "<": "less than"}
 )
 _UNITS: Mapping[str, str] = MappingProxyType({"str": "character", "array": "item", "object": "key"})
-
-
-# the path of a value: its container's path, and the last step
-type _Link = tuple[_Link, str] | None
 
 
 class Parsed[T](NamedTuple):
@@ -114,7 +106,7 @@ def _decoding_error(body: bytes, reason: str) -> ApiError:
     if found is None:
         why = reason.partition(" - at ")[0].removeprefix("JSON is malformed: ").lower()
         return field_error(None, f"the body is not valid JSON: {why}")
-    path, value = found
+    path, value = found[0].removeprefix(".")[:MAX_NAME_CHARACTERS], found[1]
     what = "a finite number" if isinstance(value, float) else "text without half surrogate pairs"
     return field_error(path or None, f"{path or 'the body'} must be {what}")
 
@@ -125,31 +117,23 @@ def _first_unencodable(text: str) -> tuple[str, float | str] | None:
     Strict JSON has none of them, but clients do send them, and Python's own parser accepts them.
     """
     try:
-        todo: list[tuple[Any, _Link]] = [(json.loads(text), None)]
+        todo: list[tuple[str, Any]] = [("", json.loads(text))]
     except (ValueError, RecursionError):
         return None  # Python's parser does not accept it either
     while todo:
-        value, link = todo.pop()
+        path, value = todo.pop()
+        path = path[: MAX_NAME_CHARACTERS + 1]
         if isinstance(value, dict):
             items = list(cast("dict[str, Any]", value).items())
             if unencodable := next((key for key, _ in items if not _is_encodable(key)), None):
-                return _path(link), unencodable
-            todo += [(inner, (link, f".{key}")) for key, inner in reversed(items)]
+                return path, unencodable
+            todo += [(f"{path}.{key}", inner) for key, inner in reversed(items)]
         elif isinstance(value, list):
             inners = list(enumerate(cast("list[Any]", value)))
-            todo += [(inner, (link, f"[{index}]")) for index, inner in reversed(inners)]
+            todo += [(f"{path}[{index}]", inner) for index, inner in reversed(inners)]
         elif not _is_encodable(value):
-            return _path(link), value
+            return path, value
     return None
-
-
-def _path(link: _Link) -> str:
-    """The path as text, shortened."""
-    steps: list[str] = []
-    while link is not None:
-        link, step = link
-        steps.append(step)
-    return "".join(reversed(steps)).removeprefix(".")[:MAX_NAME_CHARACTERS]
 
 
 def _is_encodable(value: Any) -> bool:
@@ -165,12 +149,10 @@ def _is_encodable(value: Any) -> bool:
 
 def _refuse_unsupported(given: dict[str, Any], kind: type[AnyRequest]) -> None:
     for name, neutral in kind.unsupported.items():
-        if name in given and not any(_is_same(given[name], value) for value in neutral):
+        # the types too, since 1 == True
+        same = (type(given[name]) is type(one) and given[name] == one for one in neutral)
+        if name in given and not any(same):
             raise field_error(name, f"{name} is not supported; leave it out")
-
-
-def _is_same(given: Any, neutral: Any) -> bool:
-    return type(given) is type(neutral) and given == neutral
 
 
 def _with_integers(value: Any, num_levels: int = 2) -> Any:

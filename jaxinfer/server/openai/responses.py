@@ -1,13 +1,11 @@
 """The responses of each endpoint, with the fields of OpenAI (and vLLM).
 
-Owns: the structs and their encoding.
-
 A field of type ``UnsetType`` is left out of the JSON until it is set; None is sent as null.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -36,18 +34,6 @@ class Usage(_Struct, frozen=True, kw_only=True, gc=False):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
-
-
-def usage(prompt_tokens: int, completion_tokens: int, *, cached_tokens: int | None = None) -> Usage:
-    """The usage of a request; without ``cached_tokens`` it has no details."""
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=(
-            UNSET if cached_tokens is None else PromptTokensDetails(cached_tokens=cached_tokens)
-        ),
-    )
 
 
 # completions
@@ -270,9 +256,4 @@ class Version(_Struct, frozen=True, kw_only=True, gc=False):
     version: str
 
 
-def encode(answer: Any) -> bytes:
-    """JSON of one of these structs."""
-    return _ENCODER.encode(answer)
-
-
-_ENCODER = msgspec.json.Encoder()
+encode = msgspec.json.Encoder().encode  # JSON of one of these structs

@@ -1,7 +1,4 @@
-"""The requests of each endpoint.
-
-Owns: their structs, the fields of single endpoints, and the checks across fields.
-"""
+"""The requests of each endpoint, and the checks across their fields."""
 
 from __future__ import annotations
 
@@ -10,21 +7,19 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, cast
 
-import msgspec
 from msgspec import Meta
 
 from jaxinfer.core.request import WHOLE_BOUNDS
 from jaxinfer.server.openai.fields import (
-    DEFAULT_MAX_TOKENS,
     IGNORED,
     UNSUPPORTED,
+    AnyRequest,
     GenerationFields,
     Neutral,
     RequestedTokens,
     TokenId,
-    described,
+    bounds,
     field_error,
-    int_bounds,
 )
 
 MAX_PROMPTS = 2048  # of one request, as many as OpenAI allows
@@ -63,26 +58,7 @@ CHAT_IGNORED = (
 )
 
 TokenIds = Annotated[tuple[TokenId, ...], Meta(min_length=1)]
-Messages = Annotated[
-    tuple[dict[str, Any], ...],
-    Meta(
-        min_length=1,
-        description="Objects of role and content (text, or a list of text parts), and of an "
-        "answer tool_calls, whose arguments are a JSON object as text; fields that are null or "
-        "empty count as absent, other keys reach the chat template.",
-    ),
-]
-
-
-OpensTurn = Annotated[bool, described("Open the assistant's turn.")]
-Continues = Annotated[
-    bool, described("Go on with the last message; needs add_generation_prompt=false.")
-]
-Template = Annotated[
-    str, described("A template, or the name of one of the model's, to use instead.")
-]
-TemplateNames = Annotated[dict[str, Any], described("Further names for the chat template.")]
-Name = Annotated[str, described("A name that /v1/models lists; absent: the served model.")]
+Messages = Annotated[tuple[dict[str, Any], ...], Meta(min_length=1)]
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
@@ -92,35 +68,12 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
         {**UNSUPPORTED, "prompt_embeds": (None,), "suffix": (None, "")}
     )
 
-    prompt: Annotated[
-        str | Annotated[tuple[str | TokenId | tuple[TokenId, ...], ...], Meta(min_length=1)],
-        described(f"Text, token ids, or a list of up to {MAX_PROMPTS} of either."),
-    ]
-    max_tokens: (
-        Annotated[
-            int,
-            Meta(
-                ge=0,
-                le=WHOLE_BOUNDS["max_tokens"][1],
-                description=f"Most tokens to generate, absent {DEFAULT_MAX_TOKENS}; 0, which needs "
-                "echo, only scores the prompt.",
-            ),
-        ]
-        | None
-    ) = None
-    logprobs: (
-        Annotated[int, int_bounds("logprobs", "Likeliest tokens to list at each position.")] | None
-    ) = None
-    echo: Annotated[bool, described("Put the prompt before the text; logprobs cover it too.")] = (
-        False
-    )
-    best_of: (
-        Annotated[int, Meta(ge=1, description="1 or the same as n: every completion is sent.")]
-        | None
-    ) = None
-    add_special_tokens: Annotated[
-        bool, described("Add the tokenizer's special tokens to a text prompt.")
-    ] = True
+    prompt: str | Annotated[tuple[str | TokenId | tuple[TokenId, ...], ...], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=0, le=WHOLE_BOUNDS["max_tokens"][1])] | None = None
+    logprobs: Annotated[int, bounds("logprobs")] | None = None
+    echo: bool = False
+    best_of: Annotated[int, Meta(ge=1)] | None = None
+    add_special_tokens: bool = True
 
     @property
     def scores_only(self) -> bool:
@@ -133,7 +86,6 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
         return prompt_list(self.prompt)
 
     def check(self) -> None:
-        """See ``GenerationFields``."""
         super().check()
         if self.max_tokens == 0 and not self.echo:
             raise field_error("max_tokens", "max_tokens must be at least 1 unless echo is true")
@@ -142,16 +94,10 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
         num_completions = len(self.prompts) * self.n
         if num_completions > MAX_COMPLETIONS:
             raise field_error(
-                "n",
-                f"prompts times n must be at most {MAX_COMPLETIONS}, got {num_completions}",
+                "n", f"prompts times n must be at most {MAX_COMPLETIONS}, got {num_completions}"
             )
 
-    def output_limit(self) -> int | None:
-        """See ``GenerationFields``."""
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else max(self.max_tokens, 1)
-
     def num_logprobs(self) -> int | None:
-        """See ``GenerationFields``."""
         return self.logprobs
 
     def num_prompt_logprobs(self) -> int | None:
@@ -167,125 +113,72 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
     unsupported: ClassVar[Neutral] = CHAT_UNSUPPORTED
     ignored: ClassVar[tuple[str, ...]] = CHAT_IGNORED
     logprobs_field: ClassVar[str] = "top_logprobs"
+    default_max_tokens: ClassVar[int | None] = None
 
     messages: Messages
-    add_generation_prompt: OpensTurn = True
-    continue_final_message: Continues = False
-    chat_template: Template | None = None
-    chat_template_kwargs: TemplateNames | None = None
-    add_special_tokens: Annotated[
-        bool, described("Add the tokenizer's special tokens to what the template writes.")
-    ] = False
-    max_completion_tokens: (
-        Annotated[
-            int,
-            int_bounds("max_tokens", "Most tokens to generate; wins over max_tokens."),
-        ]
-        | None
-    ) = None
-    logprobs: Annotated[bool, described("List the logprob of each token.")] = False
-    top_logprobs: (
-        Annotated[
-            int,
-            int_bounds(
-                "logprobs", "Likeliest tokens to list at each position; needs logprobs=true."
-            ),
-        ]
-        | None
-    ) = None
-    echo: Annotated[
-        bool, described("Put the last message before the text if its role is the answer's.")
-    ] = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = False
+    max_completion_tokens: Annotated[int, bounds("max_tokens")] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, bounds("logprobs")] | None = None
+    echo: bool = False
 
     def check(self) -> None:
-        """See ``GenerationFields``."""
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "top_logprobs needs logprobs=true; set it")
         _check_depths(self)
 
-    def output_limit(self) -> int | None:
-        """The newer name wins; without either, up to the end of the context."""
-        requested = self.requested_tokens()
-        return None if requested is None else requested.num_tokens
-
     def requested_tokens(self) -> RequestedTokens | None:
-        """See ``GenerationFields``."""
         if self.max_completion_tokens is None:
             return super().requested_tokens()
         return RequestedTokens("max_completion_tokens", self.max_completion_tokens)
 
     def num_logprobs(self) -> int | None:
-        """See ``GenerationFields``."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class GenerateRequest(GenerationFields, frozen=True, kw_only=True):
     """``POST /v1/generate``: one prompt; the response has plain text and ids."""
 
-    prompt: Annotated[str | TokenIds, described("Text, or token ids.")]
-    max_tokens: (
-        Annotated[
-            int, int_bounds("max_tokens", f"Most tokens to generate, absent {DEFAULT_MAX_TOKENS}.")
-        ]
-        | None
-    ) = None
-    logprobs: (
-        Annotated[int, int_bounds("logprobs", "Likeliest tokens to list at each position.")] | None
-    ) = None
-    add_special_tokens: Annotated[
-        bool, described("Add the tokenizer's special tokens to a text prompt.")
-    ] = True
-
-    def output_limit(self) -> int | None:
-        """See ``GenerationFields``."""
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+    prompt: str | TokenIds
+    logprobs: Annotated[int, bounds("logprobs")] | None = None
+    add_special_tokens: bool = True
 
     def num_logprobs(self) -> int | None:
-        """See ``GenerationFields``."""
         return self.logprobs
 
 
-class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizeRequest(AnyRequest, frozen=True, kw_only=True):
     """``POST /tokenize``: a prompt, or messages."""
 
     unsupported: ClassVar[Neutral] = MappingProxyType({"tools": (None, [])})
-    ignored: ClassVar[tuple[str, ...]] = ()
 
-    model: Name | None = None
-    prompt: Annotated[str, described("The text; either this or messages.")] | None = None
+    prompt: str | None = None
     messages: Messages | None = None
-    add_generation_prompt: OpensTurn = True
-    continue_final_message: Continues = False
-    chat_template: Template | None = None
-    chat_template_kwargs: TemplateNames | None = None
-    add_special_tokens: (
-        Annotated[bool, described("Absent: true for a prompt, false for messages.")] | None
-    ) = None
-    return_token_strs: Annotated[bool, described("List each token's text too.")] = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
 
     def check(self) -> None:
-        """Raise ``ApiError`` for fields that contradict each other."""
         if (self.prompt is None) == (self.messages is None):
             raise field_error("prompt", "prompt or messages must be given, and not both")
         _check_depths(self)
 
 
-class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class DetokenizeRequest(AnyRequest, frozen=True, kw_only=True):
     """``POST /detokenize``."""
 
-    unsupported: ClassVar[Neutral] = MappingProxyType({})
-    ignored: ClassVar[tuple[str, ...]] = ()
-
-    model: Name | None = None
-    tokens: Annotated[tuple[TokenId, ...], described("The token ids.")]
-
-    def check(self) -> None:
-        """Do nothing: the fields cannot contradict each other."""
+    tokens: tuple[TokenId, ...]
 
 
 type ChatFields = ChatCompletionRequest | TokenizeRequest
-type AnyRequest = GenerationFields | TokenizeRequest | DetokenizeRequest
 
 
 def prompt_list(prompt: str | Sequence[Any]) -> list[str | tuple[int, ...]]:

@@ -1,19 +1,19 @@
-"""The shared parts of the three response writers.
-
-Owns: the ``Writer`` protocol, the fields of every response and event, and logprobs in OpenAI's two
-forms.
-"""
+"""The shared parts of the three response writers, and logprobs in OpenAI's two forms."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
+
+from msgspec import UNSET, UnsetType
 
 from jaxinfer.engine.outputs import Logprob, PositionLogprobs, joined
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.sse import frame
 from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
+from jaxinfer.server.openai.fields import GenerationFields
 from jaxinfer.server.openai.responses import (
     ChatChunk,
     ChatChunkChoice,
@@ -21,11 +21,11 @@ from jaxinfer.server.openai.responses import (
     CompletionChunk,
     CompletionChunkChoice,
     CompletionLogprobs,
+    PromptTokensDetails,
     TokenLogprob,
     TopLogprob,
     Usage,
     encode,
-    usage,
 )
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -61,22 +61,48 @@ class Echo(NamedTuple):
     offsets: Sequence[int] = ()
 
 
-class Writer[R](Protocol):
-    """Writes one response: ``full_response`` at once, ``sent`` and ``final_events`` as a stream."""
+class Writer[R: GenerationFields](ABC):
+    """Writes one response, whole (``full_response``) or as events."""
 
-    def __init__(self, context: ResponseContext, request: R, prompts: Sequence[Prompt]) -> None: ...
+    def __init__(self, context: ResponseContext, request: R, prompts: Sequence[Prompt]) -> None:
+        self._context = context
+        self._request = request
+        self._prompts = prompts
+        self._has_ended = False
 
+    async def next_events(self, answer: Answer) -> bytes:
+        """The next part of the stream, of several events if a client is slow; empty at the end."""
+        while updates := await answer.read():
+            if data := self.events(updates, answer):
+                return data
+        if self._has_ended or not answer.finished:
+            return b""
+        self._has_ended = True
+        return self.final_events(answer)
+
+    @abstractmethod
     def events(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> bytes:
         """The events for these updates; may be none."""
-        ...
 
+    @abstractmethod
     def final_events(self, answer: Answer) -> bytes:
         """The events after the last update."""
-        ...
 
+    @abstractmethod
     def full_response(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> Any:
         """The body of a response that is not streamed."""
-        ...
+
+    def _listed(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
+        """Token ids for a client that requested them."""
+        return list(token_ids) if self._request.return_token_ids else UNSET
+
+    def _prompt_logprobs_of(
+        self, updates: Sequence[ChoiceUpdate]
+    ) -> list[PositionLogprobs | None] | UnsetType:
+        """The requested logprobs of the only prompt; its first token has none."""
+        if self._request.prompt_logprobs is None:
+            return UNSET
+        return [None, *(one for update in updates for one in update.delta.prompt_logprobs)]
 
 
 class Envelope:
@@ -92,6 +118,44 @@ class Envelope:
         return b"".join((self._head, encode(choice), self._tail))
 
 
+class EnvelopeWriter[R: GenerationFields](Writer[R]):
+    """A writer of OpenAI's responses, whose events differ only in their choice and usage."""
+
+    _id_prefix: ClassVar[str]
+    _chunk_type: ClassVar[type[CompletionChunk | ChatChunk]]
+
+    def __init__(self, context: ResponseContext, request: R, prompts: Sequence[Prompt]) -> None:
+        super().__init__(context, request, prompts)
+        self._head: dict[str, Any] = {  # fields of every response and event
+            "id": f"{self._id_prefix}-{context.request_id}",
+            "created": context.created,
+            "model": context.model,
+            "system_fingerprint": context.fingerprint,
+        }
+        self._begun: set[int] = set()  # choices that have an event
+        self._envelope = Envelope(self._chunk(None if context.sends_usage else UNSET))
+
+    def final_events(self, answer: Answer) -> bytes:
+        return frame(encode(self._chunk(self._usage(answer)))) if self._context.sends_usage else b""
+
+    def _chunk(self, usage: Usage | None | UnsetType, **fields: Any) -> CompletionChunk | ChatChunk:
+        return self._chunk_type(**self._head, choices=[], usage=usage, **fields)
+
+    def _envelope_with(self, usage: Usage | None | UnsetType, **fields: Any) -> Envelope:
+        if fields or isinstance(usage, Usage):
+            return Envelope(self._chunk(usage, **fields))
+        return self._envelope
+
+    def _usage(self, answer: Answer) -> Usage:
+        return usage_of(answer)
+
+    def _running_usage(self, answer: Answer) -> Usage | None | UnsetType:
+        """The usage in each event: null until the last one unless the client requested it."""
+        if not self._context.sends_usage:
+            return UNSET
+        return self._usage(answer) if self._request.sends_continuous_usage else None
+
+
 def merged_updates(updates: Sequence[ChoiceUpdate]) -> list[ChoiceUpdate]:
     """One update for each choice: a slow reader gets several steps at once."""
     if len(updates) == 1:  # the usual case; the rest takes 5 of a token's 50 us
@@ -105,10 +169,20 @@ def merged_updates(updates: Sequence[ChoiceUpdate]) -> list[ChoiceUpdate]:
     ]
 
 
+def in_order(updates: Sequence[ChoiceUpdate]) -> list[ChoiceUpdate]:
+    """All updates of an answer as one for each choice, by index."""
+    return sorted(merged_updates(updates), key=lambda update: update.choice)
+
+
 def usage_of(answer: Answer, *, counts_output: bool = True) -> Usage:
     """Tokens of the request so far."""
     num_tokens = answer.num_tokens if counts_output else 0
-    return usage(answer.num_prompt_tokens, num_tokens, cached_tokens=answer.num_cached_tokens)
+    return Usage(
+        prompt_tokens=answer.num_prompt_tokens,
+        completion_tokens=num_tokens,
+        total_tokens=answer.num_prompt_tokens + num_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.num_cached_tokens),
+    )
 
 
 class TextOffsets:
@@ -159,23 +233,20 @@ def chat_logprobs(
     top: int,
 ) -> ChatLogprobs:
     """OpenAI's newer form; ``top`` alternatives a token."""
-    content: list[TokenLogprob] = []
-    for token_id, position in zip(token_ids, positions, strict=True):
-        entry = position[token_id]
-        others = [
-            TopLogprob(
-                token=context.piece(other), logprob=one.logprob, bytes=context.token_bytes(other)
-            )
-            for other, one in likeliest(position, top)
-        ]
-        content.append(
-            TokenLogprob(
-                token=context.piece(token_id),
-                logprob=entry.logprob,
-                bytes=context.token_bytes(token_id),
-                top_logprobs=others,
-            )
+
+    def fields(token_id: int, logprob: float) -> dict[str, Any]:
+        token, data = context.piece(token_id), context.token_bytes(token_id)
+        return {"token": token, "logprob": logprob, "bytes": data}
+
+    content = [
+        TokenLogprob(
+            **fields(token_id, position[token_id].logprob),
+            top_logprobs=[
+                TopLogprob(**fields(other, one.logprob)) for other, one in likeliest(position, top)
+            ],
         )
+        for token_id, position in zip(token_ids, positions, strict=True)
+    ]
     return ChatLogprobs(content=content)
 
 

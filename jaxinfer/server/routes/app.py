@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
-from functools import cache
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,9 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.guard import guarded
-from jaxinfer.server.openai.openapi import openapi_document
 from jaxinfer.server.routes import generation, status, tokens
-from jaxinfer.server.routes.endpoint import Call, Endpoint, Handler, json_response
+from jaxinfer.server.routes.endpoint import Endpoint
 from jaxinfer.server.routes.service import Service
 
 ROUTES = MappingProxyType(  # all methods of a path have the same handler
@@ -30,6 +28,7 @@ ROUTES = MappingProxyType(  # all methods of a path have the same handler
         ("GET", "/metrics"): status.metrics,
         ("GET", "/stats"): status.stats,
         ("GET", "/version"): status.version,
+        ("GET", "/openapi.json"): status.openapi,
         ("GET", "/v1/models"): status.models,
         ("GET", "/v1/models/{model:path}"): status.model,  # model names may contain slashes
         ("POST", "/tokenize"): tokens.tokenize,
@@ -43,15 +42,21 @@ ROUTES = MappingProxyType(  # all methods of a path have the same handler
 
 def create_app(service: Service) -> ASGIApp:
     """The whole server as an ASGI app, with its guards."""
-    handlers = {**ROUTES, ("GET", "/openapi.json"): _document(service)}
-    by_path = {path: Endpoint(service, path, handler) for (_, path), handler in handlers.items()}
-    methods = {path: [method for method, other in handlers if other == path] for path in by_path}
+    by_path = {path: Endpoint(service, path, handler) for (_, path), handler in ROUTES.items()}
+    methods = {path: [method for method, other in ROUTES if other == path] for path in by_path}
     routes = [Route(path, endpoint, methods=methods[path]) for path, endpoint in by_path.items()]
 
     async def no_route(request: Request, error: Exception) -> Response:
+        """404 and 405 in OpenAI's form."""
         assert isinstance(error, HTTPException)
         service.note_response(None, request.method, error.status_code, 0.0)
-        return _routing_error(request, error)
+        path, headers = request.url.path[:200], error.headers
+        if error.status_code == 405:
+            allowed = (headers or {}).get("Allow", "")
+            message = f"{path} does not take {request.method}; use {allowed}"
+            return ApiError(405, message, code="method_not_allowed", headers=headers).response
+        message = f"there is no route {path}; /openapi.json lists the routes"
+        return ApiError(error.status_code, message, code="not_found", headers=headers).response
 
     app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
     app.router.redirect_slashes = False
@@ -60,10 +65,11 @@ def create_app(service: Service) -> ASGIApp:
         service.note_response(None, method, status, 0.0)
 
     root = service.config.root_path
-    known = {(method, root + path): by_path[path] for method, path in handlers}
+    known = {(method, root + path): by_path[path] for method, path in ROUTES}
     return guarded(ExactPaths(known, app), service.config, service.log, refused)
 
 
+@dataclass(eq=False)
 class ExactPaths:
     """Looks endpoints up by method and exact path.
 
@@ -71,46 +77,9 @@ class ExactPaths:
     request, and two of its seven layers handle every event of a stream.
     """
 
-    def __init__(self, endpoints: Mapping[tuple[str, str], ASGIApp], router: ASGIApp) -> None:
-        self._endpoints = endpoints
-        self._router = router
+    endpoints: Mapping[tuple[str, str], ASGIApp]
+    router: ASGIApp
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        is_http = scope["type"] == "http"
-        key = (scope["method"], scope["path"]) if is_http else ("", "")
-        return self._endpoints.get(key, self._router)(scope, receive, send)
-
-
-def _document(service: Service) -> Handler:
-    @cache
-    def cached_document(models: tuple[str, ...], vocab_size: int) -> dict[str, Any]:
-        routes = [(method, path.replace(":path}", "}")) for method, path in ROUTES]
-        return openapi_document(
-            (*routes, ("GET", "/openapi.json")),
-            secured=bool(service.config.api_key),
-            models=models,
-            vocab_size=vocab_size,
-            root_path=service.config.root_path,
-        )
-
-    async def openapi(call: Call) -> ASGIApp:
-        del call
-        return json_response(cached_document(service.model_names, service.client.facts.vocab_size))
-
-    return openapi
-
-
-def _routing_error(request: Request, error: HTTPException) -> Response:
-    """404 and 405 in OpenAI's form."""
-    path = request.url.path[:200]
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        message = f"{path} does not take {request.method}; use {allowed}"
-        api_error = ApiError(405, message, code="method_not_allowed")
-    else:
-        api_error = ApiError(
-            error.status_code,
-            f"there is no route {path}; /openapi.json lists the routes",
-            code="not_found",
-        )
-    return Response(api_error.body, api_error.status, error.headers, media_type="application/json")
+        app = self.endpoints.get((scope["method"], scope["path"]), self.router)
+        return app(scope, receive, send)

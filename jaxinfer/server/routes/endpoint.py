@@ -1,14 +1,10 @@
-"""One HTTP request in its handler.
-
-Owns: ``Call`` (a handler's argument), ``Endpoint`` (a handler as an ASGI app: it turns errors into
-JSON and times responses) and the helpers that make responses.
-"""
+"""One HTTP request: ``Call`` is its handler's argument, ``Endpoint`` the handler's ASGI app."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -19,13 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxinfer.core.errors import JaxinferError
 from jaxinfer.engine.link.client import MAX_UNJOINED_DELTAS
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.http.guard import answer_error
 from jaxinfer.server.http.sse import EventStream, on_disconnect
 from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
+from jaxinfer.server.openai.fields import AnyRequest
 from jaxinfer.server.openai.parse import parse
-from jaxinfer.server.openai.schema import AnyRequest
 from jaxinfer.server.openai.writer import merged_updates
-from jaxinfer.server.routes.service import Service
+from jaxinfer.server.routes.service import Service, run_off_loop
 
 CLIENT_GONE = 499  # nginx's status for a request whose client disconnected; only metrics see it
 MEDIA_TYPE = "application/json"
@@ -46,21 +41,16 @@ class Call:
         self.prompt_field = "prompt"  # the field that errors about the prompt name
         self._receive = receive
         self._body = body
-
-    async def run_off_loop[T](self, work: Callable[[], T]) -> T:
-        """The result of ``work``, whose time grows with the size of the body.
-
-        A large body is worked on in a thread, so that other responses continue; a small one takes
-        no time.
-        """
-        return work() if len(self._body) <= INLINE_BYTES else await asyncio.to_thread(work)
+        self.is_small = len(body) <= INLINE_BYTES
 
     async def parse[T: AnyRequest](self, kind: type[T]) -> T:
         """The request in the body; raises ``ApiError`` naming the invalid field."""
         self._check_media_type()
         strict = self.service.config.strict_fields
-        parsed = await self.run_off_loop(lambda: parse(self._body, kind, strict=strict))
-        self.service.note_unknown(parsed.unknown)
+        parsed = await run_off_loop(partial(parse, self._body, kind, strict=strict), self.is_small)
+        for name in parsed.unknown:
+            advice = "--strict-fields refuses such requests"
+            self.service.log.warning_once("unknown_field", name, advice=advice)
         self.service.check_model(parsed.request.model)
         return parsed.request
 
@@ -120,13 +110,13 @@ class Call:
         return ApiError(500, "an internal error occurred; the server's log has its request id")
 
 
+@dataclass(eq=False)
 class Endpoint:
     """A handler as an ASGI app."""
 
-    def __init__(self, service: Service, path: str, handler: Handler) -> None:
-        self._service = service
-        self._path = path
-        self._handler = handler
+    service: Service
+    path: str
+    handler: Handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = time.monotonic()
@@ -139,34 +129,17 @@ class Endpoint:
             await send(message)
 
         try:
-            response = await self._respond(scope, receive)
+            body = (await receive()).get("body", b"")  # the whole body: the guard has read it
+            call = Call(self.service, scope, receive, body)
+            try:
+                response = await self.handler(call)
+            except Exception as error:
+                response = call.explain(error).response
             await response(scope, receive, send_noted)
         finally:
-            self._service.note_response(
-                self._path, scope["method"], status, time.monotonic() - start
-            )
-
-    async def _respond(self, scope: Scope, receive: Receive) -> ASGIApp:
-        body = (await receive()).get("body", b"")  # the whole body: the guard has read it
-        call = Call(self._service, scope, receive, body)
-        try:
-            return await self._handler(call)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            return error_response(call.explain(error))
+            self.service.note_response(self.path, scope["method"], status, time.monotonic() - start)
 
 
 def json_response(value: object, headers: Mapping[str, str] | None = None) -> Response:
     """200 with a struct or plain value as JSON."""
     return Response(msgspec.json.encode(value), 200, headers, media_type=MEDIA_TYPE)
-
-
-def error_response(error: ApiError) -> ASGIApp:
-    """The error as OpenAI's JSON."""
-
-    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-        del scope, receive
-        await answer_error(send, error)
-
-    return respond

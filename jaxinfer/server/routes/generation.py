@@ -1,26 +1,22 @@
-"""Handlers of ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/generate``.
-
-Owns: the order in each: parse, make prompts, enter the queue, respond whole or as a stream.
-"""
+"""Handlers of ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/generate``."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from starlette.types import ASGIApp
 
+from jaxinfer.core.version import VERSION
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.fields import GenerationFields, limit_max_tokens, to_sampling
 from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
-from jaxinfer.server.openai.write_chat import ChatWriter
-from jaxinfer.server.openai.write_completion import CompletionWriter
-from jaxinfer.server.openai.write_generate import GenerateWriter
 from jaxinfer.server.openai.writer import ResponseContext, Writer
+from jaxinfer.server.openai.writers import ChatWriter, CompletionWriter, GenerateWriter
 from jaxinfer.server.routes.endpoint import Call, json_response
-from jaxinfer.server.routes.prompts import chat_prompt, truncated
+from jaxinfer.server.routes.service import Service, run_off_loop
+from jaxinfer.server.routes.tokens import chat_prompt
 
 # of an answer that is written in the event loop: with 20 logprobs each about 5 ms
 INLINE_TOKENS = 256
@@ -64,72 +60,47 @@ async def _prompts(
     return [Prompt(None, tuple(one)) for one in given if not isinstance(one, str)]
 
 
+def _truncated(
+    service: Service, prompt: Prompt, keep: int | None, max_tokens: int | None
+) -> Prompt:
+    """The last ``keep`` tokens of a prompt; -1 keeps all that leave ``max_tokens`` of context."""
+    if keep is None:
+        return prompt
+    if keep < 0:
+        keep = max(service.client.limits.max_model_len - (max_tokens or 1), 1)
+    return prompt if len(prompt.token_ids) <= keep else Prompt(None, prompt.token_ids[-keep:])
+
+
 async def _answer[R: GenerationFields](
     call: Call, request: R, prompts: Sequence[Prompt], kind: type[Writer[R]]
 ) -> ASGIApp:
-    service = call.service
-    sampling = to_sampling(request, service.defaults, max_logprobs=service.config.max_logprobs)
+    service, config = call.service, call.service.config
+    sampling = to_sampling(request, service.loaded.defaults, max_logprobs=config.max_logprobs)
     sampling = limit_max_tokens(sampling, service.client.facts.max_new_tokens)
     prompts = [
-        truncated(service, prompt, request.truncate_prompt_tokens, sampling.max_tokens)
+        _truncated(service, prompt, request.truncate_prompt_tokens, sampling.max_tokens)
         for prompt in prompts
     ]
     context = ResponseContext(
         request_id=request.request_id or call.request_id,
         created=int(time.time()),
         model=request.model or service.model_names[0],
-        fingerprint=service.fingerprint,
-        role=service.config.response_role,
-        sends_usage=request.sends_usage or service.config.enable_force_include_usage,
+        fingerprint=f"jaxinfer-{VERSION}",
+        role=config.response_role,
+        sends_usage=request.sends_usage or config.enable_force_include_usage,
         tokens_as_ids=(
-            service.config.return_tokens_as_token_ids
+            config.return_tokens_as_token_ids
             if request.return_tokens_as_token_ids is None
             else request.return_tokens_as_token_ids
         ),
         tokenizer=service.client.tokenizer,
     )
     writer = kind(context, request, prompts)
-    answer = service.open(
-        context.request_id,
-        call.route,
-        prompts,
-        sampling,
-        requested=request.requested_tokens(),
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        timeout=request.timeout,
-    )
+    answer = service.open(context.request_id, call.route, prompts, sampling, request)
     if request.stream:
-        return call.stream(answer, _EventReader(answer, writer).read)
-    return await _full_response(writer, await call.updates(answer), answer)
-
-
-async def _full_response[R: GenerationFields](
-    writer: Writer[R], updates: Sequence[ChoiceUpdate], answer: Answer
-) -> ASGIApp:
-    """The response of an answer that is not streamed; a long one is encoded in a thread."""
-
-    def write() -> ASGIApp:
-        return json_response(writer.full_response(updates, answer))
-
-    is_short = answer.num_prompt_tokens + answer.num_tokens <= INLINE_TOKENS
-    return write() if is_short else await asyncio.to_thread(write)
-
-
-class _EventReader[R: GenerationFields]:
-    """The events of a stream, read by read; several events may be sent together."""
-
-    def __init__(self, answer: Answer, writer: Writer[R]) -> None:
-        self._answer = answer
-        self._writer = writer
-        self._ended = False
-
-    async def read(self) -> bytes:
-        """The next events; empty at the end."""
-        while updates := await self._answer.read():
-            if data := self._writer.events(updates, self._answer):
-                return data
-        if self._ended or not self._answer.finished:
-            return b""
-        self._ended = True
-        return self._writer.final_events(self._answer)
+        return call.stream(answer, partial(writer.next_events, answer))
+    updates = await call.updates(answer)
+    return await run_off_loop(
+        lambda: json_response(writer.full_response(updates, answer)),
+        answer.num_prompt_tokens + answer.num_tokens <= INLINE_TOKENS,
+    )

@@ -1,34 +1,28 @@
-"""The state that all handlers share: the engine's client, the settings, the open answers.
-
-Owns: ``Service``: tokenization, admission to the queue, the open answers, and draining.
-"""
+"""The state that all handlers share: the engine's client, the settings, the open answers."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxinfer.core.errors import (
-    ContextLengthError,
-    EngineError,
-    JaxinferError,
-    RequestError,
-)
+from jaxinfer.core.errors import ContextLengthError, EngineError, JaxinferError, RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.core.version import VERSION
 from jaxinfer.engine.link.client import EngineClient, Stream
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.errors import ApiError, api_error
 from jaxinfer.server.http.log import EventLog
+from jaxinfer.server.http.run import FLUSH_SECONDS
 from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.metrics.tally import Rejection
 from jaxinfer.server.openai.answer import Answer
-from jaxinfer.server.openai.fields import RequestedTokens
+from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens
 from jaxinfer.text.tokenizer import Tokenizer
 
 # a longer text is tokenized in a thread: 2,000 characters take about 0.5 ms
@@ -84,16 +78,6 @@ class Service:
         return self.loaded.client
 
     @property
-    def metrics(self) -> Metrics:
-        """The counters; 503 while loading."""
-        return self.loaded.metrics
-
-    @property
-    def defaults(self) -> SamplingParams:
-        """The sampling parameters for fields that a request does not set; 503 while loading."""
-        return self.loaded.defaults
-
-    @property
     def ready(self) -> bool:
         """True if new requests are accepted."""
         return self._loaded is not None and self.client.alive and not self.draining
@@ -111,11 +95,6 @@ class Service:
         """The names under which the model is served; responses carry the first one."""
         return self.config.served_model_name or (self.client.facts.name,)
 
-    @property
-    def fingerprint(self) -> str:
-        """``system_fingerprint`` of the responses."""
-        return f"jaxinfer-{VERSION}"
-
     def check_model(self, name: str | None) -> None:
         """Raise ``ApiError`` 404 for a model that is not served here."""
         if name is not None and name not in self.model_names:
@@ -127,19 +106,7 @@ class Service:
                 code="model_not_found",
             )
 
-    def note_unknown(self, names: Iterable[str]) -> None:
-        """Log unknown fields of requests, each name once."""
-        for name in names:
-            self.log.warning_once(
-                "unknown_field", name, advice="--strict-fields refuses such requests"
-            )
-
     # texts
-
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
-        """A text as a prompt; see ``encode_all``."""
-        (prompt,) = await self.encode_all([text], add_special_tokens=add_special_tokens)
-        return prompt
 
     async def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, with_offsets: bool = False
@@ -149,7 +116,7 @@ class Service:
         Raises ``ContextLengthError`` before tokenizing if a text has more characters than the
         longest prompt that fits.
         """
-        tokenizer = self.tokenizer
+        tokenizer, special = self.tokenizer, add_special_tokens
         longest = self.client.limits.max_model_len * tokenizer.max_token_characters
         for number, text in enumerate(texts):
             if len(text) > longest:
@@ -162,29 +129,22 @@ class Service:
                     name,
                 )
 
-        def encode() -> list[Prompt]:
-            special = add_special_tokens
+        def encoded(text: str) -> Prompt:
+            offsets: Sequence[int] = ()
             if with_offsets:
-                encoded = (
-                    tokenizer.encode_with_offsets(one, add_special_tokens=special) for one in texts
-                )
+                ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=special)
             else:
-                encoded = ((tokenizer.encode(one, add_special_tokens=special), ()) for one in texts)
-            return [
-                Prompt(text, tuple(ids), tuple(places))
-                for text, (ids, places) in zip(texts, encoded, strict=True)
-            ]
+                ids = tokenizer.encode(text, add_special_tokens=special)
+            return Prompt(text, tuple(ids), tuple(offsets))
 
         is_short = sum(map(len, texts)) <= INLINE_CHARACTERS
-        return encode() if is_short else await asyncio.to_thread(encode)
+        return await run_off_loop(lambda: [encoded(text) for text in texts], is_short)
 
     async def render(self, messages: Sequence[Any], **options: Any) -> str:
-        """A chat as text; a long one is rendered in a thread, since a template is a program."""
-        tokenizer = self.tokenizer
+        """A chat as text."""
+        render = partial(self.tokenizer.render_chat, messages, **options)
         characters = sum(len(str(message)) for message in messages)
-        if characters <= INLINE_CHARACTERS:
-            return tokenizer.render_chat(messages, **options)
-        return await asyncio.to_thread(tokenizer.render_chat, messages, **options)
+        return await run_off_loop(render, characters <= INLINE_CHARACTERS)
 
     # admission
 
@@ -194,19 +154,15 @@ class Service:
         route: str,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
-        *,
-        requested: RequestedTokens | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        timeout: float | None = None,
+        request: GenerationFields,
     ) -> Answer:
         """Submit the prompts of one request, all or none; raises ``ApiError`` or ``RequestError``.
 
-        ``requested``: tokens that must fit the context after each prompt. ``timeout`` in seconds;
-        the server's own limit applies as well.
+        Of ``request`` the tokens that must fit the context after each prompt, the priority, the
+        salt and the timeout are used; the server's own timeout applies as well.
         """
         client = self.client
-        self._check_prompts(prompts, sampling, requested)
+        self._check_prompts(prompts, sampling, request.requested_tokens())
         self._check_queue(prompts)
         wake = asyncio.Event()
         streams: list[Stream] = []
@@ -216,8 +172,8 @@ class Service:
                     client.open(
                         prompt.token_ids,
                         sampling,
-                        priority=priority,
-                        cache_salt=cache_salt,
+                        priority=request.priority,
+                        cache_salt=request.cache_salt,
                         wake=wake,
                         checked=True,
                     )
@@ -227,14 +183,14 @@ class Service:
                 stream.close()
             raise
         answer = Answer(
-            request_id, route, streams, wake, self.metrics, max_tokens=sampling.max_tokens
+            request_id, route, streams, wake, self.loaded.metrics, max_tokens=sampling.max_tokens
         )
-        if deadline := _deadline(timeout, self.config.request_timeout):
+        if deadline := _deadline(request.timeout, self.config.request_timeout):
             answer.expire_after(*deadline)
         self._answers.add(answer)
         self._empty.clear()
         self.log.request_received(
-            request_id,
+            request_id=request_id,
             route=route,
             num_prompt_tokens=answer.num_prompt_tokens,
             sampling=sampling,
@@ -251,7 +207,7 @@ class Service:
             self._empty.set()
         first, reasons = answer.first_token, answer.finish_reasons
         self.log.request_finished(
-            answer.request_id,
+            request_id=answer.request_id,
             route=answer.route,
             finish_reason=",".join(reason or "none" for reason in reasons),
             num_output_tokens=answer.num_tokens,
@@ -310,7 +266,7 @@ class Service:
         )
         for reason, count, limit, unit in limits:
             if limit is not None and count > limit:
-                self.metrics.request_rejected(reason)
+                self.loaded.metrics.request_rejected(reason)
                 raise ApiError(
                     429,
                     f"the queue is full: it would hold {count} {unit}, and {limit} are allowed; "
@@ -321,22 +277,25 @@ class Service:
 
     # shutdown
 
-    def begin_drain(self) -> None:
-        """Refuse new requests; open requests continue."""
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, and end those that are still open after ``seconds``."""
         self.draining = True
-
-    async def drained(self, seconds: float) -> bool:
-        """Wait until no request is open; False if some are still open after ``seconds``."""
         try:
             await asyncio.wait_for(self._empty.wait(), seconds)
         except TimeoutError:
-            return False
-        return True
+            self.stop_all()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), FLUSH_SECONDS)
 
     def stop_all(self) -> None:
         """End every open request with finish reason ``abort``."""
         for answer in self._answers:
             answer.stop()
+
+
+async def run_off_loop[T](work: Callable[[], T], is_short: bool) -> T:
+    """The result of ``work``; long work is done in a thread, so that other responses continue."""
+    return work() if is_short else await asyncio.to_thread(work)
 
 
 def _check_fit(num_tokens: int, requested: RequestedTokens, max_model_len: int) -> None:

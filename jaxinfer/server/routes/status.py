@@ -9,6 +9,7 @@ from starlette.types import ASGIApp
 
 from jaxinfer.core.version import VERSION
 from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.openai.openapi import openapi_document
 from jaxinfer.server.openai.responses import ModelCard, ModelList, Version
 from jaxinfer.server.routes.endpoint import Call, json_response
 from jaxinfer.server.routes.service import Service
@@ -47,14 +48,14 @@ async def model(call: Call) -> ASGIApp:
 
 async def metrics(call: Call) -> ASGIApp:
     """The metrics in Prometheus's text format."""
-    content_type, body = call.service.metrics.render(call.headers.get("accept", ""))
+    content_type, body = call.service.loaded.metrics.render(call.headers.get("accept", ""))
     return Response(body, headers={"content-type": content_type})
 
 
 async def stats(call: Call) -> ASGIApp:
     """The same counters as JSON for people, with quantiles."""
     service = call.service
-    counted: dict[str, Any] = {"model": service.model_names[0], **service.metrics.snapshot()}
+    counted: dict[str, Any] = {"model": service.model_names[0], **service.loaded.metrics.snapshot()}
     return json_response(counted)
 
 
@@ -62,6 +63,19 @@ async def version(call: Call) -> ASGIApp:
     """The server's version."""
     del call
     return json_response(Version(version=VERSION))
+
+
+async def openapi(call: Call) -> ASGIApp:
+    """The description of all routes."""
+    service = call.service
+    return json_response(
+        openapi_document(
+            secured=bool(service.config.api_key),
+            models=service.model_names,
+            vocab_size=service.client.facts.vocab_size,
+            root_path=service.config.root_path,
+        )
+    )
 
 
 def _card(service: Service, name: str) -> ModelCard:

@@ -1,14 +1,45 @@
-"""Handlers of ``/tokenize`` and ``/detokenize``."""
+"""Token ids of texts and chats, and the handlers of ``/tokenize`` and ``/detokenize``."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from starlette.types import ASGIApp
 
 from jaxinfer.core.errors import RequestError
+from jaxinfer.engine.prompts import Prompt
+from jaxinfer.server.openai.fields import field_error
 from jaxinfer.server.openai.responses import Detokenized, Tokenized
-from jaxinfer.server.openai.schema import DetokenizeRequest, TokenizeRequest
+from jaxinfer.server.openai.schema import ChatFields, DetokenizeRequest, TokenizeRequest
 from jaxinfer.server.routes.endpoint import Call, json_response
-from jaxinfer.server.routes.prompts import chat_prompt
+from jaxinfer.server.routes.service import Service, run_off_loop
+
+
+async def chat_prompt(
+    service: Service, request: ChatFields, messages: Sequence[Any], add_special_tokens: bool
+) -> Prompt:
+    """The prompt for ``messages``; raises ``RequestError``, ``TokenizerError`` or ``ApiError``."""
+    template = request.chat_template
+    if template is not None and not service.config.trust_request_chat_template:
+        raise field_error(
+            "chat_template",
+            "chat_template of a request is a program and not run here; start the server with "
+            "--trust-request-chat-template, or with --chat-template",
+        )
+    variables = {
+        **service.config.default_chat_template_kwargs,
+        **(request.chat_template_kwargs or {}),
+    }
+    text = await service.render(
+        messages,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        template_kwargs=variables,
+        chat_template=template if template is not None else service.config.chat_template,
+    )
+    return (await service.encode_all([text], add_special_tokens=add_special_tokens))[0]
 
 
 async def tokenize(call: Call) -> ASGIApp:
@@ -21,11 +52,12 @@ async def tokenize(call: Call) -> ASGIApp:
         prompt = await chat_prompt(service, request, request.messages, special)
     else:
         special = request.add_special_tokens is not False
-        prompt = await service.encode(request.prompt or "", add_special_tokens=special)
+        texts = [request.prompt or ""]
+        prompt = (await service.encode_all(texts, add_special_tokens=special))[0]
     pieces = None
     if request.return_token_strs:
         piece = service.tokenizer.token_piece
-        pieces = await call.run_off_loop(lambda: [piece(token_id) for token_id in prompt.token_ids])
+        pieces = await run_off_loop(lambda: list(map(piece, prompt.token_ids)), call.is_small)
     return json_response(
         Tokenized(
             count=len(prompt.token_ids),
@@ -43,7 +75,6 @@ async def detokenize(call: Call) -> ASGIApp:
     last = call.service.client.facts.vocab_size - 1
     if (largest := max(request.tokens, default=0)) > last:
         raise RequestError(f"tokens holds {largest}; the vocabulary ends at {last}")
-    text = await call.run_off_loop(
-        lambda: tokenizer.decode(request.tokens, skip_special_tokens=False)
-    )
+    decode = partial(tokenizer.decode, request.tokens, skip_special_tokens=False)
+    text = await run_off_loop(decode, call.is_small)
     return json_response(Detokenized(prompt=text))
