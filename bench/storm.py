@@ -143,7 +143,9 @@ async def _is_near_tie(
     client: Client, body: Body, together: Tokens, by_itself: Tokens, near_tie: float
 ) -> bool:
     """True if every choice that differs has its former token again when the logits of the two
-    tokens at the first difference are moved towards each other by ``near_tie`` in all.
+    tokens at the first difference are moved towards each other, by up to ``near_tie`` in all.
+
+    The bias holds at every position, so a small one, which changes no other token, comes first.
     """
     for choice in together.keys() | by_itself.keys():
         one, other = together.get(choice, []), by_itself.get(choice, [])
@@ -151,15 +153,33 @@ async def _is_near_tie(
             continue
         pairs = enumerate(zip(one, other, strict=False))
         at = next((i for i, (first, second) in pairs if first != second), None)
-        if at is None:  # one is the beginning of the other
+        if at is None:
+            print(f"different: {body} choice {choice}: {one} and {other} end differently")
             return False
-        bias = dict(body.get("logit_bias", {}))
-        for token, more in ((one[at], near_tie / 2), (other[at], -near_tie / 2)):
-            bias[str(token)] = bias.get(str(token), 0.0) + more
-        answer = await sent(client, {**body, "logit_bias": bias})
-        if answer.token_ids.get(choice, [])[: at + 1] != one[: at + 1]:
-            return False
+        moved = near_tie / 16
+        while not await _is_moved_back(client, body, choice, one, (at, other[at]), moved):
+            moved *= 2
+            if moved > near_tie:
+                print(f"different: {body} choice {choice} at {at}: {one[at]} and {other[at]}")
+                return False
     return True
+
+
+async def _is_moved_back(
+    client: Client,
+    body: Body,
+    choice: int,
+    expected: Sequence[int],
+    other: tuple[int, int],  # the first position that differs, and the other token there
+    moved: float,
+) -> bool:
+    """True if the answer is as expected up to this position, with the two logits moved together."""
+    at, token = other
+    bias = dict(body.get("logit_bias", {}))
+    for changed, more in ((expected[at], moved / 2), (token, -moved / 2)):
+        bias[str(changed)] = bias.get(str(changed), 0.0) + more
+    answer = await sent(client, {**body, "logit_bias": bias})
+    return answer.token_ids.get(choice, [])[: at + 1] == list(expected[: at + 1])
 
 
 def prompt(ids: random.Random, length: int) -> list[int]:

@@ -32,7 +32,7 @@ def floats(tmp_path: Path) -> Path:
     """A folder of float32 weights."""
     config = tiny_qwen3_config()
     folder = write_hf_folder(tmp_path / "floats", config)
-    model = plan(folder, load_format="dummy").model
+    model = plan(folder, load_format="dummy").program.model
     return write_hf_folder(folder, config, random_hf_tensors(model))
 
 
@@ -40,9 +40,9 @@ def floats(tmp_path: Path) -> Path:
 def test_published_files_and_random_weights_like_them(tmp_path: Path, load_format: str) -> None:
     config, tensors, matrices = kit.published("Qwen3-AWQ")
     folder = kit.write_published(tmp_path, config, tensors)
-    model = plan(folder, load_format=load_format).model
+    model = plan(folder, load_format=load_format).program.model
     assert dict(model.forms).keys() == matrices.keys()
-    assert plan(folder, load_format=load_format, cpu_weights="float32").model.forms == ()
+    assert plan(folder, load_format=load_format, cpu_weights="float32").program.model.forms == ()
     plan(folder, quantization="awq_marlin")
     with pytest.raises(ConfigError, match="is quantised already, by awq; leave it out"):
         plan(folder, quantization="int4")
@@ -57,8 +57,8 @@ def test_floats_are_quantised_while_they_load(
     floats: Path, load_format: str, quantization: str, form: str
 ) -> None:
     made = plan(floats, load_format=load_format, quantization=quantization)
-    assert forms(made.model) >= {form}
-    names = {name.rsplit(".", 2)[1] for name, _ in made.model.forms}
+    assert forms(made.program.model) >= {form}
+    names = {name.rsplit(".", 2)[1] for name, _ in made.program.model.forms}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
