@@ -1,5 +1,7 @@
 """The real SmolLM2-135M-Instruct, downloaded once into the user's cache, in float32.
 
+The reference of all tokens is float32 on dequantised weights (``cpu_weights``).
+
 Fixtures of the library's engine and of a server, each started once.
 """
 
@@ -23,8 +25,8 @@ def golden() -> Golden:
 
 @pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
-    """The default engine; it must have no late compile after all tests that use it."""
-    llm = LLM()
+    """The default engine in float32; it must have no late compile after all tests that use it."""
+    llm = LLM(cpu_weights="float32")
     yield llm
     assert llm.stats().num_late_compiles == 0
 
@@ -32,7 +34,8 @@ def llm() -> Iterator[LLM]:
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
     """``jaxinfer serve``, with a key and a short queue."""
-    with ServerProcess(f"--api-key={KEY}", f"--max-num-queued-reqs={QUEUE}") as server:
+    flags = (f"--api-key={KEY}", f"--max-num-queued-reqs={QUEUE}", "--cpu-weights=float32")
+    with ServerProcess(*flags) as server:
         yield f"{server.url}/v1"
 
 

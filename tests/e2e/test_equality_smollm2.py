@@ -17,7 +17,12 @@ SAMPLING = {
         temperature=0.9, top_p=0.95, top_k=50, seed=1234, max_tokens=MAX_TOKENS, ignore_eos=True
     ),
 }
-BASE: dict[str, Any] = {"max_num_seqs": 64, "max_model_len": 1024, "kv_cache_memory_bytes": 2**30}
+BASE: dict[str, Any] = {
+    "cpu_weights": "float32",
+    "max_num_seqs": 64,
+    "max_model_len": 1024,
+    "kv_cache_memory_bytes": 2**30,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "together": {"enable_prefix_caching": False},
     "prefix reuse": {},

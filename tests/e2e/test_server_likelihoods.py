@@ -25,7 +25,7 @@ DATA = Path(__file__).parents[1] / "data" / "evals"
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with ServerProcess() as server:
+    with ServerProcess("--cpu-weights=float32") as server:
         yield server.url
 
 

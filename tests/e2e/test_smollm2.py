@@ -51,3 +51,23 @@ def test_a_sensible_chat_answer(llm: LLM) -> None:
     assert "Paris" in output.outputs[0].text
     assert output.outputs[0].finish_reason == "stop"
     assert "<|im_end|>" not in output.outputs[0].text
+
+
+def test_the_default_keeps_weights_quantised(golden: Golden) -> None:
+    """By the native kernel: near transformers' logprobs, and together the same as alone."""
+    llm = LLM(max_num_seqs=2, max_model_len=256)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=20)
+    prompts = [{"prompt_token_ids": prompt} for prompt in golden.prompts[:4]]
+    outputs = llm.generate(prompts, params)
+    differences = []
+    for row, output in enumerate(outputs):
+        (alone,) = llm.generate([prompts[row]], params)
+        assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+        logprobs = output.outputs[0].logprobs
+        assert logprobs is not None
+        ours = {token: entry.logprob for token, entry in logprobs[0].items()}
+        ids, expected = golden.topk_ids[row, 0].tolist(), golden.topk_logprobs[row, 0].tolist()
+        pairs = zip(ids, expected, strict=True)
+        differences += [abs(ours[token] - value) for token, value in pairs if token in ours]
+    assert len(differences) > 60
+    assert 0 < np.mean(differences) < 0.1  # activations have 8 bits

@@ -27,8 +27,11 @@ def load(
     """Load a model, its parameters onto the default device, and its tokenizer.
 
     ``model`` is a short name, a folder, a GGUF file or a config.json, as for ``LLM``. Settings are
-    those of ``EngineConfig``; ``dtype``, ``load_format``, ``max_model_len``, ``tokenizer`` and
-    ``seed`` have an effect here. Raises a ``JaxinferError`` if the model cannot be loaded.
+    those of ``EngineConfig``; ``dtype``, ``load_format``, ``max_model_len``, ``tokenizer``,
+    ``quantization``, ``cpu_weights`` and ``seed`` have an effect here. Quantised weights are
+    dequantised on a CPU, so that all parameters have gradients; ``cpu_weights="auto"`` keeps them.
+    Raises a ``JaxinferError`` if the model cannot be loaded.
     """
+    settings = {"cpu_weights": "float32", **settings}
     plan = plan_engine(EngineConfig(model=model, **settings), progress)
     return Loaded(plan.program.model, plan.load_params(progress), plan.tokenizer)

@@ -20,7 +20,7 @@ from jaxinfer.weights.gguf.config import generation_config_from_gguf, hf_config_
 from jaxinfer.weights.gguf.header import GGUFHeader, GGUFTensor, read_header
 from jaxinfer.weights.gguf.keys import check_file_kind
 from jaxinfer.weights.gguf.names import NAME_TABLES, ROPE_FACTORS, map_name, undo_interleave
-from pallas_kernels.quantised import Form, Quantised
+from pallas_kernels.quantised import Form, Quantised, quantised
 
 _UNQUANTISED = (
     GGMLQuantizationType.F32,
@@ -28,6 +28,7 @@ _UNQUANTISED = (
     GGMLQuantizationType.BF16,
 )
 _CHUNK_BYTES = 1 << 16  # per dequantisation call: its float32 values stay in the CPU cache
+_CONVERTED_BYTES = 1 << 20  # read at a time where weights stay quantised; bounds temporary arrays
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,20 @@ class GGUFCheckpoint:
     def read_quantised(self, name: str) -> Quantised:
         """See ``Checkpoint``."""
         stored = self._stored[name]
-        tensor = stored.tensor
-        rows = read_bytes(self._path, tensor.offset, tensor.nbytes).reshape(tensor.shape[0], -1)
+        tensor, form = stored.tensor, self._forms[name]
+        outputs, inputs = tensor.shape
+        row_bytes = tensor.nbytes // outputs
+        made = {part: np.empty(*array) for part, array in form.arrays(outputs, inputs).items()}
+        count = max(1, _CONVERTED_BYTES // row_bytes)
+        for start in range(0, outputs, count):
+            rows = slice(start, min(start + count, outputs))
+            nbytes = (rows.stop - start) * row_bytes
+            raw = read_bytes(self._path, tensor.offset + start * row_bytes, nbytes)
+            for part, values in from_blocks(tensor.type, raw.reshape(-1, row_bytes)).tree().items():
+                made[part][rows] = values
         if stored.interleaved_heads:
-            rows = undo_interleave(rows, stored.interleaved_heads)
-        return from_blocks(tensor.type, rows)
+            made = {n: undo_interleave(part, stored.interleaved_heads) for n, part in made.items()}
+        return quantised(made)
 
 
 def _read_tensor(path: Path, tensor: GGUFTensor) -> np.ndarray:  # float32[tensor.shape]
