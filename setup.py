@@ -14,7 +14,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-NATIVE = "pallas_kernels/quantised_gemm/native"
+NATIVE = "pallas_kernels/native"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-w")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni")
@@ -37,7 +37,7 @@ class BuildNative(build_ext):
         from jax.ffi import include_dir
 
         command = compiler() or [sys.executable, "-m", "ziglang", "c++"]
-        variants = {"gemm": (), "variant_plain": (), **MACHINES.get(platform.machine(), {})}
+        variants = {"handlers": (), "variant_plain": (), **MACHINES.get(platform.machine(), {})}
         objects = Path(self.build_temp)
         objects.mkdir(parents=True, exist_ok=True)
         made = []
@@ -60,7 +60,7 @@ class BuildNative(build_ext):
 
 
 setup(
-    ext_modules=[Extension("pallas_kernels.quantised_gemm.native._library", sources=[])],
+    ext_modules=[Extension("pallas_kernels.native._library", sources=[])],
     cmdclass={"build_ext": BuildNative},
     setup_requires=["jax>=0.11.2,<0.12"] + ([] if compiler() else ["ziglang"]),
 )

@@ -4,7 +4,7 @@ An arrangement divides a matrix into tiles: so many outputs, and the inputs of a
 contiguous, and tiles are in the order [O / outputs, K / inputs]. Scales, zeros, offsets and supers
 are in the order [O / outputs, groups, outputs]. Shapes and dtypes stay those of ``Form.arrays``.
 
-    lanes   for the native kernel of a CPU: 16 outputs, see ``quantised_gemm/native/kernel.h``
+    lanes   for the native kernel of a CPU: 16 outputs, see ``native/src/kernel.h``
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.native.library import pack
 from pallas_kernels.quantised import PACKED, Form, Quantised, dequantised, nibble_block
-from pallas_kernels.quantised_gemm.native.library import pack
 
 
 def _no_pack(kind: str, values: np.ndarray) -> None:

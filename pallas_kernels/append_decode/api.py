@@ -8,6 +8,7 @@ import jax
 
 from pallas_kernels.append_decode import cases, launch, mosaic_launch, ref, xla
 from pallas_kernels.checks import check_paged
+from pallas_kernels.native import attention
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _triton = imported_when_called("pallas_kernels.append_decode.triton", "append_decode")
@@ -34,6 +35,12 @@ OP = KernelOp(
             supports=mosaic_launch.supports,
         ),
         Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
+        Impl(
+            "native",
+            attention.append_decode,
+            platforms=("cpu",),
+            supports=attention.append_decode_supports,
+        ),
         Impl("xla", xla.append_decode),
     ),
     cases=cases.CASES,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.checks import check_paged
+from pallas_kernels.native import attention
 from pallas_kernels.paged_prefill import cases, launch, ref, xla
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
@@ -19,6 +20,12 @@ OP = KernelOp(
     impls=(
         Impl("mosaic", _mosaic, platforms=("gpu",), supports=launch.mosaic_supports),
         Impl("triton", _triton, platforms=("gpu",), supports=launch.triton_supports),
+        Impl(
+            "native",
+            attention.paged_prefill,
+            platforms=("cpu",),
+            supports=attention.prefill_supports,
+        ),
         Impl("xla", xla.paged_prefill),
     ),
     cases=cases.CASES,

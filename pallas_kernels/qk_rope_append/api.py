@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels.native import attention
 from pallas_kernels.qk_rope_append import cases, launch, ref, xla
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
@@ -14,6 +15,12 @@ OP = KernelOp(
     ref=ref.qk_rope_append,
     impls=(
         Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
+        Impl(
+            "native",
+            attention.qk_rope_append,
+            platforms=("cpu",),
+            supports=attention.rope_append_supports,
+        ),
         Impl("xla", xla.qk_rope_append),
     ),
     cases=cases.CASES,

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.quantised import Quantised
-from pallas_kernels.quantised_gemm import cases, ref, xla
-from pallas_kernels.quantised_gemm.native import gemm as native
+from pallas_kernels.quantised_gemm import cases, native, ref, xla
 from pallas_kernels.registry import Impl, KernelOp, dispatch
 
 

@@ -53,8 +53,8 @@ from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.quantised.choose import Forms, quantised_source
 from jaxinfer.weights.sources import resolve_source
 from pallas_kernels.arrangements import LANES
+from pallas_kernels.native.library import variants
 from pallas_kernels.pins import Pins, checked_pins
-from pallas_kernels.quantised_gemm.native.library import variants
 from pallas_kernels.tuned import check_choices
 
 

@@ -40,7 +40,7 @@ from jaxinfer.exec.compile.memory_plan import MemoryPlan, workspace_bytes
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.models.base import Model
 from jaxinfer.nn.placement import Placement
-from pallas_kernels.quantised_gemm.native.library import register
+from pallas_kernels.native.library import register
 from pallas_kernels.tuned import NAMES, read_choices, tuned_file
 
 FORMAT = 4  # version of the folder's format; raise it when the manifest's meaning changes

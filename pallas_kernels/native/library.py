@@ -5,13 +5,26 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.quantised import PACKED, nibble_block
 
-TARGET = "jaxinfer_quantised_gemm"  # the name of the call in executables
+# The names of the calls in executables, and those of the library's handlers.
+GEMM, ATTENTION = "jaxinfer_quantised_gemm", "jaxinfer_attention"
+ROPE_APPEND, UNTOUCHED = "jaxinfer_rope_append", "jaxinfer_untouched"
+_HANDLERS = MappingProxyType(
+    {
+        GEMM: "JaxinferQuantisedGemm",
+        ATTENTION: "JaxinferAttention",
+        ROPE_APPEND: "JaxinferRopeAppend",
+        UNTOUCHED: "JaxinferUntouched",
+    }
+)
 MISSING = "the native library is not built (reinstall with a C++ compiler or the package ziglang)"
 
 
@@ -27,7 +40,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def variants() -> tuple[str, ...]:
-    """The instruction sets of the kernel that this processor has, the fastest and used one first.
+    """The instruction sets of the kernels that this processor has, the fastest and used one first.
 
     Empty if the library was not built.
     """
@@ -37,16 +50,29 @@ def variants() -> tuple[str, ...]:
 
 @cache
 def register() -> bool:
-    """Make the kernel known to XLA, which executables need before they are loaded.
+    """Make the kernels known to XLA, which executables need before they are loaded.
 
     False if the library was not built.
     """
     found = library()
     if found is None:
         return False
-    handler = jax.ffi.pycapsule(found.JaxinferQuantisedGemm)
-    jax.ffi.register_ffi_target(TARGET, handler, platform="cpu")
+    for target, handler in _HANDLERS.items():
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(found, handler)), "cpu")
     return True
+
+
+def call(target: str, results: Any, *arrays: jax.Array | None, **attributes: Any) -> Any:
+    """Call a handler in a trace; a missing array is passed as an empty one.
+
+    ``results`` are abstract arrays, ``attributes`` those of the handler, and perhaps
+    ``input_output_aliases``.
+    """
+    register()
+    aliases = attributes.pop("input_output_aliases", None)
+    function = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
+    given = (jnp.zeros(0, jnp.float32) if array is None else array for array in arrays)
+    return function(*given, **attributes)
 
 
 def pack(kind: str, values: np.ndarray) -> np.ndarray | None:

@@ -1,3 +1,3 @@
 #define VARIANT kAvx512
 #include "simd_avx512.h"
-#include "tile.inc"
+#include "variant.inc"

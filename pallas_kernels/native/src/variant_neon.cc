@@ -1,3 +1,3 @@
 #define VARIANT kNeon
 #include "simd_neon.h"
-#include "tile.inc"
+#include "variant.inc"

@@ -1,5 +1,6 @@
-// The XLA FFI handler of quantised_gemm on a CPU, the choice of a variant, and the packing.
+// The XLA FFI handlers of the kernels for CPUs, the choice of a variant, and the packing.
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -158,6 +159,97 @@ ffi::Error Gemm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer va
   return ffi::Error::Success();
 }
 
+// Attention of rows of queries over pages; see paged_prefill.api. Without starts (an empty array)
+// each row is one query, its context's last token: see attend_ref.
+ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> keys,
+                     ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> table,
+                     ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> starts,
+                     ffi::ResultBuffer<ffi::F32> result, float scale, int64_t window) {
+  const Variant& variant = *Variants()[chosen];
+  const auto dims = keys.dimensions();
+  const Pages pages{keys.typed_data(), values.typed_data(), dims[1], dims[2], dims[3]};
+  const int64_t tokens = q.dimensions()[0], heads = q.dimensions()[1];
+  const int64_t rows = lengths.dimensions()[0], width = table.dimensions()[1];
+  const int64_t group = heads / pages.heads;
+  const int32_t* start = starts.element_count() == 0 ? nullptr : starts.typed_data();
+  auto attend = [&](int64_t unit) {
+    const int64_t token = unit / pages.heads, kv_head = unit % pages.heads;
+    const int64_t at = (token * heads + kv_head * group) * pages.head_dim;
+    int64_t row = token, length = 0;
+    if (start == nullptr) {
+      length = lengths.typed_data()[row];
+    } else {
+      row = std::upper_bound(start, start + rows + 1, (int32_t)token) - start - 1;
+      if (row < rows) length = lengths.typed_data()[row] - (start[row + 1] - 1 - token);
+    }
+    const int64_t oldest = window > 0 ? std::max<int64_t>(length - window, 0) : 0;
+    const int32_t* own = length > 0 ? table.typed_data() + row * width : nullptr;
+    variant.attend(pages, kv_head, own, oldest, length, q.typed_data() + at, group, scale,
+                   result->typed_data() + at);
+  };
+  ParallelFor(pool, tokens * pages.heads, attend);
+  return ffi::Error::Success();
+}
+
+float RootMeanSquareInverse(const float* x, int64_t n, float eps) {
+  float sum = 0.f;
+  for (int64_t i = 0; i < n; ++i) sum += x[i] * x[i];
+  return 1.f / std::sqrt(sum / static_cast<float>(n) + eps);
+}
+
+// Normalises and rotates queries and keys, and writes keys and values into pages, which the results
+// alias; see qk_rope_append.api. Without slots (an empty array) row r's token is the last one of its
+// context: see append_decode.api.
+ffi::Error RopeAppend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> cos,
+                      ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::F32> norms,
+                      ffi::Buffer<ffi::F32>, ffi::Buffer<ffi::F32>, ffi::Buffer<ffi::S32> slots,
+                      ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths,
+                      ffi::ResultBuffer<ffi::F32> q, ffi::ResultBuffer<ffi::F32> keys,
+                      ffi::ResultBuffer<ffi::F32> values, float eps) {
+  const auto dims = keys->dimensions();
+  const int64_t page_size = dims[1], kv_heads = dims[2], head_dim = dims[3], half = head_dim / 2;
+  const int64_t tokens = qkv.dimensions()[0], heads = qkv.dimensions()[1] - 2 * kv_heads;
+  const float* norm = norms.element_count() == 0 ? nullptr : norms.typed_data();
+  auto slot_of = [&](int64_t token) -> int64_t {
+    if (slots.element_count() != 0) return slots.typed_data()[token];
+    const int64_t last = lengths.typed_data()[token] - 1;
+    if (last < 0) return 0;
+    const int64_t page = table.typed_data()[token * table.dimensions()[1] + last / page_size];
+    return page * page_size + last % page_size;
+  };
+  auto append = [&](int64_t token) {
+    const float* from = qkv.typed_data() + token * (heads + 2 * kv_heads) * head_dim;
+    const int64_t slot = slot_of(token) * kv_heads * head_dim;
+    const float* c = cos.typed_data() + token * half;
+    const float* s = sin.typed_data() + token * half;
+    for (int64_t head = 0; head < heads + kv_heads; ++head, from += head_dim) {
+      float* to = head < heads ? q->typed_data() + (token * heads + head) * head_dim
+                               : keys->typed_data() + slot + (head - heads) * head_dim;
+      const float* weight = norm == nullptr ? nullptr : norm + (head < heads ? 0 : head_dim);
+      const float inverse = norm == nullptr ? 1.f : RootMeanSquareInverse(from, head_dim, eps);
+      for (int64_t i = 0; i < half; ++i) {
+        float first = from[i], second = from[i + half];
+        if (weight != nullptr) {
+          first = first * inverse * weight[i];
+          second = second * inverse * weight[i + half];
+        }
+        to[i] = first * c[i] - second * s[i];
+        to[i + half] = second * c[i] + first * s[i];
+      }
+    }
+    std::memcpy(values->typed_data() + slot, from, kv_heads * head_dim * sizeof(float));
+  };
+  if (tokens < 16) {
+    for (int64_t token = 0; token < tokens; ++token) append(token);
+  } else {
+    ParallelFor(pool, tokens, append);
+  }
+  return ffi::Error::Success();
+}
+
+// A result that is not written: its memory is not resident until it is used.
+ffi::Error Untouched(ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Success(); }
+
 }  // namespace
 }  // namespace jaxinfer
 
@@ -176,6 +268,41 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::F32>>()
         .Attr<int64_t>("kind")
         .Attr<bool>("swiglu"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxinferAttention, jaxinfer::Attention,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Attr<float>("scale")
+        .Attr<int64_t>("window"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxinferRopeAppend, jaxinfer::RopeAppend,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxinferUntouched, jaxinfer::Untouched,
+                              ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());
 
 // The names of the variants that this processor runs, the fastest first, joined by spaces.
 const char* jaxinfer_variants() {

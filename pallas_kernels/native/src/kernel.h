@@ -47,10 +47,23 @@ using TileFunction = void (*)(const Matrix&, int64_t tile, const Tokens&, float*
 using QuantiseFunction = void (*)(const float* x, int64_t inputs, int64_t group, int8_t* values,
                                   float* scales, float* sums);
 
+// The paged keys and values of a layer: [pages, page_size, heads, head_dim].
+struct Pages {
+  const float *keys, *values;
+  int64_t page_size, heads, head_dim;
+};
+
+// Attention of one query and the queries that share its kv head: q and out [queries, head_dim].
+// The context is positions oldest to length - 1; position p is in page table[p / page_size].
+using AttendFunction = void (*)(const Pages&, int64_t head, const int32_t* table, int64_t oldest,
+                                int64_t length, const float* q, int64_t queries, float scale,
+                                float* out);
+
 struct Variant {
   const char* name;
   TileFunction tile;
   QuantiseFunction quantise;
+  AttendFunction attend;
 };
 
 }  // namespace jaxinfer

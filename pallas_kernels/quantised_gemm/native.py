@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.native.library import GEMM, MISSING, call, library
 from pallas_kernels.quantised import Quantised
-from pallas_kernels.quantised_gemm.native.library import MISSING, TARGET, library, register
 
 BLOCK = 32  # inputs that share a scale of activations
 KINDS = MappingProxyType({"int4_lanes": 0, "int8_lanes": 1, "fp4_lanes": 2})  # as in kernel.h
@@ -62,9 +62,6 @@ def quantised_gemm(
 ) -> jax.Array:  # [T, O]
     """See ``quantised_gemm.api``."""
     del split, wide
-    register()
-    nothing = jnp.zeros(0, jnp.uint8)
-    arrays = (nothing if part is None else part for part in (scales, zeros, offsets, supers))
+    arrays = (x, values, scales, zeros, offsets, supers)
     result = jax.ShapeDtypeStruct((x.shape[0], len(values) // (1 + swiglu)), jnp.float32)
-    call = jax.ffi.ffi_call(TARGET, result)
-    return call(x, values, *arrays, kind=np.int64(KINDS[kind]), swiglu=swiglu)
+    return call(GEMM, result, *arrays, kind=np.int64(KINDS[kind]), swiglu=swiglu)

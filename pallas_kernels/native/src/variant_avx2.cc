@@ -1,3 +1,3 @@
 #define VARIANT kAvx2
 #include "simd_avx2.h"
-#include "tile.inc"
+#include "variant.inc"

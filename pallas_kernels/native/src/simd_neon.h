@@ -101,5 +101,20 @@ inline Floats LoadInt8(const int8_t* p) {
 inline void Store(float* p, Floats a) {
   for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, a.v[i]);
 }
+inline float SumLanes(Floats a) {
+  const float32x4_t low = vaddq_f32(a.v[0], a.v[1]), high = vaddq_f32(a.v[2], a.v[3]);
+  return vaddvq_f32(vaddq_f32(low, high));
+}
+inline Floats Max(Floats a, Floats b) {
+  return Each<Floats>([&](int i) { return vmaxq_f32(a.v[i], b.v[i]); });
+}
+inline Ints Round(Floats a) {
+  return Each<Ints>([&](int i) { return vcvtnq_s32_f32(a.v[i]); });
+}
+inline Floats PowerOfTwo(Ints a) {
+  return Each<Floats>([&](int i) {
+    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(a.v[i], vdupq_n_s32(127)), 23));
+  });
+}
 
 }  // namespace

@@ -97,5 +97,19 @@ inline Floats LoadInt8(const int8_t* p) {
   return Each<Floats>([&](int i) { return static_cast<float>(p[i]); });
 }
 inline void Store(float* p, Floats a) { std::memcpy(p, a.v, sizeof(a.v)); }
+inline float SumLanes(Floats a) {
+  float sum = 0.f;
+  for (float each : a.v) sum += each;
+  return sum;
+}
+inline Floats Max(Floats a, Floats b) {
+  return Each<Floats>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Ints Round(Floats a) {
+  return Each<Ints>([&](int i) { return static_cast<int32_t>(std::nearbyint(a.v[i])); });
+}
+inline Floats PowerOfTwo(Ints a) {
+  return Each<Floats>([&](int i) { return FloatOfBits(static_cast<uint32_t>(a.v[i] + 127) << 23); });
+}
 
 }  // namespace

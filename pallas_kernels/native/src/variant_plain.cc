@@ -1,3 +1,3 @@
 #define VARIANT kPlain
 #include "simd_plain.h"
-#include "tile.inc"
+#include "variant.inc"

@@ -57,5 +57,12 @@ inline Floats LoadInt8(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw))};
 }
 inline void Store(float* p, Floats a) { _mm512_storeu_ps(p, a.v); }
+inline float SumLanes(Floats a) { return _mm512_reduce_add_ps(a.v); }
+inline Floats Max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Ints Round(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
+inline Floats PowerOfTwo(Ints a) {
+  __m512i biased = _mm512_add_epi32(a.v, _mm512_set1_epi32(127));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))};
+}
 
 }  // namespace

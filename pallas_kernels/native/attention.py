@@ -1,0 +1,137 @@
+"""append_decode, paged_prefill and qk_rope_append by the native library, in float32.
+
+XLA's versions are loops over rows and blocks: some 1,000 instructions of HLO for each layer of a
+step, which take most of its compilation and of its memory, and one thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.native.library import ATTENTION, MISSING, ROPE_APPEND, call, library
+
+LANES, MOST = 16, 256  # head_dim is a multiple of the one, up to the other: ``attend.inc``
+
+
+def _supports(queries: jax.Array, pages: jax.Array) -> str | None:
+    """Why the kernels cannot run with these arrays, or None."""
+    if queries.dtype != jnp.float32 or pages.dtype != jnp.float32:
+        return f"tokens are {queries.dtype} and pages {pages.dtype}, not float32"
+    if pages.shape[3] % LANES or pages.shape[3] > MOST:
+        return f"head_dim {pages.shape[3]} is not a multiple of {LANES} up to {MOST}"
+    return MISSING if library() is None else None
+
+
+def rope_append_supports(*args: Any, **static: Any) -> str | None:
+    """Why ``qk_rope_append`` cannot run, or None."""
+    del static
+    return _supports(args[0], args[4])
+
+
+def append_decode_supports(*args: Any, **static: Any) -> str | None:
+    """Why ``append_decode`` cannot run, or None."""
+    del static
+    return "there is no rope" if args[1] is None else _supports(args[0], args[4])
+
+
+def prefill_supports(*args: Any, **static: Any) -> str | None:
+    """Why ``paged_prefill`` cannot run, or None."""
+    del static
+    return _supports(args[0], args[1])
+
+
+def _append(
+    qkv: jax.Array,  # [T, N + 2K, H]
+    cos: jax.Array,  # float32[T, H / 2]
+    sin: jax.Array,  # float32[T, H / 2]
+    qk_norms: jax.Array | None,  # [2, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    where: tuple[jax.Array, jax.Array, jax.Array],  # slots, or page table and lengths
+    eps: float,
+) -> Any:  # [T, N, H] and the pools
+    tokens, heads, head_dim = qkv.shape
+    q = jax.ShapeDtypeStruct((tokens, heads - 2 * k_pages.shape[2], head_dim), jnp.float32)
+    pools = (jax.ShapeDtypeStruct(pages.shape, pages.dtype) for pages in (k_pages, v_pages))
+    arrays = (qkv, cos, sin, qk_norms, k_pages, v_pages, *where)
+    aliases = {4: 1, 5: 2}
+    return call(
+        ROPE_APPEND, (q, *pools), *arrays, eps=np.float32(eps), input_output_aliases=aliases
+    )
+
+
+def _attend(
+    q: jax.Array,  # [T, N, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    page_table: jax.Array,  # int32[R, M]
+    seq_lens: jax.Array,  # int32[R]
+    starts: jax.Array,  # int32[R + 1], or empty
+    scale: float,
+    window: int | None,
+) -> jax.Array:  # [T, N, H]
+    arrays = (q, k_pages, v_pages, page_table, seq_lens, starts)
+    result = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    return call(ATTENTION, result, *arrays, scale=np.float32(scale), window=np.int64(window or 0))
+
+
+def _nothing() -> jax.Array:
+    return jnp.zeros(0, jnp.int32)
+
+
+def qk_rope_append(
+    qkv: jax.Array,  # [T, N + 2K, H]
+    cos: jax.Array,  # float32[T, H / 2]
+    sin: jax.Array,  # float32[T, H / 2]
+    qk_norms: jax.Array | None,  # [2, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    slot_mapping: jax.Array,  # int32[T]
+    *,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
+    """See ``qk_rope_append.api``."""
+    where = (slot_mapping, jnp.zeros((0, 0), jnp.int32), _nothing())
+    return tuple(_append(qkv, cos, sin, qk_norms, k_pages, v_pages, where, eps))
+
+
+def append_decode(
+    qkv: jax.Array,  # [B, N + 2K, H]
+    cos: jax.Array,  # float32[B, H / 2]
+    sin: jax.Array,  # float32[B, H / 2]
+    qk_norms: jax.Array | None,  # [2, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    page_table: jax.Array,  # int32[B, M]
+    seq_lens: jax.Array,  # int32[B]
+    arrivals: Any = None,
+    *,
+    scale: float,
+    eps: float,
+    window: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
+    """See ``append_decode.api``."""
+    del arrivals  # for kernels that split a row
+    where = (_nothing(), page_table, seq_lens)
+    q, k_pages, v_pages = _append(qkv, cos, sin, qk_norms, k_pages, v_pages, where, eps)
+    out = _attend(q, k_pages, v_pages, page_table, seq_lens, _nothing(), scale, window)
+    return out, k_pages, v_pages
+
+
+def paged_prefill(
+    q: jax.Array,  # [T, N, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+    page_table: jax.Array,  # int32[R, M]
+    seq_lens: jax.Array,  # int32[R]
+    query_start_loc: jax.Array,  # int32[R + 1]
+    *,
+    scale: float,
+    window: int | None = None,
+) -> jax.Array:  # [T, N, H]
+    """See ``paged_prefill.api``."""
+    return _attend(q, k_pages, v_pages, page_table, seq_lens, query_start_loc, scale, window)

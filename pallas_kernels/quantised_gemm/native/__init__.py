@@ -1,1 +1,0 @@
-"""The kernel for CPUs, in C++, called through XLA's foreign function interface."""
