@@ -11,7 +11,6 @@ from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import jax
 import msgspec
@@ -92,8 +91,9 @@ def _version(package: str) -> str:
 
 def of_model(model: Model) -> dict[str, str]:
     """The family, every field of the config, and the forms of quantised weights."""
-    config: Any = model.config
+    config = model.config
     values = {field.name: str(getattr(config, field.name)) for field in fields(config)}
+    values["layers"] = f"{len(config.layers)}: {values['layers']}"  # the number is never cut off
     forms: dict[str, list[str]] = {}
     for name, form in model.forms:
         forms.setdefault(str(form), []).append(name)
