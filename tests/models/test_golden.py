@@ -25,9 +25,9 @@ def params_of(model: Model, tensors: dict[str, np.ndarray]) -> Params:
     prefix = model.family.optional_prefix
     tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     sources = [source for spec in model.param_specs for source in spec.sources]
-    assert all(tensors[name].shape == shape for name, shape in sources)
+    assert all(tensors[source.name].shape == source.shape for source in sources)
     used, ignored = (
-        {name for name, _ in sources},
+        {source.name for source in sources},
         re.compile("|".join(model.family.ignored_tensors)),
     )
     assert [name for name in tensors if name not in used and not ignored.fullmatch(name)] == []
