@@ -35,7 +35,6 @@ class ModelFamily:
     """
 
     name: str
-    architectures: tuple[str, ...]
     config_from_hf: Callable[[Mapping[str, Any], jnp.dtype], DecoderSpec]
     param_specs: Callable[[DecoderSpec], tuple[ParamSpec, ...]]
     ignored_tensors: tuple[str, ...] = ()

@@ -114,7 +114,6 @@ def _ropes(config: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeCo
 
 FAMILY = ModelFamily(
     name="gemma3",
-    architectures=("Gemma3ForCausalLM",),
     config_from_hf=config_from_hf,
     param_specs=partial(gqa_param_specs, norms=_NORMS),
     ignored_tensors=GQA_IGNORED_TENSORS,

@@ -138,7 +138,6 @@ def _as_stored(
 
 FAMILY = ModelFamily(
     name="gpt2",
-    architectures=("GPT2LMHeadModel",),
     config_from_hf=config_from_hf,
     param_specs=param_specs,
     ignored_tensors=(r"h\.\d+\.attn\.(masked_)?bias", r"lm_head\.weight"),

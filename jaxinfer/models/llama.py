@@ -54,7 +54,6 @@ def _refuse_window(config: Mapping[str, Any]) -> None:
 
 FAMILY = ModelFamily(
     name="llama",
-    architectures=("LlamaForCausalLM", "MistralForCausalLM"),
     config_from_hf=config_from_hf,
     param_specs=gqa_param_specs,
     ignored_tensors=GQA_IGNORED_TENSORS,

@@ -30,7 +30,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
 
 FAMILY = ModelFamily(
     name="qwen2",
-    architectures=("Qwen2ForCausalLM",),
     config_from_hf=config_from_hf,
     param_specs=gqa_param_specs,
     ignored_tensors=GQA_IGNORED_TENSORS,

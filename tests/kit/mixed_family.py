@@ -230,7 +230,7 @@ def param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
     return (*stored, *experts)
 
 
-FAMILY = ModelFamily("mixed", ("MixedForTests",), lambda *_: mixed_decoder(), param_specs)
+FAMILY = ModelFamily("mixed", lambda *_: mixed_decoder(), param_specs)
 
 
 def mixed_model(*kinds: str) -> tuple[Model, Params]:

@@ -140,7 +140,7 @@ def check_layer(placement: Placement) -> None:
         angles = (Angles(*rope_tables(layer.mixer.rope, ctx.positions)),)
         mixer, ffn = layer.mixer.module(), layer.ffn.module()
         variables, norm = {"params": params}, partial(Norm, norm_weights, eps=1e-5)
-        ctx = ctx.with_angles(angles)
+        ctx = replace(ctx, angles=angles)
         x, delta, _ = mixer.apply(variables, Stream(x), norm(row=0), None, ctx)
         x, delta = ffn.apply(variables, Stream(x + delta), norm(row=1), ctx)
         return x + delta

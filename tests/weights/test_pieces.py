@@ -60,7 +60,7 @@ def many_experts(layers: int, held: Held | None = None) -> Model:
             ParamSpec(path + "down", down, outputs, build, pieces=EXPERTS),
         )
 
-    return Model(ModelFamily("many", ("Many",), lambda *_: None, specs), "Many", MIXED.config)  # type: ignore[arg-type, return-value]
+    return Model(ModelFamily("many", lambda *_: None, specs), "Many", MIXED.config)  # type: ignore[arg-type, return-value]
 
 
 def test_the_host_holds_one_piece_per_thread() -> None:
@@ -136,7 +136,7 @@ def test_a_cache_entry_depends_on_every_field_of_a_spec(change: dict[str, Any]) 
 
     def entry(**fields: Any) -> Path:
         specs = (ParamSpec(**(first | fields)),)
-        family = ModelFamily("one", ("One",), lambda *_: None, lambda _: specs)  # type: ignore[arg-type, return-value]
+        family = ModelFamily("one", lambda *_: None, lambda _: specs)  # type: ignore[arg-type, return-value]
         model = Model(family, "One", MIXED.config)
         return converted.entry_path(Path(), "fingerprint", model, default_placement())
 
