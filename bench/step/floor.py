@@ -41,7 +41,8 @@ class Costs:
 
 def costs_of(model: Model) -> Costs:
     """From the model's own parameters, without tables of which a step gathers only a few rows."""
-    config: Any = model.config  # the protocol has neither heads nor tying
+    config = model.config
+    mixers: list[Any] = [layer.mixer for layer in config.layers]  # attention
     weight_bytes = matrix_size = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(model)):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -55,7 +56,7 @@ def costs_of(model: Model) -> Costs:
         kv_bytes=model.state.bytes_per_token,
         token_flops=2 * matrix_size,
         head_flops=2 * config.hidden_size * config.vocab_size,
-        pair_flops=4 * config.num_attention_heads * config.head_dim * config.num_hidden_layers,
+        pair_flops=sum(4 * mixer.num_heads * mixer.head_dim for mixer in mixers),
     )
 
 

@@ -69,7 +69,7 @@ def describe_model(plan: EnginePlan) -> Report:
         "model": plan.source.name,
         "architecture": model.architecture,
         "family": model.family.name,
-        "layers": model.config.num_hidden_layers,
+        "layers": len(model.config.layers),
         "vocab_size": model.config.vocab_size,
         "context": model.config.lengths[1],
         "parameters": sum(size.count for size in sizes.values()),

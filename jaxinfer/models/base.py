@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,37 +25,6 @@ if TYPE_CHECKING:
 type Params = dict[str, Any]  # nested dict of arrays, one array per layer and weight
 
 
-class ModelConfig(Protocol):
-    """The attributes that every family's frozen config has."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """The default context length of an engine, and the longest one."""
-        ...
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype of weights and activations."""
-        ...
-
-    @property
-    def decoder(self) -> DecoderSpec:
-        """The layers, as data."""
-        ...
-
-    def for_context(self, length: int) -> Self:
-        """The config for an engine with context length ``length``."""
-        ...
-
-
 @dataclass(frozen=True)
 class ModelFamily:
     """A family of architectures: its config reader and the specs of its parameters.
@@ -66,9 +35,8 @@ class ModelFamily:
     """
 
     name: str
-    architectures: tuple[str, ...]
-    config_from_hf: Callable[[Mapping[str, Any], jnp.dtype], ModelConfig]
-    param_specs: Callable[[Any], tuple[ParamSpec, ...]]
+    config_from_hf: Callable[[Mapping[str, Any], jnp.dtype], DecoderSpec]
+    param_specs: Callable[[DecoderSpec], tuple[ParamSpec, ...]]
     ignored_tensors: tuple[str, ...] = ()
     optional_prefix: str = ""
 
@@ -83,24 +51,19 @@ class Model:
 
     family: ModelFamily
     architecture: str
-    config: ModelConfig
+    config: DecoderSpec
     forms: tuple[tuple[str, Form], ...] = ()
     arrangement: str | None = None
 
     @property
     def module(self) -> nn.Module:
         """The Flax module, which is cheap to make and holds no arrays."""
-        return self.decoder.module()
+        return self.config.module()
 
     @property
     def state(self) -> StateLayout:
         """The layout of the model's state."""
-        return self.decoder.layout
-
-    @cached_property
-    def decoder(self) -> DecoderSpec:
-        """The layers, as data."""
-        return self.config.decoder
+        return self.config.layout
 
     @cached_property
     def param_specs(self) -> tuple[ParamSpec, ...]:
@@ -193,7 +156,7 @@ def other_layers(
     """Run the layers from ``first`` on, and the final norm."""
 
     def run(module: Any) -> tuple[jax.Array, State]:
-        layers = range(first, model.config.num_hidden_layers)
+        layers = range(first, len(model.config.layers))
         after, new = module.run_layers(stream, state, ctx, layers=layers, only=only)
         return module.finished(after, ctx), new
 

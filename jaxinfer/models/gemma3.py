@@ -24,9 +24,9 @@ from jaxinfer.models.gqa import (
     sliding_window,
     windows_by_layer,
 )
-from jaxinfer.models.gqa_config import DecoderConfig
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.params import plus_one, stack_plus_one
+from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.rope import RopeConfig
 
 # transformers' defaults
@@ -45,7 +45,7 @@ _NORMS = NormSources(
 )
 
 
-def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig:
+def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if (cap := config.get(key)) is not None:
@@ -69,7 +69,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig
         local_rope=local_rope,
         activation=hf.activation(config, "hidden_activation", "gelu_pytorch_tanh"),
         tied=True,
-        attention_scale=hf.positive_float(config, "query_pre_attn_scalar", _SCALAR) ** -0.5,
+        scale=hf.positive_float(config, "query_pre_attn_scalar", _SCALAR) ** -0.5,
         post_norms=True,
         norm_dtype=jnp.dtype(jnp.float32),
         embed_scale=hf.positive_int(config, "hidden_size") ** 0.5,
@@ -114,7 +114,6 @@ def _ropes(config: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeCo
 
 FAMILY = ModelFamily(
     name="gemma3",
-    architectures=("Gemma3ForCausalLM",),
     config_from_hf=config_from_hf,
     param_specs=partial(gqa_param_specs, norms=_NORMS),
     ignored_tensors=GQA_IGNORED_TENSORS,

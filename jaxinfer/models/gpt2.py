@@ -13,7 +13,6 @@ c_attn is already fused, so parameters are the checkpoint's tensors, except that
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -39,89 +38,45 @@ from jaxinfer.nn.decoder_config import (
 from jaxinfer.nn.placement import Axes, Fused
 
 
-@dataclass(frozen=True, kw_only=True)
-class GPT2Config:
-    """The config of a GPT-2 model."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    max_position_embeddings: int
-    layer_norm_epsilon: float
-    activation: str  # a name in ``ACTIVATIONS``
-    attention_scales: tuple[float, ...]  # factor on the scores of each layer
-    tie_word_embeddings: bool
-    dtype: jnp.dtype
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """See ``ModelConfig``; learned positions cannot be extended."""
-        return self.max_position_embeddings, self.max_position_embeddings
-
-    def for_context(self, length: int) -> GPT2Config:
-        """See ``ModelConfig``."""
-        del length
-        return self
-
-    @property
-    def head_dim(self) -> int:
-        """The width of a head."""
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def decoder(self) -> DecoderSpec:
-        """See ``ModelConfig``."""
-        ffn = FeedForwardConfig(
-            width=self.intermediate_size, activation=self.activation, gated=False, bias=True
-        )
-        heads, dim = self.num_attention_heads, self.head_dim
-        mixers = (
-            AttentionConfig(
-                num_heads=heads,
-                num_kv_heads=heads,
-                head_dim=dim,
-                scale=scale,
-                qkv_bias=True,
-                o_bias=True,
-            )
-            for scale in self.attention_scales
-        )
-        return DecoderSpec(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            layers=tuple(LayerSpec(mixer, ffn) for mixer in mixers),
-            norm="layer",
-            norm_eps=self.layer_norm_epsilon,
-            tie_word_embeddings=self.tie_word_embeddings,
-            dtype=self.dtype,
-            num_positions=self.max_position_embeddings,
-        )
-
-
-def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> GPT2Config:
+def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.supported_only(config, "add_cross_attention", False)
     hidden_size = _size(config, "n_embd", "hidden_size")
     num_heads = _size(config, "n_head", "num_attention_heads")
     num_layers = _size(config, "n_layer", "num_hidden_layers")
+    num_positions = _size(config, "n_positions", "max_position_embeddings")
     if hidden_size % num_heads:
         raise ConfigError(
             f"config key 'n_embd' {hidden_size} is not a multiple of 'n_head' {num_heads}"
         )
-    return GPT2Config(
+    head_dim = hidden_size // num_heads
+    ffn = FeedForwardConfig(
+        width=hf.positive_int(config, "n_inner", 4 * hidden_size),
+        activation=hf.activation(config, "activation_function", "gelu_new"),
+        gated=False,
+        bias=True,
+    )
+    mixers = (
+        AttentionConfig(
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=head_dim,
+            scale=scale,
+            qkv_bias=True,
+            o_bias=True,
+        )
+        for scale in _attention_scales(config, head_dim, num_layers)
+    )
+    return DecoderSpec(
         vocab_size=hf.positive_int(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=hf.positive_int(config, "n_inner", 4 * hidden_size),
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        max_position_embeddings=_size(config, "n_positions", "max_position_embeddings"),
-        layer_norm_epsilon=hf.positive_float(config, "layer_norm_epsilon", 1e-5),
-        activation=hf.activation(config, "activation_function", "gelu_new"),
-        attention_scales=_attention_scales(config, hidden_size // num_heads, num_layers),
+        layers=tuple(LayerSpec(mixer, ffn) for mixer in mixers),
+        lengths=(num_positions, num_positions),  # learned positions cannot be extended
+        norm="layer",
+        norm_eps=hf.positive_float(config, "layer_norm_epsilon", 1e-5),
         tie_word_embeddings=hf.flag(config, "tie_word_embeddings", True),
         dtype=dtype,
+        num_positions=num_positions,
     )
 
 
@@ -138,9 +93,9 @@ def _attention_scales(config: Mapping[str, Any], head_dim: int, layers: int) -> 
     return (scale,) * layers
 
 
-def param_specs(config: GPT2Config) -> tuple[ParamSpec, ...]:
+def param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
     """The parameters, with the released checkpoints' names of their sources."""
-    v, d, length = config.vocab_size, config.hidden_size, config.max_position_embeddings
+    v, d, length = config.vocab_size, config.hidden_size, config.lengths[1]
     final = (Source("ln_f.weight", (d,)), Source("ln_f.bias", (d,)))
     specs = [
         _as_stored("embed", "wte.weight", ArraySpec((v, d), ("vocab", None)), "rows"),
@@ -151,13 +106,13 @@ def param_specs(config: GPT2Config) -> tuple[ParamSpec, ...]:
         head = Source("lm_head.weight", (v, d))
         array = ArraySpec((d, v), (None, "vocab"))
         specs.append(ParamSpec("lm_head", array, (head,), join_outputs, matrix="out_in"))
-    for i in range(config.num_hidden_layers):
-        specs.extend(_layer_specs(config, f"layers_{i}/", f"h.{i}."))
+    for i, layer in enumerate(config.layers):
+        assert isinstance(layer.ffn, FeedForwardConfig)
+        specs.extend(_layer_specs(d, layer.ffn.width, f"layers_{i}/", f"h.{i}."))
     return tuple(specs)
 
 
-def _layer_specs(config: GPT2Config, path: str, source: str) -> Iterator[ParamSpec]:
-    d, f = config.hidden_size, config.intermediate_size
+def _layer_specs(d: int, f: int, path: str, source: str) -> Iterator[ParamSpec]:
     heads = Fused("heads", (d, d, d))
     linears: tuple[tuple[str, str, Shape, Axes], ...] = (
         ("qkv", "attn.c_attn", (d, 3 * d), (None, heads)),
@@ -183,7 +138,6 @@ def _as_stored(
 
 FAMILY = ModelFamily(
     name="gpt2",
-    architectures=("GPT2LMHeadModel",),
     config_from_hf=config_from_hf,
     param_specs=param_specs,
     ignored_tensors=(r"h\.\d+\.attn\.(masked_)?bias", r"lm_head\.weight"),

@@ -1,4 +1,4 @@
-"""Config keys and checkpoint tensors that the families with ``DecoderConfig`` share.
+"""Config keys and checkpoint tensors of families with grouped-query attention and a gated network.
 
 The differences between families are arguments of ``gqa_config`` and ``gqa_param_specs``.
 """
@@ -13,18 +13,24 @@ import numpy as np
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
-from jaxinfer.models.gqa_config import DecoderConfig
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.params import (
     ArraySpec,
     ParamSpec,
+    Shape,
     Source,
     as_is,
     join,
     join_outputs,
     stack,
 )
-from jaxinfer.nn.placement import Axis, Fused
+from jaxinfer.nn.decoder_config import (
+    AttentionConfig,
+    DecoderSpec,
+    FeedForwardConfig,
+    LayerSpec,
+)
+from jaxinfer.nn.placement import Axes, Fused
 from jaxinfer.nn.rope import RopeConfig
 
 # Buffers in old checkpoints, and the head that some tied checkpoints store as well. The head of an
@@ -49,15 +55,19 @@ def gqa_config(
     windows: tuple[int | None, ...],
     mlp_bias: bool = False,
     head_dim: int | None = None,
+    scale: float | None = None,
     rope: RopeConfig | None = None,
+    local_rope: RopeConfig | None = None,
     activation: str | None = None,
+    post_norms: bool = False,
     tied: bool = False,
     **more: Any,
-) -> DecoderConfig:
-    """A ``DecoderConfig`` from ``config.json``.
+) -> DecoderSpec:
+    """A decoder from ``config.json``, with a layer for each of ``windows``.
 
-    If they are None, ``head_dim`` is read or derived from the width, and ``rope`` and
-    ``activation`` are read. ``more`` are further fields. Raises ``ConfigError`` with the key.
+    If they are None, ``head_dim`` is read or derived from the width, ``rope`` and ``activation``
+    are read, ``scale`` is head_dim ** -0.5, and layers with a window rotate like the others
+    (``local_rope``). ``more`` are further fields. Raises ``ConfigError`` with the key.
     """
     hidden_size = hf.positive_int(config, "hidden_size")
     num_heads = hf.positive_int(config, "num_attention_heads")
@@ -68,23 +78,35 @@ def gqa_config(
             f"'num_key_value_heads' {num_kv_heads}"
         )
     head_dim = head_dim or hf.positive_int(config, "head_dim", hidden_size // num_heads)
-    return DecoderConfig(
+    rope = rope or rope_config(config, head_dim)
+    ffn = FeedForwardConfig(
+        width=hf.positive_int(config, "intermediate_size"),
+        activation=activation or hf.activation(config, "hidden_act", "silu"),
+        gated=True,
+        bias=mlp_bias,
+    )
+    mixers = (
+        AttentionConfig(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=scale or head_dim**-0.5,
+            window=window,
+            rope=rope if window is None else local_rope or rope,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            qk_norm=qk_norm,
+        )
+        for window in windows
+    )
+    return DecoderSpec(
         vocab_size=hf.positive_int(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=hf.positive_int(config, "intermediate_size"),
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=hf.positive_int(config, "max_position_embeddings"),
-        rms_norm_eps=hf.positive_float(config, "rms_norm_eps"),
-        rope=rope or rope_config(config, head_dim),
-        windows=windows,
+        layers=tuple(LayerSpec(mixer, ffn, post_norms) for mixer in mixers),
+        lengths=rope.lengths(hf.positive_int(config, "max_position_embeddings")),
+        norm="rms",
+        norm_eps=hf.positive_float(config, "rms_norm_eps"),
         tie_word_embeddings=hf.flag(config, "tie_word_embeddings", tied),
-        activation=activation or hf.activation(config, "hidden_act", "silu"),
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
         dtype=dtype,
         **more,
     )
@@ -139,7 +161,7 @@ class NormSources(NamedTuple):
 PRE_NORMS = NormSources()
 
 
-def gqa_param_specs(config: DecoderConfig, norms: NormSources = PRE_NORMS) -> tuple[ParamSpec, ...]:
+def gqa_param_specs(config: DecoderSpec, norms: NormSources = PRE_NORMS) -> tuple[ParamSpec, ...]:
     """The parameters of ``Decoder``, with Hugging Face's names of their sources."""
     v, d = config.vocab_size, config.hidden_size
     embed, final = Source("model.embed_tokens.weight", (v, d)), Source("model.norm.weight", (d,))
@@ -151,65 +173,40 @@ def gqa_param_specs(config: DecoderConfig, norms: NormSources = PRE_NORMS) -> tu
         head = Source("lm_head.weight", (v, d))
         array = ArraySpec((d, v), (None, "vocab"))
         specs.append(ParamSpec("lm_head", array, (head,), join_outputs, matrix="out_in"))
-    for i in range(config.num_hidden_layers):
-        specs.extend(_layer_specs(config, f"layers_{i}/", f"model.layers.{i}.", norms))
+    for i in range(len(config.layers)):
+        specs.extend(_layer_specs(config, i, norms))
     return tuple(specs)
 
 
-def _layer_specs(
-    c: DecoderConfig, path: str, source: str, norms: NormSources
-) -> Iterator[ParamSpec]:
-    d, h = c.hidden_size, c.head_dim
-    yield from _matrix_specs(c, path, source)
-    weights = tuple(Source(f"{source}{name}.weight", (d,)) for name in norms.names)
-    array = ArraySpec((len(weights), d), (None, None), c.norm_dtype)
-    yield ParamSpec(path + "norms", array, weights, norms.several)
-    yield from _bias_specs(c, path, source)
-    if c.qk_norm:
-        names = (f"{source}self_attn.{part}_norm.weight" for part in "qk")
-        array = ArraySpec((2, h), (None, None), c.norm_dtype)
-        weights = tuple(Source(name, (h,)) for name in names)
-        yield ParamSpec(path + "qk_norms", array, weights, norms.several)
+def _layer_specs(config: DecoderSpec, index: int, norms: NormSources) -> Iterator[ParamSpec]:
+    mixer, ffn = config.layers[index].mixer, config.layers[index].ffn
+    assert isinstance(mixer, AttentionConfig) and isinstance(ffn, FeedForwardConfig)
+    path, source = f"layers_{index}/", f"model.layers.{index}."
+    q, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+    d, f, biases = config.hidden_size, ffn.width, []
+    linears: tuple[tuple[str, tuple[str, ...], Shape, Axes, bool], ...] = (
+        ("qkv", _QKV, (d, q + 2 * kv), (None, Fused("heads", (q, kv, kv))), mixer.qkv_bias),
+        ("o", ("self_attn.o_proj",), (q, d), ("heads", None), mixer.o_bias),
+        ("gate_up", _GATE_UP, (d, 2 * f), (None, Fused("ffn", (f, f))), ffn.bias),
+        ("down", ("mlp.down_proj",), (f, d), ("ffn", None), ffn.bias),
+    )
+    for name, tensors, shape, axes, has_bias in linears:
+        widths = axes[1].widths if isinstance(axes[1], Fused) else shape[1:]
+        parts = [(source + tensor, out) for tensor, out in zip(tensors, widths, strict=True)]
+        sources = tuple(Source(f"{part}.weight", (out, shape[0])) for part, out in parts)
+        array = ArraySpec(shape, axes)
+        yield ParamSpec(path + name, array, sources, join_outputs, matrix="out_in")
+        if has_bias:
+            sources = tuple(Source(f"{part}.bias", (out,)) for part, out in parts)
+            array = ArraySpec(shape[1:], axes[1:])
+            biases.append(ParamSpec(f"{path}{name}_bias", array, sources, join))
 
+    def stacked(name: str, tensors: tuple[str, ...], width: int) -> ParamSpec:
+        sources = tuple(Source(f"{source}{tensor}.weight", (width,)) for tensor in tensors)
+        array = ArraySpec((len(tensors), width), (None, None), config.norm_dtype)
+        return ParamSpec(path + name, array, sources, norms.several)
 
-def _matrix_specs(c: DecoderConfig, path: str, source: str) -> Iterator[ParamSpec]:
-    d, f = c.hidden_size, c.intermediate_size
-
-    def matrix(name: str, array: ArraySpec, *tensors: tuple[str, int, int]) -> ParamSpec:
-        """Transposed and concatenated linear weights; ``tensors`` are (name, out, in)."""
-        sources = (Source(f"{source}{one}.weight", (out, width)) for one, out, width in tensors)
-        return ParamSpec(path + name, array, tuple(sources), join_outputs, matrix="out_in")
-
-    qkv, gate_up = _qkv(c), Fused("ffn", (f, f))
-    q, of_qkv = qkv.widths[0], zip(_QKV, qkv.widths, strict=True)
-    inputs = ((name, width, d) for name, width in of_qkv)
-    yield matrix("qkv", ArraySpec((d, sum(qkv.widths)), (None, qkv)), *inputs)
-    yield matrix("o", ArraySpec((q, d), ("heads", None)), ("self_attn.o_proj", d, q))
-    inputs = ((name, f, d) for name in _GATE_UP)
-    yield matrix("gate_up", ArraySpec((d, 2 * f), (None, gate_up)), *inputs)
-    yield matrix("down", ArraySpec((f, d), ("ffn", None)), ("mlp.down_proj", d, f))
-
-
-def _bias_specs(c: DecoderConfig, path: str, source: str) -> Iterator[ParamSpec]:
-    d, f = c.hidden_size, c.intermediate_size
-
-    def bias(name: str, axis: Axis, *tensors: tuple[str, int]) -> ParamSpec:
-        """Concatenated biases; ``tensors`` are (name, width)."""
-        array = ArraySpec((sum(width for _, width in tensors),), (axis,))
-        sources = (Source(f"{source}{one}.bias", (width,)) for one, width in tensors)
-        return ParamSpec(path + name, array, tuple(sources), join)
-
-    if c.qkv_bias:
-        qkv = _qkv(c)
-        yield bias("qkv_bias", qkv, *zip(_QKV, qkv.widths, strict=True))
-    if c.o_bias:
-        yield bias("o_bias", None, ("self_attn.o_proj", d))
-    if c.mlp_bias:
-        yield bias("gate_up_bias", Fused("ffn", (f, f)), *((name, f) for name in _GATE_UP))
-        yield bias("down_bias", None, ("mlp.down_proj", d))
-
-
-def _qkv(c: DecoderConfig) -> Fused:
-    """The axis of concatenated queries, keys and values."""
-    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    return Fused("heads", (q, kv, kv))
+    yield stacked("norms", norms.names, d)
+    yield from biases
+    if mixer.qk_norm:
+        yield stacked("qk_norms", ("self_attn.q_norm", "self_attn.k_norm"), mixer.head_dim)

@@ -20,10 +20,10 @@ from jaxinfer.models.gqa import (
     sliding_window,
     windows_by_layer,
 )
-from jaxinfer.models.gqa_config import DecoderConfig
+from jaxinfer.nn.decoder_config import DecoderSpec
 
 
-def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig:
+def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     bias = hf.flag(config, "attention_bias", False)
     if "MistralForCausalLM" in config.get("architectures", ()):
@@ -54,7 +54,6 @@ def _refuse_window(config: Mapping[str, Any]) -> None:
 
 FAMILY = ModelFamily(
     name="llama",
-    architectures=("LlamaForCausalLM", "MistralForCausalLM"),
     config_from_hf=config_from_hf,
     param_specs=gqa_param_specs,
     ignored_tensors=GQA_IGNORED_TENSORS,

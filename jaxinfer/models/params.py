@@ -6,6 +6,7 @@ parameters in the nested dict that Flax uses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,6 +43,12 @@ class ArraySpec:
     def __post_init__(self) -> None:
         """Check that every dimension has an axis."""
         assert len(self.axes) == len(self.shape), f"axes {self.axes} of shape {self.shape}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an array whose dtype is set."""
+        assert self.dtype is not None, "the model decides the dtype"
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)

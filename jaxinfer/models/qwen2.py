@@ -18,10 +18,10 @@ from jaxinfer.models.gqa import (
     gqa_param_specs,
     upper_layer_windows,
 )
-from jaxinfer.models.gqa_config import DecoderConfig
+from jaxinfer.nn.decoder_config import DecoderSpec
 
 
-def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig:
+def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.flag(config, "attention_bias", True)  # in some exports; qkv always has biases
     windows = upper_layer_windows(config)
@@ -30,7 +30,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig
 
 FAMILY = ModelFamily(
     name="qwen2",
-    architectures=("Qwen2ForCausalLM",),
     config_from_hf=config_from_hf,
     param_specs=gqa_param_specs,
     ignored_tensors=GQA_IGNORED_TENSORS,

@@ -18,12 +18,12 @@ from jaxinfer.models.gqa import (
     gqa_param_specs,
     upper_layer_windows,
 )
-from jaxinfer.models.gqa_config import DecoderConfig
+from jaxinfer.nn.decoder_config import DecoderSpec
 
 _HEAD_DIM = 128  # transformers' default
 
 
-def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig:
+def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     bias = hf.flag(config, "attention_bias", False)
     return gqa_config(
@@ -39,7 +39,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderConfig
 
 FAMILY = ModelFamily(
     name="qwen3",
-    architectures=("Qwen3ForCausalLM",),
     config_from_hf=config_from_hf,
     param_specs=gqa_param_specs,
     ignored_tensors=GQA_IGNORED_TENSORS,

@@ -80,10 +80,6 @@ class StepContext:
         angles = () if rotation is None else (self.angles[rotation],)
         return replace(self, pages=pages, angles=angles)
 
-    def with_angles(self, angles: tuple[Angles, ...]) -> StepContext:
-        """The context with the rotation tables of a model."""
-        return replace(self, angles=angles)
-
     def pinned(self, op: str) -> str | None:
         """The implementation that an op is pinned to, or None."""
         return self.pins.of(op)

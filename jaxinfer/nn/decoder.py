@@ -14,6 +14,7 @@ as [in, out], and GEMMs are ``x @ w``. Parameters:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import flax.linen as nn
@@ -143,7 +144,7 @@ class Decoder(nn.Module):
         """The stream after these layers, and the new state. Other layers' arrays may be None."""
         c = self.spec
         tables = (Angles(*rope_tables(rope, ctx.positions)) for rope in c.ropes)
-        ctx = ctx.with_angles(tuple(tables))
+        ctx = replace(ctx, angles=tuple(tables))
         for i in layers:
             rope, place = c.layers[i].mixer.rope, c.layout.layers[i]
             own = None if state is None else place.take(state)

@@ -7,10 +7,10 @@ it. ``module`` imports the modules.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 import jax.numpy as jnp
 
@@ -27,6 +27,10 @@ class MixerSpec(Protocol):
     @property
     def rope(self) -> RopeConfig | None:
         """The rope config whose rotation tables the layer uses."""
+        ...
+
+    def for_context(self, length: int) -> Self:
+        """The mixer for an engine with context length ``length``."""
         ...
 
     def state(self, dtype: jnp.dtype) -> LayerState:
@@ -62,6 +66,10 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+
+    def for_context(self, length: int) -> AttentionConfig:
+        """See ``MixerSpec``."""
+        return replace(self, rope=self.rope and self.rope.for_context(length))
 
     def state(self, dtype: jnp.dtype) -> LayerState:
         """See ``MixerSpec``."""
@@ -99,13 +107,16 @@ class LayerSpec:
 class DecoderSpec:
     """A decoder.
 
-    ``embed_scale`` multiplies embeddings, ``num_positions`` is the length of the table of learned
-    positions (None without), and ``norm_dtype`` is the dtype of norms (None: ``dtype``).
+    ``lengths`` are the default context length of an engine and the longest one. ``embed_scale``
+    multiplies embeddings, ``num_positions`` is the length of the table of learned positions (None
+    without), ``dtype`` that of weights and activations, ``norm_dtype`` that of norms (None:
+    ``dtype``).
     """
 
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
+    lengths: tuple[int, int]
     norm: Literal["rms", "layer"]
     norm_eps: float
     tie_word_embeddings: bool
@@ -113,6 +124,11 @@ class DecoderSpec:
     norm_dtype: jnp.dtype | None = None
     embed_scale: float | None = None
     num_positions: int | None = None
+
+    def for_context(self, length: int) -> DecoderSpec:
+        """The decoder for an engine with context length ``length``, on which some ropes depend."""
+        layers = (replace(layer, mixer=layer.mixer.for_context(length)) for layer in self.layers)
+        return replace(self, layers=tuple(layers))
 
     @cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:

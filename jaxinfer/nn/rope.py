@@ -13,55 +13,43 @@ sequence of that length.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 
-class RopeScaling(Protocol):
+@dataclass(frozen=True)
+class RopeScaling(ABC):
     """A scaling of rope: it changes the frequencies and the context length of a model."""
 
     @property
     def attention_scale(self) -> float:
         """The factor on cosine and sine."""
-        ...
+        return 1.0
 
+    @abstractmethod
     def rescale(self, rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:  # float32[H / 2]
         """The scaled frequencies."""
-        ...
 
+    @abstractmethod
     def lengths(self, positions: int) -> tuple[int, int]:
         """The default context length and the longest one; ``positions``: max_position_embeddings.
 
         The default is used if ``max_model_len`` is not set.
         """
-        ...
 
     def for_context(self, length: int) -> Self:
-        """This scaling for an engine with context length ``length``."""
-        ...
-
-
-@dataclass(frozen=True)
-class _FixedScaling:
-    """Base of scalings without an attention scale that do not depend on the context length."""
-
-    @property
-    def attention_scale(self) -> float:
-        """See ``RopeScaling``."""
-        return 1.0
-
-    def for_context(self, length: int) -> Self:
-        """See ``RopeScaling``."""
+        """This scaling for an engine with context length ``length``; most do not depend on it."""
         del length
         return self
 
 
 @dataclass(frozen=True)
-class LinearScaling(_FixedScaling):
+class LinearScaling(RopeScaling):
     """Positions are divided by ``factor`` (Chen et al. 2023, position interpolation)."""
 
     factor: float
@@ -80,7 +68,7 @@ class LinearScaling(_FixedScaling):
 
 
 @dataclass(frozen=True)
-class ProportionalScaling(_FixedScaling):
+class ProportionalScaling(RopeScaling):
     """Only the fastest components rotate, and positions are divided by ``factor``.
 
     The fraction ``partial_rotary_factor`` of components rotates, with the frequencies that they
@@ -103,7 +91,7 @@ class ProportionalScaling(_FixedScaling):
 
 
 @dataclass(frozen=True)
-class DynamicScaling(_FixedScaling):
+class DynamicScaling(RopeScaling):
     """A larger base for longer sequences (bloc97 and emozilla 2023, dynamic NTK).
 
     The base grows beyond ``original_max_position_embeddings``. ``length`` is the engine's context
@@ -133,7 +121,7 @@ class DynamicScaling(_FixedScaling):
 
 
 @dataclass(frozen=True)
-class LongRopeScaling:
+class LongRopeScaling(RopeScaling):
     """LongRoPE (Ding et al. 2024): each component is divided by its own factor.
 
     The factors are ``short_factor`` if ``length``, the engine's context length, is at most the
@@ -178,7 +166,7 @@ class LongRopeScaling:
 
 
 @dataclass(frozen=True)
-class Llama3Scaling(_FixedScaling):
+class Llama3Scaling(RopeScaling):
     """Llama 3.1: slow components are divided by ``factor``, fast ones kept, those between blended.
 
     A component is slow when its wavelength exceeds ``original_max_position_embeddings /
@@ -206,7 +194,7 @@ class Llama3Scaling(_FixedScaling):
 
 
 @dataclass(frozen=True)
-class YarnScaling(_FixedScaling):
+class YarnScaling(RopeScaling):
     """YaRN (Peng et al. 2023): a blend by component index, and an attention scale.
 
     Components with more than ``beta_fast`` rotations over the original context are kept, those

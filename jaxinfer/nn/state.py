@@ -17,7 +17,7 @@ The scheduler assigns the pages.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 import jax
@@ -141,34 +141,27 @@ class StateLayout:
         return tuple(jnp.zeros(one.shape, one.dtype) for one in abstract)
 
 
-@dataclass
-class _Builder:
-    arrays: list[Entry] = field(default_factory=list)
-    is_paged: list[bool] = field(default_factory=list)
-
-    def add(self, entry: Entry, *, paged: bool) -> int:
-        self.arrays.append(entry)
-        self.is_paged.append(paged)
-        return len(self.arrays) - 1
-
-
 def state_layout(layers: Sequence[LayerState]) -> StateLayout:
     """The layout for the layers of a model."""
     groups = _groups(layers)
     member = {layer: (g, at) for g, group in enumerate(groups) for at, layer in enumerate(group)}
-    builder, places = _Builder(), []
-    shared: dict[tuple[tuple[Entry, ...], int], tuple[int, ...]] = {}
+    arrays: list[tuple[Entry, bool]] = []  # and whether it is paged
+    places: list[LayerPlace] = []
+    shared: dict[tuple[tuple[Entry, ...], int], range] = {}
     for i, layer in enumerate(layers):
         named: list[tuple[str, int]] = []
         if layer.paged:
             key = (layer.paged, member[i][1])
             if key not in shared:
-                shared[key] = tuple(builder.add(entry, paged=True) for entry in layer.paged)
+                shared[key] = range(len(arrays), len(arrays) + len(layer.paged))
+                arrays += [(entry, True) for entry in layer.paged]
             named += [(e.name, at) for e, at in zip(layer.paged, shared[key], strict=True)]
-        named += [(entry.name, builder.add(entry, paged=False)) for entry in layer.per_slot]
+        named += [(entry.name, at) for at, entry in enumerate(layer.per_slot, len(arrays))]
+        arrays += [(entry, False) for entry in layer.per_slot]
         places.append(LayerPlace(member[i][0] if layer.paged else None, tuple(named)))
     windows = tuple(layers[group[0]].window for group in groups)
-    return StateLayout(tuple(builder.arrays), tuple(builder.is_paged), windows, tuple(places))
+    entries, is_paged = zip(*arrays, strict=True) if arrays else ((), ())
+    return StateLayout(entries, is_paged, windows, tuple(places))
 
 
 def _groups(layers: Sequence[LayerState]) -> list[list[int]]:

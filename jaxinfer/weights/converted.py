@@ -9,12 +9,11 @@ complete (``staging``), so an entry that cannot be read is damaged: this is an e
 from __future__ import annotations
 
 import hashlib
-import math
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
-import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -27,28 +26,9 @@ from jaxinfer.nn.placement import Placement
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.plan import PlannedParam
 
-_FORMAT = 2  # version of the entry's format; raise it when groups or manifest change
+_FORMAT = 3  # version of the entry's format; raise it when groups or manifest change
 _GROUP_BYTES = 64 << 20
-_MANIFEST = "manifest.json"
-
-
-class _Saved(msgspec.Struct, frozen=True):
-    """One parameter of a group."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    def abstract(self, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, jax.numpy.dtype(self.dtype), sharding=where)
-
-
-class _Manifest(msgspec.Struct, frozen=True):
-    """``groups[i]`` has the parameters of group i; ``files`` maps files to their sizes in bytes."""
-
-    architecture: str
-    config: str
-    groups: tuple[dict[str, _Saved], ...]
-    files: dict[str, int]
+_MANIFEST = "manifest.json"  # the sizes of the entry's files in bytes
 
 
 def entry_path(cache_dir: Path, fingerprint: str, model: Model, placement: Placement) -> Path:
@@ -77,7 +57,6 @@ def convert(
     params: dict[str, jax.Array] = {}
 
     def fill(folder: Path) -> None:
-        groups = []
         total = sum(planned.nbytes for planned in plan)
         with progress.task("Converting weights", total) as advance, _orbax() as orbax:
             for index, members in enumerate(_groups(plan)):
@@ -88,46 +67,36 @@ def convert(
                 # Save host arrays: Orbax copies a GPU's arrays back to the host, which crashed on
                 # an H200 (a segmentation fault, with XLA's vmm allocator).
                 _save(orbax, folder / _group_name(index), group)
-                groups.append(
-                    {path: _Saved(leaf.dtype.name, leaf.shape) for path, leaf in group.items()}
-                )
                 for path, array in group.items():
                     params[path] = placement.put(array, model.arrays[path].axes)
-        manifest = _Manifest(
-            architecture=model.architecture,
-            config=repr(model.config),
-            groups=tuple(groups),
-            files=_file_sizes(folder),
-        )
-        (folder / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        (folder / _MANIFEST).write_text(json.dumps(_file_sizes(folder)))
 
     return nested(params) if build_once(entry, fill) else None
 
 
-def restore(entry: Path, model: Model, placement: Placement, progress: Progress) -> Params:
+def restore(
+    entry: Path, plan: Sequence[PlannedParam], placement: Placement, progress: Progress
+) -> Params:
     """The parameters of an entry, placed as ``load_params`` does.
 
     Raises ``CacheError`` with the folder's name when it is damaged.
     """
     try:
-        manifest = msgspec.json.decode((entry / _MANIFEST).read_bytes(), type=_Manifest)
-        _check_files(entry, manifest)
+        _check_files(entry)
         params: dict[str, jax.Array] = {}
-        groups = [
-            {
-                path: one.abstract(placement.sharding(model.arrays[path].axes))
-                for path, one in members.items()
-            }
-            for members in manifest.groups
-        ]
-        leaves = (leaf for group in groups for leaf in group.values())
-        total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        total = sum(_nbytes(planned) for planned in plan)
         with progress.task("Loading weights", total) as advance, _orbax() as orbax:
-            for index, members in enumerate(groups):
-                group = _restore(orbax, entry / _group_name(index), members)
-                params.update(group)
-                advance(sum(leaf.nbytes for leaf in group.values()))
-    except (OSError, ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
+            for index, members in enumerate(_groups(plan)):
+                group = {
+                    path: jax.ShapeDtypeStruct(
+                        array.shape, array.dtype, sharding=placement.sharding(array.axes)
+                    )
+                    for planned in members
+                    for path, array in planned.arrays.items()
+                }
+                params |= _restore(orbax, entry / _group_name(index), group)
+                advance(sum(map(_nbytes, members)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CacheError(
             f"the converted weights in {entry} are damaged ({_first_line(error)}); "
             "delete that folder and run again"
@@ -140,10 +109,10 @@ def _file_sizes(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
 
-def _check_files(entry: Path, manifest: _Manifest) -> None:
+def _check_files(entry: Path) -> None:
     """Raise ``ValueError`` for a truncated or missing file. Orbax raises various exceptions."""
     sizes = _file_sizes(entry)
-    for name, size in manifest.files.items():
+    for name, size in json.loads((entry / _MANIFEST).read_bytes()).items():
         if sizes.get(name) != size:
             raise ValueError(f"{name} has {sizes.get(name, 0)} of {size} bytes")
 
@@ -177,9 +146,12 @@ def _groups(plan: Iterable[PlannedParam]) -> list[list[PlannedParam]]:
             groups.append([])
             free_bytes = _GROUP_BYTES
         groups[-1].append(planned)
-        arrays = planned.arrays.values()
-        free_bytes -= sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in arrays)
+        free_bytes -= _nbytes(planned)
     return groups
+
+
+def _nbytes(planned: PlannedParam) -> int:
+    return sum(array.nbytes for array in planned.arrays.values())
 
 
 def _identity(spec: ParamSpec) -> str:

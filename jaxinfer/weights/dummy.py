@@ -6,8 +6,9 @@ import math
 import zlib
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import numpy as np
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.params import ArraySpec, nested
-from jaxinfer.nn.placement import Axes, Placement
+from jaxinfer.nn.placement import Placement
 from pallas_kernels.arrangements import arrangement_of
 from pallas_kernels.quantised import MIDDLE, is_matrix
 
@@ -29,15 +30,7 @@ _SMALL_FACTOR = 32  # integer scales and offsets; those of GGUF's K forms have 6
 COMPILE_THREADS = 8
 
 
-class _Kind(NamedTuple):
-    """The properties of an array that determine the program which makes it."""
-
-    shape: tuple[int, ...]
-    dtype: jnp.dtype
-    axes: Axes  # None for axes that are not divided
-
-
-type Programs = dict[_Kind, Future[jax.stages.Compiled]]
+type Programs = dict[ArraySpec, Future[jax.stages.Compiled]]
 
 
 def dummy_params(model: Model, *, placement: Placement, seed: int, progress: Progress) -> Params:
@@ -49,7 +42,7 @@ def dummy_params(model: Model, *, placement: Placement, seed: int, progress: Pro
     """
     params: dict[str, jax.Array] = {}
     arrays = model.arrays
-    total = sum(_nbytes(array) for array in arrays.values())
+    total = sum(array.nbytes for array in arrays.values())
     pool = ThreadPoolExecutor(COMPILE_THREADS)
     try:
         with progress.task("Making random weights", total) as advance:
@@ -57,18 +50,15 @@ def dummy_params(model: Model, *, placement: Placement, seed: int, progress: Pro
             programs = _compiling(pool, arrays, constants, placement)
             for path, array in arrays.items():
                 params[path] = _array(seed, path, array, constants[path], programs, placement)
-                advance(_nbytes(array))
+                advance(array.nbytes)
     finally:  # after a failure or Ctrl-C the other programs are not needed
         pool.shutdown(wait=False, cancel_futures=True)
     return nested(params)
 
 
-def _nbytes(array: ArraySpec) -> int:
-    return math.prod(array.shape) * np.dtype(array.dtype).itemsize
-
-
-def _kind(array: ArraySpec, placement: Placement) -> _Kind:
-    return _Kind(array.shape, np.dtype(array.dtype), placement.divided(array.axes))
+def _kind(array: ArraySpec, placement: Placement) -> ArraySpec:
+    """The array without axes that are not divided: equal ones are made by the same program."""
+    return replace(array, axes=placement.divided(array.axes))
 
 
 def _compiling(
@@ -83,9 +73,9 @@ def _compiling(
         _kind(array, placement) for path, array in arrays.items() if constants[path] is None
     )
 
-    def program(kind: _Kind) -> jax.stages.Lowered:
+    def program(kind: ArraySpec) -> jax.stages.Lowered:
         def values(seed: jax.Array) -> jax.Array:
-            return placement.arranged(_uniform(seed, kind.shape, kind.dtype), kind.axes)
+            return placement.arranged(_uniform(seed, kind.shape, jnp.dtype(kind.dtype)), kind.axes)
 
         return jax.jit(values, out_shardings=placement.sharding(kind.axes)).lower(seed)
 

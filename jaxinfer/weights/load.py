@@ -47,7 +47,7 @@ def load_params(
 
         entry = converted.entry_path(cache_dir, source.fingerprint, model, placement)
         params = converted.convert(entry, plan, source.checkpoint, model, placement, progress)
-        return converted.restore(entry, model, placement, progress) if params is None else params
+        return converted.restore(entry, plan, placement, progress) if params is None else params
     return nested(_stream(plan, source.checkpoint, placement, progress))
 
 

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -48,45 +48,30 @@ _DTYPES: Mapping[str, np.dtype] = MappingProxyType(
 _READABLE = ("F32", "F16", "BF16")
 
 
-@dataclass(frozen=True)
-class _Region:
-    path: Path
-    offset: int
-
-
 class SafetensorsCheckpoint:
     """The tensors of several safetensors files; opening checks them against the files' sizes."""
 
     unneeded: frozenset[str] = frozenset()
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        self._tensors: dict[str, TensorInfo] = {}
-        self._regions: dict[str, _Region] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self.forms: dict[str, Form] = {}  # a checkpoint of floats
+        self._places: dict[str, tuple[Path, int]] = {}  # each tensor's file, and its first byte
         for path in paths:
             for name, (info, offset) in _read_header(path).items():
-                if name in self._tensors:
+                if name in self.tensors:
                     raise CheckpointError(
-                        f"tensor {name} is both in {self._regions[name].path} and in {path}; "
+                        f"tensor {name} is both in {self._places[name][0]} and in {path}; "
                         "remove the file that does not belong to the checkpoint"
                     )
-                self._tensors[name] = replace(info, file=path.name)
-                self._regions[name] = _Region(path, offset)
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """See ``Checkpoint``."""
-        return self._tensors
+                self.tensors[name] = replace(info, file=path.name)
+                self._places[name] = (path, offset)
 
     def read(self, name: str) -> np.ndarray:
         """See ``Checkpoint``; a part of a quantised matrix has the dtype that is stored."""
-        info, region = self._tensors[name], self._regions[name]
-        data = read_bytes(region.path, region.offset, info.nbytes)
+        info = self.tensors[name]
+        data = read_bytes(*self._places[name], info.nbytes)
         return data.view(_DTYPES[info.dtype]).reshape(info.shape)
-
-    @property
-    def forms(self) -> Mapping[str, Form]:
-        """See ``Checkpoint``."""
-        return {}
 
     def read_quantised(self, name: str) -> Quantised:
         """See ``Checkpoint``; no matrix is quantised."""
@@ -200,20 +185,19 @@ def _read_header(path: Path) -> dict[str, tuple[TensorInfo, int]]:
     try:
         header: dict[str, Any] = json.loads(read_bytes(path, 8, length).tobytes())
         header.pop("__metadata__", None)
-        entries = {name: _entry(entry) for name, entry in header.items()}
+        entries = {name: _entry(entry, 8 + length) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} has a corrupt header; download it again") from error
-    data_start = 8 + length
-    for name, (info, offset) in entries.items():
-        if data_start + offset + info.nbytes > size:
+    for name, (info, start) in entries.items():
+        if start + info.nbytes > size:
             raise CheckpointError(
-                f"{path} is truncated: tensor {name} ends at byte "
-                f"{data_start + offset + info.nbytes} of {size}; download it again"
+                f"{path} is truncated: tensor {name} ends at byte {start + info.nbytes} of {size}; "
+                "download it again"
             )
-    return {name: (info, data_start + offset) for name, (info, offset) in entries.items()}
+    return entries
 
 
-def _entry(entry: Mapping[str, Any]) -> tuple[TensorInfo, int]:
+def _entry(entry: Mapping[str, Any], data_start: int) -> tuple[TensorInfo, int]:
     """One header entry; raises ``ValueError`` when its numbers contradict each other."""
     start, end = (int(offset) for offset in entry["data_offsets"])
     shape = tuple(int(size) for size in entry["shape"])
@@ -223,4 +207,4 @@ def _entry(entry: Mapping[str, Any]) -> tuple[TensorInfo, int]:
         raise ValueError("negative size")
     if known is not None and math.prod(shape) * known.itemsize != end - start:
         raise ValueError("shape and data size differ")
-    return TensorInfo(shape, dtype, end - start, dtype in _READABLE), start
+    return TensorInfo(shape, dtype, end - start, dtype in _READABLE), data_start + start

@@ -12,7 +12,6 @@ These forms of a reference are tried in order:
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from jaxinfer.weights.quantised.config import NAMES as QUANTIZATION_KEYS
 from jaxinfer.weights.quantised.config import quantization_scheme
 from jaxinfer.weights.quantised.scheme import Scheme
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint, checkpoint_files
-from jaxinfer.weights.tokenizer_files import spec_from_gguf, spec_from_path
+from jaxinfer.weights.tokenizer_files import read_json_object, spec_from_gguf, spec_from_path
 from pallas_kernels.quantised import Form
 
 
@@ -52,13 +51,10 @@ class ModelSource:
     checkpoint: Checkpoint | None
     fingerprint: str
     quantised: bool
-    read_tokenizer: Callable[[], TokenizerSpec]
+    # the tokenizer's definition in the files; raises ``TokenizerError`` if there is none
+    tokenizer_spec: Callable[[], TokenizerSpec]
     forms: Mapping[str, Form] = MappingProxyType({})
     scheme: Scheme | None = None
-
-    def tokenizer_spec(self) -> TokenizerSpec:
-        """The tokenizer's definition in the files; raises ``TokenizerError`` if there is none."""
-        return self.read_tokenizer()
 
 
 def resolve_source(
@@ -91,7 +87,7 @@ def resolve_source(
         defaults = {**source.generation_config, **entry.sampling}
         source = replace(source, generation_config=defaults)
     if tokenizer is not None:
-        source = replace(source, read_tokenizer=lambda: spec_from_path(Path(tokenizer)))
+        source = replace(source, tokenizer_spec=lambda: spec_from_path(Path(tokenizer)))
     return source
 
 
@@ -126,7 +122,7 @@ def _folder_source(reference: str, path: Path, load_format: str) -> ModelSource:
         raise SourceError(
             f"{folder} holds no config.json; name a Hugging Face model folder or a .gguf file in it"
         )
-    hf_config = _read_json_object(config_path)
+    hf_config = read_json_object(config_path)
     scheme = quantization_scheme(hf_config)
     if load_format == "dummy":
         checkpoint, files = None, (config_path,)
@@ -147,12 +143,12 @@ def _folder_source(reference: str, path: Path, load_format: str) -> ModelSource:
         name=folder.resolve().name,
         hf_config={key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS},
         generation_config=(
-            _read_json_object(generation_config) if generation_config.is_file() else {}
+            read_json_object(generation_config) if generation_config.is_file() else {}
         ),
         checkpoint=checkpoint,
         fingerprint=_fingerprint(_identity(file) for file in (config_path, *files)),
         quantised=scheme is not None and checkpoint is not None,
-        read_tokenizer=lambda: spec_from_path(folder),
+        tokenizer_spec=lambda: spec_from_path(folder),
         forms={} if checkpoint is None else checkpoint.forms,
         scheme=scheme,
     )
@@ -161,8 +157,9 @@ def _folder_source(reference: str, path: Path, load_format: str) -> ModelSource:
 def _gguf_source(
     reference: str, path: Path, load_format: str, known_hash: str | None
 ) -> ModelSource:
-    # a local import for the reason in ``tokenizer_files.spec_from_path``
+    # local imports for the reason in ``tokenizer_files.spec_from_path``
     from jaxinfer.weights.gguf.checkpoint import open_gguf
+    from jaxinfer.weights.gguf.config import generation_config_from_gguf
 
     gguf = open_gguf(path)
     dummy = load_format == "dummy"
@@ -172,12 +169,12 @@ def _gguf_source(
         reference=reference,
         name=path.stem,
         hf_config=gguf.hf_config,
-        generation_config=gguf.generation_config,
-        checkpoint=None if dummy else gguf.checkpoint,
+        generation_config=generation_config_from_gguf(gguf.header),
+        checkpoint=None if dummy else gguf,
         fingerprint=known_hash or _fingerprint((_identity(path), gguf.header.digest)),
         quantised=gguf.quantised and not dummy,
-        read_tokenizer=lambda: spec_from_gguf(gguf.header),
-        forms=gguf.checkpoint.forms,
+        tokenizer_spec=lambda: spec_from_gguf(gguf.header),
+        forms=gguf.forms,
     )
 
 
@@ -196,13 +193,3 @@ def _identity(file: Path) -> str:
 
 def _fingerprint(parts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def _read_json_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise SourceError(f"{path} is not JSON ({error}); download it again") from error
-    if not isinstance(content, dict):
-        raise SourceError(f"{path} must hold a JSON object; download it again")
-    return content

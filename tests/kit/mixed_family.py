@@ -7,7 +7,7 @@ a toy mixture of experts with 8-bit weights and scales. The library does not con
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import flax.linen as nn
 import jax
@@ -34,6 +34,10 @@ class LatentSpec:
     """Attention of one head whose keys and values are one latent a token."""
 
     rope: RopeConfig | None = None
+
+    def for_context(self, length: int) -> Self:
+        del length
+        return self
 
     def state(self, dtype: jnp.dtype) -> LayerState:
         return LayerState((Entry("latent", (C,), dtype),))
@@ -79,6 +83,10 @@ class RecurrentSpec:
     """A leaky sum over the tokens of a sequence."""
 
     rope: RopeConfig | None = None
+
+    def for_context(self, length: int) -> Self:
+        del length
+        return self
 
     def state(self, dtype: jnp.dtype) -> LayerState:
         return LayerState(per_slot=(Entry("sum", (D,), dtype),))
@@ -146,50 +154,29 @@ def _experts(key: jax.Array) -> dict[str, jax.Array]:
     return {"values": jnp.zeros((E, D, D), jnp.int8), "scales": jnp.ones(E)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixedConfig:
-    """``kinds`` names the mixer of each layer."""
-
-    kinds: tuple[str, ...]
-    vocab_size: int = V
-    hidden_size: int = D
-    max_position_embeddings: int = 512
-    dtype: jnp.dtype = jnp.dtype(jnp.float32)
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return len(self.kinds)
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        return self.max_position_embeddings, self.max_position_embeddings
-
-    def for_context(self, length: int) -> MixedConfig:
-        del length
-        return self
-
-    @property
-    def decoder(self) -> DecoderSpec:
-        attention = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "scale": 8**-0.5}
-        mixers: dict[str, Any] = {
-            "full": AttentionConfig(**attention, rope=RopeConfig(8, 1e4, None)),
-            "window": AttentionConfig(**attention, rope=RopeConfig(8, 1e3, None), window=WINDOW),
-            "latent": LatentSpec(),
-            "recurrent": RecurrentSpec(),
-        }
-        dense = FeedForwardConfig(width=48, activation="silu", gated=True)
-        return DecoderSpec(
-            vocab_size=V,
-            hidden_size=D,
-            layers=tuple(
-                LayerSpec(mixers[kind], ExpertsSpec() if i % 2 else dense)
-                for i, kind in enumerate(self.kinds)
-            ),
-            norm="rms",
-            norm_eps=1e-5,
-            tie_word_embeddings=True,
-            dtype=self.dtype,
-        )
+def mixed_decoder(*kinds: str) -> DecoderSpec:
+    """A decoder; ``kinds`` names the mixer of each layer."""
+    attention = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "scale": 8**-0.5}
+    mixers: dict[str, Any] = {
+        "full": AttentionConfig(**attention, rope=RopeConfig(8, 1e4, None)),
+        "window": AttentionConfig(**attention, rope=RopeConfig(8, 1e3, None), window=WINDOW),
+        "latent": LatentSpec(),
+        "recurrent": RecurrentSpec(),
+    }
+    dense = FeedForwardConfig(width=48, activation="silu", gated=True)
+    return DecoderSpec(
+        vocab_size=V,
+        hidden_size=D,
+        layers=tuple(
+            LayerSpec(mixers[kind], ExpertsSpec() if i % 2 else dense)
+            for i, kind in enumerate(kinds)
+        ),
+        lengths=(512, 512),
+        norm="rms",
+        norm_eps=1e-5,
+        tie_word_embeddings=True,
+        dtype=jnp.dtype(jnp.float32),
+    )
 
 
 ARRAYS = {  # of each kind of layer; a weight of which nothing else is said is a tensor as stored
@@ -223,13 +210,14 @@ def quantised(matrix: np.ndarray) -> dict[str, np.ndarray]:  # [D, D] -> int8[D,
     return {"values": np.rint(matrix / scale), "scales": scale}
 
 
-def param_specs(config: MixedConfig) -> tuple[ParamSpec, ...]:
+def param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
     """Every array is a tensor of its own name, but for experts: there is a matrix for each."""
     arrays = {"embed": ArraySpec((V, D), ("vocab", None)), "final_norm": ArraySpec((D,), (None,))}
     experts: list[ParamSpec] = []
-    for i, kind in enumerate(config.kinds):
+    names = {AttentionConfig: "full", LatentSpec: "latent", RecurrentSpec: "recurrent"}
+    for i, spec in enumerate(config.layers):
         layer = f"layers_{i}/"
-        mixer, ffn = "full" if kind == "window" else kind, "experts" if i % 2 else "dense"
+        mixer, ffn = names[type(spec.mixer)], "experts" if i % 2 else "dense"
         own = {"norms": ArraySpec((2, D), (None, None)), **ARRAYS[mixer], **ARRAYS[ffn]}
         arrays |= {layer + name: array for name, array in own.items()}
         if ffn == "experts":
@@ -242,12 +230,12 @@ def param_specs(config: MixedConfig) -> tuple[ParamSpec, ...]:
     return (*stored, *experts)
 
 
-FAMILY = ModelFamily("mixed", ("MixedForTests",), lambda *_: MixedConfig(kinds=()), param_specs)
+FAMILY = ModelFamily("mixed", lambda *_: mixed_decoder(), param_specs)
 
 
 def mixed_model(*kinds: str) -> tuple[Model, Params]:
     """A model with these mixers, and random parameters with which every part has an effect."""
-    model = Model(FAMILY, "MixedForTests", MixedConfig(kinds=kinds))
+    model = Model(FAMILY, "MixedForTests", mixed_decoder(*kinds))
     arrays = built_arrays(model, mixed_tensors(model))
     return model, nested({path: jnp.asarray(array) for path, array in arrays.items()})
 

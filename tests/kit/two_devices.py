@@ -33,7 +33,7 @@ from jaxinfer.weights.sources import ModelSource, resolve_source
 from kit.checkpoints import built_arrays, random_hf_tensors, tiny_llama_config, write_hf_folder
 from kit.engines import tiny_limits
 from kit.memory_checkpoint import InMemory, source_of
-from kit.mixed_family import FAMILY, MixedConfig, mixed_tensors
+from kit.mixed_family import FAMILY, mixed_decoder, mixed_tensors
 
 CONFIG = tiny_llama_config(attention_bias=True, mlp_bias=True)
 Q, KV, F, V = 64, 32, 128, 96  # widths of the tiny model
@@ -102,7 +102,7 @@ def check_weights(folder: Path, placement: Placement) -> None:
 
 def check_stacks(placement: Placement, folder: Path) -> None:
     """Experts are divided among the devices, values and scales alike."""
-    model = Model(FAMILY, "MixedForTests", MixedConfig(kinds=("full", "latent")))
+    model = Model(FAMILY, "MixedForTests", mixed_decoder("full", "latent"))
     whole = built_arrays(model, mixed_tensors(model))
     loaded = load(model, source_of(InMemory(mixed_tensors(model))), placement, folder)
     for name in ("layers_1/experts/values", "layers_1/experts/scales"):
@@ -130,7 +130,7 @@ def check_state(placement: Placement) -> None:
 def check_layer(placement: Placement) -> None:
     """A layer whose heads and columns are divided adds what the whole layer adds."""
     model = build_model(CONFIG, "float32")
-    layer, params = model.config.decoder.layers[0], {}
+    layer, params = model.config.layers[0], {}
     for where in (default_placement(), placement):
         params[where] = dummy_params(model, placement=where, seed=3, progress=NoProgress())
     x = jax.random.normal(jax.random.key(0), (7, Q), "float32")
@@ -140,7 +140,7 @@ def check_layer(placement: Placement) -> None:
         angles = (Angles(*rope_tables(layer.mixer.rope, ctx.positions)),)
         mixer, ffn = layer.mixer.module(), layer.ffn.module()
         variables, norm = {"params": params}, partial(Norm, norm_weights, eps=1e-5)
-        ctx = ctx.with_angles(angles)
+        ctx = replace(ctx, angles=angles)
         x, delta, _ = mixer.apply(variables, Stream(x), norm(row=0), None, ctx)
         x, delta = ffn.apply(variables, Stream(x + delta), norm(row=1), ctx)
         return x + delta

@@ -118,7 +118,7 @@ def test_null_means_absent(key: str) -> None:
 def test_sliding_windows_reach_the_kv_spec() -> None:
     def windows(name: str, **change: object) -> list[int | None]:
         model = build_model({**tiny_config(name), **change}, "float32")
-        return [layer.mixer.window for layer in model.decoder.layers]
+        return [layer.mixer.window for layer in model.config.layers]
 
     assert windows("mistral") == [7, 7]
     assert windows("mistral", sliding_window=None) == [None, None]

@@ -16,7 +16,6 @@ from jaxinfer.models import (
     Params,
     abstract_params,
     build_model,
-    family_for,
     forward,
     known_architectures,
 )
@@ -345,8 +344,3 @@ def test_fused_axes_are_as_wide_as_their_dimension(name: str) -> None:
 def test_every_architecture_has_a_tiny_model() -> None:
     covered = {a for config in tiny_models.CONFIGS.values() for a in config["architectures"]}
     assert covered == set(known_architectures())
-
-
-@pytest.mark.parametrize("architecture", known_architectures())
-def test_registry_agrees_with_the_family(architecture: str) -> None:
-    assert architecture in family_for({"architectures": [architecture]}).architectures

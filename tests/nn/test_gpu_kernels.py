@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -41,7 +42,7 @@ def test_decode_layer(rotary: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def layer(qkv: jax.Array, cos: jax.Array, norms: jax.Array, kv: dict[str, jax.Array]):
         ctx = decode_context(jnp.zeros(ROWS, jnp.int32), 64)
-        ctx = ctx.with_angles((Angles(cos, cos),) if rotary else ())
+        ctx = replace(ctx, angles=(Angles(cos, cos),) if rotary else ())
         norm = QKNorm(norms, 1e-6)
         return attend(qkv, kv, ctx, num_kv_heads=KV_HEADS, qk_norm=norm, scale=0.1, window=None)
 

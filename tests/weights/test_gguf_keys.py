@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 from jaxinfer.core.errors import CheckpointError, JaxinferError, SourceError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.models import forward
-from jaxinfer.models.gqa_config import DecoderConfig
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.nn.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
@@ -111,8 +110,7 @@ def test_rope_scaling(
     headers: dict[str, GGUFHeader], arch: str, keys: dict[str, Any], scaling: Any
 ) -> None:
     config = build_model(config_of(headers[arch], arch, **keys), "float32").config
-    assert isinstance(config, DecoderConfig)
-    assert config.rope == RopeConfig(16, 10000.0, scaling)
+    assert config.ropes == (RopeConfig(16, 10000.0, scaling),)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -136,9 +134,9 @@ def test_rope_is_llama_cpps(tmp_path: Path, name: str) -> None:
 def test_sliding_window(headers: dict[str, GGUFHeader], arch: str) -> None:
     for stored, window in ((64, 64), (0, None)):
         hf_config = config_of(headers[arch], arch, attention__sliding_window=stored)
-        config = build_model(hf_config, "float32").config
-        assert isinstance(config, DecoderConfig)
-        assert config.windows == (window, window)
+        layers = build_model(hf_config, "float32").config.layers
+        windows = [layer.mixer.window for layer in layers]  # type: ignore[attr-defined]
+        assert windows == [window, window]
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])

@@ -22,10 +22,11 @@ from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import ModelSource
 from kit.checkpoints import built_arrays, random_hf_tensors
 from kit.memory_checkpoint import Held, InMemory, source_of
-from kit.mixed_family import FAMILY, MixedConfig, mixed_model, mixed_tensors
+from kit.mixed_family import FAMILY, mixed_decoder, mixed_model, mixed_tensors
 
 EXPERTS, WIDTH, INNER = 128, 8, 12
-MIXED = Model(FAMILY, "MixedForTests", MixedConfig(kinds=("full", "latent")))
+KINDS = ("full", "latent")
+MIXED = Model(FAMILY, "MixedForTests", mixed_decoder(*KINDS))
 
 
 def load(model: Model, source: ModelSource, cache: Path = Path("unused")) -> dict[str, jax.Array]:
@@ -59,7 +60,7 @@ def many_experts(layers: int, held: Held | None = None) -> Model:
             ParamSpec(path + "down", down, outputs, build, pieces=EXPERTS),
         )
 
-    return Model(ModelFamily("many", ("Many",), lambda *_: None, specs), "Many", MIXED.config)  # type: ignore[arg-type, return-value]
+    return Model(ModelFamily("many", lambda *_: None, specs), "Many", MIXED.config)  # type: ignore[arg-type, return-value]
 
 
 def test_the_host_holds_one_piece_per_thread() -> None:
@@ -94,7 +95,7 @@ def test_a_plan_of_many_sources_is_quick() -> None:
 def test_sources_of_several_arrays_are_read_once() -> None:
     checkpoint = InMemory(mixed_tensors(MIXED))
     loaded = load(MIXED, source_of(checkpoint))
-    expected = by_path(mixed_model(*MIXED.config.kinds)[1])  # type: ignore[attr-defined]
+    expected = by_path(mixed_model(*KINDS)[1])
     assert loaded.keys() == expected.keys()
     assert (loaded["layers_1/experts/values"].dtype, loaded["embed"].dtype) == ("int8", "float32")
     for path, array in expected.items():
@@ -108,7 +109,7 @@ def test_stacks_and_several_arrays_are_cached(tmp_path: Path) -> None:
     source = source_of(checkpoint, quantised=True)
     loaded, again = load(MIXED, source, tmp_path), load(MIXED, source, tmp_path)
     assert set(checkpoint.reads.values()) == {1}
-    for path, array in by_path(mixed_model(*MIXED.config.kinds)[1]).items():  # type: ignore[attr-defined]
+    for path, array in by_path(mixed_model(*KINDS)[1]).items():
         np.testing.assert_array_equal(loaded[path], array, err_msg=path)
         np.testing.assert_array_equal(again[path], array, err_msg=path)
 
@@ -135,7 +136,7 @@ def test_a_cache_entry_depends_on_every_field_of_a_spec(change: dict[str, Any]) 
 
     def entry(**fields: Any) -> Path:
         specs = (ParamSpec(**(first | fields)),)
-        family = ModelFamily("one", ("One",), lambda *_: None, lambda _: specs)  # type: ignore[arg-type, return-value]
+        family = ModelFamily("one", lambda *_: None, lambda _: specs)  # type: ignore[arg-type, return-value]
         model = Model(family, "One", MIXED.config)
         return converted.entry_path(Path(), "fingerprint", model, default_placement())
 

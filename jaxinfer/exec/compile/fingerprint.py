@@ -6,12 +6,11 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import jax
 import msgspec
@@ -19,6 +18,7 @@ import msgspec
 from jaxinfer.core.config import Limits, compiler_environment
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.models.base import Model
+from jaxinfer.nn.decoder_config import LayerSpec
 from jaxinfer.nn.placement import Placement
 from pallas_kernels.pins import Pins
 
@@ -92,13 +92,29 @@ def _version(package: str) -> str:
 
 def of_model(model: Model) -> dict[str, str]:
     """The family, every field of the config, and the forms of quantised weights."""
-    config: Any = model.config
+    config = model.config
     values = {field.name: str(getattr(config, field.name)) for field in fields(config)}
+    values |= _of_layers(config.layers)
     forms: dict[str, list[str]] = {}
     for name, form in model.forms:
         forms.setdefault(str(form), []).append(name)
     weights = {f"weights {form}": " ".join(names) for form, names in forms.items()}
     return {"family": model.family.name, **values, **weights}
+
+
+def _of_layers(layers: Sequence[LayerSpec]) -> dict[str, str]:
+    """The kind of each layer, by number, and for each field its values in the kinds."""
+    kinds = list(dict.fromkeys(layers))
+    found: dict[str, list[str]] = {"post_norms": [str(kind.post_norms) for kind in kinds]}
+    for kind in kinds:
+        for part, spec in (("mixer", kind.mixer), ("ffn", kind.ffn)):
+            found.setdefault(part, []).append(type(spec).__name__)
+            for name, value in vars(spec).items():
+                found.setdefault(f"{part}.{name}", []).append(str(value))
+    values = {
+        name: each[0] if len(set(each)) == 1 else " ".join(each) for name, each in found.items()
+    }
+    return {"layers": " ".join(str(kinds.index(layer)) for layer in layers), **values}
 
 
 def of_limits(limits: Limits) -> dict[str, str]:

@@ -178,7 +178,7 @@ class Program:
         bucket, part = self._steps[name]
         function = self._function(bucket, part)
         arguments = self._arguments(function)
-        if part.layers.stop < self.model.config.num_hidden_layers:
+        if part.layers.stop < len(self.model.config.layers):
             return jax.jit(function.first_part, donate_argnums=1).trace(*arguments)
         if part.layers.start:
             first = self._function(bucket, self.parts[0])
@@ -250,7 +250,7 @@ class Program:
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The parts of a split step; a single one if the model has too few layers."""
-        depth = self.model.config.num_hidden_layers
+        depth = len(self.model.config.layers)
         borders = dict.fromkeys((0, depth // FIRST_PART_DIVISOR, depth))
         return tuple(part_of(self.model, range(*pair)) for pair in pairwise(borders))
 
@@ -289,7 +289,7 @@ class Program:
     @cached_property
     def _steps(self) -> dict[str, tuple[Bucket, Part]]:
         """The bucket and the layers of each executable of a step."""
-        whole = part_of(self.model, range(self.model.config.num_hidden_layers))
+        whole = part_of(self.model, range(len(self.model.config.layers)))
         steps: dict[str, tuple[Bucket, Part]] = {}
         for bucket in self.limits.buckets:
             parts = self.parts if self.is_split(bucket) else (whole,)

@@ -6,9 +6,8 @@ Owns: reading and dequantising.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -16,7 +15,7 @@ from gguf.quants import dequantize
 
 from jaxinfer.weights.checkpoint import TensorInfo, read_bytes
 from jaxinfer.weights.gguf.blocks import FORMS, from_blocks
-from jaxinfer.weights.gguf.config import generation_config_from_gguf, hf_config_from_gguf
+from jaxinfer.weights.gguf.config import hf_config_from_gguf
 from jaxinfer.weights.gguf.header import GGUFHeader, GGUFTensor, read_header
 from jaxinfer.weights.gguf.keys import check_file_kind
 from jaxinfer.weights.gguf.names import NAME_TABLES, ROPE_FACTORS, map_name, undo_interleave
@@ -31,22 +30,7 @@ _CHUNK_BYTES = 1 << 16  # per dequantisation call: its float32 values stay in th
 _CONVERTED_BYTES = 1 << 20  # read at a time where weights stay quantised; bounds temporary arrays
 
 
-@dataclass(frozen=True)
-class GGUFModel:
-    """The contents of a GGUF file in Hugging Face's terms."""
-
-    header: GGUFHeader
-    hf_config: Mapping[str, Any]
-    checkpoint: GGUFCheckpoint
-    quantised: bool
-
-    @property
-    def generation_config(self) -> Mapping[str, Any]:
-        """The special token ids and sampling defaults of the file."""
-        return generation_config_from_gguf(self.header)
-
-
-def open_gguf(path: Path) -> GGUFModel:
+def open_gguf(path: Path) -> GGUFCheckpoint:
     """Read and check a GGUF file's header.
 
     Raises ``CheckpointError`` for a broken file or a metadata key that is not supported,
@@ -56,13 +40,10 @@ def open_gguf(path: Path) -> GGUFModel:
     check_file_kind(header)
     factors = header.tensors.get(ROPE_FACTORS)
     rope_factors = None if factors is None else _read_tensor(path, factors)
-    hf_config = hf_config_from_gguf(header, rope_factors)
-    quantised = any(tensor.type not in _UNQUANTISED for tensor in header.tensors.values())
-    return GGUFModel(header, hf_config, GGUFCheckpoint(header, hf_config), quantised)
+    return GGUFCheckpoint(header, hf_config_from_gguf(header, rope_factors))
 
 
-@dataclass(frozen=True)
-class _StoredTensor:
+class _StoredTensor(NamedTuple):
     """A tensor of the file and how its layout differs from Hugging Face's."""
 
     tensor: GGUFTensor
@@ -71,66 +52,54 @@ class _StoredTensor:
 
 
 class GGUFCheckpoint:
-    """See ``Checkpoint``; ``hf_config`` holds the number of heads of permuted tensors."""
+    """See ``Checkpoint``; ``hf_config`` is the config.json that the file's metadata describe."""
 
     unneeded: frozenset[str] = frozenset()
 
     def __init__(self, header: GGUFHeader, hf_config: Mapping[str, Any]) -> None:
-        self._path = header.path
-        self._tensors: dict[str, TensorInfo] = {}
+        self.header = header
+        self.hf_config = hf_config
+        self.quantised = any(one.type not in _UNQUANTISED for one in header.tensors.values())
+        self.tensors: dict[str, TensorInfo] = {}
+        self.forms: dict[str, Form] = {}
         self._stored: dict[str, _StoredTensor] = {}
-        self._forms: dict[str, Form] = {}
         table = NAME_TABLES[header.metadata["general.architecture"]]
         for gguf_name, tensor in header.tensors.items():
             if gguf_name == ROPE_FACTORS:  # read by ``open_gguf``
                 continue
-            mapped = map_name(table, gguf_name)
-            heads = 0
-            if mapped.interleaved:
-                key = "num_key_value_heads" if ".attn_k." in gguf_name else "num_attention_heads"
-                heads = hf_config[key]
-            shape = tensor.shape[::-1] if mapped.transposed else tensor.shape
+            name, stem = map_name(table, gguf_name)
+            heads = hf_config[table.interleaved[stem]] if stem in table.interleaved else 0
+            transposed = stem in table.transposed
+            shape = tensor.shape[::-1] if transposed else tensor.shape
             readable = _can_dequantise(tensor.type)
-            info = TensorInfo(shape, tensor.type.name, tensor.nbytes, readable)
-            self._tensors[mapped.name] = info
-            self._stored[mapped.name] = _StoredTensor(tensor, heads, mapped.transposed)
+            self.tensors[name] = TensorInfo(shape, tensor.type.name, tensor.nbytes, readable)
+            self._stored[name] = _StoredTensor(tensor, heads, transposed)
             if tensor.type in FORMS and len(tensor.shape) == 2:
-                self._forms[mapped.name] = FORMS[tensor.type]
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """See ``Checkpoint``."""
-        return self._tensors
+                self.forms[name] = FORMS[tensor.type]
 
     def read(self, name: str) -> np.ndarray:  # float32[TensorInfo.shape]
         """See ``Checkpoint``."""
         stored = self._stored[name]
-        values = _read_tensor(self._path, stored.tensor)
+        values = _read_tensor(self.header.path, stored.tensor)
         if stored.interleaved_heads:
             values = undo_interleave(values, stored.interleaved_heads)
         return values.T if stored.transposed else values
 
-    @property
-    def forms(self) -> Mapping[str, Form]:
-        """See ``Checkpoint``."""
-        return self._forms
-
     def read_quantised(self, name: str) -> Quantised:
         """See ``Checkpoint``."""
-        stored = self._stored[name]
-        tensor, form = stored.tensor, self._forms[name]
+        tensor, interleaved_heads, _ = self._stored[name]
         outputs, inputs = tensor.shape
         row_bytes = tensor.nbytes // outputs
-        made = {part: np.empty(*array) for part, array in form.arrays(outputs, inputs).items()}
+        made = {part: np.empty(*array) for part, array in self.forms[name].arrays(outputs, inputs).items()}
         count = max(1, _CONVERTED_BYTES // row_bytes)
         for start in range(0, outputs, count):
             rows = slice(start, min(start + count, outputs))
             nbytes = (rows.stop - start) * row_bytes
-            raw = read_bytes(self._path, tensor.offset + start * row_bytes, nbytes)
+            raw = read_bytes(self.header.path, tensor.offset + start * row_bytes, nbytes)
             for part, values in from_blocks(tensor.type, raw.reshape(-1, row_bytes)).tree().items():
                 made[part][rows] = values
-        if stored.interleaved_heads:
-            made = {n: undo_interleave(part, stored.interleaved_heads) for n, part in made.items()}
+        if interleaved_heads:
+            made = {n: undo_interleave(part, interleaved_heads) for n, part in made.items()}
         return quantised(made)
 
 

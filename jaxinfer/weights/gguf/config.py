@@ -48,9 +48,11 @@ def hf_config_from_gguf(
     meta = ArchitectureMetadata(header, str(architecture))
     config = build(meta)
     refuse_unread_keys(meta)
+    if "token_embd.weight" not in header.tensors:
+        raise CheckpointError(f"{header.path} has no tensor token_embd.weight; download it again")
     tokens = {f"{role}_token_id": _special_id(header, role) for role in ("bos", "eos")}
     config |= {
-        "vocab_size": _tensor_rows(header, "token_embd.weight"),
+        "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
         **{key: value for key, value in tokens.items() if value is not None},
     }
@@ -148,22 +150,16 @@ def _qwen(meta: ArchitectureMetadata) -> dict[str, Any]:
     """Qwen's config has a switch for the window and names the first layer that has one."""
     meta.only("tensor_data_layout", "reference")
     window = _window(meta)
-    if window is None:
-        return _decoder(meta)
     windowed = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
-    return _decoder(meta) | windowed
-
-
-def _qwen2(meta: ArchitectureMetadata) -> dict[str, Any]:
-    return _qwen(meta) | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    return _decoder(meta) | {
+        "architectures": [f"{meta.architecture.capitalize()}ForCausalLM"],
+        "model_type": meta.architecture,
+        **({} if window is None else windowed),
+    }
 
 
 def _qwen3(meta: ArchitectureMetadata) -> dict[str, Any]:
-    return _qwen(meta) | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
-    }
+    return _qwen(meta) | {"attention_bias": meta.has_tensor("blk.0.attn_q.bias")}
 
 
 def _gpt2(meta: ArchitectureMetadata) -> dict[str, Any]:
@@ -188,10 +184,4 @@ def _gpt2(meta: ArchitectureMetadata) -> dict[str, Any]:
     }
 
 
-_BUILDERS = MappingProxyType({"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "gpt2": _gpt2})
-
-
-def _tensor_rows(header: GGUFHeader, name: str) -> int:
-    if name not in header.tensors:
-        raise CheckpointError(f"{header.path} has no tensor {name}; download it again")
-    return header.tensors[name].shape[0]
+_BUILDERS = MappingProxyType({"llama": _llama, "qwen2": _qwen, "qwen3": _qwen3, "gpt2": _gpt2})

@@ -34,7 +34,9 @@ class ArchitectureMetadata:
         """
         value = self._value(key, default, (int, list), "a positive integer")
         if isinstance(value, list):
-            self._same_for_all_layers(key, value)
+            if not value or value.count(value[0]) != len(value):
+                remedy = "use a model of which that is true"
+                self.refuse(key, value, "must be the same in every layer", remedy)
             value = value[0]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.refuse(key, value, "must be a positive integer")
@@ -116,12 +118,6 @@ class ArchitectureMetadata:
         if not isinstance(value, kind) or isinstance(value, bool):
             self.refuse(key, value, f"must be {words}")
         return value
-
-    def _same_for_all_layers(self, key: str, values: list[Any]) -> None:
-        if not values or any(value != values[0] for value in values):
-            self.refuse(
-                key, values, "must be the same in every layer", "use a model of which that is true"
-            )
 
 
 def _equal(stored: Any, value: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -26,28 +26,18 @@ class NameTable:
     model: Mapping[str, str]
     layer: Mapping[str, str]
     layer_prefix: str
-    interleaved: tuple[str, ...] = ()  # stems whose rows are permuted for interleaved rope
+    # stems whose rows are permuted for interleaved rope, with the config key of their heads
+    interleaved: Mapping[str, str] = MappingProxyType({})
     transposed: tuple[str, ...] = ()  # stems of weights that Hugging Face stores [in, out]
 
 
-@dataclass(frozen=True)
-class MappedName:
-    """The Hugging Face name of a GGUF tensor, and how its layout differs."""
-
-    name: str
-    interleaved: bool
-    transposed: bool
-
-
-_DECODER_MODEL = MappingProxyType(
-    {
+_DECODER = NameTable(
+    model={
         "token_embd": "model.embed_tokens",
         "output_norm": "model.norm",
         "output": "lm_head",
-    }
-)
-_DECODER_LAYER = MappingProxyType(
-    {
+    },
+    layer={
         "attn_norm": "input_layernorm",
         "attn_q": "self_attn.q_proj",
         "attn_k": "self_attn.k_proj",
@@ -59,9 +49,12 @@ _DECODER_LAYER = MappingProxyType(
         "ffn_gate": "mlp.gate_proj",
         "ffn_up": "mlp.up_proj",
         "ffn_down": "mlp.down_proj",
-    }
+    },
+    layer_prefix="model.layers.",
 )
-_DECODER = NameTable(_DECODER_MODEL, _DECODER_LAYER, "model.layers.")
+_LLAMA = replace(
+    _DECODER, interleaved={"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+)
 _GPT2 = NameTable(
     model={
         "token_embd": "transformer.wte",
@@ -81,19 +74,12 @@ _GPT2 = NameTable(
     transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
 )
 NAME_TABLES: Mapping[str, NameTable] = MappingProxyType(
-    {
-        "llama": NameTable(
-            _DECODER_MODEL, _DECODER_LAYER, "model.layers.", interleaved=("attn_q", "attn_k")
-        ),
-        "qwen2": _DECODER,
-        "qwen3": _DECODER,
-        "gpt2": _GPT2,
-    }
+    {"llama": _LLAMA, "qwen2": _DECODER, "qwen3": _DECODER, "gpt2": _GPT2}
 )
 
 
-def map_name(table: NameTable, gguf_name: str) -> MappedName:
-    """The Hugging Face name of a GGUF tensor and the layout changes that must be undone.
+def map_name(table: NameTable, gguf_name: str) -> tuple[str, str]:
+    """The Hugging Face name of a GGUF tensor, and its stem.
 
     Raises ``CheckpointError`` for a tensor the architecture does not have.
     """
@@ -106,11 +92,7 @@ def map_name(table: NameTable, gguf_name: str) -> MappedName:
             f"tensor {gguf_name} has no place in this architecture; the file was made for a "
             "variant that jaxinfer does not support"
         )
-    return MappedName(
-        name=f"{prefix}{stems[stem]}.{kind}",
-        interleaved=stem in table.interleaved,
-        transposed=kind == "weight" and stem in table.transposed,
-    )
+    return f"{prefix}{stems[stem]}.{kind}", stem
 
 
 def undo_interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:  # [heads * H, ...] -> same

@@ -9,6 +9,7 @@ Source: ``load_hparams`` in llama.cpp's src/llama-model.cpp, ``llama_context`` f
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,6 @@ from jaxinfer.core.errors import CheckpointError
 from jaxinfer.nn.rope import Llama3Scaling, RopeConfig, inverse_frequencies
 from jaxinfer.weights.gguf.header import GGUFHeader
 from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
-
-# Meta's constants, the same in Llama 3.1, 3.2 and 3.3; GGUF keeps only the resulting factors.
-_LLAMA3_LOW_FREQ_FACTOR = 1.0
-_LLAMA3_HIGH_FREQ_FACTOR = 4.0
-_LLAMA3_ORIGINAL_CONTEXT = 8192
 
 _YARN_NUMBERS = (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"))
 
@@ -96,11 +92,11 @@ def llama3_scaling(
     3's constants, and its factors are compared with the file's. Raises ``CheckpointError`` if they
     differ.
     """
-    scaling = Llama3Scaling(
+    scaling = Llama3Scaling(  # Meta's constants, the same in Llama 3.1, 3.2 and 3.3
         factor=float(factors.max()),
-        low_freq_factor=_LLAMA3_LOW_FREQ_FACTOR,
-        high_freq_factor=_LLAMA3_HIGH_FREQ_FACTOR,
-        original_max_position_embeddings=_LLAMA3_ORIGINAL_CONTEXT,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
     )
     plain = RopeConfig(config["head_dim"], config["rope_theta"])
     expected = inverse_frequencies(plain) / inverse_frequencies(
@@ -116,10 +112,4 @@ def llama3_scaling(
             f"{header.path} scales rope twice, by the tensor rope_freqs.weight and by the metadata "
             "key rope.scaling.type; convert the model again with one of the two"
         )
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position_embeddings,
-    }
+    return {"rope_type": "llama3", **asdict(scaling)}

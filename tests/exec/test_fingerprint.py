@@ -1,14 +1,18 @@
-"""A bundle's fingerprint covers the sources from which steps are traced, and no others."""
+"""A bundle's fingerprint covers the traced sources and every field of the layers."""
 
 from __future__ import annotations
 
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 
 from jaxinfer.exec.compile import fingerprint
-from jaxinfer.exec.compile.fingerprint import TRACED_FOLDERS, of_machine
+from jaxinfer.exec.compile.fingerprint import TRACED_FOLDERS, differences, of_machine, of_model
+from jaxinfer.models import build_model
 from jaxinfer.nn.placement import default_placement
+from kit.mixed_family import mixed_model
+from kit.tiny_models import tiny_config
 
 
 @pytest.fixture
@@ -42,3 +46,19 @@ def test_traced_sources_change_the_digest(root: Path, path: str, counts: bool) -
     assert (of_machine(default_placement())["sources"] != made) == counts
     file.rename(file.with_stem("other"))
     assert (of_machine(default_placement())["sources"] != made) == counts
+
+
+def test_a_field_of_a_layer_is_named_in_a_difference() -> None:
+    made, here = (
+        of_model(build_model(tiny_config("gemma3") | change, "float32"))
+        for change in ({}, {"num_key_value_heads": 1})
+    )
+    assert differences(made, here) == {
+        "mixer.num_kv_heads": "mixer.num_kv_heads is 2 in the bundle and 1 here"
+    }
+
+
+def test_the_order_and_the_kinds_of_layers_are_in_the_fingerprint() -> None:
+    orders = permutations(("full", "window", "latent", "recurrent"))
+    found = {str(sorted(of_model(mixed_model(*kinds)[0]).items())) for kinds in orders}
+    assert len(found) == 24
