@@ -90,7 +90,10 @@ class GGUFCheckpoint:
         tensor, interleaved_heads, _ = self._stored[name]
         outputs, inputs = tensor.shape
         row_bytes = tensor.nbytes // outputs
-        made = {part: np.empty(*array) for part, array in self.forms[name].arrays(outputs, inputs).items()}
+        made = {
+            part: np.empty(*array)
+            for part, array in self.forms[name].arrays(outputs, inputs).items()
+        }
         count = max(1, _CONVERTED_BYTES // row_bytes)
         for start in range(0, outputs, count):
             rows = slice(start, min(start + count, outputs))
