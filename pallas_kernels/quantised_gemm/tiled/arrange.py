@@ -1,0 +1,129 @@
+"""The order of a quantised matrix's values in which the Hopper kernel reads them.
+
+The kernel multiplies tiles of 64 outputs and 64 inputs. A tile is contiguous, and within it the
+values of one thread are: 16 bytes that it loads at once (two times 16 bytes of int8). They are the
+operand A of four wgmma instructions (m64nNk16, Figure "WGMMA .m64nNk16 register fragment layout for
+matrix A" of the PTX ISA). In it lane 4 * g + t of warp w holds of 16 inputs
+
+    rows 16 * w + g and 16 * w + g + 8, inputs 2 * t, 2 * t + 1, 2 * t + 8 and 2 * t + 9
+
+A 32-bit register holds two adjacent inputs in its halves. So a packed word holds the first inputs of
+pairs in its low half, the second inputs in its high half, and a shift and a mask give a register.
+
+The other arrays are stored as [O / 64, groups, 64]. All shapes and dtypes stay those of
+``quantised.Form.arrays``; only the name of the values changes.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import numpy as np
+
+from pallas_kernels.quantised import PACKED, Form, Quantised, pack_nibbles
+
+TILE = 64  # outputs and inputs
+SUFFIX = "_tiles"
+# The arranged kinds, and the kinds of their values.
+KIND_OF = MappingProxyType({kind + SUFFIX: kind for kind in ("int4", "int8", "fp4")})
+
+# Axes of a tile: warp, half (row + 8), g; then of inputs: k16, pair (input + 8), t, element.
+_SPLIT = (4, 2, 8, 4, 2, 4, 2)
+_WARP, _HALF, _G, _K16, _PAIR, _T, _ELEMENT = range(7)
+# Order in memory, slowest first; int4 has two values of one byte last.
+_PACKED_ORDER = (_WARP, _G, _T, _K16, _ELEMENT, _PAIR, _HALF)
+_INT8_SPLIT = (4, 2, 8, 2, 2, 2, 4, 2)  # k16 is split: 16 bytes are of half of the inputs
+_INT8_ORDER = (3, _WARP, _G, 6, 4, 5, 7, _HALF)
+
+
+def arrays(
+    form: Form, num_outputs: int, num_inputs: int
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each array of an arranged matrix, as ``Form.arrays``.
+
+    Raises ValueError if tiles do not divide the matrix.
+    """
+    _check(num_outputs, num_inputs)
+    named = form.arrays(num_outputs, num_inputs)
+    return {name + SUFFIX * (name == form.kind): array for name, array in named.items()}
+
+
+def arrange(w: Quantised) -> Quantised:
+    """A matrix (numpy arrays) in the kernel's order.
+
+    Raises ValueError if tiles do not divide the matrix.
+    """
+    _check(w.num_outputs, w.num_inputs)
+    values = np.asarray(w.values)
+    if w.kind in PACKED:
+        unpacked = np.asarray(_unpacked(values))
+        values = _tiled(unpacked, _SPLIT, _PACKED_ORDER).reshape(len(values), -1, 2)
+        values = values[..., 0] | values[..., 1] << 4
+    else:
+        values = _tiled(values, _INT8_SPLIT, _INT8_ORDER).reshape(values.shape)
+    rest = (None if part is None else _by_tile(np.asarray(part)) for part in w.arrays[1:])
+    return Quantised(w.kind + SUFFIX, values, *rest)
+
+
+def restore(w: Quantised) -> Quantised:
+    """The inverse of ``arrange``."""
+    kind, values = KIND_OF[w.kind], np.asarray(w.values)
+    num_outputs = len(values)
+    if kind in PACKED:
+        unpacked = np.stack([values & 15, values >> 4], axis=-1)
+        values = pack_nibbles(_untiled(unpacked, num_outputs, _SPLIT, _PACKED_ORDER))
+    else:
+        values = _untiled(values, num_outputs, _INT8_SPLIT, _INT8_ORDER)
+    rest = (None if part is None else _by_output(np.asarray(part)) for part in w.arrays[1:])
+    return Quantised(kind, values, *rest)
+
+
+def _check(num_outputs: int, num_inputs: int) -> None:
+    if num_outputs % TILE or num_inputs % TILE:
+        raise ValueError(
+            f"a matrix of {num_outputs} outputs and {num_inputs} inputs has no tiles of {TILE}"
+        )
+
+
+def _unpacked(values: np.ndarray) -> np.ndarray:  # uint8[O, K / 2] -> uint8[O, K]
+    low, high = values & 15, values >> 4
+    blocks = np.stack([x.reshape(len(values), -1, TILE // 2) for x in (low, high)], axis=2)
+    return blocks.reshape(len(values), -1)
+
+
+def _axes(split: tuple[int, ...], order: tuple[int, ...]) -> tuple[tuple[int, ...], list[int]]:
+    """The shape [O / 64, rows..., K / 64, inputs...] and the axes of the arranged order."""
+    axes = [axis + (1 if axis <= _G else 2) for axis in order]
+    return (-1, *split[: _G + 1], 0, *split[_G + 1 :]), [0, _G + 2, *axes]
+
+
+def _tiled(
+    values: np.ndarray,  # [O, K]
+    split: tuple[int, ...],
+    order: tuple[int, ...],
+) -> np.ndarray:
+    shape, axes = _axes(split, order)
+    shape = tuple(size or values.shape[1] // TILE for size in shape)
+    return np.ascontiguousarray(values.reshape(shape).transpose(axes))
+
+
+def _untiled(
+    values: np.ndarray, num_outputs: int, split: tuple[int, ...], order: tuple[int, ...]
+) -> np.ndarray:  # [O, K]
+    shape, axes = _axes(split, order)
+    inner = values.size // num_outputs
+    shape = tuple(size or inner // TILE for size in shape)
+    shape = (num_outputs // TILE, *shape[1:])
+    arranged = values.reshape([shape[axis] for axis in axes])
+    return arranged.transpose(np.argsort(axes)).reshape(num_outputs, inner)
+
+
+def _by_tile(part: np.ndarray) -> np.ndarray:  # [O, ...] -> [O / 64, ..., 64] in the same shape
+    tiles = part.reshape(len(part) // TILE, TILE, -1)
+    return np.ascontiguousarray(tiles.swapaxes(1, 2)).reshape(part.shape)
+
+
+def _by_output(part: np.ndarray) -> np.ndarray:
+    """The inverse of ``_by_tile``."""
+    tiles = part.reshape(len(part) // TILE, -1, TILE)
+    return np.ascontiguousarray(tiles.swapaxes(1, 2)).reshape(part.shape)

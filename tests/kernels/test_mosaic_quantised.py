@@ -1,0 +1,153 @@
+"""quantised_gemm in Mosaic without a GPU: right in JAX's interpreter, and lowered for Hopper.
+
+The interpreter has no wgmma with an operand in registers and cannot rename registers, so
+``_matmuls``, ``load_words`` and ``fragment`` are replaced. The replacement of ``fragment`` is the
+layout of operand A as the PTX ISA defines it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device import Device, compiling_for
+from pallas_kernels.quantised import E2M1, Form, Quantised
+from pallas_kernels.quantised_gemm import cases
+from pallas_kernels.quantised_gemm.api import OP
+from pallas_kernels.quantised_gemm.cases import QuantisedCase
+from pallas_kernels.quantised_gemm.tiled import arrange, fragments, launch, mosaic
+from pallas_kernels.quantised_gemm.tiled.launch import TiledConfig
+from pallas_kernels.registry import Inputs
+
+H100 = Device("gpu", "NVIDIA H100", "9.0", num_sms=132)
+FORMS = (
+    ("int4", 128),
+    ("int4", 512),
+    ("int4", 64),
+    ("int4_zeros", 128),
+    ("int4_offsets", 32),
+    ("q4_k", 32),
+    ("int8", 32),
+    ("q6_k", 16),
+    ("fp4", 32),
+)
+
+
+def _matmuls(sums: Any, tokens: int) -> list[jax.Array]:
+    zeros = jnp.zeros((64, tokens), jnp.float32)
+    dot = partial(jnp.dot, preferred_element_type=jnp.float32)
+    return [sum((dot(a, x[...]) for a, x in operands), zeros) for operands in sums]
+
+
+def _load_words(tile: Any) -> jax.Array:
+    return lax.bitcast_convert_type(tile[...].reshape(-1, 4), jnp.int32)
+
+
+def _fragment(words: Sequence[jax.Array]) -> jax.Array:
+    pairs = [lax.bitcast_convert_type(w, jnp.uint16) for w in words]  # [words, 2]
+    if len(pairs) == 4:  # [pair, half, thread, k16, element]
+        arranged = jnp.stack(pairs).reshape(2, 2, 128, 4, 2).transpose(1, 2, 3, 0, 4)
+    else:  # [half, two of k16, thread, one of them, pair, element]
+        arranged = jnp.stack(pairs).reshape(2, 2, 128, 2, 2, 2).transpose(0, 2, 1, 3, 4, 5)
+    axes = arranged.reshape(2, 4, 8, 4, 4, 2, 2)  # half, warp, g, t, k16, pair, element
+    found = axes.transpose(1, 0, 2, 4, 5, 3, 6).reshape(64, 64)
+    return lax.bitcast_convert_type(found, jnp.bfloat16)
+
+
+def _times_bias(scaled: jax.Array) -> jax.Array:
+    bits = lax.bitcast_convert_type(scaled, jnp.uint16).astype(jnp.int32)
+    magnitude = sum(jnp.where((bits >> 6 & 7) == i, x, 0.0) for i, x in enumerate(E2M1))
+    return jnp.where(bits >> 15, -magnitude, magnitude).astype(jnp.bfloat16)
+
+
+@pytest.fixture
+def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mosaic, "_matmuls", _matmuls)
+    monkeypatch.setattr(fragments, "load_words", _load_words)
+    monkeypatch.setattr(fragments, "fragment", _fragment)
+    monkeypatch.setattr(fragments, "times_bias", _times_bias)
+
+
+def _arranged(inputs: Inputs) -> Inputs:
+    x, *parts = inputs.args
+    w = arrange.arrange(Quantised(inputs.static["kind"], *parts))
+    return Inputs((x, *w.arrays), inputs.static | {"kind": w.kind})
+
+
+def _run(case: QuantisedCase, config: TiledConfig | None = None) -> tuple[Any, Any]:
+    """The result in the interpreter and the definition's."""
+    inputs = OP.build(case, 0)
+    tiled = _arranged(inputs)
+    with compiling_for(H100):
+        chosen = config or launch.choose_config(launch.sizes_of(*tiled.args, **tiled.static))
+    run = jax.jit(partial(mosaic.launch_with, config=chosen, **tiled.static))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        result = OP.observable(run(*jax.tree.map(jnp.asarray, tiled.args)))
+    return result, OP.ref(*inputs.args, **inputs.static)
+
+
+def _check(case: QuantisedCase, config: TiledConfig | None = None) -> None:
+    result, expected = (np.asarray(x, np.float64) for x in _run(case, config))
+    assert result.shape == expected.shape
+    # Weights are exact, so only sums and the result are rounded.
+    np.testing.assert_allclose(result, expected, rtol=8e-3, atol=8e-3)
+
+
+def _case(form: str, group: int, tokens: int, **more: Any) -> QuantisedCase:
+    name = f"{form}_g{group}_t{tokens}"
+    return QuantisedCase(name, form, tokens, 512, 128, group, dtype="bfloat16", **more)
+
+
+@pytest.mark.parametrize(("form", "group"), FORMS)
+@pytest.mark.parametrize("tokens", [3, 16])
+@pytest.mark.usefixtures("replaced")
+def test_every_form_agrees_with_the_definition(form: str, group: int, tokens: int) -> None:
+    _check(_case(form, group, tokens))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64, 200])
+@pytest.mark.parametrize(("form", "group"), [("int4", 128), ("q4_k", 32)])
+@pytest.mark.usefixtures("replaced")
+def test_numbers_of_tokens(form: str, group: int, tokens: int) -> None:
+    _check(_case(form, group, tokens))
+
+
+PLAIN = replace(_case("int4", 128, 8), inner=1280)
+LAUNCHES = {
+    "one_warpgroup": (PLAIN, TiledConfig(8, 128, 1, 3)),
+    "four_warpgroups": (replace(PLAIN, inner=1024), TiledConfig(8, 128, 4, 2)),
+    "one_step": (replace(PLAIN, inner=256), TiledConfig(8, 128, 2, 2)),
+    "half_steps": (replace(PLAIN, inner=1216, group=64), TiledConfig(8, 64, 1, 4)),
+    "uneven_split_k": (replace(PLAIN, split=True), TiledConfig(8, 128, 2, 2, split_k=3)),
+    "split_offsets": (
+        replace(_case("int4_offsets", 32, 16), split=True),
+        TiledConfig(16, 128, 2, 2, split_k=2),
+    ),
+    "swiglu": (replace(PLAIN, swiglu=True), TiledConfig(8, 128, 2, 3)),
+    "gates_and_ups_apart": (replace(PLAIN, swiglu=True), TiledConfig(8, 128, 2, 3, 1, True)),
+    "both_apart": (replace(PLAIN, swiglu=True), TiledConfig(8, 128, 4, 2, 1, True)),
+    "q4_k_apart": (_case("q4_k", 32, 32, swiglu=True), TiledConfig(32, 128, 2, 2, 1, True)),
+    "swiglu_zeros": (_case("int4_zeros", 128, 8, swiglu=True), TiledConfig(8, 128, 2, 3)),
+    "swiglu_q4_k": (_case("q4_k", 32, 64, swiglu=True), TiledConfig(64, 128, 2, 2)),
+    "swiglu_q6_k": (_case("q6_k", 16, 24, swiglu=True), TiledConfig(24, 128, 2, 2)),
+    "two_tiles_of_tokens": (replace(PLAIN, tokens=72), TiledConfig(64, 128, 2, 2)),
+    "group_of_several_steps": (
+        replace(PLAIN, group=512, inner=1024),
+        TiledConfig(8, 64, 2, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "config"), LAUNCHES.values(), ids=LAUNCHES)
+@pytest.mark.usefixtures("replaced")
+def test_all_configs_agree_with_the_definition(case: QuantisedCase, config: TiledConfig) -> None:
+    _check(case, config)
