@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import Device, compiling_for
-from pallas_kernels.quantised import E2M1, Form, Quantised
+from pallas_kernels.quantised import Form, Quantised
 from pallas_kernels.quantised_gemm import cases
 from pallas_kernels.quantised_gemm.api import OP
 from pallas_kernels.quantised_gemm.cases import QuantisedCase
@@ -52,21 +52,29 @@ def _load_words(tile: Any) -> jax.Array:
     return lax.bitcast_convert_type(tile[...].reshape(-1, 4), jnp.int32)
 
 
-def _fragment(words: Sequence[jax.Array]) -> jax.Array:
+def _fragment(
+    words: Sequence[jax.Array], multipliers: Sequence[float], minus: Any = 0.0
+) -> jax.Array:
     pairs = [lax.bitcast_convert_type(w, jnp.uint16) for w in words]  # [words, 2]
+    scaled = [_times(x, m) for x, m in zip(pairs, multipliers, strict=True)]
     if len(pairs) == 4:  # [pair, half, thread, k16, element]
-        arranged = jnp.stack(pairs).reshape(2, 2, 128, 4, 2).transpose(1, 2, 3, 0, 4)
+        arranged = jnp.stack(scaled).reshape(2, 2, 128, 4, 2).transpose(1, 2, 3, 0, 4)
     else:  # [half, two of k16, thread, one of them, pair, element]
-        arranged = jnp.stack(pairs).reshape(2, 2, 128, 2, 2, 2).transpose(0, 2, 1, 3, 4, 5)
+        arranged = jnp.stack(scaled).reshape(2, 2, 128, 2, 2, 2).transpose(0, 2, 1, 3, 4, 5)
     axes = arranged.reshape(2, 4, 8, 4, 4, 2, 2)  # half, warp, g, t, k16, pair, element
     found = axes.transpose(1, 0, 2, 4, 5, 3, 6).reshape(64, 64)
-    return lax.bitcast_convert_type(found, jnp.bfloat16)
+    return (found - jnp.asarray(minus, jnp.float32)).astype(jnp.bfloat16)
 
 
-def _times_bias(scaled: jax.Array) -> jax.Array:
-    bits = lax.bitcast_convert_type(scaled, jnp.uint16).astype(jnp.int32)
-    magnitude = sum(jnp.where((bits >> 6 & 7) == i, x, 0.0) for i, x in enumerate(E2M1))
-    return jnp.where(bits >> 15, -magnitude, magnitude).astype(jnp.bfloat16)
+def _times(bits: jax.Array, multiplier: float) -> jax.Array:
+    """bfloat16 of at most 9 bits and a sign, times a power of two. XLA on a CPU takes subnormal
+    numbers for zero.
+    """
+    exponent = bits >> 7 & 3
+    mantissa = (bits & 127).astype(jnp.float32) + jnp.where(exponent, 128.0, 0.0)
+    shift = jnp.where(exponent > 1, 2.0 ** (exponent.astype(jnp.float32) - 1.0), 1.0)
+    magnitude = mantissa * shift * (2.0**-133 * multiplier)
+    return jnp.where(bits >> 15, -magnitude, magnitude)
 
 
 @pytest.fixture
@@ -74,7 +82,6 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mosaic, "_matmuls", _matmuls)
     monkeypatch.setattr(fragments, "load_words", _load_words)
     monkeypatch.setattr(fragments, "fragment", _fragment)
-    monkeypatch.setattr(fragments, "times_bias", _times_bias)
 
 
 def _arranged(inputs: Inputs) -> Inputs:

@@ -10,8 +10,8 @@ matrix A" of the PTX ISA). In it lane 4 * g + t of warp w holds of 16 inputs
 A 32-bit register holds two adjacent inputs in its halves. So a packed word holds the first inputs of
 pairs in its low half, the second inputs in its high half, and a shift and a mask give a register.
 
-The other arrays are stored as [O / 64, groups, 64]. All shapes and dtypes stay those of
-``quantised.Form.arrays``; only the name of the values changes.
+int8 is stored as uint8, plus 128. The other arrays are stored as [O / 64, groups, 64]. All shapes
+and other dtypes stay those of ``quantised.Form.arrays``; only the name of the values changes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def arrays(
     """
     _check(num_outputs, num_inputs)
     named = form.arrays(num_outputs, num_inputs)
-    return {name + SUFFIX * (name == form.kind): array for name, array in named.items()}
+    shape, _ = named.pop(form.kind)
+    return {form.kind + SUFFIX: (shape, "uint8")} | named
 
 
 def arrange(w: Quantised) -> Quantised:
@@ -60,7 +61,8 @@ def arrange(w: Quantised) -> Quantised:
         values = _tiled(unpacked, _SPLIT, _PACKED_ORDER).reshape(len(values), -1, 2)
         values = values[..., 0] | values[..., 1] << 4
     else:
-        values = _tiled(values, _INT8_SPLIT, _INT8_ORDER).reshape(values.shape)
+        biased = values.view(np.uint8) ^ 128
+        values = _tiled(biased, _INT8_SPLIT, _INT8_ORDER).reshape(values.shape)
     rest = (None if part is None else _by_tile(np.asarray(part)) for part in w.arrays[1:])
     return Quantised(w.kind + SUFFIX, values, *rest)
 
@@ -73,7 +75,7 @@ def restore(w: Quantised) -> Quantised:
         unpacked = np.stack([values & 15, values >> 4], axis=-1)
         values = pack_nibbles(_untiled(unpacked, num_outputs, _SPLIT, _PACKED_ORDER))
     else:
-        values = _untiled(values, num_outputs, _INT8_SPLIT, _INT8_ORDER)
+        values = (_untiled(values, num_outputs, _INT8_SPLIT, _INT8_ORDER) ^ 128).view(np.int8)
     rest = (None if part is None else _by_output(np.asarray(part)) for part in w.arrays[1:])
     return Quantised(kind, values, *rest)
 

@@ -1,7 +1,7 @@
 """Packed values in registers, and the bfloat16 operands of wgmma that they become.
 
 The registers of these arrays are renamed here, which Pallas itself cannot express. JAX's interpreter
-cannot run this file: tests replace ``load_words``, ``fragment`` and ``times_bias``.
+cannot run this file: tests replace ``load_words`` and ``fragment``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, vector
+from jax.extend.mlir.dialects import arith, math, vector
 
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 
@@ -24,8 +24,6 @@ type Ref = Any
 
 THREADS = 128  # of a warpgroup
 WORDS = 4  # that a thread loads at once: 16 bytes
-# Two bfloat16 numbers from 128 to 255 are this word and seven bits of each half.
-MAGIC = 0x43004300
 
 
 def _strided(count: int) -> Any:
@@ -61,71 +59,100 @@ def load_words(tile: Ref) -> jax.Array:  # uint8 or int8[...] in shared memory -
     return load(tile)
 
 
-def fragment(words: Sequence[jax.Array]) -> jax.Array:  # int32[...] each -> bfloat16[64, 64]
-    """Operand A of wgmma for a tile, from arrays whose words are its registers.
+def fragment(
+    words: Sequence[jax.Array],  # int32[...] each
+    multipliers: Sequence[float],  # one for each array of words
+    minus: jax.Array | float = 0.0,  # bfloat16[64, 64]
+) -> jax.Array:  # bfloat16[64, 64]
+    """Operand A of wgmma for a tile: the halves of words as bfloat16, times a multiplier, minus
+    ``minus``, rounded once.
 
     ``words`` are four arrays of 512, one for each register of a wgmma: word i of a thread belongs
     to wgmma i. Or they are two of 1024 for the rows and the rows + 8: words 2 i and 2 i + 1 of a
     thread belong to wgmma i.
     """
     count = words[0].shape[0]
+    subtracted = [minus] if isinstance(minus, jax.Array) else []
 
     @plgpu.inline_mgpu(
-        arg_types=(_strided(count),) * len(words),
-        return_type=plgpu.ShapeDtypeStruct(
-            (TILE, TILE), jnp.bfloat16, layout=plgpu.Layout.WGMMA
-        ),
+        arg_types=(*(_strided(count),) * len(words), *(plgpu.Layout.WGMMA,) * len(subtracted)),
+        return_type=plgpu.ShapeDtypeStruct((TILE, TILE), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
     )
     def rename(_: Any, *arrays: Any) -> Any:
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
         one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
-        named = [
-            [vector.extract_strided_slice(one, r, [i], [1], [1]) for r in array.registers.flat
-             for i in range(WORDS)]
-            for array in arrays
-        ]
+
+        def constant(value: float) -> Any:
+            return arith.constant(
+                pair, ir.DenseElementsAttr.get_splat(pair, ir.FloatAttr.get(ir.BF16Type.get(), value))
+            )
+
+        def register(column: int, half: int) -> tuple[Any, float]:
+            """A register of the tile's columns / 8 and rows + 8, and its multiplier."""
+            i = 2 * (column % 2) + half if len(words) == 4 else half
+            word = column // 2 if len(words) == 4 else column
+            loaded = arrays[i].registers.flat[word // WORDS]
+            taken = vector.extract_strided_slice(one, loaded, [word % WORDS], [1], [1])
+            return vector.bitcast(pair, taken), multipliers[i]
+
         shape = mgpu.WGMMA_LAYOUT.registers_shape((TILE, TILE))
         registers = np.empty(shape, dtype=object)
-        flat = registers.reshape(TILE // 8, 2)  # columns / 8, rows + 8: a view
-        for column in range(TILE // 8):
-            for half in range(2):
-                if len(arrays) == 4:
-                    word = named[2 * (column % 2) + half][column // 2]
-                else:
-                    word = named[half][column]
-                flat[column, half] = vector.bitcast(pair, word)
+        flat = registers.reshape(TILE // 8, 2)  # a view
+        rows = arrays[-1].registers.reshape(TILE // 8, 2) if subtracted else None
+        for column, half in np.ndindex(*flat.shape):
+            value, multiplier = register(column, half)
+            if rows is not None:
+                negative = arith.negf(rows[column, half])
+                value = math.fma(value, constant(multiplier), negative)
+            elif minus:
+                value = math.fma(value, constant(multiplier), constant(-minus))
+            else:
+                value = arith.mulf(value, constant(multiplier))
+            flat[column, half] = value
         return mgpu.FragmentedArray(
             _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
         )
 
-    return rename(*words)
+    return rename(*words, *subtracted)
 
 
-def _masked(words: jax.Array, shift: int, mask: int, magic: int = MAGIC) -> jax.Array:
+def _masked(words: jax.Array, shift: int, mask: int) -> jax.Array:
     """The bits ``mask`` of the words after a shift to the right (negative: to the left)."""
     if shift > 0:
         words = lax.shift_right_logical(words, jnp.int32(shift))
     elif shift < 0:
         words = lax.shift_left(words, jnp.int32(-shift))
-    return (words & jnp.int32(mask)) | jnp.int32(magic)
+    return words & jnp.int32(mask)
 
 
-def times_bias(scaled: jax.Array) -> jax.Array:  # bfloat16[64, 64]
-    """Numbers times 2**126. They may be subnormal, which XLA on a CPU takes for zero."""
-    return scaled * jnp.bfloat16(2.0**126)
+def operand(
+    kind: str,
+    tile: Ref,
+    zero: jax.Array | float,  # float32[64]
+) -> jax.Array:  # bfloat16[64, 64]
+    """A tile's values minus ``zero``, divided by ``divisor(kind)``; exact.
 
-
-def operand(kind: str, tile: Ref) -> tuple[jax.Array, float]:
-    """A tile's values as bfloat16[64, 64] in registers, and a number to subtract from each."""
+    Eight bits are read as a bfloat16 number without a shift: the lowest exponents, subnormal and 1,
+    make it the integer times 2**-133. A multiplication of up to 2**127 makes it normal.
+    """
     words = load_words(tile)
-    if kind == "int4":
-        return fragment([_masked(words, 4 * i, 0x000F000F) for i in range(4)]), 128.0
+    if kind == "fp4":
+        # e2m1 has the fields of bfloat16 with a bias of 1 instead of 127, subnormals included.
+        magnitude = [_masked(words, 4 * i - 6, 0x01C001C0) for i in range(4)]
+        sign = [_masked(words, 4 * i - 12, -0x7FFF8000) for i in range(4)]
+        both = [m | s for m, s in zip(magnitude, sign, strict=True)]
+        return fragment(both, (2.0**126,) * 4)
+    zero = zero / divisor(kind)
+    if isinstance(zero, jax.Array):
+        zero = lax.broadcast_in_dim(zero.astype(jnp.bfloat16), (TILE, TILE), [0])
     if kind == "int8":
-        # value + 128 * sign bit as a number from 128 to 255, minus 128 or 256
-        low = fragment([_masked(words, 8 * i, 0x007F007F) for i in range(2)])
-        return low - fragment([_masked(words, 8 * i, 0x00800080) for i in range(2)]), 0.0
-    # e2m1 has the fields of bfloat16 with a bias of 1 instead of 127, subnormals included.
-    magnitude = [_masked(words, 4 * i - 6, 0x01C001C0, 0) for i in range(4)]
-    sign = [_masked(words, 4 * i - 12, -0x7FFF8000, 0) for i in range(4)]
-    scaled = fragment([m | s for m, s in zip(magnitude, sign, strict=True)])
-    return times_bias(scaled), 0.0
+        parts = [_masked(words, 8 * i, 0x00FF00FF) for i in range(2)]
+        return fragment(parts, (2.0**127,) * 2, zero)
+    low, high = 0x000F000F, 0x00F000F0
+    parts = [_masked(words, shift, mask) for shift in (0, 8) for mask in (low, high)]
+    return fragment(parts, (2.0**127, 2.0**123) * 2, zero)
+
+
+def divisor(kind: str) -> float:
+    """By which ``operand`` divides values."""
+    return 1.0 if kind == "fp4" else 64.0

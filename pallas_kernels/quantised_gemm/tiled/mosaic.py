@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
 from pallas_kernels.quantised import MIDDLE
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
-from pallas_kernels.quantised_gemm.tiled.fragments import operand
+from pallas_kernels.quantised_gemm.tiled.fragments import divisor, operand
 from pallas_kernels.quantised_gemm.tiled.launch import (
     ACCUMULATOR_REGISTERS,
     MMA_TOKENS,
@@ -153,15 +153,20 @@ def _memory_warpgroup(spec: _Spec, tile: _CtaTile, gmem: _Gmem, scratch: _Scratc
         plgpu.copy_gmem_to_smem(tokens, scratch.x_smem.at[stage], scratch.barriers.at[stage])
 
     prologue = jnp.minimum(tile.num_steps, spec.config.stages)
-    pl.loop(0, prologue)(copy_weights)
-    grid_dependency_wait()
-    pl.loop(0, prologue)(copy_tokens)
 
-    @pl.loop(prologue, tile.num_steps)
-    def _step(step: jax.Array) -> None:
-        plgpu.barrier_wait(scratch.consumed_barriers.at[_stage(spec, step)])
-        copy_weights(step)
-        copy_tokens(step)
+    @plgpu.warp_map
+    def _warp(warp: jax.Array) -> None:
+        @pl.when(warp == 0)
+        def _copy() -> None:
+            pl.loop(0, prologue)(copy_weights)
+            grid_dependency_wait()
+            pl.loop(0, prologue)(copy_tokens)
+
+            @pl.loop(prologue, tile.num_steps)
+            def _step(step: jax.Array) -> None:
+                plgpu.barrier_wait(scratch.consumed_barriers.at[_stage(spec, step)])
+                copy_weights(step)
+                copy_tokens(step)
 
 
 def _zeros(shape: tuple[int, ...]) -> jax.Array:
@@ -231,13 +236,13 @@ class _Step:
             scale *= self.factor(parts.supers, result, row)
             if offset is not None:
                 offset *= self.factor(parts.supers, result, row + 1)
-        return scale, offset
+        return scale * divisor(sizes.kind), offset
 
-    def tile(self, result: int, index: int) -> tuple[jax.Array, float]:
-        """A tile's values as an operand, and a number to subtract."""
+    def tile(self, result: int, index: int, zero: jax.Array | float) -> jax.Array:
+        """A tile's values minus ``zero`` as an operand, bfloat16[64, 64]."""
         place = self.half(result), lax.div(self.first_input, jnp.int32(TILE)) + index
         ref = self.scratch.values_smem.at[self.stage, *place]
-        return operand(self.spec.sizes.kind, ref)
+        return operand(self.spec.sizes.kind, ref, zero)
 
     def tokens(self, start: int) -> Ref:  # [chunk, block_t]
         """A chunk of the tokens' inputs."""
@@ -251,25 +256,25 @@ class _Step:
 
         ``tiles`` are those in registers; a segment may be a part of one.
         """
-        spec, sizes = self.spec, self.spec.sizes
-        zero: jax.Array | float = 0.0
-        if sizes.zeros:
-            row = self.row(sizes.group, segment)
-            zero = self.factor(self.scratch.parts_smem.zeros, result, row)
-        elif sizes.kind == "int4" and not sizes.offsets:
-            zero = float(MIDDLE)
         for start in self.chunks(segment):
             index, column = divmod(start, TILE)
-            if (result, index) not in tiles:
-                tiles[result, index] = self.tile(result, index)
-            values, bias = tiles[result, index]
-            zero_or_bias = zero + bias  # exact in bfloat16: at most 143
-            a = values[:, column : column + spec.chunk]
-            if isinstance(zero_or_bias, jax.Array):
-                a -= lax.broadcast_in_dim(zero_or_bias.astype(a.dtype), a.shape, [0])
-            elif zero_or_bias:
-                a -= jnp.bfloat16(zero_or_bias)
-            yield a, self.tokens(start)
+            if self.spec.sizes.zeros:  # a tile may have several groups
+                tile = self.tile(result, index, self.zero(result, segment))
+            else:
+                if (result, index) not in tiles:
+                    tiles[result, index] = self.tile(result, index, self.zero(result, segment))
+                tile = tiles[result, index]
+            yield tile[:, column : column + self.spec.chunk], self.tokens(start)
+
+    def zero(self, result: int, segment: int) -> jax.Array | float:  # float32[64]
+        """The number to subtract from values."""
+        sizes = self.spec.sizes
+        if sizes.zeros:
+            row = self.row(sizes.group, segment)
+            return self.factor(self.scratch.parts_smem.zeros, result, row)
+        if sizes.kind == "int8":
+            return 128.0  # as they are stored
+        return float(MIDDLE) if sizes.kind == "int4" and not sizes.offsets else 0.0
 
     def ones(self, segment: int) -> Iterator[tuple[jax.Array, Ref]]:
         """Ones as weights: their matmul sums up the inputs of each token."""
@@ -441,7 +446,7 @@ def _scratch_types(spec: _Spec, parts: _Parts) -> _Scratch:
         x_smem=plgpu.SMEM(
             (stages, block_t, config.block_k), jnp.bfloat16, transforms=_swizzled(spec.chunk, 2)
         ),
-        values_smem=plgpu.SMEM(values, jnp.int8 if sizes.kind == "int8" else jnp.uint8),
+        values_smem=plgpu.SMEM(values, jnp.uint8),
         parts_smem=_Parts(*map(part_type, parts, _groups(spec))),
         sums_smem=plgpu.SMEM(
             (max(1, config.warpgroups - 1), spec.results, TILE, block_t),
