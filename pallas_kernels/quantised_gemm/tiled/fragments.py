@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, math, vector
+from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 
@@ -98,16 +98,15 @@ def fragment(
         shape = mgpu.WGMMA_LAYOUT.registers_shape((TILE, TILE))
         registers = np.empty(shape, dtype=object)
         flat = registers.reshape(TILE // 8, 2)  # a view
+        contract = arith.FastMathFlags.contract  # one instruction
         rows = arrays[-1].registers.reshape(TILE // 8, 2) if subtracted else None
         for column, half in np.ndindex(*flat.shape):
             value, multiplier = register(column, half)
+            value = arith.mulf(value, constant(multiplier), fastmath=contract)
             if rows is not None:
-                negative = arith.negf(rows[column, half])
-                value = math.fma(value, constant(multiplier), negative)
+                value = arith.subf(value, rows[column, half], fastmath=contract)
             elif minus:
-                value = math.fma(value, constant(multiplier), constant(-minus))
-            else:
-                value = arith.mulf(value, constant(multiplier))
+                value = arith.subf(value, constant(minus), fastmath=contract)
             flat[column, half] = value
         return mgpu.FragmentedArray(
             _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None

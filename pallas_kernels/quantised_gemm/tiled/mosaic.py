@@ -356,7 +356,9 @@ def _write(
     """Write the tile of the result from registers."""
     result = results[0]
     if spec.sizes.swiglu:
-        result = result / (1.0 + jnp.exp(-result)) * results[1]
+        # The square of a reciprocal root is cheaper than a division.
+        root = lax.rsqrt(1.0 + jnp.exp(-result))
+        result = result * results[1] * root * root
     columns = pl.ds(tile.index * TILE, TILE)
     if spec.sizes.tokens < MMA_TOKENS:
         index = plgpu.broadcasted_iota(jnp.int32, result.shape, 1, layout=plgpu.Layout.WGMMA)
