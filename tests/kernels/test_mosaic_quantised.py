@@ -20,11 +20,12 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import Device, compiling_for
-from pallas_kernels.quantised import Form, Quantised
-from pallas_kernels.quantised_gemm import cases
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.api import OP
 from pallas_kernels.quantised_gemm.cases import QuantisedCase
-from pallas_kernels.quantised_gemm.tiled import arrange, fragments, launch, mosaic
+from pallas_kernels.quantised_gemm.tiled import arrange, fragments, launch, mosaic, step
+from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
+from pallas_kernels.quantised_gemm.tiled.large import mosaic as large
 from pallas_kernels.quantised_gemm.tiled.launch import TiledConfig
 from pallas_kernels.registry import Inputs
 
@@ -79,7 +80,7 @@ def _times(bits: jax.Array, multiplier: float) -> jax.Array:
 
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic, "_matmuls", _matmuls)
+    monkeypatch.setattr(step, "matmuls", _matmuls)
     monkeypatch.setattr(fragments, "load_words", _load_words)
     monkeypatch.setattr(fragments, "fragment", _fragment)
 
@@ -158,3 +159,33 @@ LAUNCHES = {
 @pytest.mark.usefixtures("replaced")
 def test_all_configs_agree_with_the_definition(case: QuantisedCase, config: TiledConfig) -> None:
     _check(case, config)
+
+
+MANY = replace(_case("int4", 128, 136), outer=256)
+LARGE = {
+    "ragged": (MANY, 1),
+    "cluster": (MANY, 2),
+    "swiglu": (replace(MANY, tokens=128, swiglu=True), 1),
+    "swiglu_cluster": (replace(MANY, swiglu=True), 2),
+    "zeros": (replace(MANY, form="int4_zeros"), 2),
+    "q4_k": (replace(MANY, form="q4_k", group=32, tokens=128), 2),
+    "q6_k": (replace(MANY, form="q6_k", group=16, tokens=72), 1),
+    "int8": (replace(MANY, form="int8", group=32, tokens=72), 1),
+    "fp4": (replace(MANY, form="fp4", group=32, tokens=72), 1),
+}
+
+
+@pytest.mark.parametrize(("case", "cluster"), LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize("num_sms", [2, 132])
+@pytest.mark.usefixtures("replaced")
+def test_many_tokens(case: QuantisedCase, cluster: int, num_sms: int) -> None:
+    inputs = OP.build(case, 0)
+    tiled = _arranged(inputs)
+    with compiling_for(replace(H100, num_sms=num_sms)):
+        config = large_launch.choose_config(large_launch.sizes_of(*tiled.args, **tiled.static))
+        config = replace(config, cluster=cluster)
+        run = jax.jit(partial(large.launch_with, config=config, **tiled.static))
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+            result = np.asarray(run(*jax.tree.map(jnp.asarray, tiled.args)), np.float64)
+    expected = np.asarray(OP.ref(*inputs.args, **inputs.static), np.float64)
+    np.testing.assert_allclose(result, expected, rtol=8e-3, atol=8e-3)

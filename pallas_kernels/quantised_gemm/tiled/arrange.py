@@ -36,9 +36,7 @@ _INT8_SPLIT = (4, 2, 8, 2, 2, 2, 4, 2)  # k16 is split: 16 bytes are of half of 
 _INT8_ORDER = (3, _WARP, _G, 6, 4, 5, 7, _HALF)
 
 
-def arrays(
-    form: Form, num_outputs: int, num_inputs: int
-) -> dict[str, tuple[tuple[int, ...], str]]:
+def arrays(form: Form, num_outputs: int, num_inputs: int) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each array of an arranged matrix, as ``Form.arrays``.
 
     Raises ValueError if tiles do not divide the matrix.

@@ -84,7 +84,8 @@ def fragment(
 
         def constant(value: float) -> Any:
             return arith.constant(
-                pair, ir.DenseElementsAttr.get_splat(pair, ir.FloatAttr.get(ir.BF16Type.get(), value))
+                pair,
+                ir.DenseElementsAttr.get_splat(pair, ir.FloatAttr.get(ir.BF16Type.get(), value)),
             )
 
         def register(column: int, half: int) -> tuple[Any, float]:
