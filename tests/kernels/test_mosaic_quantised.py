@@ -133,6 +133,12 @@ PLAIN = replace(_case("int4", 128, 8), inner=1280)
 LAUNCHES = {
     "one_warpgroup": (PLAIN, TiledConfig(8, 128, 1, 3)),
     "four_warpgroups": (replace(PLAIN, inner=1024), TiledConfig(8, 128, 4, 2)),
+    "own_copies": (replace(PLAIN, inner=2048), TiledConfig(8, 128, 4, 2, own_copies=True)),
+    "own_copies_split": (
+        replace(PLAIN, inner=1280, split=True),
+        TiledConfig(8, 128, 2, 2, 2, own_copies=True),
+    ),
+    "own_copies_of_one": (PLAIN, TiledConfig(8, 128, 1, 3, own_copies=True)),
     "one_step": (replace(PLAIN, inner=256), TiledConfig(8, 128, 2, 2)),
     "half_steps": (replace(PLAIN, inner=1216, group=64), TiledConfig(8, 64, 1, 4)),
     "uneven_split_k": (replace(PLAIN, split=True), TiledConfig(8, 128, 2, 2, split_k=3)),

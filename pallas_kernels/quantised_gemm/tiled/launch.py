@@ -87,7 +87,8 @@ class TiledConfig:
     A CTA computes 64 outputs (with swiglu from 64 gates and 64 ups) of ``block_t`` tokens. In a K
     step each of the compute ``warpgroups`` multiplies ``span`` inputs; with ``by_half`` those with
     an even index multiply gates, the others ups. ``stages`` steps are in flight. ``split_k`` CTAs
-    divide the inner axis.
+    divide the inner axis. With ``own_copies`` the first compute warpgroup issues the copies, else a
+    warpgroup of its own.
     """
 
     block_t: int
@@ -96,6 +97,7 @@ class TiledConfig:
     stages: int
     split_k: int = 1
     by_half: bool = False
+    own_copies: bool = False
 
     @property
     def block_k(self) -> int:

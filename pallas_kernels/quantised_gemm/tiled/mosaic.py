@@ -11,7 +11,8 @@ results at the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -78,51 +79,76 @@ def _stage(spec: Spec, step: jax.Array) -> jax.Array:
     return lax.rem(step, jnp.int32(spec.config.stages))
 
 
-def _memory_warpgroup(spec: Spec, tile: _CtaTile, gmem: Gmem, scratch: _Scratch) -> None:
-    """Copy K steps as stages are consumed; the first weights before the previous kernel ends."""
-    block_t, block_k = spec.config.block_t, spec.config.block_k
+@dataclass(frozen=True)
+class _Copies:
+    """TMA copies of a CTA's K steps, issued by one warp."""
 
-    where = (slice(None), tile.index)
+    spec: Spec
+    tile: _CtaTile
+    gmem: Gmem
+    scratch: _Scratch
 
-    def copy_step(step: jax.Array) -> None:
-        stage = _stage(spec, step)
-        copy_weights(spec, gmem, scratch, where, tile.first_step + step, stage)
+    def weights(self, step: jax.Array) -> None:
+        """Issue the copies of a step's weights."""
+        where, stage = (slice(None), self.tile.index), _stage(self.spec, step)
+        step = self.tile.first_step + step
+        copy_weights(self.spec, self.gmem, self.scratch, where, step, stage)
 
-    def copy_tokens(step: jax.Array) -> None:
-        stage = _stage(spec, step)
-        inner = pl.ds((tile.first_step + step) * block_k, block_k)
-        tokens = gmem.x.at[pl.ds(tile.token, block_t), inner]  # TMA fills missing rows with zeros
-        plgpu.copy_gmem_to_smem(tokens, scratch.x_smem.at[stage], scratch.barriers.at[stage])
+    def tokens(self, step: jax.Array) -> None:
+        """Issue the copy of a step's tokens. TMA fills missing rows with zeros."""
+        config, stage = self.spec.config, _stage(self.spec, step)
+        inner = pl.ds((self.tile.first_step + step) * config.block_k, config.block_k)
+        tokens = self.gmem.x.at[pl.ds(self.tile.token, config.block_t), inner]
+        x_smem, barrier = self.scratch.x_smem.at[stage], self.scratch.barriers.at[stage]
+        plgpu.copy_gmem_to_smem(tokens, x_smem, barrier)
 
-    prologue = jnp.minimum(tile.num_steps, spec.config.stages)
+    def first(self) -> None:
+        """Issue the copies of as many steps as there are stages, of weights before the previous
+        kernel ends.
+        """
+        count = jnp.minimum(self.tile.num_steps, self.spec.config.stages)
+        pl.loop(0, count)(self.weights)
+        grid_dependency_wait()
+        pl.loop(0, count)(self.tokens)
 
-    @plgpu.warp_map
-    def _warp(warp: jax.Array) -> None:
-        @pl.when(warp == 0)
-        def _copy() -> None:
-            pl.loop(0, prologue)(copy_step)
-            grid_dependency_wait()
-            pl.loop(0, prologue)(copy_tokens)
+    def next(self, step: jax.Array) -> None:
+        """Issue a further step's copies when its stage has been consumed."""
+        plgpu.barrier_wait(self.scratch.consumed_barriers.at[_stage(self.spec, step)])
+        self.weights(step)
+        self.tokens(step)
 
-            @pl.loop(prologue, tile.num_steps)
-            def _step(step: jax.Array) -> None:
-                plgpu.barrier_wait(scratch.consumed_barriers.at[_stage(spec, step)])
-                copy_step(step)
-                copy_tokens(step)
+    def all(self) -> None:
+        """Issue all copies."""
+        self.first()
+        stages = self.spec.config.stages
+        pl.loop(jnp.minimum(self.tile.num_steps, stages), self.tile.num_steps)(self.next)
+
+
+def _in_one_warp(run: Callable[[], None]) -> None:
+    """Run in the first warp of the warpgroup."""
+    plgpu.warp_map(lambda warp: pl.when(warp == 0)(run))
 
 
 def _accumulate(
-    spec: Spec, tile: _CtaTile, warpgroup: jax.Array, scratch: _Scratch
+    spec: Spec, warpgroup: jax.Array, copies: _Copies
 ) -> Sequence[jax.Array]:  # float32[64, block_t] each
     """A warpgroup's part of the result."""
+    tile, scratch, stages = copies.tile, copies.scratch, spec.config.stages
 
     def add(step: jax.Array, totals: Sequence[jax.Array]) -> Sequence[jax.Array]:
         stage = _stage(spec, step)
+        if spec.config.own_copies:
+            further = step - 1 + stages  # in the stage of the previous step
+
+            @pl.when((warpgroup == 0) & (step > 0) & (further < tile.num_steps))
+            def _copy() -> None:
+                _in_one_warp(lambda: copies.next(further))
+
         plgpu.barrier_wait(scratch.barriers.at[stage])
         totals = Step(spec, stage, warpgroup, scratch).add(totals)
 
         # The stages of the last steps are not reused, so no copy waits for their release.
-        @pl.when(step + spec.config.stages < tile.num_steps)
+        @pl.when(step + stages < tile.num_steps)
         def _release() -> None:
             plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
 
@@ -133,11 +159,10 @@ def _accumulate(
     return lax.fori_loop(0, tile.num_steps, add, init)
 
 
-def _compute_warpgroup(
-    spec: Spec, tile: _CtaTile, warpgroup: jax.Array, out: Ref, scratch: _Scratch
-) -> None:
+def _compute_warpgroup(spec: Spec, warpgroup: jax.Array, out: Ref, copies: _Copies) -> None:
     """Multiply, and add up the results of the warpgroups; the first one writes the sum."""
-    totals = _accumulate(spec, tile, warpgroup, scratch)
+    tile, scratch = copies.tile, copies.scratch
+    totals = _accumulate(spec, warpgroup, copies)
     if spec.config.warpgroups == 1:
         write(spec, tile.index, tile.token, totals, out)
         return
@@ -164,15 +189,16 @@ def _compute_warpgroup(
 def _kernel(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
     launch_dependents()
     tile, warpgroup = _cta_tile(spec), lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup == spec.config.warpgroups)
-    def _memory() -> None:
-        _memory_warpgroup(spec, tile, gmem, scratch)
+    copies = _Copies(spec, tile, gmem, scratch)
+    if spec.config.own_copies:
+        pl.when(warpgroup == 0)(lambda: _in_one_warp(copies.first))
+    else:
+        pl.when(warpgroup == spec.config.warpgroups)(lambda: _in_one_warp(copies.all))
 
     @pl.when(warpgroup < spec.config.warpgroups)
     def _compute() -> None:
         out = gmem.out if spec.config.split_k == 1 else gmem.out.at[lax.axis_index("split")]
-        _compute_warpgroup(spec, tile, warpgroup, out, scratch)
+        _compute_warpgroup(spec, warpgroup, out, copies)
 
 
 def _scratch_types(spec: Spec, parts: Parts) -> _Scratch:
@@ -255,7 +281,7 @@ def launch_with(
         scratch_types=(_scratch_types(spec, parts),),
         grid=(config.split_k, -(-sizes.tokens // config.block_t), sizes.outer // TILE),
         grid_names=("split", "tokens", "tile"),
-        num_threads=config.warpgroups + 1,
+        num_threads=config.warpgroups + (not config.own_copies),
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="quantised_gemm",
