@@ -1,7 +1,7 @@
 """quantised_gemm in Mosaic without a GPU: right in JAX's interpreter, and lowered for Hopper.
 
 The interpreter has no wgmma with an operand in registers and cannot rename registers, so
-``_matmuls``, ``load_words`` and ``fragment`` are replaced. The replacement of ``fragment`` is the
+``matmuls``, ``load_words`` and ``fragment`` are replaced. The replacement of ``fragment`` is the
 layout of operand A as the PTX ISA defines it.
 """
 
@@ -27,7 +27,7 @@ from pallas_kernels.quantised_gemm.tiled import arrange, fragments, launch, mosa
 from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
 from pallas_kernels.quantised_gemm.tiled.large import mosaic as large
 from pallas_kernels.quantised_gemm.tiled.launch import TiledConfig
-from pallas_kernels.registry import Inputs
+from pallas_kernels.registry import Inputs, select
 
 H100 = Device("gpu", "NVIDIA H100", "9.0", num_sms=132)
 FORMS = (
@@ -195,3 +195,103 @@ def test_many_tokens(case: QuantisedCase, cluster: int, num_sms: int) -> None:
             result = np.asarray(run(*jax.tree.map(jnp.asarray, tiled.args)), np.float64)
     expected = np.asarray(OP.ref(*inputs.args, **inputs.static), np.float64)
     np.testing.assert_allclose(result, expected, rtol=8e-3, atol=8e-3)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "not_hopper", lambda: None)
+
+
+def _call(case: QuantisedCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a case with arranged weights, as shapes."""
+    tiled = _arranged(OP.build(case, 0))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiled.args), tiled.static
+
+
+LOWERED = {
+    "one_token": (_case("int4", 128, 1), "tiled"),
+    "swiglu_t32": (_case("int4", 128, 32, swiglu=True), "tiled"),
+    "swiglu_t64": (_case("int4_zeros", 128, 64, swiglu=True), "tiled"),
+    "split_t8": (_case("q4_k", 32, 8, split=True), "tiled"),
+    "int8_t64": (_case("int8", 32, 64), "tiled"),
+    "q6_k_t16": (_case("q6_k", 16, 16), "tiled"),
+    "fp4_t128": (_case("fp4", 32, 128), "tiled"),
+    "t256": (_case("int4", 128, 256), "tiled_large"),
+    "swiglu_t1024": (_case("int4", 128, 1024, swiglu=True), "tiled_large"),
+    "q4_k_t512": (_case("q4_k", 32, 512), "tiled_large"),
+    "q6_k_t512": (_case("q6_k", 16, 512), "tiled_large"),
+}
+
+
+@pytest.mark.parametrize(("case", "name"), LOWERED.values(), ids=LOWERED)
+@pytest.mark.usefixtures("on_hopper")
+def test_chosen_and_lowered_for_hopper(case: QuantisedCase, name: str) -> None:
+    args, static = _call(case)
+    with compiling_for(H100):
+        assert select(OP, "gpu", args, static).name == name
+        run = {"tiled": mosaic, "tiled_large": large}[name].quantised_gemm.__wrapped__
+        text = jax.jit(partial(run, **static)).trace(*args).lower(lowering_platforms=("cuda",))
+        shapes = {"tiled": launch, "tiled_large": large_launch}[name].result_shapes
+        returned = jax.eval_shape(partial(run, **static), *args)
+        declared = shapes(*args, **static)
+    assert "@mosaic_gpu" in text.as_text()
+    assert (declared.shape, declared.dtype) == (returned.shape, returned.dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        pytest.param({"dtype": "float32"}, "tokens are float32, not bfloat16", id="float32"),
+        pytest.param({"tokens": 20}, "20 tokens are not a multiple of 8", id="tokens"),
+        pytest.param({"tokens": 136}, "136 tokens are not between 1 and 128", id="many"),
+        pytest.param({"inner": 768, "group": 96}, "groups of 96 inputs do not fit", id="group"),
+        pytest.param({}, "compute capability none, not 9.x", id="device"),
+    ],
+)
+def test_refusals(change: dict[str, Any], reason: str) -> None:
+    args, static = _call(replace(_case("int4", 128, 8), **change))
+    assert reason in (launch.supports(*args, **static) or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        pytest.param({"tokens": 64}, "64 tokens are fewer than 129", id="few"),
+        pytest.param({"tokens": 204}, "204 tokens are not a multiple of 8", id="tokens"),
+        pytest.param({"outer": 192}, "192 outputs or 512 inputs are not a multiple", id="outer"),
+        pytest.param({"dtype": "float32"}, "tokens are float32, not bfloat16", id="float32"),
+    ],
+)
+@pytest.mark.usefixtures("on_hopper")
+def test_refusals_of_the_kernel_for_many_tokens(change: dict[str, Any], reason: str) -> None:
+    args, static = _call(replace(MANY, **change))
+    assert reason in (large_launch.supports(*args, **static) or "")
+
+
+def test_weights_that_are_not_arranged_are_refused() -> None:
+    inputs = OP.build(_case("int4", 128, 8), 0)
+    reason = launch.supports(*inputs.args, **inputs.static)
+    assert reason == "int4 weights are not arranged in tiles"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "swiglu", "config"),
+    [
+        pytest.param(8, False, TiledConfig(8, 128, 4, 4), id="four_warpgroups"),
+        pytest.param(8, True, TiledConfig(8, 128, 2, 6, 1, True), id="gates_and_ups"),
+        pytest.param(64, True, TiledConfig(64, 128, 2, 3, 1, True, True), id="two_ctas_per_sm"),
+        pytest.param(64, False, TiledConfig(64, 128, 2, 4), id="many_tokens"),
+    ],
+)
+def test_heuristic(tokens: int, swiglu: bool, config: TiledConfig) -> None:
+    args, static = _call(replace(_case("int4", 128, tokens, swiglu=swiglu), inner=2560))
+    with compiling_for(H100):
+        assert launch.choose_config(launch.sizes_of(*args, **static)) == config
+
+
+def test_heuristic_of_many_tokens_fills_the_sms() -> None:
+    sizes = launch.TiledSizes("int4", 1024, 4096, 2560, 128, 0, False, False, False, False)
+    with compiling_for(H100):
+        assert large_launch.choose_config(sizes).step.block_t == 96  # 220 tiles in two waves
+        longer = sizes._replace(tokens=8192)
+        assert large_launch.choose_config(longer).step.block_t == 160

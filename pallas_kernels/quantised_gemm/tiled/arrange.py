@@ -7,8 +7,8 @@ matrix A" of the PTX ISA). In it lane 4 * g + t of warp w holds of 16 inputs
 
     rows 16 * w + g and 16 * w + g + 8, inputs 2 * t, 2 * t + 1, 2 * t + 8 and 2 * t + 9
 
-A 32-bit register holds two adjacent inputs in its halves. So a packed word holds the first inputs of
-pairs in its low half, the second inputs in its high half, and a shift and a mask give a register.
+A 32-bit register holds two adjacent inputs in its halves. So a packed word holds the first inputs
+of pairs in its low half, the second inputs in its high half; a shift and a mask give a register.
 
 int8 is stored as uint8, plus 128. The other arrays are stored as [O / 64, groups, 64]. All shapes
 and other dtypes stay those of ``quantised.Form.arrays``; only the name of the values changes.

@@ -1,7 +1,7 @@
 """Packed values in registers, and the bfloat16 operands of wgmma that they become.
 
-The registers of these arrays are renamed here, which Pallas itself cannot express. JAX's interpreter
-cannot run this file: tests replace ``load_words`` and ``fragment``.
+The registers of these arrays are renamed here, which Pallas itself cannot express. JAX's
+interpreter cannot run that: tests replace ``load_words`` and ``fragment``.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ def load_words(tile: Ref) -> jax.Array:  # uint8 or int8[...] in shared memory -
         layout = mgpu.WGStridedFragLayout((count,), WORDS)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
-    return load(tile)
+    run: Any = load  # without its first argument, the context
+    return run(tile)
 
 
 def fragment(
     words: Sequence[jax.Array],  # int32[...] each
     multipliers: Sequence[float],  # one for each array of words
-    minus: jax.Array | float = 0.0,  # bfloat16[64, 64]
+    minus: jax.Array | float = 0.0,  # or bfloat16[64, 64]
 ) -> jax.Array:  # bfloat16[64, 64]
     """Operand A of wgmma for a tile: the halves of words as bfloat16, times a multiplier, minus
     ``minus``, rounded once.
@@ -106,7 +107,7 @@ def fragment(
             value = arith.mulf(value, constant(multiplier), fastmath=contract)
             if rows is not None:
                 value = arith.subf(value, rows[column, half], fastmath=contract)
-            elif minus:
+            elif isinstance(minus, float) and minus:
                 value = arith.subf(value, constant(minus), fastmath=contract)
             flat[column, half] = value
         return mgpu.FragmentedArray(

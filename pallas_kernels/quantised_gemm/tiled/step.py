@@ -40,6 +40,7 @@ class Spec:
 
     sizes: TiledSizes
     config: TiledConfig
+    sums_given: bool = False  # the sums of the tokens' inputs, which offsets multiply
 
     @property
     def segment(self) -> int:
@@ -171,7 +172,7 @@ class Step:
     spec: Spec
     stage: jax.Array
     warpgroup: jax.Array
-    scratch: Any  # x_smem, values_smem and parts_smem
+    scratch: Any  # x_smem, values_smem, parts_smem, perhaps sums_given_smem
 
     @property
     def first_input(self) -> jax.Array:
@@ -188,8 +189,8 @@ class Step:
     def factor(self, part: Ref, result: int, row: jax.Array | int) -> jax.Array:  # float32[64]
         """A row of factors of the tile's outputs."""
         layout = plgpu.Layout.WGMMA.reduce(1)
-        row = part.at[self.stage, 0, self.half(result), row]
-        return plgpu.load(row, layout=layout, optimized=False).astype(jnp.float32)
+        factors = part.at[self.stage, 0, self.half(result), row]
+        return plgpu.load(factors, layout=layout, optimized=False).astype(jnp.float32)
 
     def row(self, group: int, segment: int) -> jax.Array:
         """Of the factors of groups, the row of a segment."""
@@ -262,11 +263,19 @@ class Step:
         length = self.spec.segment
         return range(segment * length, (segment + 1) * length, self.spec.chunk)
 
+    def given(self, segment: int) -> jax.Array:  # float32[64, block_t]
+        """The sums of the tokens' inputs of a segment, in each row."""
+        row = self.row(self.spec.sizes.group, segment)
+        ref = self.scratch.sums_given_smem.at[self.stage, row]
+        sums = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        return lax.broadcast_in_dim(sums, (TILE, self.spec.config.block_t), [1])
+
     def add(self, totals: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """The results so far, float32[64, block_t] each, and this step's products."""
-        spec, offsets = self.spec, self.spec.sizes.offsets
+        spec = self.spec
+        multiplied = spec.sizes.offsets and not spec.sums_given
         results, segments = range(spec.results), spec.config.span // spec.segment
-        registers = (len(results) + offsets) * spec.config.block_t // 2  # of a segment's sums
+        registers = (len(results) + multiplied) * spec.config.block_t // 2  # of a segment's sums
         batch = max(1, ACCUMULATOR_REGISTERS // registers)
         for first in range(0, segments, batch):
             chosen = range(first, min(first + batch, segments))
@@ -274,11 +283,13 @@ class Step:
             sums = []
             for segment in chosen:
                 sums += [self.weights(tiles, result, segment) for result in results]
-                sums += [self.ones(segment)] * offsets
+                sums += [self.ones(segment)] * multiplied
             found = iter(matmuls(sums, spec.config.block_t))
             for segment in chosen:
                 products = [next(found) for _ in results]
-                inputs = next(found) if offsets else None
+                inputs = next(found) if multiplied else None
+                if spec.sizes.offsets and spec.sums_given:
+                    inputs = self.given(segment)
                 totals = self.scaled(totals, segment, products, inputs)
         return totals
 

@@ -5,6 +5,7 @@ tile. One warp of the memory warpgroup issues TMA copies several K steps ahead a
 tile. Each of two compute warpgroups multiplies 64 outputs: gates and ups, or adjacent outputs. One
 makes its operand while the other one's matmul runs. The second one passes its ups to the first one
 through shared memory. Two CTAs of a cluster use the same tokens, of which each copies half to both.
+The sums of inputs that offsets multiply are computed before, by XLA.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class _Spec:
     @property
     def step(self) -> Spec:
         """Those of a K step."""
-        return Spec(self.sizes, self.config.step)
+        return Spec(self.sizes, self.config.step, sums_given=self.sizes.offsets)
 
     @property
     def num_steps(self) -> int:
@@ -92,6 +93,7 @@ class _Scratch(NamedTuple):
     x_smem: Ref  # [stages, block_t, block_k]
     values_smem: Ref  # [stages, 2, tiles, rows, ROW_BYTES]
     parts_smem: Parts  # [stages, padding, 2, groups, 64] each
+    sums_given_smem: Ref  # float32[stages, groups, block_t]; None without offsets
     ups_smem: Ref  # float32[64, block_t]
     barriers: Ref  # [stages]: one arrival per copy
     consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup of the cluster
@@ -124,7 +126,12 @@ def _stage(spec: _Spec, step: jax.Array) -> jax.Array:
     return lax.rem(step, jnp.int32(spec.config.step.stages))
 
 
-def _memory_warpgroup(spec: _Spec, gmem: Gmem, scratch: _Scratch) -> None:
+def _memory_warpgroup(
+    spec: _Spec,
+    gmem: Gmem,
+    sums: Ref,  # float32[groups, T], None without offsets
+    scratch: _Scratch,
+) -> None:
     """Copy K steps as stages are consumed; the first weights before the previous kernel ends."""
     config, num_tiles = spec.config.step, _cta_tiles(spec)
     total_steps = num_tiles * spec.num_steps
@@ -142,6 +149,11 @@ def _memory_warpgroup(spec: _Spec, gmem: Gmem, scratch: _Scratch) -> None:
         tokens = gmem.x.at[pl.ds(tile.token, config.block_t), inner]
         x_smem, barrier = scratch.x_smem.at[stage], scratch.barriers.at[stage]
         plgpu.copy_gmem_to_smem(tokens, x_smem, barrier, collective_axes=multicast)
+        if sums is not None:
+            smem = scratch.sums_given_smem.at[stage]
+            first = lax.div(step * config.block_k, jnp.int32(spec.sizes.group))
+            rows = sums.at[pl.ds(first, smem.shape[0]), pl.ds(tile.token, config.block_t)]
+            plgpu.copy_gmem_to_smem(rows, smem, barrier)
 
     def copy(tile: _Tile, step: jax.Array) -> None:
         stage = _stage(spec, tile.first_step + step)
@@ -217,14 +229,14 @@ def _compute_warpgroup(spec: _Spec, warpgroup: jax.Array, out: Ref, scratch: _Sc
         pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(scratch.ups_consumed_barrier))
 
 
-def _kernel(spec: _Spec, gmem: Gmem, scratch: _Scratch) -> None:
+def _kernel(spec: _Spec, gmem: Gmem, sums: Ref, scratch: _Scratch) -> None:
     launch_dependents()
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == PAIR)
     def _memory() -> None:
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        _memory_warpgroup(spec, gmem, scratch)
+        _memory_warpgroup(spec, gmem, sums, scratch)
 
     @pl.when(warpgroup < PAIR)
     def _compute() -> None:
@@ -249,13 +261,19 @@ def _scratch_types(spec: _Spec, parts: Parts) -> _Scratch:
         ),
         values_smem=values,
         parts_smem=parts_smem,
+        sums_given_smem=plgpu.SMEM(
+            (config.stages, config.rows(spec.sizes.group), config.block_t), jnp.float32
+        )
+        if spec.sizes.offsets
+        else None,
         ups_smem=plgpu.SMEM(
             (TILE, config.block_t if spec.sizes.swiglu else 32),
             jnp.float32,
             transforms=swizzled(32, 4),
         ),
         barriers=plgpu.Barrier(
-            num_arrivals=2 + sum(part is not None for part in parts), num_barriers=config.stages
+            num_arrivals=2 + sum(part is not None for part in parts) + spec.sizes.offsets,
+            num_barriers=config.stages,
         ),
         consumed_barriers=consumed,
         ups_barrier=plgpu.Barrier(),
@@ -285,7 +303,7 @@ def quantised_gemm(
 def launch_with(
     x: jax.Array,  # [T, K]
     values: jax.Array,  # uint8[O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
-    *factors: jax.Array | None,  # scales, zeros, offsets and supers
+    *factors: Any,  # scales, zeros, offsets and supers, as above
     config: LargeConfig,
     kind: str,
     swiglu: bool,
@@ -302,10 +320,14 @@ def launch_with(
     spec = _Spec(sizes, config)
     tiles, parts = gmem_views(sizes, values, factors)
     present = [part for part in parts if part is not None]
+    if sizes.offsets:
+        grouped = x.astype(jnp.float32).reshape(sizes.tokens, -1, sizes.group)
+        present.append(grouped.sum(axis=2).T)
 
     def body(x: Ref, tiles: Ref, *refs: Ref) -> None:
         *rest, out, scratch = refs
-        _kernel(spec, Gmem(x, tiles, parts.named(rest), out), scratch)
+        sums = rest.pop() if sizes.offsets else None
+        _kernel(spec, Gmem(x, tiles, parts.named(rest), out), sums, scratch)
 
     return plgpu.kernel(
         body,
