@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,6 +26,11 @@ def _matrix(form: Form, name: str, outer: int = 128, inner: int = 512) -> Quanti
     return random_matrix(np.random.default_rng(0), name, outer, inner, form.group or inner)
 
 
+def traced(w: Quantised) -> Quantised:
+    """The same matrix of JAX arrays."""
+    return Quantised(w.kind, *(None if part is None else jnp.asarray(part) for part in w.arrays))
+
+
 @pytest.mark.parametrize(("form", "name"), FORMS, ids=[name for _, name in FORMS])
 def test_shapes_are_declared_and_the_matrix_is_restored(form: Form, name: str) -> None:
     w = _matrix(form, name)
@@ -32,10 +39,12 @@ def test_shapes_are_declared_and_the_matrix_is_restored(form: Form, name: str) -
     tree = {n: getattr(tiled, n) for n in parts if getattr(tiled, n) is not None}
     tree[tiled.kind] = tiled.values
     assert {n: (x.shape, str(x.dtype)) for n, x in tree.items()} == arrays(form, 128, 512)
-    back = restore(tiled)
-    assert back.kind == w.kind
-    for before, after in zip(w.arrays, back.arrays, strict=True):
-        np.testing.assert_array_equal(before, after)
+    assert restore(tiled).kind == w.kind
+    for part, same in zip(tiled.arrays, jax.jit(lambda: arrange(traced(w)).arrays)(), strict=True):
+        np.testing.assert_array_equal(part, same)
+    for back in (restore(tiled).arrays, jax.jit(lambda: restore(traced(tiled)).arrays)()):
+        for before, after in zip(w.arrays, back, strict=True):
+            np.testing.assert_array_equal(before, after)
 
 
 def test_a_tile_is_contiguous_and_a_thread_has_its_operand() -> None:

@@ -17,10 +17,11 @@ and other dtypes stay those of ``quantised.Form.arrays``; only the name of the v
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
-from pallas_kernels.quantised import PACKED, Form, Quantised, pack_nibbles
+from pallas_kernels.quantised import PACKED, Form, Quantised
 
 TILE = 64  # outputs and inputs
 SUFFIX = "_tiles"
@@ -48,33 +49,37 @@ def arrays(form: Form, num_outputs: int, num_inputs: int) -> dict[str, tuple[tup
 
 
 def arrange(w: Quantised) -> Quantised:
-    """A matrix (numpy arrays) in the kernel's order.
+    """A matrix in the kernel's order; also of JAX arrays, in a trace.
 
-    Raises ValueError if tiles do not divide the matrix.
+    numpy takes 7 ns for a byte of int4. Raises ValueError if tiles do not divide the matrix.
     """
     _check(w.num_outputs, w.num_inputs)
-    values = np.asarray(w.values)
+    values, shape = w.values, w.values.shape
     if w.kind in PACKED:
-        unpacked = np.asarray(_unpacked(values))
-        values = _tiled(unpacked, _SPLIT, _PACKED_ORDER).reshape(len(values), -1, 2)
-        values = values[..., 0] | values[..., 1] << 4
+        halves = values.reshape(w.num_outputs, -1, 1, TILE // 2)
+        unpacked = halves >> np.array([[0], [4]], np.uint8) & 15  # low bits: the first inputs
+        pairs = _tiled(unpacked.reshape(w.num_outputs, -1), _SPLIT, _PACKED_ORDER)
+        pairs = pairs.reshape(*shape, 2)
+        values = pairs[..., 0] | pairs[..., 1] << 4
     else:
         biased = values.view(np.uint8) ^ 128
-        values = _tiled(biased, _INT8_SPLIT, _INT8_ORDER).reshape(values.shape)
-    rest = (None if part is None else _by_tile(np.asarray(part)) for part in w.arrays[1:])
+        values = _tiled(biased, _INT8_SPLIT, _INT8_ORDER).reshape(shape)
+    rest = (None if part is None else _by_tile(part) for part in w.arrays[1:])
     return Quantised(w.kind + SUFFIX, values, *rest)
 
 
 def restore(w: Quantised) -> Quantised:
-    """The inverse of ``arrange``."""
-    kind, values = KIND_OF[w.kind], np.asarray(w.values)
-    num_outputs = len(values)
+    """The inverse of ``arrange``; also of JAX arrays, in a trace."""
+    kind, values, num_outputs = KIND_OF[w.kind], w.values, w.values.shape[0]
     if kind in PACKED:
-        unpacked = np.stack([values & 15, values >> 4], axis=-1)
-        values = pack_nibbles(_untiled(unpacked, num_outputs, _SPLIT, _PACKED_ORDER))
+        pairs = values.reshape(-1, 1)
+        shifts = np.array([0, 4], np.uint8)
+        unpacked = _untiled(pairs >> shifts & 15, num_outputs, _SPLIT, _PACKED_ORDER)
+        blocks = unpacked.reshape(num_outputs, -1, 2, TILE // 2)
+        values = (blocks[:, :, 0] | blocks[:, :, 1] << 4).reshape(values.shape)
     else:
         values = (_untiled(values, num_outputs, _INT8_SPLIT, _INT8_ORDER) ^ 128).view(np.int8)
-    rest = (None if part is None else _by_output(np.asarray(part)) for part in w.arrays[1:])
+    rest = (None if part is None else _by_output(part) for part in w.arrays[1:])
     return Quantised(kind, values, *rest)
 
 
@@ -85,12 +90,6 @@ def _check(num_outputs: int, num_inputs: int) -> None:
         )
 
 
-def _unpacked(values: np.ndarray) -> np.ndarray:  # uint8[O, K / 2] -> uint8[O, K]
-    low, high = values & 15, values >> 4
-    blocks = np.stack([x.reshape(len(values), -1, TILE // 2) for x in (low, high)], axis=2)
-    return blocks.reshape(len(values), -1)
-
-
 def _axes(split: tuple[int, ...], order: tuple[int, ...]) -> tuple[tuple[int, ...], list[int]]:
     """The shape [O / 64, rows..., K / 64, inputs...] and the axes of the arranged order."""
     axes = [axis + (1 if axis <= _G else 2) for axis in order]
@@ -98,18 +97,18 @@ def _axes(split: tuple[int, ...], order: tuple[int, ...]) -> tuple[tuple[int, ..
 
 
 def _tiled(
-    values: np.ndarray,  # [O, K]
+    values: Any,  # [O, K]
     split: tuple[int, ...],
     order: tuple[int, ...],
-) -> np.ndarray:
+) -> Any:
     shape, axes = _axes(split, order)
     shape = tuple(size or values.shape[1] // TILE for size in shape)
-    return np.ascontiguousarray(values.reshape(shape).transpose(axes))
+    return values.reshape(shape).transpose(axes)
 
 
 def _untiled(
-    values: np.ndarray, num_outputs: int, split: tuple[int, ...], order: tuple[int, ...]
-) -> np.ndarray:  # [O, K]
+    values: Any, num_outputs: int, split: tuple[int, ...], order: tuple[int, ...]
+) -> Any:  # [O, K]
     shape, axes = _axes(split, order)
     inner = values.size // num_outputs
     shape = tuple(size or inner // TILE for size in shape)
@@ -118,12 +117,12 @@ def _untiled(
     return arranged.transpose(np.argsort(axes)).reshape(num_outputs, inner)
 
 
-def _by_tile(part: np.ndarray) -> np.ndarray:  # [O, ...] -> [O / 64, ..., 64] in the same shape
-    tiles = part.reshape(len(part) // TILE, TILE, -1)
-    return np.ascontiguousarray(tiles.swapaxes(1, 2)).reshape(part.shape)
+def _by_tile(part: Any) -> Any:  # [O, ...] -> [O / 64, ..., 64] in the same shape
+    tiles = part.reshape(part.shape[0] // TILE, TILE, -1)
+    return tiles.swapaxes(1, 2).reshape(part.shape)
 
 
-def _by_output(part: np.ndarray) -> np.ndarray:
+def _by_output(part: Any) -> Any:
     """The inverse of ``_by_tile``."""
-    tiles = part.reshape(len(part) // TILE, -1, TILE)
-    return np.ascontiguousarray(tiles.swapaxes(1, 2)).reshape(part.shape)
+    tiles = part.reshape(part.shape[0] // TILE, -1, TILE)
+    return tiles.swapaxes(1, 2).reshape(part.shape)
