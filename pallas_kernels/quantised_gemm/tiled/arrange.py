@@ -51,7 +51,7 @@ def arrays(form: Form, num_outputs: int, num_inputs: int) -> dict[str, tuple[tup
 def arrange(w: Quantised) -> Quantised:
     """A matrix in the kernel's order; also of JAX arrays, in a trace.
 
-    numpy takes 7 ns for a byte of int4. Raises ValueError if tiles do not divide the matrix.
+    numpy takes 10 ns for a byte of int4. Raises ValueError if tiles do not divide the matrix.
     """
     _check(w.num_outputs, w.num_inputs)
     values, shape = w.values, w.values.shape
