@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm import cases, ref, xla
 from pallas_kernels.quantised_gemm.tiled import launch
+from pallas_kernels.quantised_gemm.tiled.arrange import of_either_order
 from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
@@ -26,11 +27,11 @@ def _sum_partials(out: jax.Array) -> jax.Array:  # [T, O], or float32[S, T, O] -
 
 OP = KernelOp(
     name="quantised_gemm",
-    ref=ref.quantised_gemm,
+    ref=of_either_order(ref.quantised_gemm),
     impls=(
         Impl("tiled", _tiled, platforms=("gpu",), supports=launch.supports),
         Impl("tiled_large", _large, platforms=("gpu",), supports=large_launch.supports),
-        Impl("xla", xla.quantised_gemm),
+        Impl("xla", of_either_order(xla.quantised_gemm)),
     ),
     cases=cases.CASES,
     build=cases.build,

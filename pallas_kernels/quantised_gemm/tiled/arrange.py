@@ -16,6 +16,7 @@ and other dtypes stay those of ``quantised.Form.arrays``; only the name of the v
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -81,6 +82,17 @@ def restore(w: Quantised) -> Quantised:
         values = (_untiled(values, num_outputs, _INT8_SPLIT, _INT8_ORDER) ^ 128).view(np.int8)
     rest = (None if part is None else _by_output(part) for part in w.arrays[1:])
     return Quantised(kind, values, *rest)
+
+
+def of_either_order(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An implementation for matrices in the usual order, for arranged ones too."""
+
+    def call(x: Any, *parts: Any, kind: str, **static: Any) -> Any:
+        w = Quantised(kind, *parts)
+        w = restore(w) if kind in KIND_OF else w
+        return function(x, *w.arrays, kind=w.kind, **static)
+
+    return call
 
 
 def _check(num_outputs: int, num_inputs: int) -> None:
