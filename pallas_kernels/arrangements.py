@@ -2,15 +2,19 @@
 
 An arrangement divides a matrix into tiles: so many outputs, and the inputs of a block. A tile is
 contiguous, and tiles are in the order [O / outputs, K / inputs]. Scales, zeros, offsets and supers
-are in the order [O / outputs, groups, outputs]. Shapes and dtypes stay those of ``Form.arrays``.
+are in the order [O / outputs, groups, outputs]. Shapes and dtypes stay those of ``Form.arrays``,
+but for values in int8: they are stored as uint8, plus 128.
 
     lanes   for the native kernel of a CPU: 16 outputs, see ``native/src/kernel.h``
+    tiles   for the Hopper kernels: 64 outputs, see ``quantised_gemm/tiled/arrange.py``
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +22,9 @@ import numpy as np
 
 from pallas_kernels.native.library import pack
 from pallas_kernels.quantised import PACKED, Form, Quantised, dequantised, nibble_block
+from pallas_kernels.quantised_gemm.tiled import arrange as tiled
+
+_BIAS = 0x80  # XORed to an int8, it adds 128
 
 
 def _no_pack(kind: str, values: np.ndarray) -> None:
@@ -30,16 +37,17 @@ class Arrangement:
 
     ``positions`` returns, for a kind, the place in its tile of each value of a tile
     [outputs, inputs]; two values of a packed kind share a byte, the one in the low half first.
-    ``kinds`` are those that the kernel reads. ``flip`` is XORed to every int8. ``pack`` is a faster
-    way to order a matrix's values; it returns None where it is not installed.
+    ``kinds`` are those that the kernel reads. ``pack`` is a faster way to order a matrix's values
+    on the host; it returns None where it is not installed. ``on_device`` arranges a whole matrix in
+    a trace, where that is faster: weights are then placed by rows first.
     """
 
     name: str
     outputs: int
     kinds: tuple[str, ...]
     positions: Callable[[str], np.ndarray]  # int32[outputs, inputs]
-    flip: int = 0
     pack: Callable[[str, np.ndarray], np.ndarray | None] = _no_pack
+    on_device: Callable[[Quantised], Quantised] | None = None
 
     def fits(self, form: Form, num_outputs: int, num_inputs: int) -> bool:
         """True if a matrix of this form and size can be arranged."""
@@ -73,8 +81,8 @@ class Arrangement:
         if kind in PACKED:
             pairs = values.reshape(-1, 2)
             values = pairs[:, 0] | pairs[:, 1] << 4
-        elif self.flip:
-            values = (values.view(np.uint8) ^ np.uint8(self.flip)).view(values.dtype)
+        else:
+            values = values.view(np.uint8) ^ np.uint8(_BIAS)
         return values.reshape(shape)
 
     def _tiles(self, kind: str, values: np.ndarray) -> np.ndarray:  # [O, K] -> [., ., outputs, in]
@@ -99,10 +107,7 @@ class Arrangement:
             nibbles = values[at // 2] >> (4 * (at % 2)).astype(jnp.uint8) & 15
             values = _packed(nibbles)
         else:
-            values = values[at]
-            if self.flip:
-                flipped = jax.lax.bitcast_convert_type(values, jnp.uint8) ^ jnp.uint8(self.flip)
-                values = jax.lax.bitcast_convert_type(flipped, w.values.dtype)
+            values = jax.lax.bitcast_convert_type(values[at] ^ jnp.uint8(_BIAS), jnp.int8)
 
         def taken(part: jax.Array) -> jax.Array:  # [T, ...]
             tiles = part.reshape(len(part) // self.outputs, *part.shape[1:], self.outputs)
@@ -131,8 +136,17 @@ def _lane_positions(kind: str) -> np.ndarray:  # int32[16, 8 or 4]
     return 2 * byte + inputs // 4 if kind in PACKED else byte
 
 
-LANES = Arrangement("lanes", 16, ("int4", "int8", "fp4"), _lane_positions, 0x80, pack)
-ARRANGEMENTS = (LANES,)
+@cache
+def _tile_positions(kind: str) -> np.ndarray:  # int32[64, 64]
+    """The inverse of the order of ``tiled.arrange``."""
+    return np.argsort(tiled.order_of_tile(kind)).astype(np.int32).reshape(tiled.TILE, tiled.TILE)
+
+
+LANES = Arrangement("lanes", 16, ("int4", "int8", "fp4"), _lane_positions, pack)
+TILES = Arrangement(
+    "tiles", tiled.TILE, ("int4", "int8", "fp4"), _tile_positions, on_device=tiled.arrange
+)
+ARRANGEMENTS = (LANES, TILES)
 
 
 def named(name: str | None) -> Arrangement | None:
@@ -143,6 +157,18 @@ def named(name: str | None) -> Arrangement | None:
 def arrangement_of(kind: str) -> Arrangement | None:
     """The arrangement of an arranged kind; None for one by rows."""
     return named(kind.partition("_")[2])
+
+
+def of_either_order(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An implementation for matrices by rows, for arranged ones too."""
+
+    def call(x: jax.Array, *parts: jax.Array | None, kind: str, **static: Any) -> Any:
+        w, arrangement = Quantised(kind, *parts), arrangement_of(kind)
+        if arrangement is not None:
+            w = tiled.restore(w) if arrangement is TILES else arrangement.restore(w)
+        return function(x, *w.arrays, kind=w.kind, **static)
+
+    return call
 
 
 def rows_of(w: Quantised, ids: jax.Array) -> jax.Array:  # int32[T] -> float32[T, K]

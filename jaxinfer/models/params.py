@@ -64,6 +64,7 @@ class ParamSpec:
     dimension, in order, with an equal number of the sources, and returns the piece without that
     dimension. Host memory then holds only single pieces.
 
+    ``finish`` makes the parameter of what ``build`` returned, on the devices, with the same shapes.
     ``matrix`` says that the sources are weights of products, which may stay quantised
     (``models.quantised``), and how the array and its sources are laid out:
 
@@ -76,6 +77,7 @@ class ParamSpec:
     sources: tuple[Source, ...]
     build: Callable[..., Any]  # arrays, or Quantised -> an array, or a dict of arrays
     pieces: int | None = None
+    finish: Callable[[Any], Any] | None = None
     matrix: Literal["out_in", "in_out", "rows"] | None = None
 
     def __post_init__(self) -> None:

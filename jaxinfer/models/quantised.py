@@ -15,13 +15,15 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.models.params import ArraySpec, ParamSpec, Source, join_outputs
 from jaxinfer.nn.placement import Axis, Fused
-from pallas_kernels.arrangements import Arrangement
-from pallas_kernels.quantised import Form, Quantised, joined
+from pallas_kernels.arrangements import Arrangement, arrangement_of
+from pallas_kernels.quantised import Form, Quantised, is_matrix, joined, quantised
 
 type Part = tuple[Form | None, tuple[Source, ...]]  # consecutive sources of one form
 
@@ -92,7 +94,9 @@ def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement |
     ]
     build = partial(join_parts, arrangement=arrangement)
     tree = arrays[0] if len(arrays) == 1 else {f"part_{i}": one for i, one in enumerate(arrays)}
-    return replace(spec, arrays=tree, sources=sources, build=build)
+    on_device = arrangement is not None and arrangement.on_device is not None
+    finish = arranged_on_device if on_device else None
+    return replace(spec, arrays=tree, sources=sources, build=build, finish=finish)
 
 
 def _arrays(
@@ -112,7 +116,9 @@ def _arrays(
             "other groups"
         ) from error
     if arrangement is not None and arrangement.fits(form, total, width):
-        made = {arrangement.kind(form.kind): made.pop(form.kind), **made}
+        shape, dtype = made.pop(form.kind)
+        dtype = "uint8" if dtype == "int8" else dtype
+        made = {arrangement.kind(form.kind): (shape, dtype), **made}
     return {
         name: ArraySpec(shape, (outputs, inputs, None)[: len(shape)], np.dtype(dtype))
         for name, (shape, dtype) in made.items()
@@ -149,8 +155,27 @@ def _joined(members: Sequence[Any], arrangement: Arrangement | None) -> Any:
         return join_outputs(*members)
     w = joined(members)
     if arrangement is not None and arrangement.fits(w.form, w.num_outputs, w.num_inputs):
-        w = arrangement.arrange(w)
+        if arrangement.on_device is None:
+            w = arrangement.arrange(w)
+        else:  # by rows under the arranged name, until ``arranged_on_device``
+            values = w.values.view(np.uint8) if w.kind == "int8" else w.values
+            w = replace(w, kind=arrangement.kind(w.kind), values=values)
     return w.tree()
+
+
+@jax.jit
+def arranged_on_device(tree: Any) -> Any:
+    """A placed parameter whose quantised matrices are still by rows, arranged as they are named."""
+    if not isinstance(tree, Mapping):
+        return tree
+    if not is_matrix(tree):
+        return {name: arranged_on_device(part) for name, part in tree.items()}
+    w = quantised(tree)
+    arrangement = arrangement_of(w.kind)
+    if arrangement is None or arrangement.on_device is None:
+        return tree
+    values = w.values.view(jnp.int8) if w.base == "int8" else w.values
+    return arrangement.on_device(replace(w, kind=w.base, values=values)).tree()
 
 
 def _form_of(tensor: Quantised | np.ndarray) -> Form | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.base import Model, Params
-from jaxinfer.models.params import nested
+from jaxinfer.models.params import ParamSpec, by_path, nested
 from jaxinfer.nn.placement import Placement
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.dummy import dummy_params
@@ -81,7 +81,9 @@ def _placed(
     """The arrays of one parameter, by path."""
     if planned.spec.pieces is None:
         made = planned.piece(checkpoint, placement)
-        return {path: placement.put(made[path], spec.axes) for path, spec in planned.arrays.items()}
+        arrays = planned.arrays.items()
+        placed = {path: placement.put(made[path], array.axes) for path, array in arrays}
+        return placed if planned.spec.finish is None else _finished(planned.spec, placed)
     stacks = {
         path: StackedArray(spec.shape, np.dtype(spec.dtype), placement.sharding(spec.axes))
         for path, spec in planned.arrays.items()
@@ -89,6 +91,14 @@ def _placed(
     for index in range(planned.spec.pieces):
         _set(stacks, index, planned.piece(checkpoint, placement, index))
     return {path: stack.array() for path, stack in stacks.items()}
+
+
+def _finished(spec: ParamSpec, placed: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays by path after ``ParamSpec.finish``."""
+    assert spec.finish is not None
+    prefix = f"{spec.path}/"
+    tree = nested({path.removeprefix(prefix): array for path, array in placed.items()})
+    return {prefix + path: array for path, array in by_path(spec.finish(tree)).items()}
 
 
 def _set(stacks: Mapping[str, StackedArray], index: int, piece: dict[str, np.ndarray]) -> None:

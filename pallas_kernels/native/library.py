@@ -90,4 +90,4 @@ def pack(kind: str, values: np.ndarray) -> np.ndarray | None:
         found.jaxinfer_pack_nibbles(*arguments, ctypes.c_int64(inputs), block)
     else:
         found.jaxinfer_pack_bytes(*arguments, sizes[1])
-    return tiles
+    return tiles.view(np.uint8)

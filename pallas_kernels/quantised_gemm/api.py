@@ -5,9 +5,19 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arrangements import of_either_order
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm import cases, native, ref, xla
-from pallas_kernels.registry import Impl, KernelOp, dispatch
+from pallas_kernels.quantised_gemm.tiled import launch
+from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
+from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+
+_tiled = imported_when_called(
+    "pallas_kernels.quantised_gemm.tiled.mosaic", "quantised_gemm", launch.result_shapes
+)
+_large = imported_when_called(
+    "pallas_kernels.quantised_gemm.tiled.large.mosaic", "quantised_gemm", large_launch.result_shapes
+)
 
 
 def _sum_partials(out: jax.Array) -> jax.Array:  # [T, O], or float32[S, T, O] -> [T, O]
@@ -17,10 +27,12 @@ def _sum_partials(out: jax.Array) -> jax.Array:  # [T, O], or float32[S, T, O] -
 
 OP = KernelOp(
     name="quantised_gemm",
-    ref=ref.quantised_gemm,
+    ref=of_either_order(ref.quantised_gemm),
     impls=(
         Impl("native", native.quantised_gemm, platforms=("cpu",), supports=native.supports),
-        Impl("xla", xla.quantised_gemm),
+        Impl("tiled", _tiled, platforms=("gpu",), supports=launch.supports),
+        Impl("tiled_large", _large, platforms=("gpu",), supports=large_launch.supports),
+        Impl("xla", of_either_order(xla.quantised_gemm)),
     ),
     cases=cases.CASES,
     build=cases.build,

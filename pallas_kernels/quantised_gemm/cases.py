@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from pallas_kernels.quantised import PACKED, Quantised, pack_nibbles
+from pallas_kernels.quantised_gemm.tiled.arrange import arrange
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import normal
 
@@ -30,6 +34,7 @@ class QuantisedCase:
     split: bool = False
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
+    tiled: bool = False  # arranged for the Hopper kernels
 
     @property
     def kind(self) -> str:
@@ -37,12 +42,12 @@ class QuantisedCase:
         return {"q4_k": "int4", "q6_k": "int8"}.get(self.form, self.form.partition("_")[0])
 
 
-def _qwen3_4b(form: str, group: int, tokens: int) -> tuple[QuantisedCase, ...]:
+def _qwen3_4b(form: str, group: int, tokens: int, tiled: bool = False) -> tuple[QuantisedCase, ...]:
     """The four GEMMs of a layer."""
     sizes = (("qkv", 2560, 6144), ("o", 4096, 2560), ("gate_up", 2560, 9728), ("down", 9728, 2560))
     return tuple(
         QuantisedCase(
-            f"qwen3_4b_{name}_{form}_t{tokens}",
+            f"qwen3_4b_{name}_{form}{'_tiles' * tiled}_t{tokens}",
             form,
             tokens,
             inner,
@@ -52,12 +57,23 @@ def _qwen3_4b(form: str, group: int, tokens: int) -> tuple[QuantisedCase, ...]:
             split=name in ("o", "down"),
             dtype="bfloat16",
             tags=("bench", "gpu"),
+            tiled=tiled,
         )
         for name, inner, outer in sizes
     )
 
 
 _BF16 = "bfloat16"
+_TILED: Mapping[str, Any] = MappingProxyType({"dtype": _BF16, "tiled": True})
+_TILED_FORMS = (
+    ("int4", 128),
+    ("int4_zeros", 128),
+    ("int4_offsets", 32),
+    ("q4_k", 32),
+    ("int8", 32),
+    ("q6_k", 16),
+    ("fp4", 32),
+)
 CASES = (
     *(
         QuantisedCase(f"{form}_t{tokens}_{dtype}", form, tokens, 512, 192, group, dtype=dtype)
@@ -68,7 +84,24 @@ CASES = (
     QuantisedCase("smollm2_down_t32_bf16", "int4", 32, 1536, 576, 128, split=True, dtype=_BF16),
     QuantisedCase("fp8_blocks_t64_bf16", "fp8", 64, 512, 256, 128, dtype=_BF16),
     QuantisedCase("half_block_t5", "int4", 5, 96, 48, 32),
+    *(
+        QuantisedCase(f"{form}_tiles_t{tokens}", form, tokens, 512, 256, group, **_TILED)
+        for form, group in _TILED_FORMS
+        for tokens in (1, 16, 136)
+    ),
+    QuantisedCase("gate_up_tiles_t3", "int4", 3, 512, 128, 128, swiglu=True, **_TILED),
+    QuantisedCase("gate_up_tiles_t200", "q4_k", 200, 512, 128, 32, swiglu=True, **_TILED),
+    QuantisedCase("down_tiles_t64", "int4", 64, 1536, 128, 128, split=True, **_TILED),
     *(case for tokens in (1, 8, 64) for case in _qwen3_4b("int4", 128, tokens)),
+    *(
+        case
+        for form, group, counts in (
+            ("int4", 128, (1, 8, 64, 512, 1024, 8192)),
+            ("q4_k", 32, (8, 64, 1024)),
+        )
+        for tokens in counts
+        for case in _qwen3_4b(form, group, tokens, tiled=True)
+    ),
     *(case for tokens in (1, 8, 64) for case in _qwen3_4b("fp8", 0, tokens)),
     *(case for tokens in (1, 8, 64) for case in _qwen3_4b("q4_k", 32, tokens)),
 )
@@ -79,8 +112,9 @@ def build(case: QuantisedCase, seed: int) -> Inputs:
     rng = np.random.default_rng(seed)
     outer, inner = case.outer * (1 + case.swiglu), case.inner
     w = random_matrix(rng, case.form, outer, inner, case.group or inner)
+    w = arrange(w) if case.tiled else w
     x = normal(rng, (case.tokens, inner), jnp.dtype(case.dtype))
-    static = {"kind": case.kind, "swiglu": case.swiglu, "split": case.split, "wide": False}
+    static = {"kind": w.kind, "swiglu": case.swiglu, "split": case.split, "wide": False}
     return Inputs((x, *w.arrays), static)
 
 

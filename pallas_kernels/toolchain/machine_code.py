@@ -33,7 +33,15 @@ from pallas_kernels.toolchain.jax_internals import (
     write_module,
 )
 
-DTYPES = ("bfloat16", "float16", "float32", "int32", "float8_e4m3fn")  # of kernel arguments
+DTYPES = (
+    "bfloat16",
+    "float16",
+    "float32",
+    "int32",
+    "int8",
+    "uint8",
+    "float8_e4m3fn",
+)  # of kernel arguments
 # XLA's description of an NVIDIA GPU that need not be present. For kernels only the compute
 # capability matters; without the other limits XLA warns about large arrays.
 TARGET = """

@@ -13,7 +13,7 @@ from jaxinfer.core.errors import CheckpointError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.base import abstract_params
 from jaxinfer.models.params import nested
-from jaxinfer.models.quantised import sizes_by_form
+from jaxinfer.models.quantised import arranged_on_device, sizes_by_form
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.plan import plan_params
@@ -37,7 +37,7 @@ def test_arrays_of_a_checkpoint_are_those_of_the_specs_and_hold_its_values(
     model = replace(MODEL, arrangement=arrangement)
     for planned in plan_params(model, CHECKPOINT):
         made |= planned.whole(CHECKPOINT, default_placement())
-    params = nested(made)
+    params = arranged_on_device(nested(made))
     shapes = jax.tree.map(lambda a: (a.shape, a.dtype), params)
     assert shapes == jax.tree.map(lambda a: (a.shape, a.dtype), abstract_params(model))
     first, second = params["layers_0"], params["layers_1"]

@@ -52,7 +52,8 @@ from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.quantised.choose import Forms, quantised_source
 from jaxinfer.weights.sources import resolve_source
-from pallas_kernels.arrangements import LANES
+from pallas_kernels.arrangements import LANES, TILES
+from pallas_kernels.checks import not_hopper
 from pallas_kernels.native.library import variants
 from pallas_kernels.pins import Pins, checked_pins
 from pallas_kernels.tuned import check_choices
@@ -123,7 +124,7 @@ def plan_engine(
 def _kept(config: EngineConfig, forms: Forms, platform: str) -> dict[str, Any]:
     """The fields of a model for weights that stay quantised, and the order that kernels read."""
     if platform != "cpu":
-        return {"forms": forms}
+        return {"forms": forms, "arrangement": TILES.name if not_hopper() is None else None}
     native = bool(variants())
     kept = native if config.cpu_weights == "auto" else config.cpu_weights == "quantised"
     if not kept:

@@ -1,0 +1,1 @@
+"""quantised_gemm on NVIDIA Hopper, with weights that are stored in tiles."""

@@ -1,0 +1,1 @@
+"""quantised_gemm of many tokens on NVIDIA Hopper."""

@@ -1,0 +1,223 @@
+"""Which calls the Hopper kernel of quantised_gemm supports, and its tile sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.checks import not_hopper
+from pallas_kernels.device import current_device
+from pallas_kernels.quantised_gemm.tiled.arrange import KIND_OF, TILE
+
+SCALE_DTYPES = ("bfloat16", "float16", "float32")
+SMALL_SCALE_DTYPES = ("int8", "uint8")  # with supers
+MMA_TOKENS = 8  # multiple of N of a wgmma; fewer tokens are padded in shared memory
+MMA_INPUTS = 16  # K of a wgmma
+MAX_TOKENS = 128  # for more ``tiled.large`` is as fast or faster
+BLOCK_TOKENS = 64  # of a CTA
+FEW_TOKENS = 16, 32  # see ``_configs``
+MAX_SPLIT_K = 4  # each partial is written once and read once
+IN_FLIGHT_BYTES = 160 << 10  # of a CTA; for at most 32 tokens more steps than four are no faster
+IN_FLIGHT_BYTES_OF_TWO = 75 << 10  # of each of two CTAs on an SM
+MAX_STAGES = 4
+ACCUMULATOR_REGISTERS = 32  # of a thread, for the groups of inputs that are multiplied at once
+
+
+class TiledSizes(NamedTuple):
+    """The sizes of a call: [T, K] @ [K, O], or [K, 2 * O] with ``swiglu``."""
+
+    kind: str  # of the values, not arranged: int4, int8 or fp4
+    tokens: int
+    inner: int
+    outer: int
+    group: int  # inputs that share a scale
+    super_group: int  # inputs that share a super; 0: none
+    zeros: bool
+    offsets: bool
+    swiglu: bool
+    split: bool
+    wide: bool = False  # a float32 result
+
+    @property
+    def halves(self) -> int:
+        """2 with swiglu (gate and up), else 1."""
+        return 1 + self.swiglu
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a tile of values."""
+        return TILE * TILE // (1 if self.kind == "int8" else 2)
+
+
+def sizes_of(
+    x: jax.Array,  # [T, K]
+    values: jax.Array,  # [O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
+    scales: jax.Array,  # [O, G]
+    zeros: jax.Array | None,  # uint8[O, G]
+    offsets: jax.Array | None,  # [O, G]
+    supers: jax.Array | None,  # [O, S, 1 or 2]
+    *,
+    kind: str,
+    swiglu: bool,
+    split: bool,
+    wide: bool = False,
+) -> TiledSizes:
+    """The sizes of a call's arguments."""
+    tokens, inner = x.shape
+    super_group = 0 if supers is None else inner // supers.shape[1]
+    return TiledSizes(
+        KIND_OF[kind],
+        tokens,
+        inner,
+        len(values) // (1 + swiglu),
+        inner // scales.shape[1],
+        super_group,
+        zeros is not None,
+        offsets is not None,
+        swiglu,
+        split,
+        wide,
+    )
+
+
+@dataclass(frozen=True)
+class TiledConfig:
+    """Tile sizes.
+
+    A CTA computes 64 outputs (with swiglu from 64 gates and 64 ups) of ``block_t`` tokens. In a K
+    step each of the compute ``warpgroups`` multiplies ``span`` inputs; with ``by_half`` those with
+    an even index multiply gates, the others ups. ``stages`` steps are in flight. ``split_k`` CTAs
+    divide the inner axis. With ``own_copies`` the first compute warpgroup issues the copies, else a
+    warpgroup of its own.
+    """
+
+    block_t: int
+    span: int
+    warpgroups: int
+    stages: int
+    split_k: int = 1
+    by_half: bool = False
+    own_copies: bool = False
+
+    @property
+    def block_k(self) -> int:
+        """Inputs of a K step."""
+        return self.span * self.warpgroups // (1 + self.by_half)
+
+    def segment(self, group: int) -> int:
+        """Inputs whose products are summed up before they are scaled."""
+        return min(self.span, group)
+
+    def rows(self, group: int) -> int:
+        """Rows of scales of a K step."""
+        return max(1, self.block_k // group)
+
+    def fits(self, sizes: TiledSizes) -> bool:
+        """True if the tiles divide a call of these sizes; shared memory is not checked."""
+        steps, rest = divmod(sizes.inner, self.block_k)
+        groups = [sizes.group, *([sizes.super_group] if sizes.super_group else [])]
+        nested = all(
+            max(size, group) % min(size, group) == 0
+            for group in groups
+            for size in (self.span, self.block_k)
+        )
+        split = 1 <= self.split_k <= (steps if sizes.split else 1)
+        halves = not self.by_half or (sizes.swiglu and self.warpgroups % 2 == 0)
+        return rest == 0 and nested and split and halves and self.span % TILE == 0
+
+
+def supports(
+    x: jax.Array,  # [T, K]
+    values: jax.Array,  # [O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
+    scales: jax.Array,  # [O, G]
+    zeros: jax.Array | None,  # uint8[O, G]
+    offsets: jax.Array | None,  # [O, G]
+    supers: jax.Array | None,  # [O, S, 1 or 2]
+    *,
+    kind: str,
+    swiglu: bool,
+    split: bool,
+    wide: bool = False,
+) -> str | None:
+    """Why the Hopper kernel cannot run the call, or None."""
+    if kind not in KIND_OF:
+        return f"{kind} weights are not arranged in tiles"
+    args = (x, values, scales, zeros, offsets, supers)
+    sizes = sizes_of(*args, kind=kind, swiglu=swiglu, split=split, wide=wide)
+    if x.dtype != jnp.bfloat16:
+        return f"tokens are {x.dtype}, not bfloat16"
+    known = SCALE_DTYPES if supers is None else SMALL_SCALE_DTYPES
+    if str(scales.dtype) not in known:
+        return f"scales are {scales.dtype}, not one of {', '.join(known)}"
+    if not 1 <= sizes.tokens <= MAX_TOKENS:
+        return f"{sizes.tokens} tokens are not between 1 and {MAX_TOKENS}"
+    if sizes.tokens > MMA_TOKENS and sizes.tokens % MMA_TOKENS:
+        return f"{sizes.tokens} tokens are not a multiple of {MMA_TOKENS}"
+    if sizes.inner % TILE or sizes.outer % TILE:
+        return f"{sizes.inner} or {sizes.outer} components are not a multiple of {TILE}"
+    if sizes.group % MMA_INPUTS or not _configs(sizes):
+        return f"groups of {sizes.group} inputs do not fit K steps of {sizes.inner} inputs"
+    return not_hopper()
+
+
+def result_shapes(*args: jax.Array, **static: object) -> jax.ShapeDtypeStruct:
+    """The shape of a call's result."""
+    sizes = sizes_of(*args, **static)  # type: ignore[arg-type]
+    return result_shape(choose_config(sizes), sizes)
+
+
+def result_shape(config: TiledConfig, sizes: TiledSizes) -> jax.ShapeDtypeStruct:
+    """The result of a call with this configuration: [T, O], or float32[S, T, O]."""
+    shape = (sizes.tokens, sizes.outer)
+    if config.split_k == 1:
+        return jax.ShapeDtypeStruct(shape, jnp.float32 if sizes.wide else jnp.bfloat16)
+    return jax.ShapeDtypeStruct((config.split_k, *shape), jnp.float32)
+
+
+def _split_k(sizes: TiledSizes, steps: int) -> int:
+    """Enough splits for a CTA on each SM; 1 where the result must not be split."""
+    if not sizes.split:
+        return 1
+    return max(1, min(current_device().num_sms // (sizes.outer // TILE), MAX_SPLIT_K, steps))
+
+
+def _configs(sizes: TiledSizes) -> list[TiledConfig]:
+    """The configurations whose tiles divide the call, the best first. Timed on an H100 with int4
+    matrices of Qwen3-4B.
+
+    For few tokens four compute warpgroups are the fastest. They need all registers of an SM, so
+    where there are more CTAs than SMs (with swiglu) two are faster. Two such CTAs fit on an SM only
+    without a memory warpgroup if they have more than 16 tokens: 64 take 20.7 us instead of 25.7.
+    """
+    block_t = min(BLOCK_TOKENS, -(-sizes.tokens // MMA_TOKENS) * MMA_TOKENS)
+    # Small groups and offsets need more registers.
+    most = 2 if sizes.swiglu or sizes.offsets or block_t > FEW_TOKENS[1] else 4
+    small = sizes.group < TILE and block_t > FEW_TOKENS[1]
+    spans = (TILE, 2 * TILE) if small else (2 * TILE, TILE)
+    own_copies = sizes.swiglu and block_t > FEW_TOKENS[0]
+    found = []
+    for warpgroups, span in product((4, 2, 1), spans):
+        by_half = sizes.swiglu and warpgroups > 1
+        one = TiledConfig(block_t, span, warpgroups, 2, 1, by_half, own_copies)
+        steps = sizes.inner // one.block_k
+        if warpgroups > most or steps == 0:
+            continue
+        split_k = _split_k(sizes, steps)
+        weights = sizes.halves * one.block_k // TILE * sizes.tile_bytes
+        step_bytes = weights + one.block_k * block_t * 2
+        in_flight = IN_FLIGHT_BYTES_OF_TWO if sizes.swiglu else IN_FLIGHT_BYTES
+        most_stages = MAX_STAGES + 2 * one.by_half  # whose steps are half as long
+        stages = max(2, min(in_flight // step_bytes, -(-steps // split_k), most_stages))
+        config = replace(one, stages=stages, split_k=split_k)
+        if config.fits(sizes):
+            found.append(config)
+    return found
+
+
+def choose_config(sizes: TiledSizes) -> TiledConfig:
+    """The configuration for a call of these sizes on this device."""
+    return _configs(sizes)[0]

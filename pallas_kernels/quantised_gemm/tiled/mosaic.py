@@ -1,0 +1,290 @@
+"""quantised_gemm in Pallas Mosaic GPU, for NVIDIA Hopper (compute capability 9.x).
+
+As in ``skinny_gemm`` the GEMM is transposed: M of a wgmma is 64 outputs, N are tokens, and a memory
+warpgroup issues TMA copies many K steps ahead. The weights are operand A in registers: a compute
+warpgroup loads packed values from shared memory, makes them bfloat16 without rounding, and
+multiplies them. The products of a group of inputs are summed up by the tensor cores, then scaled in
+float32 and added to the result. An offset of a group multiplies the sum of the tokens' inputs,
+which is one more matmul, with ones. The compute warpgroups divide each K step and add up their
+results at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.quantised_gemm.tiled.arrange import TILE
+from pallas_kernels.quantised_gemm.tiled.launch import (
+    TiledConfig,
+    choose_config,
+    result_shape,
+    sizes_of,
+)
+from pallas_kernels.quantised_gemm.tiled.step import (
+    Gmem,
+    Parts,
+    Ref,
+    Spec,
+    Step,
+    copy_weights,
+    gmem_views,
+    swizzled,
+    weight_types,
+    write,
+    zeros,
+)
+
+
+class _Scratch(NamedTuple):
+    """Shared memory and barriers of a CTA, in the order of their allocation."""
+
+    x_smem: Ref  # [stages, block_t, block_k]
+    values_smem: Ref  # [stages, halves, tiles, rows, ROW_BYTES]
+    parts_smem: Parts  # [stages, padding, halves, groups, 64] each
+    sums_smem: Ref  # float32[warpgroups - 1, results, 64, block_t]
+    barriers: Ref  # [stages]: one arrival per copy
+    consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
+    sums_barrier: Ref  # one arrival per compute warpgroup but the first
+
+
+class _CtaTile(NamedTuple):
+    """Outputs, tokens and K range of a CTA; int32 scalars."""
+
+    index: jax.Array  # of the tile of outputs
+    token: jax.Array
+    first_step: jax.Array  # counted from the start of the inner axis
+    num_steps: jax.Array
+
+
+def _cta_tile(spec: Spec) -> _CtaTile:
+    split, config = lax.axis_index("split"), spec.config
+    steps = spec.sizes.inner // config.block_k
+    first = lax.div(split * steps, jnp.int32(config.split_k))
+    end = lax.div((split + 1) * steps, jnp.int32(config.split_k))
+    token = lax.axis_index("tokens") * config.block_t
+    return _CtaTile(lax.axis_index("tile"), token, first, end - first)
+
+
+def _stage(spec: Spec, step: jax.Array) -> jax.Array:
+    return lax.rem(step, jnp.int32(spec.config.stages))
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """TMA copies of a CTA's K steps, issued by one warp."""
+
+    spec: Spec
+    tile: _CtaTile
+    gmem: Gmem
+    scratch: _Scratch
+
+    def weights(self, step: jax.Array) -> None:
+        """Issue the copies of a step's weights."""
+        where, stage = (slice(None), self.tile.index), _stage(self.spec, step)
+        step = self.tile.first_step + step
+        copy_weights(self.spec, self.gmem, self.scratch, where, step, stage)
+
+    def tokens(self, step: jax.Array) -> None:
+        """Issue the copy of a step's tokens. TMA fills missing rows with zeros."""
+        config, stage = self.spec.config, _stage(self.spec, step)
+        inner = pl.ds((self.tile.first_step + step) * config.block_k, config.block_k)
+        tokens = self.gmem.x.at[pl.ds(self.tile.token, config.block_t), inner]
+        x_smem, barrier = self.scratch.x_smem.at[stage], self.scratch.barriers.at[stage]
+        plgpu.copy_gmem_to_smem(tokens, x_smem, barrier)
+
+    def first(self) -> None:
+        """Issue the copies of as many steps as there are stages, of weights before the previous
+        kernel ends.
+        """
+        count = jnp.minimum(self.tile.num_steps, self.spec.config.stages)
+        pl.loop(0, count)(self.weights)
+        grid_dependency_wait()
+        pl.loop(0, count)(self.tokens)
+
+    def next(self, step: jax.Array) -> None:
+        """Issue a further step's copies when its stage has been consumed."""
+        plgpu.barrier_wait(self.scratch.consumed_barriers.at[_stage(self.spec, step)])
+        self.weights(step)
+        self.tokens(step)
+
+    def all(self) -> None:
+        """Issue all copies."""
+        self.first()
+        stages = self.spec.config.stages
+        pl.loop(jnp.minimum(self.tile.num_steps, stages), self.tile.num_steps)(self.next)
+
+
+def _in_one_warp(run: Callable[[], None]) -> None:
+    """Run in the first warp of the warpgroup."""
+    plgpu.warp_map(lambda warp: pl.when(warp == 0)(run))
+
+
+def _accumulate(
+    spec: Spec, warpgroup: jax.Array, copies: _Copies
+) -> Sequence[jax.Array]:  # float32[64, block_t] each
+    """A warpgroup's part of the result."""
+    tile, scratch, stages = copies.tile, copies.scratch, spec.config.stages
+
+    def add(step: jax.Array, totals: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        stage = _stage(spec, step)
+        if spec.config.own_copies:
+            further = step - 1 + stages  # in the stage of the previous step
+
+            @pl.when((warpgroup == 0) & (step > 0) & (further < tile.num_steps))
+            def _copy() -> None:
+                _in_one_warp(lambda: copies.next(further))
+
+        plgpu.barrier_wait(scratch.barriers.at[stage])
+        totals = Step(spec, stage, warpgroup, scratch).add(totals)
+
+        # The stages of the last steps are not reused, so no copy waits for their release.
+        @pl.when(step + stages < tile.num_steps)
+        def _release() -> None:
+            plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
+
+        return totals
+
+    shape = (TILE, spec.config.block_t)
+    init = [zeros(shape) for _ in range(spec.results)]
+    return lax.fori_loop(0, tile.num_steps, add, init)
+
+
+def _compute_warpgroup(spec: Spec, warpgroup: jax.Array, out: Ref, copies: _Copies) -> None:
+    """Multiply, and add up the results of the warpgroups; the first one writes the sum."""
+    tile, scratch = copies.tile, copies.scratch
+    totals = _accumulate(spec, warpgroup, copies)
+    if spec.config.warpgroups == 1:
+        write(spec, tile.index, tile.token, totals, out)
+        return
+
+    @pl.when(warpgroup > 0)
+    def _share() -> None:
+        for i, total in enumerate(totals):
+            scratch.sums_smem.at[warpgroup - 1, i][...] = total
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch.sums_barrier)
+
+    @pl.when(warpgroup == 0)
+    def _sum() -> None:
+        plgpu.barrier_wait(scratch.sums_barrier)
+        results = dict(enumerate(totals))  # by half
+        for other in range(1, spec.config.warpgroups):
+            for i in range(spec.results):
+                shared = plgpu.load(scratch.sums_smem.at[other - 1, i])
+                half = other % 2 if spec.config.by_half else i
+                results[half] = results[half] + shared if half in results else shared
+        write(spec, tile.index, tile.token, list(results.values()), out)
+
+
+def _kernel(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
+    launch_dependents()
+    tile, warpgroup = _cta_tile(spec), lax.axis_index("warpgroup")
+    copies = _Copies(spec, tile, gmem, scratch)
+    if spec.config.own_copies:
+        pl.when(warpgroup == 0)(lambda: _in_one_warp(copies.first))
+    else:
+        pl.when(warpgroup == spec.config.warpgroups)(lambda: _in_one_warp(copies.all))
+
+    @pl.when(warpgroup < spec.config.warpgroups)
+    def _compute() -> None:
+        out = gmem.out if spec.config.split_k == 1 else gmem.out.at[lax.axis_index("split")]
+        _compute_warpgroup(spec, warpgroup, out, copies)
+
+
+def _scratch_types(spec: Spec, parts: Parts) -> _Scratch:
+    """``parts`` are the arrays of factors, [halves, O / 64, groups, 64] each."""
+    config, sizes = spec.config, spec.sizes
+    stages, halves, block_t = config.stages, sizes.halves, config.block_t
+
+    columns = next(size for size in (32, 16, 8) if block_t % size == 0)
+    values, parts_smem = weight_types(spec, parts, halves)
+    return _Scratch(
+        x_smem=plgpu.SMEM(
+            (stages, block_t, config.block_k), jnp.bfloat16, transforms=swizzled(spec.chunk, 2)
+        ),
+        values_smem=values,
+        parts_smem=parts_smem,
+        sums_smem=plgpu.SMEM(
+            (max(1, config.warpgroups - 1), spec.results, TILE, block_t),
+            jnp.float32,
+            transforms=swizzled(columns, 4),
+        ),
+        barriers=plgpu.Barrier(
+            num_arrivals=2 + sum(part is not None for part in parts), num_barriers=stages
+        ),
+        consumed_barriers=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
+        sums_barrier=plgpu.Barrier(num_arrivals=max(1, config.warpgroups - 1)),
+    )
+
+
+@partial(jax.jit, static_argnames=("kind", "swiglu", "split", "wide"))  # one trace for all layers
+def quantised_gemm(
+    x: jax.Array,  # [T, K]
+    values: jax.Array,  # [O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
+    scales: jax.Array,  # [O, G]
+    zeros: jax.Array | None,  # uint8[O, G]
+    offsets: jax.Array | None,  # [O, G]
+    supers: jax.Array | None,  # [O, S, 1 or 2]
+    *,
+    kind: str,
+    swiglu: bool,
+    split: bool,
+    wide: bool = False,
+) -> jax.Array:  # [T, O], or float32[S, T, O]
+    """See ``quantised_gemm.api``; the weights are arranged (``tiled.arrange``)."""
+    args = (x, values, scales, zeros, offsets, supers)
+    static: Any = {"kind": kind, "swiglu": swiglu, "split": split, "wide": wide}
+    return launch_with(*args, config=choose_config(sizes_of(*args, **static)), **static)
+
+
+def launch_with(
+    x: jax.Array,  # [T, K]
+    values: jax.Array,  # [O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
+    scales: jax.Array,  # [O, G]
+    zeros: jax.Array | None,  # uint8[O, G]
+    offsets: jax.Array | None,  # [O, G]
+    supers: jax.Array | None,  # [O, S, 1 or 2]
+    *,
+    config: TiledConfig,
+    kind: str,
+    swiglu: bool,
+    split: bool,
+    wide: bool = False,
+) -> jax.Array:  # [T, O], or float32[S, T, O]
+    """``quantised_gemm`` with a given configuration.
+
+    Raises ValueError when the configuration does not fit the call.
+    """
+    factors = (scales, zeros, offsets, supers)
+    sizes = sizes_of(x, values, *factors, kind=kind, swiglu=swiglu, split=split, wide=wide)
+    if not config.fits(sizes):
+        raise ValueError(f"{config} does not fit {sizes}")
+    spec = Spec(sizes, config)
+    tiles, parts = gmem_views(sizes, values, factors)
+    present = [part for part in parts if part is not None]
+
+    def body(x: Ref, tiles: Ref, *refs: Ref) -> None:
+        *rest, out, scratch = refs
+        _kernel(spec, Gmem(x, tiles, parts.named(rest), out), scratch)
+
+    return plgpu.kernel(
+        body,
+        out_type=result_shape(config, sizes),
+        scratch_types=(_scratch_types(spec, parts),),
+        grid=(config.split_k, -(-sizes.tokens // config.block_t), sizes.outer // TILE),
+        grid_names=("split", "tokens", "tile"),
+        num_threads=config.warpgroups + (not config.own_copies),
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="quantised_gemm",
+    )(x, tiles, *present)

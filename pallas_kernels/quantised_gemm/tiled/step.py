@@ -1,0 +1,353 @@
+"""The matmuls of one K step of the Hopper kernels of quantised_gemm.
+
+A compute warpgroup loads packed values from shared memory, makes them bfloat16 without rounding and
+multiplies them, as operand A of wgmma in registers. The products of a group of inputs are summed up
+by the tensor cores, then scaled in float32 and added to the result. An offset of a group multiplies
+the sum of the tokens' inputs, which is one more matmul, with ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.quantised import MIDDLE
+from pallas_kernels.quantised_gemm.tiled.arrange import TILE
+from pallas_kernels.quantised_gemm.tiled.fragments import divisor, operand
+from pallas_kernels.quantised_gemm.tiled.launch import (
+    ACCUMULATOR_REGISTERS,
+    MMA_TOKENS,
+    TiledConfig,
+    TiledSizes,
+)
+
+type Ref = Any
+
+ROW_BYTES = 256  # of tiles in shared memory; a TMA copy has at most 256 elements in each dimension
+TMA_ALIGNMENT = 128  # bytes, of a copy's target
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Compile-time constants of the kernel."""
+
+    sizes: TiledSizes
+    config: TiledConfig
+    sums_given: bool = False  # the sums of the tokens' inputs, which offsets multiply
+
+    @property
+    def segment(self) -> int:
+        """Inputs whose products are summed up before they are scaled."""
+        return self.config.segment(self.sizes.group)
+
+    @property
+    def chunk(self) -> int:
+        """Inputs of one wgmma call: a swizzled row of tokens."""
+        return min(self.segment, TILE)
+
+    @property
+    def results(self) -> int:
+        """Results of a compute warpgroup: 2 for gates and ups, else 1."""
+        return 1 if self.config.by_half else self.sizes.halves
+
+
+class Parts(NamedTuple):
+    """The factors of groups; None where the form has none."""
+
+    scales: Any
+    zeros: Any
+    offsets: Any
+    supers: Any
+
+    def named(self, refs: Iterable[Ref]) -> Parts:
+        """Refs to those that the form has."""
+        found = iter(refs)
+        return Parts(*(None if part is None else next(found) for part in self))
+
+
+class Gmem(NamedTuple):
+    """Refs to the arrays in global memory; outputs are divided into halves and tiles."""
+
+    x: Ref  # [T, K]
+    values: Ref  # [halves, O / 64, K / 64, rows, ROW_BYTES]
+    parts: Parts  # [halves, O / 64, groups, 64] each
+    out: Ref  # [T, O], or float32[S, T, O]
+
+
+def groups_of(spec: Spec) -> Parts:
+    """Inputs that share a scale, a zero, an offset and a super."""
+    sizes = spec.sizes
+    return Parts(
+        sizes.group,
+        sizes.group if sizes.zeros else 0,
+        sizes.group if sizes.offsets else 0,
+        sizes.super_group,
+    )
+
+
+def gmem_views(
+    sizes: TiledSizes,
+    values: jax.Array,  # uint8[O, ...]
+    factors: Sequence[jax.Array | None],  # [O, ...]: scales, zeros, offsets and supers
+) -> tuple[jax.Array, Parts]:
+    """The arrays of a matrix in the shapes of ``Gmem``."""
+    outer = (sizes.halves, sizes.outer // TILE)
+    rows = sizes.tile_bytes // ROW_BYTES
+    parts = Parts(*(x if x is None else x.reshape(*outer, -1, TILE) for x in factors))
+    return values.reshape(*outer, sizes.inner // TILE, rows, ROW_BYTES), parts
+
+
+def weight_types(spec: Spec, parts: Parts, tiles: int) -> tuple[Any, Parts]:
+    """Shared memory for the values and factors of ``tiles`` tiles of outputs; ``parts`` are arrays
+    as in ``Gmem``.
+    """
+    config, sizes = spec.config, spec.sizes
+
+    def part_type(part: jax.Array | None, group: int) -> Any:
+        if part is None:
+            return None
+        rows = config.rows(group) * part.shape[2] * group // sizes.inner
+        padding = max(1, TMA_ALIGNMENT // (tiles * rows * TILE * part.dtype.itemsize))
+        return plgpu.SMEM((config.stages, padding, tiles, rows, TILE), part.dtype)
+
+    rows = sizes.tile_bytes // ROW_BYTES
+    values = (config.stages, tiles, config.block_k // TILE, rows, ROW_BYTES)
+    parts_smem = Parts(*map(part_type, parts, groups_of(spec)))
+    return plgpu.SMEM(values, jnp.uint8), parts_smem
+
+
+def copy_weights(
+    spec: Spec,
+    gmem: Gmem,
+    scratch: Any,
+    where: tuple[Any, Any],  # the halves and tiles of outputs
+    step: jax.Array,
+    stage: jax.Array,
+) -> None:
+    """Issue the copies of a K step's weights and their factors."""
+    block_k, barrier = spec.config.block_k, scratch.barriers.at[stage]
+    tiles = pl.ds(step * (block_k // TILE), block_k // TILE)
+    values = gmem.values.at[*where, tiles]
+    plgpu.copy_gmem_to_smem(values, scratch.values_smem.at[stage], barrier)
+    for part, smem, group in zip(gmem.parts, scratch.parts_smem, groups_of(spec), strict=True):
+        if part is not None:
+            count = smem.shape[3]
+            first = lax.div(step * block_k, jnp.int32(group))  # group of the step
+            row = first * (count // spec.config.rows(group))  # supers have one or two rows
+            rows = part.at[*where, pl.ds(row, count)]
+            plgpu.copy_gmem_to_smem(rows, smem.at[stage, 0], barrier)
+
+
+def zeros(shape: tuple[int, ...]) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+
+
+def matmuls(
+    sums: Sequence[Iterable[tuple[jax.Array, Ref]]],  # bfloat16[64, inputs], [inputs, tokens]
+    tokens: int,
+) -> list[jax.Array]:  # float32[64, tokens] each
+    """The sums of matmuls. JAX's interpreter has no wgmma with an operand in registers."""
+
+    def multiply(accs: list[Ref]) -> list[jax.Array]:
+        for acc, operands in zip(accs, sums, strict=True):
+            for a, x in operands:
+                plgpu.wgmma(acc, a, x)
+        return [acc[...] for acc in accs]
+
+    acc = plgpu.WGMMAAccumulatorRef((TILE, tokens), jnp.float32)
+    return pl.run_scoped(multiply, [acc] * len(sums))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A compute warpgroup's inputs of a K step."""
+
+    spec: Spec
+    stage: jax.Array
+    warpgroup: jax.Array
+    scratch: Any  # x_smem, values_smem, parts_smem, perhaps sums_given_smem
+
+    @property
+    def first_input(self) -> jax.Array:
+        """The warpgroup's first input in the stage."""
+        by_half = self.spec.config.by_half
+        index = lax.div(self.warpgroup, jnp.int32(2)) if by_half else self.warpgroup
+        return index * self.spec.config.span
+
+    def half(self, result: int) -> jax.Array | int:
+        """The half of the weights of one of the warpgroup's results."""
+        by_half = self.spec.config.by_half
+        return lax.rem(self.warpgroup, jnp.int32(2)) if by_half else result
+
+    def factor(self, part: Ref, result: int, row: jax.Array | int) -> jax.Array:  # float32[64]
+        """A row of factors of the tile's outputs."""
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        factors = part.at[self.stage, 0, self.half(result), row]
+        return plgpu.load(factors, layout=layout, optimized=False).astype(jnp.float32)
+
+    def row(self, group: int, segment: int) -> jax.Array:
+        """Of the factors of groups, the row of a segment."""
+        spec = self.spec
+        if group >= spec.config.block_k:
+            return jnp.int32(0)
+        start = self.first_input + segment * spec.segment
+        return lax.div(start, jnp.int32(group))
+
+    def scale(self, result: int, segment: int) -> tuple[jax.Array, jax.Array | None]:
+        """Scale and offset of a segment, float32[64] each."""
+        sizes, parts = self.spec.sizes, self.scratch.parts_smem
+        row = self.row(sizes.group, segment)
+        scale = self.factor(parts.scales, result, row)
+        offset = self.factor(parts.offsets, result, row) if sizes.offsets else None
+        if sizes.super_group:
+            count = 1 + sizes.offsets  # of supers in a group
+            row = self.row(sizes.super_group, segment) * count
+            scale *= self.factor(parts.supers, result, row)
+            if offset is not None:
+                offset *= self.factor(parts.supers, result, row + 1)
+        return scale * divisor(sizes.kind), offset
+
+    def tile(self, result: int, index: int, zero: jax.Array | float) -> jax.Array:
+        """A tile's values minus ``zero`` as an operand, bfloat16[64, 64]."""
+        place = self.half(result), lax.div(self.first_input, jnp.int32(TILE)) + index
+        ref = self.scratch.values_smem.at[self.stage, *place]
+        return operand(self.spec.sizes.kind, ref, zero)
+
+    def tokens(self, start: int) -> Ref:  # [chunk, block_t]
+        """A chunk of the tokens' inputs."""
+        columns = pl.ds(self.first_input + start, self.spec.chunk)
+        return self.scratch.x_smem.at[self.stage, :, columns].transpose((1, 0))
+
+    def weights(
+        self, tiles: dict[tuple[int, int], Any], result: int, segment: int
+    ) -> Iterator[tuple[jax.Array, Ref]]:
+        """A segment's weights before they are scaled, and its tokens, in chunks.
+
+        ``tiles`` are those in registers; a segment may be a part of one.
+        """
+        for start in self.chunks(segment):
+            index, column = divmod(start, TILE)
+            if self.spec.sizes.zeros:  # a tile may have several groups
+                tile = self.tile(result, index, self.zero(result, segment))
+            else:
+                if (result, index) not in tiles:
+                    tiles[result, index] = self.tile(result, index, self.zero(result, segment))
+                tile = tiles[result, index]
+            yield tile[:, column : column + self.spec.chunk], self.tokens(start)
+
+    def zero(self, result: int, segment: int) -> jax.Array | float:  # float32[64]
+        """The number to subtract from values."""
+        sizes = self.spec.sizes
+        if sizes.zeros:
+            row = self.row(sizes.group, segment)
+            return self.factor(self.scratch.parts_smem.zeros, result, row)
+        if sizes.kind == "int8":
+            return 128.0  # as they are stored
+        return float(MIDDLE) if sizes.kind == "int4" and not sizes.offsets else 0.0
+
+    def ones(self, segment: int) -> Iterator[tuple[jax.Array, Ref]]:
+        """Ones as weights: their matmul sums up the inputs of each token."""
+        ones = jnp.ones((TILE, self.spec.chunk), jnp.bfloat16)
+        for start in self.chunks(segment):
+            yield plgpu.layout_cast(ones, plgpu.Layout.WGMMA), self.tokens(start)
+
+    def chunks(self, segment: int) -> range:
+        """The first inputs of a segment's chunks."""
+        length = self.spec.segment
+        return range(segment * length, (segment + 1) * length, self.spec.chunk)
+
+    def given(self, segment: int) -> jax.Array:  # float32[64, block_t]
+        """The sums of the tokens' inputs of a segment, in each row."""
+        row = self.row(self.spec.sizes.group, segment)
+        ref = self.scratch.sums_given_smem.at[self.stage, row]
+        sums = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        return lax.broadcast_in_dim(sums, (TILE, self.spec.config.block_t), [1])
+
+    def add(self, totals: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """The results so far, float32[64, block_t] each, and this step's products."""
+        spec = self.spec
+        multiplied = spec.sizes.offsets and not spec.sums_given
+        results, segments = range(spec.results), spec.config.span // spec.segment
+        registers = (len(results) + multiplied) * spec.config.block_t // 2  # of a segment's sums
+        batch = max(1, ACCUMULATOR_REGISTERS // registers)
+        for first in range(0, segments, batch):
+            chosen = range(first, min(first + batch, segments))
+            tiles: dict[tuple[int, int], Any] = {}
+            sums = []
+            for segment in chosen:
+                sums += [self.weights(tiles, result, segment) for result in results]
+                sums += [self.ones(segment)] * multiplied
+            found = iter(matmuls(sums, spec.config.block_t))
+            for segment in chosen:
+                products = [next(found) for _ in results]
+                inputs = next(found) if multiplied else None
+                if spec.sizes.offsets and spec.sums_given:
+                    inputs = self.given(segment)
+                totals = self.scaled(totals, segment, products, inputs)
+        return totals
+
+    def scaled(
+        self,
+        totals: Sequence[jax.Array],  # float32[64, block_t] each
+        segment: int,
+        products: Sequence[jax.Array],  # of the same shapes
+        inputs: jax.Array | None,  # float32[64, block_t]: sums of tokens, in each row
+    ) -> Sequence[jax.Array]:
+        """Add a segment's products."""
+        added = []
+        for result, (total, product) in enumerate(zip(totals, products, strict=True)):
+            scale, offset = self.scale(result, segment)
+            new = total + product * lax.broadcast_in_dim(scale, total.shape, [0])
+            if offset is not None and inputs is not None:
+                new += inputs * lax.broadcast_in_dim(offset, total.shape, [0])
+            added.append(new)
+        return added
+
+
+def swizzled(columns: int, itemsize: int) -> Any:
+    """Transforms of a matrix whose tiles have this many columns."""
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    return tiling((8, columns)), swizzle(columns * itemsize)
+
+
+def write(
+    spec: Spec,
+    index: jax.Array,  # of the tile of outputs
+    token: jax.Array,  # the first one
+    results: Sequence[jax.Array],  # float32[64, block_t], one for each half
+    out: Ref,  # [T, O]
+) -> None:
+    """Write the tile of the result from registers."""
+    result = results[0]
+    if spec.sizes.swiglu:
+        # The square of a reciprocal root is cheaper than a division.
+        root = lax.rsqrt(1.0 + jnp.exp(-result))
+        result = result * results[1] * root * root
+    columns = pl.ds(index * TILE, TILE)
+    if spec.sizes.tokens < MMA_TOKENS:
+        tokens = plgpu.broadcasted_iota(jnp.int32, result.shape, 1, layout=plgpu.Layout.WGMMA)
+        for i in range(spec.sizes.tokens):
+            row = jnp.where(tokens == i, result, 0.0).sum(axis=1)
+            out.at[i, columns][...] = row.astype(out.dtype)
+        return
+    # A register holds two adjacent outputs of a token instead of two tokens.
+    result = plgpu.layout_cast(result.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    if spec.sizes.tokens % spec.config.block_t == 0:
+        tokens = pl.ds(token, spec.config.block_t)
+        out.at[tokens, columns].transpose((1, 0))[...] = result
+        return
+    for start in range(0, spec.config.block_t, MMA_TOKENS):
+
+        @pl.when(token + start < spec.sizes.tokens)
+        def _some(start: int = start) -> None:
+            tokens = pl.ds(token + start, MMA_TOKENS)
+            some = result[:, start : start + MMA_TOKENS]
+            out.at[tokens, columns].transpose((1, 0))[...] = some

@@ -1,0 +1,300 @@
+"""quantised_gemm in Mosaic without a GPU: right in JAX's interpreter, and lowered for Hopper.
+
+The interpreter has no wgmma with an operand in registers and cannot rename registers, so
+``matmuls``, ``load_words`` and ``fragment`` are replaced. The replacement of ``fragment`` is the
+layout of operand A as the PTX ISA defines it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device import Device, compiling_for
+from pallas_kernels.quantised import Quantised
+from pallas_kernels.quantised_gemm.api import OP
+from pallas_kernels.quantised_gemm.cases import QuantisedCase
+from pallas_kernels.quantised_gemm.tiled import arrange, fragments, launch, mosaic, step
+from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
+from pallas_kernels.quantised_gemm.tiled.large import mosaic as large
+from pallas_kernels.quantised_gemm.tiled.launch import TiledConfig
+from pallas_kernels.registry import Inputs, select
+
+H100 = Device("gpu", "NVIDIA H100", "9.0", num_sms=132)
+FORMS = (
+    ("int4", 128),
+    ("int4", 512),
+    ("int4", 64),
+    ("int4_zeros", 128),
+    ("int4_offsets", 32),
+    ("q4_k", 32),
+    ("int8", 32),
+    ("q6_k", 16),
+    ("fp4", 32),
+)
+
+
+def _matmuls(sums: Any, tokens: int) -> list[jax.Array]:
+    zeros = jnp.zeros((64, tokens), jnp.float32)
+    dot = partial(jnp.dot, preferred_element_type=jnp.float32)
+    return [sum((dot(a, x[...]) for a, x in operands), zeros) for operands in sums]
+
+
+def _load_words(tile: Any) -> jax.Array:
+    return lax.bitcast_convert_type(tile[...].reshape(-1, 4), jnp.int32)
+
+
+def _fragment(
+    words: Sequence[jax.Array], multipliers: Sequence[float], minus: Any = 0.0
+) -> jax.Array:
+    pairs = [lax.bitcast_convert_type(w, jnp.uint16) for w in words]  # [words, 2]
+    scaled = [_times(x, m) for x, m in zip(pairs, multipliers, strict=True)]
+    if len(pairs) == 4:  # [pair, half, thread, k16, element]
+        arranged = jnp.stack(scaled).reshape(2, 2, 128, 4, 2).transpose(1, 2, 3, 0, 4)
+    else:  # [half, two of k16, thread, one of them, pair, element]
+        arranged = jnp.stack(scaled).reshape(2, 2, 128, 2, 2, 2).transpose(0, 2, 1, 3, 4, 5)
+    axes = arranged.reshape(2, 4, 8, 4, 4, 2, 2)  # half, warp, g, t, k16, pair, element
+    found = axes.transpose(1, 0, 2, 4, 5, 3, 6).reshape(64, 64)
+    return (found - jnp.asarray(minus, jnp.float32)).astype(jnp.bfloat16)
+
+
+def _times(bits: jax.Array, multiplier: float) -> jax.Array:
+    """bfloat16 of at most 9 bits and a sign, times a power of two. XLA on a CPU takes subnormal
+    numbers for zero.
+    """
+    exponent = bits >> 7 & 3
+    mantissa = (bits & 127).astype(jnp.float32) + jnp.where(exponent, 128.0, 0.0)
+    shift = jnp.where(exponent > 1, 2.0 ** (exponent.astype(jnp.float32) - 1.0), 1.0)
+    magnitude = mantissa * shift * (2.0**-133 * multiplier)
+    return jnp.where(bits >> 15, -magnitude, magnitude)
+
+
+@pytest.fixture
+def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interpreter starts a thread for each warp, and on two cores it may wait for one forever
+    # while four compute warpgroups wait for copies.
+    monkeypatch.setattr(mosaic, "_in_one_warp", lambda run: run())
+    monkeypatch.setattr(step, "matmuls", _matmuls)
+    monkeypatch.setattr(fragments, "load_words", _load_words)
+    monkeypatch.setattr(fragments, "fragment", _fragment)
+
+
+def _arranged(inputs: Inputs) -> Inputs:
+    x, *parts = inputs.args
+    w = arrange.arrange(Quantised(inputs.static["kind"], *parts))
+    return Inputs((x, *w.arrays), inputs.static | {"kind": w.kind})
+
+
+def _run(case: QuantisedCase, config: TiledConfig | None = None) -> tuple[Any, Any]:
+    """The result in the interpreter and the definition's."""
+    inputs = OP.build(case, 0)
+    tiled = _arranged(inputs)
+    with compiling_for(H100):
+        chosen = config or launch.choose_config(launch.sizes_of(*tiled.args, **tiled.static))
+    run = jax.jit(partial(mosaic.launch_with, config=chosen, **tiled.static))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        result = OP.observable(run(*jax.tree.map(jnp.asarray, tiled.args)))
+    return result, OP.ref(*inputs.args, **inputs.static)
+
+
+def _check(case: QuantisedCase, config: TiledConfig | None = None) -> None:
+    result, expected = (np.asarray(x, np.float64) for x in _run(case, config))
+    assert result.shape == expected.shape
+    # Weights are exact, so only sums and the result are rounded.
+    np.testing.assert_allclose(result, expected, rtol=8e-3, atol=8e-3)
+
+
+def _case(form: str, group: int, tokens: int, **more: Any) -> QuantisedCase:
+    name = f"{form}_g{group}_t{tokens}"
+    return QuantisedCase(name, form, tokens, 512, 128, group, dtype="bfloat16", **more)
+
+
+@pytest.mark.parametrize(("form", "group"), FORMS)
+@pytest.mark.parametrize("tokens", [3, 16])
+@pytest.mark.usefixtures("replaced")
+def test_every_form_agrees_with_the_definition(form: str, group: int, tokens: int) -> None:
+    _check(_case(form, group, tokens))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64, 200])
+@pytest.mark.parametrize(("form", "group"), [("int4", 128), ("q4_k", 32)])
+@pytest.mark.usefixtures("replaced")
+def test_numbers_of_tokens(form: str, group: int, tokens: int) -> None:
+    _check(_case(form, group, tokens))
+
+
+PLAIN = replace(_case("int4", 128, 8), inner=1280)
+LAUNCHES = {
+    "one_warpgroup": (PLAIN, TiledConfig(8, 128, 1, 3)),
+    "four_warpgroups": (replace(PLAIN, inner=1024), TiledConfig(8, 128, 4, 2)),
+    "own_copies": (replace(PLAIN, inner=2048), TiledConfig(8, 128, 4, 2, own_copies=True)),
+    "own_copies_split": (
+        replace(PLAIN, inner=1280, split=True),
+        TiledConfig(8, 128, 2, 2, 2, own_copies=True),
+    ),
+    "own_copies_of_one": (PLAIN, TiledConfig(8, 128, 1, 3, own_copies=True)),
+    "one_step": (replace(PLAIN, inner=256), TiledConfig(8, 128, 2, 2)),
+    "half_steps": (replace(PLAIN, inner=1216, group=64), TiledConfig(8, 64, 1, 4)),
+    "uneven_split_k": (replace(PLAIN, split=True), TiledConfig(8, 128, 2, 2, split_k=3)),
+    "split_offsets": (
+        replace(_case("int4_offsets", 32, 16), split=True),
+        TiledConfig(16, 128, 2, 2, split_k=2),
+    ),
+    "swiglu": (replace(PLAIN, swiglu=True), TiledConfig(8, 128, 2, 3)),
+    "gates_and_ups_apart": (replace(PLAIN, swiglu=True), TiledConfig(8, 128, 2, 3, 1, True)),
+    "both_apart": (replace(PLAIN, swiglu=True), TiledConfig(8, 128, 4, 2, 1, True)),
+    "q4_k_apart": (_case("q4_k", 32, 32, swiglu=True), TiledConfig(32, 128, 2, 2, 1, True)),
+    "swiglu_zeros": (_case("int4_zeros", 128, 8, swiglu=True), TiledConfig(8, 128, 2, 3)),
+    "swiglu_q4_k": (_case("q4_k", 32, 64, swiglu=True), TiledConfig(64, 128, 2, 2)),
+    "swiglu_q6_k": (_case("q6_k", 16, 24, swiglu=True), TiledConfig(24, 128, 2, 2)),
+    "two_tiles_of_tokens": (replace(PLAIN, tokens=72), TiledConfig(64, 128, 2, 2)),
+    "group_of_several_steps": (
+        replace(PLAIN, group=512, inner=1024),
+        TiledConfig(8, 64, 2, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "config"), LAUNCHES.values(), ids=LAUNCHES)
+@pytest.mark.usefixtures("replaced")
+def test_all_configs_agree_with_the_definition(case: QuantisedCase, config: TiledConfig) -> None:
+    _check(case, config)
+
+
+MANY = replace(_case("int4", 128, 136), outer=256)
+LARGE = {
+    "ragged": (MANY, 1),
+    "cluster": (MANY, 2),
+    "swiglu": (replace(MANY, tokens=128, swiglu=True), 1),
+    "swiglu_cluster": (replace(MANY, swiglu=True), 2),
+    "zeros": (replace(MANY, form="int4_zeros"), 2),
+    "q4_k": (replace(MANY, form="q4_k", group=32, tokens=128), 2),
+    "q6_k": (replace(MANY, form="q6_k", group=16, tokens=72), 1),
+    "int8": (replace(MANY, form="int8", group=32, tokens=72), 1),
+    "fp4": (replace(MANY, form="fp4", group=32, tokens=72), 1),
+}
+
+
+@pytest.mark.parametrize(("case", "cluster"), LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize("num_sms", [2, 132])
+@pytest.mark.usefixtures("replaced")
+def test_many_tokens(case: QuantisedCase, cluster: int, num_sms: int) -> None:
+    inputs = OP.build(case, 0)
+    tiled = _arranged(inputs)
+    with compiling_for(replace(H100, num_sms=num_sms)):
+        config = large_launch.choose_config(large_launch.sizes_of(*tiled.args, **tiled.static))
+        config = replace(config, cluster=cluster)
+        run = jax.jit(partial(large.launch_with, config=config, **tiled.static))
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+            result = np.asarray(run(*jax.tree.map(jnp.asarray, tiled.args)), np.float64)
+    expected = np.asarray(OP.ref(*inputs.args, **inputs.static), np.float64)
+    np.testing.assert_allclose(result, expected, rtol=8e-3, atol=8e-3)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "not_hopper", lambda: None)
+
+
+def _call(case: QuantisedCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a case with arranged weights, as shapes."""
+    tiled = _arranged(OP.build(case, 0))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiled.args), tiled.static
+
+
+LOWERED = {
+    "one_token": (_case("int4", 128, 1), "tiled"),
+    "swiglu_t32": (_case("int4", 128, 32, swiglu=True), "tiled"),
+    "swiglu_t64": (_case("int4_zeros", 128, 64, swiglu=True), "tiled"),
+    "split_t8": (_case("q4_k", 32, 8, split=True), "tiled"),
+    "int8_t64": (_case("int8", 32, 64), "tiled"),
+    "q6_k_t16": (_case("q6_k", 16, 16), "tiled"),
+    "fp4_t128": (_case("fp4", 32, 128), "tiled"),
+    "t256": (_case("int4", 128, 256), "tiled_large"),
+    "swiglu_t1024": (_case("int4", 128, 1024, swiglu=True), "tiled_large"),
+    "q4_k_t512": (_case("q4_k", 32, 512), "tiled_large"),
+    "q6_k_t512": (_case("q6_k", 16, 512), "tiled_large"),
+}
+
+
+@pytest.mark.parametrize(("case", "name"), LOWERED.values(), ids=LOWERED)
+@pytest.mark.usefixtures("on_hopper")
+def test_chosen_and_lowered_for_hopper(case: QuantisedCase, name: str) -> None:
+    args, static = _call(case)
+    with compiling_for(H100):
+        assert select(OP, "gpu", args, static).name == name
+        run = {"tiled": mosaic, "tiled_large": large}[name].quantised_gemm.__wrapped__
+        text = jax.jit(partial(run, **static)).trace(*args).lower(lowering_platforms=("cuda",))
+        shapes = {"tiled": launch, "tiled_large": large_launch}[name].result_shapes
+        returned = jax.eval_shape(partial(run, **static), *args)
+        declared = shapes(*args, **static)
+    assert "@mosaic_gpu" in text.as_text()
+    assert (declared.shape, declared.dtype) == (returned.shape, returned.dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        pytest.param({"dtype": "float32"}, "tokens are float32, not bfloat16", id="float32"),
+        pytest.param({"tokens": 20}, "20 tokens are not a multiple of 8", id="tokens"),
+        pytest.param({"tokens": 136}, "136 tokens are not between 1 and 128", id="many"),
+        pytest.param({"inner": 768, "group": 96}, "groups of 96 inputs do not fit", id="group"),
+        pytest.param({}, "compute capability none, not 9.x", id="device"),
+    ],
+)
+def test_refusals(change: dict[str, Any], reason: str) -> None:
+    args, static = _call(replace(_case("int4", 128, 8), **change))
+    assert reason in (launch.supports(*args, **static) or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        pytest.param({"tokens": 64}, "64 tokens are fewer than 129", id="few"),
+        pytest.param({"tokens": 204}, "204 tokens are not a multiple of 8", id="tokens"),
+        pytest.param({"outer": 192}, "192 outputs or 512 inputs are not a multiple", id="outer"),
+        pytest.param({"dtype": "float32"}, "tokens are float32, not bfloat16", id="float32"),
+    ],
+)
+@pytest.mark.usefixtures("on_hopper")
+def test_refusals_of_the_kernel_for_many_tokens(change: dict[str, Any], reason: str) -> None:
+    args, static = _call(replace(MANY, **change))
+    assert reason in (large_launch.supports(*args, **static) or "")
+
+
+def test_weights_that_are_not_arranged_are_refused() -> None:
+    inputs = OP.build(_case("int4", 128, 8), 0)
+    reason = launch.supports(*inputs.args, **inputs.static)
+    assert reason == "int4 weights are not arranged in tiles"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "swiglu", "config"),
+    [
+        pytest.param(8, False, TiledConfig(8, 128, 4, 4), id="four_warpgroups"),
+        pytest.param(8, True, TiledConfig(8, 128, 2, 6, 1, True), id="gates_and_ups"),
+        pytest.param(64, True, TiledConfig(64, 128, 2, 3, 1, True, True), id="two_ctas_per_sm"),
+        pytest.param(64, False, TiledConfig(64, 128, 2, 4), id="many_tokens"),
+    ],
+)
+def test_heuristic(tokens: int, swiglu: bool, config: TiledConfig) -> None:
+    args, static = _call(replace(_case("int4", 128, tokens, swiglu=swiglu), inner=2560))
+    with compiling_for(H100):
+        assert launch.choose_config(launch.sizes_of(*args, **static)) == config
+
+
+def test_heuristic_of_many_tokens_fills_the_sms() -> None:
+    sizes = launch.TiledSizes("int4", 1024, 4096, 2560, 128, 0, False, False, False, False)
+    with compiling_for(H100):
+        assert large_launch.choose_config(sizes).step.block_t == 96  # 220 tiles in two waves
+        longer = sizes._replace(tokens=8192)
+        assert large_launch.choose_config(longer).step.block_t == 160
