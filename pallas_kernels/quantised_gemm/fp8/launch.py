@@ -1,0 +1,212 @@
+"""Which calls the fp8 kernels support, and their tile sizes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.checks import not_hopper
+from pallas_kernels.device import current_device
+from pallas_kernels.quantised_gemm.fp8.tokens import GROUP
+
+DTYPES = ("bfloat16", "float16")
+MMA_TOKENS = 8  # multiple of N of a wgmma; fewer tokens are padded in shared memory
+MMA_ROWS = 64  # M of a wgmma
+SMEM_BYTES = 226 << 10  # of an SM, without barriers
+MAX_DECODE_TOKENS = 256  # N of a wgmma
+MAX_DECODE_TOKENS_SWIGLU = 128  # two accumulators for each half leave no registers for more
+FEW_TOKENS = 16
+FEW_TOKENS_IN_FLIGHT_BYTES = 96 << 10  # of weights in an SM, as in skinny_gemm
+IN_FLIGHT_BYTES = 112 << 10
+MAX_SPLIT_K = 4
+COMPUTE_WARPGROUPS = 2  # of a prompt tile; each has half of its tokens
+PROMPT_TOKENS = MMA_ROWS * COMPUTE_WARPGROUPS  # of a tile
+
+
+class Fp8Sizes(NamedTuple):
+    """The sizes of a call: [T, K] times [O, K], or [2 * O, K] with ``swiglu``."""
+
+    tokens: int
+    inner: int
+    outer: int
+    swiglu: bool
+    split: bool
+    blocks: bool  # blocks of 128 x 128 weights share a scale; else rows do
+    dtype: str
+
+    @property
+    def groups(self) -> int:
+        """Groups of inputs, each with a scale for each token."""
+        return self.inner // GROUP
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Tile sizes for few tokens.
+
+    A CTA computes 64 outputs (with swiglu from 64 gates and 64 ups) of all tokens. A K step has
+    ``step_groups`` groups of inputs, and ``stages`` steps are in flight. The compute ``warpgroups``
+    divide the tokens; ``split_k`` CTAs divide the inputs.
+    """
+
+    step_groups: int
+    stages: int
+    warpgroups: int = 1
+    split_k: int = 1
+
+    def fits(self, sizes: Fp8Sizes) -> bool:
+        """True if the tiles divide a call of these sizes; shared memory is not checked."""
+        steps, rest = divmod(sizes.groups, self.step_groups)
+        tokens = max(sizes.tokens, MMA_TOKENS)
+        split = 1 <= self.split_k <= (steps if sizes.split else 1)
+        shared = tokens % (self.warpgroups * MMA_TOKENS) == 0 or self.warpgroups == 1
+        return rest == 0 and split and shared and self.stages >= 1
+
+
+@dataclass(frozen=True)
+class PromptConfig:
+    """Tile sizes for many tokens.
+
+    A persistent CTA computes tiles of 128 tokens and ``halves`` times ``width`` outputs; with
+    swiglu the two halves are gates and ups. ``stages`` groups of inputs are in flight. Tiles
+    that are computed at the same time are adjacent, ``group`` of them along the tokens.
+    """
+
+    halves: int
+    width: int
+    stages: int
+    group: int = 4
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA for tokens, weights, scales and results."""
+        step = (PROMPT_TOKENS + self.halves * self.width) * GROUP + 4 * PROMPT_TOKENS
+        return self.stages * step + 2 * PROMPT_TOKENS * self.width
+
+    def fits(self, sizes: Fp8Sizes) -> bool:
+        """True if the kernel can run a call of these sizes with this configuration."""
+        halves = self.halves == 2 if sizes.swiglu else self.halves in (1, 2)
+        columns = self.width if sizes.swiglu else self.width * self.halves
+        width = self.width in (MMA_ROWS, GROUP) and sizes.outer % columns == 0
+        return halves and width and self.stages >= 2 and self.smem_bytes <= SMEM_BYTES
+
+
+def sizes_of(
+    x: jax.Array,  # [T, K]
+    values: jax.Array,  # [O, K]; with swiglu [2 * O, K]
+    scales: jax.Array,  # [O, 1], or [O / 128, K / 128]
+    *,
+    swiglu: bool,
+    split: bool,
+) -> Fp8Sizes:
+    """The sizes of a call's arguments."""
+    tokens, inner = x.shape
+    outer = values.shape[0] // (1 + swiglu)
+    blocks = scales.shape != (values.shape[0], 1)
+    return Fp8Sizes(tokens, inner, outer, swiglu, split, blocks, str(x.dtype))
+
+
+def supports(
+    x: jax.Array,  # [T, K]
+    values: jax.Array,  # [O, K]; with swiglu [2 * O, K]: gate, up
+    scales: jax.Array,  # [O, 1], or [O / 128, K / 128]
+    zeros: jax.Array | None,
+    offsets: jax.Array | None,
+    supers: jax.Array | None,
+    *,
+    kind: str,
+    swiglu: bool,
+    split: bool,
+) -> str | None:
+    """Why the Mosaic kernels cannot run the call, or None."""
+    if kind != "fp8" or zeros is not None or offsets is not None or supers is not None:
+        return "the matrix is not fp8 with scales alone"
+    if str(x.dtype) not in DTYPES or scales.dtype != jnp.float32:
+        return f"tokens are {x.dtype} and scales {scales.dtype}, not 16-bit and float32"
+    sizes = sizes_of(x, values, scales, swiglu=swiglu, split=split)
+    if sizes.tokens < 1:
+        return "there are no tokens"
+    if sizes.tokens > MMA_TOKENS and sizes.tokens % MMA_TOKENS:
+        return f"{sizes.tokens} tokens are not a multiple of {MMA_TOKENS}"
+    if sizes.inner % GROUP or sizes.inner < 4 * GROUP or sizes.outer % MMA_ROWS:
+        return (
+            f"{sizes.inner} inputs are not a multiple of {GROUP} from {4 * GROUP} on, or "
+            f"{sizes.outer} outputs not of {MMA_ROWS}"
+        )
+    block_shape = (values.shape[0] // GROUP, sizes.groups)
+    if sizes.blocks and (scales.shape != block_shape or sizes.outer % GROUP):
+        return f"scales {scales.shape} are neither of rows nor of blocks of {GROUP} x {GROUP}"
+    return not_hopper()
+
+
+def decodes(sizes: Fp8Sizes) -> bool:
+    """True if the kernel for few tokens runs a call of these sizes."""
+    most = MAX_DECODE_TOKENS_SWIGLU if sizes.swiglu else MAX_DECODE_TOKENS
+    return sizes.tokens <= most
+
+
+def result_shapes(
+    x: jax.Array,  # [T, K]
+    values: jax.Array,  # [O, K]; with swiglu [2 * O, K]: gate, up
+    scales: jax.Array,  # [O, 1], or [O / 128, K / 128]
+    *,
+    swiglu: bool,
+    split: bool,
+) -> jax.ShapeDtypeStruct:
+    """The shape of a call's result."""
+    sizes = sizes_of(x, values, scales, swiglu=swiglu, split=split)
+    return result_shape(sizes, decode_config(sizes).split_k if decodes(sizes) else 1)
+
+
+def result_shape(sizes: Fp8Sizes, split_k: int) -> jax.ShapeDtypeStruct:
+    """The result of a call: [T, O], or float32[S, T, O]."""
+    shape = (sizes.tokens, sizes.outer)
+    if split_k == 1:
+        return jax.ShapeDtypeStruct(shape, sizes.dtype)
+    return jax.ShapeDtypeStruct((split_k, *shape), jnp.float32)
+
+
+def decode_config(sizes: Fp8Sizes) -> DecodeConfig:
+    """One wave of CTAs, each with enough bytes in flight, as ``skinny_gemm`` chooses them."""
+    tiles, num_sms = sizes.outer // MMA_ROWS, current_device().num_sms
+    largest = min(MAX_SPLIT_K, sizes.groups) if sizes.split else 1
+    split_k = max(1, min(num_sms // tiles, largest))
+    ctas_per_sm = 2 if tiles * split_k > num_sms else 1
+    few = sizes.tokens <= FEW_TOKENS
+    halves = 1 + sizes.swiglu
+    step_groups = math.gcd(sizes.groups, 2 if few and not sizes.swiglu else 1)
+    weight_bytes = step_groups * halves * MMA_ROWS * GROUP
+    token_bytes = step_groups * max(sizes.tokens, MMA_TOKENS) * (GROUP + 4)
+    fitting = SMEM_BYTES // ctas_per_sm // (weight_bytes + token_bytes)
+    needed = (FEW_TOKENS_IN_FLIGHT_BYTES if few else IN_FLIGHT_BYTES) // weight_bytes
+    divisible = sizes.tokens % (2 * MMA_TOKENS) == 0
+    warpgroups = 2 if sizes.tokens >= 2 * MMA_ROWS and divisible else 1
+    return DecodeConfig(step_groups, min(fitting, needed), warpgroups, split_k)
+
+
+def prompt_config(sizes: Fp8Sizes) -> PromptConfig:
+    """The tiles with the least time, estimated as waves times the time of a tile."""
+    halves = (2,) if sizes.swiglu else (2, 1)
+    made = [_prompt(h, width) for h in halves for width in (GROUP, MMA_ROWS)]
+    fitting = [config for config in made if config.fits(sizes)]
+    return min(fitting, key=lambda config: _seconds(config, sizes))
+
+
+def _prompt(halves: int, width: int) -> PromptConfig:
+    one = PromptConfig(halves, width, 1)
+    out_bytes = 2 * PROMPT_TOKENS * width
+    return PromptConfig(
+        halves, width, min(8, (SMEM_BYTES - out_bytes) // (one.smem_bytes - out_bytes))
+    )
+
+
+def _seconds(config: PromptConfig, sizes: Fp8Sizes) -> float:
+    """Relative time: small tiles read more from L2 for each multiplication."""
+    columns = config.width * config.halves
+    tiles = -(-sizes.tokens // PROMPT_TOKENS) * (sizes.outer * (1 + sizes.swiglu) // columns)
+    waves = -(-tiles // current_device().num_sms)
+    return waves * columns * {256: 1.0, 128: 1.1, 64: 1.4}[columns]

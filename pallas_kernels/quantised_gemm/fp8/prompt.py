@@ -1,0 +1,318 @@
+"""fp8 GEMM of many quantised tokens in Pallas Mosaic GPU.
+
+A persistent kernel like that of ``swiglu_gemm``: one CTA per SM computes tile after tile. One warp
+of the memory warpgroup issues TMA copies several K steps ahead and on into the next tile. Two
+compute warpgroups multiply, each half of the tile's tokens with all its outputs. A K step is one
+group of 128 inputs. The tensor cores add fp8 products with about 14 bits, so each step has an
+accumulator of its own, which is scaled and added to the float32 sums in registers. While one
+warpgroup does that, the tensor cores work for the other one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device import current_device
+from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.quantised_gemm.fp8.launch import (
+    COMPUTE_WARPGROUPS,
+    MMA_ROWS,
+    PROMPT_TOKENS,
+    Fp8Sizes,
+    PromptConfig,
+    result_shape,
+)
+from pallas_kernels.quantised_gemm.fp8.tokens import GROUP
+
+# Per thread: 504 of the 512 registers that three warpgroups may use.
+COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40
+OUT_LANES = 64  # width of a swizzled tile of results, in 16-bit values
+
+type Ref = Any
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """Compile-time constants of the kernel."""
+
+    sizes: Fp8Sizes
+    config: PromptConfig
+
+    @property
+    def half_stride(self) -> int:
+        """Rows of the weights from a tile's first half to its second."""
+        return self.sizes.outer if self.sizes.swiglu else self.config.width
+
+    @property
+    def tile_outputs(self) -> int:
+        """Outputs of a tile."""
+        return self.config.width * (1 if self.sizes.swiglu else self.config.halves)
+
+    @property
+    def tile_grid(self) -> tuple[int, int]:
+        """Tiles along tokens and outputs; the last tokens may extend past the end."""
+        return -(-self.sizes.tokens // PROMPT_TOKENS), self.sizes.outer // self.tile_outputs
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of the call."""
+        along_tokens, along_outputs = self.tile_grid
+        return along_tokens * along_outputs
+
+    @property
+    def ctas(self) -> int:
+        """Number of resident CTAs."""
+        return min(current_device().num_sms, self.num_tiles)
+
+
+class _GmemRefs(NamedTuple):
+    """Refs to the arrays in global memory."""
+
+    x: Ref  # e4m3[T, K]
+    x_scales: Ref  # [K / GROUP, scale_tokens(T)]
+    w: Ref  # e4m3[O, K]; with swiglu [2 * O, K]
+    w_scales: Ref  # [O], or [O / GROUP, K / GROUP]
+    out: Ref  # [T, O]
+
+
+class _Scratch(NamedTuple):
+    """Shared memory and barriers of a CTA, in the order of their allocation."""
+
+    out_smem: Ref  # [COMPUTE_WARPGROUPS, MMA_ROWS, width]
+    w_smem: Ref  # [stages, halves, width, GROUP]
+    x_smem: Ref  # [stages, PROMPT_TOKENS, GROUP]
+    scales_smem: Ref  # [stages, PROMPT_TOKENS]
+    consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
+    barriers: Ref  # [stages]: one arrival per copy
+
+
+class _Tile(NamedTuple):
+    """Position of a CTA's tile; int32 scalars."""
+
+    token: jax.Array  # first token
+    output: jax.Array  # first output
+    first_step: jax.Array  # among all K steps of the CTA
+
+
+def _cta_tiles(spec: _Spec) -> jax.Array:
+    """Number of tiles that the CTA computes."""
+    return lax.div(spec.num_tiles - 1 - lax.axis_index("cta"), jnp.int32(spec.ctas)) + 1
+
+
+def _tile(spec: _Spec, i: jax.Array) -> _Tile:
+    """The CTA's i-th tile. The tiles of all CTAs at the same i form a compact region."""
+    index = i * spec.ctas + lax.axis_index("cta")
+    along_tokens, along_outputs = plgpu.planar_snake(index, spec.tile_grid, 0, spec.config.group)
+    return _Tile(
+        along_tokens * PROMPT_TOKENS, along_outputs * spec.tile_outputs, i * spec.sizes.groups
+    )
+
+
+def _stage(spec: _Spec, step: jax.Array) -> jax.Array:
+    return lax.rem(step, jnp.int32(spec.config.stages))
+
+
+def _memory_warpgroup(spec: _Spec, gmem: _GmemRefs, scratch: _Scratch) -> None:
+    """Copy K steps as stages are consumed; the first weights before the previous kernel ends."""
+    config, num_tiles, steps = spec.config, _cta_tiles(spec), spec.sizes.groups
+    total_steps = num_tiles * steps
+
+    def copy_weights(tile: _Tile, step: jax.Array) -> None:
+        stage, inner = _stage(spec, tile.first_step + step), pl.ds(step * GROUP, GROUP)
+        for half in range(config.halves):
+            rows = pl.ds(half * spec.half_stride + tile.output, config.width)
+            w_smem, barrier = scratch.w_smem.at[stage, half], scratch.barriers.at[stage]
+            plgpu.copy_gmem_to_smem(gmem.w.at[rows, inner], w_smem, barrier)
+
+    def copy_tokens(tile: _Tile, step: jax.Array) -> None:
+        stage, rows = _stage(spec, tile.first_step + step), pl.ds(tile.token, PROMPT_TOKENS)
+        barrier = scratch.barriers.at[stage]
+        # TMA fills rows past the end with zeros.
+        tokens = gmem.x.at[rows, pl.ds(step * GROUP, GROUP)]
+        plgpu.copy_gmem_to_smem(tokens, scratch.x_smem.at[stage], barrier)
+        scales = gmem.x_scales.at[step, rows]
+        plgpu.copy_gmem_to_smem(scales, scratch.scales_smem.at[stage], barrier)
+
+    def copy(tile: _Tile, step: jax.Array) -> None:
+        stage = _stage(spec, tile.first_step + step)
+        pl.when(tile.first_step + step >= config.stages)(
+            lambda: plgpu.barrier_wait(scratch.consumed_barriers.at[stage])
+        )
+        copy_weights(tile, step)
+        copy_tokens(tile, step)
+
+    @plgpu.warp_map
+    def _warp(warp: jax.Array) -> None:
+        @pl.when(warp == 0)
+        def _copy() -> None:
+            first, prologue = _tile(spec, jnp.int32(0)), min(config.stages, steps)
+            pl.loop(0, prologue)(lambda step: copy_weights(first, step))
+            grid_dependency_wait()
+            pl.loop(0, prologue)(lambda step: copy_tokens(first, step))
+            pl.loop(prologue, steps)(lambda step: copy(first, step))
+
+            @pl.loop(1, num_tiles)
+            def _next_tile(i: jax.Array) -> None:
+                tile = _tile(spec, i)
+                pl.loop(0, steps)(lambda step: copy(tile, step))
+
+            # A CTA must not exit while a barrier has a phase that was not waited for.
+            @pl.loop(jnp.maximum(total_steps - config.stages, 0), total_steps)
+            def _drain(step: jax.Array) -> None:
+                plgpu.barrier_wait(scratch.consumed_barriers.at[_stage(spec, step)])
+
+
+def _block_scales(
+    spec: _Spec, tile: _Tile, gmem: _GmemRefs, step: jax.Array
+) -> list[jax.Array | float]:  # by half
+    """The scales of a tile's blocks in a K step; 1 where rows have scales."""
+    if not spec.sizes.blocks:
+        return [1.0] * spec.config.halves
+    rows = [tile.output + half * spec.half_stride for half in range(spec.config.halves)]
+    return [gmem.w_scales[lax.div(row, jnp.int32(GROUP)), step] for row in rows]
+
+
+def _matmul(
+    spec: _Spec, tile: _Tile, warpgroup: jax.Array, gmem: _GmemRefs, scratch: _Scratch
+) -> tuple[jax.Array, ...]:  # float32[MMA_ROWS, width], one for each half
+    """Sums of the scaled results of the K steps."""
+    config, rows = spec.config, pl.ds(warpgroup * MMA_ROWS, MMA_ROWS)
+    shape = (MMA_ROWS, config.width)
+
+    def multiply(stage: jax.Array, half: int, acc: Ref) -> jax.Array:
+        w = scratch.w_smem.at[stage, half].transpose((1, 0))
+        plgpu.wgmma(acc, scratch.x_smem.at[stage, rows], w)
+        return acc[...]
+
+    def step_body(step: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        stage, added = _stage(spec, tile.first_step + step), list[jax.Array]()
+        blocks = _block_scales(spec, tile, gmem, step)
+        plgpu.barrier_wait(scratch.barriers.at[stage])
+        scales = plgpu.load(
+            scratch.scales_smem.at[stage, rows],
+            layout=plgpu.Layout.WGMMA.reduce(1),
+            optimized=False,
+        )
+        for half in range(config.halves):
+            acc = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
+            part = pl.run_scoped(partial(multiply, stage, half), acc)
+            if half == config.halves - 1:
+                plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
+            factor = lax.broadcast_in_dim(scales * blocks[half], shape, [0])
+            added.append(sums[half] + part * factor)
+        return tuple(added)
+
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    return lax.fori_loop(0, spec.sizes.groups, step_body, (zeros,) * config.halves)
+
+
+def _with_row_scales(
+    spec: _Spec, tile: _Tile, gmem: _GmemRefs, sums: tuple[jax.Array, ...]
+) -> list[jax.Array]:
+    """The sums times the scales of rows, if rows have scales."""
+    if spec.sizes.blocks:
+        return list(sums)
+    scaled = list[jax.Array]()
+    for half, total in enumerate(sums):
+        rows = pl.ds(tile.output + half * spec.half_stride, spec.config.width)
+        layout = plgpu.Layout.WGMMA.reduce(0)
+        scales = plgpu.load(gmem.w_scales.at[rows], layout=layout, optimized=False)
+        scaled.append(total * lax.broadcast_in_dim(scales, total.shape, [1]))
+    return scaled
+
+
+def _compute_warpgroup(
+    spec: _Spec, warpgroup: jax.Array, gmem: _GmemRefs, scratch: _Scratch
+) -> None:
+    """The warpgroup's tokens of all tiles of the CTA."""
+    width, out_smem = spec.config.width, scratch.out_smem.at[warpgroup]
+
+    @pl.loop(0, _cta_tiles(spec))
+    def _tile_body(i: jax.Array) -> None:
+        tile = _tile(spec, i)
+        sums = _matmul(spec, tile, warpgroup, gmem, scratch)
+        results = _with_row_scales(spec, tile, gmem, sums)
+        if spec.sizes.swiglu:
+            gate, up = results
+            results = [gate / (1.0 + jnp.exp(-gate)) * up]
+        # TMA does not write rows past the end.
+        rows = pl.ds(tile.token + warpgroup * MMA_ROWS, MMA_ROWS)
+        for half, result in enumerate(results):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous results have been read
+            out_smem[...] = result.astype(gmem.out.dtype)
+            plgpu.commit_smem()
+            columns = pl.ds(tile.output + half * width, width)
+            plgpu.copy_smem_to_gmem(out_smem, gmem.out.at[rows, columns])
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _kernel(spec: _Spec, *refs: Ref) -> None:
+    *arrays, scratch = refs
+    gmem = _GmemRefs(*arrays)
+    launch_dependents()
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == COMPUTE_WARPGROUPS)
+    def _memory() -> None:
+        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        _memory_warpgroup(spec, gmem, scratch)
+
+    @pl.when(warpgroup < COMPUTE_WARPGROUPS)
+    def _compute() -> None:
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        _compute_warpgroup(spec, warpgroup, gmem, scratch)
+
+
+def _scratch_types(spec: _Spec) -> _Scratch:
+    config = spec.config
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    swizzled = (tiling((8, GROUP)), swizzle(GROUP))
+    results = (tiling((8, OUT_LANES)), swizzle(2 * OUT_LANES))
+    out_shape = (COMPUTE_WARPGROUPS, MMA_ROWS, config.width)
+    w_shape = (config.stages, config.halves, config.width, GROUP)
+    x_shape = (config.stages, PROMPT_TOKENS, GROUP)
+    return _Scratch(
+        x_smem=plgpu.SMEM(x_shape, jnp.float8_e4m3fn, transforms=swizzled),
+        w_smem=plgpu.SMEM(w_shape, jnp.float8_e4m3fn, transforms=swizzled),
+        scales_smem=plgpu.SMEM((config.stages, PROMPT_TOKENS), jnp.float32),
+        out_smem=plgpu.SMEM(out_shape, spec.sizes.dtype, transforms=results),
+        barriers=plgpu.Barrier(num_arrivals=config.halves + 2, num_barriers=config.stages),
+        consumed_barriers=plgpu.Barrier(
+            num_arrivals=COMPUTE_WARPGROUPS, num_barriers=config.stages
+        ),
+    )
+
+
+def launch_with(
+    config: PromptConfig,
+    sizes: Fp8Sizes,
+    x: jax.Array,  # e4m3[T, K]
+    x_scales: jax.Array,  # float32[K / GROUP, scale_tokens(T)]
+    w: jax.Array,  # e4m3[O, K]; with swiglu [2 * O, K]: gate, up
+    w_scales: jax.Array,  # float32[O, 1], or [O / GROUP, K / GROUP]
+) -> jax.Array:  # [T, O]
+    """GEMM of quantised tokens. Raises ValueError when the configuration does not fit the call."""
+    if not config.fits(sizes):
+        raise ValueError(f"{config} does not fit {sizes}")
+    spec = _Spec(sizes, config)
+    return plgpu.kernel(
+        partial(_kernel, spec),
+        out_type=result_shape(sizes, 1),
+        scratch_types=(_scratch_types(spec),),
+        grid=(spec.ctas,),
+        grid_names=("cta",),
+        num_threads=COMPUTE_WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="fp8_prompt_gemm",
+    )(x, x_scales, w, w_scales if sizes.blocks else w_scales.reshape(-1))
