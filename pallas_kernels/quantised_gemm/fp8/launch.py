@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -20,11 +21,14 @@ SMEM_BYTES = 226 << 10  # of an SM, without barriers
 MAX_DECODE_TOKENS = 256  # N of a wgmma
 MAX_DECODE_TOKENS_SWIGLU = 128  # two accumulators for each half leave no registers for more
 FEW_TOKENS = 16
+QUANTISED_TOKENS = (1, 8, 16)  # the kernel for few tokens can quantise so many itself
 FEW_TOKENS_IN_FLIGHT_BYTES = 96 << 10  # of weights in an SM, as in skinny_gemm
 IN_FLIGHT_BYTES = 112 << 10
 MAX_SPLIT_K = 4
-COMPUTE_WARPGROUPS = 2  # of a prompt tile; each has half of its tokens
-PROMPT_TOKENS = MMA_ROWS * COMPUTE_WARPGROUPS  # of a tile
+MAX_PROMPT_STAGES = 8
+# Relative time of a multiplication, by warpgroups and accumulators of a tile.
+TILE_COSTS = MappingProxyType({(2, 2): 1.0, (3, 1): 1.0, (2, 1): 1.1})
+MMA_WEIGHTS = 128  # N of a wgmma of the kernel for many tokens
 
 
 class Fp8Sizes(NamedTuple):
@@ -50,13 +54,15 @@ class DecodeConfig:
 
     A CTA computes 64 outputs (with swiglu from 64 gates and 64 ups) of all tokens. A K step has
     ``step_groups`` groups of inputs, and ``stages`` steps are in flight. The compute ``warpgroups``
-    divide the tokens; ``split_k`` CTAs divide the inputs.
+    divide the tokens; ``split_k`` CTAs divide the inputs. If the kernel ``quantises`` the tokens, the
+    only compute warpgroup does so before its first step.
     """
 
     step_groups: int
     stages: int
     warpgroups: int = 1
     split_k: int = 1
+    quantises: bool = False
 
     def fits(self, sizes: Fp8Sizes) -> bool:
         """True if the tiles divide a call of these sizes; shared memory is not checked."""
@@ -64,35 +70,43 @@ class DecodeConfig:
         tokens = max(sizes.tokens, MMA_TOKENS)
         split = 1 <= self.split_k <= (steps if sizes.split else 1)
         shared = tokens % (self.warpgroups * MMA_TOKENS) == 0 or self.warpgroups == 1
-        return rest == 0 and split and shared and self.stages >= 1
+        alone = self.warpgroups == 1 and sizes.tokens in QUANTISED_TOKENS
+        groups = steps // self.split_k * self.step_groups
+        quantises = not self.quantises or (alone and (groups >= 4 or sizes.tokens > 1))
+        return rest == 0 and split and shared and quantises and self.stages >= 1
 
 
 @dataclass(frozen=True)
 class PromptConfig:
     """Tile sizes for many tokens.
 
-    A persistent CTA computes tiles of 128 tokens and ``halves`` times ``width`` outputs; with
-    swiglu the two halves are gates and ups. ``stages`` groups of inputs are in flight. Tiles
-    that are computed at the same time are adjacent, ``group`` of them along the tokens.
+    A persistent CTA computes tiles of 64 tokens for each of its compute ``warpgroups``, and of 128
+    weights for each of a warpgroup's accumulators, ``accs``. With swiglu half of the weights are
+    gates, half are ups. ``stages`` groups of inputs are in flight. Tiles that are computed at the
+    same time are adjacent, ``group`` of them along the tokens.
     """
 
-    halves: int
-    width: int
+    warpgroups: int
+    accs: int
     stages: int
     group: int = 4
 
     @property
-    def smem_bytes(self) -> int:
+    def block_t(self) -> int:
+        """Tokens of a tile."""
+        return MMA_ROWS * self.warpgroups
+
+    def smem_bytes(self, sizes: Fp8Sizes) -> int:
         """Shared memory of a CTA for tokens, weights, scales and results."""
-        step = (PROMPT_TOKENS + self.halves * self.width) * GROUP + 4 * PROMPT_TOKENS
-        return self.stages * step + 2 * PROMPT_TOKENS * self.width
+        step = (self.block_t + self.accs * MMA_WEIGHTS) * GROUP + 4 * self.block_t
+        width = MMA_WEIGHTS // (2 if sizes.swiglu and self.accs == 1 else 1)
+        return self.stages * step + 2 * self.block_t * width
 
     def fits(self, sizes: Fp8Sizes) -> bool:
         """True if the kernel can run a call of these sizes with this configuration."""
-        halves = self.halves == 2 if sizes.swiglu else self.halves in (1, 2)
-        columns = self.width if sizes.swiglu else self.width * self.halves
-        width = self.width in (MMA_ROWS, GROUP) and sizes.outer % columns == 0
-        return halves and width and self.stages >= 2 and self.smem_bytes <= SMEM_BYTES
+        divides = sizes.outer * (1 + sizes.swiglu) % (self.accs * MMA_WEIGHTS) == 0
+        ranges = self.warpgroups in (2, 3) and self.accs in (1, 2) and self.stages >= 2
+        return divides and ranges and self.smem_bytes(sizes) <= SMEM_BYTES
 
 
 def sizes_of(
@@ -180,33 +194,37 @@ def decode_config(sizes: Fp8Sizes) -> DecodeConfig:
     halves = 1 + sizes.swiglu
     step_groups = math.gcd(sizes.groups, 2 if few and not sizes.swiglu else 1)
     weight_bytes = step_groups * halves * MMA_ROWS * GROUP
-    token_bytes = step_groups * max(sizes.tokens, MMA_TOKENS) * (GROUP + 4)
-    fitting = SMEM_BYTES // ctas_per_sm // (weight_bytes + token_bytes)
+    padded = max(sizes.tokens, MMA_TOKENS)
+    token_bytes = step_groups * (padded * GROUP + 4 * (padded + 32))
+    budget, step_bytes = SMEM_BYTES // ctas_per_sm, weight_bytes + token_bytes
+    quantises = sizes.tokens in QUANTISED_TOKENS
+    if quantises:
+        budget -= -(-sizes.groups // step_groups // split_k) * token_bytes
+        step_bytes = weight_bytes
+    fitting = budget // step_bytes
     needed = (FEW_TOKENS_IN_FLIGHT_BYTES if few else IN_FLIGHT_BYTES) // weight_bytes
     divisible = sizes.tokens % (2 * MMA_TOKENS) == 0
     warpgroups = 2 if sizes.tokens >= 2 * MMA_ROWS and divisible else 1
-    return DecodeConfig(step_groups, min(fitting, needed), warpgroups, split_k)
+    return DecodeConfig(
+        step_groups, min(fitting, needed), warpgroups, split_k, quantises and fitting >= 2
+    )
 
 
 def prompt_config(sizes: Fp8Sizes) -> PromptConfig:
     """The tiles with the least time, estimated as waves times the time of a tile."""
-    halves = (2,) if sizes.swiglu else (2, 1)
-    made = [_prompt(h, width) for h in halves for width in (GROUP, MMA_ROWS)]
-    fitting = [config for config in made if config.fits(sizes)]
-    return min(fitting, key=lambda config: _seconds(config, sizes))
+    made = [_prompt(warpgroups, accs, sizes) for warpgroups, accs in TILE_COSTS]
+    return min((config for config in made if config.fits(sizes)), key=lambda c: _cost(c, sizes))
 
 
-def _prompt(halves: int, width: int) -> PromptConfig:
-    one = PromptConfig(halves, width, 1)
-    out_bytes = 2 * PROMPT_TOKENS * width
-    return PromptConfig(
-        halves, width, min(8, (SMEM_BYTES - out_bytes) // (one.smem_bytes - out_bytes))
-    )
+def _prompt(warpgroups: int, accs: int, sizes: Fp8Sizes) -> PromptConfig:
+    """As many stages as fit in shared memory."""
+    stages = range(MAX_PROMPT_STAGES, 1, -1)
+    made = (PromptConfig(warpgroups, accs, n) for n in stages)
+    return next(config for config in made if config.smem_bytes(sizes) <= SMEM_BYTES)
 
 
-def _seconds(config: PromptConfig, sizes: Fp8Sizes) -> float:
-    """Relative time: small tiles read more from L2 for each multiplication."""
-    columns = config.width * config.halves
-    tiles = -(-sizes.tokens // PROMPT_TOKENS) * (sizes.outer * (1 + sizes.swiglu) // columns)
-    waves = -(-tiles // current_device().num_sms)
-    return waves * columns * {256: 1.0, 128: 1.1, 64: 1.4}[columns]
+def _cost(config: PromptConfig, sizes: Fp8Sizes) -> float:
+    """Relative time."""
+    columns = sizes.outer * (1 + sizes.swiglu) // (config.accs * MMA_WEIGHTS)
+    waves = -(-columns * -(-sizes.tokens // config.block_t) // current_device().num_sms)
+    return waves * config.warpgroups * config.accs * TILE_COSTS[config.warpgroups, config.accs]

@@ -32,7 +32,8 @@ def quantised_gemm(
     """See ``quantised_gemm.api`` and ``fp8.tokens``, which defines the result."""
     del zeros, offsets, supers, kind
     sizes = sizes_of(x, values, scales, swiglu=swiglu, split=split)
-    tokens = quantised_tokens(x)
     if decodes(sizes):
-        return decode.launch_with(decode_config(sizes), sizes, *tokens, values, scales)
-    return prompt.launch_with(prompt_config(sizes), sizes, *tokens, values, scales)
+        config = decode_config(sizes)
+        tokens = (x, None) if config.quantises else quantised_tokens(x)
+        return decode.launch_with(config, sizes, *tokens, values, scales)
+    return prompt.launch_with(prompt_config(sizes), sizes, *quantised_tokens(x), values, scales)

@@ -1,17 +1,18 @@
 """fp8 GEMM of many quantised tokens in Pallas Mosaic GPU.
 
 A persistent kernel like that of ``swiglu_gemm``: one CTA per SM computes tile after tile. One warp
-of the memory warpgroup issues TMA copies several K steps ahead and on into the next tile. Two
-compute warpgroups multiply, each half of the tile's tokens with all its outputs. A K step is one
-group of 128 inputs. The tensor cores add fp8 products with about 14 bits, so each step has an
-accumulator of its own, which is scaled and added to the float32 sums in registers. While one
-warpgroup does that, the tensor cores work for the other one.
+of the memory warpgroup issues TMA copies several K steps ahead and on into the next tile. Two or
+three compute warpgroups multiply, each 64 of the tile's tokens with all its rows of weights. A K
+step is one group of 128 inputs. The tensor cores add fp8 products with about 14 bits, so each step
+has an accumulator of its own, which is scaled and added to the float32 sums in registers. While one
+warpgroup does that, the tensor cores work for another one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -23,17 +24,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device import current_device
 from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
 from pallas_kernels.quantised_gemm.fp8.launch import (
-    COMPUTE_WARPGROUPS,
     MMA_ROWS,
-    PROMPT_TOKENS,
+    MMA_WEIGHTS,
     Fp8Sizes,
     PromptConfig,
     result_shape,
 )
 from pallas_kernels.quantised_gemm.fp8.tokens import GROUP
 
-# Per thread: 504 of the 512 registers that three warpgroups may use.
-COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40
+# Registers of a thread by the number of compute warpgroups: compute, memory. Together they are 504
+# of the 512 that a CTA's warpgroups may use.
+REGISTERS = MappingProxyType({2: (232, 40), 3: (160, 24)})
 OUT_LANES = 64  # width of a swizzled tile of results, in 16-bit values
 
 type Ref = Any
@@ -47,19 +48,31 @@ class _Spec:
     config: PromptConfig
 
     @property
-    def half_stride(self) -> int:
-        """Rows of the weights from a tile's first half to its second."""
-        return self.sizes.outer if self.sizes.swiglu else self.config.width
+    def width(self) -> int:
+        """Weights of a piece: rows of the matrix that are adjacent and may be in one block."""
+        shared = self.sizes.swiglu and self.config.accs == 1
+        return MMA_WEIGHTS // 2 if shared else MMA_WEIGHTS
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a tile; with swiglu gates and ups."""
+        return self.config.accs * MMA_WEIGHTS // self.width
+
+    @property
+    def piece_stride(self) -> int:
+        """Rows of the matrix from a piece to the next one."""
+        return self.sizes.outer if self.sizes.swiglu else self.width
 
     @property
     def tile_outputs(self) -> int:
         """Outputs of a tile."""
-        return self.config.width * (1 if self.sizes.swiglu else self.config.halves)
+        return self.width if self.sizes.swiglu else self.width * self.pieces
 
     @property
     def tile_grid(self) -> tuple[int, int]:
         """Tiles along tokens and outputs; the last tokens may extend past the end."""
-        return -(-self.sizes.tokens // PROMPT_TOKENS), self.sizes.outer // self.tile_outputs
+        along_tokens = -(-self.sizes.tokens // self.config.block_t)
+        return along_tokens, self.sizes.outer // self.tile_outputs
 
     @property
     def num_tiles(self) -> int:
@@ -86,10 +99,10 @@ class _GmemRefs(NamedTuple):
 class _Scratch(NamedTuple):
     """Shared memory and barriers of a CTA, in the order of their allocation."""
 
-    out_smem: Ref  # [COMPUTE_WARPGROUPS, MMA_ROWS, width]
-    w_smem: Ref  # [stages, halves, width, GROUP]
-    x_smem: Ref  # [stages, PROMPT_TOKENS, GROUP]
-    scales_smem: Ref  # [stages, PROMPT_TOKENS]
+    out_smem: Ref  # [warpgroups, MMA_ROWS, width]
+    w_smem: Ref  # [stages, accs * MMA_WEIGHTS, GROUP]
+    x_smem: Ref  # [stages, block_t, GROUP]
+    scales_smem: Ref  # [stages, block_t]
     consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
     barriers: Ref  # [stages]: one arrival per copy
 
@@ -111,9 +124,8 @@ def _tile(spec: _Spec, i: jax.Array) -> _Tile:
     """The CTA's i-th tile. The tiles of all CTAs at the same i form a compact region."""
     index = i * spec.ctas + lax.axis_index("cta")
     along_tokens, along_outputs = plgpu.planar_snake(index, spec.tile_grid, 0, spec.config.group)
-    return _Tile(
-        along_tokens * PROMPT_TOKENS, along_outputs * spec.tile_outputs, i * spec.sizes.groups
-    )
+    token, output = along_tokens * spec.config.block_t, along_outputs * spec.tile_outputs
+    return _Tile(token, output, i * spec.sizes.groups)
 
 
 def _stage(spec: _Spec, step: jax.Array) -> jax.Array:
@@ -127,13 +139,13 @@ def _memory_warpgroup(spec: _Spec, gmem: _GmemRefs, scratch: _Scratch) -> None:
 
     def copy_weights(tile: _Tile, step: jax.Array) -> None:
         stage, inner = _stage(spec, tile.first_step + step), pl.ds(step * GROUP, GROUP)
-        for half in range(config.halves):
-            rows = pl.ds(half * spec.half_stride + tile.output, config.width)
-            w_smem, barrier = scratch.w_smem.at[stage, half], scratch.barriers.at[stage]
-            plgpu.copy_gmem_to_smem(gmem.w.at[rows, inner], w_smem, barrier)
+        for piece in range(spec.pieces):
+            rows = pl.ds(piece * spec.piece_stride + tile.output, spec.width)
+            w_smem = scratch.w_smem.at[stage, pl.ds(piece * spec.width, spec.width)]
+            plgpu.copy_gmem_to_smem(gmem.w.at[rows, inner], w_smem, scratch.barriers.at[stage])
 
     def copy_tokens(tile: _Tile, step: jax.Array) -> None:
-        stage, rows = _stage(spec, tile.first_step + step), pl.ds(tile.token, PROMPT_TOKENS)
+        stage, rows = _stage(spec, tile.first_step + step), pl.ds(tile.token, config.block_t)
         barrier = scratch.barriers.at[stage]
         # TMA fills rows past the end with zeros.
         tokens = gmem.x.at[rows, pl.ds(step * GROUP, GROUP)]
@@ -172,23 +184,23 @@ def _memory_warpgroup(spec: _Spec, gmem: _GmemRefs, scratch: _Scratch) -> None:
 
 def _block_scales(
     spec: _Spec, tile: _Tile, gmem: _GmemRefs, step: jax.Array
-) -> list[jax.Array | float]:  # by half
+) -> list[jax.Array | float]:  # by piece
     """The scales of a tile's blocks in a K step; 1 where rows have scales."""
     if not spec.sizes.blocks:
-        return [1.0] * spec.config.halves
-    rows = [tile.output + half * spec.half_stride for half in range(spec.config.halves)]
+        return [1.0] * spec.pieces
+    rows = [tile.output + piece * spec.piece_stride for piece in range(spec.pieces)]
     return [gmem.w_scales[lax.div(row, jnp.int32(GROUP)), step] for row in rows]
 
 
 def _matmul(
     spec: _Spec, tile: _Tile, warpgroup: jax.Array, gmem: _GmemRefs, scratch: _Scratch
-) -> tuple[jax.Array, ...]:  # float32[MMA_ROWS, width], one for each half
+) -> tuple[jax.Array, ...]:  # float32[MMA_ROWS, width], one for each piece
     """Sums of the scaled results of the K steps."""
-    config, rows = spec.config, pl.ds(warpgroup * MMA_ROWS, MMA_ROWS)
-    shape = (MMA_ROWS, config.width)
+    accs, rows = spec.config.accs, pl.ds(warpgroup * MMA_ROWS, MMA_ROWS)
+    shape, width = (MMA_ROWS, spec.width), spec.width
 
-    def multiply(stage: jax.Array, half: int, acc: Ref) -> jax.Array:
-        w = scratch.w_smem.at[stage, half].transpose((1, 0))
+    def multiply(stage: jax.Array, i: int, acc: Ref) -> jax.Array:
+        w = scratch.w_smem.at[stage, pl.ds(i * MMA_WEIGHTS, MMA_WEIGHTS)].transpose((1, 0))
         plgpu.wgmma(acc, scratch.x_smem.at[stage, rows], w)
         return acc[...]
 
@@ -196,22 +208,21 @@ def _matmul(
         stage, added = _stage(spec, tile.first_step + step), list[jax.Array]()
         blocks = _block_scales(spec, tile, gmem, step)
         plgpu.barrier_wait(scratch.barriers.at[stage])
-        scales = plgpu.load(
-            scratch.scales_smem.at[stage, rows],
-            layout=plgpu.Layout.WGMMA.reduce(1),
-            optimized=False,
-        )
-        for half in range(config.halves):
-            acc = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
-            part = pl.run_scoped(partial(multiply, stage, half), acc)
-            if half == config.halves - 1:
+        row, layout = scratch.scales_smem.at[stage, rows], plgpu.Layout.WGMMA.reduce(1)
+        scales = plgpu.load(row, layout=layout, optimized=False)
+        for i in range(accs):
+            acc = plgpu.WGMMAAccumulatorRef((MMA_ROWS, MMA_WEIGHTS), jnp.float32)
+            result = pl.run_scoped(partial(multiply, stage, i), acc)
+            if i == accs - 1:
                 plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
-            factor = lax.broadcast_in_dim(scales * blocks[half], shape, [0])
-            added.append(sums[half] + part * factor)
+            for first in range(0, MMA_WEIGHTS, width):
+                piece = len(added)
+                factor = lax.broadcast_in_dim(scales * blocks[piece], shape, [0])
+                added.append(sums[piece] + result[:, first : first + width] * factor)
         return tuple(added)
 
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-    return lax.fori_loop(0, spec.sizes.groups, step_body, (zeros,) * config.halves)
+    return lax.fori_loop(0, spec.sizes.groups, step_body, (zeros,) * spec.pieces)
 
 
 def _with_row_scales(
@@ -220,20 +231,25 @@ def _with_row_scales(
     """The sums times the scales of rows, if rows have scales."""
     if spec.sizes.blocks:
         return list(sums)
-    scaled = list[jax.Array]()
-    for half, total in enumerate(sums):
-        rows = pl.ds(tile.output + half * spec.half_stride, spec.config.width)
-        layout = plgpu.Layout.WGMMA.reduce(0)
+    scaled, layout = list[jax.Array](), plgpu.Layout.WGMMA.reduce(0)
+    for piece, total in enumerate(sums):
+        rows = pl.ds(tile.output + piece * spec.piece_stride, spec.width)
         scales = plgpu.load(gmem.w_scales.at[rows], layout=layout, optimized=False)
         scaled.append(total * lax.broadcast_in_dim(scales, total.shape, [1]))
     return scaled
+
+
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The square of a reciprocal root is cheaper than a division, which is several instructions."""
+    root = lax.rsqrt(1.0 + jnp.exp(-gate))
+    return gate * up * root * root
 
 
 def _compute_warpgroup(
     spec: _Spec, warpgroup: jax.Array, gmem: _GmemRefs, scratch: _Scratch
 ) -> None:
     """The warpgroup's tokens of all tiles of the CTA."""
-    width, out_smem = spec.config.width, scratch.out_smem.at[warpgroup]
+    out_smem = scratch.out_smem.at[warpgroup]
 
     @pl.loop(0, _cta_tiles(spec))
     def _tile_body(i: jax.Array) -> None:
@@ -241,15 +257,14 @@ def _compute_warpgroup(
         sums = _matmul(spec, tile, warpgroup, gmem, scratch)
         results = _with_row_scales(spec, tile, gmem, sums)
         if spec.sizes.swiglu:
-            gate, up = results
-            results = [gate / (1.0 + jnp.exp(-gate)) * up]
+            results = [_swiglu(*results)]
         # TMA does not write rows past the end.
         rows = pl.ds(tile.token + warpgroup * MMA_ROWS, MMA_ROWS)
-        for half, result in enumerate(results):
+        for piece, result in enumerate(results):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous results have been read
             out_smem[...] = result.astype(gmem.out.dtype)
             plgpu.commit_smem()
-            columns = pl.ds(tile.output + half * width, width)
+            columns = pl.ds(tile.output + piece * spec.width, spec.width)
             plgpu.copy_smem_to_gmem(out_smem, gmem.out.at[rows, columns])
 
     plgpu.wait_smem_to_gmem(0)
@@ -259,16 +274,17 @@ def _kernel(spec: _Spec, *refs: Ref) -> None:
     *arrays, scratch = refs
     gmem = _GmemRefs(*arrays)
     launch_dependents()
-    warpgroup = lax.axis_index("warpgroup")
+    warpgroup, warpgroups = lax.axis_index("warpgroup"), spec.config.warpgroups
+    compute_registers, memory_registers = REGISTERS[warpgroups]
 
-    @pl.when(warpgroup == COMPUTE_WARPGROUPS)
+    @pl.when(warpgroup == warpgroups)
     def _memory() -> None:
-        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(memory_registers, action="decrease")
         _memory_warpgroup(spec, gmem, scratch)
 
-    @pl.when(warpgroup < COMPUTE_WARPGROUPS)
+    @pl.when(warpgroup < warpgroups)
     def _compute() -> None:
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(compute_registers, action="increase")
         _compute_warpgroup(spec, warpgroup, gmem, scratch)
 
 
@@ -278,18 +294,16 @@ def _scratch_types(spec: _Spec) -> _Scratch:
     swizzle: Any = plgpu.SwizzleTransform
     swizzled = (tiling((8, GROUP)), swizzle(GROUP))
     results = (tiling((8, OUT_LANES)), swizzle(2 * OUT_LANES))
-    out_shape = (COMPUTE_WARPGROUPS, MMA_ROWS, config.width)
-    w_shape = (config.stages, config.halves, config.width, GROUP)
-    x_shape = (config.stages, PROMPT_TOKENS, GROUP)
+    out_shape = (config.warpgroups, MMA_ROWS, spec.width)
+    w_shape = (config.stages, config.accs * MMA_WEIGHTS, GROUP)
+    x_shape = (config.stages, config.block_t, GROUP)
     return _Scratch(
         x_smem=plgpu.SMEM(x_shape, jnp.float8_e4m3fn, transforms=swizzled),
         w_smem=plgpu.SMEM(w_shape, jnp.float8_e4m3fn, transforms=swizzled),
-        scales_smem=plgpu.SMEM((config.stages, PROMPT_TOKENS), jnp.float32),
+        scales_smem=plgpu.SMEM((config.stages, config.block_t), jnp.float32),
         out_smem=plgpu.SMEM(out_shape, spec.sizes.dtype, transforms=results),
-        barriers=plgpu.Barrier(num_arrivals=config.halves + 2, num_barriers=config.stages),
-        consumed_barriers=plgpu.Barrier(
-            num_arrivals=COMPUTE_WARPGROUPS, num_barriers=config.stages
-        ),
+        barriers=plgpu.Barrier(num_arrivals=spec.pieces + 2, num_barriers=config.stages),
+        consumed_barriers=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
     )
 
 
@@ -311,7 +325,7 @@ def launch_with(
         scratch_types=(_scratch_types(spec),),
         grid=(spec.ctas,),
         grid_names=("cta",),
-        num_threads=COMPUTE_WARPGROUPS + 1,
+        num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="fp8_prompt_gemm",

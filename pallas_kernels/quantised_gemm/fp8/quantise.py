@@ -24,10 +24,18 @@ ROWS = 4  # groups of a tile: one for each warp
 TOKENS = 8  # of a CTA, where there are many: as many loads are in flight
 MANY_TOKENS = 1024
 
-_LAYOUT = plgpu.Layout.TILED(
+# Four groups: a warp has one, a thread four of its values.
+GROUPS_LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((ROWS, GROUP), (4,))),
     warp_dims=(-3,),
     lane_dims=(-2,),
+    vector_dim=-1,
+)
+# A group of eight tokens: a warp has two tokens, a thread eight values of one.
+TOKENS_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, GROUP), (2, GROUP), (8,))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
     vector_dim=-1,
 )
 
@@ -51,7 +59,7 @@ def _kernel(
     first = jnp.minimum(lax.axis_index("tile") * ROWS, x.shape[1] - ROWS)
     rows = pl.ds(first, ROWS)
     token = lax.axis_index("token") * num_tokens
-    load = partial(plgpu.load, layout=_LAYOUT, optimized=False)
+    load = partial(plgpu.load, layout=GROUPS_LAYOUT, optimized=False)
     grid_dependency_wait()
     loaded = [load(x.at[token + i, rows]) for i in range(num_tokens)]
     for i, groups in enumerate(loaded):

@@ -36,7 +36,9 @@ def quantised_tokens(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [T, K]
     scaled = groups * (LARGEST / largest)[..., None]
     padding = ((0, 0), (0, scale_tokens(tokens) - tokens))
     scales = jnp.pad((largest * (1.0 / LARGEST)).T, padding)
-    return scaled.astype(jnp.float8_e4m3fn).reshape(tokens, inner), scales
+    # Without the barrier XLA removes the conversion to e4m3 and back on a GPU.
+    values = jax.lax.optimization_barrier(scaled.astype(jnp.float8_e4m3fn))
+    return values.reshape(tokens, inner), scales
 
 
 def dequantised_tokens(
