@@ -7,7 +7,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm import cases, ref, xla
-from pallas_kernels.registry import Impl, KernelOp, dispatch
+from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
+from pallas_kernels.quantised_gemm.fp8 import tokens as fp8_tokens
+from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+
+_fp8_mosaic = imported_when_called(
+    "pallas_kernels.quantised_gemm.fp8.mosaic", "quantised_gemm", fp8_launch.result_shapes
+)
 
 
 def _sum_partials(out: jax.Array) -> jax.Array:  # [T, O], or float32[S, T, O] -> [T, O]
@@ -18,7 +24,16 @@ def _sum_partials(out: jax.Array) -> jax.Array:  # [T, O], or float32[S, T, O] -
 OP = KernelOp(
     name="quantised_gemm",
     ref=ref.quantised_gemm,
-    impls=(Impl("xla", xla.quantised_gemm),),
+    impls=(
+        Impl(
+            "mosaic_fp8",
+            _fp8_mosaic,
+            platforms=("gpu",),
+            supports=fp8_launch.supports,
+            ref=fp8_tokens.quantised_gemm,
+        ),
+        Impl("xla", xla.quantised_gemm),
+    ),
     cases=cases.CASES,
     build=cases.build,
     cost=cases.cost,

@@ -62,7 +62,7 @@ class _Spec:
 
     @property
     def scale_row(self) -> int:
-        """Scales of a group in shared memory: the tokens, padded to the 128 bytes that TMA needs."""
+        """Scales of a group in shared memory: of the tokens, padded to 128 bytes for TMA."""
         return -(-self.token_rows // SCALE_LANES) * SCALE_LANES
 
     @property
@@ -88,7 +88,7 @@ class _GmemRefs(NamedTuple):
     """Refs to the arrays in global memory."""
 
     x: Ref  # e4m3[T, K]; [T, K / GROUP, GROUP] if the kernel quantises it
-    x_scales: Ref | None  # [K / GROUP, scale_tokens(T)]
+    x_scales: Ref  # [K / GROUP, scale_tokens(T)]; None if the kernel quantises
     w: Ref  # e4m3[O, K]; with swiglu [2 * O, K]
     w_scales: Ref  # [O], or [O / GROUP, K / GROUP]
     out: Ref  # [T, O], or of this CTA's split
@@ -97,7 +97,7 @@ class _GmemRefs(NamedTuple):
 class _Scratch(NamedTuple):
     """Shared memory and barriers of a CTA, in the order of their allocation."""
 
-    w_smem: Ref  # [stages, 1 or 2, MMA_ROWS, block_k]
+    w_smem: Ref  # [stages, 1 or 2, block_o, block_k]
     x_smem: Ref  # [token_steps * step_groups, token_rows, GROUP], see ``_views``
     scales_smem: Ref  # [token_steps * step_groups, scale_row]; without scale_row for ``row_union``
     consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
@@ -105,7 +105,7 @@ class _Scratch(NamedTuple):
 
 
 class _CtaTile(NamedTuple):
-    """Outputs and K range of a CTA; int32 scalars."""
+    """Outputs and K range of a CTA, or of a warpgroup; int32 scalars."""
 
     output: jax.Array  # first output
     first_step: jax.Array  # counted from the start of the inputs
@@ -117,7 +117,7 @@ def _cta_tile(spec: _Spec) -> _CtaTile:
     steps = spec.sizes.groups // config.step_groups
     first = lax.div(split * steps, jnp.int32(config.split_k))
     end = lax.div((split + 1) * steps, jnp.int32(config.split_k))
-    return _CtaTile(lax.axis_index("tile") * MMA_ROWS, first, end - first)
+    return _CtaTile(lax.axis_index("tile") * config.block_o, first, end - first)
 
 
 def _stage(spec: _Spec, step: jax.Array) -> jax.Array:
@@ -144,9 +144,12 @@ def _memory_warpgroup(spec: _Spec, tile: _CtaTile, gmem: _GmemRefs, scratch: _Sc
     step_groups = spec.config.step_groups
 
     def copy_weights(step: jax.Array) -> None:
-        stage, inner = _stage(spec, step), pl.ds((tile.first_step + step) * spec.block_k, spec.block_k)
+        stage, inner = (
+            _stage(spec, step),
+            pl.ds((tile.first_step + step) * spec.block_k, spec.block_k),
+        )
         for half in range(spec.halves):
-            rows = pl.ds(half * spec.sizes.outer + tile.output, MMA_ROWS)
+            rows = pl.ds(half * spec.sizes.outer + tile.output, spec.config.block_o)
             w_smem, barrier = scratch.w_smem.at[stage, half], scratch.barriers.at[stage]
             plgpu.copy_gmem_to_smem(gmem.w.at[rows, inner], w_smem, barrier)
 
@@ -197,7 +200,10 @@ def _quantise_token(spec: _Spec, tile: _CtaTile, x: Ref, scratch: _Scratch) -> N
 def _quantise_tokens(spec: _Spec, tile: _CtaTile, x: Ref, scratch: _Scratch) -> None:
     """Quantise the CTA's inputs of all tokens, eight tokens of a group at once."""
     num_groups = tile.num_steps * spec.config.step_groups
-    start, most = tile.first_step * spec.config.step_groups, spec.token_steps * spec.config.step_groups
+    start, most = (
+        tile.first_step * spec.config.step_groups,
+        spec.token_steps * spec.config.step_groups,
+    )
     tokens = range(0, spec.sizes.tokens, MMA_TOKENS)
     places = [(group, pl.ds(token, MMA_TOKENS)) for group in range(most) for token in tokens]
     for batch in range(0, len(places), LOADS_IN_FLIGHT):
@@ -215,10 +221,10 @@ def _quantise_tokens(spec: _Spec, tile: _CtaTile, x: Ref, scratch: _Scratch) -> 
 
 def _block_scales(
     spec: _Spec, tile: _CtaTile, gmem: _GmemRefs, step: jax.Array
-) -> list[list[jax.Array | float]]:  # by group and half
-    """The scales of the CTA's blocks in a K step; 1 where rows have scales."""
+) -> list[list[jax.Array]]:  # by group and half
+    """The scales of a warpgroup's blocks in a K step; none where rows have scales."""
     if not spec.sizes.blocks:
-        return [[1.0] * spec.halves] * spec.config.step_groups
+        return []
     first = (tile.first_step + step) * spec.config.step_groups
     block, half_blocks = lax.div(tile.output, jnp.int32(GROUP)), spec.sizes.outer // GROUP
     return [
@@ -236,21 +242,21 @@ def _token_scales(spec: _Spec, scratch: _Scratch, place: jax.Array, tokens: Any)
 
 
 def _matmul(
-    spec: _Spec, tile: _CtaTile, tokens: Any, gmem: _GmemRefs, scratch: _Scratch
+    spec: _Spec, tile: _CtaTile, rows: Any, tokens: Any, gmem: _GmemRefs, scratch: _Scratch
 ) -> tuple[jax.Array, ...]:  # float32[MMA_ROWS, tokens], one for each half
-    """Sum of the scaled results of the groups."""
+    """Sum of the scaled results of the groups; ``rows`` are a warpgroup's of ``w_smem``."""
     step_groups, halves = spec.config.step_groups, spec.halves
     shape, x_smem = (MMA_ROWS, tokens.size), _tokens(spec, scratch)
 
     def multiply(stage: jax.Array, place: jax.Array, *accs: Ref) -> tuple[jax.Array, ...]:
         for i, acc in enumerate(accs):
             group, half = divmod(i, halves)
-            w = scratch.w_smem.at[stage, half, :, pl.ds(group * GROUP, GROUP)]
+            w = scratch.w_smem.at[stage, half, rows, pl.ds(group * GROUP, GROUP)]
             plgpu.wgmma(acc, w, x_smem.at[place + group, tokens].transpose((1, 0)))
         return tuple(acc[...] for acc in accs)
 
-    def step_body(step: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        stage, sums = _stage(spec, step), list(sums)
+    def step_body(step: jax.Array, carried: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        stage, sums = _stage(spec, step), list(carried)
         place = (step if spec.config.quantises else stage) * step_groups
         blocks = _block_scales(spec, tile, gmem, step)
         plgpu.barrier_wait(scratch.barriers.at[stage])
@@ -259,7 +265,7 @@ def _matmul(
         for group in range(step_groups):
             scales = _token_scales(spec, scratch, place + group, tokens)
             for half in range(halves):
-                factor = scales * blocks[group][half]
+                factor = scales * blocks[group][half] if spec.sizes.blocks else scales
                 if not spec.row_union:
                     factor = lax.broadcast_in_dim(factor, shape, [1])
                 sums[half] = sums[half] + parts[group * halves + half] * factor
@@ -278,15 +284,20 @@ def _matmul(
 def _compute_warpgroup(
     spec: _Spec, tile: _CtaTile, warpgroup: jax.Array, gmem: _GmemRefs, scratch: _Scratch
 ) -> None:
-    """Compute the warpgroup's tokens of the CTA's outputs, and write them from registers."""
-    count, out = spec.token_rows // spec.config.warpgroups, gmem.out
-    tokens = pl.ds(warpgroup * count, count)
+    """Compute the warpgroup's part of the CTA's results, and write it from registers."""
+    out, count = gmem.out, spec.token_rows
+    if spec.config.divides_outputs:
+        row, tokens = warpgroup * MMA_ROWS, pl.ds(0, count)
+    else:
+        count //= spec.config.warpgroups
+        row, tokens = 0, pl.ds(warpgroup * count, count)
+    rows, tile = pl.ds(row, MMA_ROWS), tile._replace(output=tile.output + row)
     if spec.config.quantises:
         grid_dependency_wait()
         quantise = _quantise_token if spec.sizes.tokens == 1 else _quantise_tokens
         quantise(spec, tile, gmem.x, scratch)
         plgpu.commit_smem()
-    sums = list(_matmul(spec, tile, tokens, gmem, scratch))
+    sums = list(_matmul(spec, tile, rows, tokens, gmem, scratch))
     if not spec.sizes.blocks:
         for half in range(spec.halves):
             rows = gmem.w_scales.at[pl.ds(half * spec.sizes.outer + tile.output, MMA_ROWS)]
@@ -328,7 +339,7 @@ def _scratch_types(spec: _Spec) -> _Scratch:
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
     swizzled = (tiling((8, GROUP)), swizzle(GROUP))
-    weights = (config.stages, spec.halves, MMA_ROWS, spec.block_k)
+    weights = (config.stages, spec.halves, config.block_o, spec.block_k)
     groups = spec.token_steps * config.step_groups
     tokens = (groups, spec.token_rows, GROUP)
     scales: tuple[int, ...] = (groups, spec.scale_row)
@@ -365,7 +376,7 @@ def launch_with(
         partial(_kernel, spec),
         out_type=result_shape(sizes, config.split_k),
         scratch_types=(_scratch_types(spec),),
-        grid=(config.split_k, sizes.outer // MMA_ROWS),  # adjacent CTAs, adjacent outputs
+        grid=(config.split_k, sizes.outer // config.block_o),  # adjacent CTAs, adjacent outputs
         grid_names=("split", "tile"),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",

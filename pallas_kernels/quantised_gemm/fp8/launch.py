@@ -19,15 +19,22 @@ MMA_TOKENS = 8  # multiple of N of a wgmma; fewer tokens are padded in shared me
 MMA_ROWS = 64  # M of a wgmma
 SMEM_BYTES = 226 << 10  # of an SM, without barriers
 MAX_DECODE_TOKENS = 256  # N of a wgmma
-MAX_DECODE_TOKENS_SWIGLU = 128  # two accumulators for each half leave no registers for more
+MAX_DECODE_TOKENS_SWIGLU = 64  # with more a tile of 128 tokens has as few waves
+MIN_GROUPS = 4  # of the inputs: those that a CTA quantises at once
 FEW_TOKENS = 16
+MAX_SHARING_TOKENS = 64  # accumulators for more leave one CTA to an SM
 QUANTISED_TOKENS = (1, 8, 16)  # the kernel for few tokens can quantise so many itself
+# On an H100 that takes 0.3 us for 20 groups of 8 tokens, but 3 us for 26 of them and 5 us for 20 of
+# 16 tokens, longer than a kernel of its own: loads come in batches, and each waits for L2.
+MAX_QUANTISED_GROUPS = 20
+MAX_TOKEN_GROUPS = 40  # of one token: five tiles in shared memory and in registers
 FEW_TOKENS_IN_FLIGHT_BYTES = 96 << 10  # of weights in an SM, as in skinny_gemm
 IN_FLIGHT_BYTES = 112 << 10
 MAX_SPLIT_K = 4
 MAX_PROMPT_STAGES = 8
-# Relative time of a multiplication, by warpgroups and accumulators of a tile.
-TILE_COSTS = MappingProxyType({(2, 2): 1.0, (3, 1): 1.0, (2, 1): 1.1})
+# Relative time of a multiplication, by warpgroups and accumulators of a tile. The first two on an
+# H100 with 8,192 tokens of Qwen3-4B: qkv 251 and 254 us, down 372 and 394, gate and up 811 and 792.
+TILE_COSTS = MappingProxyType({(2, 2): 1.0, (3, 1): 1.02, (2, 1): 1.2})
 MMA_WEIGHTS = 128  # N of a wgmma of the kernel for many tokens
 
 
@@ -52,10 +59,11 @@ class Fp8Sizes(NamedTuple):
 class DecodeConfig:
     """Tile sizes for few tokens.
 
-    A CTA computes 64 outputs (with swiglu from 64 gates and 64 ups) of all tokens. A K step has
-    ``step_groups`` groups of inputs, and ``stages`` steps are in flight. The compute ``warpgroups``
-    divide the tokens; ``split_k`` CTAs divide the inputs. If the kernel ``quantises`` the tokens, the
-    only compute warpgroup does so before its first step.
+    A CTA computes ``block_o`` outputs (with swiglu from as many gates and ups) of all tokens. A K
+    step has ``step_groups`` groups of inputs, and ``stages`` steps are in flight. The compute
+    ``warpgroups`` divide the tokens, or have 64 outputs each (``divides_outputs``). ``split_k``
+    CTAs divide the inputs. If the kernel ``quantises`` the tokens, the only compute warpgroup does
+    so before its first step.
     """
 
     step_groups: int
@@ -63,16 +71,24 @@ class DecodeConfig:
     warpgroups: int = 1
     split_k: int = 1
     quantises: bool = False
+    divides_outputs: bool = False
+
+    @property
+    def block_o(self) -> int:
+        """Outputs of a CTA."""
+        return MMA_ROWS * (self.warpgroups if self.divides_outputs else 1)
 
     def fits(self, sizes: Fp8Sizes) -> bool:
         """True if the tiles divide a call of these sizes; shared memory is not checked."""
         steps, rest = divmod(sizes.groups, self.step_groups)
+        rest += sizes.outer % self.block_o
         tokens = max(sizes.tokens, MMA_TOKENS)
         split = 1 <= self.split_k <= (steps if sizes.split else 1)
-        shared = tokens % (self.warpgroups * MMA_TOKENS) == 0 or self.warpgroups == 1
-        alone = self.warpgroups == 1 and sizes.tokens in QUANTISED_TOKENS
+        alone = self.divides_outputs or self.warpgroups == 1
+        shared = alone or tokens % (self.warpgroups * MMA_TOKENS) == 0
         groups = steps // self.split_k * self.step_groups
-        quantises = not self.quantises or (alone and (groups >= 4 or sizes.tokens > 1))
+        few = sizes.tokens in QUANTISED_TOKENS and (groups >= MIN_GROUPS or sizes.tokens > 1)
+        quantises = not self.quantises or (few and self.warpgroups == 1)
         return rest == 0 and split and shared and quantises and self.stages >= 1
 
 
@@ -142,36 +158,45 @@ def supports(
     if str(x.dtype) not in DTYPES or scales.dtype != jnp.float32:
         return f"tokens are {x.dtype} and scales {scales.dtype}, not 16-bit and float32"
     sizes = sizes_of(x, values, scales, swiglu=swiglu, split=split)
+    return _unfit(sizes, values.shape[0], scales.shape) or not_hopper()
+
+
+def _unfit(sizes: Fp8Sizes, rows: int, scales: tuple[int, ...]) -> str | None:
+    """Why no kernel can take these sizes, with a matrix of ``rows``, or None."""
     if sizes.tokens < 1:
         return "there are no tokens"
     if sizes.tokens > MMA_TOKENS and sizes.tokens % MMA_TOKENS:
         return f"{sizes.tokens} tokens are not a multiple of {MMA_TOKENS}"
-    if sizes.inner % GROUP or sizes.inner < 4 * GROUP or sizes.outer % MMA_ROWS:
+    outputs = MMA_ROWS if decodes(sizes) or sizes.swiglu else GROUP
+    if sizes.inner % GROUP or sizes.groups < MIN_GROUPS or sizes.outer % outputs:
         return (
-            f"{sizes.inner} inputs are not a multiple of {GROUP} from {4 * GROUP} on, or "
-            f"{sizes.outer} outputs not of {MMA_ROWS}"
+            f"{sizes.inner} inputs are not a multiple of {GROUP} from {MIN_GROUPS * GROUP} on, or "
+            f"{sizes.outer} outputs not of {outputs}"
         )
-    block_shape = (values.shape[0] // GROUP, sizes.groups)
-    if sizes.blocks and (scales.shape != block_shape or sizes.outer % GROUP):
-        return f"scales {scales.shape} are neither of rows nor of blocks of {GROUP} x {GROUP}"
-    return not_hopper()
+    if sizes.blocks and (scales != (rows // GROUP, sizes.groups) or sizes.outer % GROUP):
+        return f"scales {scales} are neither of rows nor of blocks of {GROUP} x {GROUP} weights"
+    return None
 
 
 def decodes(sizes: Fp8Sizes) -> bool:
     """True if the kernel for few tokens runs a call of these sizes."""
-    most = MAX_DECODE_TOKENS_SWIGLU if sizes.swiglu else MAX_DECODE_TOKENS
-    return sizes.tokens <= most
+    return sizes.tokens <= (MAX_DECODE_TOKENS_SWIGLU if sizes.swiglu else MAX_DECODE_TOKENS)
 
 
 def result_shapes(
     x: jax.Array,  # [T, K]
     values: jax.Array,  # [O, K]; with swiglu [2 * O, K]: gate, up
     scales: jax.Array,  # [O, 1], or [O / 128, K / 128]
+    zeros: None,
+    offsets: None,
+    supers: None,
     *,
+    kind: str,
     swiglu: bool,
     split: bool,
 ) -> jax.ShapeDtypeStruct:
     """The shape of a call's result."""
+    del zeros, offsets, supers, kind
     sizes = sizes_of(x, values, scales, swiglu=swiglu, split=split)
     return result_shape(sizes, decode_config(sizes).split_k if decodes(sizes) else 1)
 
@@ -184,36 +209,65 @@ def result_shape(sizes: Fp8Sizes, split_k: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((split_k, *shape), jnp.float32)
 
 
-def decode_config(sizes: Fp8Sizes) -> DecodeConfig:
-    """One wave of CTAs, each with enough bytes in flight, as ``skinny_gemm`` chooses them."""
+def decode_config(sizes: Fp8Sizes, *, quantises: bool | None = None) -> DecodeConfig:
+    """One wave of CTAs, each with enough bytes in flight, as ``skinny_gemm`` chooses them.
+
+    ``quantises`` is False for tokens that are quantised already, None for the faster choice.
+
+    If there are more tiles of 64 outputs than SMs, two CTAs fit on an SM while they need at most
+    128 registers for a thread. With more tokens a CTA has two such tiles.
+    """
     tiles, num_sms = sizes.outer // MMA_ROWS, current_device().num_sms
     largest = min(MAX_SPLIT_K, sizes.groups) if sizes.split else 1
     split_k = max(1, min(num_sms // tiles, largest))
-    ctas_per_sm = 2 if tiles * split_k > num_sms else 1
-    few = sizes.tokens <= FEW_TOKENS
-    halves = 1 + sizes.swiglu
+    few, halves = sizes.tokens <= FEW_TOKENS, 1 + sizes.swiglu
+    crowded = tiles * split_k > num_sms
+    pairs = crowded and halves * sizes.tokens > MAX_SHARING_TOKENS and tiles % 2 == 0
+    divisible = sizes.tokens % (2 * MMA_TOKENS) == 0 and sizes.tokens >= 2 * MMA_ROWS
+    warpgroups = 2 if pairs or divisible else 1
+    divides_outputs = pairs and sizes.tokens <= MMA_ROWS
     step_groups = math.gcd(sizes.groups, 2 if few and not sizes.swiglu else 1)
-    weight_bytes = step_groups * halves * MMA_ROWS * GROUP
+    blocks = 2 if divides_outputs else 1
+    weight_bytes = step_groups * halves * blocks * MMA_ROWS * GROUP
     padded = max(sizes.tokens, MMA_TOKENS)
     token_bytes = step_groups * (padded * GROUP + 4 * (padded + 32))
-    budget, step_bytes = SMEM_BYTES // ctas_per_sm, weight_bytes + token_bytes
-    quantises = sizes.tokens in QUANTISED_TOKENS
+    budget, step_bytes = (
+        SMEM_BYTES // (2 if crowded and not pairs else 1),
+        weight_bytes + token_bytes,
+    )
+    steps = sizes.groups // step_groups
+    if quantises is None:
+        quantises = _quantises(sizes, steps // split_k * step_groups)
     if quantises:
-        budget -= -(-sizes.groups // step_groups // split_k) * token_bytes
+        budget -= -(-steps // split_k) * token_bytes
         step_bytes = weight_bytes
     fitting = budget // step_bytes
-    needed = (FEW_TOKENS_IN_FLIGHT_BYTES if few else IN_FLIGHT_BYTES) // weight_bytes
-    divisible = sizes.tokens % (2 * MMA_TOKENS) == 0
-    warpgroups = 2 if sizes.tokens >= 2 * MMA_ROWS and divisible else 1
+    needed = blocks * (FEW_TOKENS_IN_FLIGHT_BYTES if few else IN_FLIGHT_BYTES) // weight_bytes
     return DecodeConfig(
-        step_groups, min(fitting, needed), warpgroups, split_k, quantises and fitting >= 2
+        step_groups,
+        min(fitting, needed),
+        warpgroups,
+        split_k,
+        quantises,
+        divides_outputs,
     )
+
+
+def _quantises(sizes: Fp8Sizes, groups: int) -> bool:
+    """True if a CTA with so many groups should quantise its tokens itself."""
+    few = sizes.tokens == 1 and MIN_GROUPS <= groups <= MAX_TOKEN_GROUPS
+    return few or (sizes.tokens == MMA_TOKENS and groups <= MAX_QUANTISED_GROUPS)
 
 
 def prompt_config(sizes: Fp8Sizes) -> PromptConfig:
     """The tiles with the least time, estimated as waves times the time of a tile."""
     made = [_prompt(warpgroups, accs, sizes) for warpgroups, accs in TILE_COSTS]
     return min((config for config in made if config.fits(sizes)), key=lambda c: _cost(c, sizes))
+
+
+def quantising_config(sizes: Fp8Sizes) -> PromptConfig:
+    """Tiles with whole groups of results of SwiGLU, so that the kernel can quantise them."""
+    return _prompt(2, 2, sizes)
 
 
 def _prompt(warpgroups: int, accs: int, sizes: Fp8Sizes) -> PromptConfig:

@@ -6,6 +6,10 @@ three compute warpgroups multiply, each 64 of the tile's tokens with all its row
 step is one group of 128 inputs. The tensor cores add fp8 products with about 14 bits, so each step
 has an accumulator of its own, which is scaled and added to the float32 sums in registers. While one
 warpgroup does that, the tensor cores work for another one.
+
+The results of SwiGLU can be quantised in the epilogue (``quantised``), since a tile has whole
+groups of them: the next GEMM then reads half of the bytes, and no kernel in between reads and
+writes them.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from pallas_kernels.quantised_gemm.fp8.launch import (
     PromptConfig,
     result_shape,
 )
+from pallas_kernels.quantised_gemm.fp8.quantise import quantised_groups
 from pallas_kernels.quantised_gemm.fp8.tokens import GROUP
 
 # Registers of a thread by the number of compute warpgroups: compute, memory. Together they are 504
@@ -46,6 +51,7 @@ class _Spec:
 
     sizes: Fp8Sizes
     config: PromptConfig
+    quantised: bool
 
     @property
     def width(self) -> int:
@@ -94,12 +100,14 @@ class _GmemRefs(NamedTuple):
     w: Ref  # e4m3[O, K]; with swiglu [2 * O, K]
     w_scales: Ref  # [O], or [O / GROUP, K / GROUP]
     out: Ref  # [T, O]
+    out_scales: Ref = None  # [O / GROUP, scale_tokens(T)] if results are quantised
 
 
 class _Scratch(NamedTuple):
     """Shared memory and barriers of a CTA, in the order of their allocation."""
 
     out_smem: Ref  # [warpgroups, MMA_ROWS, width]
+    out_scales_smem: Ref  # [warpgroups, MMA_ROWS] if results are quantised
     w_smem: Ref  # [stages, accs * MMA_WEIGHTS, GROUP]
     x_smem: Ref  # [stages, block_t, GROUP]
     scales_smem: Ref  # [stages, block_t]
@@ -184,10 +192,10 @@ def _memory_warpgroup(spec: _Spec, gmem: _GmemRefs, scratch: _Scratch) -> None:
 
 def _block_scales(
     spec: _Spec, tile: _Tile, gmem: _GmemRefs, step: jax.Array
-) -> list[jax.Array | float]:  # by piece
-    """The scales of a tile's blocks in a K step; 1 where rows have scales."""
+) -> list[jax.Array]:  # by piece
+    """The scales of a tile's blocks in a K step; none where rows have scales."""
     if not spec.sizes.blocks:
-        return [1.0] * spec.pieces
+        return []
     rows = [tile.output + piece * spec.piece_stride for piece in range(spec.pieces)]
     return [gmem.w_scales[lax.div(row, jnp.int32(GROUP)), step] for row in rows]
 
@@ -204,9 +212,13 @@ def _matmul(
         plgpu.wgmma(acc, scratch.x_smem.at[stage, rows], w)
         return acc[...]
 
-    def step_body(step: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    last = spec.sizes.groups - 1
+
+    def step_body(step: jax.Array, carried: Any) -> Any:
+        sums, blocks = carried
         stage, added = _stage(spec, tile.first_step + step), list[jax.Array]()
-        blocks = _block_scales(spec, tile, gmem, step)
+        # Loaded a step ahead: otherwise the first sums are delayed and all of them are live.
+        next_blocks = _block_scales(spec, tile, gmem, jnp.minimum(step + 1, last))
         plgpu.barrier_wait(scratch.barriers.at[stage])
         row, layout = scratch.scales_smem.at[stage, rows], plgpu.Layout.WGMMA.reduce(1)
         scales = plgpu.load(row, layout=layout, optimized=False)
@@ -217,12 +229,14 @@ def _matmul(
                 plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
             for first in range(0, MMA_WEIGHTS, width):
                 piece = len(added)
-                factor = lax.broadcast_in_dim(scales * blocks[piece], shape, [0])
+                factor = scales * blocks[piece] if spec.sizes.blocks else scales
+                factor = lax.broadcast_in_dim(factor, shape, [0])
                 added.append(sums[piece] + result[:, first : first + width] * factor)
-        return tuple(added)
+        return tuple(added), next_blocks
 
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-    return lax.fori_loop(0, spec.sizes.groups, step_body, (zeros,) * spec.pieces)
+    first = (zeros,) * spec.pieces, _block_scales(spec, tile, gmem, jnp.int32(0))
+    return lax.fori_loop(0, spec.sizes.groups, step_body, first)[0]
 
 
 def _with_row_scales(
@@ -262,10 +276,16 @@ def _compute_warpgroup(
         rows = pl.ds(tile.token + warpgroup * MMA_ROWS, MMA_ROWS)
         for piece, result in enumerate(results):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous results have been read
-            out_smem[...] = result.astype(gmem.out.dtype)
+            result = result.astype(spec.sizes.dtype)
+            if spec.quantised:
+                result, scratch.out_scales_smem[warpgroup, :] = quantised_groups(result)
+            out_smem[...] = result
             plgpu.commit_smem()
             columns = pl.ds(tile.output + piece * spec.width, spec.width)
             plgpu.copy_smem_to_gmem(out_smem, gmem.out.at[rows, columns])
+            if spec.quantised:
+                scales = gmem.out_scales.at[lax.div(tile.output, jnp.int32(GROUP)), rows]
+                plgpu.copy_smem_to_gmem(scratch.out_scales_smem.at[warpgroup], scales)
 
     plgpu.wait_smem_to_gmem(0)
 
@@ -301,7 +321,10 @@ def _scratch_types(spec: _Spec) -> _Scratch:
         x_smem=plgpu.SMEM(x_shape, jnp.float8_e4m3fn, transforms=swizzled),
         w_smem=plgpu.SMEM(w_shape, jnp.float8_e4m3fn, transforms=swizzled),
         scales_smem=plgpu.SMEM((config.stages, config.block_t), jnp.float32),
-        out_smem=plgpu.SMEM(out_shape, spec.sizes.dtype, transforms=results),
+        out_smem=plgpu.SMEM(out_shape, jnp.float8_e4m3fn, transforms=swizzled)
+        if spec.quantised
+        else plgpu.SMEM(out_shape, spec.sizes.dtype, transforms=results),
+        out_scales_smem=plgpu.SMEM(out_shape[:2], jnp.float32) if spec.quantised else None,
         barriers=plgpu.Barrier(num_arrivals=spec.pieces + 2, num_barriers=config.stages),
         consumed_barriers=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
     )
@@ -314,14 +337,18 @@ def launch_with(
     x_scales: jax.Array,  # float32[K / GROUP, scale_tokens(T)]
     w: jax.Array,  # e4m3[O, K]; with swiglu [2 * O, K]: gate, up
     w_scales: jax.Array,  # float32[O, 1], or [O / GROUP, K / GROUP]
-) -> jax.Array:  # [T, O]
+    *,
+    quantised: bool = False,
+) -> Any:  # [T, O], or with ``quantised`` e4m3[T, O] and float32[O / GROUP, scale_tokens(T)]
     """GEMM of quantised tokens. Raises ValueError when the configuration does not fit the call."""
-    if not config.fits(sizes):
+    if not config.fits(sizes) or quantised and not (sizes.swiglu and config.accs == 2):
         raise ValueError(f"{config} does not fit {sizes}")
-    spec = _Spec(sizes, config)
+    spec, out = _Spec(sizes, config, quantised), result_shape(sizes, 1)
+    out_scales = jax.ShapeDtypeStruct((sizes.outer // GROUP, x_scales.shape[1]), jnp.float32)
+    values = jax.ShapeDtypeStruct(out.shape, jnp.float8_e4m3fn)
     return plgpu.kernel(
         partial(_kernel, spec),
-        out_type=result_shape(sizes, 1),
+        out_type=(values, out_scales) if quantised else out,
         scratch_types=(_scratch_types(spec),),
         grid=(spec.ctas,),
         grid_names=("cta",),

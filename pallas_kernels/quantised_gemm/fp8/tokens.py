@@ -60,14 +60,20 @@ def dequantised_weights(
     return values.astype(jnp.float32) * expanded
 
 
-def fp8_gemm(
+def quantised_gemm(
     x: jax.Array,  # [T, K]
     values: jax.Array,  # float8_e4m3fn[O, K]; with swiglu [2 * O, K]: gate, up
     scales: jax.Array,  # float32[O, 1], or [O / GROUP, K / GROUP]; with swiglu of 2 * O
+    zeros: None = None,
+    offsets: None = None,
+    supers: None = None,
     *,
+    kind: str = "fp8",
     swiglu: bool,
+    split: bool,
 ) -> jax.Array:  # [T, O]
     """The definition: both matrices dequantised and multiplied in float32, rounded once."""
+    del zeros, offsets, supers, kind, split  # partials are defined by their sum
     tokens = dequantised_tokens(*quantised_tokens(x))
     out = jnp.matmul(tokens, dequantised_weights(values, scales).T, precision="highest")
     if swiglu:
