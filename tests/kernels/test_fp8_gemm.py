@@ -211,7 +211,8 @@ def test_chosen_and_lowered_for_hopper(num_tokens: int) -> None:
         jax.ShapeDtypeStruct((6144, 2560), "float8_e4m3fn"),
         jax.ShapeDtypeStruct((6144, 1), "float32"),
     )
-    args, static = (*arrays, None, None, None), {"kind": "fp8", "swiglu": False, "split": False}
+    args: Any = (*arrays, None, None, None)
+    static = {"kind": "fp8", "swiglu": False, "split": False}
     assert select(OP, "gpu", args, static).name == "mosaic_fp8"
     step = jax.jit(partial(FP8.fn, **static))
     assert "@mosaic_gpu" in step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
