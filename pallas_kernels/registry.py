@@ -70,13 +70,15 @@ class Impl:
     ``fn`` takes the op's arrays and static keywords. ``platforms`` are the JAX platforms it runs on
     (empty: all). ``supports`` takes the arguments of ``fn``, checks shapes, dtypes, static
     keywords, the device and the installed packages, and returns None or the reason why ``fn``
-    cannot run.
+    cannot run. ``ref`` is its own definition where it differs from the op's: an implementation that
+    rounds arguments to fewer bits.
     """
 
     name: str
     fn: Callable[..., Any]
     platforms: tuple[str, ...] = ()
     supports: Callable[..., str | None] = _supports_all
+    ref: Callable[..., Any] | None = None
 
     def refuses(self, platform: str, args: tuple[Any, ...], static: dict[str, Any]) -> str | None:
         """Why this implementation cannot run the call, or None."""

@@ -20,11 +20,11 @@ def runnable(impl: Impl, inputs: Inputs) -> str | None:
 
 
 def mismatch(op: KernelOp, impl: Impl, case: Case, inputs: Inputs) -> str | None:
-    """How the implementation's jitted result differs from the definition's, or None.
+    """How the implementation's jitted result differs from its definition's, or None.
 
     NaN in the result counts as a difference: the inputs are NaN wherever the op must not read.
     """
-    expected = op.observable(op.ref(*inputs.args, **inputs.static))
+    expected = op.observable((impl.ref or op.ref)(*inputs.args, **inputs.static))
 
     @jax.jit
     def run(*args: Any) -> tuple[Any, list[jax.Array]]:

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from pallas_kernels.arrangements import of_either_order
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm import cases, native, ref, xla
+from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
+from pallas_kernels.quantised_gemm.fp8 import tokens as fp8_tokens
 from pallas_kernels.quantised_gemm.tiled import launch
 from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
@@ -17,6 +19,9 @@ _tiled = imported_when_called(
 )
 _large = imported_when_called(
     "pallas_kernels.quantised_gemm.tiled.large.mosaic", "quantised_gemm", large_launch.result_shapes
+)
+_fp8_mosaic = imported_when_called(
+    "pallas_kernels.quantised_gemm.fp8.mosaic", "quantised_gemm", fp8_launch.result_shapes
 )
 
 
@@ -32,6 +37,13 @@ OP = KernelOp(
         Impl("native", native.quantised_gemm, platforms=("cpu",), supports=native.supports),
         Impl("tiled", _tiled, platforms=("gpu",), supports=launch.supports),
         Impl("tiled_large", _large, platforms=("gpu",), supports=large_launch.supports),
+        Impl(
+            "mosaic_fp8",
+            _fp8_mosaic,
+            platforms=("gpu",),
+            supports=fp8_launch.supports,
+            ref=fp8_tokens.quantised_gemm,
+        ),
         Impl("xla", of_either_order(xla.quantised_gemm)),
     ),
     cases=cases.CASES,

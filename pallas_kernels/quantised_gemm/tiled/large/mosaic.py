@@ -281,7 +281,7 @@ def _scratch_types(spec: _Spec, parts: Parts) -> _Scratch:
     )
 
 
-@partial(jax.jit, static_argnames=("kind", "swiglu", "split"))  # one trace for all layers
+@partial(jax.jit, static_argnames=("kind", "swiglu", "split", "wide"))  # one trace for all layers
 def quantised_gemm(
     x: jax.Array,  # [T, K]
     values: jax.Array,  # uint8[O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
@@ -293,8 +293,10 @@ def quantised_gemm(
     kind: str,
     swiglu: bool,
     split: bool,
+    wide: bool = False,
 ) -> jax.Array:  # [T, O]
     """See ``quantised_gemm.api``; the weights are arranged (``tiled.arrange``)."""
+    del wide  # False: see ``launch.supports``
     args = (x, values, scales, zeros, offsets, supers)
     static: Any = {"kind": kind, "swiglu": swiglu, "split": split}
     return launch_with(*args, config=choose_config(sizes_of(*args, **static)), **static)

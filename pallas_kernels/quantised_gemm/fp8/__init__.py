@@ -1,0 +1,1 @@
+"""GEMM of dynamically quantised tokens with 8-bit floating-point weights, for NVIDIA Hopper."""

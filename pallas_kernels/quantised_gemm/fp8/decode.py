@@ -1,0 +1,387 @@
+"""fp8 GEMM of a few quantised tokens in Pallas Mosaic GPU.
+
+The kernel of ``skinny_gemm`` with 8-bit operands: M of a wgmma is 64 outputs, N the tokens. The
+tensor cores add fp8 products with about 14 bits, so each group of 128 inputs has an accumulator of
+its own, which is scaled and added to the float32 sum in registers.
+
+With 1, 8 or 16 tokens the kernel can quantise them itself (``DecodeConfig.quantises``): each CTA
+those inputs that it multiplies, while its first weights are in flight. That saves a launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.quantised_gemm.fp8.launch import (
+    MMA_ROWS,
+    MMA_TOKENS,
+    DecodeConfig,
+    Fp8Sizes,
+    result_shape,
+)
+from pallas_kernels.quantised_gemm.fp8.quantise import (
+    GROUPS_LAYOUT,
+    ROWS,
+    TOKENS_LAYOUT,
+    quantised_groups,
+)
+from pallas_kernels.quantised_gemm.fp8.tokens import GROUP
+
+SCALE_LANES = 32  # float32 values in 128 bytes, to which TMA aligns arrays in shared memory
+
+LOADS_IN_FLIGHT = 8  # of a thread that quantises tokens, 16 bytes each
+
+type Ref = Any
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """Compile-time constants of the kernel."""
+
+    sizes: Fp8Sizes
+    config: DecodeConfig
+
+    @property
+    def halves(self) -> int:
+        """2 with swiglu (gate and up), else 1."""
+        return 1 + self.sizes.swiglu
+
+    @property
+    def token_rows(self) -> int:
+        """Rows of ``x_smem``: the tokens, padded."""
+        return max(self.sizes.tokens, MMA_TOKENS)
+
+    @property
+    def scale_row(self) -> int:
+        """Scales of a group in shared memory: of the tokens, padded to 128 bytes for TMA."""
+        return -(-self.token_rows // SCALE_LANES) * SCALE_LANES
+
+    @property
+    def token_steps(self) -> int:
+        """K steps whose tokens are in shared memory: those of a CTA if it quantises them."""
+        config = self.config
+        if config.quantises:
+            return -(-self.sizes.groups // config.step_groups // config.split_k)
+        return config.stages
+
+    @property
+    def row_union(self) -> bool:
+        """True if ``x_smem`` has a plain view for the only token."""
+        return self.config.quantises and self.sizes.tokens == 1
+
+    @property
+    def block_k(self) -> int:
+        """Inputs of a K step."""
+        return self.config.step_groups * GROUP
+
+
+class _GmemRefs(NamedTuple):
+    """Refs to the arrays in global memory."""
+
+    x: Ref  # e4m3[T, K]; [T, K / GROUP, GROUP] if the kernel quantises it
+    x_scales: Ref  # [K / GROUP, scale_tokens(T)]; None if the kernel quantises
+    w: Ref  # e4m3[O, K]; with swiglu [2 * O, K]
+    w_scales: Ref  # [O], or [O / GROUP, K / GROUP]
+    out: Ref  # [T, O], or of this CTA's split
+
+
+class _Scratch(NamedTuple):
+    """Shared memory and barriers of a CTA, in the order of their allocation."""
+
+    w_smem: Ref  # [stages, 1 or 2, block_o, block_k]
+    x_smem: Ref  # [token_steps * step_groups, token_rows, GROUP], see ``_views``
+    scales_smem: Ref  # [token_steps * step_groups, scale_row]; without scale_row for ``row_union``
+    consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
+    barriers: Ref  # [stages]: one arrival per copy
+
+
+class _CtaTile(NamedTuple):
+    """Outputs and K range of a CTA, or of a warpgroup; int32 scalars."""
+
+    output: jax.Array  # first output
+    first_step: jax.Array  # counted from the start of the inputs
+    num_steps: jax.Array
+
+
+def _cta_tile(spec: _Spec) -> _CtaTile:
+    split, config = lax.axis_index("split"), spec.config
+    steps = spec.sizes.groups // config.step_groups
+    first = lax.div(split * steps, jnp.int32(config.split_k))
+    end = lax.div((split + 1) * steps, jnp.int32(config.split_k))
+    return _CtaTile(lax.axis_index("tile") * config.block_o, first, end - first)
+
+
+def _stage(spec: _Spec, step: jax.Array) -> jax.Array:
+    return lax.rem(step, jnp.int32(spec.config.stages))
+
+
+def _ref_union(plain: Any, swizzled: Any) -> Any:
+    """One allocation with two views. JAX's interpreter allocates each of them separately."""
+    return plgpu.RefUnion(plain, swizzled)
+
+
+def _views(union: Ref) -> tuple[Ref, Ref]:
+    """The plain and the swizzled view of a ``_ref_union``. Their first rows are the same."""
+    return union[0], union[1]
+
+
+def _tokens(spec: _Spec, scratch: _Scratch) -> Ref:
+    """The swizzled tokens in shared memory."""
+    return _views(scratch.x_smem)[1] if spec.row_union else scratch.x_smem
+
+
+def _memory_warpgroup(spec: _Spec, tile: _CtaTile, gmem: _GmemRefs, scratch: _Scratch) -> None:
+    """Copy K steps as stages are consumed; the first weights before the previous kernel ends."""
+    step_groups = spec.config.step_groups
+
+    def copy_weights(step: jax.Array) -> None:
+        stage, inner = (
+            _stage(spec, step),
+            pl.ds((tile.first_step + step) * spec.block_k, spec.block_k),
+        )
+        for half in range(spec.halves):
+            rows = pl.ds(half * spec.sizes.outer + tile.output, spec.config.block_o)
+            w_smem, barrier = scratch.w_smem.at[stage, half], scratch.barriers.at[stage]
+            plgpu.copy_gmem_to_smem(gmem.w.at[rows, inner], w_smem, barrier)
+
+    def copy_tokens(step: jax.Array) -> None:
+        stage, rows = _stage(spec, step), pl.ds(0, spec.token_rows)
+        first = (tile.first_step + step) * step_groups
+        barrier = scratch.barriers.at[stage]
+        # TMA fills missing tokens and scales with zeros.
+        places = [stage * step_groups + i for i in range(step_groups)]
+        for i, place in enumerate(places):
+            tokens = gmem.x.at[rows, pl.ds((first + i) * GROUP, GROUP)]
+            plgpu.copy_gmem_to_smem(tokens, scratch.x_smem.at[place], barrier)
+        scales = gmem.x_scales.at[pl.ds(first, step_groups), pl.ds(0, spec.scale_row)]
+        target = scratch.scales_smem.at[pl.ds(places[0], step_groups)]
+        plgpu.copy_gmem_to_smem(scales, target, barrier)
+
+    prologue = jnp.minimum(tile.num_steps, spec.config.stages)
+    pl.loop(0, prologue)(copy_weights)
+    grid_dependency_wait()
+    if not spec.config.quantises:
+        pl.loop(0, prologue)(copy_tokens)
+
+    @pl.loop(prologue, tile.num_steps)
+    def _step(step: jax.Array) -> None:
+        plgpu.barrier_wait(scratch.consumed_barriers.at[_stage(spec, step)])
+        copy_weights(step)
+        if not spec.config.quantises:
+            copy_tokens(step)
+
+
+def _quantise_token(spec: _Spec, tile: _CtaTile, x: Ref, scratch: _Scratch) -> None:
+    """Quantise the CTA's inputs of the only token, four groups at once."""
+    step_groups, plain = spec.config.step_groups, _views(scratch.x_smem)[0]
+    num_groups, spans = tile.num_steps * step_groups, -(-spec.token_steps * step_groups // ROWS)
+    # The last spans may overlap; all write the same.
+    firsts = [jnp.minimum(i * ROWS, num_groups - ROWS) for i in range(spans)]
+    start = tile.first_step * step_groups
+    loaded = [
+        plgpu.load(x.at[0, pl.ds(start + first, ROWS)], layout=GROUPS_LAYOUT, optimized=False)
+        for first in firsts
+    ]
+    for first, groups in zip(firsts, loaded, strict=True):
+        values, scales = quantised_groups(groups)
+        plain[pl.ds(first, ROWS), 0] = values
+        scratch.scales_smem[pl.ds(first, ROWS)] = scales
+
+
+def _quantise_tokens(spec: _Spec, tile: _CtaTile, x: Ref, scratch: _Scratch) -> None:
+    """Quantise the CTA's inputs of all tokens, eight tokens of a group at once."""
+    num_groups = tile.num_steps * spec.config.step_groups
+    start, most = (
+        tile.first_step * spec.config.step_groups,
+        spec.token_steps * spec.config.step_groups,
+    )
+    tokens = range(0, spec.sizes.tokens, MMA_TOKENS)
+    places = [(group, pl.ds(token, MMA_TOKENS)) for group in range(most) for token in tokens]
+    for batch in range(0, len(places), LOADS_IN_FLIGHT):
+        loaded = list[tuple[jax.Array, Any, jax.Array]]()
+        for group, rows in places[batch : batch + LOADS_IN_FLIGHT]:
+            place = jnp.minimum(group, num_groups - 1)  # a CTA with fewer repeats its last one
+            source = x.at[rows, start + place]
+            groups = plgpu.load(source, layout=TOKENS_LAYOUT, optimized=False)
+            loaded.append((place, rows, groups))
+        for place, rows, groups in loaded:
+            values, scales = quantised_groups(groups)
+            scratch.x_smem[place, rows] = values
+            scratch.scales_smem[place, rows] = scales
+
+
+def _block_scales(
+    spec: _Spec, tile: _CtaTile, gmem: _GmemRefs, step: jax.Array
+) -> list[list[jax.Array]]:  # by group and half
+    """The scales of a warpgroup's blocks in a K step; none where rows have scales."""
+    if not spec.sizes.blocks:
+        return []
+    first = (tile.first_step + step) * spec.config.step_groups
+    block, half_blocks = lax.div(tile.output, jnp.int32(GROUP)), spec.sizes.outer // GROUP
+    return [
+        [gmem.w_scales[half * half_blocks + block, first + i] for half in range(spec.halves)]
+        for i in range(spec.config.step_groups)
+    ]
+
+
+def _token_scales(spec: _Spec, scratch: _Scratch, place: jax.Array, tokens: Any) -> jax.Array:
+    """The tokens' scales of a group in shared memory, or the scale of the only token."""
+    if spec.row_union:
+        return scratch.scales_smem[place]
+    row, layout = scratch.scales_smem.at[place, tokens], plgpu.Layout.WGMMA.reduce(0)
+    return plgpu.load(row, layout=layout, optimized=False)
+
+
+def _matmul(
+    spec: _Spec, tile: _CtaTile, rows: Any, tokens: Any, gmem: _GmemRefs, scratch: _Scratch
+) -> tuple[jax.Array, ...]:  # float32[MMA_ROWS, tokens], one for each half
+    """Sum of the scaled results of the groups; ``rows`` are a warpgroup's of ``w_smem``."""
+    step_groups, halves = spec.config.step_groups, spec.halves
+    shape, x_smem = (MMA_ROWS, tokens.size), _tokens(spec, scratch)
+
+    def multiply(stage: jax.Array, place: jax.Array, *accs: Ref) -> tuple[jax.Array, ...]:
+        for i, acc in enumerate(accs):
+            group, half = divmod(i, halves)
+            w = scratch.w_smem.at[stage, half, rows, pl.ds(group * GROUP, GROUP)]
+            plgpu.wgmma(acc, w, x_smem.at[place + group, tokens].transpose((1, 0)))
+        return tuple(acc[...] for acc in accs)
+
+    def step_body(step: jax.Array, carried: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        stage, sums = _stage(spec, step), list(carried)
+        place = (step if spec.config.quantises else stage) * step_groups
+        blocks = _block_scales(spec, tile, gmem, step)
+        plgpu.barrier_wait(scratch.barriers.at[stage])
+        accs = [plgpu.WGMMAAccumulatorRef(shape, jnp.float32)] * (step_groups * halves)
+        parts = pl.run_scoped(partial(multiply, stage, place), *accs)
+        for group in range(step_groups):
+            scales = _token_scales(spec, scratch, place + group, tokens)
+            for half in range(halves):
+                factor = scales * blocks[group][half] if spec.sizes.blocks else scales
+                if not spec.row_union:
+                    factor = lax.broadcast_in_dim(factor, shape, [1])
+                sums[half] = sums[half] + parts[group * halves + half] * factor
+
+        # The stages of the last steps are not reused, so no copy waits for their release.
+        @pl.when(step + spec.config.stages < tile.num_steps)
+        def _release() -> None:
+            plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
+
+        return tuple(sums)
+
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    return lax.fori_loop(0, tile.num_steps, step_body, (zeros,) * halves)
+
+
+def _compute_warpgroup(
+    spec: _Spec, tile: _CtaTile, warpgroup: jax.Array, gmem: _GmemRefs, scratch: _Scratch
+) -> None:
+    """Compute the warpgroup's part of the CTA's results, and write it from registers."""
+    out, count = gmem.out, spec.token_rows
+    if spec.config.divides_outputs:
+        row, tokens = warpgroup * MMA_ROWS, pl.ds(0, count)
+    else:
+        count //= spec.config.warpgroups
+        row, tokens = 0, pl.ds(warpgroup * count, count)
+    rows, tile = pl.ds(row, MMA_ROWS), tile._replace(output=tile.output + row)
+    if spec.config.quantises:
+        grid_dependency_wait()
+        quantise = _quantise_token if spec.sizes.tokens == 1 else _quantise_tokens
+        quantise(spec, tile, gmem.x, scratch)
+        plgpu.commit_smem()
+    sums = list(_matmul(spec, tile, rows, tokens, gmem, scratch))
+    if not spec.sizes.blocks:
+        for half in range(spec.halves):
+            rows = gmem.w_scales.at[pl.ds(half * spec.sizes.outer + tile.output, MMA_ROWS)]
+            scales = plgpu.load(rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            sums[half] = sums[half] * lax.broadcast_in_dim(scales, sums[half].shape, [0])
+    result = sums[0]
+    if spec.sizes.swiglu:
+        result = result / (1.0 + jnp.exp(-result)) * sums[1]
+    outputs = pl.ds(tile.output, MMA_ROWS)
+    if spec.sizes.tokens >= MMA_TOKENS:
+        # A register holds two adjacent outputs of a token instead of two tokens.
+        result = plgpu.layout_cast(result.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        out.at[tokens, outputs].transpose((1, 0))[...] = result
+        return
+    index = plgpu.broadcasted_iota(jnp.int32, result.shape, 1, layout=plgpu.Layout.WGMMA)
+    for i in range(spec.sizes.tokens):
+        row = jnp.where(index == i, result, 0.0).sum(axis=1)
+        out.at[i, outputs][...] = row.astype(out.dtype)
+
+
+def _kernel(spec: _Spec, *refs: Ref) -> None:
+    *arrays, scratch = refs
+    gmem = _GmemRefs(arrays[0], None, *arrays[1:]) if spec.config.quantises else _GmemRefs(*arrays)
+    launch_dependents()
+    tile, warpgroup = _cta_tile(spec), lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == spec.config.warpgroups)
+    def _memory() -> None:
+        _memory_warpgroup(spec, tile, gmem, scratch)
+
+    @pl.when(warpgroup < spec.config.warpgroups)
+    def _compute() -> None:
+        out = gmem.out if spec.config.split_k == 1 else gmem.out.at[lax.axis_index("split")]
+        _compute_warpgroup(spec, tile, warpgroup, gmem._replace(out=out), scratch)
+
+
+def _scratch_types(spec: _Spec) -> _Scratch:
+    config = spec.config
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    swizzled = (tiling((8, GROUP)), swizzle(GROUP))
+    weights = (config.stages, spec.halves, config.block_o, spec.block_k)
+    groups = spec.token_steps * config.step_groups
+    tokens = (groups, spec.token_rows, GROUP)
+    scales: tuple[int, ...] = (groups, spec.scale_row)
+    x_smem: Any = plgpu.SMEM(tokens, jnp.float8_e4m3fn, transforms=swizzled)
+    if spec.row_union:
+        scales = (groups,)
+        x_smem = _ref_union(plgpu.SMEM(tokens, jnp.float8_e4m3fn), x_smem)
+    copies = spec.halves + (0 if config.quantises else 1 + config.step_groups)
+    return _Scratch(
+        w_smem=plgpu.SMEM(weights, jnp.float8_e4m3fn, transforms=swizzled),
+        x_smem=x_smem,
+        scales_smem=plgpu.SMEM(scales, jnp.float32),
+        barriers=plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
+        consumed_barriers=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
+    )
+
+
+def launch_with(
+    config: DecodeConfig,
+    sizes: Fp8Sizes,
+    x: jax.Array,  # e4m3[T, K]; [T, K] if the kernel quantises it
+    x_scales: jax.Array | None,  # float32[K / GROUP, scale_tokens(T)]
+    w: jax.Array,  # e4m3[O, K]; with swiglu [2 * O, K]: gate, up
+    w_scales: jax.Array,  # float32[O, 1], or [O / GROUP, K / GROUP]
+) -> jax.Array:  # [T, O], or float32[S, T, O]
+    """GEMM of a few tokens. Raises ValueError when the configuration does not fit the call."""
+    if not config.fits(sizes) or config.quantises != (x_scales is None):
+        raise ValueError(f"{config} does not fit {sizes}")
+    spec = _Spec(sizes, config)
+    tokens = [x, x_scales]
+    if config.quantises:
+        tokens = [x.reshape(sizes.tokens, sizes.groups, GROUP)]
+    return plgpu.kernel(
+        partial(_kernel, spec),
+        out_type=result_shape(sizes, config.split_k),
+        scratch_types=(_scratch_types(spec),),
+        grid=(config.split_k, sizes.outer // config.block_o),  # adjacent CTAs, adjacent outputs
+        grid_names=("split", "tile"),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        # Automatic barriers would make all threads wait around each store to shared memory. None of
+        # these is read before ``commit_smem``.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        kernel_name="fp8_decode_gemm",
+    )(*tokens, w, w_scales if sizes.blocks else w_scales.reshape(-1))

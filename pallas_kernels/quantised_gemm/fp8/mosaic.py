@@ -1,0 +1,89 @@
+"""quantised_gemm of fp8 matrices in Pallas Mosaic GPU: quantise the tokens, then multiply.
+
+Between the GEMMs of a step tokens can stay quantised: ``swiglu_quantised`` returns values and
+scales, and ``gemm_of_quantised`` takes them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.quantised_gemm.fp8 import decode, prompt, quantise
+from pallas_kernels.quantised_gemm.fp8.launch import (
+    decode_config,
+    decodes,
+    prompt_config,
+    quantising_config,
+    sizes_of,
+)
+
+
+@partial(jax.jit, static_argnames=("kind", "swiglu", "split", "wide"))  # one trace for all layers
+def quantised_gemm(
+    x: jax.Array,  # [T, K]
+    values: jax.Array,  # e4m3[O, K]; with swiglu [2 * O, K]: gate, up
+    scales: jax.Array,  # float32[O, 1], or [O / 128, K / 128]
+    zeros: None,
+    offsets: None,
+    supers: None,
+    *,
+    kind: str,
+    swiglu: bool,
+    split: bool,
+    wide: bool = False,
+) -> jax.Array:  # [T, O], or float32[S, T, O]
+    """See ``quantised_gemm.api`` and ``fp8.tokens``, which defines the result."""
+    del zeros, offsets, supers, kind, wide
+    scales = scales.astype(jnp.float32)
+    sizes = sizes_of(x, values, scales, swiglu=swiglu, split=split)
+    if decodes(sizes) and (config := decode_config(sizes)).quantises:
+        return decode.launch_with(config, sizes, x, None, values, scales)
+    x8, x_scales = quantise.quantised_tokens(x)
+    static = {"swiglu": swiglu, "split": split, "dtype": str(x.dtype)}
+    return gemm_of_quantised(x8, x_scales, values, scales, **static)
+
+
+@jax.jit
+def quantised_tokens(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [T, K]
+    """See ``fp8.tokens``."""
+    return quantise.quantised_tokens(x)
+
+
+@partial(jax.jit, static_argnames=("swiglu", "split", "dtype"))
+def gemm_of_quantised(
+    x: jax.Array,  # e4m3[T, K]
+    x_scales: jax.Array,  # float32[K / 128, scale_tokens(T)]
+    values: jax.Array,  # e4m3[O, K]; with swiglu [2 * O, K]: gate, up
+    scales: jax.Array,  # float32[O, 1], or [O / 128, K / 128]
+    *,
+    swiglu: bool,
+    split: bool,
+    dtype: str,
+) -> jax.Array:  # [T, O] in dtype, or float32[S, T, O]
+    """``quantised_gemm`` of tokens that are quantised already; the result is in ``dtype``."""
+    sizes = sizes_of(x, values, scales, swiglu=swiglu, split=split)._replace(dtype=dtype)
+    if decodes(sizes):
+        config = decode_config(sizes, quantises=False)
+        return decode.launch_with(config, sizes, x, x_scales, values, scales)
+    return prompt.launch_with(prompt_config(sizes), sizes, x, x_scales, values, scales)
+
+
+@partial(jax.jit, static_argnames="dtype")
+def swiglu_quantised(
+    x: jax.Array,  # e4m3[T, K]
+    x_scales: jax.Array,  # float32[K / 128, scale_tokens(T)]
+    values: jax.Array,  # e4m3[2 * O, K]: gate, up; O is a multiple of 128
+    scales: jax.Array,  # float32[2 * O, 1], or [2 * O / 128, K / 128]
+    *,
+    dtype: str,
+) -> tuple[jax.Array, jax.Array]:  # e4m3[T, O], float32[O / 128, scale_tokens(T)]
+    """The result of SwiGLU, rounded to ``dtype`` and quantised; for more than 64 tokens.
+
+    Scales of padding are not written.
+    """
+    sizes = sizes_of(x, values, scales, swiglu=True, split=False)._replace(dtype=dtype)
+    config = quantising_config(sizes)
+    return prompt.launch_with(config, sizes, x, x_scales, values, scales, quantised=True)

@@ -1,0 +1,87 @@
+"""Tokens to e4m3 in Pallas Mosaic GPU: ``tokens.quantised_tokens``.
+
+A CTA of one warpgroup quantises four groups of one or several tokens; a warp has one group of each
+token, and a thread four of its values.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.quantised_gemm.fp8.tokens import GROUP, LARGEST, SMALLEST, scale_tokens
+
+type Ref = Any
+
+ROWS = 4  # groups of a tile: one for each warp
+TOKENS = 8  # of a CTA, where there are many: as many loads are in flight
+MANY_TOKENS = 1024
+
+# Four groups: a warp has one, a thread four of its values.
+GROUPS_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((ROWS, GROUP), (4,))),
+    warp_dims=(-3,),
+    lane_dims=(-2,),
+    vector_dim=-1,
+)
+# A group of eight tokens: a warp has two tokens, a thread eight values of one.
+TOKENS_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, GROUP), (2, GROUP), (8,))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+
+
+def quantised_groups(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Values, e4m3[R, GROUP], and scales, float32[R], of groups [R, GROUP] in any layout."""
+    wide = groups.astype(jnp.float32)
+    largest = jnp.maximum(jnp.abs(wide).max(axis=1), SMALLEST)
+    scaled = wide * lax.broadcast_in_dim(LARGEST / largest, wide.shape, [0])
+    return scaled.astype(jnp.float8_e4m3fn), largest * (1.0 / LARGEST)
+
+
+def _kernel(
+    num_tokens: int,
+    x: Ref,  # [T, G, GROUP]
+    values: Ref,  # [T, G, GROUP]
+    scales: Ref,  # [G, scale_tokens(T)]
+) -> None:
+    launch_dependents()
+    # The last tile may overlap the one before it; both write the same.
+    first = jnp.minimum(lax.axis_index("tile") * ROWS, x.shape[1] - ROWS)
+    rows = pl.ds(first, ROWS)
+    token = lax.axis_index("token") * num_tokens
+    load = partial(plgpu.load, layout=GROUPS_LAYOUT, optimized=False)
+    grid_dependency_wait()
+    loaded = [load(x.at[token + i, rows]) for i in range(num_tokens)]
+    for i, groups in enumerate(loaded):
+        quantised, scale = quantised_groups(groups)
+        values[token + i, rows] = quantised
+        scales[rows, token + i] = scale
+
+
+def quantised_tokens(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [T, K]
+    """See ``tokens.quantised_tokens``; scales of padding are not written. K is at least 512."""
+    tokens, inner = x.shape
+    groups = inner // GROUP
+    num_tokens = TOKENS if tokens >= MANY_TOKENS and tokens % TOKENS == 0 else 1
+    values, scales = plgpu.kernel(
+        partial(_kernel, num_tokens),
+        out_type=(
+            jax.ShapeDtypeStruct((tokens, groups, GROUP), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((groups, scale_tokens(tokens)), jnp.float32),
+        ),
+        grid=(tokens // num_tokens, -(-groups // ROWS)),
+        grid_names=("token", "tile"),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        kernel_name="fp8_quantise",
+    )(x.reshape(tokens, groups, GROUP))
+    return values.reshape(x.shape), scales

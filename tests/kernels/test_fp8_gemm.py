@@ -1,0 +1,256 @@
+"""quantised_gemm of fp8 matrices in Mosaic, without a GPU: right in JAX's interpreter, and lowered.
+
+JAX's interpreter multiplies fp8 in float32, so these tests do not show the precision of the tensor
+cores.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device import Device, compiling_for
+from pallas_kernels.quantised import Quantised, dequantised
+from pallas_kernels.quantised_gemm.api import OP
+from pallas_kernels.quantised_gemm.cases import QuantisedCase
+from pallas_kernels.quantised_gemm.fp8 import decode, launch, mosaic, prompt, quantise, tokens
+from pallas_kernels.quantised_gemm.fp8.launch import DecodeConfig, Fp8Sizes, PromptConfig
+from pallas_kernels.registry import Inputs, select
+from pallas_kernels.testing import mismatch
+
+FP8 = next(impl for impl in OP.impls if impl.name == "mosaic_fp8")
+HOPPER = Device("gpu", "NVIDIA H100", "9.0")
+ROWS, BLOCKS = False, True
+QWEN3_4B = {
+    "qkv": (2560, 6144, False, False),
+    "o": (4096, 2560, False, True),
+    "gate_up": (2560, 9728, True, False),
+    "down": (9728, 2560, False, True),
+}
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "_ref_union", lambda plain, swizzled: plain)
+    monkeypatch.setattr(decode, "_views", lambda ref: (ref, ref))
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "not_hopper", lambda: None)
+
+
+def arguments(
+    num_tokens: int, inner: int, outer: int, blocks: bool, swiglu: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens of different magnitudes, values and scales."""
+    rng, rows = np.random.default_rng(num_tokens), outer * (1 + swiglu)
+    x = rng.normal(size=(num_tokens, inner)) * rng.uniform(0.1, 3, (num_tokens, 1))
+    values = rng.normal(size=(rows, inner)).astype(ml_dtypes.float8_e4m3fn)
+    shape = (rows // tokens.GROUP, inner // tokens.GROUP) if blocks else (rows, 1)
+    scales = rng.uniform(0.5, 1.5, shape) * inner**-0.5
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(values), jnp.asarray(scales, jnp.float32)
+
+
+def problem(impl: Any, args: tuple[jax.Array, ...], swiglu: bool, split: bool) -> str | None:
+    """How the implementation differs from its definition, or None."""
+    (num_tokens, inner), outer = args[0].shape, args[1].shape[0]
+    case = QuantisedCase("case", "fp8", num_tokens, inner, outer, group=0)
+    static = {"kind": "fp8", "swiglu": swiglu, "split": split}
+    impl = type(FP8)("mosaic_fp8", impl, ref=FP8.ref)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        return mismatch(OP, impl, case, Inputs((*args, None, None, None), static))
+
+
+@pytest.mark.parametrize("blocks", [ROWS, BLOCKS], ids=["rows", "blocks"])
+@pytest.mark.parametrize("swiglu", [False, True], ids=["plain", "swiglu"])
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 64, 200, 512])
+@pytest.mark.usefixtures("on_hopper", "interpreted")
+def test_the_interpreter_agrees_with_the_definition(
+    num_tokens: int, swiglu: bool, blocks: bool
+) -> None:
+    args = arguments(num_tokens, 512, 128, blocks, swiglu)
+    static = {"kind": "fp8", "swiglu": swiglu, "split": False}
+    assert FP8.refuses("gpu", (*args, None, None, None), static) is None
+    found = problem(mosaic.quantised_gemm, args, swiglu, False)
+    assert found is None, found
+
+
+@pytest.mark.parametrize("blocks", [ROWS, BLOCKS], ids=["rows", "blocks"])
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 64, 200])
+@pytest.mark.usefixtures("on_hopper", "interpreted")
+def test_split_k_partials_add_up(num_tokens: int, blocks: bool) -> None:
+    args = arguments(num_tokens, 2560, 128, blocks)
+    sizes = launch.sizes_of(*args, swiglu=False, split=True)
+    assert launch.decode_config(sizes).split_k > 1
+    found = problem(mosaic.quantised_gemm, args, False, True)
+    assert found is None, found
+
+
+def with_config(config: DecodeConfig | PromptConfig, *args: Any, kind: str, **static: Any) -> Any:
+    """A kernel with a given configuration, with the signature of an implementation."""
+    x, values, scales = args[:3]
+    sizes = launch.sizes_of(x, values, scales, **static)
+    if isinstance(config, PromptConfig):
+        return prompt.launch_with(config, sizes, *tokens.quantised_tokens(x), values, scales)
+    quantised = (x, None) if config.quantises else tokens.quantised_tokens(x)
+    return decode.launch_with(config, sizes, *quantised, values, scales)
+
+
+DECODE = {
+    "one_stage": (3, 512, 64, ROWS, False, DecodeConfig(1, 1)),
+    "several_groups": (8, 512, 128, BLOCKS, True, DecodeConfig(2, 2)),
+    "uneven_split_k": (8, 1280, 64, ROWS, False, DecodeConfig(2, 2, split_k=3)),
+    "warpgroups_divide_tokens": (16, 512, 128, BLOCKS, True, DecodeConfig(1, 2, warpgroups=2)),
+    "warpgroups_divide_outputs": (8, 512, 128, ROWS, True, DecodeConfig(1, 3, 2, 1, False, True)),
+    "quantises_16_tokens": (16, 640, 64, ROWS, False, DecodeConfig(1, 2, 1, 2, True)),
+    "quantises_uneven_split": (8, 1664, 64, ROWS, False, DecodeConfig(1, 2, 1, 3, True)),
+    "quantises_one_token": (1, 1664, 64, ROWS, False, DecodeConfig(1, 2, 1, 2, True)),
+}
+PROMPT = {
+    "two_accumulators": (200, 512, 256, BLOCKS, False, PromptConfig(2, 2, 3)),
+    "gate_and_up_in_one": (136, 640, 128, BLOCKS, True, PromptConfig(2, 1, 2)),
+    "three_warpgroups": (264, 512, 128, ROWS, True, PromptConfig(3, 1, 3)),
+}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "inner", "outer", "blocks", "swiglu", "config"),
+    [*DECODE.values(), *PROMPT.values()],
+    ids=[*DECODE, *PROMPT],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_all_configs_agree_with_the_definition(
+    num_tokens: int, inner: int, outer: int, blocks: bool, swiglu: bool, config: Any
+) -> None:
+    args = arguments(num_tokens, inner, outer, blocks, swiglu)
+    few_sms = Device("gpu", "few SMs", "9.0", num_sms=2)  # so that CTAs compute several tiles
+    split = isinstance(config, DecodeConfig) and config.split_k > 1
+    with compiling_for(few_sms):
+        found = problem(partial(with_config, config), args, swiglu, split)
+    assert found is None, found
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_token_is_the_same_alone_and_in_a_batch() -> None:
+    x, values, scales = arguments(64, 512, 128, ROWS)
+    kernel = partial(mosaic.quantised_gemm, kind="fp8", swiglu=False, split=False)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        results = [kernel(x[:n], values, scales, None, None, None) for n in (1, 3, 8, 64)]
+    for result in results[:-1]:
+        np.testing.assert_array_equal(result, results[-1][: result.shape[0]])
+
+
+@pytest.mark.parametrize("shape", [(1, 512), (3, 640), (1024, 768)])
+def test_tokens_are_quantised_as_defined(shape: tuple[int, int]) -> None:
+    num_tokens, inner = shape
+    x = arguments(num_tokens, inner, 64, ROWS)[0].at[0, :128].set(0)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        values, scales = quantise.quantised_tokens(x)
+    expected, expected_scales = tokens.quantised_tokens(x)
+    np.testing.assert_array_equal(values.astype(jnp.float32), expected.astype(jnp.float32))
+    np.testing.assert_allclose(scales[:, : shape[0]], expected_scales[:, : shape[0]], rtol=1e-6)
+
+
+def test_quantised_tokens_are_close() -> None:
+    x = arguments(16, 1024, 64, ROWS)[0].astype(jnp.float32)
+    error = tokens.dequantised_tokens(*tokens.quantised_tokens(x)) - x
+    assert jnp.sqrt((error**2).mean(1) / (x**2).mean(1)).max() < 0.03  # e4m3 has 3 bits
+
+
+def test_results_of_swiglu_are_quantised_in_the_epilogue() -> None:
+    x, values, scales = arguments(200, 512, 128, BLOCKS, swiglu=True)
+    x8, x_scales = tokens.quantised_tokens(x)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        result = mosaic.swiglu_quantised(x8, x_scales, values, scales, dtype="bfloat16")
+    y = tokens.quantised_gemm(x, values, scales, swiglu=True, split=False)
+    expected = tokens.dequantised_tokens(*tokens.quantised_tokens(y))
+    # Where y differs by one step of bfloat16, its e4m3 value may differ by one of e4m3.
+    error = jnp.abs(tokens.dequantised_tokens(*result) - expected)
+    assert (error > 0.01 * jnp.abs(expected)).mean() < 0.01
+    assert (error <= 0.13 * jnp.abs(expected) + 1e-3).all()
+
+
+def test_block_scales_are_those_of_rows() -> None:
+    _, values, scales = arguments(1, 512, 256, BLOCKS)
+    rows = tokens.row_scales(np.asarray(scales))
+    np.testing.assert_array_equal(tokens.block_scales(rows), scales)
+    expected = dequantised(Quantised("fp8", values, rows))
+    np.testing.assert_array_equal(tokens.dequantised_weights(values, scales), expected)
+    rows[5, 1] *= 2
+    with pytest.raises(ValueError, match="scales differ within 128 outputs"):
+        tokens.block_scales(rows)
+    with pytest.raises(ValueError, match="192 outputs are not a multiple of 128"):
+        tokens.block_scales(rows[:192])
+
+
+@pytest.mark.parametrize("name", QWEN3_4B)
+@pytest.mark.parametrize("num_tokens", [1, 8, 16, 64, 128, 256, 512, 8192])
+@pytest.mark.parametrize("blocks", [ROWS, BLOCKS], ids=["rows", "blocks"])
+def test_chosen_configs_fit(name: str, num_tokens: int, blocks: bool) -> None:
+    inner, outer, swiglu, split = QWEN3_4B[name]
+    sizes = Fp8Sizes(num_tokens, inner, outer, swiglu, split, blocks, dtype="bfloat16")
+    with compiling_for(HOPPER):
+        few = launch.decodes(sizes)
+        config = launch.decode_config(sizes) if few else launch.prompt_config(sizes)
+    assert config.fits(sizes)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 64, 256, 1024])
+@pytest.mark.usefixtures("on_hopper")
+def test_chosen_and_lowered_for_hopper(num_tokens: int) -> None:
+    arrays = (
+        jax.ShapeDtypeStruct((num_tokens, 2560), "bfloat16"),
+        jax.ShapeDtypeStruct((6144, 2560), "float8_e4m3fn"),
+        jax.ShapeDtypeStruct((6144, 1), "float32"),
+    )
+    args: Any = (*arrays, None, None, None)
+    static = {"kind": "fp8", "swiglu": False, "split": False}
+    assert select(OP, "gpu", args, static).name == "mosaic_fp8"
+    step = jax.jit(partial(FP8.fn, **static))
+    assert "@mosaic_gpu" in step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert step.eval_shape(*args) == launch.result_shapes(*args, **static)
+
+
+SPLIT_BLOCKS = jnp.zeros((256, 4), jnp.float32)  # a scale for each output and group
+
+
+@pytest.mark.parametrize(
+    ("args", "more", "reason"),
+    [
+        pytest.param((9, 512, 128, ROWS), {}, "9 tokens are not a multiple of 8", id="tokens"),
+        pytest.param((8, 384, 128, ROWS), {}, "384 inputs are not", id="inputs"),
+        pytest.param((8, 512, 96, ROWS), {}, "96 outputs not of 64", id="outputs"),
+        pytest.param((512, 512, 192, ROWS), {}, "192 outputs not of 128", id="prompt_outputs"),
+        pytest.param((8, 512, 256, ROWS), {"scales": SPLIT_BLOCKS}, "neither of rows", id="scales"),
+        pytest.param((8, 512, 128, ROWS), {"kind": "int8"}, "is not fp8", id="kind"),
+        pytest.param((8, 512, 128, ROWS), {"x": jnp.zeros((8, 512))}, "float32", id="dtype"),
+        pytest.param((8, 512, 128, ROWS), {"hopper": False}, "not 9.x", id="device"),
+    ],
+)
+def test_refusals(
+    args: Any, more: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if more.get("hopper", True):
+        monkeypatch.setattr(launch, "not_hopper", lambda: None)
+    x, values, scales = arguments(*args)
+    call = (more.get("x", x), values, more.get("scales", scales), None, None, None)
+    static = {"kind": more.get("kind", "fp8"), "swiglu": False, "split": False}
+    assert reason in (FP8.refuses("gpu", call, static) or "")
+
+
+def test_configs_that_do_not_fit_are_refused() -> None:
+    x, values, scales = arguments(8, 640, 64, ROWS)
+    sizes = launch.sizes_of(x, values, scales, swiglu=False, split=False)
+    x8, x_scales = tokens.quantised_tokens(x)
+    with pytest.raises(ValueError, match="does not fit"):
+        decode.launch_with(DecodeConfig(2, 2), sizes, x8, x_scales, values, scales)
+    with pytest.raises(ValueError, match="does not fit"):
+        prompt.launch_with(PromptConfig(2, 2, 4), sizes, x8, x_scales, values, scales)
