@@ -9,6 +9,7 @@ An engine uses ``api.Toolchain`` only. An op uses ``kernel_call.call_lowered`` o
     machine_code    a Mosaic kernel compiled in one process and loaded in another
     link*           neighbouring Mosaic kernels as one custom call with programmatic dependent
                     launch: StableHLO (link), Mosaic modules (link_modules), host code (link_host)
+    triton_text     drops Triton's IR from the calls of its kernels
     torch_hidden    keeps Triton from importing PyTorch
 
 It is written for jax and jaxlib 0.11.2, jax-triton 0.4.1 and Triton 3.7, which pyproject.toml pins.
@@ -21,9 +22,11 @@ which is read in one file:
     machine_code              Mosaic's cache of compiled kernels by ``kernel_hash``, one a process,
                               which loading an executable also fills (custom_call.cc); XLA's text
                               proto of an NVIDIA GPU
+    triton_text               fields of jaxlib/gpu/triton.proto
     find                      the parameters of jax-triton's primitive
 
 With JAX 0.12: delete ``link*`` and ``pallas_kernels/pdl.py`` if Mosaic kernels of separate calls
 can overlap in a step's CUDA graph (docs/notes/0018-jax-0.12.md); check ``mosaic_gpu_v2``, its
-attributes and Mosaic's cache by hash, without which a call needs its kernel's source again.
+attributes and Mosaic's cache by hash, without which a call needs its kernel's source again; delete
+``triton_text`` when jax-triton leaves out the text.
 """

@@ -20,6 +20,7 @@ from pallas_kernels.toolchain.kernel_call import LoweredKernel, drop_sources
 from pallas_kernels.toolchain.link import link_kernels
 from pallas_kernels.toolchain.machine_code import KernelCall
 from pallas_kernels.toolchain.pool import KernelError, KernelPool
+from pallas_kernels.toolchain.triton_text import drop_triton_text
 
 TRITON_THREADS = 8  # that compile Triton kernels, which hold the GIL for a fifth of the time
 # Worker processes for Mosaic kernels. An engine on an H200 lowers 60 kernels, 0.1 to 1.5 s each,
@@ -92,6 +93,7 @@ class Toolchain:
         """
         lowered = traced.lower()
         module = lowered.compiler_ir()  # JAX compiles this module, so it is changed in place
+        drop_triton_text(module)
         return lowered, self._link(traced.jaxpr, module) if link else []
 
     def _link(self, traced: ClosedJaxpr, module: Any) -> list[Future[Any]]:  # an ir.Module

@@ -20,6 +20,8 @@ from jax.interpreters.mlir import dtype_to_ir_type, ir, make_ir_context
 __all__ = ["dtype_to_ir_type", "ir", "make_ir_context", "stablehlo"]  # passed on
 
 TRITON_PRIMITIVE = "triton_kernel_call"  # jax-triton's primitive in a jaxpr
+TRITON_CALL = "triton_kernel_call_ffi"  # the custom call of a kernel in Triton
+OPAQUE = "opaque"  # its attribute: a compressed TritonAnyKernelCall (jaxlib/gpu/triton.proto)
 
 MOSAIC = "jax.experimental.pallas.mosaic_gpu"  # the language; importing it loads Mosaic's runtime
 MOSAIC_CALL = "mosaic_gpu_v2"  # the custom call of a kernel in Mosaic
