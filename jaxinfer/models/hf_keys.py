@@ -74,6 +74,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "rotary_pct": (1,),
     }
 )
+# Keys that say how a checkpoint is quantised; the second was compressed-tensors' first name.
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 REMEDIES: Mapping[str, str] = MappingProxyType(
     {
         "quantization_config": (

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import msgspec
@@ -50,13 +50,15 @@ from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.plan import plan_params
-from jaxinfer.weights.quantised.choose import Forms, quantised_source
 from jaxinfer.weights.sources import resolve_source
 from pallas_kernels.arrangements import LANES, TILES
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.native.library import variants
 from pallas_kernels.pins import Pins, checked_pins
 from pallas_kernels.tuned import check_choices
+
+if TYPE_CHECKING:
+    from jaxinfer.weights.quantised.choose import Forms
 
 
 def plan_engine(
@@ -89,8 +91,11 @@ def plan_engine(
         tokenizer=config.tokenizer,
     )
     model = build_model(source.hf_config, config.dtype, config.max_model_len)
-    source, forms = quantised_source(source, model, config.quantization)
-    model = replace(model, **_kept(config, forms, platform))
+    if source.scheme or source.forms or config.quantization:
+        from jaxinfer.weights.quantised.choose import quantised_source  # 40 ms
+
+        source, forms = quantised_source(source, model, config.quantization)
+        model = replace(model, **_kept(config, forms, platform))
     if bundle is not None:
         bundle.check_model(model)
     if source.checkpoint is not None:

@@ -15,11 +15,11 @@ from typing import Any
 
 from jaxinfer.core.checks import as_int
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.models.hf_keys import QUANTIZATION_KEYS
 from jaxinfer.weights.quantised.compressed_config import compressed_scheme
 from jaxinfer.weights.quantised.config_keys import CONFIG, Keys, check_pattern
 from jaxinfer.weights.quantised.scheme import PATTERN, Rule, Scheme, WeightScheme
 
-NAMES = (CONFIG, "compression_config")  # the second one was compressed-tensors' first name
 _NOT_HERE = ("gguf",)  # names the kind of file that the weights came from
 _EVERY = PATTERN  # the empty pattern
 # Keys that say how a checkpoint was made, or which kernel should read it.
@@ -41,7 +41,7 @@ def quantization_scheme(hf_config: Mapping[str, Any]) -> Scheme | None:
 
     Raises ``ConfigError`` with the key for a format, a value or a key that is not supported.
     """
-    config = next((hf_config[name] for name in NAMES if hf_config.get(name)), None)
+    config = next((hf_config[name] for name in QUANTIZATION_KEYS if hf_config.get(name)), None)
     if config is None:
         return None
     method = Keys(config).take("quant_method")

@@ -9,7 +9,6 @@ from jaxinfer.core.errors import CacheError, ConfigError, SourceError
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.registry import build_model
 from jaxinfer.weights.plan import plan_params
-from jaxinfer.weights.quantised.config import quantization_scheme
 from jaxinfer.weights.quantised.on_load import QuantisedOnLoad, linear_names
 from jaxinfer.weights.quantised.write import write_compressed
 from jaxinfer.weights.sources import resolve_source
@@ -38,7 +37,7 @@ def convert_folder(
     if folder.exists():
         raise CacheError(f"{folder} exists already; name a new folder")
     source = resolve_source(reference, cache_dir=folder, progress=progress)
-    if quantization_scheme(source.hf_config) is not None:
+    if source.scheme is not None:
         raise ConfigError(
             f"{reference} is quantised already; convert the model that it was made from"
         )

@@ -21,9 +21,9 @@ import numpy as np
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.progress import Advance, Progress
 from jaxinfer.core.staging import build_once
+from jaxinfer.models.hf_keys import QUANTIZATION_KEYS
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.quantised.compressed_config import MIXED
-from jaxinfer.weights.quantised.config import NAMES
 from jaxinfer.weights.quantised.config_keys import CONFIG
 from jaxinfer.weights.quantised.packing import to_pairs, unsigned
 from jaxinfer.weights.quantised.scheme import match_rank
@@ -75,7 +75,7 @@ def write_compressed(
     Raises ``ConfigError`` for a form that compressed-tensors does not have, and ``CacheError`` if
     the folder cannot be written.
     """
-    config = {key: value for key, value in hf_config.items() if key not in NAMES}
+    config = {key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS}
     config[CONFIG] = compressed_config(checkpoint)
     shards = _shards(checkpoint, shard_bytes)
 
