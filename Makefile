@@ -34,7 +34,10 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-$(STAMP): pyproject.toml constraints.txt
+# A change of the native library's sources also installs again, which builds it.
+NATIVE := setup.py $(wildcard pallas_kernels/native/src/*)
+
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || { \
 	  echo 'jaxinfer needs Python 3.12 or newer: install it, or run make PYTHON=/path/to/python' >&2; \
 	  exit 1; }

@@ -125,8 +125,13 @@ def _devices() -> Iterator[Finding]:
 
 def _kernels() -> Iterator[Finding]:
     """Compare every implementation that supports this platform with its definition, once."""
+    from pallas_kernels.native.library import MISSING, variants
     from pallas_kernels.registry import all_ops
 
+    if found := variants():
+        yield Finding("kernels", "native library", "ok", f"uses {found[0]}")
+    else:
+        yield Finding("kernels", "native library", "absent", f"{MISSING}; XLA is used instead")
     for op in all_ops():
         findings = [_try_kernel(op, impl) for impl in op.impls]
         yield from findings

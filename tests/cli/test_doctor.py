@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from jaxinfer.cli import doctor
 from jaxinfer.cli.main import cli
 from pallas_kernels import registry
+from pallas_kernels.native import library
 from pallas_kernels.registry import Impl
 
 
@@ -42,6 +43,16 @@ def test_healthy(cache: Path) -> None:
     for op in registry.OP_NAMES:
         assert findings[f"{op}/xla"]["status"] == "ok"
     assert findings[str(cache)]["detail"] == "not there yet; writable"
+
+
+def test_the_native_library(monkeypatch: pytest.MonkeyPatch, without_kernels: None) -> None:
+    _, findings = run()
+    assert findings["native library"]["detail"] == f"uses {library.variants()[0]}"
+    monkeypatch.setattr(library, "variants", lambda: ())
+    result, findings = run()
+    assert result.exit_code == 0
+    assert findings["native library"]["status"] == "absent"
+    assert "is not built" in findings["native library"]["detail"]
 
 
 def test_text(without_kernels: None) -> None:
