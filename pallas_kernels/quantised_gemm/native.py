@@ -65,7 +65,9 @@ def quantised_gemm(
     arrays = (x, values, scales, zeros, offsets, supers)
     results = (
         jax.ShapeDtypeStruct((x.shape[0], len(values) // (1 + swiglu)), jnp.float32),
-        jax.ShapeDtypeStruct((workspace_bytes(*x.shape, scales.shape[1]),), jnp.uint8),
+        jax.ShapeDtypeStruct(
+            (workspace_bytes(x.shape[0], x.shape[1], scales.shape[1]),), jnp.uint8
+        ),
     )
     out, _ = call(GEMM, results, *arrays, kind=np.int64(KINDS[kind]), swiglu=swiglu)
     return out
