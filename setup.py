@@ -19,7 +19,7 @@ FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-w")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni")
 X86_64 = {"variant_avx512": AVX512, "variant_avx2": AVX2}
-ARM_64 = {"variant_neon": ("-march=armv8.2-a+dotprod",)}
+ARM_64 = {"variant_neon": ("-mcpu=generic+dotprod",)}  # Zig does not know -march=armv8.2-a+dotprod
 MACHINES = {"x86_64": X86_64, "AMD64": X86_64, "aarch64": ARM_64, "arm64": ARM_64}
 
 
@@ -29,6 +29,14 @@ def compiler() -> list[str] | None:
     return given.split() if given else None
 
 
+def zig() -> list[str]:
+    """The command of the compiler in ziglang, for any processor of this architecture."""
+    command = [sys.executable, "-m", "ziglang", "c++"]
+    if sys.platform == "linux":  # else for this very processor, even the plain variant
+        command += ["-target", f"{platform.machine()}-linux-gnu"]
+    return command
+
+
 class BuildNative(build_ext):
     """Compiles each variant with the instructions that it uses."""
 
@@ -36,7 +44,7 @@ class BuildNative(build_ext):
         """Compile and link with one command for each source."""
         from jax.ffi import include_dir
 
-        command = compiler() or [sys.executable, "-m", "ziglang", "c++"]
+        command = compiler() or zig()
         variants = {"handlers": (), "variant_plain": (), **MACHINES.get(platform.machine(), {})}
         objects = Path(self.build_temp)
         objects.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """quantised_gemm by the native kernel: 8-bit activations against quantised weights.
 
-Each token's activations are rounded to 8 bits in blocks of 32, with one float32 scale a block; so a
-result differs from the definition by about 0.5 % of its usual size. It depends on neither the other
-tokens of a call nor the number of threads.
+Each token's activations are rounded to 8 bits in blocks of 32 (16 where weights have groups of 16),
+with one float32 scale a block; so a result differs from the definition by about 0.5 % of its usual
+size. It depends on neither the other tokens of a call nor the number of threads.
 """
 
 from __future__ import annotations
@@ -63,5 +63,18 @@ def quantised_gemm(
     """See ``quantised_gemm.api``."""
     del split, wide
     arrays = (x, values, scales, zeros, offsets, supers)
-    result = jax.ShapeDtypeStruct((x.shape[0], len(values) // (1 + swiglu)), jnp.float32)
-    return call(GEMM, result, *arrays, kind=np.int64(KINDS[kind]), swiglu=swiglu)
+    results = (
+        jax.ShapeDtypeStruct((x.shape[0], len(values) // (1 + swiglu)), jnp.float32),
+        jax.ShapeDtypeStruct(
+            (workspace_bytes(x.shape[0], x.shape[1], scales.shape[1]),), jnp.uint8
+        ),
+    )
+    out, _ = call(GEMM, results, *arrays, kind=np.int64(KINDS[kind]), swiglu=swiglu)
+    return out
+
+
+def workspace_bytes(num_tokens: int, num_inputs: int, num_groups: int) -> int:
+    """Bytes of rounded activations, as ``WorkspaceBytes`` of ``native/src/kernel.h``."""
+    block = BLOCK if num_inputs // num_groups % BLOCK == 0 else BLOCK // 2
+    padded = -(-num_tokens // 8) * 8
+    return padded * (num_inputs + num_inputs // block * 8 + num_groups * 4)

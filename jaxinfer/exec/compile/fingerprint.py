@@ -20,6 +20,7 @@ from jaxinfer.exec.compile.program import Program
 from jaxinfer.models.base import Model
 from jaxinfer.nn.decoder_config import LayerSpec
 from jaxinfer.nn.placement import Placement
+from pallas_kernels.native.library import variants
 from pallas_kernels.pins import Pins
 
 TRACED_FOLDERS = ("core", "exec", "models", "nn")  # folders of jaxinfer that a step is traced from
@@ -68,7 +69,9 @@ def of_machine(placement: Placement) -> dict[str, str]:
     """The fields of this installation and the devices of an engine."""
     device, count = placement.device, placement.num_devices
     compilers = {name: _version(name) for name in KERNEL_COMPILERS}
-    backend = {"host CPU": _host_cpu()} if device.platform == "cpu" else compilers
+    native = " ".join(variants()[:1]) or ABSENT
+    host = {"host CPU": _host_cpu(), "native library": native}
+    backend = host if device.platform == "cpu" else compilers
     return {
         "jax": jax.__version__,
         "jaxlib": version("jaxlib"),

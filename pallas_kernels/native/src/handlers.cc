@@ -101,61 +101,49 @@ bool FactorOf(ffi::DataType dtype, Factor* factor) {
 
 ffi::Error Gemm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer values,
                 ffi::AnyBuffer scales, ffi::AnyBuffer zeros, ffi::AnyBuffer offsets,
-                ffi::AnyBuffer supers, ffi::ResultBuffer<ffi::F32> result, int64_t kind,
-                bool swiglu) {
+                ffi::AnyBuffer supers, ffi::ResultBuffer<ffi::F32> result,
+                ffi::ResultBuffer<ffi::U8> workspace, int64_t kind, bool swiglu) {
   const Variant& variant = *Variants()[chosen];
-  const int64_t count = x.dimensions()[0], inputs = x.dimensions()[1];
-  Matrix m{};
-  m.kind = static_cast<Kind>(kind);
-  m.outputs = scales.dimensions()[0];
-  m.inputs = inputs;
-  m.group = inputs / scales.dimensions()[1];
-  m.super_group = supers.element_count() == 0 ? 0 : inputs / supers.dimensions()[1];
-  if (!FactorOf(scales.element_type(), &m.factor)) {
+  GemmCall call{};
+  call.kind = static_cast<Kind>(kind);
+  call.swiglu = swiglu;
+  call.tokens = x.dimensions()[0];
+  call.inputs = x.dimensions()[1];
+  call.outputs = result->dimensions()[1];
+  call.group = call.inputs / scales.dimensions()[1];
+  call.super_group = supers.element_count() == 0 ? 0 : call.inputs / supers.dimensions()[1];
+  if (!FactorOf(scales.element_type(), &call.factor)) {
     return ffi::Error::InvalidArgument("quantised_gemm: unknown dtype of scales");
   }
-  m.values = static_cast<const uint8_t*>(values.untyped_data());
-  m.scales = scales.untyped_data();
-  m.zeros = static_cast<const uint8_t*>(DataOrNull(zeros));
-  m.offsets = DataOrNull(offsets);
-  m.supers = static_cast<const uint16_t*>(DataOrNull(supers));
-
-  const int64_t groups = inputs / m.group, blocks = inputs / kBlock;
-  std::vector<int8_t> quantised(count * inputs);
-  std::vector<float> token_scales(count * blocks), sums(count * groups);
-  const float* from = x.typed_data();
-  auto quantise = [&](int64_t t) {
-    variant.quantise(from + t * inputs, inputs, m.group, quantised.data() + t * inputs,
-                     token_scales.data() + t * blocks, sums.data() + t * groups);
-  };
-  if (count < 4) {
-    for (int64_t t = 0; t < count; ++t) quantise(t);
-  } else {
-    ParallelFor(pool, count, quantise);
+  call.x = x.typed_data();
+  call.values = static_cast<const uint8_t*>(values.untyped_data());
+  call.scales = scales.untyped_data();
+  call.zeros = static_cast<const uint8_t*>(DataOrNull(zeros));
+  call.offsets = DataOrNull(offsets);
+  call.supers = static_cast<const uint16_t*>(DataOrNull(supers));
+  call.out = result->typed_data();
+  call.workspace = workspace->typed_data();
+  if (static_cast<int64_t>(workspace->element_count()) < WorkspaceBytes(call)) {
+    return ffi::Error::InvalidArgument("quantised_gemm: the workspace is too small");
   }
-  const Tokens tokens{count, quantised.data(), token_scales.data(), sums.data()};
 
-  float* out = result->typed_data();
-  const int64_t tiles = m.outputs / kLanes / (swiglu ? 2 : 1), stride = tiles * kLanes;
+  const int64_t most = variant.most_tokens, groups = call.inputs / call.group;
+  ParallelFor(pool, (call.tokens + most - 1) / most, [&](int64_t index) {
+    const int64_t first = index * most, left = call.tokens - first;
+    const int64_t size = TileSize(left, most);
+    variant.quantise(call, first, std::min(left, size), size,
+                     call.workspace + first * BytesOfToken(call), GroupSums(call) + first * groups);
+  });
   // enough parts to divide work evenly, each long enough to be worth a hand-over
+  const int64_t tiles = call.outputs / kLanes;
   const int64_t per_part = std::max<int64_t>(1, tiles / (8 * (int64_t)pool.num_threads()));
-  auto multiply = [&](int64_t part) {
-    std::vector<float> ups(swiglu ? count * kLanes : 0);
+  ParallelFor(pool, (tiles + per_part - 1) / per_part, [&](int64_t part) {
+    std::unique_ptr<float[]> factors(new float[FactorFloats(call)]);
     const int64_t end = std::min(tiles, (part + 1) * per_part);
     for (int64_t tile = part * per_part; tile < end; ++tile) {
-      float* own = out + tile * kLanes;
-      variant.tile(m, tile, tokens, own, stride);
-      if (!swiglu) continue;
-      variant.tile(m, tiles + tile, tokens, ups.data(), kLanes);
-      for (int64_t t = 0; t < count; ++t) {
-        for (int i = 0; i < kLanes; ++i) {
-          float& gate = own[t * stride + i];
-          gate = gate / (1.f + std::exp(-gate)) * ups[t * kLanes + i];
-        }
-      }
+      variant.tile(call, tile, factors.get());
     }
-  };
-  ParallelFor(pool, (tiles + per_part - 1) / per_part, multiply);
+  });
   return ffi::Error::Success();
 }
 
@@ -266,6 +254,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::AnyBuffer>()
         .Arg<ffi::AnyBuffer>()
         .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::U8>>()
         .Attr<int64_t>("kind")
         .Attr<bool>("swiglu"));
 

@@ -1,6 +1,7 @@
-// The call that all variants of the kernel compute, and the layout of its arrays.
+// The calls that all variants of the kernels compute, and the layout of their arrays.
 //
-// Outputs are in tiles of 16, K inputs in groups that share a scale. In memory, for each tile:
+// Outputs of a quantised matrix are in tiles of 16, K inputs in groups that share a scale. In memory,
+// for each tile:
 //
 //   values   int4, fp4: for 8 inputs 64 bytes; byte 4 * o + j has input j of output o in its low
 //            half and input j + 4 in its high half
@@ -9,43 +10,73 @@
 //   supers                   float16[groups of supers, 1 or 2, 16]
 //
 // A weight of value v is scale * (v - zero) + offset: see quantised.py. Activations are int8 with
-// one scale for 32 inputs.
+// one scale for a block of 32 inputs, or of 16 where weights have groups of 16.
 #pragma once
 
 #include <cstdint>
 
 namespace jaxinfer {
 
-constexpr int kLanes = 16;  // outputs of a tile
-constexpr int kBlock = 32;  // inputs that share a scale of activations
+constexpr int kLanes = 16;      // outputs of a tile
+constexpr int kMostTokens = 8;  // of a tile of tokens, in any variant
 
 enum class Kind : int { kInt4 = 0, kInt8 = 1, kFp4 = 2 };
 enum class Factor : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kUint8 = 3, kInt8 = 4 };
 
-struct Matrix {
+// One GEMM: out[t, o] = sum over k of x[t, k] * w[o, k].
+struct GemmCall {
   Kind kind;
-  int64_t outputs, inputs, group, super_group;  // super_group: 0 without supers
-  Factor factor;                                // of scales and offsets
+  bool swiglu;                      // the first half of the matrix are gates, the second ups
+  int64_t tokens, inputs, outputs;  // outputs: those of the result
+  int64_t group, super_group;       // super_group: 0 without supers
+  Factor factor;                    // of scales and offsets
+  const float* x;                   // [tokens, inputs]
   const uint8_t* values;
   const void* scales;
   const uint8_t* zeros;    // or null
   const void* offsets;     // or null
   const uint16_t* supers;  // or null
+  float* out;              // [tokens, outputs]
+  uint8_t* workspace;      // WorkspaceBytes
 };
 
-struct Tokens {
-  int64_t count;
-  const int8_t* values;  // [count, inputs]
-  const float* scales;   // [count, inputs / 32]
-  const float* sums;     // [count, inputs / group]: of the activations of a group
-};
+// Activations that share a scale.
+inline int64_t BlockOf(const GemmCall& call) { return call.group % 32 == 0 ? 32 : 16; }
 
-// Computes one tile of 16 outputs for all tokens: out[t * stride + o].
-using TileFunction = void (*)(const Matrix&, int64_t tile, const Tokens&, float* out,
-                              int64_t stride);
-// Quantises a row of activations to int8 in blocks of 32, and sums up groups.
-using QuantiseFunction = void (*)(const float* x, int64_t inputs, int64_t group, int8_t* values,
-                                  float* scales, float* sums);
+// A tile of n tokens is stored as K / block records: n * block activations in int8, n scales in
+// float32, n start values of sums in int32 (minus the weights' bias times the sum of activations).
+inline int64_t BytesOfToken(const GemmCall& call) {
+  return call.inputs + call.inputs / BlockOf(call) * 8;
+}
+
+// Tokens of the next tile when `left` remain: `most`, or the power of two that holds the rest.
+inline int64_t TileSize(int64_t left, int64_t most) {
+  int64_t size = 1;
+  while (size < most && size < left) size *= 2;
+  return size;
+}
+
+// Tokens including the padding of the last tile, in any variant.
+inline int64_t PaddedTokens(const GemmCall& call) {
+  return (call.tokens + kMostTokens - 1) / kMostTokens * kMostTokens;
+}
+
+// The workspace holds records, then the sums of the activations of each group [groups, n] of each
+// tile of tokens.
+inline float* GroupSums(const GemmCall& call) {
+  return reinterpret_cast<float*>(call.workspace + PaddedTokens(call) * BytesOfToken(call));
+}
+inline int64_t WorkspaceBytes(const GemmCall& call) {
+  return PaddedTokens(call) * (BytesOfToken(call) + call.inputs / call.group * 4);
+}
+// Floats that a tile of outputs needs for its factors.
+inline int64_t FactorFloats(const GemmCall& call) { return call.inputs / call.group * kLanes * 4; }
+
+// Quantises `count` tokens from `first` on, padded to a tile of `size`.
+using QuantiseFunction = void (*)(const GemmCall&, int64_t first, int64_t count, int64_t size,
+                                  uint8_t* records, float* group_sums);
+// Computes a tile of outputs for all tokens.
+using TileFunction = void (*)(const GemmCall&, int64_t tile, float* factors);
 
 // The paged keys and values of a layer: [pages, page_size, heads, head_dim].
 struct Pages {
@@ -61,6 +92,7 @@ using AttendFunction = void (*)(const Pages&, int64_t head, const int32_t* table
 
 struct Variant {
   const char* name;
+  int64_t most_tokens;  // of a tile of tokens
   TileFunction tile;
   QuantiseFunction quantise;
   AttendFunction attend;

@@ -1,14 +1,13 @@
-// 256-bit vectors in pairs, without VNNI (AVX2 and FMA: x86-64-v3).
+// Pairs of vectors of 256 bits, without VNNI (AVX2, FMA and F16C: x86-64-v3).
 #pragma once
 
 #include <immintrin.h>
-
 #include <cstdint>
 
 namespace {
 
 constexpr const char* kName = "avx2";
-constexpr int kTokenTile = 4;  // tokens for which weights are unpacked once
+constexpr int kTileTokens = 2;  // 4 sums, 4 accumulators, 4 weights of the 16 registers
 
 struct Bytes {
   __m256i a, b;
@@ -20,10 +19,10 @@ struct Floats {
   __m256 a, b;
 };
 
-inline Bytes LoadBytes(const uint8_t* p) {
-  const __m256i* q = reinterpret_cast<const __m256i*>(p);
-  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
-}
+inline __m256i Load256(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline __m128i Load128(const void* p) { return _mm_loadu_si128((const __m128i*)p); }
+
+inline Bytes LoadBytes(const uint8_t* p) { return {Load256(p), Load256(p + 32)}; }
 inline Bytes LowNibbles(Bytes x) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
@@ -32,57 +31,93 @@ inline Bytes HighNibbles(Bytes x) {
   return LowNibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
 }
 inline Bytes Lookup(const uint8_t* table, Bytes index) {
-  __m256i row =
-      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  const __m256i row = _mm256_broadcastsi128_si256(Load128(table));
   return {_mm256_shuffle_epi8(row, index.a), _mm256_shuffle_epi8(row, index.b)};
 }
-inline Ints Zeros() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-inline Ints Add(Ints x, Ints y) {
+
+// Sums of two products are 16 bits wide. They hold |weight| * activation for int8 too: at most
+// 2 * 128 * 127. The signs of int8 weights go to the activations.
+constexpr int kInt8Bias = 0;
+typedef Bytes Small;  // weights from 0 to 24
+struct Wide {         // int8
+  Bytes magnitudes, signs;
+};
+inline Wide Widened(Bytes x) {  // stored raised by 128
+  const __m256i bias = _mm256_set1_epi8(-128);
+  const __m256i a = _mm256_xor_si256(x.a, bias), b = _mm256_xor_si256(x.b, bias);
+  return {{_mm256_abs_epi8(a), _mm256_abs_epi8(b)}, {a, b}};
+}
+
+inline Ints BroadcastInt(const int32_t* p) {
+  return {_mm256_set1_epi32(*p), _mm256_set1_epi32(*p)};
+}
+inline Ints Plus(Ints x, Ints y) {
   return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
 }
-// Small weights (up to 127) cannot overflow the 16-bit sums of two products; larger ones are
-// multiplied as even and odd bytes in 16 bits.
-template <bool kSmall>
-inline __m256i DotHalf(__m256i w, __m256i x) {
+inline void Begin(Ints* sums, const int32_t* start) { *sums = BroadcastInt(start); }
+inline Ints End(Ints sums, const int32_t*) { return sums; }
+
+// The sums of the int4 weights of a block fit 16 bits: at most 16 * 15 * 127.
+struct NibbleSums {
+  __m256i a, b;
+};
+inline void Begin(NibbleSums* sums, const int32_t*) {
+  sums->a = sums->b = _mm256_setzero_si256();
+}
+inline NibbleSums Dot(NibbleSums sums, Bytes w, const int8_t* x) {
+  const __m256i each = _mm256_set1_epi32(*(const int32_t*)x);
+  return {_mm256_add_epi16(sums.a, _mm256_maddubs_epi16(w.a, each)),
+          _mm256_add_epi16(sums.b, _mm256_maddubs_epi16(w.b, each))};
+}
+inline Ints End(NibbleSums sums, const int32_t* start) {
   const __m256i ones = _mm256_set1_epi16(1);
-  if constexpr (kSmall) return _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), ones);
-  const __m256i low = _mm256_set1_epi16(255);
-  __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, low),
-                                   _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
-  __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
-  return _mm256_add_epi32(even, odd);
+  return Plus(BroadcastInt(start),
+              {_mm256_madd_epi16(sums.a, ones), _mm256_madd_epi16(sums.b, ones)});
 }
-template <bool kSmall>
-inline Ints Dot(Ints acc, Bytes w, int32_t x) {
-  const __m256i each = _mm256_set1_epi32(x);
-  return Add(acc, {DotHalf<kSmall>(w.a, each), DotHalf<kSmall>(w.b, each)});
+
+inline __m256i Accumulated(__m256i sum, __m256i w, __m256i x) {
+  const __m256i pairs = _mm256_maddubs_epi16(w, x);
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
+// sum + four products in each lane
+inline Ints Dot(Ints sum, Bytes w, const int8_t* x) {
+  const __m256i each = _mm256_set1_epi32(*(const int32_t*)x);
+  return {Accumulated(sum.a, w.a, each), Accumulated(sum.b, w.b, each)};
+}
+inline Ints Dot(Ints sum, const Wide& w, const int8_t* x) {
+  const __m256i each = _mm256_set1_epi32(*(const int32_t*)x);
+  return {Accumulated(sum.a, w.magnitudes.a, _mm256_sign_epi8(each, w.signs.a)),
+          Accumulated(sum.b, w.magnitudes.b, _mm256_sign_epi8(each, w.signs.b))};
+}
+
 inline Floats ToFloats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline Floats Broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline Floats Multiply(Floats x, Floats y) {
   return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)};
 }
+inline Floats Divide(Floats x, Floats y) {
+  return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)};
+}
 inline Floats Fma(Floats x, Floats y, Floats z) {
   return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
 }
+inline Floats FloatsOf(Ints x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+
 inline Floats LoadFloats(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-inline __m128i Load128(const void* p) {
-  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-}
 inline Floats LoadHalves(const uint16_t* p) {
   return {_mm256_cvtph_ps(Load128(p)), _mm256_cvtph_ps(Load128(p + 8))};
 }
 inline Floats LoadBFloats(const uint16_t* p) {
-  __m256i a = _mm256_slli_epi32(_mm256_cvtepu16_epi32(Load128(p)), 16);
-  __m256i b = _mm256_slli_epi32(_mm256_cvtepu16_epi32(Load128(p + 8)), 16);
-  return {_mm256_castsi256_ps(a), _mm256_castsi256_ps(b)};
+  const __m256i a = _mm256_slli_epi32(_mm256_cvtepu16_epi32(Load128(p)), 16);
+  const __m256i b = _mm256_slli_epi32(_mm256_cvtepu16_epi32(Load128(p + 8)), 16);
+  return FloatsOf({a, b});
 }
 inline Floats LoadUint8(const uint8_t* p) {
-  __m128i raw = Load128(p);
+  const __m128i raw = Load128(p);
   return ToFloats({_mm256_cvtepu8_epi32(raw), _mm256_cvtepu8_epi32(_mm_srli_si128(raw, 8))});
 }
 inline Floats LoadInt8(const int8_t* p) {
-  __m128i raw = Load128(p);
+  const __m128i raw = Load128(p);
   return ToFloats({_mm256_cvtepi8_epi32(raw), _mm256_cvtepi8_epi32(_mm_srli_si128(raw, 8))});
 }
 inline void Store(float* p, Floats x) {

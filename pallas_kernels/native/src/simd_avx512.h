@@ -1,14 +1,13 @@
-// 512-bit vectors with VNNI (Intel Ice Lake, AMD Zen 4 and later).
+// Vectors of 512 bits with VNNI (Intel Ice Lake, AMD Zen 4 and later).
 #pragma once
 
 #include <immintrin.h>
-
 #include <cstdint>
 
 namespace {
 
 constexpr const char* kName = "avx512-vnni";
-constexpr int kTokenTile = 8;  // tokens for which weights are unpacked once
+constexpr int kTileTokens = 8;  // 8 sums and 8 accumulators of the 32 registers
 
 struct Bytes {
   __m512i v;
@@ -26,35 +25,44 @@ inline Bytes HighNibbles(Bytes a) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
 }
 inline Bytes Lookup(const uint8_t* table, Bytes index) {
-  __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  const __m128i row = _mm_loadu_si128((const __m128i*)table);
   return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(row), index.v)};
 }
-inline Ints Zeros() { return {_mm512_setzero_si512()}; }
-inline Ints Add(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
-// acc + four products of unsigned weights and signed activations in each lane
-template <bool kSmall>
-inline Ints Dot(Ints acc, Bytes w, int32_t x) {
-  return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(x))};
+
+// The instruction takes unsigned weights, as int8 are stored: raised by 128.
+constexpr int kInt8Bias = 128;
+typedef Bytes Small;  // weights from 0 to 24
+typedef Bytes Wide;   // int8
+inline Wide Widened(Bytes a) { return a; }
+
+inline Ints BroadcastInt(const int32_t* p) { return {_mm512_set1_epi32(*p)}; }
+typedef Ints NibbleSums;
+inline void Begin(Ints* sums, const int32_t* start) { *sums = BroadcastInt(start); }
+inline Ints End(Ints sums, const int32_t*) { return sums; }
+// sum + four products in each lane
+inline Ints Dot(Ints sum, Bytes w, const int8_t* x) {
+  return {_mm512_dpbusd_epi32(sum.v, w.v, _mm512_set1_epi32(*(const int32_t*)x))};
 }
+
 inline Floats ToFloats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline Floats Broadcast(float a) { return {_mm512_set1_ps(a)}; }
 inline Floats Multiply(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Floats Divide(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Floats Fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+
 inline Floats LoadFloats(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline Floats LoadHalves(const uint16_t* p) {
-  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+  return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
 }
 inline Floats LoadBFloats(const uint16_t* p) {
-  __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i raw = _mm256_loadu_si256((const __m256i*)p);
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
 }
 inline Floats LoadUint8(const uint8_t* p) {
-  __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(raw))};
+  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)))};
 }
 inline Floats LoadInt8(const int8_t* p) {
-  __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw))};
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
 }
 inline void Store(float* p, Floats a) { _mm512_storeu_ps(p, a.v); }
 inline float SumLanes(Floats a) { return _mm512_reduce_add_ps(a.v); }

@@ -1,14 +1,13 @@
-// 128-bit vectors in fours with dot products (Armv8.2 dotprod: Apple M1, Graviton 2 and later).
+// Four vectors of 128 bits with dot products (Armv8.2 dotprod: Apple M1, Graviton 2 and later).
 #pragma once
 
 #include <arm_neon.h>
-
 #include <cstdint>
 
 namespace {
 
 constexpr const char* kName = "neon-dotprod";
-constexpr int kTokenTile = 4;  // tokens for which weights are unpacked once
+constexpr int kTileTokens = 2;  // 8 sums, 8 accumulators, 4 weights of the 32 registers
 
 struct Bytes {
   uint8x16_t v[4];
@@ -40,24 +39,28 @@ inline Bytes Lookup(const uint8_t* table, Bytes index) {
   const uint8x16_t row = vld1q_u8(table);
   return Each<Bytes>([&](int i) { return vqtbl1q_u8(row, index.v[i]); });
 }
-inline Ints Zeros() {
-  return Each<Ints>([](int) { return vdupq_n_s32(0); });
+
+// The instruction takes signed weights.
+constexpr int kInt8Bias = 0;
+typedef Bytes Small;  // weights from 0 to 24
+typedef Bytes Wide;   // int8
+inline Wide Widened(Bytes a) {  // stored raised by 128
+  return Each<Wide>([&](int i) { return veorq_u8(a.v[i], vdupq_n_u8(128)); });
 }
-inline Ints Add(Ints a, Ints b) {
-  return Each<Ints>([&](int i) { return vaddq_s32(a.v[i], b.v[i]); });
+
+inline Ints BroadcastInt(const int32_t* p) {
+  return Each<Ints>([&](int) { return vdupq_n_s32(*p); });
 }
-// The instruction multiplies signed bytes: larger weights are lowered by 128, and 128 times the
-// activations are added.
-template <bool kSmall>
-inline Ints Dot(Ints acc, Bytes w, int32_t x) {
-  const int8x16_t each = vreinterpretq_s8_s32(vdupq_n_s32(x));
-  return Each<Ints>([&](int i) {
-    if constexpr (kSmall) return vdotq_s32(acc.v[i], vreinterpretq_s8_u8(w.v[i]), each);
-    const int8x16_t lowered = vreinterpretq_s8_u8(veorq_u8(w.v[i], vdupq_n_u8(128)));
-    const int32x4_t sums = vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(1), each);
-    return vaddq_s32(vdotq_s32(acc.v[i], lowered, each), vshlq_n_s32(sums, 7));
-  });
+typedef Ints NibbleSums;
+inline void Begin(Ints* sums, const int32_t* start) { *sums = BroadcastInt(start); }
+inline Ints End(Ints sums, const int32_t*) { return sums; }
+// sum + four products in each lane
+inline Ints Dot(Ints sum, const Bytes& w, const int8_t* x) {
+  const int8x16_t each = vreinterpretq_s8_s32(vdupq_n_s32(*(const int32_t*)x));
+  return Each<Ints>(
+      [&](int i) { return vdotq_s32(sum.v[i], vreinterpretq_s8_u8(w.v[i]), each); });
 }
+
 inline Floats ToFloats(Ints a) {
   return Each<Floats>([&](int i) { return vcvtq_f32_s32(a.v[i]); });
 }
@@ -67,9 +70,13 @@ inline Floats Broadcast(float a) {
 inline Floats Multiply(Floats a, Floats b) {
   return Each<Floats>([&](int i) { return vmulq_f32(a.v[i], b.v[i]); });
 }
+inline Floats Divide(Floats a, Floats b) {
+  return Each<Floats>([&](int i) { return vdivq_f32(a.v[i], b.v[i]); });
+}
 inline Floats Fma(Floats a, Floats b, Floats c) {
   return Each<Floats>([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); });
 }
+
 inline Floats LoadFloats(const float* p) {
   return Each<Floats>([&](int i) { return vld1q_f32(p + 4 * i); });
 }
@@ -78,25 +85,18 @@ inline Floats LoadHalves(const uint16_t* p) {
       [&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); });
 }
 inline Floats LoadBFloats(const uint16_t* p) {
-  return Each<Floats>([&](int i) {
-    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16));
-  });
+  return Each<Floats>(
+      [&](int i) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)); });
 }
 inline Floats LoadUint8(const uint8_t* p) {
-  const uint8x16_t raw = vld1q_u8(p);
-  const uint16x8_t half[2] = {vmovl_u8(vget_low_u8(raw)), vmovl_u8(vget_high_u8(raw))};
-  return Each<Floats>([&](int i) {
-    const uint16x4_t own = i % 2 ? vget_high_u16(half[i / 2]) : vget_low_u16(half[i / 2]);
-    return vcvtq_f32_u32(vmovl_u16(own));
-  });
+  float all[16];
+  for (int i = 0; i < 16; ++i) all[i] = (float)p[i];
+  return LoadFloats(all);
 }
 inline Floats LoadInt8(const int8_t* p) {
-  const int8x16_t raw = vld1q_s8(p);
-  const int16x8_t half[2] = {vmovl_s8(vget_low_s8(raw)), vmovl_s8(vget_high_s8(raw))};
-  return Each<Floats>([&](int i) {
-    const int16x4_t own = i % 2 ? vget_high_s16(half[i / 2]) : vget_low_s16(half[i / 2]);
-    return vcvtq_f32_s32(vmovl_s16(own));
-  });
+  float all[16];
+  for (int i = 0; i < 16; ++i) all[i] = (float)p[i];
+  return LoadFloats(all);
 }
 inline void Store(float* p, Floats a) {
   for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, a.v[i]);

@@ -5,26 +5,27 @@
 #include <cstdint>
 #include <cstring>
 
+#define NO_UNROLL  // kernel.h; without registers for vectors it only takes longer to compile
+
 namespace {
 
 constexpr const char* kName = "plain";
-constexpr int kTokenTile = 4;  // tokens for which weights are unpacked once
-constexpr int kWidth = 16;
+constexpr int kTileTokens = 2;
 
 struct Bytes {
-  uint8_t v[4 * kWidth];
+  uint8_t v[64];
 };
 struct Ints {
-  int32_t v[kWidth];
+  int32_t v[16];
 };
 struct Floats {
-  float v[kWidth];
+  float v[16];
 };
 
 template <class To, class Function>
 inline To Each(Function function) {
   To to;
-  for (int i = 0; i < static_cast<int>(sizeof(to.v) / sizeof(to.v[0])); ++i) to.v[i] = function(i);
+  for (int i = 0; i < (int)(sizeof(to.v) / sizeof(to.v[0])); ++i) to.v[i] = function(i);
   return to;
 }
 
@@ -32,29 +33,41 @@ inline Bytes LoadBytes(const uint8_t* p) {
   return Each<Bytes>([&](int i) { return p[i]; });
 }
 inline Bytes LowNibbles(Bytes a) {
-  return Each<Bytes>([&](int i) { return static_cast<uint8_t>(a.v[i] & 15); });
+  return Each<Bytes>([&](int i) { return (uint8_t)(a.v[i] & 15); });
 }
 inline Bytes HighNibbles(Bytes a) {
-  return Each<Bytes>([&](int i) { return static_cast<uint8_t>(a.v[i] >> 4); });
+  return Each<Bytes>([&](int i) { return (uint8_t)(a.v[i] >> 4); });
 }
 inline Bytes Lookup(const uint8_t* table, Bytes index) {
   return Each<Bytes>([&](int i) { return table[index.v[i]]; });
 }
-inline Ints Zeros() { return {}; }
-inline Ints Add(Ints a, Ints b) {
-  return Each<Ints>([&](int i) { return a.v[i] + b.v[i]; });
+
+constexpr int kInt8Bias = 0;
+typedef Bytes Small;  // weights from 0 to 24
+struct Wide {         // int8
+  int8_t v[64];
+};
+inline Wide Widened(Bytes a) {
+  return Each<Wide>([&](int i) { return (int8_t)(a.v[i] ^ 128); });  // stored raised by 128
 }
-template <bool kSmall>
-inline Ints Dot(Ints acc, Bytes w, int32_t quad) {
-  int8_t x[4];
-  std::memcpy(x, &quad, 4);
+
+inline Ints BroadcastInt(const int32_t* p) {
+  return Each<Ints>([&](int) { return *p; });
+}
+typedef Ints NibbleSums;
+inline void Begin(Ints* sums, const int32_t* start) { *sums = BroadcastInt(start); }
+inline Ints End(Ints sums, const int32_t*) { return sums; }
+// sum + four products in each lane; w is Small or Wide
+template <class Weights>
+inline Ints Dot(Ints sum, const Weights& w, const int8_t* x) {
   return Each<Ints>([&](int i) {
-    const uint8_t* own = w.v + 4 * i;
-    return acc.v[i] + own[0] * x[0] + own[1] * x[1] + own[2] * x[2] + own[3] * x[3];
+    const auto* own = w.v + 4 * i;
+    return sum.v[i] + own[0] * x[0] + own[1] * x[1] + own[2] * x[2] + own[3] * x[3];
   });
 }
+
 inline Floats ToFloats(Ints a) {
-  return Each<Floats>([&](int i) { return static_cast<float>(a.v[i]); });
+  return Each<Floats>([&](int i) { return (float)a.v[i]; });
 }
 inline Floats Broadcast(float a) {
   return Each<Floats>([&](int) { return a; });
@@ -62,12 +75,16 @@ inline Floats Broadcast(float a) {
 inline Floats Multiply(Floats a, Floats b) {
   return Each<Floats>([&](int i) { return a.v[i] * b.v[i]; });
 }
-inline Floats Fma(Floats a, Floats b, Floats c) {
-  return Each<Floats>([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); });
+inline Floats Divide(Floats a, Floats b) {
+  return Each<Floats>([&](int i) { return a.v[i] / b.v[i]; });
 }
+inline Floats Fma(Floats a, Floats b, Floats c) {
+  return Each<Floats>([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); });
+}
+
 inline float FloatOfBits(uint32_t bits) {
   float value;
-  std::memcpy(&value, &bits, 4);
+  __builtin_memcpy(&value, &bits, 4);
   return value;
 }
 // With integers alone: XLA's threads flush subnormal numbers to zero.
@@ -88,15 +105,15 @@ inline Floats LoadHalves(const uint16_t* p) {
   return Each<Floats>([&](int i) { return FloatOfHalf(p[i]); });
 }
 inline Floats LoadBFloats(const uint16_t* p) {
-  return Each<Floats>([&](int i) { return FloatOfBits(static_cast<uint32_t>(p[i]) << 16); });
+  return Each<Floats>([&](int i) { return FloatOfBits((uint32_t)p[i] << 16); });
 }
 inline Floats LoadUint8(const uint8_t* p) {
-  return Each<Floats>([&](int i) { return static_cast<float>(p[i]); });
+  return Each<Floats>([&](int i) { return (float)p[i]; });
 }
 inline Floats LoadInt8(const int8_t* p) {
-  return Each<Floats>([&](int i) { return static_cast<float>(p[i]); });
+  return Each<Floats>([&](int i) { return (float)p[i]; });
 }
-inline void Store(float* p, Floats a) { std::memcpy(p, a.v, sizeof(a.v)); }
+inline void Store(float* p, Floats a) { __builtin_memcpy(p, a.v, sizeof(a.v)); }
 inline float SumLanes(Floats a) {
   float sum = 0.f;
   for (float each : a.v) sum += each;

@@ -1,0 +1,197 @@
+"""quantised_gemm's native kernel: its arithmetic, its variants, and independence of the batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.arrangements import LANES
+from pallas_kernels.native import library
+from pallas_kernels.quantised import Quantised, dequantised
+from pallas_kernels.quantised_gemm import native as gemm
+from pallas_kernels.quantised_gemm.cases import FORMS, random_matrix
+
+pytestmark = pytest.mark.skipif(not library.variants(), reason=library.MISSING)
+
+INNER, OUTER = 512, 96
+GROUPS = dict(zip(FORMS, (128, 128, 32, 32, 512, 16, 512, 32), strict=True))
+each_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "fp8"])
+
+
+def matrix(form: str, outer: int = OUTER, inner: int = INNER) -> Quantised:
+    group = min(GROUPS[form], inner)
+    return random_matrix(np.random.default_rng(1), form, outer, inner, group)
+
+
+def normals(tokens: int, inner: int = INNER) -> np.ndarray:
+    return np.random.default_rng(2).normal(size=(tokens, inner)).astype(np.float32)
+
+
+def native(x: np.ndarray, w: Quantised, swiglu: bool = False) -> np.ndarray:
+    """The result of rows that are arranged here."""
+    arranged = LANES.arrange(w)
+    static = {"kind": arranged.kind, "swiglu": swiglu, "split": False, "wide": True}
+    assert gemm.supports(jnp.asarray(x), *arranged.arrays, **static) is None
+    run = jax.jit(lambda x, *arrays: gemm.quantised_gemm(x, *arrays, **static))
+    return np.asarray(run(x, *arranged.arrays))
+
+
+def defined(x: np.ndarray, w: Quantised, swiglu: bool = False) -> np.ndarray:
+    """The definition, in float64."""
+    out = np.asarray(x, np.float64) @ np.asarray(dequantised(w), np.float64).T
+    if swiglu:
+        gate, up = np.split(out, 2, axis=1)
+        out = gate / (1 + np.exp(np.minimum(-gate, 700))) * up
+    return out
+
+
+def rounded(x: np.ndarray, block: int) -> np.ndarray:  # float64[T, K]
+    """Activations as the kernel rounds them: int8 with a scale for each block."""
+    blocks = x.reshape(len(x), -1, block)
+    largest = np.abs(blocks).max(axis=2, keepdims=True)
+    whole = np.rint(blocks * (np.float32(127) / largest))
+    return (whole * (largest / np.float32(127)).astype(np.float64)).reshape(x.shape)
+
+
+def rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))
+
+
+@pytest.fixture
+def chosen_again() -> Iterator[None]:
+    yield
+    found = library.library()
+    assert found is not None
+    found.jaxinfer_choose(0)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 21])
+@pytest.mark.parametrize("swiglu", [False, True])
+@each_form
+def test_equals_the_definition_with_rounded_activations(
+    form: str, swiglu: bool, tokens: int
+) -> None:
+    w, x = matrix(form), normals(tokens)
+    expected = defined(rounded(x, 16 if w.group == 16 else 32), w, swiglu)
+    actual = native(x, w, swiglu)
+    assert actual.dtype == np.float32
+    assert np.abs(actual - expected).max() < 4e-6 * rms(expected)
+
+
+@each_form
+def test_rounding_of_activations_costs_less_than_a_hundredth(form: str) -> None:
+    w, x = matrix(form), normals(64)
+    expected = defined(x, w)
+    assert 1e-3 < rms(native(x, w) - expected) / rms(expected) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["int4", "int4_zeros", "int4_offsets", "int8", "fp4"])
+def test_other_dtypes_of_scales(form: str, dtype: str) -> None:
+    def cast(part: np.ndarray | None) -> np.ndarray | None:
+        return None if part is None else part.astype(ml_dtypes.bfloat16).astype(dtype)
+
+    w = matrix(form)
+    w = replace(w, scales=cast(w.scales), offsets=cast(w.offsets))
+    x = normals(3)
+    expected = defined(rounded(x, 32), w)
+    assert np.abs(native(x, w) - expected).max() < 4e-6 * rms(expected)
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(16, 32), (48, 96), (576, 1536), (32, 8960)])
+def test_other_sizes(outer: int, inner: int) -> None:
+    w, x = matrix("int4_offsets", outer, inner), normals(9, inner)
+    expected = defined(rounded(x, 32), w)
+    assert np.abs(native(x, w) - expected).max() < 1e-5 * rms(expected)
+
+
+@each_form
+def test_a_token_does_not_depend_on_the_others(form: str) -> None:
+    w, x = matrix(form), normals(23)
+    together = native(x, w, swiglu=True)
+    alone = [native(x[t : t + 1], w, swiglu=True)[0] for t in (0, 7, 8, 16, 22)]
+    assert np.array_equal(together[[0, 7, 8, 16, 22]], alone)
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@each_form
+def test_variants_give_the_same_bits(form: str, swiglu: bool, chosen_again: None) -> None:
+    w, x = matrix(form), normals(11)
+    expected = native(x, w, swiglu)
+    found = library.library()
+    assert found is not None and library.variants()[-1] == "plain"
+    for index, name in enumerate(library.variants()):
+        found.jaxinfer_choose(index)
+        assert np.array_equal(native(x, w, swiglu), expected), name
+
+
+ONE_THREAD = """
+import os, sys
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+import numpy as np
+from kernels import test_native_gemm as tests
+np.save(sys.argv[1], tests.native(tests.normals(21), tests.matrix("q4_k"), swiglu=True))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux limits processors so")
+def test_one_thread_gives_the_same_bits(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'tests'}"}
+    file = tmp_path / "out.npy"
+    subprocess.run([sys.executable, "-c", ONE_THREAD, file], env=environment, check=True)
+    expected = native(normals(21), matrix("q4_k"), swiglu=True)
+    assert np.array_equal(np.load(file), expected)
+
+
+def test_threads_wait_for_all_activations() -> None:
+    """One thread may have rounded its tokens long before the other has."""
+    arranged = LANES.arrange(matrix("int4_offsets", 32, 8960))
+    static = {"kind": arranged.kind, "swiglu": False, "split": False, "wide": True}
+    run = jax.jit(lambda x, *arrays: gemm.quantised_gemm(x, *arrays, **static))
+    tokens = normals(32, 8960).reshape(2, 16, 8960)
+    alone = [[run(x[t : t + 1], *arranged.arrays)[0] for t in range(16)] for x in tokens]
+    for repeat in range(300):  # memory of the last call has other activations
+        actual = run(tokens[repeat % 2], *arranged.arrays)
+        assert np.array_equal(actual, alone[repeat % 2]), repeat
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_tokens_that_are_not_finite(value: float) -> None:
+    w, x = matrix("q4_k"), normals(5)
+    others = [0, 1, 3, 4]
+    expected = native(x, w)[others]
+    x[2, 40] = value
+    for swiglu in (False, True):
+        actual = native(x, w, swiglu)
+        assert np.isnan(actual[2]).all()
+        assert np.isfinite(actual[others]).all()
+    assert np.array_equal(native(x, w)[others], expected)
+
+
+def test_blocks_of_zeros_and_of_negligible_tokens() -> None:
+    w, x = matrix("int8"), normals(2)
+    x[:, :32] = 0
+    expected = native(x, w)
+    x[:, :32] = 1e-38
+    assert np.array_equal(native(x, w), expected)
+    assert np.array_equal(native(np.zeros_like(x), w), np.zeros((2, OUTER)))
+
+
+def test_swiglu_of_large_gates() -> None:
+    w = matrix("int8")
+    x = normals(4) * np.asarray([[1e-3], [1], [30], [3000]], np.float32)
+    expected = defined(rounded(x, 32), w, swiglu=True)
+    actual = native(x, w, swiglu=True)
+    for token in range(4):
+        assert np.abs(actual[token] - expected[token]).max() < 1e-5 * rms(expected[token])
