@@ -19,7 +19,7 @@ MMA_TOKENS = 8  # multiple of N of a wgmma; fewer tokens are padded in shared me
 MMA_INPUTS = 16  # K of a wgmma
 MAX_TOKENS = 128  # for more ``tiled.large`` is as fast or faster
 BLOCK_TOKENS = 64  # of a CTA
-FEW_TOKENS = 16, 32  # see ``_configs``
+FEW_TOKENS = 16, 32  # see ``configs``
 MAX_SPLIT_K = 4  # each partial is written once and read once
 IN_FLIGHT_BYTES = 160 << 10  # of a CTA; for at most 32 tokens more steps than four are no faster
 IN_FLIGHT_BYTES_OF_TWO = 75 << 10  # of each of two CTAs on an SM
@@ -159,7 +159,7 @@ def supports(
         return f"{sizes.tokens} tokens are not a multiple of {MMA_TOKENS}"
     if sizes.inner % TILE or sizes.outer % TILE:
         return f"{sizes.inner} or {sizes.outer} components are not a multiple of {TILE}"
-    if sizes.group % MMA_INPUTS or not _configs(sizes):
+    if sizes.group % MMA_INPUTS or not configs(sizes):
         return f"groups of {sizes.group} inputs do not fit K steps of {sizes.inner} inputs"
     return not_hopper()
 
@@ -185,7 +185,7 @@ def _split_k(sizes: TiledSizes, steps: int) -> int:
     return max(1, min(current_device().num_sms // (sizes.outer // TILE), MAX_SPLIT_K, steps))
 
 
-def _configs(sizes: TiledSizes) -> list[TiledConfig]:
+def configs(sizes: TiledSizes) -> list[TiledConfig]:
     """The configurations whose tiles divide the call, the best first. Timed on an H100 with int4
     matrices of Qwen3-4B.
 
@@ -220,4 +220,4 @@ def _configs(sizes: TiledSizes) -> list[TiledConfig]:
 
 def choose_config(sizes: TiledSizes) -> TiledConfig:
     """The configuration for a call of these sizes on this device."""
-    return _configs(sizes)[0]
+    return configs(sizes)[0]
