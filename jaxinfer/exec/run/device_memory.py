@@ -16,7 +16,6 @@ from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.cuda_driver import card_bytes
 from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.nn.state import State
-from pallas_kernels.native.library import UNTOUCHED, call, variants
 
 
 def device_memory(device: Any) -> DeviceMemory | None:  # jax.Device
@@ -47,25 +46,16 @@ def claim_memory(plan: MemoryPlan, device: Any) -> None:
 
 
 def compile_init_state(program: Program) -> Callable[[], tuple[State, SlotState]]:
-    """A function that allocates pages and zeroed slots.
+    """A function that allocates zeroed pages and slots.
 
-    Pages are zeroed, but on a CPU with the native library, where they are not written and so take
-    no memory before they are used: no kernel depends on what an unwritten slot holds. It raises
-    ``EngineError`` if the device does not have that much free memory. It is one executable: an
-    executable for each array's shape would take half a second on a GPU.
+    It raises ``EngineError`` if the device does not have that much free memory. It is one
+    executable: an executable for each array's shape would take half a second on a GPU.
     """
     limits, abstract = program.limits, (program.state(), program.slots())
 
     def zeros() -> tuple[State, SlotState]:
         sizes = (limits.num_pages, limits.page_size, limits.num_state_rows)
-        if program.platform != "cpu" or not variants():
-            return program.model.state.zeros(*sizes), program.zero_slots()
-        layout = program.model.state
-        arrays = zip(layout.abstract(*sizes), layout.is_paged, strict=True)
-        return tuple(
-            call(UNTOUCHED, one) if paged else jnp.zeros(one.shape, one.dtype)
-            for one, paged in arrays
-        ), program.zero_slots()
+        return program.model.state.zeros(*sizes), program.zero_slots()
 
     shardings = jax.tree.map(lambda array: array.sharding, abstract)
     compiled = jax.jit(zeros, out_shardings=shardings).lower().compile()
@@ -78,7 +68,7 @@ def compile_init_state(program: Program) -> Callable[[], tuple[State, SlotState]
 
 
 def init_state(program: Program) -> tuple[State, SlotState]:
-    """Pages and zeroed slots; see ``compile_init_state``."""
+    """Zeroed pages and slots; see ``compile_init_state``."""
     return compile_init_state(program)()
 
 
