@@ -16,13 +16,12 @@ from pallas_kernels.quantised import PACKED, nibble_block
 
 # The names of the calls in executables, and those of the library's handlers.
 GEMM, ATTENTION = "jaxinfer_quantised_gemm", "jaxinfer_attention"
-ROPE_APPEND, UNTOUCHED = "jaxinfer_rope_append", "jaxinfer_untouched"
+ROPE_APPEND = "jaxinfer_rope_append"
 _HANDLERS = MappingProxyType(
     {
         GEMM: "JaxinferQuantisedGemm",
         ATTENTION: "JaxinferAttention",
         ROPE_APPEND: "JaxinferRopeAppend",
-        UNTOUCHED: "JaxinferUntouched",
     }
 )
 MISSING = "the native library is not built (reinstall with a C++ compiler or the package ziglang)"

@@ -235,9 +235,6 @@ ffi::Error RopeAppend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buff
   return ffi::Error::Success();
 }
 
-// A result that is not written: its memory is not resident until it is used.
-ffi::Error Untouched(ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Success(); }
-
 }  // namespace
 }  // namespace jaxinfer
 
@@ -289,9 +286,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()
         .Attr<float>("eps"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxinferUntouched, jaxinfer::Untouched,
-                              ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());
 
 // The names of the variants that this processor runs, the fastest first, joined by spaces.
 const char* jaxinfer_variants() {

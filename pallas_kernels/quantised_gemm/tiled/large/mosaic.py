@@ -310,11 +310,13 @@ def launch_with(
     kind: str,
     swiglu: bool,
     split: bool,
+    wide: bool = False,
 ) -> jax.Array:  # [T, O]
-    """``quantised_gemm`` with a given configuration.
+    """``quantised_gemm`` with a given configuration; the result is not ``wide``.
 
     Raises ValueError when the configuration does not fit the call.
     """
+    del wide
     static: Any = {"kind": kind, "swiglu": swiglu, "split": split}
     sizes = sizes_of(x, values, *factors, **static)
     if not config.fits(sizes):
