@@ -154,15 +154,22 @@ async def _is_near_tie(
         pairs = enumerate(zip(one, other, strict=False))
         at = next((i for i, (first, second) in pairs if first != second), None)
         if at is None:
-            print(f"different: {body} choice {choice}: {one} and {other} end differently")
+            print(f"different ends of choice {choice}: {len(one)}, {len(other)} {_fields(body)}")
             return False
         moved = near_tie / 16
         while not await _is_moved_back(client, body, choice, one, (at, other[at]), moved):
             moved *= 2
             if moved > near_tie:
-                print(f"different: {body} choice {choice} at {at}: {one[at]} and {other[at]}")
+                print(
+                    f"different at {at} of choice {choice}: {one[at]}, {other[at]} {_fields(body)}"
+                )
                 return False
     return True
+
+
+def _fields(body: Body) -> Body:
+    """The fields of a request, and the length of its prompt."""
+    return {**body, "prompt": len(body["prompt"])}
 
 
 async def _is_moved_back(
