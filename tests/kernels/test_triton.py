@@ -130,7 +130,7 @@ def test_compiles_for_hopper_without_spills(
 def test_chosen_on_a_gpu_and_nowhere_else(op: KernelOp, impl: Impl, case: Case) -> None:
     inputs = _inputs(op, case)
     assert select(op, "gpu", inputs.args, inputs.static).name == "triton"
-    assert select(op, "cpu", inputs.args, inputs.static).name == "xla"
+    assert select(op, "cpu", inputs.args, inputs.static).name in ("native", "xla")
     with pytest.raises(ValueError, match="triton: it runs on gpu, not on cpu"):
         select(op, "cpu", inputs.args, inputs.static, pinned="triton")
 
