@@ -13,6 +13,7 @@ from pallas_kernels.native import library
 from pallas_kernels.native.attention import _attend, append_decode
 
 VARIANTS = library.variants()
+pytestmark = pytest.mark.skipif(not VARIANTS, reason=library.MISSING)
 
 
 @pytest.fixture(params=range(len(VARIANTS)), ids=VARIANTS)
