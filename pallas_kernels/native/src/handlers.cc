@@ -10,6 +10,10 @@
 #include <thread>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "kernel.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -26,18 +30,30 @@ extern const Variant kNeon;
 
 namespace {
 
+#if defined(__x86_64__)
+// By CPUID itself: __builtin_cpu_supports knows nothing in a library that Zig links.
+struct Processor {
+  bool avx2 = false, avx512 = false;
+
+  Processor() {
+    unsigned a = 0, b = 0, c = 0, d = 0, low = 0, high = 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return;
+    const bool saves = c >> 27 & 1, fma = c >> 12 & 1, f16c = c >> 29 & 1;
+    if (!saves || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));  // which registers the system saves
+    avx2 = (low & 6) == 6 && fma && f16c && (b >> 5 & 1);
+    avx512 = avx2 && (low & 0xe6) == 0xe6 && (b >> 16 & 1) && (b >> 30 & 1) && (b >> 31 & 1) &&
+             (c >> 11 & 1);
+  }
+};
+#endif
+
 std::vector<const Variant*> Supported() {
   std::vector<const Variant*> found;
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
-    found.push_back(&kAvx512);
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c")) {
-    found.push_back(&kAvx2);
-  }
+  const Processor processor;
+  if (processor.avx512) found.push_back(&kAvx512);
+  if (processor.avx2) found.push_back(&kAvx2);
 #elif defined(__aarch64__)
   found.push_back(&kNeon);
 #endif
