@@ -150,7 +150,7 @@ def join_parts(*tensors: Quantised | np.ndarray, arrangement: Arrangement | None
 
 
 def _joined(members: Sequence[Any], arrangement: Arrangement | None) -> Any:
-    """Of matrices that are all quantised, or of arrays [O_i, I]."""
+    """Join matrices along their outputs; they are all quantised, or all arrays [O_i, I]."""
     if not isinstance(members[0], Quantised):
         return join_outputs(*members)
     w = joined(members)

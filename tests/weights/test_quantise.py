@@ -56,7 +56,7 @@ def test_groups() -> None:
 
 
 def test_error_of_each_scheme() -> None:
-    """Of normal values; int4 with 7.5 alone as the largest value would have 0.111."""
+    """The error on normal values; int4 with 7.5 alone as the largest value would have 0.111."""
     matrix = normal(512, 1024)
     assert relative_error("fp8", matrix) == pytest.approx(0.0265, abs=0.0005)
     assert relative_error("int8", matrix) == pytest.approx(0.0078, abs=0.0005)

@@ -50,7 +50,7 @@ class Parts:
         self._used: list[str] = []
 
     def has(self, role: str) -> bool:
-        """Whether there is such a tensor."""
+        """True if the matrix has a tensor of this role."""
         return self.name(role) in self._tensors
 
     def name(self, role: str) -> str:

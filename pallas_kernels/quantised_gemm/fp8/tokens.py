@@ -45,7 +45,7 @@ def dequantised_tokens(
     values: jax.Array,  # float8_e4m3fn[T, K]
     scales: jax.Array,  # float32[K / GROUP, scale_tokens(T)]
 ) -> jax.Array:  # float32[T, K]
-    """What ``quantised_tokens`` stands for."""
+    """The tokens that the result of ``quantised_tokens`` represents."""
     groups = values.astype(jnp.float32).reshape(values.shape[0], -1, GROUP)
     return (groups * scales.T[: values.shape[0], :, None]).reshape(values.shape)
 

@@ -193,7 +193,7 @@ class Step:
         return plgpu.load(factors, layout=layout, optimized=False).astype(jnp.float32)
 
     def row(self, group: int, segment: int) -> jax.Array:
-        """Of the factors of groups, the row of a segment."""
+        """The row of a segment in the factors of groups."""
         spec = self.spec
         if group >= spec.config.block_k:
             return jnp.int32(0)
