@@ -134,7 +134,10 @@ def product(
     if not isinstance(w, Mapping):
         return skinny_gemm(x, w, swiglu=swiglu, split=split, impl=ctx.pinned("skinny_gemm"))
     if "part_0" in w:  # several forms
-        y = jnp.concatenate([product(x, w[name], ctx) for name in sorted(w)], axis=1)
+        parts = (
+            w[f"part_{i}"] for i in range(len(w))
+        )  # by number, which is not their sorted order
+        y = jnp.concatenate([product(x, part, ctx) for part in parts], axis=1)
         if swiglu:
             gate, up = jnp.split(y, 2, axis=1)
             y = jax.nn.silu(gate) * up
