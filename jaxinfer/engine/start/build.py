@@ -130,11 +130,10 @@ def _kept(config: EngineConfig, forms: Forms, platform: str) -> dict[str, Any]:
     """The fields of a model for weights that stay quantised, and the order that kernels read."""
     if platform != "cpu":
         return {"forms": forms, "arrangement": TILES.name if not_hopper() is None else None}
-    native = bool(variants())
-    kept = native if config.cpu_weights == "auto" else config.cpu_weights == "quantised"
-    if not kept:
+    asked = config.cpu_weights == "auto" and config.quantization is not None
+    if config.cpu_weights != "quantised" and not asked:
         return {}
-    return {"forms": forms, "arrangement": LANES.name if native else None}
+    return {"forms": forms, "arrangement": LANES.name if variants() else None}
 
 
 def _pins(config: EngineConfig, platform: str) -> Pins:
