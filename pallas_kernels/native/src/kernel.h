@@ -9,8 +9,9 @@
 //   scales, zeros, offsets   [groups, 16]
 //   supers                   float16[groups of supers, 1 or 2, 16]
 //
-// A weight of value v is scale * (v - zero) + offset: see quantised.py. Activations are int8 with
-// one scale for a block of 32 inputs, or of 16 where weights have groups of 16.
+// A weight of value v is scale * (v - zero) + offset: see quantised.py. Activations are integers of 16
+// bits, 256 * high + low of two int8, with one scale for a block of 32 inputs, or of 16 where weights
+// have groups of 16.
 #pragma once
 
 #include <cstdint>
@@ -43,10 +44,12 @@ struct GemmCall {
 // Activations that share a scale.
 inline int64_t BlockOf(const GemmCall& call) { return call.group % 32 == 0 ? 32 : 16; }
 
-// A tile of n tokens is stored as K / block records: n * block activations in int8, n scales in
-// float32, n start values of sums in int32 (minus the weights' bias times the sum of activations).
+// A tile of n tokens is stored as K / block records: n * block high and n * block low bytes of
+// activations, n scales in float32, n start values of sums in int32 (minus the weights' bias times the
+// sum of activations).
+constexpr int64_t BytesOfBlock(int64_t block) { return 2 * block + 8; }
 inline int64_t BytesOfToken(const GemmCall& call) {
-  return call.inputs + call.inputs / BlockOf(call) * 8;
+  return call.inputs / BlockOf(call) * BytesOfBlock(BlockOf(call));
 }
 
 // Tokens of the next tile when `left` remain: `most`, or the power of two that holds the rest.

@@ -7,7 +7,7 @@
 namespace {
 
 constexpr const char* kName = "avx2";
-constexpr int kTileTokens = 2;  // 4 sums, 4 accumulators, 4 weights of the 16 registers
+constexpr int kTileTokens = 2;  // 8 sums, 4 accumulators, 4 weights: the 16 registers
 
 struct Bytes {
   __m256i a, b;
@@ -54,25 +54,28 @@ inline Ints BroadcastInt(const int32_t* p) {
 inline Ints Plus(Ints x, Ints y) {
   return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
 }
-inline void Begin(Ints* sums, const int32_t* start) { *sums = BroadcastInt(start); }
-inline Ints End(Ints sums, const int32_t*) { return sums; }
+inline void Begin(Ints* sums) { sums->a = sums->b = _mm256_setzero_si256(); }
+inline Ints End(Ints high, Ints low, const int32_t* start) {
+  const Ints shifted = {_mm256_slli_epi32(high.a, 8), _mm256_slli_epi32(high.b, 8)};
+  return Plus(shifted, Plus(low, BroadcastInt(start)));
+}
 
 // The sums of the int4 weights of a block fit 16 bits: at most 16 * 15 * 127.
 struct NibbleSums {
   __m256i a, b;
 };
-inline void Begin(NibbleSums* sums, const int32_t*) {
-  sums->a = sums->b = _mm256_setzero_si256();
-}
+inline void Begin(NibbleSums* sums) { sums->a = sums->b = _mm256_setzero_si256(); }
 inline NibbleSums Dot(NibbleSums sums, Bytes w, const int8_t* x) {
   const __m256i each = _mm256_set1_epi32(*(const int32_t*)x);
   return {_mm256_add_epi16(sums.a, _mm256_maddubs_epi16(w.a, each)),
           _mm256_add_epi16(sums.b, _mm256_maddubs_epi16(w.b, each))};
 }
-inline Ints End(NibbleSums sums, const int32_t* start) {
+inline Ints ToInts(NibbleSums sums) {
   const __m256i ones = _mm256_set1_epi16(1);
-  return Plus(BroadcastInt(start),
-              {_mm256_madd_epi16(sums.a, ones), _mm256_madd_epi16(sums.b, ones)});
+  return {_mm256_madd_epi16(sums.a, ones), _mm256_madd_epi16(sums.b, ones)};
+}
+inline Ints End(NibbleSums high, NibbleSums low, const int32_t* start) {
+  return End(ToInts(high), ToInts(low), start);
 }
 
 inline __m256i Accumulated(__m256i sum, __m256i w, __m256i x) {

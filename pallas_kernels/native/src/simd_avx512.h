@@ -7,7 +7,7 @@
 namespace {
 
 constexpr const char* kName = "avx512-vnni";
-constexpr int kTileTokens = 8;  // 8 sums and 8 accumulators of the 32 registers
+constexpr int kTileTokens = 8;  // 16 sums and 8 accumulators of the 32 registers
 
 struct Bytes {
   __m512i v;
@@ -37,8 +37,11 @@ inline Wide Widened(Bytes a) { return a; }
 
 inline Ints BroadcastInt(const int32_t* p) { return {_mm512_set1_epi32(*p)}; }
 typedef Ints NibbleSums;
-inline void Begin(Ints* sums, const int32_t* start) { *sums = BroadcastInt(start); }
-inline Ints End(Ints sums, const int32_t*) { return sums; }
+inline void Begin(Ints* sums) { sums->v = _mm512_setzero_si512(); }
+inline Ints End(Ints high, Ints low, const int32_t* start) {
+  const __m512i started = _mm512_add_epi32(low.v, BroadcastInt(start).v);
+  return {_mm512_add_epi32(_mm512_slli_epi32(high.v, 8), started)};
+}
 // sum + four products in each lane
 inline Ints Dot(Ints sum, Bytes w, const int8_t* x) {
   return {_mm512_dpbusd_epi32(sum.v, w.v, _mm512_set1_epi32(*(const int32_t*)x))};

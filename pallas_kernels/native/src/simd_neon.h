@@ -7,7 +7,7 @@
 namespace {
 
 constexpr const char* kName = "neon-dotprod";
-constexpr int kTileTokens = 2;  // 8 sums, 8 accumulators, 4 weights of the 32 registers
+constexpr int kTileTokens = 2;  // 16 sums, 8 accumulators, 4 weights of the 32 registers
 
 struct Bytes {
   uint8x16_t v[4];
@@ -48,12 +48,15 @@ inline Wide Widened(Bytes a) {  // stored raised by 128
   return Each<Wide>([&](int i) { return veorq_u8(a.v[i], vdupq_n_u8(128)); });
 }
 
-inline Ints BroadcastInt(const int32_t* p) {
-  return Each<Ints>([&](int) { return vdupq_n_s32(*p); });
-}
 typedef Ints NibbleSums;
-inline void Begin(Ints* sums, const int32_t* start) { *sums = BroadcastInt(start); }
-inline Ints End(Ints sums, const int32_t*) { return sums; }
+inline void Begin(Ints* sums) {
+  *sums = Each<Ints>([&](int) { return vdupq_n_s32(0); });
+}
+inline Ints End(Ints high, Ints low, const int32_t* start) {
+  const int32x4_t each = vdupq_n_s32(*start);
+  return Each<Ints>(
+      [&](int i) { return vaddq_s32(vshlq_n_s32(high.v[i], 8), vaddq_s32(low.v[i], each)); });
+}
 // sum + four products in each lane
 inline Ints Dot(Ints sum, const Bytes& w, const int8_t* x) {
   const int8x16_t each = vreinterpretq_s8_s32(vdupq_n_s32(*(const int32_t*)x));

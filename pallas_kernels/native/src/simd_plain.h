@@ -51,12 +51,11 @@ inline Wide Widened(Bytes a) {
   return Each<Wide>([&](int i) { return (int8_t)(a.v[i] ^ 128); });  // stored raised by 128
 }
 
-inline Ints BroadcastInt(const int32_t* p) {
-  return Each<Ints>([&](int) { return *p; });
-}
 typedef Ints NibbleSums;
-inline void Begin(Ints* sums, const int32_t* start) { *sums = BroadcastInt(start); }
-inline Ints End(Ints sums, const int32_t*) { return sums; }
+inline void Begin(Ints* sums) { *sums = Ints{}; }
+inline Ints End(Ints high, Ints low, const int32_t* start) {
+  return Each<Ints>([&](int i) { return 256 * high.v[i] + low.v[i] + *start; });
+}
 // sum + four products in each lane; w is Small or Wide
 template <class Weights>
 inline Ints Dot(Ints sum, const Weights& w, const int8_t* x) {
