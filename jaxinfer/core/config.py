@@ -70,8 +70,7 @@ class EngineConfig:
     uses the fastest implementation that can run.
     ``cpu_weights``: on a CPU, "quantised" keeps a quantised checkpoint as it is and multiplies with
     8-bit activations where the native kernel runs, "float32" dequantises it. "auto" is "quantised"
-    if ``quantization`` is set, else "float32": activations of 8 bits move logits by about 0.1, which
-    changes answers of small models.
+    if the kernel is installed.
     ``quantization``: "fp8", "int8" or "int4" quantises the linear layers of a model of floats while
     it loads, weights only; for a quantised model it may name the method of its files.
     ``bundle``: a folder that ``jaxinfer compile`` wrote; its sizes replace those that are None.

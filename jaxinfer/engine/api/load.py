@@ -29,7 +29,7 @@ def load(
     ``model`` is a short name, a folder, a GGUF file or a config.json, as for ``LLM``. Settings are
     those of ``EngineConfig``; ``dtype``, ``load_format``, ``max_model_len``, ``tokenizer``,
     ``quantization``, ``cpu_weights`` and ``seed`` have an effect here. Quantised weights are
-    dequantised on a CPU, so that all parameters have gradients; ``cpu_weights="quantised"`` keeps them.
+    dequantised on a CPU, so that all parameters have gradients; ``cpu_weights="auto"`` keeps them.
     Raises a ``JaxinferError`` if the model cannot be loaded.
     """
     settings = {"cpu_weights": "float32", **settings}

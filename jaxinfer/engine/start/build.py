@@ -130,10 +130,11 @@ def _kept(config: EngineConfig, forms: Forms, platform: str) -> dict[str, Any]:
     """The fields of a model for weights that stay quantised, and the order that kernels read."""
     if platform != "cpu":
         return {"forms": forms, "arrangement": TILES.name if not_hopper() is None else None}
-    asked = config.cpu_weights == "auto" and config.quantization is not None
-    if config.cpu_weights != "quantised" and not asked:
+    native = bool(variants())
+    kept = native if config.cpu_weights == "auto" else config.cpu_weights == "quantised"
+    if not kept:
         return {}
-    return {"forms": forms, "arrangement": LANES.name if variants() else None}
+    return {"forms": forms, "arrangement": LANES.name if native else None}
 
 
 def _pins(config: EngineConfig, platform: str) -> Pins:
