@@ -69,7 +69,7 @@ class EngineConfig:
     ``kernels``: pins for measurements, "op=implementation" joined by commas; an op without a pin
     uses the fastest implementation that can run.
     ``cpu_weights``: on a CPU, "quantised" keeps a quantised checkpoint as it is and multiplies with
-    8-bit activations where the native kernel runs, "float32" dequantises it. "auto" is "quantised"
+    16-bit activations where the native kernel runs, "float32" dequantises it. "auto" is "quantised"
     if the kernel is installed.
     ``quantization``: "fp8", "int8" or "int4" quantises the linear layers of a model of floats while
     it loads, weights only; for a quantised model it may name the method of its files.
