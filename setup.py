@@ -45,7 +45,12 @@ class BuildNative(build_ext):
         from jax.ffi import include_dir
 
         command = compiler() or zig()
-        variants = {"handlers": (), "variant_plain": (), **MACHINES.get(platform.machine(), {})}
+        variants = {
+            "handlers": (),
+            "convert": (),
+            "variant_plain": (),
+            **MACHINES.get(platform.machine(), {}),
+        }
         objects = Path(self.build_temp)
         objects.mkdir(parents=True, exist_ok=True)
         made = []

@@ -94,8 +94,7 @@ def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement |
     ]
     build = partial(join_parts, arrangement=arrangement)
     tree = arrays[0] if len(arrays) == 1 else {f"part_{i}": one for i, one in enumerate(arrays)}
-    on_device = arrangement is not None and arrangement.on_device is not None
-    finish = arranged_on_device if on_device else None
+    finish = arranged_on_device if arrangement is not None and arrangement.is_on_device else None
     return replace(spec, arrays=tree, sources=sources, build=build, finish=finish)
 
 
@@ -155,7 +154,7 @@ def _joined(members: Sequence[Any], arrangement: Arrangement | None) -> Any:
         return join_outputs(*members)
     w = joined(members)
     if arrangement is not None and arrangement.fits(w.form, w.num_outputs, w.num_inputs):
-        if arrangement.on_device is None:
+        if not arrangement.is_on_device:
             w = arrangement.arrange(w)
         else:  # by rows under the arranged name, until ``arranged_on_device``
             values = w.values.view(np.uint8) if w.kind == "int8" else w.values

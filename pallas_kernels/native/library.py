@@ -1,8 +1,9 @@
-"""The shared library that ``setup.py`` builds of ``src``: finding it, registering it, packing."""
+"""The shared library that ``setup.py`` builds of ``src``: finding, registering, conversion."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -74,19 +75,75 @@ def call(target: str, results: Any, *arrays: jax.Array | None, **attributes: Any
     return function(*given, **attributes)
 
 
-def pack(kind: str, values: np.ndarray) -> np.ndarray | None:
+def from_blocks(
+    ggml_type: int,
+    raw: np.ndarray,  # uint8[O, bytes of a row]
+    num_blocks: int,
+    made: Mapping[str, np.ndarray],  # of ``Quantised.tree``, contiguous
+) -> bool:
+    """Convert whole rows of a GGUF type, by its number in GGML, into the arrays of a matrix.
+
+    False if the library was not built, or does not know the type; then nothing was written.
+    """
+    found = library()
+    if found is None:
+        return False
+    kind = next(iter(made))
+    parts = (made.get(name) for name in (kind, "scales", "offsets", "supers"))
+    pairs = kind in PACKED and nibble_block(2 * made[kind].shape[1]) == 64
+    return bool(
+        found.jaxinfer_from_blocks(
+            ctypes.c_int(ggml_type),
+            _address(raw),
+            ctypes.c_int64(num_blocks),
+            ctypes.c_bool(pairs),
+            *map(_address, parts),
+        )
+    )
+
+
+def pack_lanes(kind: str, values: np.ndarray) -> np.ndarray | None:
     """Values by rows in the order of ``arrangements.LANES``; None if the library was not built."""
     found = library()
     if found is None:
         return None
     rows = np.ascontiguousarray(values)
-    tiles = np.empty_like(rows)
-    sizes = [ctypes.c_int64(size) for size in rows.shape]
-    arguments = (ctypes.c_void_p(rows.ctypes.data), ctypes.c_void_p(tiles.ctypes.data), sizes[0])
+    tiles = np.empty(rows.shape, np.uint8)
+    outputs, inputs = len(rows), rows.shape[1] * (2 if kind in PACKED else 1)
+    arguments = [_address(rows), _address(tiles), ctypes.c_int64(outputs), ctypes.c_int64(inputs)]
     if kind in PACKED:
-        inputs = 2 * rows.shape[1]
-        block = ctypes.c_int64(nibble_block(inputs))
-        found.jaxinfer_pack_nibbles(*arguments, ctypes.c_int64(inputs), block)
+        found.jaxinfer_pack_nibbles(*arguments, ctypes.c_int64(nibble_block(inputs)))
     else:
-        found.jaxinfer_pack_bytes(*arguments, sizes[1])
-    return tiles.view(np.uint8)
+        found.jaxinfer_pack_bytes(*arguments)
+    return tiles
+
+
+def pack_tiles(
+    kind: str,
+    values: np.ndarray,
+    order: np.ndarray,  # int32[4096]
+) -> np.ndarray | None:
+    """Values by rows in the order of ``arrangements.TILES``; None if the library was not built.
+
+    ``order`` has the place in a tile, counted row by row, of each value in memory.
+    """
+    found = library()
+    if found is None:
+        return None
+    rows, packed = np.ascontiguousarray(values), kind in PACKED
+    tiles = np.empty(rows.shape, np.uint8)
+    inputs = rows.shape[1] * (2 if packed else 1)
+    found.jaxinfer_pack_tiles(
+        _address(rows),
+        _address(tiles),
+        ctypes.c_int64(len(rows)),
+        ctypes.c_int64(inputs),
+        ctypes.c_bool(packed),
+        _address(order),
+    )
+    return tiles
+
+
+def _address(array: np.ndarray | None) -> ctypes.c_void_p:
+    """The address of an array's data, which must live until the call has ended; or null."""
+    return ctypes.c_void_p(None if array is None else array.ctypes.data)

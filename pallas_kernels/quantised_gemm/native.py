@@ -1,9 +1,9 @@
 """quantised_gemm by the native kernel: 16-bit activations against quantised weights.
 
-Each token's activations are rounded to 16 bits in blocks of 32 (16 where weights have groups of 16),
-with one float32 scale a block, and multiplied as two bytes; so a result differs from the definition
-by some 2e-5 of its usual size (8 bits: 5e-3, which changed answers of small models). It depends on
-neither the other tokens of a call nor the number of threads.
+Each token's activations are rounded to 16 bits in blocks of 32 (16 where weights have groups of
+16), with one float32 scale a block, and multiplied as two bytes; so a result differs from the
+definition by some 2e-5 of its usual size (8 bits: 5e-3, which changed answers of small models). It
+depends on neither the other tokens of a call nor the number of threads.
 """
 
 from __future__ import annotations

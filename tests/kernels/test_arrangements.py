@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.arrangements import ARRANGEMENTS, Arrangement, arrangement_of, rows_of
+from pallas_kernels.native import library
 from pallas_kernels.quantised import Quantised, dequantised
 from pallas_kernels.quantised_gemm.cases import FORMS, random_matrix
 
@@ -36,3 +39,12 @@ def test_rows_of_an_arranged_matrix(arrangement: Arrangement, form: str) -> None
 def test_a_matrix_that_tiles_do_not_divide() -> None:
     form = random_matrix(np.random.default_rng(2), "int4", 24, 64, 32).form
     assert not any(arrangement.fits(form, 24, 64) for arrangement in ARRANGEMENTS)
+
+
+@pytest.mark.skipif(library.library() is None, reason=library.MISSING)
+@pytest.mark.parametrize(("arrangement", "form"), CASES, ids=lambda one: getattr(one, "name", one))
+def test_the_native_order_equals_the_definition(arrangement: Arrangement, form: str) -> None:
+    w = random_matrix(np.random.default_rng(2), form, 128, 320, 16)
+    assert arrangement.arrange(w).values.dtype == np.uint8
+    expected = replace(arrangement, pack=lambda kind, values: None).arrange(w)
+    np.testing.assert_array_equal(arrangement.arrange(w).values, expected.values)

@@ -8,6 +8,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from jaxinfer.weights.gguf.blocks import FORMS, from_blocks
+from pallas_kernels.native import library
 from pallas_kernels.quantised import dequantised
 
 
@@ -38,3 +39,21 @@ def test_a_row_that_64_does_not_divide() -> None:
     kind = GGMLQuantizationType.Q4_0
     rows = random_rows(kind, 3, 96)
     np.testing.assert_array_equal(dequantised(from_blocks(kind, rows)), dequantize(rows, kind))
+
+
+@pytest.mark.skipif(library.library() is None, reason=library.MISSING)
+@pytest.mark.parametrize("inputs", [96, 256, 768])
+@pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.name)
+def test_the_native_conversion_equals_numpy(kind: GGMLQuantizationType, inputs: int) -> None:
+    per_block, nbytes = GGML_QUANT_SIZES[kind]
+    if inputs % per_block:
+        pytest.skip("blocks are longer")
+    rows = random_rows(kind, 6, inputs)
+    made = {name: np.empty(*array) for name, array in FORMS[kind].arrays(6, inputs).items()}
+    assert library.from_blocks(kind.value, rows, rows.size // nbytes, made)
+    for name, expected in from_blocks(kind, rows).tree().items():
+        np.testing.assert_array_equal(made[name].view(np.uint8), expected.view(np.uint8))
+
+
+def test_a_type_that_the_library_does_not_know() -> None:
+    assert not library.from_blocks(99, np.zeros((1, 1), np.uint8), 1, {"int8": np.zeros((1, 1))})

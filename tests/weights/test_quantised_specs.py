@@ -18,7 +18,9 @@ from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.plan import plan_params
 from kit.quantised_models import WIDTH, quantised_tensors
+from pallas_kernels import arrangements
 from pallas_kernels.arrangements import ARRANGEMENTS, rows_of
+from pallas_kernels.native import library
 from pallas_kernels.quantised import KINDS, Form, is_matrix, quantised
 
 MODEL, CHECKPOINT = quantised_tensors()
@@ -29,15 +31,22 @@ def _is_matrix(tree: object) -> bool:
     return isinstance(tree, dict) and is_matrix(tree)
 
 
+@pytest.mark.parametrize("built", [True, False], ids=["native library", "without it"])
 @pytest.mark.parametrize("arrangement", [None, *(one.name for one in ARRANGEMENTS)])
 def test_arrays_of_a_checkpoint_are_those_of_the_specs_and_hold_its_values(
-    arrangement: str | None,
+    arrangement: str | None, built: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not built:
+        monkeypatch.setattr(library, "library", lambda: None)
+        monkeypatch.setattr(arrangements, "library", lambda: None)
     made: dict[str, np.ndarray] = {}
     model = replace(MODEL, arrangement=arrangement)
     for planned in plan_params(model, CHECKPOINT):
         made |= planned.whole(CHECKPOINT, default_placement())
-    params = arranged_on_device(nested(made))
+    params = nested(made)
+    if any(planned.spec.finish for planned in plan_params(model, CHECKPOINT)):
+        assert arrangement == "tiles" and library.library() is None
+        params = arranged_on_device(params)
     shapes = jax.tree.map(lambda a: (a.shape, a.dtype), params)
     assert shapes == jax.tree.map(lambda a: (a.shape, a.dtype), abstract_params(model))
     first, second = params["layers_0"], params["layers_1"]

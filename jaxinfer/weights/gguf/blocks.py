@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import numpy as np
+from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Type
 
+from pallas_kernels.native import library
 from pallas_kernels.quantised import Form, Quantised, nibble_block
 
 _SMALL, _SUPER = 32, 256  # inputs of a block
@@ -27,6 +29,18 @@ FORMS: Mapping[Type, Form] = MappingProxyType(
         Type.Q6_K: Form("int8", 16, "int8", super_group=_SUPER),
     }
 )
+
+
+def convert(
+    kind: Type,
+    rows: np.ndarray,  # uint8[O, bytes of a row]
+    made: Mapping[str, np.ndarray],  # of ``Quantised.tree``, contiguous
+) -> None:
+    """Convert rows of a tensor's bytes into the arrays of a matrix, natively if that is built."""
+    if library.from_blocks(kind.value, rows, rows.size // GGML_QUANT_SIZES[kind][1], made):
+        return
+    for part, values in from_blocks(kind, rows).tree().items():
+        made[part][:] = values
 
 
 def from_blocks(kind: Type, rows: np.ndarray) -> Quantised:  # uint8[O, bytes of a row]

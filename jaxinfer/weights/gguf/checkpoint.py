@@ -14,7 +14,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from jaxinfer.weights.checkpoint import TensorInfo, read_bytes
-from jaxinfer.weights.gguf.blocks import FORMS, from_blocks
+from jaxinfer.weights.gguf.blocks import FORMS, convert
 from jaxinfer.weights.gguf.config import hf_config_from_gguf
 from jaxinfer.weights.gguf.header import GGUFHeader, GGUFTensor, read_header
 from jaxinfer.weights.gguf.keys import check_file_kind
@@ -99,8 +99,8 @@ class GGUFCheckpoint:
             rows = slice(start, min(start + count, outputs))
             nbytes = (rows.stop - start) * row_bytes
             raw = read_bytes(self.header.path, tensor.offset + start * row_bytes, nbytes)
-            for part, values in from_blocks(tensor.type, raw.reshape(-1, row_bytes)).tree().items():
-                made[part][rows] = values
+            into = {part: array[rows] for part, array in made.items()}
+            convert(tensor.type, raw.reshape(-1, row_bytes), into)
         if interleaved_heads:
             made = {n: undo_interleave(part, interleaved_heads) for n, part in made.items()}
         return quantised(made)
