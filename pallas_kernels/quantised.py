@@ -149,6 +149,8 @@ def quantised(tree: Mapping[str, Any]) -> Quantised:
 
 def joined(parts: Sequence[Quantised]) -> Quantised:
     """Matrices of one form, in host memory, joined along their outputs."""
+    if len(parts) == 1:
+        return parts[0]
     arrays = (
         None if members[0] is None else np.concatenate(members)
         for members in zip(*(part.arrays for part in parts), strict=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
@@ -56,13 +57,34 @@ class Checkpoint(Protocol):
 
 def read_bytes(path: Path, offset: int, count: int) -> np.ndarray:  # uint8[count]
     """A byte range of a file. It is not mapped, as mapped pages count as memory of the process."""
+    return next(read_chunks(path, offset, count, max(count, 1)), np.empty(0, np.uint8))
+
+
+def read_chunks(path: Path, offset: int, count: int, size: int) -> Iterator[np.ndarray]:  # uint8
+    """A byte range of a file in chunks of ``size``, in one buffer: a chunk overwrites the last one.
+
+    Memory of its own for each chunk would take three times as long, for its page faults.
+    """
+    buffer = np.empty(min(size, count), np.uint8)
     try:
-        data = np.fromfile(path, np.uint8, count, offset=offset)
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            for start in range(0, count, size):
+                chunk = buffer[: min(size, count - start)]
+                _fill(file, chunk)
+                yield chunk
     except OSError as error:
         raise CheckpointError(f"cannot read {path} ({error.strerror}); check the file") from error
-    if len(data) != count:
-        raise CheckpointError(
-            f"{path} is truncated: {count} bytes expected at byte {offset}, {len(data)} found; "
-            "download it again"
-        )
-    return data
+
+
+def _fill(file: FileIO, chunk: np.ndarray) -> None:
+    """Read as many bytes; a single call may return fewer (Linux: 2 GB at most)."""
+    view, found = memoryview(chunk), 0
+    while found < len(view):
+        read = file.readinto(view[found:])
+        if not read:
+            raise CheckpointError(
+                f"{file.name} is truncated: {len(view)} bytes expected at byte "
+                f"{file.tell() - found}, {found} found; download it again"
+            )
+        found += read

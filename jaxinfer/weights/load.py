@@ -20,7 +20,7 @@ from jaxinfer.weights.plan import PlannedParam, plan_params
 from jaxinfer.weights.sources import ModelSource
 from jaxinfer.weights.stacked import StackedArray
 
-LOAD_THREADS = 8  # each holds one parameter, or one piece of a stack, in host memory
+LOAD_THREADS = 16  # each holds one parameter, or one piece of a stack, in host memory
 
 
 def load_params(

@@ -13,7 +13,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from jaxinfer.weights.checkpoint import TensorInfo, read_bytes
+from jaxinfer.weights.checkpoint import TensorInfo, read_bytes, read_chunks
 from jaxinfer.weights.gguf.blocks import FORMS, convert
 from jaxinfer.weights.gguf.config import hf_config_from_gguf
 from jaxinfer.weights.gguf.header import GGUFHeader, GGUFTensor, read_header
@@ -27,7 +27,7 @@ _UNQUANTISED = (
     GGMLQuantizationType.BF16,
 )
 _CHUNK_BYTES = 1 << 16  # per dequantisation call: its float32 values stay in the CPU cache
-_CONVERTED_BYTES = 1 << 20  # read at a time where weights stay quantised; bounds temporary arrays
+_CONVERTED_BYTES = 4 << 20  # read at a time where weights stay quantised; bounds temporary arrays
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:
@@ -94,13 +94,13 @@ class GGUFCheckpoint:
             part: np.empty(*array)
             for part, array in self.forms[name].arrays(outputs, inputs).items()
         }
-        count = max(1, _CONVERTED_BYTES // row_bytes)
-        for start in range(0, outputs, count):
-            rows = slice(start, min(start + count, outputs))
-            nbytes = (rows.stop - start) * row_bytes
-            raw = read_bytes(self.header.path, tensor.offset + start * row_bytes, nbytes)
-            into = {part: array[rows] for part, array in made.items()}
-            convert(tensor.type, raw.reshape(-1, row_bytes), into)
+        size = max(1, _CONVERTED_BYTES // row_bytes) * row_bytes
+        done = 0
+        for raw in read_chunks(self.header.path, tensor.offset, tensor.nbytes, size):
+            rows = raw.reshape(-1, row_bytes)
+            into = {part: array[done : done + len(rows)] for part, array in made.items()}
+            convert(tensor.type, rows, into)
+            done += len(rows)
         if interleaved_heads:
             made = {n: undo_interleave(part, interleaved_heads) for n, part in made.items()}
         return quantised(made)
