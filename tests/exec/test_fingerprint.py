@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from itertools import permutations
 from pathlib import Path
 
@@ -16,12 +17,19 @@ from kit.tiny_models import tiny_config
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
     """Two packages instead of our own."""
     for folder in ("pallas_kernels/op/tuned", *(f"jaxinfer/{one}" for one in TRACED_FOLDERS)):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.setattr(fingerprint, "files", lambda name: tmp_path / name)
-    return tmp_path
+    yield tmp_path
+    fingerprint.source_digest.cache_clear()
+
+
+def sources() -> str:
+    """The digest as a new process finds it."""
+    fingerprint.source_digest.cache_clear()
+    return of_machine(default_placement())["sources"]
 
 
 @pytest.mark.parametrize(
@@ -36,16 +44,16 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_traced_sources_change_the_digest(root: Path, path: str, counts: bool) -> None:
-    before = of_machine(default_placement())["sources"]
+    before = sources()
     file = root / path
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("x = 1\n")
-    made = of_machine(default_placement())["sources"]
+    made = sources()
     assert (made != before) == counts
     file.write_text("x = 2\n")
-    assert (of_machine(default_placement())["sources"] != made) == counts
+    assert (sources() != made) == counts
     file.rename(file.with_stem("other"))
-    assert (of_machine(default_placement())["sources"] != made) == counts
+    assert (sources() != made) == counts
 
 
 def test_a_field_of_a_layer_is_named_in_a_difference() -> None:

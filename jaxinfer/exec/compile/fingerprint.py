@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
@@ -82,7 +83,7 @@ def of_machine(placement: Placement) -> dict[str, str]:
         "enable_x64": str(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
         "matmul_precision": str(jax.config.jax_default_matmul_precision),  # type: ignore[attr-defined]
         **compiler_environment(),
-        "sources": _source_digest(),
+        "sources": source_digest(),
     }
 
 
@@ -148,7 +149,8 @@ def _host_cpu() -> str:
     return f"{platform.machine()} {digest} x{os.cpu_count()}"
 
 
-def _source_digest() -> str:
+@cache  # a start needs it twice, the second time while weights are loaded: 0.7 s for 250 files then
+def source_digest() -> str:
     """A digest of every source file that a compiled step is traced from."""
     digest, package = hashlib.sha256(), Path(str(files("jaxinfer")))
     folders = (Path(str(files("pallas_kernels"))), *(package / name for name in TRACED_FOLDERS))
