@@ -6,8 +6,14 @@ Run from the repository root; prompts are pieces of a text for real weights, els
     .venv/bin/python -m bench.accuracy --model bench/shapes/qwen3-4b/config.json \\
         --load-format dummy --variants no-overlap,bundle,xla --output FILE
 
+    .venv/bin/python -m bench.accuracy --model GGUF --text README.md --engine dtype=float32 \\
+        --variants float32,int4,int8,fp8 --llama-cpp PYTHON --output FILE
+
 The reference is ``models.forward``, plain jnp without pages or kernels, on the engine's weights
-cast to float32, over prompt and answer at once. A token's regret is the reference's logprob of its
+cast to float32, over prompt and answer at once; weights that the engine keeps quantised are
+dequantised, and those that it quantises itself (variants int4, int8, fp8) are the original ones.
+``--llama-cpp`` is an interpreter with llama-cpp-python; its answers are scored in the same way. A
+token's regret is the reference's logprob of its
 best token minus that of the chosen token. Next to each figure is its floor: the same figure of
 ``forward`` in the engine's dtype, which is the effect of rounding alone.
 """
@@ -16,6 +22,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import os
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -51,7 +60,10 @@ from jaxinfer.weights.sources import resolve_source
 from pallas_kernels.pins import ALL_XLA
 
 XLA = ",".join(f"{op}={impl}" for op, impl in ALL_XLA.pairs)
-VARIANTS = ("no-overlap", "bundle", "xla")
+QUANTIZED = ("int4", "int8", "fp8")
+VARIANTS = ("no-overlap", "bundle", "xla", "float32", *QUANTIZED)
+WITH_LOGPROBS = ("float32", *QUANTIZED)  # these change the values, others only the kernels
+LLAMA_CPP = Path(__file__).parents[1] / "peers" / "llama_cpp_logprobs.py"
 
 
 def generate(
@@ -138,8 +150,26 @@ def variant_settings(name: str, settings: Mapping[str, Any], folder: Path) -> di
             return {**undecided, "bundle": folder / "bundle"}
         case "xla":
             return {**settings, "kernels": XLA}
+        case "float32":
+            return {**settings, "cpu_weights": "float32"}
+        case "int4" | "int8" | "fp8":
+            return {**settings, "quantization": name, "cpu_weights": "auto"}
         case _:
             return {**settings, "overlap": False}
+
+
+def llama_cpp(
+    python: str, model: str, prompts: Sequence[list[int]], work: Workload
+) -> list[Answer]:
+    """llama.cpp's greedy answers; raises ``CalledProcessError`` if it fails."""
+    given = json.dumps({"prompts": prompts, "max_tokens": work.answer_lengths()})
+    command = [python, str(LLAMA_CPP), model, str(os.cpu_count() or 1)]
+    ended = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, check=True)
+    answers = json.loads(ended.stdout)["answers"]
+    return [
+        Answer(tuple(prompt), tuple(answer["tokens"]), tuple(answer["logprobs"]))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
 
 
 def measure(
@@ -162,7 +192,10 @@ def measure(
     for name in arguments.variants:
         with TemporaryDirectory() as folder:
             changed = variant_settings(name, settings, Path(folder))
-            (runs[name],), compiled[name] = generate(changed, prompts, work, [False])
+            scored = [name in WITH_LOGPROBS]
+            (runs[name],), compiled[name] = generate(changed, prompts, work, scored)
+    if arguments.llama_cpp:
+        runs["llama.cpp"] = llama_cpp(arguments.llama_cpp, arguments.model, prompts, work)
     model = build_model(source.hf_config, settings["dtype"])
     params = load_params(
         model,
@@ -193,6 +226,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--engine", type=setting, action="append", default=[], metavar="NAME=VALUE",
         help="a setting of every engine, such as dtype=float32",
     )  # fmt: skip
+    parser.add_argument("--llama-cpp", metavar="PYTHON", help="score llama.cpp's answers as well")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="commit of the sources, if they are no checkout")
     parser.add_argument("--output", type=Path, default=Path("bench/results/local/accuracy.json"))
