@@ -25,18 +25,22 @@ from jaxinfer.exec.compile.memory_plan import (
     extras_bound,
     fitting_seqs,
     plan_memory,
+    program_memory,
     reserve_bytes,
     score_bound,
+    shown,
     step_bound,
+    tree_bytes,
     workspace_bytes,
 )
 from jaxinfer.exec.compile.program import COPY, EXTRAS, SCORE, Program
 from jaxinfer.exec.run import device_memory
 from jaxinfer.exec.run.device_memory import claim_memory
-from jaxinfer.models.base import Model
+from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.state import Entry, LayerState
 from kit.mixed_family import RecurrentSpec, mixed_model
+from kit.quantised_models import quantised_tensors
 from kit.tiny_models import tiny_model
 
 DEVICE = 4 << 30
@@ -365,3 +369,16 @@ def test_a_copy_allocates_only_the_rows_that_it_copies(platform: str) -> None:
     analysis = compiled.memory_analysis()
     assert analysis is not None
     assert analysis.alias_size_in_bytes == 17 * model.state.bytes_per_slot
+
+
+def test_weights_are_counted_by_form() -> None:
+    """The plan's first line has the bytes of each form, which add up to all arrays."""
+    model, _ = quantised_tensors()
+    limits = Limits(8, 16, 2, 64, 32, (Bucket(2),))
+    memory = program_memory(Program(model, limits), None)
+    assert memory.weight_bytes == tree_bytes(abstract_params(model))
+    line = memory.described().splitlines()[0]
+    assert {"int4 g64", "int8 g16 supers", "float32"} <= {*memory.weights}
+    assert all(form in line for form in memory.weights)
+    plain = program_memory(Program(tiny_model("qwen3")[0], limits), None)
+    assert plain.described().startswith(f"memory: weights {shown(plain.weight_bytes)}, KV cache")

@@ -24,6 +24,7 @@ from jaxinfer.exec.compile.program import COPY, EXTRAS, SCORE, Program
 from jaxinfer.exec.step.extras import BLOCK
 from jaxinfer.exec.step.sampling import LOGPROBS_WIDTH
 from jaxinfer.models.base import Model, abstract_params
+from jaxinfer.models.quantised import sizes_by_form
 from pallas_kernels.quantised import is_matrix, quantised
 
 MB = 1_000_000
@@ -60,7 +61,7 @@ class MemoryPlan:
     weights and state. ``device`` is None if it reports no memory (a CPU).
     """
 
-    weight_bytes: int
+    weights: dict[str, int]  # bytes by form, such as "int4 g128", or dtype
     page_bytes: int
     num_pages: int
     slot_bytes: int
@@ -68,6 +69,11 @@ class MemoryPlan:
     batch_bytes: int  # staging buffers for batches
     workspaces: dict[str, int]
     device: DeviceMemory | None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(self.weights.values())
 
     @property
     def kv_bytes(self) -> int:
@@ -88,7 +94,7 @@ class MemoryPlan:
     def described(self) -> str:
         """Two log lines before memory is allocated: the whole plan, and each workspace."""
         parts = [
-            f"weights {shown(self.weight_bytes)}",
+            f"weights {shown(self.weight_bytes)}{_in_forms(self.weights)}",
             f"KV cache {shown(self.kv_bytes)} ({self.num_pages} pages)",
             f"slots {shown(self.slot_bytes)}",
         ]
@@ -193,11 +199,12 @@ def fitting_seqs(
 
 def program_memory(program: Program, device: DeviceMemory | None) -> MemoryPlan:
     """The plan for a program's shapes, with the number of pages in its limits."""
-    limits, state = program.limits, program.model.state
+    limits, model, state = program.limits, program.model, program.model.state
+    sizes = sizes_by_form(model.param_specs, model.config.dtype)
     # staging buffers; batches of one size share them, and a CPU has none
     batches = {4 * program.layout(b).size for b in limits.buckets} if device is not None else ()
     return MemoryPlan(
-        weight_bytes=tree_bytes(program.params),
+        weights={form: size.nbytes for form, size in sizes.items()},
         page_bytes=limits.page_size * state.bytes_per_token,
         num_pages=limits.num_pages,
         slot_bytes=tree_bytes(program.slots()),
@@ -329,6 +336,14 @@ def _matrices(params: Mapping[str, Any]) -> Iterator[_Matrix]:
             yield from _matrices(leaf)
         elif leaf.ndim == 2:
             yield _Matrix(*leaf.shape, quantised=False)
+
+
+def _in_forms(weights: Mapping[str, int]) -> str:
+    """The forms in brackets, the largest first; nothing for a model of floats."""
+    if len(weights) < 2:
+        return ""
+    forms = sorted(weights, key=lambda form: -weights[form])
+    return f" ({', '.join(f'{form} {shown(weights[form])}' for form in forms)})"
 
 
 def tree_bytes(tree: object) -> int:
