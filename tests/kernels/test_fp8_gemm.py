@@ -22,7 +22,7 @@ from pallas_kernels.quantised import Form, Quantised, dequantised, joined
 from pallas_kernels.quantised_gemm.api import OP, quantised_gemm
 from pallas_kernels.quantised_gemm.cases import QuantisedCase
 from pallas_kernels.quantised_gemm.fp8 import decode, launch, mosaic, prompt, quantise, tokens
-from pallas_kernels.quantised_gemm.fp8.launch import DecodeConfig, PromptConfig
+from pallas_kernels.quantised_gemm.fp8.launch import DecodeConfig, Fp8Sizes, PromptConfig
 from pallas_kernels.registry import Inputs, select
 from pallas_kernels.testing import mismatch
 
@@ -250,6 +250,14 @@ def test_gemms_of_published_models_are_chosen_and_fit(name: str, blocks: bool) -
             few = launch.decodes(sizes)
             config = launch.decode_config(sizes) if few else launch.prompt_config(sizes)
         assert config.fits(sizes), (sizes, config)
+
+
+def test_tiles_whose_registers_spill_are_not_chosen() -> None:
+    with compiling_for(HOPPER):
+        for name, (inner, outer, swiglu, split) in GEMMS.items():
+            sizes = Fp8Sizes(8192, inner, outer, swiglu, split, ROWS, dtype="bfloat16")
+            assert launch.prompt_config(sizes).accs == 2, name
+            assert launch.prompt_config(sizes._replace(blocks=True)).accs == 1, name
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 256, 1024])
