@@ -194,6 +194,9 @@ def rows_of(w: Quantised, ids: jax.Array) -> jax.Array:  # int32[T] -> float32[T
     arrangement = arrangement_of(w.kind)
     if arrangement is not None:
         return dequantised(arrangement.rows(w, ids))
+    if w.block_outputs > 1:  # each output that is taken gets its block's scales
+        scales = jnp.take(w.scales, ids // w.block_outputs, axis=0, mode="clip")
+        return dequantised(Quantised(w.kind, jnp.take(w.values, ids, axis=0, mode="clip"), scales))
     taken = (
         None if part is None else jnp.take(part, ids, axis=0, mode="clip") for part in w.arrays
     )

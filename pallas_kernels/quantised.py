@@ -14,6 +14,8 @@ integers that these floats multiply (GGUF's K forms). The weight of a stored val
 
     scale * (v - zero) + offset      zero: ``zeros``; else 8 for int4 without ``offsets``; else 0
 
+An fp8 matrix with scales alone may have [O / B, G] of them: each is that of a block of B outputs.
+
 A kernel may read the arrays in another order: see ``arrangements``. The kind then has the name of
 the order behind it, such as ``int4_tiles``.
 """
@@ -49,17 +51,20 @@ class Form:
     zeros: bool = False
     offsets: bool = False  # in the dtype of the scales
     super_group: int | None = None  # inputs that share a super, float16
+    block_outputs: int = 1  # outputs that share scales; more only in fp8 with scales alone
 
     def arrays(self, num_outputs: int, num_inputs: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of each array of ``Quantised.tree``.
 
-        Raises ValueError if groups do not divide the inputs.
+        Raises ValueError if groups do not divide the inputs, or blocks the outputs.
         """
         o, k, group = num_outputs, num_inputs, self.group or num_inputs
         for length in (group, self.super_group or group, 32 if self.kind in PACKED else 1):
             if k % length:
                 raise ValueError(f"{k} inputs are not a multiple of {length}")
-        groups = (o, k // group)
+        if o % self.block_outputs:
+            raise ValueError(f"{o} outputs are not a multiple of {self.block_outputs}")
+        groups = (o // self.block_outputs, k // group)
         made: dict[str, tuple[tuple[int, ...], str]] = {
             self.kind: ((o, k // 2), "uint8")
             if self.kind in PACKED
@@ -75,8 +80,11 @@ class Form:
         return made
 
     def __str__(self) -> str:
-        """The form as users see it, such as "int4 g128"."""
-        parts = [self.kind, "per row" if self.group is None else f"g{self.group}"]
+        """The form as users see it, such as "int4 g128" or "fp8 128x128"."""
+        groups = "per row" if self.group is None else f"g{self.group}"
+        if self.block_outputs > 1:
+            groups = f"{self.block_outputs}x{self.group}"
+        parts = [self.kind, groups]
         parts += ["zeros"] * self.zeros + ["offsets"] * self.offsets
         parts += ["supers"] * (self.super_group is not None)
         return " ".join(parts)
@@ -88,7 +96,7 @@ class Quantised:
 
     kind: str  # one of KINDS, with the name of the arrangement behind it if it has one
     values: Any  # [O, K], or uint8[O, K / 2]
-    scales: Any  # [O, G]
+    scales: Any  # [O, G], or of blocks of outputs [O / B, G]
     zeros: Any = None  # uint8[O, G]
     offsets: Any = None  # [O, G]
     supers: Any = None  # [O, S, 1 or 2]
@@ -114,6 +122,11 @@ class Quantised:
         return self.num_inputs // self.scales.shape[1]
 
     @property
+    def block_outputs(self) -> int:
+        """Outputs that share scales."""
+        return self.num_outputs // self.scales.shape[0]
+
+    @property
     def arrays(self) -> tuple[Any, ...]:
         """Values, scales, zeros, offsets and supers; None where the form has none."""
         return self.values, self.scales, self.zeros, self.offsets, self.supers
@@ -128,6 +141,7 @@ class Quantised:
             zeros=self.zeros is not None,
             offsets=self.offsets is not None,
             super_group=None if self.supers is None else self.num_inputs // self.supers.shape[1],
+            block_outputs=self.block_outputs,
         )
 
     def tree(self) -> dict[str, Any]:
@@ -207,6 +221,8 @@ def group_factors(w: Quantised) -> tuple[jax.Array, jax.Array | None]:  # float3
 
     def factors(part: Any, index: int) -> jax.Array:
         small = jnp.asarray(part).astype(jnp.float32)
+        if w.block_outputs > 1:
+            small = jnp.repeat(small, w.block_outputs, axis=0)
         if w.supers is None:
             return small
         large = w.supers[..., index].astype(jnp.float32)  # [O, S]

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.models.params import ArraySpec, ParamSpec, Source, join_outputs
-from jaxinfer.nn.placement import Axis, Fused
+from jaxinfer.nn.placement import Axes, Axis, Fused
 from pallas_kernels.arrangements import Arrangement, arrangement_of
 from pallas_kernels.quantised import Form, Quantised, is_matrix, joined, quantised
 
@@ -118,8 +118,15 @@ def _arrays(
         shape, dtype = made.pop(form.kind)
         dtype = "uint8" if dtype == "int8" else dtype
         made = {arrangement.kind(form.kind): (shape, dtype), **made}
+
+    def axes(shape: tuple[int, ...]) -> Axes:
+        block, first = total // shape[0], outputs
+        if isinstance(outputs, Fused):
+            first = Fused(outputs.name, tuple(width // block for width in outputs.widths))
+        return (first, inputs, None)[: len(shape)]
+
     return {
-        name: ArraySpec(shape, (outputs, inputs, None)[: len(shape)], np.dtype(dtype))
+        name: ArraySpec(shape, axes(shape), np.dtype(dtype))
         for name, (shape, dtype) in made.items()
     }
 

@@ -75,6 +75,10 @@ def quantised_gemm(
         raise ValueError(
             f"quantised_gemm: {w.scales.shape[1]} groups do not divide {w.num_inputs} inputs"
         )
+    if w.num_outputs % w.scales.shape[0]:
+        raise ValueError(
+            f"quantised_gemm: {w.scales.shape[0]} blocks do not divide {w.num_outputs} outputs"
+        )
     if swiglu and w.num_outputs % 2:
         raise ValueError(f"quantised_gemm: {w.num_outputs} outputs are not a gate and an up")
     if swiglu and split:

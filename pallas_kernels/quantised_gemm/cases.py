@@ -16,8 +16,10 @@ from pallas_kernels.quantised_gemm.tiled.arrange import arrange
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import normal
 
-# The forms of cases: kind, and which of zeros, offsets and supers there are.
-FORMS = ("int4", "int4_zeros", "int4_offsets", "q4_k", "int8", "q6_k", "fp8", "fp4")
+# The forms of cases: kind, and which of zeros, offsets and supers there are; fp8_blocks has scales
+# of blocks of BLOCK outputs.
+FORMS = ("int4", "int4_zeros", "int4_offsets", "q4_k", "int8", "q6_k", "fp8", "fp4", "fp8_blocks")
+BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,19 @@ _TILED_FORMS = (
 CASES = (
     *(
         QuantisedCase(f"{form}_t{tokens}_{dtype}", form, tokens, 512, 192, group, dtype=dtype)
-        for form, group in zip(FORMS, (128, 128, 32, 32, 32, 16, 512, 32), strict=True)
+        for form, group in zip(FORMS[:-1], (128, 128, 32, 32, 32, 16, 512, 32), strict=True)
         for tokens, dtype in ((1, "float32"), (8, _BF16))
     ),
     QuantisedCase("smollm2_gate_up_t3", "int4_offsets", 3, 576, 1536, 32, swiglu=True),
     QuantisedCase("smollm2_down_t32_bf16", "int4", 32, 1536, 576, 128, split=True, dtype=_BF16),
-    QuantisedCase("fp8_blocks_t64_bf16", "fp8", 64, 512, 256, 128, dtype=_BF16),
+    QuantisedCase("fp8_groups_t64_bf16", "fp8", 64, 512, 256, 128, dtype=_BF16),
+    QuantisedCase("fp8_blocks_t1", "fp8_blocks", 1, 512, 256, 128),
+    QuantisedCase("fp8_blocks_t64_bf16", "fp8_blocks", 64, 512, 256, 128, dtype=_BF16),
+    QuantisedCase("fp8_blocks_t264_bf16", "fp8_blocks", 264, 512, 256, 128, dtype=_BF16),
+    QuantisedCase(
+        "fp8_blocks_gate_up_t8", "fp8_blocks", 8, 512, 128, 128, swiglu=True, dtype=_BF16
+    ),
+    QuantisedCase("fp8_blocks_down_t64", "fp8_blocks", 64, 2560, 128, 128, split=True, dtype=_BF16),
     QuantisedCase("half_block_t5", "int4", 5, 96, 48, 32),
     *(
         QuantisedCase(f"{form}_tiles_t{tokens}", form, tokens, 512, 256, group, **_TILED)
@@ -102,7 +111,12 @@ CASES = (
         for tokens in counts
         for case in _qwen3_4b(form, group, tokens, tiled=True)
     ),
-    *(case for tokens in (1, 8, 64) for case in _qwen3_4b("fp8", 0, tokens)),
+    *(
+        case
+        for tokens in (1, 8, 64, 1024, 8192)
+        for form, group in (("fp8", 0), ("fp8_blocks", 128))
+        for case in _qwen3_4b(form, group, tokens)
+    ),
     *(case for tokens in (1, 8, 64) for case in _qwen3_4b("q4_k", 32, tokens)),
 )
 
@@ -128,7 +142,9 @@ def random_matrix(
     def floats(scale: float) -> np.ndarray:
         return (rng.uniform(0.5, 1.5, groups) * scale).astype(np.float16)
 
-    if form == "fp8":
+    if form in ("fp8", "fp8_blocks"):
+        if form == "fp8_blocks":
+            groups = (outer // BLOCK, inner // group)
         values = rng.normal(size=(outer, inner)).astype(ml_dtypes.float8_e4m3fn)
         return Quantised("fp8", values, floats(size).astype(np.float32))
     if form in ("int8", "q6_k"):
@@ -158,6 +174,7 @@ def cost(case: QuantisedCase) -> Cost:
     """Weights and tokens read once, the result written once, without partials."""
     columns = case.outer * (1 + case.swiglu)
     per_value = 0.5 if case.kind in PACKED else 1.0
-    weights = columns * case.inner * (per_value + 2 / (case.group or case.inner))
+    of_scales = 2 / (case.group or case.inner) / (BLOCK if case.form == "fp8_blocks" else 1)
+    weights = columns * case.inner * (per_value + of_scales)
     moved = case.tokens * (case.inner + case.outer) * jnp.dtype(case.dtype).itemsize
     return Cost(bytes=int(weights) + moved, flops=2 * case.tokens * case.inner * columns)

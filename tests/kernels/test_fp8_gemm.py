@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.arrangements import rows_of
 from pallas_kernels.device import Device, compiling_for
-from pallas_kernels.quantised import Quantised, dequantised
-from pallas_kernels.quantised_gemm.api import OP
+from pallas_kernels.quantised import Form, Quantised, dequantised, joined
+from pallas_kernels.quantised_gemm.api import OP, quantised_gemm
 from pallas_kernels.quantised_gemm.cases import QuantisedCase
 from pallas_kernels.quantised_gemm.fp8 import decode, launch, mosaic, prompt, quantise, tokens
 from pallas_kernels.quantised_gemm.fp8.launch import DecodeConfig, Fp8Sizes, PromptConfig
@@ -28,11 +29,23 @@ from pallas_kernels.testing import mismatch
 FP8 = next(impl for impl in OP.impls if impl.name == "mosaic_fp8")
 HOPPER = Device("gpu", "NVIDIA H100", "9.0")
 ROWS, BLOCKS = False, True
-QWEN3_4B = {
-    "qkv": (2560, 6144, False, False),
-    "o": (4096, 2560, False, True),
-    "gate_up": (2560, 9728, True, False),
-    "down": (9728, 2560, False, True),
+QWEN3 = {  # the dense models of Qwen3-FP8: hidden, outputs of q, and of gate
+    "0.6b": (1024, 2048, 3072),
+    "1.7b": (2048, 2048, 6144),
+    "4b": (2560, 4096, 9728),
+    "8b": (4096, 4096, 12288),
+    "14b": (5120, 5120, 17408),
+    "32b": (5120, 8192, 25600),
+}
+GEMMS = {  # inputs, outputs, swiglu, split
+    f"{model}_{name}": sizes
+    for model, (hidden, q, gate) in QWEN3.items()
+    for name, sizes in {
+        "qkv": (hidden, q + 2 * 1024, False, False),
+        "o": (q, hidden, False, True),
+        "gate_up": (hidden, gate, True, False),
+        "down": (gate, hidden, False, True),
+    }.items()
 }
 
 
@@ -110,6 +123,11 @@ DECODE = {
     "uneven_split_k": (8, 1280, 64, ROWS, False, DecodeConfig(2, 2, split_k=3)),
     "warpgroups_divide_tokens": (16, 512, 128, BLOCKS, True, DecodeConfig(1, 2, warpgroups=2)),
     "warpgroups_divide_outputs": (8, 512, 128, ROWS, True, DecodeConfig(1, 3, 2, 1, False, True)),
+    "two_blocks": (8, 512, 256, BLOCKS, False, DecodeConfig(2, 2)),
+    "blocks_and_split_k": (64, 1280, 256, BLOCKS, False, DecodeConfig(1, 2, split_k=3)),
+    "blocks_of_two_warpgroups": (8, 512, 256, BLOCKS, True, DecodeConfig(1, 3, 2, 1, False, True)),
+    "blocks_quantises_one_token": (1, 1664, 256, BLOCKS, True, DecodeConfig(1, 2, 1, 1, True)),
+    "blocks_quantises_split": (8, 1664, 256, BLOCKS, False, DecodeConfig(1, 2, 1, 3, True)),
     "quantises_16_tokens": (16, 640, 64, ROWS, False, DecodeConfig(1, 2, 1, 2, True)),
     "quantises_uneven_split": (8, 1664, 64, ROWS, False, DecodeConfig(1, 2, 1, 3, True)),
     "quantises_one_token": (1, 1664, 64, ROWS, False, DecodeConfig(1, 2, 1, 2, True)),
@@ -117,6 +135,7 @@ DECODE = {
 PROMPT = {
     "two_accumulators": (200, 512, 256, BLOCKS, False, PromptConfig(2, 2, 3)),
     "gate_and_up_in_one": (136, 640, 128, BLOCKS, True, PromptConfig(2, 1, 2)),
+    "blocks_of_three_warpgroups": (264, 512, 256, BLOCKS, True, PromptConfig(3, 1, 3)),
     "three_warpgroups": (264, 512, 128, ROWS, True, PromptConfig(3, 1, 3)),
 }
 
@@ -178,48 +197,82 @@ def test_results_of_swiglu_are_quantised_in_the_epilogue() -> None:
     assert (error <= 0.13 * jnp.abs(expected) + 1e-3).all()
 
 
-def test_block_scales_are_those_of_rows() -> None:
-    _, values, scales = arguments(1, 512, 256, BLOCKS)
-    rows = tokens.row_scales(np.asarray(scales))
-    np.testing.assert_array_equal(tokens.block_scales(rows), scales)
-    expected = dequantised(Quantised("fp8", values, rows))
-    np.testing.assert_array_equal(tokens.dequantised_weights(values, scales), expected)
-    rows[5, 1] *= 2
-    with pytest.raises(ValueError, match="scales differ within 128 outputs"):
-        tokens.block_scales(rows)
-    with pytest.raises(ValueError, match="192 outputs are not a multiple of 128"):
-        tokens.block_scales(rows[:192])
-
-
-@pytest.mark.parametrize("name", QWEN3_4B)
-@pytest.mark.parametrize("num_tokens", [1, 8, 16, 64, 128, 256, 512, 8192])
 @pytest.mark.parametrize("blocks", [ROWS, BLOCKS], ids=["rows", "blocks"])
-def test_chosen_configs_fit(name: str, num_tokens: int, blocks: bool) -> None:
-    inner, outer, swiglu, split = QWEN3_4B[name]
-    sizes = Fp8Sizes(num_tokens, inner, outer, swiglu, split, blocks, dtype="bfloat16")
+def test_the_weights_are_those_of_the_stored_matrix(blocks: bool) -> None:
+    _, values, scales = arguments(1, 512, 256, blocks)
+    w = Quantised("fp8", values, scales)
+    assert w.block_outputs == (128 if blocks else 1)
+    np.testing.assert_array_equal(tokens.dequantised_weights(values, scales), dequantised(w))
+    each = np.repeat(np.asarray(scales), w.block_outputs, axis=0)
+    by_output = Quantised("fp8", values, each)
+    np.testing.assert_array_equal(dequantised(w), dequantised(by_output))
+    ids = jnp.array([5, 255, 127, 128, 300, -7])  # beyond the matrix: padding
+    np.testing.assert_array_equal(rows_of(w, ids), rows_of(by_output, ids))
+
+
+def test_a_form_of_blocks() -> None:
+    form = Form("fp8", 128, "float32", block_outputs=128)
+    assert str(form) == "fp8 128x128"
+    assert form.arrays(256, 512)["scales"] == ((2, 4), "float32")
+    _, values, scales = arguments(1, 512, 256, BLOCKS)
+    w = Quantised("fp8", np.asarray(values), np.asarray(scales))
+    assert w.form == form and joined([w, w]).form == form
+    np.testing.assert_array_equal(dequantised(joined([w, w]))[256:], dequantised(w))
+    with pytest.raises(ValueError, match="192 outputs are not a multiple of 128"):
+        form.arrays(192, 512)
+    x = jnp.zeros((1, 512))
+    with pytest.raises(ValueError, match="3 blocks do not divide 256 outputs"):
+        quantised_gemm(x, Quantised("fp8", values, jnp.ones((3, 4))))
+
+
+def shapes(num_tokens: int, name: str, blocks: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of ``GEMMS``."""
+    inner, outer, swiglu, split = GEMMS[name]
+    rows = outer * (1 + swiglu)
+    arrays = (
+        jax.ShapeDtypeStruct((num_tokens, inner), "bfloat16"),
+        jax.ShapeDtypeStruct((rows, inner), "float8_e4m3fn"),
+        jax.ShapeDtypeStruct((rows // 128, inner // 128) if blocks else (rows, 1), "float32"),
+    )
+    return (*arrays, None, None, None), {"kind": "fp8", "swiglu": swiglu, "split": split}
+
+
+@pytest.mark.parametrize("name", GEMMS)
+@pytest.mark.parametrize("blocks", [ROWS, BLOCKS], ids=["rows", "blocks"])
+@pytest.mark.usefixtures("on_hopper")
+def test_gemms_of_published_models_are_chosen_and_fit(name: str, blocks: bool) -> None:
+    for num_tokens in (1, 8, 16, 64, 128, 256, 512, 8192):
+        args, static = shapes(num_tokens, name, blocks)
+        assert select(OP, "gpu", args, static).name == "mosaic_fp8"
+        sizes = launch.sizes_of(*args[:3], swiglu=static["swiglu"], split=static["split"])
+        assert sizes.blocks == blocks
+        with compiling_for(HOPPER):
+            few = launch.decodes(sizes)
+            config = launch.decode_config(sizes) if few else launch.prompt_config(sizes)
+        assert config.fits(sizes), (sizes, config)
+
+
+def test_tiles_whose_registers_spill_are_not_chosen() -> None:
     with compiling_for(HOPPER):
-        few = launch.decodes(sizes)
-        config = launch.decode_config(sizes) if few else launch.prompt_config(sizes)
-    assert config.fits(sizes)
+        for name, (inner, outer, swiglu, split) in GEMMS.items():
+            sizes = Fp8Sizes(8192, inner, outer, swiglu, split, ROWS, dtype="bfloat16")
+            assert launch.prompt_config(sizes).accs == 2, name
+            assert launch.prompt_config(sizes._replace(blocks=True)).accs == 1, name
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 256, 1024])
+@pytest.mark.parametrize("name", ["4b_qkv", "32b_gate_up", "32b_down"])
+@pytest.mark.parametrize("blocks", [ROWS, BLOCKS], ids=["rows", "blocks"])
 @pytest.mark.usefixtures("on_hopper")
-def test_chosen_and_lowered_for_hopper(num_tokens: int) -> None:
-    arrays = (
-        jax.ShapeDtypeStruct((num_tokens, 2560), "bfloat16"),
-        jax.ShapeDtypeStruct((6144, 2560), "float8_e4m3fn"),
-        jax.ShapeDtypeStruct((6144, 1), "float32"),
-    )
-    args: Any = (*arrays, None, None, None)
-    static = {"kind": "fp8", "swiglu": False, "split": False}
-    assert select(OP, "gpu", args, static).name == "mosaic_fp8"
+def test_lowered_for_hopper(num_tokens: int, name: str, blocks: bool) -> None:
+    args, static = shapes(num_tokens, name, blocks)
     step = jax.jit(partial(FP8.fn, **static))
     assert "@mosaic_gpu" in step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert step.eval_shape(*args) == launch.result_shapes(*args, **static)
 
 
 SPLIT_BLOCKS = jnp.zeros((256, 4), jnp.float32)  # a scale for each output and group
+FINE_BLOCKS = jnp.zeros((4, 8), jnp.float32)  # blocks of 64 x 64
 
 
 @pytest.mark.parametrize(
@@ -230,6 +283,9 @@ SPLIT_BLOCKS = jnp.zeros((256, 4), jnp.float32)  # a scale for each output and g
         pytest.param((8, 512, 96, ROWS), {}, "96 outputs not of 64", id="outputs"),
         pytest.param((512, 512, 192, ROWS), {}, "192 outputs not of 128", id="prompt_outputs"),
         pytest.param((8, 512, 256, ROWS), {"scales": SPLIT_BLOCKS}, "neither of rows", id="scales"),
+        pytest.param((8, 512, 256, ROWS), {"scales": FINE_BLOCKS}, "neither of rows", id="fine"),
+        pytest.param((8, 576, 128, BLOCKS), {}, "576 inputs are not", id="block_inputs"),
+        pytest.param((8, 512, 192, BLOCKS), {}, "(1, 4) are neither of rows", id="block_outputs"),
         pytest.param((8, 512, 128, ROWS), {"kind": "int8"}, "is not fp8", id="kind"),
         pytest.param((8, 512, 128, ROWS), {"x": jnp.zeros((8, 512))}, "float32", id="dtype"),
         pytest.param((8, 512, 128, ROWS), {"hopper": False}, "not 9.x", id="device"),

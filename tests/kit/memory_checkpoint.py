@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.text.tokenizer_config import TokenizerSpec
-from jaxinfer.weights.checkpoint import TensorInfo
+from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
 from jaxinfer.weights.sources import ModelSource
 from pallas_kernels.quantised import Form, Quantised
 
@@ -60,7 +60,7 @@ class InMemory:
         raise KeyError(name)
 
 
-def source_of(checkpoint: InMemory, *, quantised: bool = False) -> ModelSource:
+def source_of(checkpoint: Checkpoint, *, quantised: bool = False) -> ModelSource:
     """The checkpoint as a source; ``quantised`` has what is made of it cached."""
 
     def no_tokenizer() -> TokenizerSpec:

@@ -229,13 +229,18 @@ PUBLISHED: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int]], Packed]]]
 }
 
 
-def published(name: str, **changes: Any) -> tuple[dict[str, Any], Tensors, Tensors]:
-    """The config, the tensors and the logical matrices; ``changes`` are of the config."""
+def published(
+    name: str, of: Model | None = None, **changes: Any
+) -> tuple[dict[str, Any], Tensors, Tensors]:
+    """The config, the tensors and the logical matrices of a model, by default ``model()``.
+
+    ``changes`` are of the config.
+    """
     config, pack = PUBLISHED[name]
     rng = np.random.default_rng(0)
     tensors: Tensors = {}
     matrices: Tensors = {}
-    for source in (source for spec in model().param_specs for source in spec.sources):
+    for source in (source for spec in (of or model()).param_specs for source in spec.sources):
         module = source.name.removesuffix(".weight")
         if not module.endswith("_proj"):
             tensors[source.name] = rng.normal(0.0, 0.1, source.shape).astype(ml_dtypes.bfloat16)

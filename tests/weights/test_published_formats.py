@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,25 +16,31 @@ import pytest
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.models.base import Model, forward
 from jaxinfer.models.params import nested
+from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.plan import forms_of, plan_params
 from jaxinfer.weights.quantised.checkpoint import QuantisedCheckpoint
+from jaxinfer.weights.quantised.choose import quantised_source
 from jaxinfer.weights.quantised.config import quantization_scheme
 from jaxinfer.weights.quantised.scheme import Rule, Scheme, WeightScheme
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint, checkpoint_files
 from kit import published_formats as kit
-from kit.checkpoints import write_hf_folder
-from kit.memory_checkpoint import InMemory
+from kit.checkpoints import tiny_qwen3_config, write_hf_folder
+from kit.memory_checkpoint import InMemory, source_of
+from pallas_kernels.arrangements import TILES
 from pallas_kernels.quantised import dequantised, quantised
+from pallas_kernels.quantised_gemm.api import OP
+from pallas_kernels.quantised_gemm.fp8 import launch
+from pallas_kernels.registry import select
 
 FORMS = {
-    "Qwen3-AWQ": "int4 {} zeros",
-    "Qwen3-GPTQ-Int4": "int4 {}",
-    "Qwen3-quantized.w4a16": "int4 {}",
-    "Qwen3-FP8-dynamic": "fp8 per row",
-    "Qwen3-FP8": "fp8 {}",
-}
+    "Qwen3-AWQ": ("int4 g128 zeros", "int4 per row zeros"),
+    "Qwen3-GPTQ-Int4": ("int4 g128", "int4 per row"),
+    "Qwen3-quantized.w4a16": ("int4 g128", "int4 per row"),
+    "Qwen3-FP8-dynamic": ("fp8 per row", "fp8 per row"),
+    "Qwen3-FP8": ("fp8 128x128", "fp8 per row"),
+}  # of down, with 256 inputs, and of others, with 128
 DOWN = "model.layers.1.mlp.down_proj"  # 128 outputs, 256 inputs
 
 
@@ -52,8 +58,8 @@ def test_logical_tensors(name: str, tmp_path: Path) -> None:
     assert all(info.readable for info in checkpoint.tensors.values())
     assert checkpoint.forms.keys() == matrices.keys()
     for matrix, expected in matrices.items():
-        groups = "g128" if matrix.endswith("down_proj.weight") else "per row"
-        assert str(checkpoint.forms[matrix]) == FORMS[name].format(groups)
+        form = FORMS[name][not matrix.endswith("down_proj.weight")]
+        assert str(checkpoint.forms[matrix]) == form
         assert checkpoint.read_quantised(matrix).form == checkpoint.forms[matrix]
         np.testing.assert_array_equal(checkpoint.read(matrix), expected)
     for plain in sources.keys() - matrices.keys():
@@ -132,6 +138,51 @@ def test_parts_in_several_files(name: str, tmp_path: Path) -> None:
 
 def _used(name: str) -> bool:
     return not name.endswith(".bias")
+
+
+# From a checkpoint to the kernel
+
+
+def on_hopper(tree: Mapping[str, Any], num_tokens: int, *, swiglu: bool = False) -> str:
+    """The implementation that an H100 runs."""
+    w = quantised(tree)
+    x = jax.ShapeDtypeStruct((num_tokens, w.num_inputs), jnp.bfloat16)
+    static = {"kind": w.kind, "swiglu": swiglu, "split": False, "wide": False}
+    return select(OP, "gpu", (x, *w.arrays), static).name
+
+
+@pytest.mark.parametrize("kv_outputs", [128, 64], ids=["whole_blocks", "block_edge"])
+def test_blocks_are_multiplied_by_the_fp8_kernels(
+    kv_outputs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA multiplies matrices whose last block of outputs is not whole."""
+    monkeypatch.setattr(launch, "not_hopper", lambda: None)
+    sizes = {"hidden_size": 512, "intermediate_size": 768, "num_attention_heads": 8}
+    hf_config = tiny_qwen3_config(**sizes, num_key_value_heads=kv_outputs // 64, head_dim=64)
+    plain = build_model(hf_config, "bfloat16")
+    config, tensors, matrices = kit.published("Qwen3-FP8", plain)
+    checkpoint = kit.opened(kit.write_published(tmp_path, config, tensors))
+    scheme = quantization_scheme({"quantization_config": config})
+    random = replace(source_of(checkpoint), checkpoint=None, scheme=scheme)
+    _, forms = quantised_source(random, plain, None)
+    assert dict(forms) == checkpoint.forms
+    model = replace(plain, forms=forms, arrangement=TILES.name)
+    planned = (one.whole(checkpoint, default_placement()) for one in plan_params(model, checkpoint))
+    leaves = {path: array for arrays in planned for path, array in arrays.items()}
+    assert {path: array.shape for path, array in leaves.items()} == {
+        path: array.shape for path, array in model.arrays.items()
+    }
+    layer = nested(leaves)["layers_1"]
+    edge = kv_outputs % 128 > 0
+    qkv = list(layer["qkv"].values()) if edge else [layer["qkv"]]
+    expected = [matrices[f"model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv"]
+    values = [dequantised(quantised(part)) for part in qkv]
+    np.testing.assert_array_equal(np.concatenate(values), np.concatenate(expected))
+    for num_tokens in (1, 8, 512):
+        swiglu = on_hopper(layer["gate_up"], num_tokens, swiglu=True)
+        taken = [on_hopper(w, num_tokens) for w in (layer["o"], layer["down"], qkv[0])]
+        assert {swiglu, *taken} == {"mosaic_fp8"}
+        assert [on_hopper(w, num_tokens) for w in qkv[1:]] == ["xla"] * edge
 
 
 # Other values of the formats' settings, on one matrix
@@ -214,6 +265,20 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[], kit.Packed]]] = {
         {"quant_method": "fp8", "activation_scheme": "static"},
         lambda: _with_one_scale(kit.fp8((48, 80))),
     ),
+    "fp8_blocks_in_bfloat16": (
+        "fp8 128x128",
+        kit.BLOCK_FP8,
+        lambda: _rounded_scales(kit.fp8((256, 384), 128, 128)),
+    ),
+    "compressed_fp8_blocks": (
+        "fp8 128x128",
+        kit.compressed_config(
+            {"type": "float", "num_bits": 8, "strategy": "block", "group_size": None}
+            | {"block_structure": [128, 128], "actorder": None},
+            "float-quantized",
+        ),
+        lambda: kit.fp8((128, 256), 128, 128),
+    ),
     "fp8_block_edge": (
         "fp8 g128",
         kit.BLOCK_FP8,
@@ -231,6 +296,15 @@ def _without_zeros(packed: kit.Packed) -> kit.Packed:
     parts, _ = packed
     values, _, scales = kit.random_parts((64, 256), 4, 128, np.float16)
     return {role: parts[role] for role in (".qweight", ".scales")}, kit.product(values, 8, scales)
+
+
+def _rounded_scales(packed: kit.Packed) -> kit.Packed:
+    """Scales of blocks in bfloat16, as Qwen publishes them."""
+    parts, _ = packed
+    scales = parts[".weight_scale_inv"].astype(ml_dtypes.bfloat16)
+    each = scales.astype(np.float32).repeat(128, 0).repeat(128, 1)
+    expected = parts[".weight"].astype(np.float32) * each
+    return parts | {".weight_scale_inv": scales}, expected
 
 
 def _with_one_scale(packed: kit.Packed) -> kit.Packed:

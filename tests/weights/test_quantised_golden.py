@@ -16,10 +16,10 @@ DATA = Path(__file__).parents[1] / "data" / "quantised"
 NAME = "model.layers.0.mlp.down_proj.weight"
 FORMS = {
     "awq": "int4 g32 zeros",
-    "fp8_blocks": "fp8 g64",
+    "fp8_blocks": "fp8 12x64",
     "fp8_channel": "fp8 per row",
-    "fp8_fine": "fp8 g64",
-    "fp8_fine_e8m0": "fp8 g64",
+    "fp8_fine": "fp8 8x64",
+    "fp8_fine_e8m0": "fp8 8x64",
     "fp8_tensor": "fp8 per row",
     "gptq4": "int4 g64",
     "gptq4_zeros": "int4 g32 zeros",
@@ -60,5 +60,6 @@ def test_values(name: str) -> None:
     stored = checkpoint.read_quantised(NAME)
     arrays = checkpoint.forms[NAME].arrays(*expected.shape)
     assert {key: (a.shape, str(a.dtype)) for key, a in stored.tree().items()} == arrays
+    assert stored.kind != "fp8" or arrays["scales"][1] == "float32"
     np.testing.assert_array_equal(np.asarray(definition(stored)), expected)
     np.testing.assert_array_equal(checkpoint.read(NAME), expected)

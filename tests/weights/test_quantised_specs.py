@@ -14,7 +14,7 @@ from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.base import abstract_params
 from jaxinfer.models.params import nested
 from jaxinfer.models.quantised import arranged_on_device, sizes_by_form
-from jaxinfer.nn.placement import default_placement
+from jaxinfer.nn.placement import Fused, default_placement
 from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.plan import plan_params
 from kit.quantised_models import WIDTH, quantised_tensors
@@ -90,8 +90,18 @@ def test_random_matrices_have_the_usual_deviation(arrangement: str | None) -> No
     assert kinds == {*KINDS}
 
 
+def test_axes_of_blocks() -> None:
+    """Gate and up are divided among devices by whole blocks of outputs."""
+    arrays = MODEL.arrays
+    assert arrays["layers_1/gate_up/fp8"].axes == (Fused("ffn", (WIDTH, WIDTH)), None)
+    scales = arrays["layers_1/gate_up/scales"]
+    assert scales.axes == (Fused("ffn", (WIDTH // 128, WIDTH // 128)), None)
+    assert scales.shape == (2 * WIDTH // 128, WIDTH // 128)
+
+
 def test_sizes_by_form() -> None:
     sizes = sizes_by_form(MODEL.param_specs, FLOAT32)
+    assert sizes["fp8 128x128"] == (2 * WIDTH * WIDTH, 2 * WIDTH * WIDTH + 2 * 4 * 4)
     assert sizes["fp8 g128"] == (WIDTH * WIDTH, WIDTH * WIDTH + 4 * WIDTH * 2)
     assert sum(size.nbytes for size in sizes.values()) == sum(
         leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_params(MODEL))

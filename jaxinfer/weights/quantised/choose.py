@@ -66,11 +66,20 @@ def _linear_sources(model: Model) -> Iterator[Source]:
 
 
 def _of_scheme(scheme: Scheme, model: Model) -> Iterator[tuple[str, Form]]:
-    """The forms that a config's scheme implies, for random weights; scales are bfloat16."""
+    """The forms that a config's scheme implies, for random weights; other scales than fp8's are
+    bfloat16.
+    """
     for source in _linear_sources(model):
         weights = scheme.weights_of(source.name.removesuffix(".weight"))
         if weights is not None:
-            inputs = source.shape[1]
+            outputs, inputs = source.shape
             groups = 1 if weights.group is None else inputs // weights.group
-            zeros = not weights.symmetric
-            yield source.name, form_of(weights.kind, inputs, groups, "bfloat16", zeros=zeros)
+            form = form_of(
+                weights.kind,
+                inputs,
+                groups,
+                "bfloat16",
+                zeros=not weights.symmetric,
+                block_outputs=weights.kept_block(outputs, groups),
+            )
+            yield source.name, form

@@ -167,18 +167,19 @@ def plain(parts: Parts, scheme: WeightScheme) -> StoredMatrix:
     if not scheme.symmetric or parts.has(zero_role):
         kinds = ("I8", "F8_E4M3", *_FLOATS) if scheme.symmetric else ("I8",)
         parts.take(zero_role, kinds, *_scale_shapes(outputs, groups, scheme))
-    form = form_of(scheme.kind, inputs, groups, scales, zeros=not scheme.symmetric)
+    kept, zeros = scheme.kept_block(outputs, groups), not scheme.symmetric
+    form = form_of(scheme.kind, inputs, groups, scales, zeros=zeros, block_outputs=kept)
 
     def load(read: Read) -> Quantised:
         values, found = read(parts.name(".weight")), read(parts.name(role))
-        scales = _expanded(found, outputs, groups, block_outputs)
+        scales = _expanded(found, outputs // kept, groups, block_outputs // kept)
         if parts.has(zero_role):
             zeros = read(parts.name(zero_role))
             if not scheme.symmetric:
                 zeros = _expanded(zeros, outputs, groups, block_outputs)
                 return int8_with_zeros(values, scales, zeros)
             check_zeros(parts.name(zero_role), zeros.astype(np.float32), 0)
-        return Quantised(scheme.kind, values, scales)
+        return Quantised(scheme.kind, values, scales.astype(form.scale_dtype, copy=False))
 
     return parts.stored(".weight", form, (outputs, inputs), load)
 

@@ -39,6 +39,14 @@ class WeightScheme:
     one_less: bool = False  # zero points are stored minus 1 (GPTQ's first format)
     bias_of_zeros: bool = False  # a model without biases may have biases of zeros next to matrices
 
+    def kept_block(self, outputs: int, groups: int) -> int:
+        """Outputs that share scales in memory: a block's, which the fp8 kernels read, else 1.
+
+        Where the last block is not whole, or one block has all inputs, each output has scales.
+        """
+        whole = self.kind == "fp8" and groups > 1 and outputs % self.block_outputs == 0
+        return self.block_outputs if whole else 1
+
 
 @dataclass(frozen=True)
 class Rule:

@@ -119,8 +119,19 @@ class Parts:
         return StoredMatrix(form, shape, tuple(self._used), load, check)
 
 
-def form_of(kind: str, inputs: int, groups: int, scale_dtype: str, *, zeros: bool) -> Form:
+def form_of(
+    kind: str,
+    inputs: int,
+    groups: int,
+    scale_dtype: str,
+    *,
+    zeros: bool,
+    block_outputs: int = 1,  # that share scales
+) -> Form:
     """The form of a matrix; with one group there is a scale for each row.
+
+    Scales of fp8 are float32, which holds all stored ones exactly: kernels read float32, and a
+    conversion would be one more launch in each call.
 
     An int8 matrix with zero points has offsets instead, since zero points minus 128 do not fit into
     uint8. In float32 the offset -zero * scale is exact for scales in float16 and bfloat16; with
@@ -129,7 +140,8 @@ def form_of(kind: str, inputs: int, groups: int, scale_dtype: str, *, zeros: boo
     group = None if groups == 1 else inputs // groups
     if kind == "int8" and zeros:
         return Form(kind, group, "float32", offsets=True)
-    return Form(kind, group, scale_dtype, zeros=zeros)
+    dtype = "float32" if kind == "fp8" else scale_dtype
+    return Form(kind, group, dtype, zeros=zeros, block_outputs=block_outputs)
 
 
 def int8_with_zeros(

@@ -56,6 +56,8 @@ def _factors(w: Quantised, part: np.ndarray | None, index: int) -> np.ndarray | 
     if part is None:
         return None
     small = part.astype(np.float32)
+    if w.block_outputs > 1:
+        small = small.repeat(w.block_outputs, axis=0)
     if w.supers is None:
         return small
     large = w.supers[..., index].astype(np.float32)

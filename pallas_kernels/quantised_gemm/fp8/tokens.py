@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 GROUP = 128  # inputs that share a scale of a token; also the sides of a block of weights
 LARGEST = 448.0  # magnitude of e4m3
@@ -81,23 +80,3 @@ def quantised_gemm(
         gate, up = jnp.split(out, 2, axis=1)
         out = gate / (1.0 + jnp.exp(-gate)) * up
     return out.astype(x.dtype)
-
-
-def block_scales(scales: np.ndarray) -> np.ndarray:  # float32[O, G] -> [O / GROUP, G]
-    """One scale for each block of 128 x 128 weights, from a scale for each output and group.
-
-    Raises ValueError where the outputs of a block have different scales, or O is no multiple of
-    128: such a matrix needs a scale for each output.
-    """
-    outputs, groups = scales.shape
-    if outputs % GROUP:
-        raise ValueError(f"{outputs} outputs are not a multiple of {GROUP}")
-    blocks = scales.reshape(-1, GROUP, groups)
-    if not (blocks == blocks[:, :1]).all():
-        raise ValueError(f"scales differ within {GROUP} outputs")
-    return np.ascontiguousarray(blocks[:, 0])
-
-
-def row_scales(scales: np.ndarray) -> np.ndarray:  # float32[O / GROUP, G] -> [O, G]
-    """The inverse of ``block_scales``."""
-    return np.repeat(scales, GROUP, axis=0)
