@@ -98,8 +98,9 @@ def _row_result(
     except Exception as error:
         logging.getLogger(LOGGER).exception("request %s", row.request_id)
         return RowResult(*key, (), error=f"the result cannot be read: {error}")
-    if not all([isfinite(entry.logprobs[0]) for entry in prompt]):
-        return RowResult(*key, (), error=NOT_FINITE_ERROR)
+    for entry in prompt:
+        if not isfinite(entry.logprobs[0]):
+            return RowResult(*key, (), error=NOT_FINITE_ERROR)
     return RowResult(*key, token_ids if row.samples else (), sampled, prompt, pooled)
 
 

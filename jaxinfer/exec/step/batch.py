@@ -185,9 +185,9 @@ def pack(
         for number, group in enumerate(layout.windowed):
             begin = number * bucket.num_seqs + first
             wire.first_pages[begin : begin + len(rows)] = [row.pages[group].first for row in rows]
-        for index, row in enumerate(rows, first):
-            for table, pages in zip(tables, row.pages, strict=True):
-                ids = pages.ids.array()
+        for group, table in enumerate(tables):
+            for index, row in enumerate(rows, first):
+                ids = row.pages[group].ids.array()
                 table[index, : len(ids)] = ids
     if settings.size:
         wire.settings[: settings.size] = settings.ravel()
