@@ -122,7 +122,7 @@ def host_split(
     wait, collect = timed("wait", jax.block_until_ready), timed("collect", executor.collect)
 
     def collect_when_ready(step: InFlight) -> Any:
-        wait(step.output)
+        wait(step.token_ids)
         result = collect(step)
         if step.prepared.plan.prefills:
             seconds.clear()  # the decode steps start here

@@ -6,7 +6,6 @@ seconds of ``time.monotonic``, one clock for all processes of a machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
@@ -22,8 +21,7 @@ class StepKind(StrEnum):
     MIXED = "mixed"
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepRecord(msgspec.Struct, frozen=True, gc=False):
     """One finished step. ``seconds``: since the later of its launch and the previous step's end."""
 
     kind: StepKind
@@ -32,8 +30,7 @@ class StepRecord:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
+class EngineStats(msgspec.Struct, frozen=True, gc=False):
     """Counters since the engine was built, times of its start in seconds, and present values."""
 
     num_requests: int = 0

@@ -135,12 +135,12 @@ def test_many_failing_launches_do_not_recurse() -> None:
 def test_late_compiles_are_counted_only_inside_the_block() -> None:
     watch = LateCompiles()
     jax.jit(lambda x: x * 3)(jnp.ones(5))
-    with watch.watch():
+    with watch:
         jax.jit(lambda x: x * 5)(jnp.ones(5))
     jax.jit(lambda x: x * 7)(jnp.ones(5))
     assert watch.count >= 1
     before = watch.count
-    with watch.watch():
+    with watch:
         pass
     assert watch.count == before
 

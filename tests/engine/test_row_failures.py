@@ -194,7 +194,7 @@ def test_the_reported_bucket_is_the_one_that_ran(monkeypatch: pytest.MonkeyPatch
 
     def noted(self: Executor, prepared: Any, failed: Any) -> Any:
         step = launched(self, prepared, failed)
-        ran.append(step.output.token_ids.size)
+        ran.append(step.token_ids.size)
         return step
 
     monkeypatch.setattr(Executor, "_launch_prepared", noted)

@@ -25,7 +25,7 @@ def shared(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def test_the_same_module_is_compiled_once_and_counted_each_time() -> None:
     alarm = LateCompiles()
-    with alarm.watch():
+    with alarm:
         first, again = (compiled(lambda x, y: shared(x, y)) for _ in range(2))
     assert again is first and alarm.count == 2
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -129,20 +127,25 @@ class Engine:
         """Return once another step may be launched, so that requests that arrive before the next
         ``step`` can join it.
         """
-        with self._running():
-            if self._loop.wait_until_launchable():
-                self._timeline.step_ended()
+        try:
+            with self._late_compiles:
+                if self._loop.wait_until_launchable():
+                    self._timeline.step_ended()
+        except Exception as error:
+            raise self._stop(error) from error
 
     def step(self) -> News:
         """One iteration of the loop: schedule and launch a step, return the news."""
         events, self._pending = tuple(self._pending), []
-        with self._running():
-            iteration = self._loop.iterate(events)
-            steps, newly_started = self._timeline.record(iteration)
-            started = self._parents_of(newly_started)  # before an event can end one of them
-            deltas = [
-                delta for event in iteration.events if (delta := self._process(event)) is not None
-            ]
+        try:
+            with self._late_compiles:
+                iteration = self._loop.iterate(events)
+                steps, newly_started = self._timeline.record(iteration)
+                started = self._parents_of(newly_started)  # before an event can end one of them
+                processed = [self._process(event) for event in iteration.events]
+                deltas = [delta for delta in processed if delta is not None]
+        except Exception as error:
+            raise self._stop(error) from error
         self._counters["num_iterations"] += 1
         return News(tuple(deltas), started, steps, self.stats())
 
@@ -150,7 +153,7 @@ class Engine:
         """The counters and present values."""
         state = self._loop.state
         num_free = state.pages.num_free
-        return replace(
+        return msgspec.structs.replace(
             self._start,
             num_preemptions=state.num_preemptions,
             num_late_compiles=self._late_compiles.count,
@@ -163,16 +166,11 @@ class Engine:
             **self._counters,
         )
 
-    @contextmanager
-    def _running(self) -> Generator[None]:
-        """Stop the engine if the block raises: its state can no longer be trusted."""
-        try:
-            with self._late_compiles.watch():
-                yield
-        except Exception as error:
-            self._failure = EngineError(f"the engine stopped: {error}; build a new one")
-            logging.getLogger(LOGGER).critical(str(self._failure), exc_info=error)
-            raise self._failure from error
+    def _stop(self, error: Exception) -> EngineError:
+        """Stop the engine, as its state can no longer be trusted; returns its last error."""
+        self._failure = EngineError(f"the engine stopped: {error}; build a new one")
+        logging.getLogger(LOGGER).critical(str(self._failure), exc_info=error)
+        return self._failure
 
     def _parents_of(self, sequences: tuple[str, ...]) -> tuple[str, ...]:
         """The request ids of those sequences that are the first of their request."""

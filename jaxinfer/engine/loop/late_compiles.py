@@ -7,8 +7,6 @@ other shapes; a compile comes from host code that calls a JAX operation in an it
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
 import jax.monitoring
@@ -17,21 +15,18 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class LateCompiles:
-    """Counts compilations that happen on the watching thread inside ``watch``."""
+    """A context manager that counts the compilations in its blocks on the thread of the block."""
 
     def __init__(self) -> None:
         self.count = 0
         self._thread: int | None = None
 
-    @contextmanager
-    def watch(self) -> Generator[None]:
-        """Count the compilations in this block on this thread."""
+    def __enter__(self) -> None:
         self._thread = threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
-        try:
-            yield
-        finally:
-            jax.monitoring.unregister_event_duration_listener(self._on_event)
+
+    def __exit__(self, *error: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         del duration_secs, kwargs

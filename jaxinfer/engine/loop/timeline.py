@@ -53,11 +53,11 @@ class Timeline:
                     started.append(name)
                 self._sequences[name] = times
         ended, self._ended = self._ended or now, None
-        records = tuple(
+        records = [
             self._step_record(plan, now if index else ended)
             for index, plan in enumerate(iteration.collected)
-        )
-        return records, tuple(started)
+        ]
+        return tuple(records), tuple(started)
 
     def token(self, sequence: str) -> bool:
         """Record a token of a sequence; returns whether it is the first."""
@@ -79,5 +79,5 @@ class Timeline:
         kind = StepKind.MIXED if plan.decodes else StepKind.PREFILL
         if not plan.prefills:
             kind = StepKind.DECODE
-        num_tokens = sum(row.num_scheduled_tokens for row in plan.rows)
+        num_tokens = sum([row.num_scheduled_tokens for row in plan.rows])
         return StepRecord(kind, num_tokens, plan.bucket.num_tokens, max(now - began, 0.0))

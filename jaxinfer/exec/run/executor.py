@@ -8,8 +8,7 @@ snapshots, then draws with extras and scores of prompts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import batched
 from typing import Any
 
@@ -88,7 +87,7 @@ class Executor:
                     targets = np.full(bucket.num_prefill_tokens, -1, np.int32)
                     limits = self._program.limits
                     pools = np.zeros(limits.max_num_seqs, np.int32) if limits.pools else None
-                    prepared = replace(prepared, targets=targets, pools=pools)
+                    prepared = msgspec.structs.replace(prepared, targets=targets, pools=pools)
                 step = self._launch_prepared(prepared, {})
                 self.collect(step)
                 jax.block_until_ready((step.scores, step.pooled))
@@ -96,7 +95,8 @@ class Executor:
             self._admit(self._slot_rows(()))
             if self._program.limits.num_snapshots:
                 sink = self._program.limits.max_num_seqs
-                self._copy(self._copies([(sink, sink)]))
+                for pairs in self._copies([(sink, sink)]):
+                    self._copy(pairs)
             for count in self._program.extras_rows:
                 jax.block_until_ready(self._draw_with_extras((), (), count).output)
 
@@ -107,7 +107,8 @@ class Executor:
         its result is an error. If a call fails and the device's state is intact, its exception is
         raised. If the state was donated to the failed call, it is lost: ``EngineError``.
         """
-        self._requests |= {new.slot: new.request for new in plan.admissions}
+        for new in plan.admissions:
+            self._requests[new.slot] = new.request
         prepared, failed = self._prepare_rows(plan)
         try:
             return self._launch_prepared(prepared, failed)
@@ -118,14 +119,13 @@ class Executor:
 
     def collect(self, step: InFlight) -> StepResult:
         """Wait for a launched step and read the results of its rows."""
-        plan, bucket = step.prepared.plan, step.prepared.plan.bucket
+        plan = step.prepared.plan
         try:
-            drawn = self._read(step.number, step.output.token_ids)
+            drawn = self._read(step.number, step.token_ids)
             redrawn = [self._read(call.number, call.output.token_ids) for call in step.extras]
         except Exception as error:
             raise _device_failed(plan, error) from error
-        prefills = drawn[bucket.num_decode_tokens :].tolist()
-        token_ids = [*_decoded(drawn, bucket, len(plan.decodes)), *((one,) for one in prefills)]
+        token_ids = _tokens_of_rows(drawn.tolist(), plan)
         for call, tokens in zip(step.extras, redrawn, strict=True):
             for index, token_id in zip(call.rows, tokens.tolist(), strict=False):
                 token_ids[index] = (token_id,)
@@ -149,54 +149,64 @@ class Executor:
         return self._prepare(_only(plan, others)), failed
 
     def _prepare(self, plan: StepPlan) -> Prepared:
-        limits, rows, prefills = self._program.limits, plan.rows, plan.prefills
+        rows, prefills = plan.rows, plan.prefills
         requests = tuple([self._requests[row.slot] for row in rows])
-        drafts = self._program.drafter is not None  # a drafter reads all known tokens
-        needed = [a for a in plan.admissions if drafts or needs_admission(a.request)]
-        calls = batched(needed, self._program.rows_per_admit)
         with_extras = [
             index
             for index, (row, request) in enumerate(zip(rows, requests, strict=True))
             if row.samples and request.sampling.needs_extras
         ]
-        scored = any(row.target_ids is not None for row in prefills)
-        pools = any(row.pools for row in prefills)
         settings = settings_of(requests[len(plan.decodes) :]) if prefills else NO_SETTINGS
-        first = limits.max_num_seqs + 1  # the row of the first snapshot
-        restores = ((first + a.snapshot, a.slot) for a in plan.admissions if a.snapshot is not None)
-        saves = ((r.slot, first + r.snapshot) for r in prefills if r.snapshot is not None)
-        return Prepared(
+        prepared = Prepared(
             plan,
             requests,
             batch=pack(plan, self._layouts[plan.bucket], settings),
-            admissions=tuple(self._slot_rows(some) for some in calls),
             extras=tuple(batched(with_extras, self._program.extras_rows[-1])),
-            needs_logprobs=any(requests[i].sampling.logprobs is not None for i in with_extras),
+            needs_logprobs=any([requests[i].sampling.logprobs is not None for i in with_extras]),
+        )
+        return self._with_prompts(prepared) if prefills else prepared
+
+    def _with_prompts(self, prepared: Prepared) -> Prepared:
+        """``prepared`` with the arrays that only steps with prompts have."""
+        plan, program, limits = prepared.plan, self._program, self._program.limits
+        prefills, admissions = plan.prefills, plan.admissions
+        drafts = program.drafter is not None  # a drafter reads all known tokens
+        needed = [a for a in admissions if drafts or needs_admission(a.request)]
+        scored = any(row.target_ids is not None for row in prefills)
+        pools = any(row.pools for row in prefills)
+        first = limits.max_num_seqs + 1  # the row of the first snapshot
+        restores = [(first + a.snapshot, a.slot) for a in admissions if a.snapshot is not None]
+        saves = [(row.slot, first + row.snapshot) for row in prefills if row.snapshot is not None]
+        return msgspec.structs.replace(
+            prepared,
+            admissions=tuple(self._slot_rows(a) for a in batched(needed, program.rows_per_admit)),
             targets=pack_targets(prefills, plan.bucket.num_prefill_tokens) if scored else None,
             pools=pack_pooled(prefills, limits.max_num_seqs) if pools else None,
             restores=self._copies(restores),
             saves=self._copies(saves),
         )
 
-    def _copies(self, pairs: Iterable[tuple[int, int]]) -> tuple[np.ndarray, ...]:
+    def _copies(self, pairs: Sequence[tuple[int, int]]) -> tuple[np.ndarray, ...]:
         """The arguments of the ``COPY`` calls for pairs of rows (from, to)."""
         return pack_copies(pairs, self._program.rows_per_copy, self._program.limits.max_num_seqs)
 
     def _launch_prepared(self, prepared: Prepared, failed: dict[RowKey, str]) -> InFlight:
         plan, bucket = prepared.plan, prepared.plan.bucket
         place = self._next_place()
-        self._layouts[bucket].split(prepared.batch).place[:] = place
+        prepared.batch[: len(place)] = place
         staged = self._staged(prepared.batch)
         for rows in prepared.admissions:
             self._admit(rows)
-        self._copy(prepared.restores)
+        for pairs in prepared.restores:
+            self._copy(pairs)
         output = self._launch_step(bucket, staged)
         self._read_later(output.token_ids, staged)
-        self._copy(prepared.saves)
-        extras = tuple(
+        for pairs in prepared.saves:
+            self._copy(pairs)
+        extras = [
             self._draw_with_extras(indices, [plan.rows[i] for i in indices])
             for indices in prepared.extras
-        )
+        ]
         if prepared.needs_logprobs:
             for call in extras:
                 self._copy_to_host(call.output.logprobs)
@@ -207,19 +217,19 @@ class Executor:
         if prepared.pools is not None:
             name = f"{POOL}{bucket.num_prefill_tokens}"
             pooled = self._read_back(name, output.hidden, prepared.pools)
-        # release the hidden states, which are as large as a layer's
-        output = output._replace(hidden=None)
-        return InFlight(prepared, output, place[-1], extras, scores, failed, pooled)
+        # the hidden states, which are as large as a layer's, are released here
+        return InFlight(
+            prepared, output.token_ids, place[-1], tuple(extras), scores, failed, pooled
+        )
 
     def _admit(self, rows: np.ndarray) -> None:  # int32[A, ...]
         self._slots = self._executables.by_name[ADMIT](self._slots, rows)
 
-    def _copy(self, calls: tuple[np.ndarray, ...]) -> None:  # int32[2, N] each
+    def _copy(self, pairs: np.ndarray) -> None:  # int32[2, N]
         """Copy rows of the layers' state; see ``pack_copies``."""
-        indices = self._program.model.state.slot_arrays if calls else ()
-        for pairs in calls:
-            copy = self._executables.by_name[COPY]
-            self._replace(indices, copy(self._arrays(indices), pairs))
+        indices = self._program.model.state.slot_arrays
+        copy = self._executables.by_name[COPY]
+        self._replace(indices, copy(self._arrays(indices), pairs))
 
     def _draw_with_extras(
         self, indices: tuple[int, ...], rows: Sequence[ScheduledSeq], count: int | None = None
@@ -303,12 +313,14 @@ class Executor:
         return slot_rows(admissions, empty, program.model.config.vocab_size)
 
 
-def _decoded(drawn: np.ndarray, bucket: Bucket, count: int) -> list[tuple[int, ...]]:
-    """The tokens of each of the first ``count`` decode rows; ``drawn`` is int32[N]."""
+def _tokens_of_rows(drawn: list[int], plan: StepPlan) -> list[tuple[int, ...]]:
+    """The tokens of each row of the plan; ``drawn`` are those of all rows, padding included."""
+    num_decodes, bucket = len(plan.decodes), plan.bucket
+    prefills = [(token_id,) for token_id in drawn[bucket.num_decode_tokens :]]
     if bucket.query_tokens == 1:
-        return [(token_id,) for token_id in drawn[:count].tolist()]
-    rows = drawn[: count * bucket.query_tokens].reshape(count, bucket.query_tokens).tolist()
-    return [tuple(token_id for token_id in row if token_id != NO_TOKEN) for row in rows]
+        return [(token_id,) for token_id in drawn[:num_decodes]] + prefills
+    rows = batched(drawn[: num_decodes * bucket.query_tokens], bucket.query_tokens)
+    return [tuple([one for one in row if one != NO_TOKEN]) for row in rows] + prefills
 
 
 def _only(plan: StepPlan, rows: set[RowKey]) -> StepPlan:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import isfinite
 
 import jax
+import msgspec
 import numpy as np
 
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, TokenLogprobs
 from jaxinfer.exec.step.extras import ExtrasOutput
-from jaxinfer.exec.step.forward import StepOutput
 from jaxinfer.exec.step.sampling import NOT_FINITE, Logprobs, read_logprobs
 
 LOGGER = "jaxinfer.exec"
@@ -30,25 +29,24 @@ NOT_FINITE_ERROR = (
 type RowKey = tuple[str, int]  # (request_id, epoch)
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True, gc=False):
     """The host arrays of a step; they are prepared before any call of it is launched."""
 
     plan: StepPlan  # without the rows that could not be prepared
     requests: tuple[Request, ...]  # the request of each row, decodes first
     batch: np.ndarray  # int32[...]: see ``BatchLayout``
-    admissions: tuple[np.ndarray, ...]  # int32[A, ...] each: see ``slots.RowSections``
     extras: tuple[tuple[int, ...], ...]  # row indices of each call that draws with extras
     needs_logprobs: bool  # whether any of these rows needs logprobs
-    targets: np.ndarray | None  # int32[Tp] if prompts are scored
-    pools: np.ndarray | None  # int32[S] if rows pool: see ``extras.pack_pooled``
+    # only steps with prompts have these
+    admissions: tuple[np.ndarray, ...] = ()  # int32[A, ...] each: see ``slots.RowSections``
+    targets: np.ndarray | None = None  # int32[Tp] if prompts are scored
+    pools: np.ndarray | None = None  # int32[S] if rows pool: see ``extras.pack_pooled``
     # int32[2, N] for each call of ``COPY`` before and after the step
-    restores: tuple[np.ndarray, ...]
-    saves: tuple[np.ndarray, ...]
+    restores: tuple[np.ndarray, ...] = ()
+    saves: tuple[np.ndarray, ...] = ()
 
 
-@dataclass(frozen=True)
-class ExtrasCall:
+class ExtrasCall(msgspec.Struct, frozen=True, gc=False):
     """A launched call that draws the tokens of some rows with extras."""
 
     rows: tuple[int, ...]  # indices of the step's rows
@@ -56,12 +54,11 @@ class ExtrasCall:
     number: int  # number of the call on the token board, if there is one
 
 
-@dataclass(frozen=True)
-class InFlight:
+class InFlight(msgspec.Struct, frozen=True, gc=False):
     """A launched step whose tokens are still on the device."""
 
     prepared: Prepared
-    output: StepOutput
+    token_ids: jax.Array  # int32[N]: see ``StepOutput``
     number: int  # number of the call on the token board, if there is one
     extras: tuple[ExtrasCall, ...]
     scores: jax.Array | None  # int32[Tp, ...] of the targets: see ``sampling.read_logprobs``
@@ -101,8 +98,9 @@ def _row_result(
     except Exception as error:
         logging.getLogger(LOGGER).exception("request %s", row.request_id)
         return RowResult(*key, (), error=f"the result cannot be read: {error}")
-    if any(not isfinite(entry.logprobs[0]) for entry in prompt):
-        return RowResult(*key, (), error=NOT_FINITE_ERROR)
+    for entry in prompt:
+        if not isfinite(entry.logprobs[0]):
+            return RowResult(*key, (), error=NOT_FINITE_ERROR)
     return RowResult(*key, token_ids if row.samples else (), sampled, prompt, pooled)
 
 
@@ -117,10 +115,12 @@ class _LogprobReader:
         for call in step.extras if prepared.needs_logprobs else ():
             result = read_logprobs(np.asarray(call.output.logprobs))
             self._drawn |= {index: (result, row) for row, index in enumerate(call.rows)}
-        self._scores = None if step.scores is None else read_logprobs(np.asarray(step.scores))
-        # the start of each prefill row's chunk among the prefill tokens
-        lengths = (row.num_scheduled_tokens for row in prepared.plan.prefills)
-        self._starts = tuple(accumulate(lengths, initial=0))
+        self._scores: Logprobs[np.ndarray] | None = None
+        if step.scores is not None:
+            self._scores = read_logprobs(np.asarray(step.scores))
+            # the start of each prefill row's chunk among the prefill tokens
+            lengths = (row.num_scheduled_tokens for row in prepared.plan.prefills)
+            self._starts = tuple(accumulate(lengths, initial=0))
 
     def sampled(
         self, index: int, row: ScheduledSeq, token_ids: tuple[int, ...]

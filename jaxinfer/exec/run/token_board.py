@@ -27,6 +27,9 @@ class TokenBoard:
 
     def __init__(self, memory: np.ndarray) -> None:  # int64[NUM_CALLS, B], zeros
         self._memory = memory
+        addresses = memory.ctypes.data + memory.strides[0] * np.arange(len(memory))
+        # low and high half of each entry's address
+        self._halves: list[list[int]] = addresses.view(np.int32).reshape(-1, 2).tolist()
         self._numbers = cycle(range(1, MAX_NUMBER + 1))
 
     @classmethod
@@ -39,8 +42,7 @@ class TokenBoard:
     def next_place(self) -> tuple[int, int, int]:
         """The place of the next call's tokens for ``publish``: address (low, high) and number."""
         number = next(self._numbers)
-        address: int = self._memory[number % len(self._memory)].ctypes.data
-        low, high = np.array([address], np.int64).view(np.int32).tolist()
+        low, high = self._halves[number % NUM_CALLS]
         return low, high, number
 
     def read(self, number: int, tokens: jax.Array) -> np.ndarray:  # int32[B]
@@ -50,7 +52,7 @@ class TokenBoard:
         if ``NUM_CALLS`` calls were launched since. Reading the result of a failed call raises its
         exception.
         """
-        entries = self._memory[number % len(self._memory), : tokens.size]
+        entries = self._memory[number % NUM_CALLS, : tokens.size]
         while not (entries >> 32 == number).all():
             if tokens.is_ready():  # type: ignore[attr-defined]
                 return np.asarray(tokens)

@@ -140,16 +140,21 @@ class BatchLayout:
 
     def split[A: (np.ndarray, jax.Array)](self, flat: A) -> Fields[A]:
         """The sections of a flat array; they are views of a numpy array."""
-        return Fields(*(flat[section] for section in self._sections))
+        return Fields(*[flat[section] for section in self._sections])
 
     def tables[A: (np.ndarray, jax.Array)](self, page_tables: A) -> list[A]:
         """The page table [B, M] of each group."""
-        b, start, found = self.bucket.num_seqs, 0, []
-        for group in self.groups:
-            end = start + b * group.width
-            found.append(page_tables[start:end].reshape(b, group.width))
-            start = end
-        return found
+        return [page_tables[span].reshape(shape) for span, shape in self._tables]
+
+    @cached_property
+    def _tables(self) -> tuple[tuple[slice, tuple[int, int]], ...]:
+        """Where each group's table is in the section ``page_tables``, and its shape."""
+        shapes = [(self.bucket.num_seqs, group.width) for group in self.groups]
+        starts = accumulate((b * width for b, width in shapes), initial=0)
+        return tuple(
+            (slice(start, start + b * width), (b, width))
+            for start, (b, width) in zip(starts, shapes, strict=False)
+        )
 
     @cached_property
     def _sections(self) -> tuple[slice, ...]:
@@ -165,24 +170,27 @@ def pack(
 ) -> np.ndarray:  # int32[...]
     """The flat array of a plan, without ``place``. Host time is per row and page, not per token."""
     flat = np.zeros(layout.size, np.int32)
-    wire = layout.split(flat)
-    wire.settings[: settings.size] = settings.ravel()
+    wire, bucket = layout.split(flat), layout.bucket
     wire.seq_slots[:] = layout.sink_slot
     tables = layout.tables(wire.page_tables)
-    first_pages = wire.first_pages.reshape(len(layout.windowed), layout.bucket.num_seqs)
-    if len(wire.query_lens):
+    if bucket.query_tokens > 1:
         wire.query_lens[: len(plan.decodes)] = [row.num_scheduled_tokens for row in plan.decodes]
-    for first, rows in ((0, plan.decodes), (layout.bucket.num_decodes, plan.prefills)):
+    for first, rows in ((0, plan.decodes), (bucket.num_decodes, plan.prefills)):
+        if not rows:
+            continue
         span = slice(first, first + len(rows))
         wire.seq_slots[span] = [row.slot for row in rows]
         wire.seq_lens[span] = [row.num_computed_tokens + row.num_scheduled_tokens for row in rows]
         wire.samples[span] = [row.samples for row in rows]
-        for firsts, group in zip(first_pages, layout.windowed, strict=True):
-            firsts[span] = [row.pages[group].first for row in rows]
-        for index, row in enumerate(rows, first):
-            for table, pages in zip(tables, row.pages, strict=True):
-                ids = pages.ids.array()
+        for number, group in enumerate(layout.windowed):
+            begin = number * bucket.num_seqs + first
+            wire.first_pages[begin : begin + len(rows)] = [row.pages[group].first for row in rows]
+        for group, table in enumerate(tables):
+            for index, row in enumerate(rows, first):
+                ids = row.pages[group].ids.array()
                 table[index, : len(ids)] = ids
+    if settings.size:
+        wire.settings[: settings.size] = settings.ravel()
     start = 0
     for index, row in enumerate(plan.prefills):
         end = start + row.num_scheduled_tokens
