@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import mmap
+import sys
 from collections.abc import Callable
 from functools import cache
 from types import MappingProxyType, SimpleNamespace
@@ -39,8 +41,10 @@ from jaxinfer.exec.run.device_memory import claim_memory
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.state import Entry, LayerState
+from kit.engines import tiny_limits
 from kit.mixed_family import RecurrentSpec, mixed_model
 from kit.quantised_models import quantised_tensors
+from kit.residency import resident_pages
 from kit.tiny_models import tiny_model
 
 DEVICE = 4 << 30
@@ -202,6 +206,19 @@ def test_memory_of_a_device(
 def test_a_cpu_reports_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_memory, "card_bytes", lambda ordinal: DEVICE)  # of an unused GPU
     assert device_memory.device_memory(jax.devices("cpu")[0]) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages come back zeroed on Linux")
+def test_pages_of_a_cpu_are_not_resident_before_they_are_used() -> None:
+    model, _ = tiny_model("llama")
+    program = Program(model, tiny_limits(num_pages=2000))
+    state, _ = device_memory.init_state(program)
+    largest = max(state, key=lambda array: array.nbytes)
+    assert largest.nbytes > 100 * mmap.PAGESIZE
+    address = largest.unsafe_buffer_pointer()
+    # the ends may share an OS page with other arrays
+    assert resident_pages(address, largest.nbytes) <= 2
+    assert not np.asarray(largest).any()
 
 
 @pytest.mark.parametrize(
