@@ -6,6 +6,7 @@ import math
 import mmap
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.step import Bucket
+from jaxinfer.exec.compile import memory_plan
 from jaxinfer.exec.compile.buckets import bucket_table
 from jaxinfer.exec.compile.memory_plan import (
     MAPPED_BYTES,
@@ -208,6 +210,23 @@ def test_a_cpu_reports_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_memory.device_memory(jax.devices("cpu")[0]) is None
 
 
+@pytest.mark.parametrize(
+    ("weight_bytes", "budget"),
+    [(100 << 20, 384 << 20), (1000 << 20, 500 << 20), (8 << 30, 1 << 30)],
+)
+def test_pages_of_a_cpu_are_in_proportion_to_the_weights(
+    weight_bytes: int, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program_memory = memory_plan.program_memory
+    monkeypatch.setattr(
+        memory_plan,
+        "program_memory",
+        lambda *a: replace(program_memory(*a), weights={"float32": weight_bytes}),
+    )
+    made = plan(None)
+    assert made.num_pages == budget // made.page_bytes
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="pages come back zeroed on Linux")
 def test_pages_of_a_cpu_are_not_resident_before_they_are_used() -> None:
     model, _ = tiny_model("llama")
@@ -272,7 +291,6 @@ def test_fewer_sequences_need_fewer_pages() -> None:
             {},
             "the model does not fit: weights .* leave nothing of the 493.9 MB that",
         ),
-        (None, {}, "reports no memory size; set kv_cache_memory_bytes"),
         (DEVICE, {"num_pages": 100}, r"256 sequences \(max_num_seqs\) of one page each need 257"),
         (
             DEVICE,
@@ -285,7 +303,7 @@ def test_fewer_sequences_need_fewer_pages() -> None:
             "a context of 8192 tokens need 513 pages",
         ),
     ],
-    ids=["small_device", "no_size", "few_pages", "many_pages", "long_context"],
+    ids=["small_device", "few_pages", "many_pages", "long_context"],
 )
 def test_refused(device_bytes: int | None, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
