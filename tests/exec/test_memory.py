@@ -212,7 +212,7 @@ def test_a_cpu_reports_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("weight_bytes", "budget"),
-    [(100 << 20, 384 << 20), (1000 << 20, 500 << 20), (8 << 30, 1 << 30)],
+    [(100 << 20, 368 << 20), (1000 << 20, 500 << 20), (8 << 30, 1 << 30)],
 )
 def test_pages_of_a_cpu_are_in_proportion_to_the_weights(
     weight_bytes: int, budget: int, monkeypatch: pytest.MonkeyPatch

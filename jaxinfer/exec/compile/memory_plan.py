@@ -41,7 +41,7 @@ RESERVE_BYTES = 256 << 20
 MAPPED_BYTES = 2 << 20  # XLA's allocator over virtual memory rounds arrays up to this CUDA page
 # The KV cache on a CPU is half as large as the weights, within these bounds. SmolLM2-135M's 8,192
 # tokens of context need nearly all of the first; the second holds 3,600 tokens of Qwen3-4B.
-MIN_KV, MAX_KV = 384 << 20, 1 << 30
+MIN_KV, MAX_KV = 368 << 20, 1 << 30
 MIN_SNAPSHOTS = 4  # also for an engine with fewer sequences
 # Staging buffers of each size. Two steps are in flight, and the result of a step may be reported
 # ready up to 1 ms after its end.
