@@ -1,7 +1,7 @@
 """residual_norm by the native library, in float32.
 
-XLA makes four fusions of it, 40 of the 140 instructions that a layer of a quantised step has: an
-executable holds 5 KB for each of them.
+XLA makes four fusions of each, which are 58 of the 140 instructions of a quantised layer; an
+executable holds 5 KB for each instruction (docs/notes/0023-memory-on-a-cpu.md).
 """
 
 from __future__ import annotations
