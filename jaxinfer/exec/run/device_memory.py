@@ -73,7 +73,7 @@ def compile_init_state(program: Program) -> Callable[[], tuple[State, SlotState]
 
 
 def _zeros_without_memory(abstract: jax.Array) -> jax.Array:
-    """A zeroed array of a CPU, with the shape and the sharding of an abstract one, whose memory becomes resident where it is first used.
+    """A zeroed array of a CPU whose memory becomes resident where it is first used.
 
     XLA writes every byte of an array that it makes: 1 GiB of pages, most of which a server with few
     users never needs.
