@@ -24,7 +24,7 @@ from pallas_kernels.quantised_gemm.cases import FORMS, random_matrix
 pytestmark = pytest.mark.skipif(not library.variants(), reason=library.MISSING)
 
 INNER, OUTER = 512, 96
-GROUPS = dict(zip(FORMS, (128, 128, 32, 32, 512, 16, 512, 32, 128), strict=True))
+GROUPS: dict[str, int] = dict(zip(FORMS, (128, 128, 32, 32, 512, 16, 512, 32, 128), strict=True))
 each_form = pytest.mark.parametrize("form", [form for form in FORMS if "fp8" not in form])
 
 
