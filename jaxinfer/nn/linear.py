@@ -59,16 +59,21 @@ class Stream(NamedTuple):
 
 @dataclass(frozen=True)
 class Norm:
-    """One of a layer's norms: row ``row`` of ``weights``; "layer" has its bias in the next row."""
+    """One of a layer's norms: row ``row`` of ``weights``; "layer" has its bias in the next row.
+
+    "none" stands for the norm before a block that has none; it changes nothing.
+    """
 
     weights: jax.Array  # [W, D]
     row: int
     eps: float
-    kind: Literal["rms", "layer"] = "rms"
+    kind: Literal["rms", "layer", "none"] = "rms"
 
 
 def normalised(stream: Stream, norm: Norm, ctx: StepContext) -> tuple[Stream, jax.Array]:
     """The stream with its delta added, and its norm [T, D]."""
+    if norm.kind == "none":
+        return Stream(x := stream.total()), x
     if norm.kind == "layer":
         x = stream.total()
         weight, bias = norm.weights[norm.row], norm.weights[norm.row + 1]
@@ -91,7 +96,7 @@ def linear_of_norm(
 
     With ``swiglu`` the result is SiLU(gate) * up, in the same kernel.
     """
-    if norm.kind == "layer" or isinstance(w, Mapping):
+    if norm.kind != "rms" or isinstance(w, Mapping):
         stream, h = normalised(stream, norm, ctx)
         y = product(h, w, ctx, swiglu=swiglu)
         return stream, y if bias is None else y + bias

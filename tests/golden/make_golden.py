@@ -27,6 +27,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -110,6 +111,10 @@ def cases() -> dict[str, PreTrainedConfig]:
             layer_types=["sliding_attention", "full_attention"] * 2,
             attention_bias=True,
             tie_word_embeddings=False,
+        ),
+        "olmo2": Olmo2Config(**SIZES, rope_parameters=YARN_ROPE, pad_token_id=None),
+        "olmo2_bias_tied": Olmo2Config(
+            **SIZES, attention_bias=True, tie_word_embeddings=True, pad_token_id=None
         ),
         "gpt2_scales": GPT2Config(
             **gpt2, n_inner=48, activation_function="relu", scale_attn_by_inverse_layer_idx=True

@@ -109,7 +109,7 @@ def of_model(model: Model) -> dict[str, str]:
 def _of_layers(layers: Sequence[LayerSpec]) -> dict[str, str]:
     """The kind of each layer, by number, and for each field its values in the kinds."""
     kinds = list(dict.fromkeys(layers))
-    found: dict[str, list[str]] = {"post_norms": [str(kind.post_norms) for kind in kinds]}
+    found: dict[str, list[str]] = {"norms": [kind.norms for kind in kinds]}
     for kind in kinds:
         for part, spec in (("mixer", kind.mixer), ("ffn", kind.ffn)):
             found.setdefault(part, []).append(type(spec).__name__)
