@@ -1,7 +1,7 @@
 """OLMo 2: the shared decoder with norms after each block, and of all heads of queries and of keys.
 
-Source: ``modeling_olmo2`` of Hugging Face transformers. No norm stands before a GEMM, so
-``norm_gemm`` does not apply: ``residual_norm`` normalises a block's output (docs/adding-a-family.md).
+Source: ``modeling_olmo2`` of Hugging Face transformers. No norm precedes a GEMM, so ``norm_gemm``
+does not apply; ``residual_norm`` normalises the outputs of blocks (see docs/adding-a-family.md).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ TAPS = "taps"  # the Flax collection of named activations
 
 @nn.jit  # equal layers of a step share one trace
 class DecoderLayer(nn.Module):
-    """A mixer and a feed-forward network; the next block adds each output to the residual stream."""
+    """A mixer and a feed-forward network; the next block adds their outputs to the stream."""
 
     spec: LayerSpec
     decoder: DecoderSpec

@@ -98,7 +98,7 @@ class FeedForwardConfig:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer. Each block, mixer and feed-forward network, has a norm before it, after it or both.
+    """One layer, with norms before or after its blocks (mixer, feed-forward network), or both.
 
     A norm after a block is of its output, before that is added to the residual stream.
     """

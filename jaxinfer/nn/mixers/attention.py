@@ -98,11 +98,11 @@ def _norm_all_heads(
     """
     widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
     parts = jnp.split(qkv, (widths[0], sum(widths)), axis=1)
-    for i, weight in enumerate(jnp.split(weights, widths[:1])):
+    for i, own in enumerate(jnp.split(weights, widths[:1])):
         x = parts[i].astype(jnp.float32)
         mean = jnp.mean(jnp.square(x), axis=1, keepdims=True)
         mean = mean if axis is None else jax.lax.pmean(mean, axis)
-        x = x * jax.lax.rsqrt(mean + eps) * weight.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(mean + eps) * own.astype(jnp.float32)
         parts[i] = x.astype(qkv.dtype)
     return jnp.concatenate(parts, axis=1)
 
