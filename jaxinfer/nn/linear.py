@@ -25,6 +25,7 @@ from pallas_kernels.quantised import quantised
 from pallas_kernels.quantised_gemm.api import quantised_gemm
 from pallas_kernels.residual_norm.api import residual_norm
 from pallas_kernels.skinny_gemm.api import skinny_gemm
+from pallas_kernels.swiglu_gemm.api import swiglu_gemm
 
 if TYPE_CHECKING:
     import flax.linen as nn  # slow to import, and compiled engines do not need it
@@ -137,7 +138,9 @@ def product(
 ) -> jax.Array:  # [T, O], or with split perhaps float32[S, T, O]
     """``x @ w``, with ``swiglu`` SiLU(gate) * up."""
     if not isinstance(w, Mapping):
-        return skinny_gemm(x, w, swiglu=swiglu, split=split, impl=ctx.pinned("skinny_gemm"))
+        if swiglu:
+            return swiglu_gemm(x, w, impl=ctx.pinned("swiglu_gemm"))
+        return skinny_gemm(x, w, split=split, impl=ctx.pinned("skinny_gemm"))
     if "part_0" in w:  # several forms
         parts = (
             w[f"part_{i}"] for i in range(len(w))
