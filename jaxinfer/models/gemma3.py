@@ -62,7 +62,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         dtype,
         qkv_bias=bias,
         o_bias=bias,
-        qk_norm=True,
+        qk_norm="head",
         head_dim=head_dim,
         windows=_windows(config),
         rope=rope,
@@ -70,7 +70,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         activation=hf.activation(config, "hidden_activation", "gelu_pytorch_tanh"),
         tied=True,
         scale=hf.positive_float(config, "query_pre_attn_scalar", _SCALAR) ** -0.5,
-        post_norms=True,
+        norms="both",
         norm_dtype=jnp.dtype(jnp.float32),
         embed_scale=hf.positive_int(config, "hidden_size") ** 0.5,
     )

@@ -6,7 +6,7 @@ The differences between families are arguments of ``gqa_config`` and ``gqa_param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +42,7 @@ _LAYER_TYPES = ("full_attention", _SLIDING)
 _WINDOW = 4096  # transformers' default for Mistral and Qwen
 _MAX_WINDOW_LAYERS = 28  # transformers' default for Qwen
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
 
@@ -51,7 +52,7 @@ def gqa_config(
     *,
     qkv_bias: bool,
     o_bias: bool,
-    qk_norm: bool,
+    qk_norm: Literal["head", "all_heads"] | None,
     windows: tuple[int | None, ...],
     mlp_bias: bool = False,
     head_dim: int | None = None,
@@ -59,7 +60,7 @@ def gqa_config(
     rope: RopeConfig | None = None,
     local_rope: RopeConfig | None = None,
     activation: str | None = None,
-    post_norms: bool = False,
+    norms: Literal["before", "after", "both"] = "before",
     tied: bool = False,
     **more: Any,
 ) -> DecoderSpec:
@@ -102,7 +103,7 @@ def gqa_config(
     return DecoderSpec(
         vocab_size=hf.positive_int(config, "vocab_size"),
         hidden_size=hidden_size,
-        layers=tuple(LayerSpec(mixer, ffn, post_norms) for mixer in mixers),
+        layers=tuple(LayerSpec(mixer, ffn, norms) for mixer in mixers),
         lengths=rope.lengths(hf.positive_int(config, "max_position_embeddings")),
         norm="rms",
         norm_eps=hf.positive_float(config, "rms_norm_eps"),
@@ -208,5 +209,10 @@ def _layer_specs(config: DecoderSpec, index: int, norms: NormSources) -> Iterato
 
     yield stacked("norms", norms.names, d)
     yield from biases
-    if mixer.qk_norm:
-        yield stacked("qk_norms", ("self_attn.q_norm", "self_attn.k_norm"), mixer.head_dim)
+    if mixer.qk_norm == "head":
+        yield stacked("qk_norms", _QK_NORMS, mixer.head_dim)
+    elif mixer.qk_norm == "all_heads":
+        array = ArraySpec((q + kv,), (Fused("heads", (q, kv)),), config.norm_dtype)
+        widths = zip(_QK_NORMS, (q, kv), strict=True)
+        sources = tuple(Source(f"{source}{name}.weight", (width,)) for name, width in widths)
+        yield ParamSpec(path + "qk_norms", array, sources, join)

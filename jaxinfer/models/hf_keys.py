@@ -93,7 +93,7 @@ _READ_FROM = ("gguf",)  # quant_methods that only name the kind of file that the
 _MATTERS = re.compile(
     r"(^|_)m?rope|rotary|alibi|ntk|yarn|position|attn|attention|softcap|scal(e|ing)|multiplier"
     r"|norm|window|expert|bias|activation|quant|logit|residual|epsilon|sparse|layer_type"
-    r"|(^|_)(act|eps|ffn|heads?|kv|mlp|moe|qk|router|softmax|theta)(_|$)"
+    r"|(^|_)(act|eps|ffn|heads?|kv|mlp|moe|qk|qkv|router|softmax|theta)(_|$)"
 )
 
 

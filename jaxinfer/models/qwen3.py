@@ -31,7 +31,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         dtype,
         qkv_bias=bias,
         o_bias=bias,
-        qk_norm=True,
+        qk_norm="head",
         head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
         windows=upper_layer_windows(config),
     )

@@ -19,6 +19,7 @@ _MODULES = (
     ("Qwen3ForCausalLM", "jaxinfer.models.qwen3"),
     ("GPT2LMHeadModel", "jaxinfer.models.gpt2"),
     ("Gemma3ForCausalLM", "jaxinfer.models.gemma3"),
+    ("Olmo2ForCausalLM", "jaxinfer.models.olmo2"),
 )
 
 

@@ -5,8 +5,8 @@ weights need fewer arguments per call, and their GEMM reads each activation once
 as [in, out], and GEMMs are ``x @ w``. Parameters:
 
     embed      [V, D]           layers_i/...    see ``nn.mixers`` and ``nn.ffn``
-    positions  [positions, D]   layers_i/norms  [2, D] before mixer, before feed-forward;
-      with learned positions                    with post norms [4, D]: before and after each
+    positions  [positions, D]   layers_i/norms  [2, D] before or after mixer and feed-forward;
+      with learned positions                    with both [4, D]: before and after each
     final_norm [D]              layer norms have a bias after each weight: [4, D],
     lm_head    [D, V]           and final_norm [2, D]
       unless tied
@@ -41,7 +41,7 @@ TAPS = "taps"  # the Flax collection of named activations
 
 @nn.jit  # equal layers of a step share one trace
 class DecoderLayer(nn.Module):
-    """A mixer and a feed-forward network; the next norm adds each output to the residual stream."""
+    """A mixer and a feed-forward network; the next block adds their outputs to the stream."""
 
     spec: LayerSpec
     decoder: DecoderSpec
@@ -69,12 +69,17 @@ class DecoderLayer(nn.Module):
 
     def _norms(self, width: int) -> tuple[Norm, Norm | None, Norm, Norm | None]:
         """The norms before and after the mixer, before and after the feed-forward network."""
-        d, post = self.decoder, self.spec.post_norms
+        d, placed = self.decoder, self.spec.norms
         rows_each = 2 if d.norm == "layer" else 1
-        shape = ((4 if post else 2) * rows_each, width)
+        shape = ((4 if placed == "both" else 2) * rows_each, width)
         weights = self.param("norms", _init_norms(d.norm), shape, d.norm_dtype or d.dtype)
         norms = [Norm(weights, row, d.norm_eps, d.norm) for row in range(0, shape[0], rows_each)]
-        return tuple(norms) if post else (norms[0], None, norms[1], None)  # type: ignore[return-value]
+        if placed == "both":
+            return norms[0], norms[1], norms[2], norms[3]
+        if placed == "before":
+            return norms[0], None, norms[1], None
+        none = Norm(weights, 0, d.norm_eps, "none")
+        return none, norms[0], none, norms[1]
 
     def _joined(
         self, name: str, x: jax.Array, delta: jax.Array, post: Norm | None, ctx: StepContext

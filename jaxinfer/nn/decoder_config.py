@@ -55,6 +55,8 @@ class AttentionConfig:
     """Grouped-query attention.
 
     ``window`` is the attention window in tokens (None: no window); ``scale`` multiplies scores.
+    ``qk_norm`` is an RMS norm of queries and of keys before rope: of each head, or of all heads
+    together.
     """
 
     num_heads: int
@@ -65,7 +67,7 @@ class AttentionConfig:
     rope: RopeConfig | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["head", "all_heads"] | None = None
 
     def for_context(self, length: int) -> AttentionConfig:
         """See ``MixerSpec``."""
@@ -96,11 +98,14 @@ class FeedForwardConfig:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer. Each part has a norm before it; with ``post_norms`` it also has one after it."""
+    """One layer, with norms before or after its blocks (mixer, feed-forward network), or both.
+
+    A norm after a block is of its output, before that is added to the residual stream.
+    """
 
     mixer: MixerSpec
     ffn: FeedForwardSpec
-    post_norms: bool = False
+    norms: Literal["before", "after", "both"] = "before"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from pallas_kernels.quantised import quantised
 from pallas_kernels.quantised_gemm.api import quantised_gemm
 from pallas_kernels.residual_norm.api import residual_norm
 from pallas_kernels.skinny_gemm.api import skinny_gemm
+from pallas_kernels.swiglu_gemm.api import swiglu_gemm
 
 if TYPE_CHECKING:
     import flax.linen as nn  # slow to import, and compiled engines do not need it
@@ -59,16 +60,21 @@ class Stream(NamedTuple):
 
 @dataclass(frozen=True)
 class Norm:
-    """One of a layer's norms: row ``row`` of ``weights``; "layer" has its bias in the next row."""
+    """One of a layer's norms: row ``row`` of ``weights``; "layer" has its bias in the next row.
+
+    "none" stands for the norm before a block that has none; it changes nothing.
+    """
 
     weights: jax.Array  # [W, D]
     row: int
     eps: float
-    kind: Literal["rms", "layer"] = "rms"
+    kind: Literal["rms", "layer", "none"] = "rms"
 
 
 def normalised(stream: Stream, norm: Norm, ctx: StepContext) -> tuple[Stream, jax.Array]:
     """The stream with its delta added, and its norm [T, D]."""
+    if norm.kind == "none":
+        return Stream(x := stream.total()), x
     if norm.kind == "layer":
         x = stream.total()
         weight, bias = norm.weights[norm.row], norm.weights[norm.row + 1]
@@ -91,7 +97,7 @@ def linear_of_norm(
 
     With ``swiglu`` the result is SiLU(gate) * up, in the same kernel.
     """
-    if norm.kind == "layer" or isinstance(w, Mapping):
+    if norm.kind != "rms" or isinstance(w, Mapping):
         stream, h = normalised(stream, norm, ctx)
         y = product(h, w, ctx, swiglu=swiglu)
         return stream, y if bias is None else y + bias
@@ -132,7 +138,9 @@ def product(
 ) -> jax.Array:  # [T, O], or with split perhaps float32[S, T, O]
     """``x @ w``, with ``swiglu`` SiLU(gate) * up."""
     if not isinstance(w, Mapping):
-        return skinny_gemm(x, w, swiglu=swiglu, split=split, impl=ctx.pinned("skinny_gemm"))
+        if swiglu:
+            return swiglu_gemm(x, w, impl=ctx.pinned("swiglu_gemm"))
+        return skinny_gemm(x, w, split=split, impl=ctx.pinned("skinny_gemm"))
     if "part_0" in w:  # several forms
         parts = (
             w[f"part_{i}"] for i in range(len(w))

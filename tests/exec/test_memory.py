@@ -88,6 +88,8 @@ def measured(model: Model, bucket: Bucket, num_pages: int, name: str | None = No
         ("qwen3", Bucket(8), LOOSE),
         ("qwen3", Bucket(4, 512, 4, scores=True), LOOSE),
         ("gpt2", Bucket(4, 512, 4), LOOSE),
+        ("olmo2", Bucket(8), LOOSE),
+        ("olmo2", Bucket(0, 512, 4), LOOSE),
     ],
     ids=lambda value: value.name if isinstance(value, Bucket) else str(value),
 )

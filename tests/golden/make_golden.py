@@ -5,7 +5,8 @@ that are committed); tests read only its output.
 
     python make_golden.py [CASE ...]
 
-Without names all cases are made. The names that end in _rope, _acts or _scales came with 5.24.
+Without names all cases are made. Those of olmo2 and the names that end in _rope, _acts or _scales
+came with 5.24.
 Each file holds a checkpoint as Hugging Face writes it (tensors under ``weights/``, its config.json
 in the metadata) and what the model says in float32: token_ids [2, T], logits [2, T, V], and
 greedy_tokens [2, G], which continue token_ids. ``rope.json`` holds inverse frequencies and the
@@ -27,6 +28,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -110,6 +112,10 @@ def cases() -> dict[str, PreTrainedConfig]:
             layer_types=["sliding_attention", "full_attention"] * 2,
             attention_bias=True,
             tie_word_embeddings=False,
+        ),
+        "olmo2": Olmo2Config(**SIZES, rope_parameters=YARN_ROPE, pad_token_id=None),
+        "olmo2_bias_tied": Olmo2Config(
+            **SIZES, attention_bias=True, tie_word_embeddings=True, pad_token_id=None
         ),
         "gpt2_scales": GPT2Config(
             **gpt2, n_inner=48, activation_function="relu", scale_attn_by_inverse_layer_idx=True

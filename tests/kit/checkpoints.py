@@ -30,6 +30,7 @@ _ARCH = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
     "gpt2": gguf.MODEL_ARCH.GPT2,
 }
 
@@ -70,6 +71,13 @@ def tiny_qwen2_config(**changes: Any) -> HFConfig:
 def tiny_qwen3_config(**changes: Any) -> HFConfig:
     """The same sizes with norms of queries and keys."""
     return tiny_llama_config(architectures=["Qwen3ForCausalLM"], model_type="qwen3") | changes
+
+
+def tiny_olmo2_config(**changes: Any) -> HFConfig:
+    """The same sizes with norms after blocks, and an untied head."""
+    return tiny_llama_config(
+        architectures=["Olmo2ForCausalLM"], model_type="olmo2", tie_word_embeddings=False
+    ) | (changes)
 
 
 def tiny_gpt2_config(**changes: Any) -> HFConfig:

@@ -67,6 +67,7 @@ CONFIGS = MappingProxyType(
             "sliding_window_pattern": 3,
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
+        "olmo2": {**_DECODER, "architectures": ["Olmo2ForCausalLM"]},
         "gpt2": {**_GPT2, "architectures": ["GPT2LMHeadModel"]},
     }
 )

@@ -30,7 +30,14 @@ from jaxinfer.nn.rope import rope_tables
 from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.sources import ModelSource, resolve_source
-from kit.checkpoints import built_arrays, random_hf_tensors, tiny_llama_config, write_hf_folder
+from kit.checkpoints import (
+    HFConfig,
+    built_arrays,
+    random_hf_tensors,
+    tiny_llama_config,
+    tiny_olmo2_config,
+    write_hf_folder,
+)
 from kit.engines import tiny_limits
 from kit.memory_checkpoint import InMemory, source_of
 from kit.mixed_family import FAMILY, mixed_decoder, mixed_tensors
@@ -127,9 +134,9 @@ def check_state(placement: Placement) -> None:
     jax.tree.map(_same_place, program.params, params)
 
 
-def check_layer(placement: Placement) -> None:
+def check_layer(placement: Placement, config: HFConfig) -> None:
     """A layer whose heads and columns are divided adds what the whole layer adds."""
-    model = build_model(CONFIG, "float32")
+    model = build_model(config, "float32")
     layer, params = model.config.layers[0], {}
     for where in (default_placement(), placement):
         params[where] = dummy_params(model, placement=where, seed=3, progress=NoProgress())
@@ -179,7 +186,8 @@ def main(folder: Path) -> None:
     check_weights(folder, placement)
     check_stacks(placement, folder)
     check_state(placement)
-    check_layer(placement)
+    for config in (CONFIG, tiny_olmo2_config()):  # the latter has norms over all devices' heads
+        check_layer(placement, config)
     second = jax.devices()[1]
     with jax.default_device(second):
         assert default_placement().device == second

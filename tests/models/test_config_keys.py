@@ -30,6 +30,7 @@ CHANGES: dict[str, Any] = {
     "query_pre_attn_scalar": 256,
     "use_qk_norm": True,
     "qk_layernorm": True,
+    "clip_qkv": 8.0,
     "norm_after_ffn": True,
     "layer_norm_eps": 1e-5,
     "attention_chunk_size": 8192,

@@ -24,6 +24,7 @@ from kit.checkpoints import (
     random_hf_tensors,
     tiny_gpt2_config,
     tiny_llama_config,
+    tiny_olmo2_config,
     tiny_qwen2_config,
     tiny_qwen3_config,
     write_gguf,
@@ -35,6 +36,7 @@ CONFIGS = {
     "llama": tiny_llama_config(),
     "qwen2": tiny_qwen2_config(),
     "qwen3": tiny_qwen3_config(),
+    "olmo2": tiny_olmo2_config(),
     "gpt2": tiny_gpt2_config(),
 }
 
@@ -61,7 +63,7 @@ def config_of(header: GGUFHeader, arch: str, **keys: Any) -> dict[str, Any]:
 YARN = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "olmo2"])
 @pytest.mark.parametrize(
     ("keys", "scaling"),
     [

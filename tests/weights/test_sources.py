@@ -20,6 +20,7 @@ from kit.checkpoints import (
     random_hf_tensors,
     tiny_gpt2_config,
     tiny_llama_config,
+    tiny_olmo2_config,
     tiny_qwen2_config,
     tiny_qwen3_config,
     write_gguf,
@@ -34,6 +35,7 @@ CONFIGS = {
     "llama-untied": tiny_llama_config(tie_word_embeddings=False),
     "qwen2": tiny_qwen2_config(),
     "qwen3": tiny_qwen3_config(),
+    "olmo2": tiny_olmo2_config(),
     "gpt2": tiny_gpt2_config(),
 }
 

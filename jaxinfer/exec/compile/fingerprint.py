@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
+from importlib.util import resolve_name
 from pathlib import Path
 
 import jax
@@ -18,13 +21,16 @@ import msgspec
 
 from jaxinfer.core.config import Limits, compiler_environment
 from jaxinfer.exec.compile.program import Program
-from jaxinfer.models.base import Model
+from jaxinfer.models.base import Model, ModelFamily
 from jaxinfer.nn.decoder_config import LayerSpec
 from jaxinfer.nn.placement import Placement
 from pallas_kernels.native.library import variants
 from pallas_kernels.pins import Pins
 
-TRACED_FOLDERS = ("core", "exec", "models", "nn")  # folders of jaxinfer that a step is traced from
+# Folders of jaxinfer that every step is traced from. Of ``models``, a step is traced from the
+# modules of its own family: see ``family_digest``.
+TRACED_FOLDERS = ("core", "exec", "nn")
+MODELS = "jaxinfer.models"
 # the fields of Limits on which shapes depend; only the scheduler uses the others
 SHAPING_LIMITS = ("num_pages", "page_size", "max_num_seqs", "max_model_len")
 KERNEL_COMPILERS = ("triton", "jax-triton")  # packages that compile kernels for GPUs
@@ -95,7 +101,7 @@ def _version(package: str) -> str:
 
 
 def of_model(model: Model) -> dict[str, str]:
-    """The family, every field of the config, and the forms of quantised weights."""
+    """The family, its sources, every field of the config, and the forms of quantised weights."""
     config = model.config
     values = {field.name: str(getattr(config, field.name)) for field in fields(config)}
     values |= _of_layers(config.layers)
@@ -103,13 +109,14 @@ def of_model(model: Model) -> dict[str, str]:
     for name, form in model.forms:
         forms.setdefault(str(form), []).append(name)
     weights = {f"weights {form}": " ".join(names) for form, names in forms.items()}
-    return {"family": model.family.name, **values, **weights}
+    sources = family_digest(family_module(model.family))
+    return {"family": model.family.name, "family sources": sources, **values, **weights}
 
 
 def _of_layers(layers: Sequence[LayerSpec]) -> dict[str, str]:
     """The kind of each layer, by number, and for each field its values in the kinds."""
     kinds = list(dict.fromkeys(layers))
-    found: dict[str, list[str]] = {"post_norms": [str(kind.post_norms) for kind in kinds]}
+    found: dict[str, list[str]] = {"norms": [kind.norms for kind in kinds]}
     for kind in kinds:
         for part, spec in (("mixer", kind.mixer), ("ffn", kind.ffn)):
             found.setdefault(part, []).append(type(spec).__name__)
@@ -151,7 +158,7 @@ def _host_cpu() -> str:
 
 @cache  # a start needs it twice, the second time while weights are loaded: 0.7 s for 250 files then
 def source_digest() -> str:
-    """A digest of every source file that a compiled step is traced from."""
+    """A digest of the source files that the steps of every family are traced from."""
     digest, package = hashlib.sha256(), Path(str(files("jaxinfer")))
     folders = (Path(str(files("pallas_kernels"))), *(package / name for name in TRACED_FOLDERS))
     for folder in folders:
@@ -160,3 +167,61 @@ def source_digest() -> str:
                 name = f"{folder.name}/{path.relative_to(folder)}"
                 digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def family_module(family: ModelFamily) -> str:
+    """The name of the module that defines a family, which may be outside jaxinfer."""
+    reader = family.config_from_hf
+    while isinstance(reader, partial):
+        reader = reader.func
+    return reader.__module__
+
+
+@cache  # as ``source_digest``
+def family_digest(module: str) -> str:
+    """A digest of the modules of ``models`` that the steps of a family are traced from."""
+    digest = hashlib.sha256()
+    for name, source in sorted(family_sources(module).items()):
+        digest.update(name.encode() + b"\0" + source)
+    return digest.hexdigest()
+
+
+def family_sources(module: str) -> dict[str, bytes]:
+    """The sources of a family's module and of the modules of ``models`` that it imports, by name.
+
+    Imports of imports count, and so do those of ``models.base``, which runs every family. The
+    package itself does not, nor the registry unless it is imported: they name all families.
+    """
+    sources: dict[str, bytes] = {}
+    pending = [module, ModelFamily.__module__]
+    while pending:
+        name = pending.pop()
+        if name not in sources and (path := _source_path(name)) is not None:
+            sources[name] = path.read_bytes()
+            package = name.rpartition(".")[0]
+            pending += [package] if package.startswith(f"{MODELS}.") else []
+            own = name if path.name == "__init__.py" else package
+            pending += imported_models(sources[name], own)
+    return sources
+
+
+def _source_path(module: str) -> Path | None:
+    """The file of a module of ``models``, or of a family's own module elsewhere."""
+    if not module.startswith(f"{MODELS}."):
+        file = getattr(sys.modules.get(module), "__file__", None) or ""
+        return Path(file) if file.endswith(".py") else None
+    stem = Path(str(files("jaxinfer"))).joinpath(*module.split(".")[1:])
+    candidates = (stem.with_suffix(".py"), stem / "__init__.py")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def imported_models(source: bytes, package: str) -> Iterator[str]:
+    """The modules of ``models`` that a source in ``package`` imports, and names from them."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            origin = resolve_name("." * node.level + (node.module or ""), package)
+            names = [origin, *(f"{origin}.{alias.name}" for alias in node.names)]
+        yield from (name for name in names if name.startswith(f"{MODELS}."))

@@ -3,8 +3,9 @@
 ``attend`` computes a token's output from its heads: over pages when serving, over the sequence
 itself in the dense form. Parameters of ``Attention``:
 
-    qkv [D, (N + 2K) * H]   qkv_bias [(N + 2K) * H] with qkv_bias   qk_norms [2, H] with qk_norm
+    qkv [D, (N + 2K) * H]   qkv_bias [(N + 2K) * H] with qkv_bias
     o   [N * H, D]          o_bias   [D]            with o_bias
+    qk_norms [2, H] with a qk_norm of each head, [(N + K) * H] with one of all heads
 """
 
 from __future__ import annotations
@@ -62,9 +63,12 @@ class Attention(nn.Module):
         bias = self.param("qkv_bias", _ZEROS, shape, dtype) if c.qkv_bias else None
         stream, qkv = linear_of_norm(stream, norm, w, ctx, bias=bias)
         norms = None
-        if c.qk_norm:
-            shape = (2, c.head_dim)
+        if c.qk_norm is not None:
+            each = c.qk_norm == "head"
+            shape = (2, c.head_dim) if each else ((heads - c.num_kv_heads) * c.head_dim,)
             norms = self.param("qk_norms", nn.initializers.ones, shape, norm.weights.dtype)
+            if not each:
+                qkv, norms = _norm_all_heads(qkv, norms, c, norm.eps, ctx.axis), None
         out, state = attend(
             qkv.reshape(-1, heads, c.head_dim),
             state,
@@ -79,6 +83,28 @@ class Attention(nn.Module):
         w = weight(self, "o", (c.num_heads * c.head_dim, d), dtype)
         bias = self.param("o_bias", _ZEROS, (d,), dtype) if c.o_bias else None
         return x, linear(out.reshape(len(out), -1), w, ctx, bias=bias, partial=True), state
+
+
+def _norm_all_heads(
+    qkv: jax.Array,  # [T, (N + 2K) * H]
+    weights: jax.Array,  # [(N + K) * H]: of queries, of keys
+    config: AttentionConfig,
+    eps: float,
+    axis: str | None,
+) -> jax.Array:  # [T, (N + 2K) * H]
+    """RMS norms of a token's queries and of its keys, each over all heads, also of other devices.
+
+    XLA fuses them; the kernels of attention normalise single heads.
+    """
+    widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
+    parts = jnp.split(qkv, (widths[0], sum(widths)), axis=1)
+    for i, own in enumerate(jnp.split(weights, widths[:1])):
+        x = parts[i].astype(jnp.float32)
+        mean = jnp.mean(jnp.square(x), axis=1, keepdims=True)
+        mean = mean if axis is None else jax.lax.pmean(mean, axis)
+        x = x * jax.lax.rsqrt(mean + eps) * own.astype(jnp.float32)
+        parts[i] = x.astype(qkv.dtype)
+    return jnp.concatenate(parts, axis=1)
 
 
 def attend(

@@ -93,7 +93,7 @@ def _special_id(header: GGUFHeader, role: str) -> int | None:
 
 
 def _decoder(meta: ArchitectureMetadata) -> dict[str, Any]:
-    """The keys that llama, qwen2 and qwen3 share."""
+    """The keys that llama, qwen2, qwen3 and olmo2 share."""
     heads = meta.count("attention.head_count")
     hidden_size = meta.count("embedding_length")
     if meta.number_if_set("expert_count"):
@@ -162,6 +162,16 @@ def _qwen3(meta: ArchitectureMetadata) -> dict[str, Any]:
     return _qwen(meta) | {"attention_bias": meta.has_tensor("blk.0.attn_q.bias")}
 
 
+def _olmo2(meta: ArchitectureMetadata) -> dict[str, Any]:
+    meta.only("tensor_data_layout", "reference")
+    meta.only("attention.sliding_window", 0)  # OLMo 3 has windows, under the same architecture
+    return _decoder(meta) | {
+        "architectures": ["Olmo2ForCausalLM"],
+        "model_type": "olmo2",
+        "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
+    }
+
+
 def _gpt2(meta: ArchitectureMetadata) -> dict[str, Any]:
     heads, hidden_size = meta.count("attention.head_count"), meta.count("embedding_length")
     for key in ("attention.key_length", "attention.value_length"):
@@ -184,4 +194,6 @@ def _gpt2(meta: ArchitectureMetadata) -> dict[str, Any]:
     }
 
 
-_BUILDERS = MappingProxyType({"llama": _llama, "qwen2": _qwen, "qwen3": _qwen3, "gpt2": _gpt2})
+_BUILDERS = MappingProxyType(
+    {"llama": _llama, "qwen2": _qwen, "qwen3": _qwen3, "olmo2": _olmo2, "gpt2": _gpt2}
+)

@@ -31,6 +31,7 @@ class NameTable:
     transposed: tuple[str, ...] = ()  # stems of weights that Hugging Face stores [in, out]
 
 
+_NORMS_BEFORE = ("attn_norm", "ffn_norm")
 _DECODER = NameTable(
     model={
         "token_embd": "model.embed_tokens",
@@ -55,6 +56,14 @@ _DECODER = NameTable(
 _LLAMA = replace(
     _DECODER, interleaved={"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 )
+_OLMO2 = replace(
+    _DECODER,
+    layer={stem: name for stem, name in _DECODER.layer.items() if stem not in _NORMS_BEFORE}
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+)
 _GPT2 = NameTable(
     model={
         "token_embd": "transformer.wte",
@@ -74,7 +83,7 @@ _GPT2 = NameTable(
     transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
 )
 NAME_TABLES: Mapping[str, NameTable] = MappingProxyType(
-    {"llama": _LLAMA, "qwen2": _DECODER, "qwen3": _DECODER, "gpt2": _GPT2}
+    {"llama": _LLAMA, "qwen2": _DECODER, "qwen3": _DECODER, "olmo2": _OLMO2, "gpt2": _GPT2}
 )
 
 
