@@ -162,7 +162,7 @@ def quantised(tree: Mapping[str, Any]) -> Quantised:
 
 
 def joined(parts: Sequence[Quantised]) -> Quantised:
-    """Matrices of one form, in host memory, joined along their outputs."""
+    """Matrices of one form, in host memory, joined along their outputs. One is not copied."""
     if len(parts) == 1:
         return parts[0]
     arrays = (

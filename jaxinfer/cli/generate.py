@@ -61,6 +61,7 @@ def generate(
     import msgspec
 
     from jaxinfer.cli.stats import RunClock, describe_run, describe_sampling
+    from jaxinfer.core.host_memory import release_startup_memory
     from jaxinfer.core.request import SamplingParams
     from jaxinfer.engine.api.llm import LLM
 
@@ -71,6 +72,7 @@ def generate(
             prompts[0] + (system or ""), chosen["max_tokens"], settings
         )
     llm = LLM(model, progress=progress_on(sys.stderr), **settings)
+    release_startup_memory()
     defaults = llm.get_default_sampling_params()
     sampling = msgspec.structs.replace(defaults, **chosen)
     on_terminal = sys.stdout.isatty() and len(prompts) == 1 and not as_json

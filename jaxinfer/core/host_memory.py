@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import re
 from collections.abc import Generator
@@ -93,6 +94,18 @@ def release_free_heap() -> None:
         trim(0)
 
 
+def release_zeros(address: int, num_bytes: int) -> None:
+    """Return the memory of a range that holds only zeros to the system.
+
+    A page of it comes back, zeroed again, when it is first read or written. Memory at the ends that
+    shares an OS page with other data stays. Without madvise (Windows) nothing is released.
+    """
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (address + num_bytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if size > 0 and hasattr(mmap, "MADV_DONTNEED"):
+        _madvise(first, size)
+
+
 def release_library_pages() -> int:
     """Return resident pages of libraries to the system if this process cannot write to them.
 
@@ -109,11 +122,16 @@ def release_library_pages() -> int:
         smaps = MAPPINGS.read_text()
     except OSError:
         return 0
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     released = 0
     for start, end, resident in _LIBRARY.findall(smaps):
         address, size = int(start, 16), int(end, 16) - int(start, 16)
-        if madvise(address, size, MADV_DONTNEED) == 0:  # fails if locked in memory
+        if _madvise(address, size):  # fails if locked in memory
             released += int(resident) << 10
     return released
+
+
+def _madvise(address: int, size: int) -> bool:
+    """Call madvise with MADV_DONTNEED; False if it fails."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise(address, size, MADV_DONTNEED) == 0  # type: ignore[no-any-return]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -17,14 +18,16 @@ from pallas_kernels.quantised import PACKED, nibble_block
 
 # The names of the calls in executables, and those of the library's handlers.
 GEMM, ATTENTION = "jaxinfer_quantised_gemm", "jaxinfer_attention"
-ROPE_APPEND = "jaxinfer_rope_append"
+ROPE_APPEND, RESIDUAL_NORM = "jaxinfer_rope_append", "jaxinfer_residual_norm"
 _HANDLERS = MappingProxyType(
     {
         GEMM: "JaxinferQuantisedGemm",
         ATTENTION: "JaxinferAttention",
         ROPE_APPEND: "JaxinferRopeAppend",
+        RESIDUAL_NORM: "JaxinferResidualNorm",
     }
 )
+ALIGNMENT = 64  # bytes
 MISSING = "the native library is not built (reinstall with a C++ compiler or the package ziglang)"
 
 
@@ -108,7 +111,7 @@ def pack_lanes(kind: str, values: np.ndarray) -> np.ndarray | None:
     if found is None:
         return None
     rows = np.ascontiguousarray(values)
-    tiles = np.empty(rows.shape, np.uint8)
+    tiles = _aligned(rows.shape)
     outputs, inputs = len(rows), rows.shape[1] * (2 if kind in PACKED else 1)
     arguments = [_address(rows), _address(tiles), ctypes.c_int64(outputs), ctypes.c_int64(inputs)]
     if kind in PACKED:
@@ -147,3 +150,13 @@ def pack_tiles(
 def _address(array: np.ndarray | None) -> ctypes.c_void_p:
     """The address of an array's data, which must live until the call has ended; or null."""
     return ctypes.c_void_p(None if array is None else array.ctypes.data)
+
+
+def _aligned(shape: tuple[int, ...]) -> np.ndarray:  # uint8
+    """An array, not initialised, that JAX uses as it is on a CPU. It copies others, whose memory
+    does not begin at a multiple of 64 bytes: a second copy of each weight while it is loaded.
+    """
+    size = math.prod(shape)
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].reshape(shape)

@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels.checks import check_partials
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
-from pallas_kernels.residual_norm import cases, launch, mosaic_launch, ref, xla
+from pallas_kernels.residual_norm import cases, launch, mosaic_launch, native, ref, xla
 
 _mosaic = imported_when_called(
     "pallas_kernels.residual_norm.mosaic", "residual_norm", mosaic_launch.result_shapes
@@ -19,6 +19,7 @@ OP = KernelOp(
     impls=(
         Impl("mosaic", _mosaic, platforms=("gpu",), supports=mosaic_launch.supports),
         Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
+        Impl("native", native.residual_norm, platforms=("cpu",), supports=native.supports),
         Impl("xla", xla.residual_norm),
     ),
     cases=cases.CASES,

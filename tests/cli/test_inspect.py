@@ -39,7 +39,8 @@ def test_numbers(model_folder: Path) -> None:
 
 
 def test_dtype_and_memory_budget(model_folder: Path) -> None:
-    facts = report(model_folder, "--dtype=bfloat16", "--kv-cache-memory-bytes=100000")
+    sizes = ("--max-num-seqs=16", "--kv-cache-memory-bytes=100000")
+    facts = report(model_folder, "--dtype=bfloat16", *sizes)
     assert facts["parameter_bytes"] == {"bfloat16": 2 * facts["parameters"]}
     assert facts["kv_cache_bytes"] <= 100_000 < facts["kv_cache_bytes"] * 1.2
     assert facts["max_model_len"] == 256

@@ -1,10 +1,12 @@
 """The garbage collector's settings; memory returned to the system, measured in a child process."""
 
 import gc
+import mmap
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxinfer.core import host_memory
@@ -13,7 +15,9 @@ from jaxinfer.core.host_memory import (
     full_collections_deferred,
     gc_paused,
     release_library_pages,
+    release_zeros,
 )
+from kit.residency import resident_pages
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -65,6 +69,25 @@ def test_free_heap_is_returned_to_the_system() -> None:
     by_itself, released, _ = map(int, output.split())
     assert by_itself < 4_000_000  # of 40 MB: glibc keeps free memory below a block in use
     assert released > 30_000_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages come back zeroed on Linux")
+def test_zeros_are_released_without_their_neighbours() -> None:
+    pages = 16
+    memory = np.full(pages * mmap.PAGESIZE, 7, np.uint8)
+    start, size = 3, memory.size - 8  # neither begins nor ends with an OS page
+    memory[start : start + size] = 0
+    release_zeros(memory.ctypes.data + start, size)
+    assert resident_pages(memory.ctypes.data, memory.size) <= 3
+    assert not memory[start : start + size].any()
+    assert (memory[:start] == 7).all()
+    assert (memory[start + size :] == 7).all()
+
+
+def test_less_than_an_os_page_is_kept() -> None:
+    memory = np.zeros(100, np.uint8)
+    release_zeros(memory.ctypes.data, memory.size)
+    assert not memory.any()
 
 
 LIBRARY_PROGRAM = """

@@ -19,7 +19,7 @@ from jaxinfer.nn.state import Entry, LayerState
 from kit.checkpoints import tiny_llama_config, write_hf_folder
 from kit.mixed_family import RecurrentSpec, mixed_model
 
-STATE_BYTES = 40_000_000  # of one sequence; by default state and pages of a CPU have 1 GiB
+STATE_BYTES = 40_000_000  # of one sequence; state and pages have 1 GiB
 
 
 class Notes:
@@ -49,7 +49,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def planned(folder: Path, **settings: Any) -> tuple[EnginePlan, list[str]]:
     notes = Notes()
     config = EngineConfig(
-        model=str(folder), load_format="dummy", skip_tokenizer_init=True, **settings
+        model=str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        **({"kv_cache_memory_bytes": 1 << 30} | settings),
     )
     return build.plan_engine(config, notes), notes.said
 
@@ -57,8 +60,8 @@ def planned(folder: Path, **settings: Any) -> tuple[EnginePlan, list[str]]:
 def test_fewer_sequences_by_default(folder: Path) -> None:
     made, said = planned(folder)
     assert said == [
-        "16 sequences need 1.32 GB of layer state (40.0 MB for each of 16 slots, the padding slot "
-        "and 16 snapshots); serving 6, set max_num_seqs to choose another number"
+        "32 sequences need 2.60 GB of layer state (40.0 MB for each of 32 slots, the padding slot "
+        "and 32 snapshots); serving 6, set max_num_seqs to choose another number"
     ]
     assert made.program.limits.max_num_seqs == made.config.max_num_seqs == 6
     assert made.program.limits.num_snapshots == 6 and made.program.limits.enable_prefix_caching
@@ -76,8 +79,8 @@ def test_without_prefix_caching_there_are_no_snapshots(folder: Path) -> None:
 
 
 def test_more_memory(folder: Path) -> None:
-    made, said = planned(folder, kv_cache_memory_bytes=3 << 30)
-    assert made.program.limits.max_num_seqs == 16 and not said
+    made, said = planned(folder, kv_cache_memory_bytes=6 << 30)
+    assert made.program.limits.max_num_seqs == 32 and not said
 
 
 def test_a_chosen_number_that_fits(folder: Path) -> None:
@@ -90,7 +93,7 @@ def test_a_chosen_number_that_fits(folder: Path) -> None:
     ("settings", "message"),
     [
         ({"max_num_seqs": 16}, r"16 sequences need 1.32 GB .* and 12 fit; set max_num_seqs to 12"),
-        ({"kv_cache_memory_bytes": 1 << 26}, "16 sequences need 1.32 GB .* and not one fits"),
+        ({"kv_cache_memory_bytes": 1 << 26}, "32 sequences need 2.60 GB .* and not one fits"),
     ],
 )
 def test_refused(folder: Path, settings: dict[str, int], message: str) -> None:

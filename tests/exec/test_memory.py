@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import mmap
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.step import Bucket
+from jaxinfer.exec.compile import memory_plan
 from jaxinfer.exec.compile.buckets import bucket_table
 from jaxinfer.exec.compile.memory_plan import (
     MAPPED_BYTES,
@@ -39,8 +43,10 @@ from jaxinfer.exec.run.device_memory import claim_memory
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.state import Entry, LayerState
+from kit.engines import tiny_limits
 from kit.mixed_family import RecurrentSpec, mixed_model
 from kit.quantised_models import quantised_tensors
+from kit.residency import resident_pages
 from kit.tiny_models import tiny_model
 
 DEVICE = 4 << 30
@@ -205,6 +211,36 @@ def test_a_cpu_reports_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("weight_bytes", "budget"),
+    [(100 << 20, 368 << 20), (1000 << 20, 500 << 20), (8 << 30, 1 << 30)],
+)
+def test_pages_of_a_cpu_are_in_proportion_to_the_weights(
+    weight_bytes: int, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program_memory = memory_plan.program_memory
+    monkeypatch.setattr(
+        memory_plan,
+        "program_memory",
+        lambda *a: replace(program_memory(*a), weights={"float32": weight_bytes}),
+    )
+    made = plan(None)
+    assert made.num_pages == budget // made.page_bytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages come back zeroed on Linux")
+def test_pages_of_a_cpu_are_not_resident_before_they_are_used() -> None:
+    model, _ = tiny_model("llama")
+    program = Program(model, tiny_limits(num_pages=2000))
+    state, _ = device_memory.init_state(program)
+    largest = max(state, key=lambda array: array.nbytes)
+    assert largest.nbytes > 100 * mmap.PAGESIZE
+    address = largest.unsafe_buffer_pointer()
+    # the ends may share an OS page with other arrays
+    assert resident_pages(address, largest.nbytes) <= 2
+    assert not np.asarray(largest).any()
+
+
+@pytest.mark.parametrize(
     ("pool_bytes", "settings", "claimed"),
     [
         (0, {"num_pages": 2000}, [lambda made: made.total_bytes]),
@@ -255,7 +291,6 @@ def test_fewer_sequences_need_fewer_pages() -> None:
             {},
             "the model does not fit: weights .* leave nothing of the 493.9 MB that",
         ),
-        (None, {}, "reports no memory size; set kv_cache_memory_bytes"),
         (DEVICE, {"num_pages": 100}, r"256 sequences \(max_num_seqs\) of one page each need 257"),
         (
             DEVICE,
@@ -268,7 +303,7 @@ def test_fewer_sequences_need_fewer_pages() -> None:
             "a context of 8192 tokens need 513 pages",
         ),
     ],
-    ids=["small_device", "no_size", "few_pages", "many_pages", "long_context"],
+    ids=["small_device", "few_pages", "many_pages", "long_context"],
 )
 def test_refused(device_bytes: int | None, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

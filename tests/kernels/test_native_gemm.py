@@ -24,7 +24,7 @@ from pallas_kernels.quantised_gemm.cases import FORMS, random_matrix
 pytestmark = pytest.mark.skipif(not library.variants(), reason=library.MISSING)
 
 INNER, OUTER = 512, 96
-GROUPS = dict(zip(FORMS, (128, 128, 32, 32, 512, 16, 512, 32, 128), strict=True))
+GROUPS: dict[str, int] = dict(zip(FORMS, (128, 128, 32, 32, 512, 16, 512, 32, 128), strict=True))
 each_form = pytest.mark.parametrize("form", [form for form in FORMS if "fp8" not in form])
 
 
@@ -197,3 +197,10 @@ def test_swiglu_of_large_gates() -> None:
     actual = native(x, w, swiglu=True)
     for token in range(4):
         assert np.abs(actual[token] - expected[token]).max() < 1e-5 * rms(expected[token])
+
+
+@each_form
+def test_arranged_values_are_placed_without_a_copy(form: str) -> None:
+    w = LANES.arrange(matrix(form))
+    placed = jax.device_put(w.values, jax.devices("cpu")[0])
+    assert placed.unsafe_buffer_pointer() == np.asarray(w.values).ctypes.data

@@ -80,6 +80,21 @@ def test_the_host_holds_one_piece_per_thread() -> None:
     assert threads * 3 * piece < EXPERTS * piece
 
 
+def test_large_parameters_are_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxinfer.weights.load.LOAD_THREADS", 1)  # in the order of the plan
+    read: list[int] = []
+
+    class Recorded(InMemory):
+        def read(self, name: str) -> np.ndarray:
+            read.append(self.tensors[name].nbytes)
+            return super().read(name)
+
+    model = MIXED
+    load(model, source_of(Recorded(mixed_tensors(model))))
+    assert max(read) > 2 * min(read)
+    assert read[0] == max(read)
+
+
 def test_a_plan_of_many_sources_is_quick() -> None:
     """Qwen3-30B-A3B has 48 layers of 128 experts of 3 matrices."""
     model = many_experts(48)

@@ -39,6 +39,9 @@ HISTORY_COPIES = 12  # live arrays int32[block, max_model_len] for penalties; me
 # them hidden states of 1,024 tokens), and arguments of calls other than steps.
 RESERVE_BYTES = 256 << 20
 MAPPED_BYTES = 2 << 20  # XLA's allocator over virtual memory rounds arrays up to this CUDA page
+# The KV cache on a CPU is half as large as the weights, within these bounds. SmolLM2-135M's 8,192
+# tokens of context need nearly all of the first; the second holds 3,600 tokens of Qwen3-4B.
+MIN_KV, MAX_KV = 368 << 20, 1 << 30
 MIN_SNAPSHOTS = 4  # also for an engine with fewer sequences
 # Staging buffers of each size. Two steps are in flight, and the result of a step may be reported
 # ready up to 1 ms after its end.
@@ -124,10 +127,10 @@ def plan_memory(config: EngineConfig, program: Program, device: DeviceMemory | N
     """The plan, with the number of pages, for a program whose limits have no pages yet.
 
     The number is the requested one or else the one that fits, and at most the pages that all slots
-    can fill. ``device`` is None if it reports no memory (a CPU); then ``kv_cache_memory_bytes`` is
-    the budget. Raises ``ConfigError`` if the weights, a page for each sequence, or a context of
-    ``config.max_model_len`` do not fit. If ``max_model_len`` is not set, the context may shrink to
-    the pages instead.
+    can fill. ``device`` is None if it reports no memory (a CPU); then ``kv_cache_memory_bytes`` or
+    its default is the budget. Raises ``ConfigError`` if the weights, a page for each sequence, or a
+    context of ``config.max_model_len`` do not fit. If ``max_model_len`` is not set, the context may
+    shrink to the pages instead.
     """
     limits, fixed = program.limits, program_memory(program, device)
     reserve = reserve_bytes(program.model)
@@ -290,9 +293,7 @@ def _kv_budget(config: EngineConfig, fixed: MemoryPlan, reserve: int) -> int:
     """Bytes for pages and the layer state of sequences; ``fixed`` is the plan without pages."""
     device = fixed.device
     if device is None:
-        if config.kv_cache_memory_bytes is None and config.num_pages is None:
-            raise ConfigError("this device reports no memory size; set kv_cache_memory_bytes")
-        return config.kv_cache_memory_bytes or 0
+        return config.kv_cache_memory_bytes or min(max(MIN_KV, fixed.weight_bytes // 2), MAX_KV)
     share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
     budget = min(int(device.total_bytes * share), device.allocator_bytes)
     free_bytes = budget - (fixed.total_bytes - fixed.state_bytes) - reserve

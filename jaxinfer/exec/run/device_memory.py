@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxinfer.core.config import allocator_share
 from jaxinfer.core.errors import EngineError
+from jaxinfer.core.host_memory import release_zeros
 from jaxinfer.exec.compile.memory_plan import MB, DeviceMemory, MemoryPlan, shown, tree_bytes
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.cuda_driver import card_bytes
@@ -48,23 +49,39 @@ def claim_memory(plan: MemoryPlan, device: Any) -> None:
 def compile_init_state(program: Program) -> Callable[[], tuple[State, SlotState]]:
     """A function that allocates zeroed pages and slots.
 
-    It raises ``EngineError`` if the device does not have that much free memory. It is one
-    executable: an executable for each array's shape would take half a second on a GPU.
+    It raises ``EngineError`` if the device does not have that much free memory. On a GPU it is one
+    executable: an executable for each array's shape would take half a second. On a CPU layer state
+    is made array by array, see ``_zeros_without_memory``.
     """
     limits, abstract = program.limits, (program.state(), program.slots())
+    on_cpu = program.placement.platform == "cpu"
 
     def zeros() -> tuple[State, SlotState]:
         sizes = (limits.num_pages, limits.page_size, limits.num_state_rows)
-        return program.model.state.zeros(*sizes), program.zero_slots()
+        return () if on_cpu else program.model.state.zeros(*sizes), program.zero_slots()
 
-    shardings = jax.tree.map(lambda array: array.sharding, abstract)
+    compiled_arrays = ((), abstract[1]) if on_cpu else abstract
+    shardings = jax.tree.map(lambda array: array.sharding, compiled_arrays)
     compiled = jax.jit(zeros, out_shardings=shardings).lower().compile()
 
     def make() -> tuple[State, SlotState]:
         with allocating(tree_bytes(abstract)):
-            return jax.block_until_ready(compiled())
+            state, slots = jax.block_until_ready(compiled())
+            return tuple(map(_zeros_without_memory, abstract[0])) if on_cpu else state, slots
 
     return make
+
+
+def _zeros_without_memory(abstract: jax.Array) -> jax.Array:
+    """A zeroed array of a CPU whose memory becomes resident where it is first used.
+
+    XLA writes every byte of an array that it makes: 1 GiB of pages, most of which a server with few
+    users never needs.
+    """
+    array = jnp.zeros(abstract.shape, abstract.dtype, device=abstract.sharding)
+    for shard in jax.block_until_ready(array).addressable_shards:
+        release_zeros(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
+    return array
 
 
 def init_state(program: Program) -> tuple[State, SlotState]:

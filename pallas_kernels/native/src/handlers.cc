@@ -99,6 +99,15 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t count, std::function<void(int64_
   while (work->done.load(std::memory_order_acquire) < count) std::this_thread::yield();
 }
 
+// Runs a short function for each token: on this thread if they are few.
+void ForTokens(ffi::ThreadPool& pool, int64_t tokens, std::function<void(int64_t)> function) {
+  if (tokens < 16) {
+    for (int64_t token = 0; token < tokens; ++token) function(token);
+  } else {
+    ParallelFor(pool, tokens, std::move(function));
+  }
+}
+
 template <class Buffer>
 const void* DataOrNull(const Buffer& buffer) {
   return buffer.element_count() == 0 ? nullptr : buffer.untyped_data();
@@ -195,10 +204,39 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<
   return ffi::Error::Success();
 }
 
+// 16 sums at a time, which the compiler makes vectors of.
 float RootMeanSquareInverse(const float* x, int64_t n, float eps) {
-  float sum = 0.f;
-  for (int64_t i = 0; i < n; ++i) sum += x[i] * x[i];
+  float sums[16] = {}, sum = 0.f;
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    for (int j = 0; j < 16; ++j) sums[j] += x[i + j] * x[i + j];
+  }
+  for (; i < n; ++i) sum += x[i] * x[i];
+  for (float each : sums) sum += each;
   return 1.f / std::sqrt(sum / static_cast<float>(n) + eps);
+}
+
+// The sum of x and delta, and that sum normalised; see residual_norm.api. Without delta (an empty
+// array) the sum is x, and is not written.
+ffi::Error ResidualNorm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> delta,
+                        ffi::Buffer<ffi::F32> weights, ffi::ResultBuffer<ffi::F32> total,
+                        ffi::ResultBuffer<ffi::F32> normed, int64_t row, float eps) {
+  const int64_t tokens = x.dimensions()[0], width = x.dimensions()[1];
+  const float* weight = weights.typed_data() + row * width;
+  auto normalise = [&](int64_t token) {
+    const float* from = x.typed_data() + token * width;
+    if (delta.element_count() != 0) {
+      const float* added = delta.typed_data() + token * width;
+      float* sum = total->typed_data() + token * width;
+      for (int64_t i = 0; i < width; ++i) sum[i] = from[i] + added[i];
+      from = sum;
+    }
+    const float inverse = RootMeanSquareInverse(from, width, eps);
+    float* to = normed->typed_data() + token * width;
+    for (int64_t i = 0; i < width; ++i) to[i] = from[i] * inverse * weight[i];
+  };
+  ForTokens(pool, tokens, normalise);
+  return ffi::Error::Success();
 }
 
 // Normalises and rotates queries and keys, and writes keys and values into pages, which the results
@@ -243,11 +281,7 @@ ffi::Error RopeAppend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buff
     }
     std::memcpy(values->typed_data() + slot, from, kv_heads * head_dim * sizeof(float));
   };
-  if (tokens < 16) {
-    for (int64_t token = 0; token < tokens; ++token) append(token);
-  } else {
-    ParallelFor(pool, tokens, append);
-  }
+  ForTokens(pool, tokens, append);
   return ffi::Error::Success();
 }
 
@@ -301,6 +335,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()
+        .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxinferResidualNorm, jaxinfer::ResidualNorm,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Attr<int64_t>("row")
         .Attr<float>("eps"));
 
 // The names of the variants that this processor runs, the fastest first, joined by spaces.

@@ -1,0 +1,46 @@
+"""residual_norm by the native library, in float32.
+
+XLA makes four fusions of each, which are 58 of the 140 instructions of a quantised layer; an
+executable holds 5 KB for each instruction (docs/notes/0023-memory-on-a-cpu.md).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.native.library import MISSING, RESIDUAL_NORM, call, library
+
+
+def supports(
+    x: jax.Array,  # [T, D]
+    partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
+    weights: jax.Array,  # [W, D]
+    *,
+    row: int,
+    eps: float,
+) -> str | None:
+    """Why the native kernel cannot run the call, or None."""
+    del row, eps
+    if x.dtype != jnp.float32 or weights.dtype != jnp.float32:
+        return f"tokens are {x.dtype} and weights {weights.dtype}, not float32"
+    if partials is not None and partials.ndim == 3:
+        return "there are split-K partials"
+    return MISSING if library() is None else None
+
+
+def residual_norm(
+    x: jax.Array,  # float32[T, D]
+    partials: jax.Array | None,  # float32[T, D]
+    weights: jax.Array,  # float32[W, D]
+    *,
+    row: int,
+    eps: float,
+) -> tuple[jax.Array, jax.Array]:  # 2 * float32[T, D]
+    """See ``residual_norm.api``."""
+    summed = (0, 0) if partials is None else x.shape
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (summed, x.shape)]
+    static = {"row": np.int64(row), "eps": np.float32(eps)}
+    total, normed = call(RESIDUAL_NORM, results, x, partials, weights, **static)
+    return x if partials is None else total, normed
