@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.models.params import ArraySpec, ParamSpec, by_path, nested
+from jaxinfer.models.params import ArraySpec, ParamSpec, nested
 from jaxinfer.models.quantised import keep_quantised
 from jaxinfer.nn.context import StepContext, dense_context
 from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.linear import Stream
+from jaxinfer.nn.points import Edit, Points
 from jaxinfer.nn.state import State, StateLayout
 from pallas_kernels.arrangements import named
 from pallas_kernels.quantised import Form
@@ -169,26 +171,25 @@ def unembed(model: Model, params: Params, hidden: jax.Array) -> jax.Array:  # fl
 
 
 def forward(
-    model: Model, params: Params, token_ids: jax.Array, taps: Sequence[str] = ()
+    model: Model,
+    params: Params,
+    token_ids: jax.Array,
+    taps: Sequence[str] = (),
+    edit: Mapping[str, Edit] = MappingProxyType({}),
 ) -> Any:  # float32[T, V], or with taps (float32[T, V], dict)
     """Logits of one whole sequence int32[T]. A pure function, for jit, vmap and grad.
 
-    ``taps`` names activations to return as well, each [T, D]: ``layers.3.resid_pre``, ``.attn_out``
-    (the mixer's output), ``.mlp_out``, ``.resid_post``, and ``final_norm``. Raises ``KeyError``,
-    with the name, for an unknown one.
+    ``taps`` names activations to return as well, such as ``layers.3.resid_post``; ``nn.points``
+    lists all of them with their shapes, and TransformerLens's names are known, too. ``edit`` has
+    functions by name, which replace the activation there by what they return, of the same shape.
+    Raises ``KeyError``, with the nearest names, for an unknown point.
     """
-    ctx = dense_context(token_ids.shape[0])
-    if not taps:
-        hidden, _ = hidden_states(model, params, token_ids, ctx)
+    if not taps and not edit:
+        hidden, _ = hidden_states(model, params, token_ids, dense_context(token_ids.shape[0]))
         return unembed(model, params, hidden)
-    arguments = ({"params": params}, token_ids, None, ctx)
-    (hidden, _), recorded = model.module.apply(*arguments, mutable=["taps"])  # type: ignore[misc]
-    found = {_tap_name(path): value for path, value in by_path(recorded["taps"]).items()}
-    if unknown := [name for name in taps if name not in found]:
-        raise KeyError(f"there is no tap {unknown[0]!r}; taps are {', '.join(sorted(found))}")
-    return unembed(model, params, hidden), {name: found[name] for name in taps}
-
-
-def _tap_name(path: str) -> str:
-    """The name of a tap: ``layers.3.resid_post`` for the path ``layers_3/resid_post``."""
-    return path.replace("layers_", "layers.").replace("/", ".")
+    points = Points(taps, edit)
+    ctx = dense_context(token_ids.shape[0], points)
+    module = model.module.clone(shares_traces=False)
+    hidden, _ = module.apply({"params": params}, token_ids, None, ctx)  # type: ignore[misc]
+    found, logits = points.found(taps), unembed(model, params, hidden)
+    return (logits, found) if taps else logits

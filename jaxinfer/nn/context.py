@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.nn.points import Points
 from pallas_kernels.pins import ALL_XLA, NO_PINS, Pins
 
 
@@ -57,7 +58,7 @@ class Angles(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepContext:
-    """The context of a step for its layers; ``num_decodes``, ``pins`` and ``axis`` are static.
+    """The context of a step for its layers; from ``num_decodes`` on, fields are static.
 
     ``pages`` has an entry for each group of layers, ``angles`` for each rope config. The context of
     one layer has only its own entries (``of_layer``).
@@ -73,18 +74,34 @@ class StepContext:
     # inside ``jax.shard_map`` the mesh axis along which heads and feed-forward columns are divided
     # (``nn.placement.TENSOR``); None if a device has all of them
     axis: str | None = field(default=None, metadata={"static": True})
+    # where activations are read or replaced, in the dense form only; and the layer whose points
+    # the names of ``at`` are
+    points: Points | None = field(default=None, metadata={"static": True})
+    layer: int | None = field(default=None, metadata={"static": True})
 
-    def of_layer(self, group: int | None, rotation: int | None) -> StepContext:
+    def of_layer(self, layer: int, group: int | None, rotation: int | None) -> StepContext:
         """The context of a layer in group ``group``, with rope config ``rotation``."""
         pages = () if group is None or not self.pages else (self.pages[group],)
         angles = () if rotation is None else (self.angles[rotation],)
-        return replace(self, pages=pages, angles=angles)
+        layer_of_points = None if self.points is None else layer  # equal layers share a trace
+        return replace(self, pages=pages, angles=angles, layer=layer_of_points)
+
+    def uses(self, *points: str) -> bool:
+        """True if an activation at one of these points is read or replaced; see ``nn.points``."""
+        return self.points is not None and any([self.points.uses(self._full(p)) for p in points])
+
+    def at(self, point: str, value: jax.Array) -> jax.Array:
+        """The activation at a point, which may be read or replaced; see ``nn.points``."""
+        return value if self.points is None else self.points.at(self._full(point), value)
+
+    def _full(self, point: str) -> str:
+        return point if self.layer is None else f"layers.{self.layer}.{point}"
 
     def pinned(self, op: str) -> str | None:
         """The implementation that an op is pinned to, or None."""
         return self.pins.of(op)
 
 
-def dense_context(num_tokens: int) -> StepContext:
+def dense_context(num_tokens: int, points: Points | None = None) -> StepContext:
     """The context of one whole sequence without state, in plain XLA, which is differentiable."""
-    return StepContext(jnp.arange(num_tokens, dtype=jnp.int32), pins=ALL_XLA)
+    return StepContext(jnp.arange(num_tokens, dtype=jnp.int32), pins=ALL_XLA, points=points)

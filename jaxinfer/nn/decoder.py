@@ -36,10 +36,8 @@ from jaxinfer.nn.rope import rope_tables
 from jaxinfer.nn.state import LayerArrays, State
 
 _INIT = nn.initializers.normal(0.02)
-TAPS = "taps"  # the Flax collection of named activations
 
 
-@nn.jit  # equal layers of a step share one trace
 class DecoderLayer(nn.Module):
     """A mixer and a feed-forward network; the next block adds their outputs to the stream."""
 
@@ -56,16 +54,16 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Stream, LayerArrays | None]:
         """One layer. With ``only`` (see ``Attention``) the result has only those tokens."""
         norms = self._norms(stream.x.shape[1])
-        self._tap("resid_pre", stream.total)
+        stream = _at("resid_pre", stream, ctx)
         mixer, ffn = self.spec.mixer.module(), self.spec.ffn.module()
         nn.share_scope(self, mixer)
         nn.share_scope(self, ffn)
         x, delta, state = mixer(stream, norms[0], state, ctx, only)
-        stream = self._joined("attn_out", x, delta, norms[1], ctx)
+        stream = _joined("attn_out", x, delta, norms[1], ctx)
+        stream = _at("resid_mid", stream, ctx)
         x, delta = ffn(stream, norms[2], ctx)
-        stream = self._joined("mlp_out", x, delta, norms[3], ctx)
-        self._tap("resid_post", stream.total)
-        return stream, state
+        stream = _joined("mlp_out", x, delta, norms[3], ctx)
+        return _at("resid_post", stream, ctx), state
 
     def _norms(self, width: int) -> tuple[Norm, Norm | None, Norm, Norm | None]:
         """The norms before and after the mixer, before and after the feed-forward network."""
@@ -81,25 +79,40 @@ class DecoderLayer(nn.Module):
         none = Norm(weights, 0, d.norm_eps, "none")
         return none, norms[0], none, norms[1]
 
-    def _joined(
-        self, name: str, x: jax.Array, delta: jax.Array, post: Norm | None, ctx: StepContext
-    ) -> Stream:
-        """The stream with a block's output, after the block's post norm if there is one."""
-        if post is not None:
-            _, delta = normalised(Stream(jnp.zeros_like(x), delta), post, ctx)
-        self._tap(name, lambda: Stream(jnp.zeros_like(x), delta).total())
-        return Stream(x, delta)
 
-    def _tap(self, name: str, value: Any) -> None:
-        """Record ``value()`` if taps are requested."""
-        if self.is_mutable_collection(TAPS):
-            self.sow(TAPS, name, value(), reduce_fn=_replaced, init_fn=_nothing)
+SharedLayer = nn.jit(DecoderLayer)  # equal layers of a step share one trace
+
+
+def _at(point: str, stream: Stream, ctx: StepContext) -> Stream:
+    """The stream at a point; it stays as it is unless it is replaced."""
+    if not ctx.uses(point):
+        return stream
+    total = stream.total()
+    new = ctx.at(point, total)
+    return stream if new is total else Stream(new)
+
+
+def _joined(
+    point: str, x: jax.Array, delta: jax.Array, post: Norm | None, ctx: StepContext
+) -> Stream:
+    """The stream with a block's output, after the block's post norm if there is one."""
+    if post is not None:
+        _, delta = normalised(Stream(jnp.zeros_like(x), delta), post, ctx)
+    if not ctx.uses(point):
+        return Stream(x, delta)
+    total = Stream(jnp.zeros_like(x), delta).total()
+    new = ctx.at(point, total)
+    return Stream(x, delta if new is total else new)
 
 
 class Decoder(nn.Module):
-    """Tokens to hidden states (``__call__``), hidden states to logits (``unembed``)."""
+    """Tokens to hidden states (``__call__``), hidden states to logits (``unembed``).
+
+    ``shares_traces`` must be False for a context with ``points``.
+    """
 
     spec: DecoderSpec
+    shares_traces: bool = True
 
     def setup(self) -> None:
         """Declare the parameters that both methods need."""
@@ -108,7 +121,8 @@ class Decoder(nn.Module):
         if c.num_positions is not None:
             shape = (c.num_positions, c.hidden_size)
             self.positions = self.param("positions", _INIT, shape, c.dtype)
-        self.layers = [DecoderLayer(layer, c) for layer in c.layers]
+        layer_class = SharedLayer if self.shares_traces else DecoderLayer
+        self.layers = [layer_class(layer, c) for layer in c.layers]
         shape = (2, c.hidden_size) if c.norm == "layer" else (c.hidden_size,)
         dtype = c.norm_dtype or c.dtype
         self.final_norm = self.param("final_norm", _init_norms(c.norm), shape, dtype)
@@ -123,7 +137,7 @@ class Decoder(nn.Module):
         only: jax.Array | None = None,  # int32[B]
     ) -> tuple[jax.Array, State | None]:  # [T, D], or with only [B, D]
         """Hidden states after the final norm, and the state with this step's tokens."""
-        stream = Stream(self.embedded(token_ids, ctx.positions))
+        stream = Stream(ctx.at("embed", self.embedded(token_ids, ctx.positions)))
         every = range(len(self.layers))
         stream, state = self.run_layers(stream, state, ctx, layers=every, only=only)
         return self.finished(stream, ctx), state
@@ -155,7 +169,7 @@ class Decoder(nn.Module):
             own = None if state is None else place.take(state)
             rotation = None if rope is None else c.ropes.index(rope)
             own_only = only if i == len(c.layers) - 1 else None
-            own_ctx = ctx.of_layer(place.group, rotation)
+            own_ctx = ctx.of_layer(i, place.group, rotation)
             stream, own = self.layers[i](stream, own, own_ctx, own_only)
             if state is not None and own is not None:
                 state = place.put(state, own)
@@ -165,25 +179,13 @@ class Decoder(nn.Module):
         """The final norm of the stream."""
         c, weights = self.spec, jnp.atleast_2d(self.final_norm)
         _, hidden = normalised(stream, Norm(weights, 0, c.norm_eps, c.norm), ctx)
-        if self.is_mutable_collection(TAPS):
-            self.sow(TAPS, "final_norm", hidden, reduce_fn=_replaced, init_fn=_nothing)
-        return hidden
+        return ctx.at("final_norm", hidden)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:  # [..., D] -> float32[..., V]
         """Logits of hidden states."""
         if self.spec.tie_word_embeddings:
             return tied_logits(hidden, self.embed)
         return head_logits(hidden, self.lm_head)
-
-
-def _nothing() -> Any:
-    """The initial value of a tap: None."""
-
-
-def _replaced(before: Any, value: jax.Array) -> jax.Array:
-    """The new value of a tap: the activation itself; by default Flax appends to a tuple."""
-    del before
-    return value
 
 
 def _init_norms(kind: str) -> Any:

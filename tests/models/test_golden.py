@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from jaxinfer.models import Model, Params, build_model, forward
 from jaxinfer.models.params import nested
@@ -34,15 +35,20 @@ def params_of(model: Model, tensors: dict[str, np.ndarray]) -> Params:
     return nested(built_arrays(model, tensors))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_logits_and_greedy_tokens_equal_transformers(case: str) -> None:
+def loaded(case: str) -> tuple[Model, Params, dict[str, np.ndarray]]:
+    """The model of a golden file, its parameters, and all tensors of the file."""
     with safe_open(DATA / f"{case}.safetensors", "numpy") as file:
         model = build_model(json.loads(file.metadata()["config"]), "float32")
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     weights = {
         n.removeprefix("weights/"): t for n, t in tensors.items() if n.startswith("weights/")
     }
-    params = params_of(model, weights)
+    return model, params_of(model, weights), tensors
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_tokens_equal_transformers(case: str) -> None:
+    model, params, tensors = loaded(case)
     logits_of = jax.jit(jax.vmap(lambda ids: forward(model, params, ids)))
     np.testing.assert_allclose(
         logits_of(tensors["token_ids"]), tensors["logits"], atol=1e-4, rtol=0
@@ -56,3 +62,25 @@ def test_logits_and_greedy_tokens_equal_transformers(case: str) -> None:
 
 def test_every_golden_case_is_found() -> None:
     assert len(CASES) >= 8
+
+
+HIDDEN = sorted(path.stem for path in (DATA / "hidden").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("case", HIDDEN)
+def test_activations_equal_transformers(case: str) -> None:
+    """The residual stream before each layer, attention patterns, and the final norm's output."""
+    model, params, tensors = loaded(case)
+    depth, expected = len(model.config.layers), load_file(DATA / "hidden" / f"{case}.safetensors")
+    streams = [f"layers.{i}.resid_pre" for i in range(depth)] + ["final_norm"]
+    patterns = [f"layers.{i}.pattern" for i in range(depth)]
+    read = jax.jit(lambda ids: forward(model, params, ids, taps=(*streams, *patterns))[1])
+    found = read(tensors["token_ids"][0])
+    for points, name in ((streams, "hidden"), (patterns, "patterns")):
+        ours = np.stack([found[point] for point in points])
+        np.testing.assert_allclose(ours, expected[name], atol=1e-4, rtol=0)
+
+
+def test_every_family_has_golden_activations() -> None:
+    families = {loaded(case)[0].family.name for case in HIDDEN}
+    assert families == {loaded(case)[0].family.name for case in CASES}

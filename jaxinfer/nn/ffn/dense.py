@@ -35,13 +35,15 @@ class FeedForward(nn.Module):
         w = weight(self, name, (d, columns), dtype)
         bias = self.param(f"{name}_bias", _ZEROS, (columns,), dtype) if c.bias else None
         swiglu = c.gated and c.activation == "silu" and not c.bias  # in one kernel
+        swiglu = swiglu and not ctx.uses("mlp_pre", "mlp_linear")
         stream, hidden = linear_of_norm(stream, norm, w, ctx, bias=bias, swiglu=swiglu)
         activation = ACTIVATIONS[c.activation]
         if c.gated and not swiglu:
             gate, up = jnp.split(hidden, 2, axis=-1)
-            hidden = activation(gate) * up
+            hidden = activation(ctx.at("mlp_pre", gate)) * ctx.at("mlp_linear", up)
         elif not c.gated:
-            hidden = activation(hidden)
+            hidden = activation(ctx.at("mlp_pre", hidden))
+        hidden = ctx.at("mlp_post", hidden)
         w = weight(self, "down", (c.width, d), dtype)
         bias = self.param("down_bias", _ZEROS, (d,), dtype) if c.bias else None
         return stream.x, linear(hidden, w, ctx, bias=bias, partial=True)

@@ -125,7 +125,7 @@ def attend(
     """
     angles = ctx.angles[0] if ctx.angles else None
     if state is None:
-        return _dense(qkv, angles, qk_norm, num_kv_heads, scale, window, only), None
+        return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, window, only), None
     pages, d = ctx.pages[0], ctx.num_decodes
     if qkv.shape[0] == d:
         return _decode(qkv, state, ctx, angles, qk_norm, scale=scale, window=window)
@@ -205,7 +205,7 @@ def _decode(
 
 def _dense(
     qkv: jax.Array,  # [T, N + 2K, H]
-    angles: Angles | None,
+    ctx: StepContext,
     qk_norm: QKNorm,
     num_kv_heads: int,
     scale: float,
@@ -213,11 +213,12 @@ def _dense(
     only: jax.Array | None,  # int32[B]
 ) -> jax.Array:  # [T, N, H], or with only [B, N, H]
     """Causal attention of one whole sequence over itself; supports gradients and vmap."""
-    if angles is None:
-        q, k, v = split_heads(qkv, num_kv_heads)
-    else:
-        cos, sin = angles
+    if ctx.angles:
+        cos, sin = ctx.angles[0]
         q, k, v = split_and_rotate(qkv, cos, sin, qk_norm.weights, num_kv_heads, qk_norm.eps)
+    else:
+        q, k, v = split_heads(qkv, num_kv_heads)
+    q, k, v = ctx.at("q", q), ctx.at("k", k), ctx.at("v", v)
     t, n, h = q.shape
     grouped = q.reshape(t, k.shape[1], n // k.shape[1], h)
     scores = jnp.einsum("TKGH,SKH->KGTS", grouped, k, preferred_element_type=jnp.float32)
@@ -226,6 +227,8 @@ def _dense(
     if window is not None:
         visible &= distance < window
     scores = jnp.where(visible, scores * scale, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("KGTS,SKH->TKGH", weights, v).reshape(t, n, h)
+    by_head = ctx.at("scores", scores.reshape(n, t, t))
+    weights = ctx.at("pattern", jax.nn.softmax(by_head, axis=-1).astype(v.dtype))
+    out = jnp.einsum("KGTS,SKH->TKGH", weights.reshape(scores.shape), v).reshape(t, n, h)
+    out = ctx.at("z", out)
     return out if only is None else out[only]

@@ -1,0 +1,117 @@
+"""Named points of a forward pass, where activations are read (taps) or replaced (edits).
+
+The points, and TransformerLens's names for them; ``i`` is a layer. Queries, keys and values are
+those that attention multiplies, after norms and rope; scores are scaled and masked:
+
+    embed                  [T, D]      hook_embed
+    layers.i.resid_pre     [T, D]      blocks.i.hook_resid_pre      the stream before the layer
+    layers.i.q             [T, N, H]   blocks.i.attn.hook_rot_q
+    layers.i.k             [T, K, H]   blocks.i.attn.hook_rot_k
+    layers.i.v             [T, K, H]   blocks.i.attn.hook_v
+    layers.i.scores        [N, T, T]   blocks.i.attn.hook_attn_scores
+    layers.i.pattern       [N, T, T]   blocks.i.attn.hook_pattern
+    layers.i.z             [T, N, H]   blocks.i.attn.hook_z
+    layers.i.attn_out      [T, D]      blocks.i.hook_attn_out       added to the stream
+    layers.i.resid_mid     [T, D]      blocks.i.hook_resid_mid
+    layers.i.mlp_pre       [T, F]      blocks.i.mlp.hook_pre        before the activation
+    layers.i.mlp_linear    [T, F]      blocks.i.mlp.hook_pre_linear its factor in a gated network
+    layers.i.mlp_post      [T, F]      blocks.i.mlp.hook_post
+    layers.i.mlp_out       [T, D]      blocks.i.hook_mlp_out        added to the stream
+    layers.i.resid_post    [T, D]      blocks.i.hook_resid_post
+    final_norm             [T, D]      ln_final.hook_normalized
+
+Source of the aliases: TransformerLens's ``HookedTransformer``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from types import MappingProxyType
+
+import jax
+
+type Edit = Callable[[jax.Array], jax.Array]
+
+_ALIASES = MappingProxyType(
+    {
+        "hook_resid_pre": "resid_pre",
+        "attn.hook_rot_q": "q",
+        "attn.hook_rot_k": "k",
+        "attn.hook_v": "v",
+        "attn.hook_attn_scores": "scores",
+        "attn.hook_pattern": "pattern",
+        "attn.hook_z": "z",
+        "hook_attn_out": "attn_out",
+        "hook_resid_mid": "resid_mid",
+        "mlp.hook_pre": "mlp_pre",
+        "mlp.hook_pre_linear": "mlp_linear",
+        "mlp.hook_post": "mlp_post",
+        "hook_mlp_out": "mlp_out",
+        "hook_resid_post": "resid_post",
+    }
+)
+_OUTSIDE = MappingProxyType({"hook_embed": "embed", "ln_final.hook_normalized": "final_norm"})
+_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
+_MOST_NAMED = 5
+
+
+def canonical(name: str) -> str:
+    """The name of a point, for TransformerLens's name of it or the name itself."""
+    match = _BLOCK.fullmatch(name)
+    if match is None:
+        return _OUTSIDE.get(name, name)
+    layer, point = match.groups()
+    return f"layers.{layer}.{_ALIASES.get(point, point)}"
+
+
+class Points:
+    """The points of one forward pass: activations are recorded in it while the pass is traced.
+
+    It belongs to one call, so that a function that makes one remains pure.
+    """
+
+    def __init__(self, taps: Iterable[str], edits: Mapping[str, Edit]) -> None:
+        self._taps = {canonical(name) for name in taps}
+        self._edits = {canonical(name): edit for name, edit in edits.items()}
+        self._found: dict[str, jax.Array] = {}
+        self._passed: dict[str, None] = {}  # all names, in order
+
+    def uses(self, name: str) -> bool:
+        """True if the activation at this point is read or replaced."""
+        self._passed[name] = None
+        return name in self._taps or name in self._edits
+
+    def at(self, name: str, value: jax.Array) -> jax.Array:
+        """The value with which the pass goes on: it is replaced, then recorded.
+
+        Raises ValueError for an edit that changes its shape.
+        """
+        if not self.uses(name):
+            return value
+        edit = self._edits.get(name)
+        if edit is not None:
+            value = _edited(name, edit, value)
+        if name in self._taps:
+            self._found[name] = value
+        return value
+
+    def found(self, taps: Iterable[str]) -> dict[str, jax.Array]:
+        """The recorded activations, by the names that were asked for.
+
+        Raises KeyError, with the nearest names, for a tap or an edit at no point of the pass.
+        """
+        for name in (*self._taps, *self._edits):
+            if name not in self._passed:
+                near = get_close_matches(name, self._passed, _MOST_NAMED, 0.0)
+                raise KeyError(f"there is no point {name!r}; the nearest are {', '.join(near)}")
+        return {name: self._found[canonical(name)] for name in taps}
+
+
+def _edited(name: str, edit: Edit, value: jax.Array) -> jax.Array:
+    made = edit(value)
+    if getattr(made, "shape", None) != value.shape:
+        shape = getattr(made, "shape", type(made).__name__)
+        raise ValueError(f"the edit of {name} must return {value.shape}, not {shape}")
+    return made.astype(value.dtype)

@@ -1,0 +1,57 @@
+"""Makes data/hidden/<case>.safetensors: hidden states and attention patterns of transformers.
+
+A tool, run by hand in the environment of ``make_golden.py``, for checkpoints that that one made:
+
+    python make_hidden.py
+
+Each file holds, for the first sequence of the case: hidden [layers + 1, T, D], the inputs of the
+layers and the output of the final norm; patterns [layers, N, T, T].
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+DATA = Path(__file__).parent / "data"
+CASES = (
+    "llama_tied",
+    "llama_bias_head_dim",
+    "mistral_window",
+    "qwen2",
+    "qwen3",
+    "gpt2",
+    "gemma3",
+    "olmo2",
+)
+
+
+@torch.inference_mode()
+def make(name: str) -> None:
+    """One file."""
+    with safe_open(DATA / f"{name}.safetensors", "pt") as file:
+        facts = json.loads(file.metadata()["config"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    config = AutoConfig.for_model(facts.pop("model_type"), **facts)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    weights = {k.removeprefix("weights/"): t for k, t in tensors.items() if k.startswith("weig")}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    model.tie_weights()
+    ids = tensors["token_ids"][:1].long()
+    out = model(ids, output_hidden_states=True, output_attentions=True)
+    assert (out.logits[0] - tensors["logits"][0]).abs().max() < 1e-4
+    made = {"hidden": torch.cat(out.hidden_states), "patterns": torch.cat(out.attentions)}
+    (DATA / "hidden").mkdir(exist_ok=True)
+    save_file(made, DATA / "hidden" / f"{name}.safetensors")
+    print(name, {key: tuple(value.shape) for key, value in made.items()})
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        make(case)

@@ -1,0 +1,161 @@
+"""Named points of ``forward``: every activation can be read and replaced, for every family."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.models import forward
+from jaxinfer.models.base import Model, unembed
+from jaxinfer.nn.decoder_config import AttentionConfig, FeedForwardConfig
+from kit import tiny_models
+
+T = 9
+IDS = jnp.asarray(np.random.default_rng(3).integers(0, 300, T), jnp.int32)
+every_family = pytest.mark.parametrize("name", tiny_models.NAMES)
+
+
+def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
+    """Every point of a model with its shape."""
+    config = model.config
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+        ("embed", "final_norm"), (T, config.hidden_size)
+    )
+    for i, layer in enumerate(config.layers):
+        mixer, ffn = layer.mixer, layer.ffn
+        assert isinstance(mixer, AttentionConfig) and isinstance(ffn, FeedForwardConfig)
+        heads, keys, square = (
+            (T, mixer.num_heads, mixer.head_dim),
+            (T, mixer.num_kv_heads, mixer.head_dim),
+            (mixer.num_heads, T, T),
+        )
+        own = dict.fromkeys(
+            ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"), (T, config.hidden_size)
+        )
+        own |= {"q": heads, "k": keys, "v": keys, "scores": square, "pattern": square, "z": heads}
+        own |= dict.fromkeys(("mlp_pre", "mlp_post"), (T, ffn.width))
+        own |= {"mlp_linear": (T, ffn.width)} if ffn.gated else {}
+        shapes |= {f"layers.{i}.{point}": shape for point, shape in own.items()}
+    return shapes
+
+
+@every_family
+def test_all_points_are_read_at_once_and_change_nothing(name: str) -> None:
+    model, params = tiny_models.tiny_model(name)
+    shapes = shapes_of(model)
+    logits, found = jax.jit(lambda ids: forward(model, params, ids, taps=tuple(shapes)))(IDS)
+    assert {point: value.shape for point, value in found.items()} == shapes
+    np.testing.assert_allclose(logits, forward(model, params, IDS), atol=1e-5, rtol=1e-5)
+    last = unembed(model, params, found["final_norm"])
+    np.testing.assert_allclose(last, logits, atol=1e-5, rtol=1e-5)
+    for i in range(len(model.config.layers)):
+        of = {point: found[f"layers.{i}.{point}"] for point in ("resid_pre", "resid_mid")}
+        middle = of["resid_pre"] + found[f"layers.{i}.attn_out"]
+        np.testing.assert_allclose(middle, of["resid_mid"], atol=1e-5, rtol=1e-5)
+        after = of["resid_mid"] + found[f"layers.{i}.mlp_out"]
+        np.testing.assert_allclose(after, found[f"layers.{i}.resid_post"], atol=1e-5, rtol=1e-5)
+        pattern = np.asarray(found[f"layers.{i}.pattern"])
+        np.testing.assert_allclose(pattern.sum(-1), 1, atol=1e-5)
+        assert not np.triu(pattern, 1).any()
+
+
+@every_family
+def test_an_edit_of_nothing_changes_no_bit(name: str) -> None:
+    model, params = tiny_models.tiny_model(name)
+    # these two take SwiGLU's kernel apart
+    points = [p for p in shapes_of(model) if not p.endswith(("mlp_pre", "mlp_linear"))]
+    plain = jax.jit(lambda ids: forward(model, params, ids))(IDS)
+    same = jax.jit(lambda ids: forward(model, params, ids, edit=dict.fromkeys(points, same_value)))
+    np.testing.assert_array_equal(same(IDS), plain)
+
+
+def same_value(x: jax.Array) -> jax.Array:
+    return x
+
+
+@every_family
+def test_every_point_has_an_effect(name: str) -> None:
+    model, params = tiny_models.tiny_model(name)
+    points = list(shapes_of(model))
+
+    @jax.jit
+    def logits(factors: jax.Array) -> jax.Array:  # [points] -> [T, V]
+        edits = {p: lambda x, i=i: x * factors[i] for i, p in enumerate(points)}
+        return forward(model, params, IDS, edit=edits)
+
+    ones = jnp.ones(len(points))
+    plain = np.asarray(logits(ones))
+    np.testing.assert_allclose(plain, forward(model, params, IDS), atol=1e-5, rtol=1e-5)
+    for i, point in enumerate(points):
+        assert not np.array_equal(logits(ones.at[i].set(-3)), plain), point
+
+
+@every_family
+def test_a_run_patched_with_another_ones_stream_continues_like_it(name: str) -> None:
+    model, params = tiny_models.tiny_model(name)
+    other = IDS[::-1]
+    point = "layers.1.resid_pre"
+    expected, found = jax.jit(lambda ids: forward(model, params, ids, taps=(point,)))(other)
+    patched = jax.jit(
+        lambda ids, value: forward(model, params, ids, edit={point: lambda x: value})
+    )(IDS, found[point])
+    np.testing.assert_allclose(patched, expected, atol=1e-5, rtol=1e-5)
+
+
+@every_family
+def test_the_gradient_by_an_edit_equals_finite_differences(name: str) -> None:
+    """Attribution patching: how the loss follows a change of one head's output."""
+    model, params = tiny_models.tiny_model(name)
+    shape = shapes_of(model)["layers.0.z"]
+    direction = jax.random.normal(jax.random.key(1), shape) / np.sqrt(np.prod(shape))
+
+    @jax.jit
+    def loss(added: jax.Array) -> jax.Array:
+        logits = forward(model, params, IDS, edit={"layers.0.z": lambda z: z + added})
+        return jax.nn.logsumexp(logits[-1]) - logits[-1, 7]
+
+    slope = jnp.vdot(jax.grad(loss)(jnp.zeros(shape)), direction)
+    step = 1e-1
+    difference = (loss(step * direction) - loss(-step * direction)) / (2 * step)
+    assert float(slope) == pytest.approx(float(difference), rel=3e-2, abs=1e-4)
+
+
+def test_points_by_the_names_of_transformer_lens() -> None:
+    model, params = tiny_models.tiny_model("qwen3")
+    names = {
+        "blocks.1.hook_resid_post": "layers.1.resid_post",
+        "blocks.0.attn.hook_pattern": "layers.0.pattern",
+        "blocks.0.mlp.hook_pre_linear": "layers.0.mlp_linear",
+        "hook_embed": "embed",
+        "ln_final.hook_normalized": "final_norm",
+    }
+    _, found = forward(model, params, IDS, taps=(*names, *names.values()))
+    for alias, point in names.items():
+        np.testing.assert_array_equal(found[alias], found[point])
+
+
+def test_points_under_vmap() -> None:
+    model, params = tiny_models.tiny_model("llama")
+    both = jnp.stack([IDS, IDS[::-1]])
+
+    @jax.jit
+    def of_one(ids: jax.Array) -> jax.Array:
+        return forward(model, params, ids, taps=("layers.1.z",))[1]["layers.1.z"]
+
+    together = jax.vmap(of_one)(both)
+    for ids, value in zip(both, together, strict=True):
+        np.testing.assert_allclose(of_one(ids), value, atol=1e-5, rtol=1e-5)
+
+
+def test_wrong_points_and_edits() -> None:
+    model, params = tiny_models.tiny_model("llama")
+    with pytest.raises(KeyError, match=r"no point 'layers.1.resid'; the nearest are layers.1.resi"):
+        forward(model, params, IDS, taps=("layers.1.resid",))
+    with pytest.raises(KeyError, match=r"no point 'layers.9.z'"):
+        forward(model, params, IDS, edit={"layers.9.z": lambda z: z})
+    with pytest.raises(ValueError, match=r"the edit of layers.0.z must return \(9, 4, 8\), not \("):
+        forward(model, params, IDS, edit={"layers.0.z": lambda z: z[:1]})
+    with pytest.raises(ValueError, match=r"must return \(9, 32\), not NoneType"):
+        forward(model, params, IDS, edit={"embed": lambda x: None})  # type: ignore[arg-type,return-value]
