@@ -20,5 +20,8 @@ def test_example_runs(example: Path) -> None:
         "stream": "100",
         "research": "Paris",
         "patching": "layer  0:  +6.",  # the country is read after the first layers
+        "logit_lens": "' Paris'",
+        "head_ablation": " 0.6 ",
+        "linear_probe": "layers.6.resid_post     100.0%",
     }
     assert expected[example.stem] in result.stdout
