@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxinfer.core.config import EngineConfig
     from jaxinfer.core.request import SamplingParams
     from jaxinfer.engine.api.async_llm import AsyncLLM
+    from jaxinfer.engine.api.language_model import LanguageModel
     from jaxinfer.engine.api.llm import LLM
     from jaxinfer.engine.api.load import load
     from jaxinfer.engine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -24,6 +25,7 @@ __all__ = (
     "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
+    "LanguageModel",
     "Logprob",
     "RequestOutput",
     "SamplingParams",
@@ -39,6 +41,8 @@ def __getattr__(name: str) -> Any:
             module = "jaxinfer.core.request"
         case "LLM":
             module = "jaxinfer.engine.api.llm"
+        case "LanguageModel":
+            module = "jaxinfer.engine.api.language_model"
         case "load":
             module = "jaxinfer.engine.api.load"
         case "AsyncLLM":

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.models.arguments import checked_token_ids
 from jaxinfer.models.params import ArraySpec, ParamSpec, by_path, nested
 from jaxinfer.models.quantised import keep_quantised
 from jaxinfer.nn.context import StepContext, dense_context
@@ -47,6 +49,7 @@ class Model:
 
     ``forms`` are the forms of the checkpoint tensors that stay quantised, by their names in the
     family's specs; ``arrangement`` is the name of the order in which kernels read them.
+    ``hf_config`` is the config.json that ``config`` was read from.
     """
 
     family: ModelFamily
@@ -54,6 +57,7 @@ class Model:
     config: DecoderSpec
     forms: tuple[tuple[str, Form], ...] = ()
     arrangement: str | None = None
+    hf_config: Mapping[str, Any] = field(default=MappingProxyType({}), compare=False, repr=False)
 
     @property
     def module(self) -> nn.Module:
@@ -168,15 +172,31 @@ def unembed(model: Model, params: Params, hidden: jax.Array) -> jax.Array:  # fl
     return model.module.apply({"params": params}, hidden, method="unembed")  # type: ignore[return-value]
 
 
+def normalised_stream(model: Model, params: Params, stream: jax.Array) -> jax.Array:
+    """The final norm of residual streams [..., D], for ``unembed``: a logit lens."""
+
+    def run(module: Any) -> jax.Array:
+        flat = stream.reshape(-1, stream.shape[-1])
+        return module.finished(Stream(flat), dense_context(len(flat)))  # type: ignore[no-any-return]
+
+    hidden: Any = model.module.apply({"params": params}, method=run)
+    return hidden.reshape(stream.shape)  # type: ignore[no-any-return]
+
+
 def forward(
     model: Model, params: Params, token_ids: jax.Array, taps: Sequence[str] = ()
 ) -> Any:  # float32[T, V], or with taps (float32[T, V], dict)
     """Logits of one whole sequence int32[T]. A pure function, for jit, vmap and grad.
 
+    Under ``jax.jit``, ``model`` is static (``static_argnums=0``), and ``params`` should be an
+    argument: weights that a function closes over are compiled into it as constants. Raises
+    ``ArgumentError`` for tokens that are not such an array.
+
     ``taps`` names activations to return as well, each [T, D]: ``layers.3.resid_pre``, ``.attn_out``
     (the mixer's output), ``.mlp_out``, ``.resid_post``, and ``final_norm``. Raises ``KeyError``,
     with the name, for an unknown one.
     """
+    token_ids = checked_token_ids(token_ids, model.config)
     ctx = dense_context(token_ids.shape[0])
     if not taps:
         hidden, _ = hidden_states(model, params, token_ids, ctx)
@@ -187,6 +207,19 @@ def forward(
     if unknown := [name for name in taps if name not in found]:
         raise KeyError(f"there is no tap {unknown[0]!r}; taps are {', '.join(sorted(found))}")
     return unembed(model, params, hidden), {name: found[name] for name in taps}
+
+
+def forward_batch(
+    model: Model,
+    params: Params,
+    token_ids: jax.Array,  # int32[B, T]
+    lengths: jax.Array,  # int32[B]
+    taps: Sequence[str] = (),
+) -> Any:  # float32[B, T, V], or with taps (float32[B, T, V], dict of [B, T, D])
+    """``forward`` of several sequences, each of its own length. Results for padding are 0."""
+    found = jax.vmap(lambda one: forward(model, params, one, taps))(token_ids)
+    real = jnp.arange(token_ids.shape[1]) < lengths[:, None]  # bool[B, T]
+    return jax.tree.map(lambda array: jnp.where(real[..., None], array, 0), found)
 
 
 def _tap_name(path: str) -> str:
