@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.api.language_model import LanguageModel
     from jaxinfer.engine.api.llm import LLM
     from jaxinfer.engine.api.load import load
+    from jaxinfer.engine.api.save import save
     from jaxinfer.engine.outputs import CompletionOutput, Logprob, RequestOutput
 
 __version__ = VERSION
@@ -30,6 +31,7 @@ __all__ = (
     "RequestOutput",
     "SamplingParams",
     "load",
+    "save",
 )
 
 
@@ -45,6 +47,8 @@ def __getattr__(name: str) -> Any:
             module = "jaxinfer.engine.api.language_model"
         case "load":
             module = "jaxinfer.engine.api.load"
+        case "save":
+            module = "jaxinfer.engine.api.save"
         case "AsyncLLM":
             module = "jaxinfer.engine.api.async_llm"
         case "CompletionOutput" | "Logprob" | "RequestOutput":

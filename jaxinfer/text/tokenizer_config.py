@@ -50,6 +50,26 @@ def special_tokens(spec: TokenizerSpec) -> dict[str, str]:
     return named
 
 
+def saved_config(
+    config: Mapping[str, Any], special: Mapping[str, str], max_length: int
+) -> dict[str, Any]:
+    """The tokenizer_config.json of a tokenizer whose chat templates are in files of their own.
+
+    ``config`` is the file that the tokenizer was read from, empty for a GGUF file, ``special`` the
+    tokens by the names of ``special_tokens``.
+    """
+    made = {key: value for key, value in config.items() if key != "chat_template"}
+    made.setdefault("tokenizer_class", "PreTrainedTokenizerFast")  # reads only tokenizer.json
+    made.setdefault("clean_up_tokenization_spaces", False)
+    if max_length != NO_LENGTH:
+        made["model_max_length"] = max_length
+    for name, token in special.items():
+        entry = made.get(name)
+        if not (isinstance(entry, Mapping) and entry.get("content") == token):
+            made[name] = token
+    return made
+
+
 def chat_templates(spec: TokenizerSpec) -> dict[str, str]:
     """The templates by name; a model's only template is named ``default``.
 

@@ -10,9 +10,16 @@ import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
+EXPECTED = {
+    "offline": "Tokyo",
+    "stream": "100",
+    "research": "next token:  Paris",
+    "finetune": "after:  Onhava",
+}
+
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path) -> None:
     result = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
-    assert {"offline": "Tokyo", "stream": "100", "research": "Paris"}[example.stem] in result.stdout
+    assert EXPECTED[example.stem] in result.stdout

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.errors import ArgumentError, EngineError
+from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.outputs import RequestOutput
 from jaxinfer.models.arguments import checked_batch, checked_params
 from jaxinfer.models.base import Model, Params, forward, forward_batch, normalised_stream, unembed
 from jaxinfer.models.views import WeightViews
 from jaxinfer.nn.decoder_config import DecoderSpec
+from jaxinfer.weights.save import write_model
 
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer
@@ -101,6 +104,13 @@ class LanguageModel(WeightViews):
         """The same model with other parameters; raises ``ArgumentError`` if they do not fit."""
         checked_params(params, self.model.arrays)
         return replace(self, params=params)
+
+    def save(self, folder: str | Path, *, progress: Progress = NO_PROGRESS) -> None:
+        """Write a new Hugging Face folder with these weights and the tokenizer; see
+        ``jaxinfer.save``.
+        """
+        config = self.generation_config
+        write_model(Path(folder), self.model, self.params, self.tokenizer, config, progress)
 
     def _weights(self, params: Params | None) -> Params:
         if params is None:
