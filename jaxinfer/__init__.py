@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from jaxinfer.core.config import EngineConfig
     from jaxinfer.core.request import SamplingParams
     from jaxinfer.engine.api.async_llm import AsyncLLM
+    from jaxinfer.engine.api.language_model import LanguageModel
     from jaxinfer.engine.api.llm import LLM
     from jaxinfer.engine.api.load import load
+    from jaxinfer.engine.api.save import save
     from jaxinfer.engine.outputs import CompletionOutput, Logprob, RequestOutput
 
 __version__ = VERSION
@@ -24,10 +26,12 @@ __all__ = (
     "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
+    "LanguageModel",
     "Logprob",
     "RequestOutput",
     "SamplingParams",
     "load",
+    "save",
 )
 
 
@@ -39,8 +43,12 @@ def __getattr__(name: str) -> Any:
             module = "jaxinfer.core.request"
         case "LLM":
             module = "jaxinfer.engine.api.llm"
+        case "LanguageModel":
+            module = "jaxinfer.engine.api.language_model"
         case "load":
             module = "jaxinfer.engine.api.load"
+        case "save":
+            module = "jaxinfer.engine.api.save"
         case "AsyncLLM":
             module = "jaxinfer.engine.api.async_llm"
         case "CompletionOutput" | "Logprob" | "RequestOutput":

@@ -17,6 +17,7 @@ from jaxinfer import __version__
 from jaxinfer.cli.compile import compile_
 from jaxinfer.cli.convert import convert
 from jaxinfer.cli.doctor import doctor
+from jaxinfer.cli.export import export
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.inspect import inspect
 from jaxinfer.cli.serve import serve
@@ -42,7 +43,7 @@ class Commands(click.Group):
 
 @click.group(
     cls=Commands,
-    commands=(compile_, convert, doctor, generate, inspect, serve),
+    commands=(compile_, convert, doctor, export, generate, inspect, serve),
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, message="jaxinfer %(version)s")

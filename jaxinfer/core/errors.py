@@ -43,5 +43,9 @@ class ContextLengthError(RequestError):
         self.field = field
 
 
+class ArgumentError(JaxinferError, ValueError):
+    """An argument of a function for research has the wrong type, shape, dtype or value."""
+
+
 class EngineError(JaxinferError, RuntimeError):
     """The engine failed or was closed; the message says what to do next."""

@@ -1,9 +1,18 @@
 """Floor 3: one file per model family, found through the registry.
 
-Research imports ``forward`` and ``build_model`` from here.
+Research imports ``forward``, ``hidden_states``, ``unembed`` and ``build_model`` from here.
 """
 
-from jaxinfer.models.base import Model, ModelFamily, Params, abstract_params, forward
+from jaxinfer.models.base import (
+    Model,
+    ModelFamily,
+    Params,
+    abstract_params,
+    forward,
+    hidden_states,
+    normalised_stream,
+    unembed,
+)
 from jaxinfer.models.params import ArraySpec, ParamSpec, Source
 from jaxinfer.models.registry import build_model, family_for, known_architectures
 
@@ -18,5 +27,8 @@ __all__ = [
     "build_model",
     "family_for",
     "forward",
+    "hidden_states",
     "known_architectures",
+    "normalised_stream",
+    "unembed",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.models.arguments import checked_token_ids
 from jaxinfer.models.params import ArraySpec, ParamSpec, nested
 from jaxinfer.models.quantised import keep_quantised
 from jaxinfer.nn.context import StepContext, dense_context
 from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.linear import Stream
-from jaxinfer.nn.points import Edit, Points
+from jaxinfer.nn.points import BY_HEAD, Edit, Points, canonical
 from jaxinfer.nn.state import State, StateLayout
 from pallas_kernels.arrangements import named
 from pallas_kernels.quantised import Form
@@ -49,6 +50,7 @@ class Model:
 
     ``forms`` are the forms of the checkpoint tensors that stay quantised, by their names in the
     family's specs; ``arrangement`` is the name of the order in which kernels read them.
+    ``hf_config`` is the config.json that ``config`` was read from.
     """
 
     family: ModelFamily
@@ -56,6 +58,7 @@ class Model:
     config: DecoderSpec
     forms: tuple[tuple[str, Form], ...] = ()
     arrangement: str | None = None
+    hf_config: Mapping[str, Any] = field(default=MappingProxyType({}), compare=False, repr=False)
 
     @property
     def module(self) -> nn.Module:
@@ -170,6 +173,17 @@ def unembed(model: Model, params: Params, hidden: jax.Array) -> jax.Array:  # fl
     return model.module.apply({"params": params}, hidden, method="unembed")  # type: ignore[return-value]
 
 
+def normalised_stream(model: Model, params: Params, stream: jax.Array) -> jax.Array:
+    """The final norm of residual streams [..., D], for ``unembed``: a logit lens."""
+
+    def run(module: Any) -> jax.Array:
+        flat = stream.reshape(-1, stream.shape[-1])
+        return module.finished(Stream(flat), dense_context(len(flat)))  # type: ignore[no-any-return]
+
+    hidden: Any = model.module.apply({"params": params}, method=run)
+    return hidden.reshape(stream.shape)  # type: ignore[no-any-return]
+
+
 def forward(
     model: Model,
     params: Params,
@@ -183,7 +197,12 @@ def forward(
     lists all of them with their shapes, and TransformerLens's names are known, too. ``edit`` has
     functions by name, which replace the activation there by what they return, of the same shape.
     Raises ``KeyError``, with the nearest names, for an unknown point.
+
+    Under ``jax.jit``, ``model`` is static (``static_argnums=0``), and ``params`` should be an
+    argument: weights that a function closes over are compiled into it as constants. Raises
+    ``ArgumentError`` for tokens that are not such an array.
     """
+    token_ids = checked_token_ids(token_ids, model.config)
     if not taps and not edit:
         hidden, _ = hidden_states(model, params, token_ids, dense_context(token_ids.shape[0]))
         return unembed(model, params, hidden)
@@ -193,3 +212,30 @@ def forward(
     hidden, _ = module.apply({"params": params}, token_ids, None, ctx)  # type: ignore[misc]
     found, logits = points.found(taps), unembed(model, params, hidden)
     return (logits, found) if taps else logits
+
+
+def forward_batch(
+    model: Model,
+    params: Params,
+    token_ids: jax.Array,  # int32[B, T]
+    lengths: jax.Array,  # int32[B]
+    taps: Sequence[str] = (),
+    edit: Mapping[str, Edit] = MappingProxyType({}),
+) -> Any:  # float32[B, T, V], or with taps (float32[B, T, V], dict of [B, ...])
+    """``forward`` of several sequences, each of its own length. Results for padding are 0.
+
+    An edit receives the activation of one sequence.
+    """
+    found = jax.vmap(lambda one: forward(model, params, one, taps, edit))(token_ids)
+    real = jnp.arange(token_ids.shape[1]) < lengths[:, None]  # bool[B, T]
+
+    def masked(value: jax.Array, axis: int = 1) -> jax.Array:
+        shape = [1] * value.ndim
+        shape[0], shape[axis] = real.shape
+        return jnp.where(real.reshape(shape), value, 0)
+
+    if not taps:
+        return masked(found)
+    logits, values = found
+    axes = {name: 2 if canonical(name).endswith(BY_HEAD) else 1 for name in taps}
+    return masked(logits), {name: masked(value, axes[name]) for name, value in values.items()}

@@ -7,14 +7,16 @@ parameters in the nested dict that Flax uses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.core.errors import ConfigError
 from jaxinfer.nn.placement import Axes
 from pallas_kernels.quantised import Form
 
@@ -125,6 +127,53 @@ def stack_plus_one(*weights: np.ndarray) -> np.ndarray:  # [D] each -> float32[n
 def stack(*tensors: np.ndarray) -> np.ndarray:  # [D] each -> [number of tensors, D]
     """Stack the weights of norms."""
     return np.stack(tensors)
+
+
+def _split_outputs(array: np.ndarray, sources: Sequence[Source]) -> list[np.ndarray]:
+    ends = np.cumsum([source.shape[0] for source in sources])[:-1]
+    return [part.T for part in np.split(array, ends, axis=1)]
+
+
+def _split(array: np.ndarray, sources: Sequence[Source]) -> list[np.ndarray]:
+    return np.split(array, np.cumsum([source.shape[0] for source in sources])[:-1])
+
+
+# of each function that families build with; ``minus one`` is exact for 1 + w of a stored w
+_INVERSES: Mapping[Callable[..., Any], Callable[..., list[np.ndarray]]] = MappingProxyType(
+    {
+        as_is: lambda array, _: [array],
+        join_outputs: _split_outputs,
+        join: _split,
+        stack: lambda array, _: list(array),
+        plus_one: lambda array, _: [array - np.float32(1)],
+        stack_plus_one: lambda array, _: list(array - np.float32(1)),
+    }
+)
+
+
+def tensors_of(spec: ParamSpec, array: np.ndarray) -> list[np.ndarray]:
+    """The checkpoint tensors of a parameter's array, in the order of its sources: the inverse of
+    ``build``, for a parameter that is one array (a quantised one is dequantised before).
+
+    Raises ``ConfigError`` for a family's own ``build`` function.
+    """
+    if spec.matrix is not None:
+        build = join_outputs if spec.matrix == "out_in" else as_is
+    else:
+        build = spec.build
+    inverse = _INVERSES.get(build)
+    if inverse is None:
+        raise ConfigError(
+            f"parameter {spec.path} cannot be saved, as nothing is known to reverse "
+            f"{getattr(build, '__name__', build)}; add its inverse to models.params"
+        )
+    if spec.pieces is None:
+        return inverse(array, spec.sources)
+    count = spec.sources_per_piece
+    sources = (spec.sources[i * count : (i + 1) * count] for i in range(spec.pieces))
+    return [
+        tensor for piece, own in zip(array, sources, strict=True) for tensor in inverse(piece, own)
+    ]
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,8 @@ def build_model(
     keys = KeysRead(hf_config)
     config = family.config_from_hf(keys, jnp.dtype(dtype))
     refuse_unread(keys, architecture)
-    return Model(family, architecture, config.for_context(max_model_len or config.lengths[0]))
+    config = config.for_context(max_model_len or config.lengths[0])
+    return Model(family, architecture, config, hf_config=hf_config)
 
 
 def _architecture(hf_config: Mapping[str, Any]) -> str:

@@ -42,6 +42,23 @@ def weight(module: nn.Module, name: str, shape: tuple[int, ...], dtype: jnp.dtyp
     return module.param(name, _INIT, shape, dtype)  # type: ignore[no-any-return]
 
 
+def dense_weight(
+    w: Weight, dtype: jnp.dtype, *, rows: bool = False
+) -> jax.Array:  # [I, O], or with rows [O, I]
+    """A weight as one array, dequantised to ``dtype`` if it is quantised.
+
+    ``rows``: the weight is an embedding, which is stored [O, I] also if it is not quantised.
+    """
+    if not isinstance(w, Mapping):
+        return w
+    if "part_0" in w:
+        parts = [dense_weight(w[f"part_{i}"], dtype, rows=rows) for i in range(len(w))]
+        return jnp.concatenate(parts, axis=0 if rows else 1)
+    matrix = quantised(w)
+    found = rows_of(matrix, jnp.arange(matrix.num_outputs, dtype=jnp.int32)).astype(dtype)
+    return found if rows else found.T
+
+
 class Stream(NamedTuple):
     """The residual stream, and the last block's output, which has not been added yet."""
 

@@ -53,6 +53,7 @@ _ALIASES = MappingProxyType(
     }
 )
 _OUTSIDE = MappingProxyType({"hook_embed": "embed", "ln_final.hook_normalized": "final_norm"})
+BY_HEAD = ("scores", "pattern")  # of these the tokens, as queries, are the second axis
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _MOST_NAMED = 5
 

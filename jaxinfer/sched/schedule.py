@@ -28,9 +28,15 @@ from jaxinfer.core.step import Abort, Arrive, Event, StepDone, StepFailed
 from jaxinfer.sched.admit import arrive
 from jaxinfer.sched.choose import choose_step
 from jaxinfer.sched.commit import commit_step, fail_step
-from jaxinfer.sched.state import Draft, ScheduleOutput, SchedulerState, initial_state
+from jaxinfer.sched.state import (
+    Draft,
+    ScheduleOutput,
+    SchedulerState,
+    initial_state,
+    without_prefixes,
+)
 
-__all__ = ["ScheduleOutput", "SchedulerState", "initial_state", "schedule"]
+__all__ = ["ScheduleOutput", "SchedulerState", "initial_state", "schedule", "without_prefixes"]
 
 
 def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerState, ScheduleOutput]:

@@ -148,6 +148,18 @@ def initial_state(limits: Limits) -> SchedulerState:
     )
 
 
+def without_prefixes(state: SchedulerState) -> SchedulerState:
+    """The state of an idle scheduler with an empty prefix index; all pages are fresh.
+
+    Raises ``EngineError`` if a request is unfinished or a step in flight, since its pages could be
+    shared.
+    """
+    if state.num_unfinished or state.in_flight:
+        raise EngineError("the prefix cache cannot be reset while requests run; finish them first")
+    empty = initial_state(state.limits)
+    return msgspec.structs.replace(state, pages=empty.pages, snapshots=empty.snapshots)
+
+
 class Draft:
     """The next state while one call builds it; only used within ``schedule``."""
 

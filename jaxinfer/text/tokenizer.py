@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, overload
 
 import tokenizers
@@ -15,7 +17,14 @@ from jaxinfer.text.detokenize import IncrementalDetokenizer
 from jaxinfer.text.encoding import NOT_SUPPORTED, Encoding, refuse_options
 from jaxinfer.text.gguf_tokenizer import build_gguf_tokenizer
 from jaxinfer.text.pieces import PieceTable
-from jaxinfer.text.tokenizer_config import NO_LENGTH, TokenizerSpec, chat_templates, special_tokens
+from jaxinfer.text.tokenizer_config import (
+    NO_LENGTH,
+    TokenizerSpec,
+    chat_templates,
+    saved_config,
+    special_tokens,
+    write_files,
+)
 
 MAX_COMPILED_TEMPLATES = 16  # more than a model has; requests may bring their own
 
@@ -51,6 +60,7 @@ def load_tokenizer(
         clock,
         NO_LENGTH if max_length is None else int(max_length),
         ends,
+        spec.tokenizer_config,
     )
 
 
@@ -70,6 +80,7 @@ class Tokenizer:
         clock: Callable[[], datetime],
         model_max_length: int = NO_LENGTH,
         end_token_ids: frozenset[int] | None = None,
+        config: Mapping[str, Any] = MappingProxyType({}),  # tokenizer_config.json
     ) -> None:
         # Some published files truncate or pad every text to a training length.
         tokenizer.no_truncation()
@@ -78,6 +89,7 @@ class Tokenizer:
         self.special_tokens_map = dict(special_tokens)
         self.model_max_length = model_max_length
         self._templates = dict(templates)
+        self._config = config
         # on first use: a model with a broken template still completes plain prompts
         self._compiled = lru_cache(maxsize=MAX_COMPILED_TEMPLATES)(
             lambda template: ChatTemplate(template, clock, self.special_tokens_map)
@@ -335,6 +347,14 @@ class Tokenizer:
             **options,
         )
         return encoding if return_dict else encoding["input_ids"]
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write tokenizer.json, tokenizer_config.json and the chat templates into a folder, which
+        is made if it is absent. ``load_tokenizer`` and transformers read them, also those of a GGUF
+        file's tokenizer. Raises ``OSError``.
+        """
+        config = saved_config(self._config, self.special_tokens_map, self.model_max_length)
+        write_files(Path(folder), self._tokenizer.to_str(pretty=True), config, self._templates)
 
     def get_chat_template(
         self, chat_template: str | None = None, tools: Sequence[Any] | None = None

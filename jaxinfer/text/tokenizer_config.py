@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from jaxinfer.core.errors import TokenizerError
@@ -48,6 +50,42 @@ def special_tokens(spec: TokenizerSpec) -> dict[str, str]:
         if isinstance(token, str):
             named[name] = token
     return named
+
+
+def saved_config(
+    config: Mapping[str, Any], special: Mapping[str, str], max_length: int
+) -> dict[str, Any]:
+    """The tokenizer_config.json of a tokenizer whose chat templates are in files of their own.
+
+    ``config`` is the file that the tokenizer was read from, empty for a GGUF file, ``special`` the
+    tokens by the names of ``special_tokens``.
+    """
+    made = {key: value for key, value in config.items() if key != "chat_template"}
+    made.setdefault("tokenizer_class", "PreTrainedTokenizerFast")  # reads only tokenizer.json
+    made.setdefault("clean_up_tokenization_spaces", False)
+    if max_length != NO_LENGTH:
+        made["model_max_length"] = max_length
+    for name, token in special.items():
+        entry = made.get(name)
+        if not (isinstance(entry, Mapping) and entry.get("content") == token):
+            made[name] = token
+    return made
+
+
+def write_files(
+    folder: Path, tokenizer: str, config: Mapping[str, Any], templates: Mapping[str, str]
+) -> None:
+    """Write a tokenizer's files as transformers does; ``tokenizer`` is the tokenizer.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(tokenizer, "utf-8")
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(text + "\n", "utf-8")
+    for name, template in templates.items():
+        path = folder / "chat_template.jinja"
+        if name != "default":
+            path = folder / "additional_chat_templates" / f"{name}.jinja"
+            path.parent.mkdir(exist_ok=True)
+        path.write_text(template, "utf-8")
 
 
 def chat_templates(spec: TokenizerSpec) -> dict[str, str]:

@@ -10,18 +10,20 @@ import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
+EXPECTED = {
+    "offline": "Tokyo",
+    "stream": "100",
+    "research": "next token:  Paris",
+    "finetune": "after:  Onhava",
+    "patching": "layer  0:  +6.",  # the country is read after the first layers
+    "logit_lens": "' Paris'",
+    "head_ablation": " 0.6 ",
+    "linear_probe": "layers.6.resid_post     100.0%",
+}
+
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path) -> None:
     result = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
-    expected = {
-        "offline": "Tokyo",
-        "stream": "100",
-        "research": "Paris",
-        "patching": "layer  0:  +6.",  # the country is read after the first layers
-        "logit_lens": "' Paris'",
-        "head_ablation": " 0.6 ",
-        "linear_probe": "layers.6.resid_post     100.0%",
-    }
-    assert expected[example.stem] in result.stdout
+    assert EXPECTED[example.stem] in result.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from jaxinfer.core.errors import TokenizerError
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
 from jaxinfer.text.tokenizer_config import TokenizerSpec
+from jaxinfer.weights.tokenizer_files import spec_from_path
 from kit.tokenizers import (
     gguf_spec_of,
     kitoken_inputs,
@@ -260,3 +262,26 @@ def changed(pre: str = "gpt-2", **more: Any) -> dict[str, Any]:
 def test_refuses(metadata: dict[str, Any], message: str) -> None:
     with pytest.raises(TokenizerError, match=message):
         load_tokenizer(TokenizerSpec(gguf_metadata=metadata))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        gguf_spec_of(real_spec("smollm2"), "smollm", bos_token_id=1, eos_token_id=2),
+        gguf_spec_of(real_spec("qwen3"), "qwen2", add_bos_token=False),
+        TokenizerSpec(gguf_metadata=stories_gguf_metadata()),
+        TokenizerSpec(gguf_metadata=stories_gguf_metadata(add_space_prefix=False)),
+    ],
+    ids=["smollm2", "qwen3", "stories", "stories without a space"],
+)
+def test_a_saved_tokenizer_is_the_same(spec: TokenizerSpec, tmp_path: Path) -> None:
+    ours = load_tokenizer(spec)
+    ours.save_pretrained(tmp_path / "new")
+    saved = load_tokenizer(spec_from_path(tmp_path / "new"))
+    assert saved.special_token_ids == ours.special_token_ids
+    assert saved.special_tokens_map == ours.special_tokens_map
+    assert (saved.bos_token_id, saved.eos_token_id) == (ours.bos_token_id, ours.eos_token_id)
+    for text in (*INPUTS[::20], *INPUTS[-2:]):
+        token_ids = ours.encode(text)
+        assert saved.encode(text) == token_ids
+        assert saved.decode(token_ids) == ours.decode(token_ids)

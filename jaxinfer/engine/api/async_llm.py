@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from itertools import count
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from jaxinfer.core.errors import ArgumentError
 from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.api.vllm_args import engine_config
@@ -21,7 +23,9 @@ from jaxinfer.engine.prompts import Prompt, parse_prompt
 from jaxinfer.engine.start.start import start_engine
 
 if TYPE_CHECKING:
+    from jaxinfer.engine.api.language_model import LanguageModel
     from jaxinfer.engine.loop.engine import Engine
+    from jaxinfer.models.base import Params
 
 
 class AsyncLLM:
@@ -32,7 +36,8 @@ class AsyncLLM:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.client = EngineClient(EngineThread(engine))
+        self._thread = EngineThread(engine)
+        self.client = EngineClient(self._thread)
         self._numbers = count(1)
 
     @classmethod
@@ -89,6 +94,41 @@ class AsyncLLM:
             stream.close()
 
     @property
+    def model(self) -> LanguageModel:
+        """The weights that are served now, as ``jaxinfer.load`` gives them, without a copy.
+
+        It does not generate: this object does.
+        """
+        from jaxinfer.engine.api.language_model import LanguageModel  # imports JAX
+
+        weights, tokenizer = self.engine.weights, self.engine.tokenizer
+        return LanguageModel(weights.model, weights.params, tokenizer, weights.generation_config)
+
+    async def update_weights(
+        self, weights: Params | str | Path, *, mode: Literal["wait", "abort"] = "wait"
+    ) -> None:
+        """Serve other weights of the same model, and forget all prefixes; see ``LLM``.
+
+        The weights are checked and copied to the device while requests run. Open requests are then
+        completed with the old weights, or with ``mode="abort"`` ended with the finish reason
+        "abort"; requests that arrive in between wait, and get the new weights.
+        """
+        _check_mode(mode)
+        prepared = await asyncio.to_thread(self.engine.weights.prepared, weights)
+        await self._while_idle(lambda: self.engine.replace_weights(prepared), mode)
+
+    async def reset_prefix_cache(self, *, mode: Literal["wait", "abort"] = "wait") -> bool:
+        """Forget all prefixes once no request is open; returns True. ``mode``: see
+        ``update_weights``.
+        """
+        _check_mode(mode)
+        await self._while_idle(self.engine.reset_prefix_cache, mode)
+        return True
+
+    async def _while_idle(self, function: Callable[[], None], mode: str) -> None:
+        await asyncio.wrap_future(self._thread.while_idle(function, aborts=mode == "abort"))
+
+    @property
     def alive(self) -> bool:
         """True if requests are still answered."""
         return self.client.alive
@@ -100,3 +140,8 @@ class AsyncLLM:
     async def shutdown(self) -> None:
         """End the engine's thread; open streams end with ``EngineError``."""
         await self.client.shutdown()
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in ("wait", "abort"):
+        raise ArgumentError(f"mode must be 'wait' or 'abort', got {mode!r}")

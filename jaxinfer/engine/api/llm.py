@@ -12,8 +12,9 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import batched, count
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.host_memory import full_collections_deferred, gc_paused
@@ -28,6 +29,10 @@ from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.engine.start.start import start_engine
 
 if TYPE_CHECKING:
+    from jaxinfer.core.config import EngineConfig
+    from jaxinfer.engine.api.language_model import LanguageModel
+    from jaxinfer.engine.loop.engine import Engine
+    from jaxinfer.models.base import Params
     from jaxinfer.text.tokenizer import Tokenizer
 
 ADDED_AT_ONCE = 64  # requests between checks for Ctrl-C; a check takes as long as adding one
@@ -47,10 +52,66 @@ class LLM:
         config = engine_config(model, arguments)
         if config.prefill_first is None:  # no token is streamed
             config = replace(config, prefill_first=True)
+        self._serve(start_engine(config, self._progress), config)
+
+    @classmethod
+    def of_engine(cls, engine: Engine, config: EngineConfig, progress: Progress) -> Self:
+        """An ``LLM`` over an engine that has been built with these settings."""
+        llm = cls.__new__(cls)
+        llm._progress = progress
+        llm._serve(engine, config)
+        return llm
+
+    def _serve(self, engine: Engine, config: EngineConfig) -> None:
         self.config = config
-        self._engine = start_engine(config, self._progress)
+        self._engine = engine
         self._numbers = count()
         self._answering = False
+
+    @property
+    def model(self) -> LanguageModel:
+        """The weights that are served now, as ``jaxinfer.load`` gives them, without a copy.
+
+        After ``update_weights`` the property gives another object, with the new weights.
+        """
+        from jaxinfer.engine.api.language_model import LanguageModel  # imports JAX
+
+        weights = self._engine.weights
+        params = weights.params
+
+        def generate(given: Params, *arguments: Any, **options: Any) -> list[RequestOutput]:
+            if given is not params or weights.params is not params:
+                raise EngineError(
+                    "the engine serves other weights than this model's; call "
+                    "llm.update_weights(m.params) and llm.generate"
+                )
+            return self.generate(*arguments, **options)
+
+        return LanguageModel(
+            weights.model, params, self._engine.tokenizer, weights.generation_config, generate
+        )
+
+    def update_weights(self, weights: Params | str | Path) -> None:
+        """Serve other weights of the same model from the next step on, and forget all prefixes.
+
+        ``weights`` is a tree of parameters as ``llm.model.params``, or a folder or other reference
+        to a model. Nothing is compiled. Arrays that are on the device are not copied: they must not
+        be donated to a later call. Both old and new weights are in memory until this returns. If
+        the weights do not fit, the old ones stay: ``ArgumentError`` names the parameter whose
+        path, shape or dtype is wrong, or that is not finite, and ``ConfigError`` or ``SourceError``
+        says what is wrong with a folder. Raises ``EngineError`` while a stream is open.
+        """
+        prepared = self._engine.weights.prepared(weights)
+        with interrupts_deferred():
+            self._engine.replace_weights(prepared)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all prefixes; returns True, as in vLLM.
+
+        Raises ``EngineError`` while a stream is open.
+        """
+        self._engine.reset_prefix_cache()
+        return True
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""

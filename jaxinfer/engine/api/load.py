@@ -1,37 +1,55 @@
-"""A model for research: the weights and functions that serve, without an engine."""
+"""``load``: a model for research, the weights and functions that serve, without an engine."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-from jaxinfer.core.config import DEFAULT_MODEL, EngineConfig
 from jaxinfer.core.progress import NO_PROGRESS, Progress
-from jaxinfer.engine.start.build import plan_engine
-from jaxinfer.models.base import Model, Params
-
-if TYPE_CHECKING:
-    from jaxinfer.text.tokenizer import Tokenizer
-
-
-class Loaded(NamedTuple):
-    """A loaded model; ``jaxinfer.models.forward(model, params, token_ids)`` runs it."""
-
-    model: Model
-    params: Params
-    tokenizer: Tokenizer | None
+from jaxinfer.engine.api.language_model import LanguageModel
+from jaxinfer.engine.api.llm import LLM
+from jaxinfer.engine.api.vllm_args import engine_config
+from jaxinfer.engine.outputs import RequestOutput
+from jaxinfer.engine.start.build import build_engine, plan_engine
+from jaxinfer.engine.start.plan import EnginePlan
+from jaxinfer.models.base import Params
 
 
 def load(
-    model: str = DEFAULT_MODEL, *, progress: Progress = NO_PROGRESS, **settings: Any
-) -> Loaded:
+    model: str | None = None, *, progress: Progress = NO_PROGRESS, **settings: Any
+) -> LanguageModel:
     """Load a model, its parameters onto the default device, and its tokenizer.
 
     ``model`` is a short name, a folder, a GGUF file or a config.json, as for ``LLM``. Settings are
-    those of ``EngineConfig``; ``dtype``, ``load_format``, ``max_model_len``, ``tokenizer``,
-    ``quantization``, ``cpu_weights`` and ``seed`` have an effect here. Quantised weights are
-    dequantised on a CPU, so that all parameters have gradients; ``cpu_weights="auto"`` keeps them.
-    Raises a ``JaxinferError`` if the model cannot be loaded.
+    those of ``LLM``: ``dtype``, ``load_format``, ``max_model_len``, ``tokenizer``,
+    ``quantization``, ``cpu_weights`` and ``seed`` have an effect on the parameters, the others on
+    ``LanguageModel.generate``. Quantised weights are dequantised on a CPU, so that all parameters
+    have gradients; ``cpu_weights="auto"`` keeps them. Raises a ``JaxinferError`` if the model
+    cannot be loaded.
     """
-    settings = {"cpu_weights": "float32", **settings}
-    plan = plan_engine(EngineConfig(model=model, **settings), progress)
-    return Loaded(plan.program.model, plan.load_params(progress), plan.tokenizer)
+    settings = {"cpu_weights": "float32", "prefill_first": True, **settings}
+    plan = plan_engine(engine_config(model, settings), progress)
+    params = plan.load_params(progress)
+    generate = _OwnEngine(plan, progress).generate
+    config = plan.source.generation_config
+    return LanguageModel(plan.program.model, params, plan.tokenizer, config, generate)
+
+
+class _OwnEngine:
+    """The engine of a loaded model, built when it is first used."""
+
+    def __init__(self, plan: EnginePlan, progress: Progress) -> None:
+        self._plan = plan
+        self._progress = progress
+        self._llm: LLM | None = None
+        self._params: Params | None = None  # that the engine serves
+
+    def generate(self, params: Params, *arguments: Any, **options: Any) -> list[RequestOutput]:
+        """``LLM.generate`` with these weights, which ``LanguageModel.with_params`` may replace."""
+        if self._llm is None:
+            engine = build_engine(replace(self._plan, loaded=params), self._progress)
+            self._llm = LLM.of_engine(engine, self._plan.config, self._progress)
+        elif self._params is not params:
+            self._llm.update_weights(params)
+        self._params = params
+        return self._llm.generate(*arguments, **options)

@@ -6,8 +6,11 @@ Only the thread changes the engine; other threads put commands into the inbox.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.engine.link.client import Link
@@ -27,6 +30,14 @@ if TYPE_CHECKING:
     from jaxinfer.engine.loop.engine import Engine
 
 
+class _Change(NamedTuple):
+    """A function that may run only while no request is open."""
+
+    function: Callable[[], Any]
+    aborts: bool
+    done: Future[Any]
+
+
 class EngineThread(Link):
     """A link that runs an engine from ``connect`` to ``stop``."""
 
@@ -36,7 +47,9 @@ class EngineThread(Link):
         self.tokenizer = engine.tokenizer
         self.stats = engine.stats()
         self._engine = engine
-        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._inbox: SimpleQueue[Command | _Change] = SimpleQueue()
+        self._changes: list[_Change] = []  # that wait for the engine to become idle
+        self._held: list[Submission] = []  # that arrived after the first of these changes
         self._thread: threading.Thread | None = None
 
     def connect(self, listener: Listener) -> None:
@@ -48,6 +61,20 @@ class EngineThread(Link):
 
     def _pass(self, command: Command) -> None:
         self._inbox.put(command)
+
+    def while_idle[T](self, function: Callable[[], T], *, aborts: bool = False) -> Future[T]:
+        """Call a function on the engine's thread while no request is open.
+
+        Requests that are open now are completed first, or aborted; later ones wait for the
+        function. Returns a future of its result or exception.
+        """
+        if self._ended is not None:
+            raise self._ended
+        done: Future[T] = Future()
+        self._inbox.put(_Change(function, aborts, done))
+        if self._ended is not None:  # it has ended meanwhile, and may not have seen the change
+            self._fail_changes(self._ended)
+        return done
 
     def stop(self) -> None:
         """See ``Link``."""
@@ -72,25 +99,65 @@ class EngineThread(Link):
             error = failure
         self._ended = self._ended or error
         listener(Failed.of(error))
+        self._fail_changes(error)
 
     def _take_commands(self, listener: Listener) -> bool:
         """Execute all waiting commands; waits for one while the engine is idle. False: stop."""
+        self._make_changes(listener)
         block = not self._engine.has_work
         while True:
             try:
                 command = self._inbox.get(block=block)
             except Empty:
                 return True
-            block = False
             match command:
+                case Submission() if self._changes:
+                    self._held.append(command)
                 case Submission():
                     self._add(command, listener)
                 case AbortRequest():
+                    self._held = [one for one in self._held if one.request_id != command.request_id]
                     self._engine.abort(command.request_id)
                 case Ping():
                     listener(Pong())
+                case _Change():
+                    self._changes.append(command)
+                    if command.aborts:
+                        self._engine.abort_all()
+                    self._make_changes(listener)
                 case Stop():
                     return False
+            block = False
+
+    def _make_changes(self, listener: Listener) -> None:
+        """Make the changes that wait, if the engine is idle, and then add the held requests."""
+        if not self._changes or self._engine.has_work:
+            return
+        changes, self._changes = self._changes, []
+        for change in changes:
+            if not change.done.set_running_or_notify_cancel():
+                continue  # the caller has given up
+            try:
+                result = change.function()
+            except Exception as error:
+                change.done.set_exception(error)
+            else:
+                change.done.set_result(result)
+        held, self._held = self._held, []
+        for submission in held:
+            self._add(submission, listener)
+
+    def _fail_changes(self, error: EngineError) -> None:
+        """Fail the changes that were not made, since the engine has ended."""
+        with suppress(Empty):
+            while True:
+                command = self._inbox.get(block=False)
+                if isinstance(command, _Change):
+                    self._changes.append(command)
+        while self._changes:
+            done = self._changes.pop().done
+            if done.set_running_or_notify_cancel():
+                done.set_exception(error)
 
     def _add(self, submission: Submission, listener: Listener) -> None:
         try:

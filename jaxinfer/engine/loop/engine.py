@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -30,7 +31,37 @@ from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta
 
 if TYPE_CHECKING:
+    from jaxinfer.models.base import Model, Params
     from jaxinfer.text.tokenizer import Tokenizer
+
+
+class Weights(Protocol):
+    """The weights of an engine: ``engine.start.weights.EngineWeights``."""
+
+    @property
+    def model(self) -> Model:
+        """The model without weights."""
+        ...
+
+    @property
+    def params(self) -> Params:
+        """The weights that steps read now; not a copy."""
+        ...
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The generation_config.json of the model that the engine was built from."""
+        ...
+
+    def prepared(self, given: Params | str | Path) -> Params:
+        """New weights on the device, from a tree or a model's files; raises a ``JaxinferError``
+        if they do not fit. May be called on any thread.
+        """
+        ...
+
+    def replace(self, params: Params) -> None:
+        """Let later steps read these weights, which ``prepared`` returned."""
+        ...
 
 
 class Engine:
@@ -46,10 +77,12 @@ class Engine:
         seed: int = 0,
         overlap: bool = True,
         start: EngineStats | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self.limits = limits
         self.facts = facts
         self.tokenizer = tokenizer
+        self._weights = weights
         self._loop = EngineLoop(executor, limits, overlap=overlap)
         self._seed = seed
         self._start = start or EngineStats()
@@ -123,6 +156,11 @@ class Engine:
         """End a request; its pages are free after the next step. Unknown ids are ignored."""
         self._pending += [Abort(child) for child in self._children.get(request_id, ())]
 
+    def abort_all(self) -> None:
+        """``abort`` every request; they have ended once ``has_work`` is False."""
+        for request_id in self._children:
+            self.abort(request_id)
+
     def wait_until_launchable(self) -> None:
         """Return once another step may be launched, so that requests that arrive before the next
         ``step`` can join it.
@@ -148,6 +186,38 @@ class Engine:
             raise self._stop(error) from error
         self._counters["num_iterations"] += 1
         return News(tuple(deltas), started, steps, self.stats())
+
+    @property
+    def weights(self) -> Weights:
+        """The weights; raises ``EngineError`` for an engine that was built without them."""
+        if self._weights is None:
+            raise EngineError(
+                "this engine gives no access to its weights; build it with LLM or AsyncLLM"
+            )
+        return self._weights
+
+    def replace_weights(self, params: Params) -> None:
+        """Let later steps read weights that ``weights.prepared`` returned, and forget all prefixes.
+
+        Raises ``EngineError`` if requests are open: their pages hold keys of the old weights.
+        """
+        weights = self.weights
+        self.reset_prefix_cache()
+        weights.replace(params)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all prefixes, so that no later request reuses a page computed before.
+
+        Raises ``EngineError`` if requests are open.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self.has_work:
+            raise EngineError(
+                "requests are open; finish or abort them before the prefix cache or the weights "
+                "change"
+            )
+        self._loop.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """The counters and present values."""

@@ -13,7 +13,12 @@ from typing import NamedTuple, Protocol
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.step import Event, StepDone, StepFailed, StepPlan, StepResult, TokenEvent
-from jaxinfer.sched.schedule import SchedulerState, initial_state, schedule
+from jaxinfer.sched.schedule import (
+    SchedulerState,
+    initial_state,
+    schedule,
+    without_prefixes,
+)
 
 LOGGER = "jaxinfer.engine"
 OVERLAP_DEPTH = 2  # one step runs and the next one is queued; more would only add latency
@@ -69,6 +74,10 @@ class EngineLoop[Handle]:
         """True if an iteration without new events would do nothing."""
         busy = self._in_flight or self._ended is not None or self._state.num_unfinished
         return not busy
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all prefixes; raises ``EngineError`` unless idle."""
+        self._state = without_prefixes(self._state)
 
     def wait_until_launchable(self) -> bool:
         """Return once another step may be launched.

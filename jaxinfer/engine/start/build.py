@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import msgspec
@@ -31,7 +31,9 @@ from jaxinfer.engine.facts import facts_of_configs
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.news import EngineStats
 from jaxinfer.engine.start.loading import load
+from jaxinfer.engine.start.model import model_of
 from jaxinfer.engine.start.plan import EnginePlan
+from jaxinfer.engine.start.weights import EngineWeights
 from jaxinfer.exec.compile.buckets import bucket_table
 from jaxinfer.exec.compile.build import compile_bundle
 from jaxinfer.exec.compile.bundle import Bundle, Manifest, load_kernel_runtime, open_bundle
@@ -47,18 +49,11 @@ from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import device_memory
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.base import Model
-from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import resolve_source
-from pallas_kernels.arrangements import LANES, TILES
-from pallas_kernels.checks import not_hopper
-from pallas_kernels.native.library import variants
 from pallas_kernels.pins import Pins, checked_pins
 from pallas_kernels.tuned import check_choices
-
-if TYPE_CHECKING:
-    from jaxinfer.weights.quantised.choose import Forms
 
 
 def plan_engine(
@@ -90,12 +85,7 @@ def plan_engine(
         progress=progress,
         tokenizer=config.tokenizer,
     )
-    model = build_model(source.hf_config, config.dtype, config.max_model_len)
-    if source.scheme or source.forms or config.quantization:
-        from jaxinfer.weights.quantised.choose import quantised_source  # 40 ms
-
-        source, forms = quantised_source(source, model, config.quantization)
-        model = replace(model, **_kept(config, forms, platform))
+    source, model = model_of(source, config, platform)
     if bundle is not None:
         bundle.check_model(model)
     if source.checkpoint is not None:
@@ -124,17 +114,6 @@ def plan_engine(
         cache_dir=cache_dir,
         bundle=bundle,
     )
-
-
-def _kept(config: EngineConfig, forms: Forms, platform: str) -> dict[str, Any]:
-    """The fields of a model for weights that stay quantised, and the order that kernels read."""
-    if platform != "cpu":
-        return {"forms": forms, "arrangement": TILES.name if not_hopper() is None else None}
-    native = bool(variants())
-    kept = native if config.cpu_weights == "auto" else config.cpu_weights == "quantised"
-    if not kept:
-        return {}
-    return {"forms": forms, "arrangement": LANES.name if native else None}
 
 
 def _pins(config: EngineConfig, platform: str) -> Pins:
@@ -264,6 +243,7 @@ def build_engine(plan: EnginePlan, progress: Progress = NO_PROGRESS) -> Engine:
         seed=plan.config.seed,
         overlap=plan.config.overlap,
         start=start_stats,
+        weights=EngineWeights(plan, executor),
     )
 
 

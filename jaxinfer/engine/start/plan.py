@@ -34,6 +34,7 @@ class EnginePlan:
     config_facts: ModelFacts  # from the model's config files
     cache_dir: Path
     bundle: Bundle | None  # the user's, which has been found to fit
+    loaded: Params | None = None  # weights that are on the device already
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -63,7 +64,9 @@ class EnginePlan:
         return {name: getattr(self.config, name) for name in COMPILED} | planned
 
     def load_params(self, progress: Progress) -> Params:
-        """Load the weights onto the devices; see ``weights.load``."""
+        """Load the weights onto the devices, unless they are; see ``weights.load``."""
+        if self.loaded is not None:
+            return self.loaded
         return load_params(
             self.program.model,
             self.source,

@@ -55,10 +55,7 @@ class Executor:
     ) -> None:
         self._program = program
         self._executables = executables
-        self._weights = flat_params(program.model, params)
-        self._weights_of_parts = [
-            tuple(self._weights[i] for i in own.weights) for own in program.parts
-        ]
+        self.replace_weights(params)
         limits = program.limits
         self._state = state
         self._slots = slots
@@ -66,8 +63,18 @@ class Executor:
         rows = max(*(bucket.num_draws for bucket in limits.buckets), *program.extras_rows)
         self._board = TokenBoard.of_device(program.placement.device, rows)
         self._staging = BatchStaging.of_device(program.placement.device)
-        self._head = head_params(params)
         self._layouts = {bucket: program.layout(bucket) for bucket in limits.buckets}
+
+    def replace_weights(self, params: Params) -> None:
+        """Let later launches read these weights; steps in flight keep the old ones.
+
+        The caller has checked shapes, dtypes and devices.
+        """
+        weights = flat_params(self._program.model, params)
+        parts = [tuple(weights[i] for i in own.weights) for own in self._program.parts]
+        head = head_params(params)
+        self._weights, self._weights_of_parts, self._head = weights, parts, head
+        self.params = params
 
     def warm_up(self) -> None:
         """Run every executable on padding, so that no request waits for work of first runs.

@@ -77,20 +77,30 @@ def write_compressed(
     """
     config = {key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS}
     config[CONFIG] = compressed_config(checkpoint)
-    shards = _shards(checkpoint, shard_bytes)
 
     def fill(new: Path) -> None:
-        total = sum(_nbytes(entries) for shard in shards for entries in shard.values())
-        with progress.task("Writing weights", total) as advance:
-            for name, shard in zip(_file_names(len(shards)), shards, strict=True):
-                with (new / name).open("wb") as file:
-                    _write_shard(file, shard, checkpoint, advance)
-        if len(shards) > 1:
-            (new / INDEX_NAME).write_text(json.dumps(_index(shards), indent=2), "utf-8")
+        write_tensors(new, checkpoint, progress, shard_bytes=shard_bytes)
         (new / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
         _copy_files(source, new)
 
     return build_once(folder, fill, elsewhere="choose another folder")
+
+
+def write_tensors(
+    folder: Path, checkpoint: Checkpoint, progress: Progress, *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write a checkpoint's tensors into a folder, as one safetensors file or several and an index.
+
+    Raises ``OSError``.
+    """
+    shards = _shards(checkpoint, shard_bytes)
+    total = sum(_nbytes(entries) for shard in shards for entries in shard.values())
+    with progress.task("Writing weights", total) as advance:
+        for name, shard in zip(_file_names(len(shards)), shards, strict=True):
+            with (folder / name).open("wb") as file:
+                _write_shard(file, shard, checkpoint, advance)
+    if len(shards) > 1:
+        (folder / INDEX_NAME).write_text(json.dumps(_index(shards), indent=2), "utf-8")
 
 
 def compressed_config(checkpoint: Checkpoint) -> dict[str, Any]:

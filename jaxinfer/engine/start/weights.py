@@ -1,0 +1,92 @@
+"""The weights of a running engine, and the checks of those that replace them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.progress import NO_PROGRESS
+from jaxinfer.engine.start.model import model_of
+from jaxinfer.engine.start.plan import EnginePlan
+from jaxinfer.exec.run.executor import Executor
+from jaxinfer.exec.run.new_weights import placed_params
+from jaxinfer.models.base import Model, Params
+from jaxinfer.weights.load import load_params
+from jaxinfer.weights.plan import plan_params
+from jaxinfer.weights.sources import resolve_source
+
+
+class EngineWeights:
+    """The weights of a running engine; see ``engine.loop.engine.Weights``."""
+
+    def __init__(self, plan: EnginePlan, executor: Executor) -> None:
+        # neither the tokenizer's files nor the first weights are kept
+        self.plan = replace(plan, tokenizer_spec=None, loaded=None)
+        self._executor = executor
+
+    @property
+    def model(self) -> Model:
+        """The model without weights."""
+        return self.plan.program.model
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The generation_config.json of the model's source."""
+        return self.plan.source.generation_config
+
+    @property
+    def params(self) -> Params:
+        """The weights that steps read now; not a copy."""
+        return self._executor.params
+
+    def prepared(self, given: Params | str | Path) -> Params:
+        """New weights on the device: a tree of parameters, or what a reference to a model names.
+
+        Arrays that are on the device already are not copied. Raises ``ArgumentError`` for a tree
+        that does not fit, and ``ConfigError`` or ``SourceError`` for a model that does not; each
+        names the parameter, tensor or key. A weight that is not finite is refused too.
+        """
+        program = self.plan.program
+        params: Any = self._load(str(given)) if isinstance(given, str | Path) else given
+        return placed_params(program.model, params, program.placement)
+
+    def replace(self, params: Params) -> None:
+        """Let later steps read these weights."""
+        self._executor.replace_weights(params)
+
+    def _load(self, reference: str) -> Params:
+        """The weights of a folder or another reference, as the engine's model keeps them."""
+        plan, program = self.plan, self.plan.program
+        source = resolve_source(reference, cache_dir=plan.cache_dir, progress=NO_PROGRESS)
+        source, model = model_of(source, plan.config, program.platform)
+        if differing := _differing(model, program.model):
+            raise ConfigError(
+                f"{reference} differs from the engine's model in {', '.join(differing)}; serve it "
+                "with another engine"
+            )
+        assert source.checkpoint is not None, "a config alone is refused for its load_format"
+        plan_params(model, source.checkpoint)
+        return load_params(
+            model,
+            source,
+            placement=program.placement,
+            cache_dir=plan.cache_dir,
+            seed=plan.config.seed,
+            progress=NO_PROGRESS,
+        )
+
+
+def _differing(one: Model, other: Model) -> list[str]:
+    """The names of the fields in which two models differ."""
+    found = ["architecture"] if one.architecture != other.architecture else []
+    found += [
+        field.name
+        for field in fields(one.config)
+        if getattr(one.config, field.name) != getattr(other.config, field.name)
+    ]
+    if not found and (one.forms, one.arrangement) != (other.forms, other.arrangement):
+        found = ["which matrices stay quantised (on a CPU cpu_weights='float32' keeps none)"]
+    return found

@@ -1,0 +1,162 @@
+"""Weights by layer and head under TransformerLens's names: read-only views of fused parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.models.base import Model, Params
+from jaxinfer.nn.decoder_config import AttentionConfig, FeedForwardConfig
+from jaxinfer.nn.linear import dense_weight
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """One weight of each layer: ``view[l]``, ``view[l, h]`` of a head, ``view[1:3]`` stacked.
+
+    The arrays are computed from the parameters on each access, so nothing is stored twice and
+    nothing can be written. An index out of range raises ``IndexError``, also one that JAX would
+    clamp.
+    """
+
+    name: str
+    num_layers: int
+    of_layer: Callable[[int], jax.Array]
+
+    def __len__(self) -> int:
+        """The number of layers."""
+        return self.num_layers
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        """The weight of each layer."""
+        return (self.of_layer(layer) for layer in range(self.num_layers))
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        """See the class."""
+        layer, *rest = index if isinstance(index, tuple) else (index,)
+        layers = range(self.num_layers)
+        if isinstance(layer, slice):
+            found = jnp.stack([self.of_layer(one) for one in layers[layer]])
+            return found[:, *rest] if rest else found
+        self._check(layer, self.num_layers, "layers")
+        found = self.of_layer(layers[layer])
+        for number, one in enumerate(rest):
+            if one is Ellipsis or one is None:
+                break
+            if isinstance(one, int) and number < found.ndim:
+                self._check(one, found.shape[number], f"entries in dimension {number + 1}")
+        return found[tuple(rest)] if rest else found
+
+    def _check(self, index: Any, count: int, what: str) -> None:
+        if not isinstance(index, int) or not -count <= index < count:
+            raise IndexError(f"{self.name}[{index}]: there are {count} {what}")
+
+
+class WeightViews:
+    """Separate views of the weights of a model with attention and dense feed-forward networks.
+
+    With L layers, N query heads, K kv heads of width H, a stream of width D, F feed-forward
+    columns and V tokens: ``W_Q`` [L, N, D, H], ``W_K`` and ``W_V`` [L, K, D, H], ``W_O``
+    [L, N, H, D], ``W_gate`` and ``W_up`` [L, D, F], ``W_down`` [L, F, D], ``W_E`` [V, D], ``W_U``
+    [D, V]. A vector multiplies from the left: ``x @ m.W_Q[l, h]``. Norm weights and biases are not
+    folded in. Matrices that are kept quantised are dequantised to the model's dtype. A weight that
+    the model does not have raises ``AttributeError``.
+    """
+
+    model: Model
+    params: Params
+
+    @property
+    def W_Q(self) -> LayerView:
+        """Queries: ``W_Q[l, h]`` is [D, H]."""
+        return self._view("W_Q", lambda layer: self._qkv(layer, 0))
+
+    @property
+    def W_K(self) -> LayerView:
+        """Keys: ``W_K[l, k]`` is [D, H]; query head h reads kv head h // (N / K)."""
+        return self._view("W_K", lambda layer: self._qkv(layer, 1))
+
+    @property
+    def W_V(self) -> LayerView:
+        """Values: ``W_V[l, k]`` is [D, H]."""
+        return self._view("W_V", lambda layer: self._qkv(layer, 2))
+
+    @property
+    def W_O(self) -> LayerView:
+        """Head outputs into the stream: ``W_O[l, h]`` is [H, D]."""
+        return self._view("W_O", self._output)
+
+    @property
+    def W_gate(self) -> LayerView:
+        """The gate of a gated feed-forward network: ``W_gate[l]`` is [D, F]."""
+        if not all(ffn.gated for ffn in self._ffns()):
+            raise AttributeError(f"{self.model.architecture} has no gates, so there is no W_gate")
+        return self._view("W_gate", lambda layer: self._into_ffn(layer, gate=True))
+
+    @property
+    def W_up(self) -> LayerView:
+        """The input of the feed-forward network: ``W_up[l]`` is [D, F]."""
+        self._ffns()
+        return self._view("W_up", lambda layer: self._into_ffn(layer, gate=False))
+
+    @property
+    def W_down(self) -> LayerView:
+        """The output of the feed-forward network: ``W_down[l]`` is [F, D]."""
+        self._ffns()
+        return self._view("W_down", lambda layer: self._matrix(layer, "down"))
+
+    @property
+    def W_E(self) -> jax.Array:  # [V, D]
+        """The embedding, before ``embed_scale``."""
+        return self._dense(self.params["embed"], rows=True)
+
+    @property
+    def W_U(self) -> jax.Array:  # [D, V]
+        """The unembedding; for a tied head the embedding, transposed."""
+        if self.model.config.tie_word_embeddings:
+            return self.W_E.T
+        return self._dense(self.params["lm_head"])
+
+    def _view(self, name: str, of_layer: Callable[[int], jax.Array]) -> LayerView:
+        return LayerView(name, len(self.model.config.layers), of_layer)
+
+    def _dense(self, weight: Any, *, rows: bool = False) -> jax.Array:
+        return dense_weight(weight, self.model.config.dtype, rows=rows)
+
+    def _matrix(self, layer: int, name: str) -> jax.Array:  # [I, O]
+        return self._dense(self.params[f"layers_{layer}"][name])
+
+    def _attention(self, layer: int) -> AttentionConfig:
+        mixer = self.model.config.layers[layer].mixer
+        if not isinstance(mixer, AttentionConfig):
+            raise AttributeError(f"layer {layer} has no attention heads")
+        return mixer
+
+    def _ffns(self) -> list[FeedForwardConfig]:
+        found = [layer.ffn for layer in self.model.config.layers]
+        dense = [ffn for ffn in found if isinstance(ffn, FeedForwardConfig)]
+        if len(dense) != len(found):
+            raise AttributeError("not all feed-forward networks are dense")
+        return dense
+
+    def _qkv(self, layer: int, part: int) -> jax.Array:  # [heads, D, H]
+        mixer = self._attention(layer)
+        heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
+        first = sum(heads[:part]) * mixer.head_dim
+        columns = self._matrix(layer, "qkv")[:, first : first + heads[part] * mixer.head_dim]
+        return jnp.moveaxis(columns.reshape(len(columns), heads[part], mixer.head_dim), 1, 0)
+
+    def _output(self, layer: int) -> jax.Array:  # [N, H, D]
+        mixer = self._attention(layer)
+        return self._matrix(layer, "o").reshape(mixer.num_heads, mixer.head_dim, -1)
+
+    def _into_ffn(self, layer: int, *, gate: bool) -> jax.Array:  # [D, F]
+        ffn = self._ffns()[layer]
+        if not ffn.gated:
+            return self._matrix(layer, "up")
+        both = self._matrix(layer, "gate_up")
+        return both[:, : ffn.width] if gate else both[:, ffn.width :]

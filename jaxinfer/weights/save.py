@@ -1,0 +1,145 @@
+"""Writes a model as a Hugging Face folder: the inverse of loading."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.core.errors import ArgumentError, CacheError
+from jaxinfer.core.progress import Progress
+from jaxinfer.core.staging import build_once
+from jaxinfer.models.arguments import checked_params
+from jaxinfer.models.base import Model, Params
+from jaxinfer.models.params import ParamSpec, tensors_of
+from jaxinfer.nn.linear import dense_weight
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
+from jaxinfer.weights.quantised.write import write_tensors
+from pallas_kernels.quantised import Form, Quantised
+
+_DTYPES = ("float32", "float16", "bfloat16")
+_STORED = ("F32", "F16", "BF16")
+_OF_THE_FILES = ("transformers_weights",)  # keys of config.json about the files it came with
+
+
+class ParamsCheckpoint:
+    """Parameters as the checkpoint tensors that they are made of; see ``Checkpoint``.
+
+    Matrices that are kept quantised are dequantised to the model's dtype. Host memory holds one
+    parameter at a time. Raises ``ArgumentError`` for parameters that do not fit the model.
+    """
+
+    unneeded: frozenset[str] = frozenset()
+
+    def __init__(self, model: Model, params: Params) -> None:
+        checked_params(params, model.arrays)
+        self.forms: dict[str, Form] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self._model = model
+        self._params = params
+        self._specs: dict[str, tuple[ParamSpec, int]] = {}  # and the number of the source
+        self._last: tuple[ParamSpec, list[np.ndarray]] | None = None
+        for spec in model.param_specs:
+            dtype = _dtype_of(spec, model)
+            for number, source in enumerate(spec.sources):
+                size = int(np.prod(source.shape)) * dtype.itemsize
+                stored = _STORED[_DTYPES.index(dtype.name)]
+                self.tensors[source.name] = TensorInfo(source.shape, stored, size, readable=True)
+                self._specs[source.name] = (spec, number)
+
+    def read(self, name: str) -> np.ndarray:
+        """See ``Checkpoint``."""
+        spec, number = self._specs[name]
+        if self._last is None or self._last[0] is not spec:
+            self._last = None  # frees its arrays first
+            self._last = (spec, tensors_of(spec, self._array(spec)))
+        return np.asarray(self._last[1][number], _dtype_of(spec, self._model))
+
+    def read_quantised(self, name: str) -> Quantised:
+        """See ``Checkpoint``."""
+        raise NotImplementedError(f"{name} is not quantised")
+
+    def _array(self, spec: ParamSpec) -> np.ndarray:
+        leaf: Any = self._params
+        for part in spec.path.split("/"):
+            leaf = leaf[part]
+        dtype = self._model.config.dtype
+        return np.asarray(dense_weight(leaf, dtype, rows=spec.matrix == "rows"))
+
+
+def _dtype_of(spec: ParamSpec, model: Model) -> np.dtype:
+    """The dtype in which a parameter's tensors are written."""
+    array = model.arrays.get(spec.path)
+    dtype = np.dtype(model.config.dtype if array is None else array.dtype)
+    if dtype.name not in _DTYPES:
+        raise ArgumentError(
+            f"parameter {spec.path} is {dtype}, and only {', '.join(_DTYPES)} can be saved"
+        )
+    return dtype
+
+
+def write_folder(
+    folder: Path,
+    *,
+    hf_config: Mapping[str, Any],
+    generation_config: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    checkpoint: Checkpoint | None,
+    dtype: str | None,
+    progress: Progress,
+) -> None:
+    """Write config.json, generation_config.json, tokenizer and tensors, each if it is given.
+
+    The new folder is complete or absent. Raises ``CacheError`` if it exists or cannot be written.
+    """
+    if not hf_config:
+        raise ArgumentError("a model that was not read from a config.json cannot be saved")
+    if folder.exists():
+        raise CacheError(f"{folder} exists already; name a new folder")
+    config = {key: value for key, value in hf_config.items() if key not in _OF_THE_FILES}
+    if dtype is not None:
+        config |= {"dtype": dtype, "torch_dtype": dtype}  # new and old name in transformers
+
+    def fill(new: Path) -> None:
+        if checkpoint is not None:
+            write_tensors(new, checkpoint, progress)
+        _write_json(new / "config.json", config)
+        if generation_config:
+            _write_json(new / "generation_config.json", generation_config)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(new)
+
+    if not build_once(folder, fill, elsewhere="choose another folder"):
+        raise CacheError(f"{folder} exists already; name a new folder")  # made in the meantime
+
+
+def write_model(
+    folder: Path,
+    model: Model,
+    params: Params,
+    tokenizer: Tokenizer | None,
+    generation_config: Mapping[str, Any],
+    progress: Progress,
+) -> None:
+    """``write_folder`` of a model with its parameters; raises ``ArgumentError`` if they do not
+    fit.
+    """
+    write_folder(
+        folder,
+        hf_config=model.hf_config,
+        generation_config=generation_config,
+        tokenizer=tokenizer,
+        checkpoint=ParamsCheckpoint(model, params),
+        dtype=np.dtype(model.config.dtype).name,
+        progress=progress,
+    )
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(
+        json.dumps(dict(content), indent=2, ensure_ascii=False, default=dict) + "\n", "utf-8"
+    )
