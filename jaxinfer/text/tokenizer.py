@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache, partial
@@ -24,6 +23,7 @@ from jaxinfer.text.tokenizer_config import (
     chat_templates,
     saved_config,
     special_tokens,
+    write_files,
 )
 
 MAX_COMPILED_TEMPLATES = 16  # more than a model has; requests may bring their own
@@ -353,18 +353,9 @@ class Tokenizer:
         is made if it is absent. ``load_tokenizer`` and transformers read them, also those of a GGUF
         file's tokenizer. Raises ``OSError``.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_text(self._tokenizer.to_str(pretty=True), "utf-8")
+        definition = self._tokenizer.to_str(pretty=True)
         config = saved_config(self._config, self.special_tokens_map, self.model_max_length)
-        text = json.dumps(config, indent=2, ensure_ascii=False)
-        (folder / "tokenizer_config.json").write_text(text + "\n", "utf-8")
-        for name, template in self._templates.items():
-            path = folder / "chat_template.jinja"
-            if name != "default":
-                path = folder / "additional_chat_templates" / f"{name}.jinja"
-                path.parent.mkdir(exist_ok=True)
-            path.write_text(template, "utf-8")
+        write_files(Path(folder), definition, config, self._templates)
 
     def get_chat_template(
         self, chat_template: str | None = None, tools: Sequence[Any] | None = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from jaxinfer.core.errors import TokenizerError
@@ -68,6 +70,22 @@ def saved_config(
         if not (isinstance(entry, Mapping) and entry.get("content") == token):
             made[name] = token
     return made
+
+
+def write_files(
+    folder: Path, definition: str, config: Mapping[str, Any], templates: Mapping[str, str]
+) -> None:
+    """Write tokenizer.json, tokenizer_config.json and the templates; raises ``OSError``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(definition, "utf-8")
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(text + "\n", "utf-8")
+    for name, template in templates.items():
+        path = folder / "chat_template.jinja"
+        if name != "default":
+            path = folder / "additional_chat_templates" / f"{name}.jinja"
+            path.parent.mkdir(exist_ok=True)
+        path.write_text(template, "utf-8")
 
 
 def chat_templates(spec: TokenizerSpec) -> dict[str, str]:

@@ -384,3 +384,43 @@ def test_a_change_fails_when_the_engine_has_ended(folder: Path, settings: dict[s
             await llm.update_weights(params)
 
     with_async(folder, settings, scenario)
+
+
+def test_a_pause_holds_requests_and_forgets_those_that_are_given_up(
+    folder: Path, settings: dict[str, Any]
+) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        expected = (await answer(llm)).outputs[0].token_ids
+        await llm.pause_generation()
+        before = llm.stats().num_requests
+        given_up, held = (asyncio.create_task(answer(llm)) for _ in range(2))
+        change = asyncio.create_task(llm.reset_prefix_cache())
+        await asyncio.sleep(0.1)
+        assert change.done() and not held.done() and llm.stats().num_requests == before
+        given_up.cancel()
+        await asyncio.sleep(0.05)
+        await llm.resume_generation()
+        assert (await held).outputs[0].token_ids == expected
+        assert llm.stats().num_requests == before + 1
+        with pytest.raises(ArgumentError, match="mode must be"):
+            await llm.pause_generation(mode="keep")  # type: ignore[arg-type]
+
+    with_async(folder, settings, scenario)
+
+
+def test_a_change_that_is_given_up_is_not_made(folder: Path, settings: dict[str, Any]) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        before = llm.model.params
+        open_one = await started(llm, LONG)
+        changed = with_larger_down(before)
+        change = asyncio.create_task(llm.update_weights(changed))
+        while not llm._thread._changes and not open_one.done():
+            await asyncio.sleep(0.001)
+        change.cancel()
+        await open_one
+        if change.cancelled() or not change.done():
+            check_served([await answer(llm)], llm.model, cached=32)
+            assert llm.model.params is before
+        await llm.shutdown()
+
+    with_async(folder, settings, scenario)
