@@ -16,9 +16,11 @@ import pytest
 import jaxinfer
 from jaxinfer import LLM, AsyncLLM, LanguageModel, RequestOutput, SamplingParams
 from jaxinfer.core.errors import ArgumentError, EngineError, JaxinferError
+from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.models import forward
 from jaxinfer.models.params import by_path
 from jaxinfer.models.registry import build_model
+from jaxinfer.weights.quantised.convert import convert_folder
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
 
@@ -250,6 +252,8 @@ def test_wrong_weights_leave_the_old_ones(llm: LLM, tmp_path: Path) -> None:
     write_hf_folder(tmp_path / "wider", wider, random_hf_tensors(build_model(wider, "float32")))
     lacking = {name: t for name, t in tensors.items() if "layers.1.mlp.up" not in name}
     write_hf_folder(tmp_path / "lacking", config, lacking)
+    write_hf_folder(tmp_path / "int8", config, tensors)
+    convert_folder(str(tmp_path / "int8"), tmp_path / "quantised", "int8", progress=NO_PROGRESS)
     nan = tensors | {"model.norm.weight": np.full(64, np.nan, np.float32)}
     write_hf_folder(tmp_path / "nan", config, nan)
     deleted = jnp.copy(down)
@@ -265,6 +269,7 @@ def test_wrong_weights_leave_the_old_ones(llm: LLM, tmp_path: Path) -> None:
         (None, "are a NoneType"),
         (tmp_path / "none", "is neither a known name"),
         (tmp_path / "wider", "differs from the engine's model in layers"),
+        (tmp_path / "quantised", "keep different matrices quantised"),
         (tmp_path / "lacking", "has no tensor model.layers.1.mlp.up_proj.weight"),
         (tmp_path / "nan", "final_norm holds NaN"),
     ]
