@@ -100,6 +100,12 @@ GROUPS = (
                 environment=("VLLM_API_KEY",),
                 secret=True,
             ),
+            Setting(
+                "admin_api_key",
+                texts,
+                "Keys for /pause, /resume, /update_weights and /reset_prefix_cache.",
+                secret=True,
+            ),
             Setting("allowed_origins", texts, "CORS origins, as a JSON list; none unless given."),
             Setting("allowed_methods", texts, "CORS methods, as a JSON list."),
             Setting("allowed_headers", texts, "CORS headers, as a JSON list."),

@@ -48,6 +48,7 @@ class ServerConfig:
     ssl_cert_reqs: int = 0  # ssl.CERT_NONE
     # access
     api_key: tuple[str, ...] = ()
+    admin_api_key: tuple[str, ...] = ()  # of the routes that change the engine
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -93,9 +94,12 @@ class ServerConfig:
                 f"uvicorn_log_level {self.uvicorn_log_level!r} is unknown; "
                 f"use one of {', '.join(LOG_LEVELS)}"
             )
-        for key in self.api_key:
-            if not key or not key.isascii() or not key.isprintable() or key != key.strip():
-                raise ConfigError("api_key must be printable ASCII without spaces around it")
+        for name in ("api_key", "admin_api_key"):
+            for key in getattr(self, name):
+                if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+                    raise ConfigError(f"{name} must be printable ASCII without spaces around it")
+        if set(self.api_key) & set(self.admin_api_key):
+            raise ConfigError("admin_api_key must differ from api_key, which all clients have")
         _check_sampling(self.override_generation_config)
 
 
@@ -115,7 +119,7 @@ def _checked(name: str, value: Any, type_name: str) -> Any:
     if type_name.startswith("tuple"):
         texts = cast("tuple[Any, ...]", value)
         if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in texts):
-            shown = "" if name == "api_key" else f", got {value!r}"
+            shown = "" if name.endswith("api_key") else f", got {value!r}"
             raise ConfigError(f"{name} must be a list of texts{shown}")
         return tuple(texts)
     if type_name.startswith("Mapping"):

@@ -353,8 +353,9 @@ class Tokenizer:
         is made if it is absent. ``load_tokenizer`` and transformers read them, also those of a GGUF
         file's tokenizer. Raises ``OSError``.
         """
+        definition = self._tokenizer.to_str(pretty=True)
         config = saved_config(self._config, self.special_tokens_map, self.model_max_length)
-        write_files(Path(folder), self._tokenizer.to_str(pretty=True), config, self._templates)
+        write_files(Path(folder), definition, config, self._templates)
 
     def get_chat_template(
         self, chat_template: str | None = None, tools: Sequence[Any] | None = None

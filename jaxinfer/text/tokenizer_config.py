@@ -73,11 +73,11 @@ def saved_config(
 
 
 def write_files(
-    folder: Path, tokenizer: str, config: Mapping[str, Any], templates: Mapping[str, str]
+    folder: Path, definition: str, config: Mapping[str, Any], templates: Mapping[str, str]
 ) -> None:
-    """Write a tokenizer's files as transformers does; ``tokenizer`` is the tokenizer.json."""
+    """Write tokenizer.json, tokenizer_config.json and the templates; raises ``OSError``."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(tokenizer, "utf-8")
+    (folder / "tokenizer.json").write_text(definition, "utf-8")
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text + "\n", "utf-8")
     for name, template in templates.items():

@@ -16,9 +16,11 @@ import pytest
 import jaxinfer
 from jaxinfer import LLM, AsyncLLM, LanguageModel, RequestOutput, SamplingParams
 from jaxinfer.core.errors import ArgumentError, EngineError, JaxinferError
+from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.models import forward
 from jaxinfer.models.params import by_path
 from jaxinfer.models.registry import build_model
+from jaxinfer.weights.quantised.convert import convert_folder
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
 
@@ -263,6 +265,8 @@ def test_wrong_weights_leave_the_old_ones(llm: LLM, tmp_path: Path) -> None:
     write_hf_folder(tmp_path / "wider", wider, random_hf_tensors(build_model(wider, "float32")))
     lacking = {name: t for name, t in tensors.items() if "layers.1.mlp.up" not in name}
     write_hf_folder(tmp_path / "lacking", config, lacking)
+    write_hf_folder(tmp_path / "int8", config, tensors)
+    convert_folder(str(tmp_path / "int8"), tmp_path / "quantised", "int8", progress=NO_PROGRESS)
     nan = tensors | {"model.norm.weight": np.full(64, np.nan, np.float32)}
     write_hf_folder(tmp_path / "nan", config, nan)
     deleted = jnp.copy(down)
@@ -278,6 +282,7 @@ def test_wrong_weights_leave_the_old_ones(llm: LLM, tmp_path: Path) -> None:
         (None, "are a NoneType"),
         (tmp_path / "none", "is neither a known name"),
         (tmp_path / "wider", "differs from the engine's model in layers"),
+        (tmp_path / "quantised", "keep different matrices quantised"),
         (tmp_path / "lacking", "has no tensor model.layers.1.mlp.up_proj.weight"),
         (tmp_path / "nan", "final_norm holds NaN"),
     ]
@@ -395,5 +400,45 @@ def test_a_change_fails_when_the_engine_has_ended(folder: Path, settings: dict[s
         await llm.shutdown()
         with pytest.raises(EngineError, match="the engine is shut down"):
             await llm.update_weights(params)
+
+    with_async(folder, settings, scenario)
+
+
+def test_a_pause_holds_requests_and_forgets_those_that_are_given_up(
+    folder: Path, settings: dict[str, Any]
+) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        expected = (await answer(llm)).outputs[0].token_ids
+        await llm.pause_generation()
+        before = llm.stats().num_requests
+        given_up, held = (asyncio.create_task(answer(llm)) for _ in range(2))
+        change = asyncio.create_task(llm.reset_prefix_cache())
+        await asyncio.sleep(0.1)
+        assert change.done() and not held.done() and llm.stats().num_requests == before
+        given_up.cancel()
+        await asyncio.sleep(0.05)
+        await llm.resume_generation()
+        assert (await held).outputs[0].token_ids == expected
+        assert llm.stats().num_requests == before + 1
+        with pytest.raises(ArgumentError, match="mode must be"):
+            await llm.pause_generation(mode="keep")  # type: ignore[arg-type]
+
+    with_async(folder, settings, scenario)
+
+
+def test_a_change_that_is_given_up_is_not_made(folder: Path, settings: dict[str, Any]) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        before = llm.model.params
+        open_one = await started(llm, LONG)
+        changed = with_larger_down(before)
+        change = asyncio.create_task(llm.update_weights(changed))
+        while not llm._thread._changes and not open_one.done():
+            await asyncio.sleep(0.001)
+        change.cancel()
+        await open_one
+        if change.cancelled() or not change.done():
+            check_served([await answer(llm)], llm.model, cached=32)
+            assert llm.model.params is before
+        await llm.shutdown()
 
     with_async(folder, settings, scenario)

@@ -125,6 +125,15 @@ class AsyncLLM:
         await self._while_idle(self.engine.reset_prefix_cache, mode)
         return True
 
+    async def pause_generation(self, *, mode: Literal["wait", "abort"] = "wait") -> None:
+        """Complete or abort the open requests, then hold later ones until ``resume_generation``."""
+        _check_mode(mode)
+        await self.client.control("pause", mode=mode)
+
+    async def resume_generation(self) -> None:
+        """Start the requests that ``pause_generation`` has held."""
+        await self.client.control("resume")
+
     async def _while_idle(self, function: Callable[[], None], mode: str) -> None:
         await asyncio.wrap_future(self._thread.while_idle(function, aborts=mode == "abort"))
 

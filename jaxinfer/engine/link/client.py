@@ -17,10 +17,14 @@ from jaxinfer.core.request import SamplingParams, check_identity
 from jaxinfer.engine.facts import ModelFacts, check_request
 from jaxinfer.engine.link.wire import (
     AbortRequest,
+    Action,
     Answer,
     Command,
+    Control,
+    Controlled,
     Failed,
     Listener,
+    Mode,
     Ping,
     Pong,
     Refused,
@@ -165,6 +169,8 @@ class EngineClient:
         self.num_waiting_tokens = 0  # prompt tokens of all requests that have not started
         self._num_started = 0
         self._pongs: list[asyncio.Future[None]] = []
+        self._num_controls = 0
+        self._controls: dict[int, asyncio.Future[None]] = {}
         link.connect(self.receive)
 
     @property
@@ -241,6 +247,19 @@ class EngineClient:
                 self._pongs.remove(pong)
         return self.alive
 
+    async def control(self, action: Action, *, mode: Mode = "wait", path: str = "") -> None:
+        """Change the engine while no request is open; later requests wait meanwhile.
+
+        ``pause`` holds them until ``resume``; ``path`` names the weights of ``update_weights``.
+        Open requests are completed first, or aborted (``mode``). Raises the error of the change,
+        and ``EngineError`` if the engine has ended.
+        """
+        self._num_controls += 1
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._controls[self._num_controls] = done
+        self._link.send(Control(self._num_controls, action, mode, path))
+        await done
+
     async def shutdown(self) -> None:
         """End the engine; open streams end with ``EngineError``."""
         await asyncio.to_thread(self._link.stop)
@@ -264,7 +283,11 @@ class EngineClient:
                     stream.fail(answer.failure.error)
             case Pong():
                 self._end_pings()
+            case Controlled():
+                self._end_control(answer.number, answer.failure and answer.failure.error)
             case Failed():
+                for number in tuple(self._controls):
+                    self._end_control(number, answer.error)
                 for stream in self._streams.values():
                     if stream.num_unfinished:
                         stream.fail(answer.error)
@@ -284,6 +307,15 @@ class EngineClient:
                     self._num_started -= 1  # its slot is free before the delta is read
         if self.observe is not None:
             self.observe(news)
+
+    def _end_control(self, number: int, error: JaxinferError | None) -> None:
+        done = self._controls.pop(number, None)
+        if done is None or done.done():  # the caller has given up
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
 
     def _end_pings(self) -> None:
         pongs, self._pongs = self._pongs, []

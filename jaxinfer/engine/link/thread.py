@@ -17,6 +17,8 @@ from jaxinfer.engine.link.client import Link
 from jaxinfer.engine.link.wire import (
     AbortRequest,
     Command,
+    Control,
+    Controlled,
     Failed,
     Listener,
     Ping,
@@ -49,7 +51,8 @@ class EngineThread(Link):
         self._engine = engine
         self._inbox: SimpleQueue[Command | _Change] = SimpleQueue()
         self._changes: list[_Change] = []  # that wait for the engine to become idle
-        self._held: list[Submission] = []  # that arrived after the first of these changes
+        self._held: list[Submission] = []  # that arrived after the first of these, or in a pause
+        self._paused = False
         self._thread: threading.Thread | None = None
 
     def connect(self, listener: Listener) -> None:
@@ -71,10 +74,13 @@ class EngineThread(Link):
         if self._ended is not None:
             raise self._ended
         done: Future[T] = Future()
-        self._inbox.put(_Change(function, aborts, done))
+        self._put_change(_Change(function, aborts, done))
+        return done
+
+    def _put_change(self, change: _Change) -> None:
+        self._inbox.put(change)
         if self._ended is not None:  # it has ended meanwhile, and may not have seen the change
             self._fail_changes(self._ended)
-        return done
 
     def stop(self) -> None:
         """See ``Link``."""
@@ -111,7 +117,7 @@ class EngineThread(Link):
             except Empty:
                 return True
             match command:
-                case Submission() if self._changes:
+                case Submission() if self._changes or self._paused:
                     self._held.append(command)
                 case Submission():
                     self._add(command, listener)
@@ -120,6 +126,8 @@ class EngineThread(Link):
                     self._engine.abort(command.request_id)
                 case Ping():
                     listener(Pong())
+                case Control():
+                    self._control(command, listener)
                 case _Change():
                     self._changes.append(command)
                     if command.aborts:
@@ -143,9 +151,44 @@ class EngineThread(Link):
                 change.done.set_exception(error)
             else:
                 change.done.set_result(result)
+        self._release(listener)
+
+    def _release(self, listener: Listener) -> None:
+        """Add the held requests, unless something still holds them."""
+        if self._paused or self._changes:
+            return
         held, self._held = self._held, []
         for submission in held:
             self._add(submission, listener)
+
+    def _control(self, control: Control, listener: Listener) -> None:
+        """Execute a command that a ``Controlled`` answers, now or once the engine is idle."""
+        done: Future[None] = Future()
+        done.add_done_callback(lambda ended: listener(_controlled(control.number, ended)))
+        aborts = control.mode == "abort"
+        match control.action:
+            case "reset_prefix_cache":
+                self._put_change(_Change(self._engine.reset_prefix_cache, aborts, done))
+            case "pause":
+                self._put_change(_Change(self._pause, aborts, done))
+            case "resume":
+                self._paused = False
+                self._release(listener)
+                done.set_result(None)
+            case "update_weights":  # they are read while requests run
+                arguments = (control.path, aborts, done)
+                threading.Thread(target=self._load, args=arguments, daemon=True).start()
+
+    def _pause(self) -> None:
+        self._paused = True
+
+    def _load(self, path: str, aborts: bool, done: Future[None]) -> None:
+        try:
+            prepared = self._engine.weights.prepared(path)
+        except Exception as error:
+            done.set_exception(error)
+            return
+        self._put_change(_Change(lambda: self._engine.replace_weights(prepared), aborts, done))
 
     def _fail_changes(self, error: EngineError) -> None:
         """Fail the changes that were not made, since the engine has ended."""
@@ -172,3 +215,11 @@ class EngineThread(Link):
             if not isinstance(error, JaxinferError):
                 error = RequestError(f"the request is unusable: {error}")
             listener(Refused(submission.request_id, Failed.of(error)))
+
+
+def _controlled(number: int, ended: Future[None]) -> Controlled:
+    """The answer to a ``Control`` whose future has ended."""
+    error = ended.exception()
+    if error is not None and not isinstance(error, JaxinferError):
+        error = EngineError(f"the change failed ({type(error).__name__}: {error})")
+    return Controlled(number, None if error is None else Failed.of(error))

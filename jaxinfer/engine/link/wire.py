@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -51,6 +51,22 @@ class AbortRequest(msgspec.Struct, frozen=True, tag=True):
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
     """Request a ``Pong``, which comes when the engine's loop has read the ping."""
+
+
+type Action = Literal["pause", "resume", "reset_prefix_cache", "update_weights"]
+type Mode = Literal["wait", "abort"]
+
+
+class Control(msgspec.Struct, frozen=True, tag=True):
+    """Change the engine while no request is open; answered by ``Controlled``.
+
+    ``mode``: whether open requests are completed or aborted. ``path``: of the new weights.
+    """
+
+    number: int
+    action: Action
+    mode: Mode = "wait"
+    path: str = ""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -99,8 +115,15 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     failure: Failed
 
 
-type Command = Submission | AbortRequest | Ping | Stop
-type Answer = News | Refused | Pong | Failed
+class Controlled(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: a ``Control`` has been executed, or why not."""
+
+    number: int
+    failure: Failed | None = None
+
+
+type Command = Submission | AbortRequest | Ping | Control | Stop
+type Answer = News | Refused | Pong | Controlled | Failed
 type Listener = Callable[[Answer], None]  # returns at once, and may be called on any thread
 type ToEngine = Build | Command
 type FromEngine = Planned | Ready | Answer

@@ -11,6 +11,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.engine.start.model import model_of
 from jaxinfer.engine.start.plan import EnginePlan
+from jaxinfer.exec.run.device_memory import allocating
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.exec.run.new_weights import placed_params
 from jaxinfer.models.base import Model, Params
@@ -47,11 +48,13 @@ class EngineWeights:
 
         Arrays that are on the device already are not copied. Raises ``ArgumentError`` for a tree
         that does not fit, and ``ConfigError`` or ``SourceError`` for a model that does not; each
-        names the parameter, tensor or key. A weight that is not finite is refused too.
+        names the parameter, tensor or key. A weight that is not finite is refused too. Raises
+        ``EngineError`` if the device has no memory for a second set of weights.
         """
         program = self.plan.program
-        params: Any = self._load(str(given)) if isinstance(given, str | Path) else given
-        return placed_params(program.model, params, program.placement)
+        with allocating(self.plan.memory.weight_bytes):  # the old weights stay until the change
+            params: Any = self._load(str(given)) if isinstance(given, str | Path) else given
+            return placed_params(program.model, params, program.placement)
 
     def replace(self, params: Params) -> None:
         """Let later steps read these weights."""
@@ -66,6 +69,11 @@ class EngineWeights:
             raise ConfigError(
                 f"{reference} differs from the engine's model in {', '.join(differing)}; serve it "
                 "with another engine"
+            )
+        if (model.forms, model.arrangement) != (program.model.forms, program.model.arrangement):
+            raise ConfigError(
+                f"{reference} and the engine's model keep different matrices quantised; serve it "
+                "with another engine, or on a CPU with cpu_weights='float32', which keeps none"
             )
         assert source.checkpoint is not None, "a config alone is refused for its load_format"
         plan_params(model, source.checkpoint)
@@ -87,6 +95,4 @@ def _differing(one: Model, other: Model) -> list[str]:
         for field in fields(one.config)
         if getattr(one.config, field.name) != getattr(other.config, field.name)
     ]
-    if not found and (one.forms, one.arrangement) != (other.forms, other.arrangement):
-        found = ["which matrices stay quantised (on a CPU cpu_weights='float32' keeps none)"]
     return found

@@ -52,7 +52,8 @@ def guarded(
     """
     app = BodyLimits(app, config.max_body_bytes, on_refusal)
     if config.api_key:
-        app = ApiKeyRequired(app, config.api_key, config.root_path, on_refusal)
+        keys = Keys((*config.api_key, *config.admin_api_key))
+        app = ApiKeyRequired(app, keys, config.root_path, on_refusal)
     if config.allowed_origins:
         app = CORSMiddleware(
             app,
@@ -114,36 +115,45 @@ class WithRequestId:
         )
 
 
-class ApiKeyRequired:
-    """Refuses requests without a valid API key, also on unknown paths; ``OPEN_PATHS`` need none."""
+class Keys:
+    """Keys, one of which a request must have."""
 
-    def __init__(
-        self, app: ASGIApp, keys: tuple[str, ...], root_path: str, on_refusal: OnRefusal
-    ) -> None:
-        self._app = app
-        self._on_refusal = on_refusal
+    def __init__(self, keys: tuple[str, ...]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-        self._open_paths = {root_path + path for path in OPEN_PATHS}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in self._open_paths or self._has_valid_key(scope):
-            await self._app(scope, receive, send)
-        else:
-            self._on_refusal(scope["method"], 401)
-            error = ApiError(
-                401,
-                "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-            await error.response(scope, receive, send)
-
-    def _has_valid_key(self, scope: Scope) -> bool:
-        """True if the request has a valid key; compares all digests, each in constant time."""
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    def accept(self, headers: Headers) -> bool:
+        """True if the headers have one of the keys; compares all digests, each in constant time."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return scheme.lower() == "bearer" and any(matches)
+
+
+def wrong_key(which: str = "API") -> ApiError:
+    """The error for a request without a valid key."""
+    return ApiError(
+        401,
+        f"the {which} key is missing or wrong; send it as `Authorization: Bearer KEY`",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+class ApiKeyRequired:
+    """Refuses requests without a valid API key, also on unknown paths; ``OPEN_PATHS`` need none."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, root_path: str, on_refusal: OnRefusal) -> None:
+        self._app = app
+        self._on_refusal = on_refusal
+        self._keys = keys
+        self._open_paths = {root_path + path for path in OPEN_PATHS}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in self._open_paths or self._keys.accept(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+        else:
+            self._on_refusal(scope["method"], 401)
+            await wrong_key().response(scope, receive, send)
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from msgspec import Meta
 
@@ -176,6 +176,28 @@ class DetokenizeRequest(AnyRequest, frozen=True, kw_only=True):
     """``POST /detokenize``."""
 
     tokens: tuple[TokenId, ...]
+
+
+class ChangeRequest(AnyRequest, frozen=True, kw_only=True):
+    """``POST /pause``, ``/reset_prefix_cache``; ``mode`` is what becomes of open requests."""
+
+    mode: str = "wait"
+
+    def check(self) -> None:
+        change_mode(self.mode)
+
+
+class UpdateWeightsRequest(ChangeRequest, frozen=True, kw_only=True):
+    """``POST /update_weights``: a folder or another reference to a model, on the server."""
+
+    path: str
+
+
+def change_mode(mode: str) -> Literal["wait", "abort"]:
+    """What becomes of open requests; raises ``ApiError`` for an unknown mode."""
+    if mode == "wait" or mode == "abort":
+        return mode
+    raise field_error("mode", f"mode must be wait or abort, got {mode[:40]!r}")
 
 
 type ChatFields = ChatCompletionRequest | TokenizeRequest

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.guard import guarded
-from jaxinfer.server.routes import generation, status, tokens
+from jaxinfer.server.routes import admin, generation, status, tokens
 from jaxinfer.server.routes.endpoint import Endpoint
 from jaxinfer.server.routes.service import Service
 
@@ -39,11 +39,21 @@ ROUTES = MappingProxyType(  # all methods of a path have the same handler
     }
 )
 
+ADMIN_ROUTES = MappingProxyType(  # with --admin-api-key, under vLLM's names
+    {
+        ("POST", "/pause"): admin.pause,
+        ("POST", "/resume"): admin.resume,
+        ("POST", "/reset_prefix_cache"): admin.reset_prefix_cache,
+        ("POST", "/update_weights"): admin.update_weights,
+    }
+)
+
 
 def create_app(service: Service) -> ASGIApp:
     """The whole server as an ASGI app, with its guards."""
-    by_path = {path: Endpoint(service, path, handler) for (_, path), handler in ROUTES.items()}
-    methods = {path: [method for method, other in ROUTES if other == path] for path in by_path}
+    table = ROUTES | ADMIN_ROUTES if service.config.admin_api_key else ROUTES
+    by_path = {path: Endpoint(service, path, handler) for (_, path), handler in table.items()}
+    methods = {path: [method for method, other in table if other == path] for path in by_path}
     routes = [Route(path, endpoint, methods=methods[path]) for path, endpoint in by_path.items()]
 
     async def no_route(request: Request, error: Exception) -> Response:
@@ -65,7 +75,7 @@ def create_app(service: Service) -> ASGIApp:
         service.note_response(None, method, status, 0.0)
 
     root = service.config.root_path
-    known = {(method, root + path): by_path[path] for method, path in ROUTES}
+    known = {(method, root + path): by_path[path] for method, path in table}
     return guarded(ExactPaths(known, app), service.config, service.log, refused)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import msgspec
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -35,6 +35,7 @@ class Call:
     def __init__(self, service: Service, scope: Scope, receive: Receive, body: bytes) -> None:
         self.service = service
         self.headers = Headers(scope=scope)
+        self.query = QueryParams(scope.get("query_string", b""))
         self.route = scope["path"].removeprefix(scope.get("root_path", ""))
         self.path_parameters: Mapping[str, str] = scope.get("path_params", {})
         self.request_id: str = scope["state"]["request_id"]
@@ -53,6 +54,11 @@ class Call:
             self.service.log.warning_once("unknown_field", name, advice=advice)
         self.service.check_model(parsed.request.model)
         return parsed.request
+
+    @property
+    def has_body(self) -> bool:
+        """True if the request's body is not empty."""
+        return bool(self._body)
 
     async def updates(self, answer: Answer) -> list[ChoiceUpdate]:
         """All updates of an answer until its end; aborts it if the client disconnects."""
