@@ -19,7 +19,7 @@ EXPECTED = {
     "patching": "layer  0:  +6.",  # the country is read after the first layers
     "logit_lens": "' Paris'",
     "head_ablation": " 0.6 ",
-    "linear_probe": "layers.6.resid_post     100.0%",
+    "linear_probe": "layers.6.resid_post    100.0%",
 }
 
 

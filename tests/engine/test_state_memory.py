@@ -13,6 +13,7 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.progress import Advance
 from jaxinfer.engine.start import build
+from jaxinfer.engine.start import model as start_model
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile.program import COPY
 from jaxinfer.nn.state import Entry, LayerState
@@ -41,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a model that the registry does not know."""
     entry = Entry("sum", (STATE_BYTES // 4,), np.dtype(np.float32))
     monkeypatch.setattr(RecurrentSpec, "state", lambda *_: LayerState(per_slot=(entry,)))
-    monkeypatch.setattr(build, "build_model", lambda *_: mixed_model("recurrent", "full")[0])
+    monkeypatch.setattr(start_model, "build_model", lambda *_: mixed_model("recurrent", "full")[0])
     write_hf_folder(tmp_path, tiny_llama_config())
     return tmp_path
 

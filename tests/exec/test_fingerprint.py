@@ -123,7 +123,7 @@ def test_a_family_outside_the_library_is_in_the_digest() -> None:
     family = mixed_model("full")[0].family
     assert family_sources(family_module(family)).keys() == {
         "kit.mixed_family",
-        *(f"jaxinfer.models.{name}" for name in ("base", "params", "quantised")),
+        *(f"jaxinfer.models.{name}" for name in ("arguments", "base", "params", "quantised")),
     }
     reader = partial(partial(family.config_from_hf))
     assert family_module(ModelFamily("partial", reader, family.param_specs)) == "kit.mixed_family"
