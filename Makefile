@@ -57,7 +57,7 @@ $(TOOLS): $(STAMP)
 	@touch $@
 
 demo: $(STAMP) ## Download a small model and let it answer a question
-	$(BIN)/jaxinfer generate --stats --temperature 0 "What is the capital of France?"
+	$(BIN)/jaxinfer generate --stats "What is the capital of France?"
 
 test: $(TOOLS) ## Run the test suite on the CPU, without the nightly batteries
 	@$(MAKE) --no-print-directory --keep-going --output-sync -j2 $(PARTS:%=test-%)
