@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxinfer.cli.serve_options import SETTINGS, ServeCommand, serve_options
-from jaxinfer.cli.settings import CONFIG_VARIABLE, File, Value, resolve_settings, unknown_variables
+from jaxinfer.cli.command import SettingsCommand, with_model
+from jaxinfer.cli.serve_options import EVERY, GROUPS, REFUSED, SETTINGS
+from jaxinfer.cli.settings import Value, unknown_variables
 from jaxinfer.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,42 +34,21 @@ if TYPE_CHECKING:
 LONGEST_SHOWN = 100  # characters of a value in the list of settings
 
 
-@click.command(cls=ServeCommand, params=serve_options())
+@click.command(cls=SettingsCommand, groups=GROUPS, hidden=REFUSED, several=True)
 @click.argument("reference", metavar="[MODEL]", required=False)
-@click.option("--config", metavar="FILE", help="YAML with these settings; keys as the flags.")
-def serve(reference: str | None, config: str | None, **flags: Any) -> None:
+@click.pass_context
+def serve(ctx: click.Context, reference: str | None, **flags: Any) -> None:
     """Serve MODEL over OpenAI's HTTP API.
 
     A setting comes from its flag, else from the environment variable JAXINFER_<FLAG IN CAPITALS>,
     else from the --config file, else from the model and the device.
     """
-    if reference is not None:
-        if flags["model"] is not None:
-            raise click.UsageError("the model is given twice; leave out MODEL or --model")
-        flags["model"] = reference
-    config = config or os.environ.get(CONFIG_VARIABLE)
-    file = read_config_file(Path(config)) if config else None
-    settings = resolve_settings(SETTINGS, flags, os.environ, file)
+    assert isinstance(ctx.command, SettingsCommand)
+    settings = ctx.command.resolved(with_model(flags, reference))
     engine_config, server_config = check_settings(settings)
     for line in describe(settings, engine_config, server_config):
         click.echo(line, err=True)
     _serve(engine_config, server_config)
-
-
-def read_config_file(path: Path) -> File:
-    """The mapping in a YAML file; raises ``ConfigError`` if it is not one."""
-    import yaml
-
-    try:
-        entries = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        words = " ".join(str(error).split())
-        raise ConfigError(f"the configuration file {path} is no YAML: {words}") from error
-    if entries is not None and not isinstance(entries, dict):
-        raise ConfigError(f"the configuration file {path} holds no settings; use `name: value`")
-    return File(str(path), entries or {})
 
 
 def read_chat_template(given: str) -> str:
@@ -119,7 +99,7 @@ def describe(
         yield f"{setting.name} {shown} ({source})"
     ignored = {name: value for name, value in settings.items() if not hasattr(server_config, name)}
     yield from notices(ignored)
-    if unknown := unknown_variables(SETTINGS, os.environ):
+    if unknown := unknown_variables(EVERY, os.environ):
         yield f"environment variables that are no settings: {', '.join(unknown)}"
 
 
