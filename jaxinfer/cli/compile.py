@@ -29,10 +29,11 @@ def compile_(ctx: click.Context, reference: str | None, output: str, **flags: An
     start = time.perf_counter()
     config = planned_config(ctx, flags, reference)
 
-    from jaxinfer.engine.start.build import plan_engine, write_planned
-
     progress = progress_on(sys.stderr)
-    plan = plan_engine(config, progress)
+    with progress.phase("plan the engine"):
+        from jaxinfer.engine.start.build import plan_engine, write_planned
+
+        plan = plan_engine(config, progress)
     click.echo(plan.memory.described())
     folder = Path(output)
     manifest, made = write_planned(plan, folder, progress)

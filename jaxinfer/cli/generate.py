@@ -13,6 +13,7 @@ from jaxinfer.cli.command import SettingsCommand
 from jaxinfer.cli.options import MEMORY, MODEL, SAMPLING
 from jaxinfer.cli.serve_options import EVERY
 from jaxinfer.core.errors import ConfigError, RequestError
+from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.engine.start.progress import progress_on
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def generate(
         settings = _single_prompt_settings(
             prompts[0] + (system or ""), chosen["max_tokens"], settings
         )
-    llm = LLM(settings.pop("model", None), progress=progress_on(sys.stderr), **settings)
+    progress = progress_on(sys.stderr, verbose=show_stats)
+    llm = LLM(settings.pop("model", None), progress=progress, **settings)
     defaults = llm.get_default_sampling_params()
     sampling = msgspec.structs.replace(defaults, **chosen)
     is_text = len(prompts) == 1 and sampling.n == 1 and not as_json
@@ -88,9 +90,12 @@ def generate(
     printer = OutputPrinter(as_json=as_json, stream=on_terminal if stream is None else stream)
     clock = RunClock()
     requests = _accept(llm, prompts, chat, system, sampling, printer)
-    for number, delta in llm.stream(list(requests.values()), [sampling] * len(requests)):
-        clock.token()
-        printer.add(list(requests)[number], delta)
+    quiet = NO_PROGRESS if printer.streams else progress
+    with quiet.phase("generate", "tokens") as advance:
+        for number, delta in llm.stream(list(requests.values()), [sampling] * len(requests)):
+            clock.token()
+            advance(len(delta.token_ids))
+            printer.add(list(requests)[number], delta)
     if show_stats:
         sampling_text = describe_sampling(sampling, defaults, sources, llm.config.seed)
         lines = [("sampling", sampling_text)]
@@ -192,7 +197,7 @@ class OutputPrinter:
     def __init__(self, *, as_json: bool, stream: bool) -> None:
         self.any_failed = False
         self._as_json = as_json
-        self._stream = stream
+        self.streams = stream
         self._collectors: dict[int, Collector] = {}
         self._ready: dict[int, str | None] = {}
         self._next = 0
@@ -210,7 +215,7 @@ class OutputPrinter:
         if delta.error:
             self.fail(number, delta.error)
             return
-        if self._stream:
+        if self.streams:
             click.echo(delta.text, nl=collector.output.finished)
         elif collector.output.finished:
             answer, several = collector.output, len(collector.output.outputs) > 1

@@ -60,9 +60,11 @@ def inspect(
 
 
 def _plan(config: EngineConfig) -> EnginePlan:
-    from jaxinfer.engine.start.build import plan_engine
+    progress = progress_on(sys.stderr)
+    with progress.phase("plan the engine"):
+        from jaxinfer.engine.start.build import plan_engine
 
-    return plan_engine(config, progress_on(sys.stderr))
+        return plan_engine(config, progress)
 
 
 def describe_model(plan: EnginePlan) -> Report:

@@ -88,6 +88,7 @@ GROUPS = (
             Setting("disable_frontend_multiprocessing", boolean, "Engine and HTTP in one process."),
             Setting("enable_log_requests", boolean, "Log each request, without its text."),
             Setting("disable_uvicorn_access_log", boolean, "No access log."),
+            Setting("log_format", text, "text for people, or json: one object a line."),
             Setting("uvicorn_log_level", text, "debug, info, warning, error, critical."),
         ),
     ),

@@ -59,7 +59,7 @@ def _stream(
     Host memory holds only the parameters that the threads currently read (and, on a CPU, all).
     """
     pool = ThreadPoolExecutor(min(LOAD_THREADS, os.cpu_count() or 1))
-    with progress.task("Loading weights", sum(param.nbytes for param in plan)) as advance:
+    with progress.task("load weights", sum(param.nbytes for param in plan), "B") as advance:
 
         def load(planned: PlannedParam) -> dict[str, jax.Array]:
             placed = _placed(planned, checkpoint, placement)

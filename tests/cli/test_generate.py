@@ -95,6 +95,13 @@ def test_stats(generate: Generate) -> None:
     assert {"compile", "load", "prompt", "peak RSS"} < set(lines)
 
 
+def test_memory_and_plan_are_for_stats(generate: Generate) -> None:
+    arguments = ("--max-tokens=1", "x")
+    plain, stats = generate(*arguments).stderr, generate("--stats", *arguments).stderr
+    for words in ("memory: weights", "workspace", "auto on cpu"):
+        assert words in stats and words not in plain
+
+
 def test_stats_report_the_seed(generate: Generate) -> None:
     lines = generate("--stats", "--max-tokens=1", "--seed=7", "x").stderr
     assert "seed 7 (flag)" in lines and "seed None" not in lines
