@@ -1,7 +1,9 @@
 # Every target works in a fresh clone: it first creates .venv, with the versions of constraints.txt.
 
 BIN := .venv/bin
+# What runs, and what tests and checks it besides: `make demo` needs only the first.
 STAMP := .venv/.installed
+TOOLS := .venv/.installed-tools
 
 # The suite in parts, a process each: `make test` runs two at a time and begins the next as soon as
 # one ends, so the longest come first. What is compiled in a process is shared by its tests. `others`
@@ -41,46 +43,55 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || { \
 	  echo 'jaxinfer needs Python 3.12 or newer: install it, or run make PYTHON=/path/to/python' >&2; \
 	  exit 1; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-input -c constraints.txt -e '.[dev]'
+	@echo 'Installing jaxinfer into .venv: about 50 packages, 800 MB, then its native library is compiled.'
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install --no-input -c constraints.txt -e .
+	@touch $@
+
+# The extra's requirements alone: with -e '.[dev]' pip would compile the native library again.
+$(TOOLS): $(STAMP)
+	@echo 'Installing the tools of tests and checks into .venv (the extra dev of pyproject.toml).'
+	@$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print(*project["optional-dependencies"]["dev"], sep="\n")' >.venv/tools.txt
+	@$(BIN)/pip install --no-input -c constraints.txt -r .venv/tools.txt
 	@touch $@
 
 demo: $(STAMP) ## Download a small model and let it answer a question
-	$(BIN)/jaxinfer generate --stats --temperature 0 "What is the capital of France?"
+	$(BIN)/jaxinfer generate --stats "What is the capital of France?"
 
-test: $(STAMP) ## Run the test suite on the CPU, without the nightly batteries
+test: $(TOOLS) ## Run the test suite on the CPU, without the nightly batteries
 	@$(MAKE) --no-print-directory --keep-going --output-sync -j2 $(PARTS:%=test-%)
 
-test-models: $(STAMP)
+test-models: $(TOOLS)
 	@$(BIN)/pytest -q $(MODELS)
 
-test-engines: $(STAMP)
+test-engines: $(TOOLS)
 	@$(QUICKLY) $(BIN)/pytest -q $(ENGINES)
 
-test-triton: $(STAMP)
+test-triton: $(TOOLS)
 	@$(QUICKLY) $(BIN)/pytest -q $(TRITON)
 
-test-mosaic: $(STAMP)
+test-mosaic: $(TOOLS)
 	@$(QUICKLY) $(BIN)/pytest -q $(MOSAIC)
 
-test-executables: $(STAMP)
+test-executables: $(TOOLS)
 	@$(QUICKLY) $(BIN)/pytest -q $(EXECUTABLES)
 
-test-commands: $(STAMP)
+test-commands: $(TOOLS)
 	@$(QUICKLY) $(BIN)/pytest -q $(COMMANDS)
 
-test-others: $(STAMP)
+test-others: $(TOOLS)
 	@$(QUICKLY) $(BIN)/pytest -q $(NAMED:%=--ignore=%)
 
-nightly: $(STAMP) ## Run the long batteries
+nightly: $(TOOLS) ## Run the long batteries
 	$(BIN)/pytest -q -m nightly --hypothesis-profile nightly
 
-lint: $(STAMP) ## Check style, formatting and types
+lint: $(TOOLS) ## Check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-format: $(STAMP) ## Rewrite the sources in the project's style
+format: $(TOOLS) ## Rewrite the sources in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -23,6 +23,7 @@ from msgspec import structs
 
 from bench.serve.run import rate_of
 from bench.serve.workload import arrivals
+from jaxinfer.cli.settings import size
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.step import Arrive, Event, RowResult, StepPlan, StepResult
@@ -187,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
         "--server-ms", type=float, default=1.0, help="of each request in the server"
     )
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--max-num-mixed-tokens", type=int)
+    parser.add_argument("--max-num-mixed-tokens", type=size, help="as of `jaxinfer serve`")
     given = parser.parse_args(argv)
     sent = arrivals(given.num_prompts, given.request_rate, 1.0, given.seed)
     level = Level(

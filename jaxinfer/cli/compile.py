@@ -9,27 +9,31 @@ from typing import Any
 
 import click
 
-from jaxinfer.cli.options import MODEL_FORMS, SHAPE_OPTIONS, SIZE_OPTIONS, given
+from jaxinfer.cli.command import SettingsCommand, planned_config
+from jaxinfer.cli.options import MODEL_FORMS, PLANNED_MEMORY, PLANNED_MODEL
 from jaxinfer.cli.output import format_bytes
 from jaxinfer.engine.start.progress import progress_on
 
 
 @click.command(
     "compile",
-    params=[*SIZE_OPTIONS, *SHAPE_OPTIONS],
+    cls=SettingsCommand,
+    groups=(PLANNED_MODEL, PLANNED_MEMORY),
     help=f"Compile MODEL's executables into a bundle, for --bundle. MODEL: {MODEL_FORMS}.",
 )
-@click.argument("model")
+@click.argument("reference", metavar="[MODEL]", required=False)
 @click.option("-o", "--output", metavar="FOLDER", required=True, help="The bundle; must be new.")
-def compile_(model: str, output: str, **fields: Any) -> None:
+@click.pass_context
+def compile_(ctx: click.Context, reference: str | None, output: str, **flags: Any) -> None:
     """Write the bundle, whole or not at all; an equal bundle may already be in the folder."""
-    from jaxinfer.core.config import EngineConfig
-    from jaxinfer.engine.start.build import plan_engine, write_planned
-
     start = time.perf_counter()
+    config = planned_config(ctx, flags, reference)
+
     progress = progress_on(sys.stderr)
-    settings = given((*SIZE_OPTIONS, *SHAPE_OPTIONS), fields)
-    plan = plan_engine(EngineConfig(model=model, skip_tokenizer_init=True, **settings), progress)
+    with progress.phase("plan the engine"):
+        from jaxinfer.engine.start.build import plan_engine, write_planned
+
+        plan = plan_engine(config, progress)
     click.echo(plan.memory.described())
     folder = Path(output)
     manifest, made = write_planned(plan, folder, progress)

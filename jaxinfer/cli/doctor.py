@@ -20,6 +20,7 @@ import click
 
 from jaxinfer.cli.output import format_bytes
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.engine.start.progress import progress_on
 
 if TYPE_CHECKING:
     from pallas_kernels.registry import Impl, KernelOp
@@ -47,7 +48,8 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
     The exit code is 1 when something that jaxinfer needs is broken.
     """
-    findings = [*_interpreter(), *_packages(), *_devices(), *_caches()]
+    with progress_on(sys.stderr).phase("check devices and kernels"):
+        findings = [*_interpreter(), *_packages(), *_devices(), *_caches()]
     broken = [finding for finding in findings if finding.status == "broken"]
     if as_json:
         click.echo(json.dumps({"ok": not broken, "findings": [asdict(f) for f in findings]}))

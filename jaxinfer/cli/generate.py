@@ -9,14 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxinfer.cli.options import ENGINE_OPTIONS, MODEL_FORMS, SAMPLING_OPTIONS, given
+from jaxinfer.cli.command import SettingsCommand
+from jaxinfer.cli.options import MEMORY, MODEL, SAMPLING
+from jaxinfer.cli.serve_options import EVERY
 from jaxinfer.core.errors import ConfigError, RequestError
+from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.engine.start.progress import progress_on
 
 if TYPE_CHECKING:
     from jaxinfer.core.request import SamplingParams
     from jaxinfer.engine.api.llm import LLM
-    from jaxinfer.engine.outputs import Collector, CompletionOutput, Delta, RequestOutput
+    from jaxinfer.engine.outputs import (
+        Collector,
+        CompletionOutput,
+        Delta,
+        PositionLogprobs,
+        RequestOutput,
+    )
     from jaxinfer.engine.prompts import Prompt
 
 SINGLE_CHUNK = 256  # tokens; loading a second chunk size takes longer than padding to this one
@@ -26,9 +35,8 @@ TEMPLATE_TOKENS = 256  # more than a chat template adds to its messages
 DEFAULT_MAX_TOKENS = 256
 
 
-@click.command(params=[*SAMPLING_OPTIONS, *ENGINE_OPTIONS])
+@click.command(cls=SettingsCommand, groups=(SAMPLING, MODEL.without("skip_tokenizer_init"), MEMORY))
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
-@click.option("-m", "--model", metavar="REF", help=f"The model: {MODEL_FORMS}.")
 @click.option("--chat/--no-chat", default=None, help="Use the chat template; default if any.")
 @click.option("--system", metavar="TEXT", help="The system message of a chat.")
 @click.option(
@@ -40,23 +48,26 @@ DEFAULT_MAX_TOKENS = 256
 def generate(
     ctx: click.Context,
     prompts: tuple[str, ...],
-    model: str | None,
     chat: bool | None,
     system: str | None,
     stream: bool | None,
     as_json: bool,
     show_stats: bool,
-    **fields: Any,
+    **flags: Any,
 ) -> None:
     """Answer each PROMPT, or all of stdin as one prompt when none is given.
 
     Several prompts run side by side. A prompt that cannot be answered leaves the others unharmed;
-    the exit code is then 1.
+    the exit code is then 1. A setting comes from its flag, else from the environment variable
+    JAXINFER_<FLAG IN CAPITALS>, else from the --config file, else from the model and the device.
     """
-    _check_usage(ctx.params)
+    assert isinstance(ctx.command, SettingsCommand)
+    given = ctx.command.resolved(flags, EVERY)
+    sources = {one.name: given[one.name].source for one in SAMPLING.settings if one.name in given}
+    chosen: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS}
+    chosen |= {name: given[name].value for name in sources}
+    _check_usage(ctx.params, chosen)
     prompts = prompts or (_read_stdin(),)
-    flags = given(SAMPLING_OPTIONS, fields)
-    chosen: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS} | flags
 
     import msgspec
 
@@ -66,24 +77,29 @@ def generate(
     from jaxinfer.engine.api.llm import LLM
 
     SamplingParams(**chosen)  # an invalid flag fails before the model is loaded
-    settings = given(ENGINE_OPTIONS, fields)
-    if len(prompts) == 1 and "bundle" not in settings:
+    settings = {name: value.value for name, value in given.items() if name not in sources}
+    if len(prompts) == 1 and chosen.get("n", 1) == 1 and "bundle" not in settings:
         settings = _single_prompt_settings(
             prompts[0] + (system or ""), chosen["max_tokens"], settings
         )
-    llm = LLM(model, progress=progress_on(sys.stderr), **settings)
+    progress = progress_on(sys.stderr, verbose=show_stats)
+    llm = LLM(settings.pop("model", None), progress=progress, **settings)
     release_startup_memory()
     defaults = llm.get_default_sampling_params()
     sampling = msgspec.structs.replace(defaults, **chosen)
-    on_terminal = sys.stdout.isatty() and len(prompts) == 1 and not as_json
+    is_text = len(prompts) == 1 and sampling.n == 1 and not as_json
+    on_terminal = sys.stdout.isatty() and is_text
     printer = OutputPrinter(as_json=as_json, stream=on_terminal if stream is None else stream)
     clock = RunClock()
     requests = _accept(llm, prompts, chat, system, sampling, printer)
-    for number, delta in llm.stream(list(requests.values()), [sampling] * len(requests)):
-        clock.token()
-        printer.add(list(requests)[number], delta)
+    quiet = NO_PROGRESS if printer.streams else progress
+    with quiet.phase("generate", "tokens") as advance:
+        for number, delta in llm.stream(list(requests.values()), [sampling] * len(requests)):
+            clock.token()
+            advance(len(delta.token_ids))
+            printer.add(list(requests)[number], delta)
     if show_stats:
-        sampling_text = describe_sampling(sampling, defaults, flags, llm.config.seed)
+        sampling_text = describe_sampling(sampling, defaults, sources, llm.config.seed)
         lines = [("sampling", sampling_text)]
         for name, text in lines + describe_run(llm.stats(), clock):
             click.echo(f"{name:14} {text}", err=True)
@@ -99,18 +115,18 @@ def _single_prompt_settings(text: str, max_tokens: int, settings: dict[str, Any]
     """
     from jaxinfer.core.config import DEFAULT_PAGE_SIZE
 
+    sizes = {"max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size"}
     chunk = settings.get("max_num_batched_tokens", SINGLE_CHUNK)
     sized = {"max_num_seqs": 1, "max_num_batched_tokens": chunk, "prefill_bucket_start": chunk}
     sized |= settings
     text_bytes = len(text.encode(errors="replace"))  # no tokenizer makes more tokens than bytes
     max_total_tokens = text_bytes + TEMPLATE_TOKENS + max_tokens
-    size_is_open = settings.keys().isdisjoint({"max_model_len", "kv_cache_memory_bytes"})
-    if size_is_open and max_total_tokens <= SINGLE_CONTEXT:
+    if settings.keys().isdisjoint(sizes) and max_total_tokens <= SINGLE_CONTEXT:
         sized["num_pages"] = 1 + SINGLE_CONTEXT // DEFAULT_PAGE_SIZE
     return sized
 
 
-def _check_usage(given: Mapping[str, Any]) -> None:
+def _check_usage(given: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
     """Raise ``UsageError`` for arguments that contradict each other for any model."""
     if given["system"] is not None and given["chat"] is False:
         raise click.UsageError("--system needs a chat; leave out --no-chat")
@@ -118,8 +134,10 @@ def _check_usage(given: Mapping[str, Any]) -> None:
         raise click.UsageError("--stream shows text; leave out --json")
     if given["stream"] and len(given["prompts"]) > 1:
         raise click.UsageError("--stream shows one answer; give one PROMPT")
-    if given["logprobs"] is not None and not given["as_json"]:
-        raise click.UsageError("--logprobs are part of the JSON; add --json")
+    if given["stream"] and sampling.get("n", 1) != 1:
+        raise click.UsageError("--stream shows one answer; leave out --n")
+    if not given["as_json"] and not sampling.keys().isdisjoint({"logprobs", "prompt_logprobs"}):
+        raise click.UsageError("logprobs are part of the JSON; add --json")
 
 
 def _read_stdin() -> str:
@@ -181,7 +199,7 @@ class OutputPrinter:
     def __init__(self, *, as_json: bool, stream: bool) -> None:
         self.any_failed = False
         self._as_json = as_json
-        self._stream = stream
+        self.streams = stream
         self._collectors: dict[int, Collector] = {}
         self._ready: dict[int, str | None] = {}
         self._next = 0
@@ -199,12 +217,14 @@ class OutputPrinter:
         if delta.error:
             self.fail(number, delta.error)
             return
-        if self._stream:
+        if self.streams:
             click.echo(delta.text, nl=collector.output.finished)
         elif collector.output.finished:
-            answer = collector.output
-            text = json.dumps(record(answer)) if self._as_json else answer.outputs[0].text
-            self._print_in_order(number, text)
+            answer, several = collector.output, len(collector.output.outputs) > 1
+            texts = [completion.text for completion in answer.outputs]
+            if self._as_json:
+                texts = [json.dumps(one) for one in records(answer, with_index=several)]
+            self._print_in_order(number, "\n".join(texts))
 
     def fail(self, number: int, error: str) -> None:
         """Report a prompt without an answer; in JSON an object with the error takes its place."""
@@ -221,9 +241,13 @@ class OutputPrinter:
             self._next += 1
 
 
-def record(answer: RequestOutput) -> dict[str, Any]:
-    """The JSON object of an answer; ``usage`` has OpenAI's names and the prefix cache's hits."""
-    completion = answer.outputs[0]
+def records(answer: RequestOutput, *, with_index: bool = False) -> list[dict[str, Any]]:
+    """A JSON object for each completion; ``usage`` has OpenAI's names and prefix cache hits."""
+    found = [_record(answer, completion) for completion in answer.outputs]
+    return [{"index": index} | one for index, one in enumerate(found)] if with_index else found
+
+
+def _record(answer: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
     prompt_tokens, completion_tokens = len(answer.prompt_token_ids), len(completion.token_ids)
     fields: dict[str, Any] = {
         "text": completion.text,
@@ -238,14 +262,18 @@ def record(answer: RequestOutput) -> dict[str, Any]:
         },
     }
     if completion.logprobs is not None:
-        fields["logprobs"] = _logprobs(completion)
+        fields["logprobs"] = _logprobs(completion.logprobs)
+    if answer.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = _logprobs(answer.prompt_logprobs)
     return fields
 
 
-def _logprobs(completion: CompletionOutput) -> list[list[dict[str, Any]]]:
-    """For each token, the chosen one first and then the likeliest."""
+def _logprobs(positions: Sequence[PositionLogprobs | None]) -> list[list[dict[str, Any]] | None]:
+    """For each token, the chosen one first and then the likeliest; None for a prompt's first."""
     return [
-        [
+        None
+        if position is None
+        else [
             {
                 "token_id": token_id,
                 "token": entry.decoded_token,
@@ -254,5 +282,5 @@ def _logprobs(completion: CompletionOutput) -> list[list[dict[str, Any]]]:
             }
             for token_id, entry in position.items()
         ]
-        for position in completion.logprobs or ()
+        for position in positions
     ]

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxinfer.cli.options import MODEL_FORMS, SIZE_OPTIONS, given
+from jaxinfer.cli.command import SettingsCommand, planned_config
+from jaxinfer.cli.options import MODEL_FORMS, PLANNED_MEMORY, PLANNED_MODEL
 from jaxinfer.cli.output import format_bytes, format_count
 from jaxinfer.engine.start.progress import progress_on
 
 if TYPE_CHECKING:
+    from jaxinfer.core.config import EngineConfig
     from jaxinfer.engine.start.plan import EnginePlan
 
 type Report = dict[str, Any]  # JSON values; sizes are in bytes and tokens
@@ -25,24 +27,30 @@ type Lines = list[tuple[str, str]]  # (name, text)
 MEMORY = ("weight_bytes", "kv_bytes", "slot_bytes", "state_bytes", "batch_bytes")  # of a bundle
 
 
-@click.command(params=[*SIZE_OPTIONS], help=f"Describe MODEL, or a bundle. MODEL: {MODEL_FORMS}.")
-@click.argument("model", required=False)
+@click.command(
+    cls=SettingsCommand,
+    groups=(PLANNED_MODEL, PLANNED_MEMORY),
+    help=f"Describe MODEL, or a bundle. MODEL: {MODEL_FORMS}.",
+)
+@click.argument("reference", metavar="[MODEL]", required=False)
 @click.option(
     "--bundle", metavar="FOLDER", help="A folder of `jaxinfer compile`, instead of MODEL."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect(model: str | None, bundle: str | None, as_json: bool, **fields: Any) -> None:
+@click.pass_context
+def inspect(
+    ctx: click.Context, reference: str | None, bundle: str | None, as_json: bool, **flags: Any
+) -> None:
     """Print the report of one model or bundle."""
-    sizes = given(SIZE_OPTIONS, fields)
-    if (model is None) == (bundle is None):
-        raise click.UsageError("give either MODEL or --bundle")
-    if bundle is not None and sizes:
-        raise click.UsageError(f"a bundle has its sizes; leave out {', '.join(sizes)}")
     if bundle is not None:
+        if reference is not None:
+            raise click.UsageError("give either MODEL or --bundle")
+        if given := [name for name, value in flags.items() if value not in (None, ())]:
+            raise click.UsageError(f"a bundle has its sizes; leave out {', '.join(given)}")
         report = describe_bundle(Path(bundle))
         lines = bundle_lines(report)
     else:
-        report = describe_model(_plan(model or "", sizes))
+        report = describe_model(_plan(planned_config(ctx, flags, reference)))
         lines = model_lines(report)
     if as_json:
         click.echo(json.dumps(report))
@@ -51,12 +59,12 @@ def inspect(model: str | None, bundle: str | None, as_json: bool, **fields: Any)
         click.echo(f"{name:16} {text}")
 
 
-def _plan(model: str, sizes: dict[str, Any]) -> EnginePlan:
-    from jaxinfer.core.config import EngineConfig
-    from jaxinfer.engine.start.build import plan_engine
+def _plan(config: EngineConfig) -> EnginePlan:
+    progress = progress_on(sys.stderr)
+    with progress.phase("plan the engine"):
+        from jaxinfer.engine.start.build import plan_engine
 
-    config = EngineConfig(model=model, skip_tokenizer_init=True, **sizes)
-    return plan_engine(config, progress_on(sys.stderr))
+        return plan_engine(config, progress)
 
 
 def describe_model(plan: EnginePlan) -> Report:

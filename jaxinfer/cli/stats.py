@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from jaxinfer.cli.output import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Mapping
 
     from jaxinfer.core.request import SamplingParams
     from jaxinfer.engine.news import EngineStats
@@ -62,18 +62,18 @@ def peak_rss_bytes() -> int:
 
 
 def describe_sampling(
-    used: SamplingParams, model: SamplingParams, flags: Container[str], engine_seed: int
+    used: SamplingParams, model: SamplingParams, sources: Mapping[str, str], engine_seed: int
 ) -> str:
-    """Each sampling value of the run and its source: a flag, the model, or a default.
+    """Each sampling value of the run and its source: as in ``sources``, the model, or a default.
 
     Without a seed of their own, prompts get seeds that are derived from the engine's.
     """
     defaults = type(used)()
     words: list[str] = []
-    for name in SHOWN_SAMPLING:
+    for name in dict.fromkeys((*SHOWN_SAMPLING, *sources)):
         value = getattr(used, name)
-        if name in flags:
-            source = "flag"
+        if name in sources:
+            source = sources[name]
         elif getattr(model, name) != getattr(defaults, name):
             source = "model"
         elif name == "seed":

@@ -12,6 +12,7 @@ from jaxinfer.core.errors import ConfigError, RequestError
 from jaxinfer.core.request import MAX_LOGPROBS, SamplingParams
 
 MIB = 1 << 20
+LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 INF = float("inf")
@@ -79,6 +80,7 @@ class ServerConfig:
     enable_log_requests: bool = False
     disable_uvicorn_access_log: bool = False
     uvicorn_log_level: str = "info"
+    log_format: str = "text"
     disable_frontend_multiprocessing: bool = False  # run the engine on a thread, not in a process
 
     def __post_init__(self) -> None:
@@ -93,6 +95,10 @@ class ServerConfig:
             raise ConfigError(
                 f"uvicorn_log_level {self.uvicorn_log_level!r} is unknown; "
                 f"use one of {', '.join(LOG_LEVELS)}"
+            )
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(
+                f"log_format {self.log_format!r} is unknown; use one of {', '.join(LOG_FORMATS)}"
             )
         for name in ("api_key", "admin_api_key"):
             for key in getattr(self, name):

@@ -58,7 +58,7 @@ def convert(
 
     def fill(folder: Path) -> None:
         total = sum(planned.nbytes for planned in plan)
-        with progress.task("Converting weights", total) as advance, _orbax() as orbax:
+        with progress.task("convert weights", total, "B") as advance, _orbax() as orbax:
             for index, members in enumerate(_groups(plan)):
                 group: dict[str, np.ndarray] = {}
                 for planned in members:
@@ -85,7 +85,7 @@ def restore(
         _check_files(entry)
         params: dict[str, jax.Array] = {}
         total = sum(_nbytes(planned) for planned in plan)
-        with progress.task("Loading weights", total) as advance, _orbax() as orbax:
+        with progress.task("load weights", total, "B") as advance, _orbax() as orbax:
             for index, members in enumerate(_groups(plan)):
                 group = {
                     path: jax.ShapeDtypeStruct(

@@ -45,7 +45,7 @@ def dummy_params(model: Model, *, placement: Placement, seed: int, progress: Pro
     total = sum(array.nbytes for array in arrays.values())
     pool = ThreadPoolExecutor(COMPILE_THREADS)
     try:
-        with progress.task("Making random weights", total) as advance:
+        with progress.task("make random weights", total, "B") as advance:
             constants = _constants(arrays)
             programs = _compiling(pool, arrays, constants, placement)
             for path, array in arrays.items():

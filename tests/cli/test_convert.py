@@ -18,7 +18,7 @@ def test_folder(model_folder: Path, tmp_path: Path) -> None:
     result = convert(model_folder, "--quantization", "int4", "-o", made, ignore)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith(f"{made} holds 11 matrices in int4, made in ")
-    assert result.stderr.startswith("Writing weights: ")
+    assert result.stderr.startswith("write weights: ")
     config = json.loads((made / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")

@@ -14,8 +14,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from jaxinfer.cli.main import cli
+from jaxinfer.cli.options import SAMPLING
 from jaxinfer.core.config import DEFAULT_PAGE_SIZE
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.request import _NEUTRAL, SamplingParams
 from kit.tokenizers import TINY_BOS_ID
 
 JAXINFER = str(Path(sys.executable).with_name("jaxinfer"))
@@ -93,16 +95,91 @@ def test_stats(generate: Generate) -> None:
     assert {"compile", "load", "prompt", "peak RSS"} < set(lines)
 
 
+def test_memory_and_plan_are_for_stats(generate: Generate) -> None:
+    arguments = ("--max-tokens=1", "x")
+    plain, stats = generate(*arguments).stderr, generate("--stats", *arguments).stderr
+    for words in ("memory: weights", "workspace", "auto on cpu"):
+        assert words in stats and words not in plain
+
+
 def test_stats_report_the_seed(generate: Generate) -> None:
     lines = generate("--stats", "--max-tokens=1", "--seed=7", "x").stderr
     assert "seed 7 (flag)" in lines and "seed None" not in lines
 
 
-@pytest.mark.parametrize("flag", ["--no-overlap", "--no-prefix-caching", "--no-prefill-first"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--no-overlap", "--no-async-scheduling", "--no-prefill-first"),
+        *("--no-enable-prefix-caching", "--no_prefix_caching", "--max-num-mixed-tokens=1k"),
+    ],
+)
 def test_engine_flags_change_no_token(flag: str, generate: Generate) -> None:
     arguments = ("--json", "--max-tokens=8", "--seed=1", "some", "words")
     with_flag = [record["token_ids"] for record in records(generate(flag, *arguments))]
     assert with_flag == [record["token_ids"] for record in records(generate(*arguments))]
+
+
+def test_every_sampling_field(generate: Generate) -> None:
+    """The same as ``SamplingParams`` gives: here fields that change or forbid tokens."""
+    arguments = ("--json", "--no-chat", "--max-tokens=6", "--temperature=0")
+    [plain] = records(generate(*arguments, "ab"))
+    first = plain["token_ids"][0]
+
+    def other(*flags: str) -> dict[str, Any]:
+        result = generate(*arguments, *flags, "ab")
+        assert result.exit_code == 0, result.stderr
+        return records(result)[0]
+
+    assert other(f'--logit-bias={{"{first}": -100}}')["token_ids"][0] != first
+    assert other('--logit-bias={"65": 100}')["token_ids"] == [65] * 6
+    biased = ('--logit-bias={"65": 50, "66": 49}', "--frequency-penalty=2")
+    assert set(other(*biased)["token_ids"]) == {65, 66}
+    assert other(f"--stop-token-ids={first},3")["token_ids"] == [first]
+    assert other("--no-detokenize")["text"] == ""
+    scored = other("--prompt-logprobs=2")["prompt_logprobs"]
+    assert scored[0] is None and ord("b") in [entry["token_id"] for entry in scored[1]]
+
+
+def test_sampling_flags_are_the_fields_of_sampling_params() -> None:
+    supported = [name for name in SamplingParams.__struct_fields__ if name not in _NEUTRAL]
+    assert {one.name for one in SAMPLING.settings} == {*supported}
+
+
+def test_several_answers_to_a_prompt(generate: Generate) -> None:
+    arguments = ("--n=2", "--max-tokens=4", "--seed=1")
+    found = records(generate("--json", *arguments, "x", "y"))
+    assert [one["index"] for one in found] == [0, 1, 0, 1]
+    assert found[0]["token_ids"] != found[1]["token_ids"]
+    text = generate(*arguments, "x").stdout
+    assert text == f"{found[0]['text']}\n{found[1]['text']}\n"
+
+
+def test_settings_from_a_file_that_a_server_shares(
+    generate: Generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("port: 80\nenable-prefix-caching: false\ntemperature: 0\nmax_tokens: 3\n")
+    monkeypatch.setenv("JAXINFER_TOP_K", "7")
+    lines = generate("--stats", "--config", str(file), "--max-tokens=2", "x").stderr
+    assert "max_tokens 2 (flag)" in lines
+    assert f"temperature 0.0 (file {file})" in lines
+    assert "top_k 7 (environment JAXINFER_TOP_K)" in lines
+    file.write_text("prot: 80\n")
+    wrong = generate("--config", str(file), "x")
+    assert wrong.exit_code == 1 and f"'prot' in {file} is no setting" in wrong.stderr
+
+
+def test_a_tokenizer_from_elsewhere(model_folder: Path, tmp_path: Path, generate: Generate) -> None:
+    """Weights without a tokenizer take another model's."""
+    bare = shutil.copytree(model_folder, tmp_path / "bare")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (bare / name).unlink()
+    arguments = ("--model", str(bare), "--json", "--no-chat", "--max-tokens=2")
+    missing = generate(*arguments, "ab")
+    assert missing.exit_code == 1 and "tokenizer= (--tokenizer)" in missing.stderr
+    [found] = records(generate(*arguments, f"--tokenizer={model_folder}", "ab"))
+    assert bytes(found["prompt_token_ids"]) == b"ab"
 
 
 @pytest.mark.parametrize("bad", ["", "x" * 500], ids=["empty", "too_long"])
@@ -129,7 +206,13 @@ def test_empty_stdin(arguments: tuple[str, ...], generate: Generate) -> None:
     [
         (["--temperature=nan"], "temperature"),
         (["--max-tokens=0"], "max_tokens"),
-        (["--max-tokens=-1"], "max_tokens"),
+        (["--max-tokens=-1"], "max_tokens must be a number in [1, "),
+        (["--temperature=warm"], "--temperature must be a number, got 'warm'"),
+        (["--kv-cache-memory-bytes=4X"], "--kv-cache-memory-bytes must be a whole number, such as"),
+        (["--frequency-penalty=3"], "frequency_penalty must be a number in [-2, 2], got 3.0"),
+        (["--logit-bias=5"], "--logit-bias must be a JSON object"),
+        (["--stop-token-ids=1,x"], "--stop-token-ids must be whole numbers, such as 1,2, got"),
+        (["--config=/no/such/file"], "the configuration file /no/such/file cannot be read"),
         (["--top-p=1.5"], "top_p"),
         (["--dtype=int3"], "dtype 'int3' is unknown; use one of auto, float32"),
         (["--load-format=pickle"], "load_format 'pickle' is unknown"),
@@ -214,7 +297,8 @@ def test_stdin_that_is_not_text(generate: Generate) -> None:
         ["--stream", "--json", "x"],
         ["--stream", "x", "y"],
         ["--logprobs=1", "x"],
-        ["--temperature=warm", "x"],
+        ["--prompt-logprobs=1", "x"],
+        ["--stream", "--n=2", "x"],
     ],
     ids=" ".join,
 )

@@ -46,6 +46,20 @@ def test_dtype_and_memory_budget(model_folder: Path) -> None:
     assert facts["max_model_len"] == 256
 
 
+def test_sizes_have_units_and_may_come_from_a_file(model_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("max-num-seqs: 2\nport: 1\n")
+    flags = (
+        "--config",
+        file,
+        "--max-model-len=0.1k",
+        "--page-size=8",
+        "--kv-cache-memory-bytes=1m",
+    )
+    facts = report("--model", model_folder, *flags)
+    assert (facts["max_model_len"], facts["max_num_seqs"], facts["page_size"]) == (100, 2, 8)
+
+
 def test_text(model_folder: Path) -> None:
     lines = inspect(model_folder, *SIZES).stdout.splitlines()
     assert "model            tiny" in lines

@@ -1,5 +1,7 @@
 """The command group: exit codes, the format of errors, and imports."""
 
+import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -9,8 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 import jaxinfer
+from jaxinfer.cli.command import SettingsCommand
 from jaxinfer.cli.main import Commands, cli
+from jaxinfer.cli.settings import Setting
+from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.engine.api.vllm_args import RENAMED
 
 
 def group_that(raises: BaseException) -> click.Group:
@@ -100,6 +106,43 @@ def test_help_of(command: str) -> None:
     result = CliRunner().invoke(cli, [command, "--help"])
     assert result.exit_code == 0
     assert result.stdout.startswith(f"Usage: cli {command} ")
+
+
+PLANS = ("generate", "serve", "compile", "inspect")
+
+
+def settings_of(command: str) -> dict[str, Setting]:
+    found = cli.commands[command]
+    assert isinstance(found, SettingsCommand)
+    return {setting.name: setting for setting in found.settings}
+
+
+def test_commands_have_one_spelling_of_a_setting() -> None:
+    """``seed`` alone is two things: of the server's engine, and of generate's prompts."""
+    for first, second in itertools.combinations(PLANS, 2):
+        ours, theirs = settings_of(first), settings_of(second)
+        for name in ours.keys() & theirs.keys() - {"seed"}:
+            assert ours[name] is theirs[name]
+    shared = {*settings_of("compile")} - {"model"}
+    assert shared < {*settings_of("serve")} and shared < {*settings_of("generate")}
+    assert {*settings_of("inspect")} == {*settings_of("compile")}
+    engine = {RENAMED.get(name, name) for name in settings_of("serve")}
+    assert {field.name for field in dataclasses.fields(EngineConfig)} <= engine
+
+
+@pytest.mark.parametrize("command", PLANS)
+def test_the_help_shows_each_default(command: str) -> None:
+    text = CliRunner().invoke(cli, [command, "--help"], terminal_width=1000).stdout
+    lines = {line.split()[0]: line for line in text.splitlines() if line.startswith("  --")}
+    for flag in ("--max-model-len", "--max-num-seqs", "--kv-cache-memory-bytes", "--load-format"):
+        assert "[default: " in lines[flag], lines[flag]
+    assert "16 on a CPU, 512 on a GPU]" in lines["--max-num-seqs"]
+    assert "[default: auto: float32 on a CPU, bfloat16 on a GPU]" in lines["--dtype"]
+    assert "[default: auto]" in lines["--load-format"]
+    ends = {"serve": ("--port", "8000]"), "generate": ("--max-tokens", "256]")}
+    if command in ends:
+        flag, end = ends[command]
+        assert lines[flag].endswith(end)
 
 
 def test_commands_import_nothing_heavy() -> None:

@@ -1,7 +1,9 @@
 """``jaxinfer serve`` up to the start: every flag of vLLM's, the shown settings, the refusals."""
 
 import dataclasses
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,9 +21,13 @@ from click.testing import CliRunner, Result
 from jaxinfer.cli import serve as module
 from jaxinfer.cli.main import cli
 from jaxinfer.core.config import DEFAULT_MODEL, EngineConfig
+from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.server_config import ServerConfig
+from jaxinfer.core.version import VERSION
 
 JAXINFER = str(Path(sys.executable).with_name("jaxinfer"))
+
+LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00 (info|warning|error) \w")
 
 type Running = tuple[subprocess.Popen[str], str]  # the process and its URL
 
@@ -177,6 +183,7 @@ REFUSED = {
     "--chat-template /no/such/file": "the chat template /no/such/file cannot be read",
     "--config /no/such/file": "the configuration file /no/such/file cannot be read",
     "--dtype int3": "dtype 'int3' is unknown",
+    "--log-format xml": "log_format 'xml' is unknown; use one of text, json",
 }
 
 
@@ -204,15 +211,54 @@ def test_effective_settings_and_their_sources(started: Started, tmp_path: Path) 
     file = tmp_path / "config.yaml"
     file.write_text("model: m\nmax-num-seqs: 8\napi_key: [hidden-1, hidden-2]\nseed:\n")
     result = started.run("--config", str(file), "--port", "1234", JAXINFER_MAX_MODEL_LEN="2k")
-    lines = result.stderr.splitlines()
-    assert "port 1234 (flag)" in lines
-    assert "max_model_len 2000 (environment JAXINFER_MAX_MODEL_LEN)" in lines
-    assert f"max_num_seqs 8 (file {file})" in lines
-    assert f"api_key 2 given (file {file})" in lines
-    assert "seed 0 (default)" in lines
-    assert "dtype auto (default)" in lines
+    lines = [line.split(" ", 2) for line in result.stderr.splitlines()]
+    assert {level for _, level, _ in lines} == {"info"}
+    assert [text for _, _, text in lines] == [
+        f"jaxinfer {VERSION} serves m (file {file})",
+        "from flags: port 1234",
+        "from the environment: max_model_len 2000 (JAXINFER_MAX_MODEL_LEN)",
+        f"from file {file}: max_num_seqs 8, api_key 2 given",
+    ]
     assert "hidden" not in result.output
     assert started.server.api_key == ("hidden-1", "hidden-2")
+
+
+def test_defaults_are_for_a_debug_log(started: Started) -> None:
+    assert "port" not in started.run("m").stderr
+    lines = started.run("m", "--uvicorn-log-level=debug").stderr.splitlines()
+    texts = [line.split(" ", 2)[2] for line in lines if " debug " in line]
+    assert {
+        "seed 0 (default)",
+        "dtype auto: float32 on a CPU, bfloat16 on a GPU (default)",
+        "host 0.0.0.0, every IPv4 address (default)",
+        "chat_template the model's (default)",
+    } <= {*texts}
+
+
+def test_a_start_is_logged_as_json_on_request(started: Started) -> None:
+    result = started.run("m", "--port=1", "--log-format=json", "--enforce-eager", JAXINFER_PROT="1")
+    lines = [json.loads(line) for line in result.stderr.splitlines()]
+    assert [line["event"] for line in lines] == [
+        *("start", "settings", "no_effect", "unknown_variables"),
+    ]
+    assert lines[1]["source"] == "flag" and lines[1]["settings"]["port"] == "1"
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_late_error_has_the_format_of_the_log(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ConfigError("port 1 is in use; stop it")
+
+    monkeypatch.setattr(module, "_serve", fail)
+    result = CliRunner().invoke(cli, ["serve", "m", f"--log-format={form}"])
+    assert result.exit_code == 1
+    last = result.stderr.splitlines()[-1]
+    said = "jaxinfer: error: port 1 is in use; stop it"
+    if form == "text":
+        assert last.endswith(f" error {said}")
+    else:
+        line = json.loads(last)
+        assert (line["level"], line["event"], line["message"]) == ("error", "failed", said)
 
 
 def test_the_file_named_by_the_environment(started: Started, tmp_path: Path) -> None:
@@ -294,7 +340,7 @@ def test_memory_of_reading_the_tokenizer_is_released(monkeypatch: pytest.MonkeyP
     done: list[str] = []
 
     class Process:
-        def __init__(self, config: EngineConfig, spawned: None, *, progress: bool) -> None: ...
+        def __init__(self, config: EngineConfig, spawned: None, *, log: None) -> None: ...
 
         def ready(self) -> "Process":
             done.append("the tokenizer is read")
@@ -350,5 +396,13 @@ def test_a_server_from_start_to_end(server: Running) -> None:
     process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert f"jaxinfer: ready on {url} in " in told
+    assert f" info ready on {url} in " in told
     assert "hidden" not in told
+    lines = told.splitlines()
+    assert all(LINE.match(line) for line in lines), told
+    start = lines[: next(at for at, line in enumerate(lines) if " executables" in line)]
+    assert len(start) < 15
+    assert re.search(r"auto on cpu \(.*\): dtype float32, .*\(from configs/engine/cpu.toml\)", told)
+    assert re.search(r"max_model_len 128 \(given\); KV cache .*: \d+ pages of 16 tokens", told)
+    assert "memory: weights" not in told and "workspace" not in told
+    assert lines[-1].endswith(" info ended")

@@ -49,6 +49,13 @@ FILES: dict[str, tuple[dict[Any, Any], str]] = {
 }
 
 
+def test_settings_of_other_commands_in_a_file() -> None:
+    file = File("f.yaml", {"port": 1, "strict-fields": True})
+    assert resolve_settings((PORT,), {}, {}, file, KNOWN) == {"port": (1, "file f.yaml")}
+    with pytest.raises(ConfigError, match="'strict-fields' in f.yaml is no setting"):
+        resolve_settings((PORT,), {}, {}, file)
+
+
 @pytest.mark.parametrize(("entries", "message"), FILES.values(), ids=FILES)
 def test_a_wrong_key_is_named_with_its_file(entries: dict[Any, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -94,6 +101,10 @@ READ: tuple[tuple[settings.Reader, Any, Any], ...] = (
     (settings.texts, '["*"]', ("*",)),
     (settings.texts, ('["a"]', "b"), ("a", "b")),
     (settings.texts, ["a", "b"], ("a", "b")),
+    (settings.plain_texts, ("[a", "b"), ("[a", "b")),
+    (settings.plain_texts, "[a]", ("[a]",)),
+    (settings.integers, ("1,2", "3"), (1, 2, 3)),
+    (settings.integers, [1, 2], (1, 2)),
     (settings.mapping, '{"a": 1}', {"a": 1}),
     (settings.mapping, {"a": 1}, {"a": 1}),
 )
@@ -121,6 +132,9 @@ UNREADABLE: tuple[tuple[settings.Reader, Any], ...] = (
     (settings.texts, "[1]"),
     (settings.texts, '["a"'),
     (settings.texts, 5),
+    (settings.plain_texts, [1]),
+    (settings.integers, "1;2"),
+    (settings.integers, [True]),
     (settings.mapping, "[1]"),
     (settings.mapping, "{"),
     (settings.mapping, 5),

@@ -323,18 +323,21 @@ def test_progress_reports_the_plan_then_compile_load_and_generate(folder: Path, 
             self.tasks: list[str] = []
             self.notes: list[tuple[str, int]] = []  # with the number of tasks that had begun
 
-        def note(self, text: str) -> None:
+        def detail(self, text: str) -> None:
             self.notes.append((text, len(self.tasks)))
 
-        def task(self, description: str, total: float | None):
+        def task(self, description: str, total: float | None, unit: str = ""):
             self.tasks.append(description)
-            return super().task(description, total)
+            return super().task(description, total, unit)
 
     recorder = Recorder()
-    LLM(str(folder), cache_dir=cache, progress=recorder, **SMALL).generate("a", GREEDY)
-    assert sorted(recorder.tasks[:2]) == ["Loading weights", "load executables"]
+    llm = LLM(str(folder), cache_dir=cache, progress=recorder, **SMALL)
+    llm.generate("a", GREEDY)
+    count = llm.stats().num_executables
+    assert sorted(recorder.tasks[:2]) == [f"load {count} executables", "load weights"]
     assert recorder.tasks[2:] == ["generate"]
-    (plan, begun), (measured, _) = recorder.notes
+    *described, (plan, begun), (measured, _) = recorder.notes
+    assert described[0][0].startswith("model ") and described[0][1] == 0
     assert begun == 0 and plan.startswith("memory: weights ")
     assert measured.startswith("workspace: ") and measured.endswith(" planned")
 

@@ -1,11 +1,21 @@
 """Progress is shown as bars on a terminal and as lines elsewhere."""
 
 import io
+import logging
+import re
 import threading
+import time
 
 import pytest
 
-from jaxinfer.engine.start.progress import BarProgress, LineProgress, progress_on
+from jaxinfer.core.log import LogSettings
+from jaxinfer.engine.start import progress as module
+from jaxinfer.engine.start.progress import (
+    BarProgress,
+    LineProgress,
+    logged_progress,
+    progress_on,
+)
 
 
 class Terminal(io.StringIO):
@@ -27,28 +37,73 @@ def test_a_pipe_gets_one_line_for_each_finished_task() -> None:
     stream = io.StringIO()
     progress = progress_on(stream)
     assert isinstance(progress, LineProgress)
-    with progress.task("Load", 2) as advance:
-        advance(1)
+    with progress.task("load", 2_500_000, "B") as advance:
+        advance(1_000_000)
         assert stream.getvalue() == ""
-        advance(1)
-    with pytest.raises(ValueError), progress.task("Compile", 3):
+        advance(1_500_000)
+    with progress.task("compile", 2):
+        pass
+    with progress.phase("start"):
+        pass
+    with pytest.raises(ValueError), progress.task("fail", 3):
         raise ValueError
-    assert stream.getvalue() == "Load: 0.0 s\n"
+    assert stream.getvalue() == "load: 2.5 MB in 0.0 s\ncompile: 0.0 s\n"
 
 
-def test_a_pipe_gets_lines_while_a_long_task_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, clock = io.StringIO(), [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    with progress_on(stream).task("Compile", 8) as advance:
-        for seconds in (9, 10, 11, 21):
-            clock[0] = seconds
-            advance(1)
-    lines = ["Compile: 25% after 10 s", "Compile: 50% after 21 s", "Compile: 21.0 s"]
-    assert stream.getvalue().splitlines() == lines
-    with progress_on(stream).task("Unknown", None) as advance:
-        clock[0] += 60
-        advance(1)
-    assert stream.getvalue().splitlines()[3:] == ["Unknown: 60.0 s"]
+def test_nothing_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines come without an advance, about the task that began last, and end with it."""
+    monkeypatch.setattr(module, "QUIET_SECONDS", 0.05)
+    before, lines = set(threading.enumerate()), list[str]()
+    progress = LineProgress(lines.append)
+    with progress.phase("start"), progress.task("compile", 8) as advance:
+        time.sleep(0.2)
+        advance(2)
+        time.sleep(0.2)
+    assert len(lines) >= 5
+    assert lines[0] == "compile: 0 of 8 after 0 s"
+    assert re.fullmatch(r"compile: 2 of 8 after 0 s, about \d s left", lines[-2])
+    assert lines[-1].startswith("compile: 0.")
+    assert drawing_threads(before) == 0
+
+
+@pytest.mark.parametrize(
+    ("total", "unit", "done", "words"),
+    [
+        (8, "", 2, "t: 2 of 8 after 10 s, about 30 s left"),
+        (8, "", 0, "t: 0 of 8 after 10 s"),
+        (93_400_000, "B", 31_200_000, "t: 31.2 of 93.4 MB after 10 s, about 20 s left"),
+        (None, "tokens", 120, "t: 120 tokens after 10 s"),
+        (None, "", 0, "t: after 10 s"),
+    ],
+)
+def test_words_about_a_running_task(
+    total: float | None, unit: str, done: float, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.monotonic", lambda: 10.0)
+    task = module._Task("t", total, unit, start=0.0, done=done)
+    assert task.status() == words
+
+
+def test_details_are_shown_on_request() -> None:
+    quiet, loud = io.StringIO(), io.StringIO()
+    for stream, verbose in ((quiet, False), (loud, True)):
+        progress = progress_on(stream, verbose=verbose)
+        progress.detail("arithmetic")
+        progress.note("decision")
+    assert quiet.getvalue() == "decision\n"
+    assert loud.getvalue() == "arithmetic\ndecision\n"
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_progress_in_a_log(level: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, module.LOGGER)
+    progress = logged_progress(LogSettings(level=level))
+    progress.detail("two\nlines")
+    with progress.task("load", 1):
+        pass
+    texts = [(record.levelname, vars(record)["text"]) for record in caplog.records]
+    details = [("DEBUG", "two"), ("DEBUG", "lines")] if level == "debug" else []
+    assert texts == [*details, ("INFO", "load: 0.0 s")]
 
 
 def test_a_terminal_gets_bars_while_tasks_run() -> None:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from jaxinfer.core.log import LogSettings, TextLines, tell
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.server.http.log import (
     LIBRARY_LOGGERS,
     LOGGER,
     MAX_WARNED_NAMES,
     EventLog,
-    TextLines,
     configure_logging,
 )
 
@@ -24,7 +24,7 @@ def stream() -> Iterator[io.StringIO]:
     loggers = [logging.getLogger(name) for name in (LOGGER, *LIBRARY_LOGGERS)]
     before = [(one, one.handlers, one.propagate, one.level) for one in loggers]
     stream = io.StringIO()
-    configure_logging(stream, "info")
+    configure_logging(stream, LogSettings(json_lines=True))
     yield stream
     for one, handlers, propagate, level in before:
         one.handlers, one.propagate = handlers, propagate
@@ -62,6 +62,16 @@ def test_text_for_people() -> None:
     record.fields = {"path": "/v1", "odd": "a b\nc", "none": None, "status": 200}
     line = TextLines().format(record)
     assert line.split(" ", 1)[1] == 'info access path=/v1 odd="a b\\nc" none=null status=200'
+
+
+def test_a_sentence(stream: io.StringIO) -> None:
+    tell(logging.getLogger(LOGGER), logging.INFO, "settings", "port 1 (flag)", port=1)
+    line = json.loads(stream.getvalue())
+    del line["time"]
+    assert line == {"level": "info", "event": "settings", "message": "port 1 (flag)", "port": 1}
+    record = logging.LogRecord(LOGGER, logging.INFO, "", 0, "settings", (), None)
+    record.text, record.fields = "port 1 (flag)", {"port": 1}
+    assert TextLines().format(record).split(" ", 1)[1] == "info port 1 (flag)"
 
 
 def test_once_by_name(stream: io.StringIO) -> None:

@@ -325,7 +325,7 @@ def test_open_requests_end_by_themselves(
     assert b"done" in said
     assert said.endswith(b"0\r\n\r\n")
     code, told = server.end()
-    assert (code, told) == (0, "engine ended\n")
+    assert (code, told) == (0, "engine ended\nended\n")
 
 
 def test_after_the_timeout_they_are_ended_properly(

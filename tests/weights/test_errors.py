@@ -287,7 +287,7 @@ def test_absent_tokenizer(folder: Path) -> None:
 
 def test_named_tokenizer_is_missing(folder: Path) -> None:
     source = resolve(folder, tokenizer=str(folder / "nowhere"))
-    with pytest.raises(TokenizerError, match="nowhere is neither a folder"):
+    with pytest.raises(TokenizerError, match="nowhere is neither a known name"):
         source.tokenizer_spec()
 
 

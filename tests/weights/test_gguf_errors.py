@@ -126,5 +126,5 @@ def test_gguf_with_unsupported_rope_factors(tmp_path: Path, tensors: Tensors) ->
 def test_gguf_without_tokenizer(tmp_path: Path, gguf_file: Path) -> None:
     hidden = gguf_file.read_bytes().replace(b"tokenizer.ggml.tokens", b"tokenized.ggml.tokens")
     gguf_file.write_bytes(hidden)
-    with pytest.raises(TokenizerError, match="holds no tokenizer; name a folder"):
+    with pytest.raises(TokenizerError, match="holds no tokenizer; name a model"):
         resolve(gguf_file).tokenizer_spec()

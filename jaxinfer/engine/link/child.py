@@ -7,6 +7,7 @@ the server's process has exited, also during a build.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import socket
@@ -16,13 +17,14 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.host_memory import gc_paused, limit_heap_arenas, release_startup_memory
+from jaxinfer.core.log import log_to
 from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.link.wire import (
     Build,
@@ -33,13 +35,14 @@ from jaxinfer.engine.link.wire import (
     Ready,
     ToEngine,
 )
-from jaxinfer.engine.start.progress import progress_on
+from jaxinfer.engine.start.progress import LOGGER, logged_progress
 from jaxinfer.engine.start.start import backend_starting
 
 if TYPE_CHECKING:
     from jaxinfer.engine.link.thread import EngineThread
     from jaxinfer.engine.loop.engine import Engine
 
+LIBRARIES = ("jaxinfer", "pallas_kernels")  # loggers
 RETRY_SECONDS = 0.01  # from an interrupt that the garbage collector dropped to the next one
 CLEANUP_SECONDS = 0.5  # to remove temporary files, if the server exits during a build
 
@@ -58,10 +61,13 @@ def load_planner(settings: Callable[[], EngineConfig]) -> Planner:
         import_module("jax")  # the slowest import, which needs no settings
     with backend_starting(settings()) as platform:
         from jaxinfer.engine.start.build import build_engine, plan_engine
+        from jaxinfer.engine.start.summary import describe_plan
     gc.freeze()  # modules are never freed
 
     def plan(config: EngineConfig, progress: Progress) -> tuple[Planned, Callable[[], Engine]]:
         made = plan_engine(config, progress, platform)
+        for line in describe_plan(config, made):
+            progress.note(line)
         planned = Planned(made.program.limits, made.tokenizer_spec)
         return planned, lambda: build_engine(made, progress)
 
@@ -75,6 +81,8 @@ class EngineChild:
         self._channel = channel
         self._build_message: Future[Build] = Future()
         self._engine: EngineThread | None = None  # set once it is built
+        self._progress: Progress = NO_PROGRESS
+        self._phase = ExitStack()
         self._building = False
         self._server_gone = False
         self._interrupt_dropped = threading.Event()  # it has to be sent again
@@ -98,11 +106,12 @@ class EngineChild:
     def _serve(self, load: Load) -> None:
         """Build the engine, which may raise a ``JaxinferError``, and run it until it ends."""
         try:
+            # signs of life from the first import on, which needs no settings
+            self._build_message.add_done_callback(self._begin)
             planner = load(lambda: self._build_message.result().config)
             message = self._build_message.result()
-            progress = progress_on(sys.stderr) if message.progress else NO_PROGRESS
             self._building = True  # from here on: an import interrupted in C code prints errors
-            planned, build = planner(message.config, progress)
+            planned, build = planner(message.config, self._progress)
             self._channel.send(planned)
             engine = build()
         except JaxinferError:
@@ -114,6 +123,7 @@ class EngineChild:
             raise EngineError(words) from error
         finally:
             self._building = False
+            self._phase.close()
         from jaxinfer.engine.link.thread import EngineThread
 
         gc.freeze()  # scanning JAX's 140,000 objects takes 0.1 s of a full collection
@@ -123,6 +133,15 @@ class EngineChild:
         self._channel.send(Ready(engine.facts, engine.stats()))
         release_startup_memory()
         thread.wait()
+
+    def _begin(self, message: Future[Build]) -> None:
+        """Configure the log and open the phase that ends with the engine."""
+        settings = message.result().log
+        if settings is not None:
+            log_to(sys.stderr, settings, dict.fromkeys(LIBRARIES, settings.library_number))
+            logging.getLogger(LOGGER).setLevel(settings.number)
+            self._progress = logged_progress(settings)
+            self._phase.enter_context(self._progress.phase("the engine starts"))
 
     def _follow(self) -> None:
         """Pass commands to the engine until the server exits, then end this process."""

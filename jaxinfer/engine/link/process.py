@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 from contextlib import suppress
 from typing import Self
 
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
+from jaxinfer.core.log import LogSettings
 from jaxinfer.engine.link.client import Link
 from jaxinfer.engine.link.spawn import Spawned
 from jaxinfer.engine.link.wire import (
@@ -28,19 +29,22 @@ from jaxinfer.engine.link.wire import (
 )
 from jaxinfer.text.tokenizer import load_tokenizer
 
+LOGGER = "jaxinfer.engine"
 STOP_SECONDS = 10.0  # for the current step to finish
 
 
 class EngineProcess(Link):
     """A link to an engine's process: ``ready``, ``connect``; always ``stop`` it."""
 
-    def __init__(self, config: EngineConfig, spawned: Spawned, *, progress: bool = False) -> None:
-        """Send ``config`` and return at once. ``progress``: whether it is shown on stderr."""
+    def __init__(
+        self, config: EngineConfig, spawned: Spawned, *, log: LogSettings | None = None
+    ) -> None:
+        """Send ``config`` and return at once. ``log``: of the start, which the process writes."""
         self._process = spawned.process
         self._channel = Channel[ToEngine, FromEngine](spawned.end, FromEngine)
         self._messages = self._channel.messages()
         self._reader: threading.Thread | None = None
-        self._channel.send(Build(config, progress))
+        self._channel.send(Build(config, log))
 
     def ready(self) -> Self:
         """Wait for the engine; raises the errors of ``start_engine``, after which it has ended."""
@@ -116,7 +120,7 @@ class EngineProcess(Link):
         if not isinstance(error, EngineError):
             error = self._ending("before the answer was done")
         if self._ended is None:  # not by ``stop``, and perhaps no open request reports it
-            print(f"jaxinfer: {error}", file=sys.stderr)
+            logging.getLogger(LOGGER).error(str(error))
         self._ended = self._ended or error
         listener(Failed.of(error))
         self._channel.hang_up()
@@ -136,7 +140,9 @@ class EngineProcess(Link):
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            print(f"the engine did not end in {STOP_SECONDS:g} s and is killed", file=sys.stderr)
+            logging.getLogger(LOGGER).warning(
+                "the engine did not end in %g s and is killed", STOP_SECONDS
+            )
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

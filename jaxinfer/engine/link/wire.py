@@ -18,6 +18,7 @@ import msgspec
 from jaxinfer.core import errors
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
+from jaxinfer.core.log import LogSettings
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.news import EngineStats, News
@@ -27,10 +28,10 @@ _LENGTH_BYTES = 4  # before each frame, little endian
 
 
 class Build(msgspec.Struct, frozen=True, tag=True):
-    """First message to the engine: build one. ``progress``: whether to show it on stderr."""
+    """First message to the engine: build one. ``log``: of its start, on stderr; None: nothing."""
 
     config: EngineConfig
-    progress: bool
+    log: LogSettings | None
 
 
 class Submission(msgspec.Struct, frozen=True, tag=True):

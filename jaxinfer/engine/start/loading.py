@@ -46,11 +46,11 @@ def load(plan: EnginePlan, progress: Progress) -> tuple[Timed[Executables], Time
     """
     loader = _Loader(plan, progress)
     if loader.finds_executables:
-        progress.note(plan.memory.described())
+        progress.detail(plan.memory.described())
         return _beside(loader.state, loader.executables)
     _ = plan.tokenizer  # its errors are reported before compiling, which takes a minute
     prepare_folder(loader.folder.parent)  # an error if nothing can be saved
-    progress.note(plan.memory.described())
+    progress.detail(plan.memory.described())
     claim_memory(plan.memory, plan.program.placement.device)
     if plan.program.platform == "cpu":
         return loader.executables(), loader.state()
@@ -89,7 +89,7 @@ class _Loader:
                 progress=progress,
                 settings=self.plan.bundle_settings,
             )
-        progress.note(self.plan.memory.measured(made.workspace_bytes))
+        progress.detail(self.plan.memory.measured(made.workspace_bytes))
         return made, time.perf_counter() - start
 
     def weights(self) -> Timed[Params]:

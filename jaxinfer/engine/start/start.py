@@ -26,11 +26,21 @@ if TYPE_CHECKING:
     from jaxinfer.engine.loop.engine import Engine
 
 
-def start_engine(config: EngineConfig, progress: Progress = NO_PROGRESS) -> Engine:
-    """Plan and build an engine, importing both while JAX's backend starts."""
-    with backend_starting(config) as platform:
-        from jaxinfer.engine.start.build import build_engine, plan_engine
-    return build_engine(plan_engine(config, progress, platform), progress)
+def start_engine(
+    config: EngineConfig, progress: Progress = NO_PROGRESS, *, tell_plan: bool = False
+) -> Engine:
+    """Plan and build an engine, importing both while JAX's backend starts.
+
+    ``tell_plan``: what the settings became is a note, not a detail.
+    """
+    with progress.phase("the engine starts"):
+        with backend_starting(config) as platform:
+            from jaxinfer.engine.start.build import build_engine, plan_engine
+            from jaxinfer.engine.start.summary import describe_plan
+        plan = plan_engine(config, progress, platform)
+        for line in describe_plan(config, plan):
+            (progress.note if tell_plan else progress.detail)(line)
+        return build_engine(plan, progress)
 
 
 @contextmanager

@@ -33,6 +33,8 @@ from jaxinfer.exec.compile.memory_plan import MemoryPlan, check_workspace
 from jaxinfer.exec.compile.program import Program
 from pallas_kernels.toolchain.api import Toolchain
 
+MOST_NAMED = 4  # executables in a line of progress
+
 type Compiled = Callable[..., Any]  # jax.stages.Compiled: refuses other shapes and never compiles
 
 
@@ -161,7 +163,7 @@ def compile_all(
     pool = ThreadPoolExecutor(threads)
     try:
         with (
-            progress.task("compile", len(names)) as advance,
+            progress.task(f"compile {listed(names)}", len(names)) as advance,
             gc_paused(),
             Toolchain(threads) as toolchain,
         ):
@@ -248,6 +250,12 @@ class _Compilation:
         (self.folder / self.stored[name].file).write_bytes(content)
         self.advance(1)
         return True
+
+
+def listed(names: Sequence[str]) -> str:
+    """The number of executables and the first names, for a line of progress."""
+    more = ", ..." if len(names) > MOST_NAMED else ""
+    return f"{len(names)} executables ({', '.join(names[:MOST_NAMED])}{more})"
 
 
 def _ready(steps: Mapping[str, tuple[Any, _Kernels]]) -> list[str]:

@@ -167,7 +167,7 @@ def load_bundle(
     names_of = {pool.submit(bundle.load, name): name for name in names}
     loaded: dict[str, jax.stages.Compiled] = {}
     try:
-        with progress.task("load executables", len(names)) as advance:
+        with progress.task(f"load {len(names)} executables", len(names)) as advance:
             for future in as_completed(names_of):
                 loaded[names_of[future]] = future.result()
                 advance(1)

@@ -1,45 +1,36 @@
-"""The server's log: one event a line, as JSON or as ``key=value`` text.
+"""The server's log: one event a line, in the format of ``core.log``.
 
-Owns: the format of a line. A request is logged with its counts and parameters, never with its text.
+A request is logged with its counts and parameters, never with its text.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence, Set
-from datetime import UTC, datetime
 from functools import partialmethod
 from typing import Any, TextIO
 
 import msgspec
 
+from jaxinfer.core.log import SERVER_LOGGER as LOGGER
+from jaxinfer.core.log import LogSettings, log_to
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.loop.loop import LOGGER as ENGINE_LOGGER
+from jaxinfer.engine.start.progress import LOGGER as START_LOGGER
 
-LOGGER = "jaxinfer.server"
-# The engine's logger is in this process when the engine runs on a thread; an engine process writes
-# its messages to stderr as text.
+# The engine's logger is used in this process when the engine runs on a thread; an engine process
+# writes its own messages in the same format.
 LIBRARY_LOGGERS = (ENGINE_LOGGER, "uvicorn", "uvicorn.error", "uvicorn.asgi")
 MAX_WARNED_NAMES = 1000  # names come from clients, so memory and log need a bound
 MAX_VALUE_CHARACTERS = 200  # a longer name is cut; of a longer parameter only its length is logged
 
 
-def configure_logging(stream: TextIO, level: str) -> None:
-    """Send the server's events and uvicorn's messages to ``stream``.
-
-    A terminal gets text, any other stream JSON. ``level`` is one of uvicorn's level names.
-    """
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(TextLines() if stream.isatty() else JsonLines())
-    number = 5 if level == "trace" else logging.getLevelNamesMapping()[level.upper()]
-    # the server logs its own events
-    library_level = logging.WARNING if number == logging.INFO else number
-    for name in (LOGGER, *LIBRARY_LOGGERS):
-        logger = logging.getLogger(name)
-        logger.handlers = [handler]
-        logger.propagate = False
-        logger.setLevel(number if name == LOGGER else library_level)
+def configure_logging(stream: TextIO, settings: LogSettings) -> None:
+    """Send the server's events, and the messages of the engine and uvicorn, to ``stream``."""
+    levels: dict[str, int] = {LOGGER: settings.number, START_LOGGER: settings.number}
+    for name in LIBRARY_LOGGERS:
+        levels[name] = settings.library_number
+    log_to(stream, settings, levels)
 
 
 class EventLog:
@@ -78,41 +69,6 @@ class EventLog:
         if self._requests:
             first = None if ttft is None else round(ttft, 6)
             self.info("request_finished", **fields, ttft=first, e2e=round(e2e, 6))
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, event, then the event's own fields."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return json.dumps(_line(record), default=str)
-
-
-class TextLines(logging.Formatter):
-    """The same as text: ``time level event key=value ...``; a value with spaces is JSON."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = _line(record)
-        traceback = line.pop("traceback", "")
-        words = [line.pop("time"), line.pop("level"), line.pop("event")]
-        words += [f"{name}={_text_value(value)}" for name, value in line.items()]
-        return " ".join(words) + (f"\n{traceback}" if traceback else "")
-
-
-def _line(record: logging.LogRecord) -> dict[str, Any]:
-    time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-    line: dict[str, Any] = {"time": time, "level": record.levelname.lower()}
-    if (fields := getattr(record, "fields", None)) is not None:
-        line |= {"event": record.getMessage(), **fields}
-    else:  # a library's message
-        line |= {"event": record.name, "message": record.getMessage()}
-    if record.exc_info:
-        line["traceback"] = logging.Formatter().formatException(record.exc_info)
-    return line
-
-
-def _text_value(value: Any) -> str:
-    is_plain = isinstance(value, str) and value.isascii() and value.isprintable()
-    return value if is_plain and value and " " not in value else json.dumps(value, default=str)
 
 
 def _changed_parameters(sampling: SamplingParams) -> dict[str, Any]:

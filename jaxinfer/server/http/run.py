@@ -139,6 +139,7 @@ async def _serve(
                 await drain(seconds)
             finally:
                 await _close(server, listening)
+        report("ended")
 
 
 async def _close(server: Server, listening: asyncio.Task[None]) -> None:

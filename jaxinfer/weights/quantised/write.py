@@ -95,7 +95,7 @@ def write_tensors(
     """
     shards = _shards(checkpoint, shard_bytes)
     total = sum(_nbytes(entries) for shard in shards for entries in shard.values())
-    with progress.task("Writing weights", total) as advance:
+    with progress.task("write weights", total, "B") as advance:
         for name, shard in zip(_file_names(len(shards)), shards, strict=True):
             with (folder / name).open("wb") as file:
                 _write_shard(file, shard, checkpoint, advance)

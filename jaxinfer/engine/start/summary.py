@@ -1,0 +1,57 @@
+"""The lines about a planned engine: what it serves, and what each "auto" became."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.engine.start.plan import EnginePlan
+from jaxinfer.exec.compile.memory_plan import shown
+
+DEVICE_SIZES = (
+    *("dtype", "max_num_seqs", "max_num_batched_tokens", "max_num_mixed_tokens"),
+    *("decode_bucket_start", "prefill_bucket_start", "prefill_bucket_factor"),
+    "mixed_bucket_start",
+)
+
+
+def describe_plan(given: EngineConfig, plan: EnginePlan) -> Iterator[str]:
+    """What a start says once an engine is planned. ``given``: the settings before planning."""
+    model, limits, config = plan.program.model, plan.program.limits, plan.config
+    sampling = _sampling(plan.config_facts.default_sampling)
+    yield (
+        f"model {plan.source.name}: {model.architecture}, context of {model.config.lengths[1]} "
+        f"tokens; sampling {sampling or 'as vLLM: the model has no defaults of its own'}"
+    )
+    device = plan.program.placement.device
+    open_ = [name for name in DEVICE_SIZES if getattr(given, name) in (None, "auto")]
+    source = "the bundle" if plan.bundle else f"configs/engine/{_kind(plan)}.toml"
+    values = ", ".join(
+        f"{name} {getattr(config, name)}" for name in open_ if getattr(config, name) is not None
+    )
+    if values:
+        yield f"auto on {device.platform} ({device.device_kind}): {values} (from {source})"
+    kept = ", ".join(sorted(plan.memory.weights))
+    yield f"weights {shown(plan.memory.weight_bytes)} as {kept}"
+    page_source = "default" if given.page_size is None else "given"
+    length = "given"
+    if given.max_model_len is None:
+        whole = limits.max_model_len == model.config.lengths[1]
+        length = "auto: the model's" if whole else "auto: what the KV cache holds"
+    yield (
+        f"max_model_len {limits.max_model_len} ({length}); KV cache {shown(plan.memory.kv_bytes)}: "
+        f"{limits.num_usable_pages} pages of {limits.page_size} tokens ({page_source})"
+    )
+
+
+def _kind(plan: EnginePlan) -> str:
+    return "cpu" if plan.program.platform == "cpu" else "gpu"
+
+
+def _sampling(sampling: SamplingParams) -> str:
+    """The fields that differ from vLLM's defaults."""
+    others, own = msgspec.structs.asdict(SamplingParams()), msgspec.structs.asdict(sampling)
+    return ", ".join(f"{name} {own[name]}" for name in own if own[name] != others[name])
