@@ -25,6 +25,7 @@ from jaxinfer.engine.start.progress import progress_on
 if TYPE_CHECKING:
     from pallas_kernels.registry import Impl, KernelOp
 
+ELSEWHERE = "it runs on "  # how the reason begins of a kernel for another platform
 OPTIONAL_PACKAGES = ("triton", "jax-triton")  # the languages of the kernels for NVIDIA GPUs
 
 type Status = Literal["ok", "absent", "broken"]
@@ -54,18 +55,31 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"ok": not broken, "findings": [asdict(f) for f in findings]}))
     else:
-        _print(findings)
-        count = f"{len(broken)} broken" if broken else "nothing broken"
-        click.echo(f"\n{count}")
+        _print(findings, broken)
     ctx.exit(1 if broken else 0)
 
 
-def _print(findings: list[Finding]) -> None:
+def _print(findings: list[Finding], broken: list[Finding]) -> None:
+    """The verdict, what is broken, then all findings; kernels for other devices in one line."""
+    if broken:
+        click.echo(f"{len(broken)} broken: {', '.join(finding.name for finding in broken)}\n")
+    else:
+        click.echo(f"nothing broken: jaxinfer runs here on {_devices_of(findings)}\n")
     width = max(len(finding.name) for finding in findings)
     for section, group in groupby(findings, key=lambda finding: finding.section):
         click.echo(section)
+        absent: list[str] = []
         for finding in group:
-            click.echo(f"  {finding.status:7} {finding.name:{width}}  {finding.detail}")
+            if finding.status == "absent" and finding.detail.startswith(ELSEWHERE):
+                absent.append(finding.name)
+            else:
+                click.echo(f"  {finding.status:7} {finding.name:{width}}  {finding.detail}")
+        if absent:
+            click.echo(f"  absent  for other devices: {', '.join(absent)}")
+
+
+def _devices_of(findings: list[Finding]) -> str:
+    return ", ".join(one.name for one in findings if one.section == "devices") or "no device"
 
 
 def _interpreter() -> Iterator[Finding]:

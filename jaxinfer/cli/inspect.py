@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxinfer.cli.command import SettingsCommand, planned_config
+from jaxinfer.cli.command import SettingsCommand, planned_config, with_model
 from jaxinfer.cli.options import MODEL_FORMS, PLANNED_MEMORY, PLANNED_MODEL
 from jaxinfer.cli.output import format_bytes, format_count
 from jaxinfer.engine.start.progress import progress_on
@@ -24,27 +24,30 @@ if TYPE_CHECKING:
 type Report = dict[str, Any]  # JSON values; sizes are in bytes and tokens
 type Lines = list[tuple[str, str]]  # (name, text)
 
+LONGEST_SHOWN = 40  # characters of a field of a bundle's model
 MEMORY = ("weight_bytes", "kv_bytes", "slot_bytes", "state_bytes", "batch_bytes")  # of a bundle
 
 
 @click.command(
     cls=SettingsCommand,
     groups=(PLANNED_MODEL, PLANNED_MEMORY),
-    help=f"Describe MODEL, or a bundle. MODEL: {MODEL_FORMS}.",
+    help=f"Describe MODEL, or a bundle of `jaxinfer compile`. MODEL: {MODEL_FORMS}.",
 )
-@click.argument("reference", metavar="[MODEL]", required=False)
-@click.option(
-    "--bundle", metavar="FOLDER", help="A folder of `jaxinfer compile`, instead of MODEL."
-)
+@click.argument("reference", metavar="[MODEL|BUNDLE]", required=False)
+@click.option("--bundle", metavar="FOLDER", help="A bundle, which MODEL may name as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def inspect(
     ctx: click.Context, reference: str | None, bundle: str | None, as_json: bool, **flags: Any
 ) -> None:
     """Print the report of one model or bundle."""
+    if bundle is not None and reference is not None:
+        raise click.UsageError("give either MODEL or --bundle")
+    if bundle is None:
+        named = with_model(flags, reference)["model"]
+        if named is not None and _is_bundle(named):
+            bundle, flags["model"] = named, None
     if bundle is not None:
-        if reference is not None:
-            raise click.UsageError("give either MODEL or --bundle")
         if given := [name for name, value in flags.items() if value not in (None, ())]:
             raise click.UsageError(f"a bundle has its sizes; leave out {', '.join(given)}")
         report = describe_bundle(Path(bundle))
@@ -57,6 +60,17 @@ def inspect(
         return
     for name, text in lines:
         click.echo(f"{name:16} {text}")
+
+
+def _is_bundle(reference: str) -> bool:
+    """True for a folder of ``jaxinfer compile``; a model's folder has a config.json."""
+    from jaxinfer.core.config import BUNDLE_MANIFEST
+
+    folder = Path(reference)
+    try:
+        return (folder / BUNDLE_MANIFEST).is_file() and not (folder / "config.json").exists()
+    except OSError:  # a name that is too long, for example
+        return False
 
 
 def _plan(config: EngineConfig) -> EnginePlan:
@@ -145,6 +159,13 @@ def model_lines(report: Report) -> Lines:
     ]
 
 
+def _short(name: str, text: str) -> str:
+    """A field of a bundle's model for a line: tensors are counted, long values are cut."""
+    if name.startswith("weights "):
+        return f"{len(text.split())} tensors"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
 def _by_dtype(sizes: dict[str, int]) -> str:
     return _named({dtype: format_bytes(size) for dtype, size in sizes.items()}, ", ")
 
@@ -213,7 +234,7 @@ def bundle_lines(report: Report) -> Lines:
     found = [
         ("bundle", report["bundle"]),
         ("created", f"{report['created_at']} by {report['created_by']}"),
-        ("model", _named(report["model"])),
+        ("model", _named({name: _short(name, text) for name, text in report["model"].items()})),
         ("limits", _named(report["limits"])),
         (
             "memory",

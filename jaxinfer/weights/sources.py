@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.core.config import BUNDLE_MANIFEST
 from jaxinfer.core.errors import ConfigError, SourceError
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.hf_keys import QUANTIZATION_KEYS
@@ -32,6 +34,10 @@ from pallas_kernels.quantised import Form
 
 if TYPE_CHECKING:
     from jaxinfer.weights.quantised.scheme import Scheme
+
+
+# ORGANISATION/NAME, as a hub allows it
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,12 @@ def _locate(reference: str, cache_dir: Path, progress: Progress) -> tuple[Path, 
         ) from error
     if path.exists():
         return path, None
+    if HUB_NAME.fullmatch(reference):
+        raise SourceError(
+            f"model {reference!r} is no existing path; if it is a name on the Hugging Face hub, "
+            f"get its folder with `hf download {reference} --local-dir {path.name}` (from the "
+            f"package huggingface-hub), and give {path.name}"
+        )
     raise SourceError(
         f"model {reference!r} is neither a known name ({', '.join(known_models())}) nor an "
         "existing path; give a Hugging Face folder, a .gguf file or "
@@ -127,6 +139,11 @@ def _folder_source(reference: str, path: Path, load_format: str) -> ModelSource:
     """The source of a Hugging Face folder, or of a config.json for random weights."""
     folder = path if path.is_dir() else path.parent
     config_path = folder / "config.json"
+    if (folder / BUNDLE_MANIFEST).is_file() and not config_path.is_file():
+        raise SourceError(
+            f"{folder} is a bundle of executables, without weights; name its model, and the bundle "
+            "with bundle= (--bundle)"
+        )
     if not config_path.is_file():
         raise SourceError(
             f"{folder} holds no config.json; name a Hugging Face model folder or a .gguf file in it"

@@ -17,6 +17,7 @@ from jaxinfer.engine.api.llm import LLM
 from jaxinfer.exec.compile import build as exec_compile
 from jaxinfer.exec.compile import bundle as bundles
 from jaxinfer.exec.compile.bundle import tuned_choices
+from jaxinfer.exec.compile.program import Program
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
 
@@ -283,9 +284,53 @@ def test_inspect(bundle: Path, edited: Callable[..., Path]) -> None:
 
     other = edited(other_jax)
     lines = run("inspect", "--bundle", other).stdout.splitlines()
+    assert max(map(len, lines)) < 1500
     assert any(line.startswith("jax              0.0.1, but ") for line in lines)
     assert "append_decode    tuned for qwen" in lines
     assert lines[-1].startswith("fits             no")
+
+
+def test_a_bundle_needs_no_flag(bundle: Path, model_folder: Path) -> None:
+    by_name, by_flag = (run("inspect", "--json", *way, bundle) for way in ((), ("--bundle",)))
+    assert by_name.exit_code == 0 and by_name.stdout == by_flag.stdout
+    assert run("inspect", "--json", "--model", bundle).stdout == by_flag.stdout
+    assert run("inspect", bundle, "--dtype=float32").exit_code == 2
+    assert run("inspect", bundle, "--model", model_folder).exit_code == 2
+    named = run("generate", "--model", bundle, "x")
+    assert named.exit_code == 1
+    assert "is a bundle of executables, without weights; name its model" in named.stderr
+
+
+def test_executables_of_the_cache_are_taken(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from engines with other buckets; what is missing or damaged is compiled."""
+    cache = f"--cache-dir={tmp_path / 'cache'}"
+    pages = ("--num-pages=9", "--max-num-seqs=1", "--max-model-len=128")
+    sizes = (*pages, "--max-num-batched-tokens=64")
+    few = (*pages, "--max-num-batched-tokens=32", "--prefill-bucket-start=32")
+    generate = ("generate", "-m", model_folder, cache, "--max-tokens=1", *few, "--n=2", "x")
+    assert run(*generate).exit_code == 0
+    compiled: list[list[str]] = []
+    compile_all = exec_compile.compile_all
+
+    def counted(program: Program, names: list[str], *arguments: Any) -> Any:
+        compiled.append([*names])
+        return compile_all(program, names, *arguments)
+
+    monkeypatch.setattr(exec_compile, "compile_all", counted)
+    first = run("compile", model_folder, cache, *sizes, "-o", tmp_path / "first")
+    assert compiled == [["score64", "p64x1"]]
+    assert "take 3 executables (admit, extras1, d1) from " in first.stderr
+    whole = run("compile", model_folder, cache, *few, "-o", tmp_path / "whole")
+    assert whole.exit_code == 0 and len(compiled) == 1
+    answer = run(*generate[:-4], f"--bundle={tmp_path / 'first'}", "x")
+    assert answer.exit_code == 0, answer.stderr
+    [cached] = (tmp_path / "cache" / "executables").glob("*/d1.bin")
+    cached.write_bytes(b"")
+    damaged = run("compile", model_folder, cache, *few, "-o", tmp_path / "again")
+    assert compiled[1:] == [["d1"]]
+    assert "not taken from the cache: " in damaged.stderr and "d1.bin" in damaged.stderr
 
 
 def test_tuned_choices_of_this_device(monkeypatch: pytest.MonkeyPatch) -> None:

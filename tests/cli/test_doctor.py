@@ -59,8 +59,23 @@ def test_the_native_library(monkeypatch: pytest.MonkeyPatch, without_kernels: No
 def test_text(without_kernels: None) -> None:
     result = CliRunner().invoke(cli, ["doctor"])
     assert result.exit_code == 0
-    assert result.stdout.startswith("interpreter\n  ok      python ")
-    assert result.stdout.endswith("\n\nnothing broken\n")
+    verdict, empty, *lines = result.stdout.splitlines()
+    assert verdict == "nothing broken: jaxinfer runs here on cpu:0" and not empty
+    assert lines[0] == "interpreter" and lines[1].startswith("  ok      python ")
+
+
+def test_the_verdict_names_what_is_broken_and_absent_kernels_take_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    op = registry.all_ops()[0]
+    impls = (*(Impl(name, op.impls[-1].fn, platforms=("mars",)) for name in "ab"), op.impls[-1])
+    monkeypatch.setattr(registry, "all_ops", lambda: (dataclasses.replace(op, impls=impls),))
+    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "flax" else "1.0")
+    result = CliRunner().invoke(cli, ["doctor"])
+    assert result.exit_code == 1
+    assert result.stdout.startswith("1 broken: flax\n\ninterpreter\n")
+    assert f"  absent  for other devices: {op.name}/a, {op.name}/b\n" in result.stdout
+    assert "mars" not in result.stdout
 
 
 def test_cache_sizes(cache: Path, without_kernels: None) -> None:

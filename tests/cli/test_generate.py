@@ -219,6 +219,8 @@ def test_empty_stdin(arguments: tuple[str, ...], generate: Generate) -> None:
         (["--max-num-seqs=0"], "max_num_seqs must be at least 1"),
         (["--max-model-len=100000"], "max_model_len 100000"),
         (["--model=no-such-model"], "'no-such-model' is neither a known name"),
+        (["--model=meta-llama/Llama-3.2-1B"], "`hf download meta-llama/Llama-3.2-1B --local-dir"),
+        (["--model=./no/such"], "nor an existing path; give a Hugging Face folder"),
         (["--model", "m" * 300], "mmm' (File name too long); correct the path"),
         (["--model=~nobody-of-that-name/m"], "in the home of an unknown user"),
         (["--cache-dir", "c" * 300], "(File name too long); make room"),

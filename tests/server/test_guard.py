@@ -12,10 +12,11 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from jaxinfer.core.log import JsonLines
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.server.http import guard
 from jaxinfer.server.http.guard import BodyLimits, guarded
-from jaxinfer.server.http.log import LOGGER, EventLog, JsonLines
+from jaxinfer.server.http.log import LOGGER, EventLog
 from jaxinfer.server.routes.app import ROUTES, create_app
 from jaxinfer.server.routes.service import Service
 

@@ -30,7 +30,7 @@ from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.facts import facts_of_configs
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.news import EngineStats
-from jaxinfer.engine.start.loading import load
+from jaxinfer.engine.start.loading import EXECUTABLES, load
 from jaxinfer.engine.start.model import model_of
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.engine.start.weights import EngineWeights
@@ -250,13 +250,14 @@ def build_engine(plan: EnginePlan, progress: Progress = NO_PROGRESS) -> Engine:
 def write_planned(
     plan: EnginePlan, folder: Path, progress: Progress = NO_PROGRESS
 ) -> tuple[Manifest, bool]:
-    """Compile the executables of a plan into a bundle, without weights; see ``compile_bundle``."""
+    """Write the executables of a plan as a bundle, without weights; see ``compile_bundle``."""
     return compile_bundle(
         plan.program,
         folder,
         memory=plan.memory,
         settings=plan.bundle_settings,
         progress=progress,
+        cache=plan.cache_dir / EXECUTABLES,
     )
 
 

@@ -31,6 +31,8 @@ from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import Params
 from jaxinfer.nn import state as layer_state
 
+EXECUTABLES = "executables"  # the folder of bundles in the cache
+
 type Timed[T] = tuple[T, float]  # and the seconds that it took
 type State = tuple[Params, layer_state.State, SlotState]
 
@@ -126,7 +128,7 @@ class _Loader:
     @cached_property
     def folder(self) -> Path:
         """The folder of executables in the cache, for engines without the user's bundle."""
-        return cached_bundle(self.plan.program, self.plan.cache_dir / "executables")
+        return cached_bundle(self.plan.program, self.plan.cache_dir / EXECUTABLES)
 
 
 def _beside[A, B](other: Callable[[], A], main: Callable[[], B]) -> tuple[B, A]:

@@ -31,6 +31,7 @@ from jaxinfer.exec.compile.bundle import (
 from jaxinfer.exec.compile.fingerprint import Fingerprint
 from jaxinfer.exec.compile.memory_plan import MemoryPlan, check_workspace
 from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.compile.reuse import take_cached
 from pallas_kernels.toolchain.api import Toolchain
 
 MOST_NAMED = 4  # executables in a line of progress
@@ -104,16 +105,18 @@ def compile_bundle(
     memory: MemoryPlan,
     settings: Mapping[str, Any],
     progress: Progress,
+    cache: Path | None = None,
 ) -> tuple[Manifest, bool]:
     """Write a bundle atomically; returns its manifest and whether it was made now.
 
+    Executables that bundles in the folder ``cache`` have are copied; the others are compiled.
     A folder that already holds the same bundle is not changed. A folder with other content is
     refused with ``CacheError``.
     """
     if folder.exists() and not (folder / BUNDLE_MANIFEST).is_file():
         raise CacheError(f"{folder} exists already and is no bundle; choose another folder")
     elsewhere = "choose another folder"
-    if _compile_into(folder, program, memory, settings, progress, elsewhere=elsewhere):
+    if _compile_into(folder, program, memory, settings, progress, elsewhere=elsewhere, cache=cache):
         return open_bundle(folder).manifest, True
     try:
         bundle = bundle_for(program, folder)
@@ -131,11 +134,18 @@ def _compile_into(
     progress: Progress,
     *,
     elsewhere: str = OTHER_CACHE,
+    cache: Path | None = None,
 ) -> bool:
     """Compile and save; returns False if the folder exists already."""
 
     def fill(partial: Path) -> None:
-        stored = compile_all(program, program.names(), partial, progress)
+        taken = take_cached(program, cache, partial, progress) if cache else {}
+        names = [name for name in program.names() if name not in taken]
+        if taken:
+            progress.note(f"take {listed([*taken])} from {cache}")
+        made = compile_all(program, names, partial, progress) if names else {}
+        found = taken | made
+        stored = {name: found[name] for name in program.names() if name in found}
         write_manifest(partial, program, memory, stored, settings)
 
     return build_once(folder, fill, elsewhere=elsewhere)

@@ -154,7 +154,7 @@ def open_bundle(folder: Path) -> Bundle:
         raise _damaged(folder, f"{path} is no manifest: {error}") from error
     # hashing does not hold the interpreter lock; one thread takes 0.4 s on an H200's host
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        list(pool.map(partial(_check_file, folder), manifest.executables.values()))
+        list(pool.map(partial(check_file, folder), manifest.executables.values()))
     return Bundle(folder, manifest)
 
 
@@ -239,7 +239,8 @@ def _damaged(folder: Path, what: str) -> CacheError:
     )
 
 
-def _check_file(folder: Path, stored: StoredExecutable) -> None:
+def check_file(folder: Path, stored: StoredExecutable) -> None:
+    """Raise ``CacheError`` unless a file of a bundle is as its manifest says."""
     path = folder / stored.file
     if not path.is_file():
         raise _damaged(folder, f"{path} is missing")
