@@ -36,7 +36,8 @@ DERIVED: Mapping[str, str] = MappingProxyType(
         "max_model_len": "auto: the model's context, as far as the KV cache holds it",
         "max_num_mixed_tokens": "--max-num-batched-tokens on a CPU, {gpu} on a GPU",
         "gpu_memory_utilization": f"{DEFAULT_GPU_MEMORY_UTILIZATION:g}",
-        "kv_cache_memory_bytes": "1 GiB on a CPU, what --gpu-memory-utilization leaves on a GPU",
+        "kv_cache_memory_bytes": "half the weights on a CPU, 368 MiB to 1 GiB; what "
+        "--gpu-memory-utilization leaves on a GPU",
         "num_gpu_blocks_override": "as many as fit, or as all sequences can fill",
         "block_size": f"{DEFAULT_PAGE_SIZE}",
         "prefill_first": "off",

@@ -136,7 +136,7 @@ def test_the_help_shows_each_default(command: str) -> None:
     lines = {line.split()[0]: line for line in text.splitlines() if line.startswith("  --")}
     for flag in ("--max-model-len", "--max-num-seqs", "--kv-cache-memory-bytes", "--load-format"):
         assert "[default: " in lines[flag], lines[flag]
-    assert "16 on a CPU, 512 on a GPU]" in lines["--max-num-seqs"]
+    assert "32 on a CPU, 512 on a GPU]" in lines["--max-num-seqs"]
     assert "[default: auto: float32 on a CPU, bfloat16 on a GPU]" in lines["--dtype"]
     assert "[default: auto]" in lines["--load-format"]
     ends = {"serve": ("--port", "8000]"), "generate": ("--max-tokens", "256]")}
