@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.core.points import canonical
 from jaxinfer.models.arguments import checked_token_ids
 from jaxinfer.models.params import ArraySpec, ParamSpec, nested
 from jaxinfer.models.quantised import keep_quantised
 from jaxinfer.nn.context import StepContext, dense_context
 from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.linear import Stream
-from jaxinfer.nn.points import BY_HEAD, Edit, Points, canonical
+from jaxinfer.nn.points import BY_HEAD, Edit, Points
 from jaxinfer.nn.state import State, StateLayout
 from pallas_kernels.arrangements import named
 from pallas_kernels.quantised import Form
@@ -125,8 +126,11 @@ def hidden_states(
     ``only``: index of the last token of each row, if only their hidden states are needed. The last
     layer then computes only the state of the other tokens.
     """
+    module = model.module
+    if ctx.points is not None:
+        module = module.clone(apart=ctx.points.layers)
     arguments = (token_ids, state, ctx, only)
-    return model.module.apply({"params": params}, *arguments)  # type: ignore[return-value]
+    return module.apply({"params": params}, *arguments)  # type: ignore[return-value]
 
 
 def first_layers(
@@ -206,10 +210,8 @@ def forward(
     if not taps and not edit:
         hidden, _ = hidden_states(model, params, token_ids, dense_context(token_ids.shape[0]))
         return unembed(model, params, hidden)
-    points = Points(taps, edit)
-    ctx = dense_context(token_ids.shape[0], points)
-    module = model.module.clone(shares_traces=False)
-    hidden, _ = module.apply({"params": params}, token_ids, None, ctx)  # type: ignore[misc]
+    points = Points(range(len(model.config.layers)), taps, edit)
+    hidden, _ = hidden_states(model, params, token_ids, dense_context(token_ids.shape[0], points))
     found, logits = points.found(taps), unembed(model, params, hidden)
     return (logits, found) if taps else logits
 

@@ -74,8 +74,8 @@ class StepContext:
     # inside ``jax.shard_map`` the mesh axis along which heads and feed-forward columns are divided
     # (``nn.placement.TENSOR``); None if a device has all of them
     axis: str | None = field(default=None, metadata={"static": True})
-    # where activations are read or replaced, in the dense form only; and the layer whose points
-    # the names of ``at`` are
+    # where activations are read or changed, if they are; and the layer whose points the names of
+    # ``at`` are
     points: Points | None = field(default=None, metadata={"static": True})
     layer: int | None = field(default=None, metadata={"static": True})
 
@@ -83,15 +83,24 @@ class StepContext:
         """The context of a layer in group ``group``, with rope config ``rotation``."""
         pages = () if group is None or not self.pages else (self.pages[group],)
         angles = () if rotation is None else (self.angles[rotation],)
-        layer_of_points = None if self.points is None else layer  # equal layers share a trace
-        return replace(self, pages=pages, angles=angles, layer=layer_of_points)
+        if self.points is None or layer not in self.points.layers:  # equal layers share a trace
+            return replace(self, pages=pages, angles=angles, points=None)
+        return replace(self, pages=pages, angles=angles, layer=layer)
 
     def uses(self, *points: str) -> bool:
-        """True if an activation at one of these points is read or replaced; see ``nn.points``."""
+        """True if an activation at one of these points is read or changed; see ``nn.points``."""
         return self.points is not None and any([self.points.uses(self._full(p)) for p in points])
 
     def at(self, point: str, value: jax.Array) -> jax.Array:
-        """The activation at a point, which may be read or replaced; see ``nn.points``."""
+        """The activation at a point, which may be read or changed; see ``nn.points``."""
+        return value if self.points is None else self.seen(point, self.shifted(point, value))
+
+    def shifted(self, point: str, value: jax.Array) -> jax.Array:
+        """The activation at a point, or a part of the sum that it is, with the point's shift."""
+        return value if self.points is None else self.points.shifted(self._full(point), value)
+
+    def seen(self, point: str, value: jax.Array) -> jax.Array:
+        """The activation at a point, after its shift, which may be read or replaced."""
         return value if self.points is None else self.points.at(self._full(point), value)
 
     def _full(self, point: str) -> str:

@@ -88,11 +88,19 @@ SharedLayer = nn.jit(DecoderLayer)  # equal layers of a step share one trace
 
 
 def _at(point: str, stream: Stream, ctx: StepContext) -> Stream:
-    """The stream at a point; it stays as it is unless it is replaced."""
+    """The stream at a point; it stays as it is unless it is replaced.
+
+    A shift is added to the output that is still to be added, so that for tokens without one the
+    next kernel adds what it adds without points, in its own order.
+    """
     if not ctx.uses(point):
         return stream
+    if stream.delta is None:
+        stream = Stream(ctx.shifted(point, stream.x))
+    else:
+        stream = Stream(stream.x, ctx.shifted(point, stream.delta))
     total = stream.total()
-    new = ctx.at(point, total)
+    new = ctx.seen(point, total)
     return stream if new is total else Stream(new)
 
 
@@ -104,19 +112,20 @@ def _joined(
         _, delta = normalised(Stream(jnp.zeros_like(x), delta), post, ctx)
     if not ctx.uses(point):
         return Stream(x, delta)
+    delta = ctx.shifted(point, delta)
     total = Stream(jnp.zeros_like(x), delta).total()
-    new = ctx.at(point, total)
+    new = ctx.seen(point, total)
     return Stream(x, delta if new is total else new)
 
 
 class Decoder(nn.Module):
     """Tokens to hidden states (``__call__``), hidden states to logits (``unembed``).
 
-    ``shares_traces`` must be False for a context with ``points``.
+    ``apart`` are layers that share no trace with equal ones: see ``nn.points.Points.layers``.
     """
 
     spec: DecoderSpec
-    shares_traces: bool = True
+    apart: frozenset[int] = frozenset()
 
     def setup(self) -> None:
         """Declare the parameters that both methods need."""
@@ -125,8 +134,10 @@ class Decoder(nn.Module):
         if c.num_positions is not None:
             shape = (c.num_positions, c.hidden_size)
             self.positions = self.param("positions", _INIT, shape, c.dtype)
-        layer_class = SharedLayer if self.shares_traces else DecoderLayer
-        self.layers = [layer_class(layer, c.norms) for layer in c.layers]
+        self.layers = [
+            (DecoderLayer if i in self.apart else SharedLayer)(layer, c.norms)
+            for i, layer in enumerate(c.layers)
+        ]
         shape = (2, c.hidden_size) if c.norm == "layer" else (c.hidden_size,)
         self.final_norm = self.param("final_norm", _init_norms(c.norm), shape, c.norms.dtype)
         if not c.tie_word_embeddings:

@@ -25,64 +25,67 @@ Source of the aliases: TransformerLens's ``HookedTransformer``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from types import MappingProxyType
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+
+from jaxinfer.core.points import canonical, nearest
 
 type Edit = Callable[[jax.Array], jax.Array]
 
-_ALIASES = MappingProxyType(
-    {
-        "hook_resid_pre": "resid_pre",
-        "attn.hook_rot_q": "q",
-        "attn.hook_rot_k": "k",
-        "attn.hook_v": "v",
-        "attn.hook_attn_scores": "scores",
-        "attn.hook_pattern": "pattern",
-        "attn.hook_z": "z",
-        "hook_attn_out": "attn_out",
-        "hook_resid_mid": "resid_mid",
-        "mlp.hook_pre": "mlp_pre",
-        "mlp.hook_pre_linear": "mlp_linear",
-        "mlp.hook_post": "mlp_post",
-        "hook_mlp_out": "mlp_out",
-        "hook_resid_post": "resid_post",
-    }
-)
-_OUTSIDE = MappingProxyType({"hook_embed": "embed", "ln_final.hook_normalized": "final_norm"})
 BY_HEAD = ("scores", "pattern")  # of these the tokens, as queries, are the second axis
-_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
-_MOST_NAMED = 5
 
 
-def canonical(name: str) -> str:
-    """The name of a point, for TransformerLens's name of it or the name itself."""
-    match = _BLOCK.fullmatch(name)
-    if match is None:
-        return _OUTSIDE.get(name, name)
-    layer, point = match.groups()
-    return f"layers.{layer}.{_ALIASES.get(point, point)}"
+class Shift(NamedTuple):
+    """What is added to an activation at the tokens of some rows; other tokens keep every bit."""
+
+    by: jax.Array  # float32[T, W], W the flat width of the point
+    tokens: jax.Array  # bool[T]
+
+    def added_to(self, value: jax.Array) -> jax.Array:  # [T, ...], or split-K partials [S, T, W]
+        """The value with the shift. Of partials, whose sum is meant, the first one is changed."""
+        partials = value.ndim == 3 and value.shape[1:] == self.by.shape
+        first = value[0] if partials else value
+        tokens = self.tokens.reshape(-1, *[1] * (first.ndim - 1))
+        moved = first.astype(jnp.float32) + self.by.reshape(first.shape)
+        moved = jnp.where(tokens, moved.astype(first.dtype), first)
+        return value.at[0].set(moved) if partials else moved
 
 
 class Points:
     """The points of one forward pass: activations are recorded in it while the pass is traced.
 
-    It belongs to one call, so that a function that makes one remains pure.
+    It belongs to one call, so that a function that makes one remains pure. ``layers`` are those
+    that may have a point in use; each of them needs a trace of its own. The dense form edits
+    activations, a step shifts them.
     """
 
-    def __init__(self, taps: Iterable[str], edits: Mapping[str, Edit]) -> None:
+    def __init__(
+        self,
+        layers: Iterable[int],
+        taps: Iterable[str],
+        edits: Mapping[str, Edit] = MappingProxyType({}),
+        shifts: Mapping[str, Shift] = MappingProxyType({}),
+    ) -> None:
+        self.layers = frozenset(layers)
         self._taps = {canonical(name) for name in taps}
         self._edits = {canonical(name): edit for name, edit in edits.items()}
+        self._shifts = shifts
         self._found: dict[str, jax.Array] = {}
         self._passed: dict[str, None] = {}  # all names, in order
 
     def uses(self, name: str) -> bool:
         """True if the activation at this point is read or replaced."""
         self._passed[name] = None
-        return name in self._taps or name in self._edits
+        return name in self._taps or name in self._edits or name in self._shifts
+
+    def shifted(self, name: str, value: jax.Array) -> jax.Array:
+        """The value, or a part of the sum that the point is, with the point's shift."""
+        shift = self._shifts.get(name)
+        return value if shift is None else shift.added_to(value)
 
     def at(self, name: str, value: jax.Array) -> jax.Array:
         """The value with which the pass goes on: it is replaced, then recorded.
@@ -105,8 +108,8 @@ class Points:
         """
         for name in (*self._taps, *self._edits):
             if name not in self._passed:
-                near = get_close_matches(name, self._passed, _MOST_NAMED, 0.0)
-                raise KeyError(f"there is no point {name!r}; the nearest are {', '.join(near)}")
+                near = nearest(name, self._passed)
+                raise KeyError(f"there is no point {name!r}; the nearest are {near}")
         return {name: self._found[canonical(name)] for name in taps}
 
 

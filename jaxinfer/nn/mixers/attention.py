@@ -79,6 +79,7 @@ class Attention(nn.Module):
             window=c.window,
             only=only,
         )
+        out = ctx.at("z", out)
         x = stream.x if only is None else stream.take(only)
         w = weight(self, "o", (c.num_heads * c.head_dim, d), dtype)
         bias = self.param("o_bias", _ZEROS, (d,), dtype) if c.o_bias else None
@@ -230,5 +231,4 @@ def _dense(
     by_head = ctx.at("scores", scores.reshape(n, t, t))
     weights = ctx.at("pattern", jax.nn.softmax(by_head, axis=-1).astype(v.dtype))
     out = jnp.einsum("KGTS,SKH->TKGH", weights.reshape(scores.shape), v).reshape(t, n, h)
-    out = ctx.at("z", out)
     return out if only is None else out[only]

@@ -1,0 +1,47 @@
+"""Names of points of a forward pass, where activations are read or changed; see ``nn.points``.
+
+They are also names in requests, so this module needs no JAX.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from types import MappingProxyType
+
+_ALIASES = MappingProxyType(
+    {
+        "hook_resid_pre": "resid_pre",
+        "attn.hook_rot_q": "q",
+        "attn.hook_rot_k": "k",
+        "attn.hook_v": "v",
+        "attn.hook_attn_scores": "scores",
+        "attn.hook_pattern": "pattern",
+        "attn.hook_z": "z",
+        "hook_attn_out": "attn_out",
+        "hook_resid_mid": "resid_mid",
+        "mlp.hook_pre": "mlp_pre",
+        "mlp.hook_pre_linear": "mlp_linear",
+        "mlp.hook_post": "mlp_post",
+        "hook_mlp_out": "mlp_out",
+        "hook_resid_post": "resid_post",
+    }
+)
+_OUTSIDE = MappingProxyType({"hook_embed": "embed", "ln_final.hook_normalized": "final_norm"})
+_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
+_MOST_NAMED = 5
+
+
+def canonical(name: str) -> str:
+    """The name of a point, for TransformerLens's name of it or the name itself."""
+    match = _BLOCK.fullmatch(name)
+    if match is None:
+        return _OUTSIDE.get(name, name)
+    layer, point = match.groups()
+    return f"layers.{layer}.{_ALIASES.get(point, point)}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known points whose names are most like ``name``, as words for a message."""
+    return ", ".join(get_close_matches(name, list(known), _MOST_NAMED, 0.0))
