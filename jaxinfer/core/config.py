@@ -11,12 +11,13 @@ from bisect import bisect_right
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
 from jaxinfer.core.checks import as_float, as_int
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.points import Point, canonical
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
 
@@ -73,6 +74,8 @@ class EngineConfig:
     if the kernel is installed.
     ``quantization``: "fp8", "int8" or "int4" quantises the linear layers of a model of floats while
     it loads, weights only; for a quantised model it may name the method of its files.
+    ``tap_points``: points of the forward pass whose activations requests may read and steer, "name,
+    ..."; each shape of a step in which that is possible is compiled a second time.
     ``bundle``: a folder that ``jaxinfer compile`` wrote; its sizes replace those that are None.
     ``generation_config``: "auto" takes sampling defaults from the model's file, "vllm" does not.
     Paths may be ``os.PathLike``. Raises ``ConfigError`` naming the setting that is wrong.
@@ -103,6 +106,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     prefill_first: bool | None = None
     overlap: bool = True
+    tap_points: str | None = None
     cache_dir: str | None = None
     bundle: str | None = None
 
@@ -121,7 +125,10 @@ class EngineConfig:
 
 SIZES = tuple(item.name for item in fields(EngineConfig) if item.type == "int | None")
 # settings that a bundle fixes
-COMPILED = ("dtype", "cpu_weights", "quantization", *SIZES, "gpu_memory_utilization", "kernels")
+COMPILED = (
+    *("dtype", "cpu_weights", "quantization", *SIZES, "gpu_memory_utilization", "kernels"),
+    "tap_points",
+)
 MAX_STEPS_IN_FLIGHT = 3  # while a step is planned, that step included
 
 
@@ -143,6 +150,7 @@ class Limits(msgspec.Struct, frozen=True):
     # rows behind the slots for copies of their layer state (``sched.snapshots``); 0 for models
     # without such state. A model with it has prefix caching only with snapshots
     num_snapshots: int = 0
+    points: tuple[Point, ...] = ()  # that requests may read and steer, in buckets that tap
 
     @property
     def num_state_rows(self) -> int:
@@ -244,6 +252,8 @@ def _checked(name: str, value: object, type_name: str) -> object:
             known = ", ".join(CHOICES[name])
             raise ConfigError(f"{name} {value!r} is unknown; use one of {known}")
         return value
+    if name == "tap_points":
+        return ",".join(_point_names(value))
     if name == "kernels":
         return ",".join(f"{op}={impl}" for op, impl in sorted(_parse_pins(value).items()))
     if "bool" in type_name:
@@ -275,6 +285,14 @@ def _whole(name: str, value: object) -> int:
     if whole < least:
         raise ConfigError(f"{name} must be at least {least}, got {whole}")
     return whole
+
+
+def _point_names(value: object) -> list[str]:
+    given = value.split(",") if isinstance(value, str) else value
+    names = list(cast("list[Any]", given)) if isinstance(given, list | tuple) else []
+    if not names or not all(isinstance(one, str) and one.strip() for one in names):
+        raise ConfigError(f"tap_points must be names of points, A,B,..., got {value!r}")
+    return list(dict.fromkeys(canonical(one.strip()) for one in names))
 
 
 def _parse_pins(value: object) -> dict[str, str]:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from math import prod
 from types import MappingProxyType
+
+import msgspec
 
 _ALIASES = MappingProxyType(
     {
@@ -31,6 +34,18 @@ _ALIASES = MappingProxyType(
 _OUTSIDE = MappingProxyType({"hook_embed": "embed", "ln_final.hook_normalized": "final_norm"})
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _MOST_NAMED = 5
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A point that requests to an engine may read and steer."""
+
+    name: str  # see ``canonical``
+    shape: tuple[int, ...]  # of a token's activation, such as (D,)
+
+    @property
+    def width(self) -> int:
+        """The number of values of a token's activation."""
+        return prod(self.shape)
 
 
 def canonical(name: str) -> str:

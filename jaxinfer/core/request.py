@@ -12,6 +12,7 @@ import msgspec
 
 from jaxinfer.core.checks import as_float, as_int
 from jaxinfer.core.errors import RequestError
+from jaxinfer.core.steering import Steer, Steering, as_steer
 
 MAX_LOGPROBS = 20  # the most logprobs that a compiled step returns (OpenAI's and vLLM's cap)
 MAX_LOGIT_BIAS = 512  # entries that a slot holds on the device; OpenAI's cap is 300
@@ -81,6 +82,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
     in that order; logprobs are of the unmodified distribution. The token drawn at a position is a
     function of (seed, position) and the logits alone.
 
+    ``taps`` names points of the forward pass (``nn.points``) whose activations are returned for
+    every token that is computed, and ``steer`` adds vectors at such points to every token. The
+    points must be among the engine's ``tap_points``. An entry of ``steer`` is a ``Steer`` or a dict
+    of its fields.
+
     Fields from ``best_of`` on exist so that vLLM's scripts run; only their neutral values are
     accepted. Raises ``RequestError`` naming the field if a value is invalid.
     """
@@ -105,6 +111,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    taps: tuple[str, ...] = ()
+    steer: tuple[Steer, ...] = ()
 
     best_of: int | None = None
     bad_words: list[str] | None = None
@@ -156,7 +164,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
 
     def _checked(self) -> dict[str, Any]:
         """Every field in canonical form (vLLM accepts several); raises for an invalid one."""
-        given = msgspec.structs.asdict(self)
+        given = msgspec.structs.asdict(self)  # not of inner structs
         for name, allowed in _NEUTRAL.items():
             _neutral(name, given.pop(name), allowed)
         for name in _FLAGS:
@@ -172,6 +180,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
         given["stop"] = _stop_strings(given["stop"])
         given["stop_token_ids"] = _stop_token_ids(given["stop_token_ids"])
         given["logit_bias"] = _logit_bias(given["logit_bias"])
+        given["taps"] = _taps(given["taps"])
+        given["steer"] = tuple(as_steer(item) for item in _items("steer", given["steer"]))
         return given
 
 
@@ -192,6 +202,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # lower runs first, as in vLLM
     cache_salt: str = ""
     pools: bool = False  # it yields the hidden state of its last token and draws no token
+    steering: Steering | None = None  # ``sampling.steer``, with the vectors of its names
+
+    @property
+    def cache_root(self) -> bytes:
+        """What its pages depend on besides its tokens: the salt, and the steering.
+
+        The byte between them is in no text.
+        """
+        salt = self.cache_salt.encode()
+        return salt if self.steering is None else salt + b"\xff" + self.steering.digest
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -249,6 +269,14 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
         token_id = _token_id("logit_bias", int(key) if spelt else key)
         biases[token_id] = _real(f"logit_bias[{token_id}]", bias, *BIAS_BOUNDS)
     return biases
+
+
+def _taps(value: Any) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else _items("taps", value)
+    for name in names:
+        if not isinstance(name, str):
+            raise RequestError(f"taps must hold names of points, got {name!r}")
+    return tuple(dict.fromkeys(names))
 
 
 def _items(name: str, value: Any) -> tuple[Any, ...]:

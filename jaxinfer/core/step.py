@@ -23,7 +23,9 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
 
     ``num_prefill_tokens`` are packed back to back (ragged) over ``num_prefills`` rows. A bucket
     that ``scores`` returns the hidden states of all its prompt tokens, from which prompt logprobs
-    are computed; other buckets may compute the last layer only for the last token of each row.
+    are computed; other buckets may compute the last layer only for the last token of each row. A
+    bucket that ``taps`` is for the steps in which a row's activations are read or steered, and for
+    no others.
     """
 
     num_decodes: int
@@ -31,6 +33,7 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
     num_prefills: int = 0
     scores: bool = False
     query_tokens: int = 1
+    taps: bool = False
 
     @property
     def num_decode_tokens(self) -> int:
@@ -54,11 +57,11 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
 
     @property
     def name(self) -> str:
-        """A short unique name: ``d8``, ``d8q4``, ``p512x8``, ``d8p512x8``."""
+        """A short unique name: ``d8``, ``d8q4``, ``p512x8``, ``d8p512x8``, ``d8_taps``."""
         query = f"q{self.query_tokens}" if self.query_tokens > 1 else ""
         decodes = f"d{self.num_decodes}{query}" if self.num_decodes else ""
         prefills = f"p{self.num_prefill_tokens}x{self.num_prefills}" if self.num_prefills else ""
-        return decodes + prefills
+        return decodes + prefills + ("_taps" if self.taps else "")
 
     def holds(self, step: Bucket) -> bool:
         """True if a step of this size can run in this shape."""
@@ -68,6 +71,7 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
             and step.num_prefills <= self.num_prefills
             and step.scores <= self.scores
             and step.query_tokens <= self.query_tokens
+            and step.taps == self.taps
         )
 
 
@@ -166,7 +170,8 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     """The result of one row: tokens with their logprobs, or a vector. ``token_ids`` is empty for a
     chunk that does not end its prompt, and for a row with an ``error``, which ends only its own
     request. A decode row has one token, and one more for each accepted draft. ``logprobs`` has an
-    entry for each token, if requested. ``pooled`` float32[D] is set if the row pools.
+    entry for each token, if requested. ``pooled`` float32[D] is set if the row pools. ``taps`` has
+    float32[num_scheduled_tokens, ...] for each of ``SamplingParams.taps``.
     """
 
     request_id: str
@@ -175,6 +180,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of ``ScheduledSeq.target_ids``
     pooled: np.ndarray | None = None
+    taps: tuple[np.ndarray, ...] = ()
     error: str = ""
 
 
@@ -228,4 +234,7 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the user's stop id that ended the request, if one did
     pooled: np.ndarray | None = None  # float32[D]
+    # for each of ``SamplingParams.taps``, float32[tokens, ...] of the tokens computed since the
+    # last event
+    taps: tuple[np.ndarray, ...] = ()
     error: str = ""

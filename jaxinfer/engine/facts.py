@@ -20,6 +20,8 @@ from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import ConfigError, ContextLengthError, RequestError
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.steering import Steering
+from jaxinfer.engine.points import check_points
 from jaxinfer.sched.admit import refusal
 
 if TYPE_CHECKING:
@@ -84,6 +86,7 @@ class ValidatedRequest(msgspec.Struct, frozen=True, gc=False):
     priority: int
     cache_salt: str
     pools: bool = False  # it yields the last token's hidden state instead of tokens
+    steering: Steering | None = None
 
 
 def facts_of_configs(
@@ -195,6 +198,7 @@ def check_request(
         raise _out_of_vocabulary("stop_token_ids", sampling.stop_token_ids, facts.vocab_size)
     if sampling.logit_bias and max(sampling.logit_bias) >= facts.vocab_size:
         raise _out_of_vocabulary("logit_bias", sampling.logit_bias, facts.vocab_size)
+    check_points(sampling, limits.points)
     if sampling.stop and tokenizer is None:
         raise RequestError("stop strings need a tokenizer; use stop_token_ids instead")
     return prompt

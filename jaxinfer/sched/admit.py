@@ -72,8 +72,8 @@ def with_page_hashes(draft: Draft, seq: Sequence) -> Sequence:
     pages cannot be reused. Their hashes are computed when their tokens have been: then the device
     is busy with the next step, whereas now it may be idle until this one is planned.
 
-    At least one token must be computed to have logits to draw from. Prompt logprobs need the
-    logits of every prompt token, so nothing is reused (as in vLLM).
+    At least one token must be computed to have logits to draw from. Prompt logprobs and taps need
+    every prompt token to be computed, so nothing is reused (as in vLLM).
     """
     limits, known = draft.limits, seq.page_hashes
     num_pages = _num_reusable_pages(seq, limits)
@@ -82,7 +82,7 @@ def with_page_hashes(draft: Draft, seq: Sequence) -> Sequence:
         return seq
     page_hashes = list(known)
     for page_hash in following_page_hashes(
-        known, seq.request.cache_salt, seq.token_ids, num_pages, limits.page_size
+        known, seq.request.cache_root, seq.token_ids, num_pages, limits.page_size
     ):
         page_hashes.append(page_hash)
         if chained and not draft.pages.has(page_hash):
@@ -185,6 +185,8 @@ def _watermark(limits: Limits) -> int:
 
 
 def _num_reusable_pages(seq: Sequence, limits: Limits) -> int:
-    if not limits.enable_prefix_caching or seq.request.sampling.prompt_logprobs is not None:
+    sampling = seq.request.sampling
+    needs_all = sampling.prompt_logprobs is not None or bool(sampling.taps)
+    if needs_all or not limits.enable_prefix_caching:
         return 0
     return (len(seq.token_ids) - 1) // limits.page_size

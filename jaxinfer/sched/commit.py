@@ -6,6 +6,7 @@ Owns: matching results to sequences by (request_id, epoch), and the conditions t
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.intlog import IntLog
@@ -85,19 +86,21 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
         if reason is not None:
             drawn = drawn[:number]
             break
+    taps, num_tapped = _fresh_taps(seq, row, found)
     seq = msgspec.structs.replace(
         seq,
         token_ids=token_ids,
         num_computed_tokens=seq.num_computed_tokens - num_refused,
         num_in_flight_tokens=seq.num_in_flight_tokens - len(found.token_ids) - num_refused,
         num_prompt_logprobs=num_prompt_logprobs,
+        num_tapped=num_tapped,
     )
     known = row.num_computed_tokens + row.num_scheduled_tokens
     seq = _register_pages(draft, seq, known if row.token_ids is not None else len(token_ids) - 1)
     if row.snapshot is not None:
         page_hash = seq.page_hashes[known // draft.limits.page_size - 1]  # it ends at a page border
         draft.snapshots = draft.snapshots.register(row.snapshot, page_hash)
-    if drawn or prompt_logprobs or reason is not None:
+    if drawn or prompt_logprobs or taps or reason is not None:
         draft.events.append(
             TokenEvent(
                 row.request_id,
@@ -108,6 +111,7 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
                 reason,
                 stop_token_id,
                 found.pooled,
+                taps,
             )
         )
     if reason is None:
@@ -131,6 +135,18 @@ def _fresh_prompt_logprobs(
     return fresh, delivered + len(fresh)
 
 
+def _fresh_taps(
+    seq: Sequence, row: ScheduledSeq, found: RowResult
+) -> tuple[tuple[np.ndarray, ...], int]:
+    """The row's activations that have not been delivered yet, and the new number of tokens."""
+    if not found.taps:
+        return (), seq.num_tapped
+    known = max(0, seq.num_tapped - row.num_computed_tokens)  # computed before a preemption
+    fresh = tuple([activations[known:] for activations in found.taps])
+    end = row.num_computed_tokens + row.num_scheduled_tokens
+    return (fresh, end) if len(fresh[0]) else ((), seq.num_tapped)
+
+
 def _register_pages(draft: Draft, seq: Sequence, num_computed_tokens: int) -> Sequence:
     """Register the pages that ``num_computed_tokens`` fill, so that later requests share them."""
     limits = draft.limits
@@ -138,7 +154,7 @@ def _register_pages(draft: Draft, seq: Sequence, num_computed_tokens: int) -> Se
     if num_pages <= seq.num_registered_pages or not limits.enable_prefix_caching:
         return seq
     added = following_page_hashes(
-        seq.page_hashes, seq.request.cache_salt, seq.token_ids, num_pages, limits.page_size
+        seq.page_hashes, seq.request.cache_root, seq.token_ids, num_pages, limits.page_size
     )
     page_hashes = (*seq.page_hashes, *added)
     for group, pages in enumerate(seq.pages):

@@ -1,7 +1,7 @@
 """Reusing prefixes: a chained hash for each full page of tokens, and the longest prefix in pages.
 
-The digest of a page covers the salt and every token up to the page's end, so equal digests mean
-equal KV. The chain is as in vLLM (automatic prefix caching).
+The digest of a page covers the salt, the steering and every token up to the page's end, so equal
+digests mean equal KV. The chain is as in vLLM (automatic prefix caching).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ DIGEST_SIZE = 16  # bytes; 128 bits make a chance collision of contents irreleva
 
 
 def following_page_hashes(
-    page_hashes: tuple[bytes, ...], salt: str, token_ids: IntLog, num_pages: int, page_size: int
+    page_hashes: tuple[bytes, ...], root: bytes, token_ids: IntLog, num_pages: int, page_size: int
 ) -> Generator[bytes]:
     """Yield the digests of the full pages after ``page_hashes``, up to ``num_pages`` in all.
 
-    Each is computed on demand.
+    Each is computed on demand. ``root`` is ``Request.cache_root``.
     """
     known = len(page_hashes)
-    parent = page_hashes[-1] if page_hashes else _digest(salt.encode())
+    parent = page_hashes[-1] if page_hashes else _digest(root)
     tokens = token_ids.array()[known * page_size : num_pages * page_size].tobytes()
     stride = page_size * 4  # int32
     for start in range(0, len(tokens), stride):

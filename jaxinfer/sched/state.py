@@ -6,6 +6,7 @@ Owns: the moves of a sequence between waiting, running and ended.
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import product
 from operator import attrgetter
 
 import msgspec
@@ -52,6 +53,7 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
     num_prompt_logprobs: int = 0  # prompt logprobs delivered so far
     # positions of page borders at which a prefill chunk ends and a snapshot is taken, ascending
     borders: tuple[int, ...] = ()
+    num_tapped: int = 0  # tokens whose activations have been delivered so far
 
     @property
     def request_id(self) -> str:
@@ -62,6 +64,11 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
     def is_prefilling(self) -> bool:
         """True if tokens of the prefill are still to be computed."""
         return self.num_computed_tokens < self.num_prefill_tokens
+
+    @property
+    def taps(self) -> bool:
+        """True if activations of its tokens are read or steered, for which its buckets must tap."""
+        return bool(self.request.sampling.taps) or self.request.steering is not None
 
     def min_computed_tokens(self, query_tokens: int) -> int:
         """Tokens that will be computed after the steps in flight, if all their drafts are refused.
@@ -123,15 +130,18 @@ def initial_state(limits: Limits) -> SchedulerState:
     """The state before any event; raises ``ConfigError`` if the buckets cannot serve the limits.
 
     One bucket must hold a decode row of every slot, and one a scored prompt next to decode rows of
-    all other slots. Every other step shrinks to a bucket (``choose``).
+    all other slots; with points there must also be two such buckets that tap. Every other step
+    shrinks to a bucket (``choose``).
     """
     slots = limits.max_num_seqs
-    for decodes, prefills in ((slots, 0), (slots - 1, 1)):
+    sizes, kinds = ((slots, 0), (slots - 1, 1)), (False, True) if limits.points else (False,)
+    for (decodes, prefills), taps in product(sizes, kinds):
         scores = bool(prefills)
         query_tokens = limits.query_tokens if decodes else 1
-        size = Bucket(decodes, prefills, prefills, scores, query_tokens)
+        size = Bucket(decodes, prefills, prefills, scores, query_tokens, taps)
         if not any(bucket.holds(size) for bucket in limits.buckets):
             what = " with prompt logprobs" if scores else ""
+            what += " with taps" if taps else ""
             raise ConfigError(
                 f"no bucket holds {decodes} decodes and {prefills} prefills{what}, which "
                 f"max_num_seqs {slots} allows; add one to the bucket table"

@@ -29,6 +29,7 @@ from jaxinfer.engine.loop.processor import SequenceProcessor
 from jaxinfer.engine.loop.timeline import Timeline
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta
+from jaxinfer.engine.points import SteeringVectors
 
 if TYPE_CHECKING:
     from jaxinfer.models.base import Model, Params
@@ -82,6 +83,7 @@ class Engine:
         self.limits = limits
         self.facts = facts
         self.tokenizer = tokenizer
+        self.steering_vectors = SteeringVectors(limits.points)
         self._weights = weights
         self._loop = EngineLoop(executor, limits, overlap=overlap)
         self._seed = seed
@@ -118,7 +120,8 @@ class Engine:
             raise RequestError("this engine was not built to pool; generate text with it instead")
         priority, salt = check_identity(priority, cache_salt)
         prompt = check_request(prompt_token_ids, sampling, self.limits, self.facts, self.tokenizer)
-        return ValidatedRequest(prompt, sampling, priority, salt, pools)
+        steering = self.steering_vectors.resolved(sampling)
+        return ValidatedRequest(prompt, sampling, priority, salt, pools, steering)
 
     def add_request(
         self,
@@ -298,6 +301,7 @@ class Engine:
             priority=validated.priority,
             cache_salt=validated.cache_salt,
             pools=validated.pools,
+            steering=validated.steering,
         )
 
     def _seed_of(self, sampling: SamplingParams, index: int, arrival: int) -> int:

@@ -26,6 +26,7 @@ from jaxinfer.core.config import (
     prepare_backend,
 )
 from jaxinfer.core.errors import ConfigError, EngineError
+from jaxinfer.core.points import Point
 from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.facts import facts_of_configs
 from jaxinfer.engine.loop.engine import Engine
@@ -48,6 +49,7 @@ from jaxinfer.exec.compile.memory_plan import (
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import device_memory
 from jaxinfer.exec.run.executor import Executor
+from jaxinfer.exec.step.points import points_named
 from jaxinfer.models.base import Model
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.plan import plan_params
@@ -176,9 +178,13 @@ def _with_pages(config: EngineConfig, program: Program) -> tuple[Program, Memory
 
 def _limits(config: EngineConfig, model: Model) -> Limits:
     """The limits for a model, without pages."""
-    state = model.state
+    state, names = model.state, () if config.tap_points is None else config.tap_points.split(",")
     return limits_of(
-        config, _context(config, model), state.windows, has_slot_state=state.bytes_per_slot > 0
+        config,
+        _context(config, model),
+        state.windows,
+        has_slot_state=state.bytes_per_slot > 0,
+        points=points_named(names, model.config),
     )
 
 
@@ -188,11 +194,12 @@ def limits_of(
     windows: tuple[int | None, ...] = (None,),
     *,
     has_slot_state: bool = False,
+    points: tuple[Point, ...] = (),
 ) -> Limits:
     """The limits that settings with their device's defaults amount to, without pages.
 
     ``windows``: how far back each group of layers looks. A model with state for each sequence
-    reuses prefixes through snapshots.
+    reuses prefixes through snapshots. ``points``: those that requests may read and steer.
     """
     max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
     decode_start, mixed_start = config.decode_bucket_start, config.mixed_bucket_start
@@ -214,11 +221,13 @@ def limits_of(
             prefill_factor=prefill_factor,
             mixed_start=mixed_start,
             max_num_mixed_tokens=config.max_num_mixed_tokens,
+            taps=bool(points),
         ),
         enable_prefix_caching=config.enable_prefix_caching,
         prefill_first=bool(config.prefill_first),
         windows=windows,
         num_snapshots=snapshots_for(max_num_seqs) if snapshots else 0,
+        points=points,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from jaxinfer.core.shapes import cdiv, ladder
 from jaxinfer.core.step import Bucket
 
@@ -22,6 +24,7 @@ def bucket_table(
     mixed_start: int,
     max_num_mixed_tokens: int | None = None,
     query_tokens: int = 1,
+    taps: bool = False,
 ) -> tuple[Bucket, ...]:
     """Every shape that a schedule can need: decode, prefill, and mixed if two sequences can run.
 
@@ -39,6 +42,10 @@ def bucket_table(
 
     Mixed buckets score. With one sequence there are none, and the largest prefill bucket of at most
     ``max_num_mixed_tokens`` scores.
+
+    With ``taps`` the buckets that decode or score exist a second time, for steps in which
+    activations are read or steered. Others would be compiled for few requests, and would return up
+    to ``max_num_batched_tokens`` activations at once.
     """
     max_mixed = min(max_num_mixed_tokens or max_num_batched_tokens, max_num_batched_tokens)
     chunks = ladder(prefill_start, max_num_batched_tokens, prefill_factor)
@@ -53,7 +60,7 @@ def bucket_table(
         ),
     ]
     scored_chunk = max(chunk for chunk in chunks if chunk <= max_mixed or chunk == chunks[0])
-    return tuple(
+    plain = tuple(
         Bucket(
             rows,
             chunk,
@@ -63,6 +70,8 @@ def bucket_table(
         )
         for rows, chunk in shapes
     )
+    tapping = (b for b in plain if taps and (b.scores or not b.num_prefills))
+    return (*plain, *(replace(bucket, taps=True) for bucket in tapping))
 
 
 def _mixed_chunks(rows: int, max_mixed: int, start: int, factor: int) -> list[int]:

@@ -133,6 +133,8 @@ def of_limits(limits: Limits) -> dict[str, str]:
     values = {name: str(getattr(limits, name)) for name in SHAPING_LIMITS}
     if limits.num_snapshots:
         values["num_snapshots"] = str(limits.num_snapshots)
+    if limits.points:
+        values["tap_points"] = " ".join(point.name for point in limits.points)
     return values | {"buckets": " ".join(bucket.name for bucket in limits.buckets)}
 
 

@@ -34,6 +34,7 @@ SAMPLING_COPIES = 8
 SCORE_COPIES = 4
 # Quantised matrices that XLA holds dequantised at a time on a GPU, where it runs kernels in order.
 DEQUANTISED_COPIES = 2
+TAPS_COPIES = 3  # live activations at points: themselves, what is added, the array of all
 HISTORY_COPIES = 12  # live arrays int32[block, max_model_len] for penalties; measured on a CPU: 10
 # Unplanned memory of a GPU: code and constants of executables, results of steps in flight (among
 # them hidden states of 1,024 tokens), and arguments of calls other than steps.
@@ -210,7 +211,7 @@ def program_memory(program: Program, device: DeviceMemory | None) -> MemoryPlan:
         weights={form: size.nbytes for form, size in sizes.items()},
         page_bytes=limits.page_size * state.bytes_per_token,
         num_pages=limits.num_pages,
-        slot_bytes=tree_bytes(program.slots()),
+        slot_bytes=tree_bytes(program.slots()) + tree_bytes(program.steering()),
         state_bytes=limits.num_state_rows * state.bytes_per_slot,
         batch_bytes=NUM_BUFFERS * sum(round_up(size, MAPPED_BYTES) for size in batches),
         workspaces=_workspaces(program),
@@ -228,6 +229,9 @@ def _workspaces(program: Program) -> dict[str, int]:
     """The bound of each executable's workspace, by name; that of ``ADMIT`` is negligible."""
     model, limits = program.model, program.limits
     bounds = {bucket.name: step_bound(model, bucket) for bucket in limits.buckets}
+    tapped = TAPS_COPIES * model.config.dtype.itemsize * sum(p.width for p in limits.points)
+    for bucket in limits.buckets:
+        bounds[bucket.name] += tapped * bucket.num_tokens if bucket.taps else 0
     if program.platform == "gpu":  # prompts dequantise
         each = DEQUANTISED_COPIES * _largest_quantised(model) * model.config.dtype.itemsize
         bounds = {name: bound + each for name, bound in bounds.items()}

@@ -24,6 +24,7 @@ from jaxinfer.exec.step.batch import BatchLayout
 from jaxinfer.exec.step.drafts import Drafter
 from jaxinfer.exec.step.extras import BLOCK, ExtrasFunction, pack_extras, pooled, scored
 from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, part_of
+from jaxinfer.exec.step.points import Steering, steered
 from jaxinfer.exec.step.slots import SlotState, admit, copied, empty_rows, init_slots
 from jaxinfer.models.base import Model, Params, head_params
 from jaxinfer.models.params import nested
@@ -37,6 +38,7 @@ COPY = "copy"  # copies layer state between slots and snapshots
 EXTRAS = "extras"  # prefix of executables that draw with extras; the number of rows follows
 SCORE = "score"  # prefix of executables that score prompts; the number of tokens follows
 POOL = "pool"  # prefix of executables that pool; the number of tokens follows
+STEER = "steer"  # writes the steering of a request into its slot
 FIRST = "_first"  # suffix of the first executable of a split step
 ROWS_PER_ADMIT = 8  # slots that a call of ``ADMIT`` fills on a GPU
 ROWS_PER_COPY = 4  # for ``COPY`` on a GPU; padding is copied too, and a row may be tens of MB
@@ -85,6 +87,7 @@ class Program:
         assert own == planned, f"limits are for windows {planned}, the model has {own}"
         query_tokens = 1 if self.drafter is None else 1 + self.drafter.count
         assert self.limits.query_tokens == query_tokens, "the drafter fills the decode rows"
+        assert self.drafter is None or not self.limits.points, "drafts are not tapped"
         has_state = bool(self.model.state.bytes_per_slot)
         snapshots, reuses = self.limits.num_snapshots > 0, self.limits.enable_prefix_caching
         if has_state and self.drafter is not None:
@@ -115,6 +118,12 @@ class Program:
         """The abstract slot state, which is replicated on every device."""
         made = jax.eval_shape(self.zero_slots)
         return jax.tree.map(lambda a: self.placement.abstract(a.shape, a.dtype), made)
+
+    def steering(self) -> Steering:
+        """The abstract steering of slots, replicated; a table for each point."""
+        rows = self.limits.max_num_seqs + 1
+        widths = (point.width for point in self.limits.points)
+        return tuple(self.placement.abstract((rows, width), jnp.float32) for width in widths)  # type: ignore[misc]
 
     def zero_slots(self) -> SlotState:
         """The initial slot state."""
@@ -161,6 +170,9 @@ class Program:
             state, pairs = self.state(), jax.ShapeDtypeStruct((2, self.rows_per_copy), jnp.int32)
             arrays = tuple(state[i] for i in self.model.state.slot_arrays)
             return jax.jit(copied, donate_argnums=0).trace(arrays, pairs)
+        if name == STEER:
+            wire = jax.ShapeDtypeStruct((1 + sum(p.width for p in limits.points),), jnp.int32)
+            return jax.jit(steered, donate_argnums=0).trace(self.steering(), wire)
         kind, count = _kind_and_count(name)
         head = head_params(self.params)
         if kind == EXTRAS:
@@ -178,6 +190,9 @@ class Program:
         bucket, part = self._steps[name]
         function = self._function(bucket, part)
         arguments = self._arguments(function)
+        if bucket.taps:
+            arguments = (*arguments, self.steering())
+            return jax.jit(function.tapped, donate_argnums=(1, 2)).trace(*arguments)
         if part.layers.stop < len(self.model.config.layers):
             return jax.jit(function.first_part, donate_argnums=1).trace(*arguments)
         if part.layers.start:
@@ -195,6 +210,7 @@ class Program:
             self.pins,
             copies_batch=self.platform != "cpu",
             drafter=self.drafter,
+            points=self.limits.points if bucket.taps else (),
         )
 
     def _arguments(self, function: StepFunction) -> tuple[Any, ...]:
@@ -243,7 +259,7 @@ class Program:
         them. Buckets that score are not, as they are rarely used.
         """
         only_prompts = 0 < bucket.num_prefill_tokens <= MAX_SPLIT_TOKENS and not (
-            bucket.num_decodes or bucket.scores
+            bucket.num_decodes or bucket.scores or bucket.taps
         )
         return self.platform != "cpu" and only_prompts and len(self.parts) > 1
 
@@ -267,6 +283,7 @@ class Program:
         return (
             ADMIT,
             *([COPY] if self.limits.num_snapshots else []),
+            *([STEER] if self.limits.points else []),
             *(f"{EXTRAS}{rows}" for rows in self.extras_rows),
             *(f"{SCORE}{size}" for size in sizes),
             *(f"{POOL}{size}" for size in sizes if self.limits.pools),

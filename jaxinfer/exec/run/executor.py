@@ -1,8 +1,8 @@
 """Runs compiled steps: holds weights, layer state, slots and executables.
 
-A step is a sequence of up to five kinds of calls: ``ADMIT`` for requests whose slots need more than
-settings, ``COPY`` from snapshots to slots, the step of the bucket, ``COPY`` from slots to
-snapshots, then draws with extras and scores of prompts.
+A step is a sequence of up to six kinds of calls: ``ADMIT`` for requests whose slots need more than
+settings, ``COPY`` from snapshots to slots, ``STEER`` for steered requests, the step of the bucket,
+``COPY`` from slots to snapshots, then draws with extras and scores of prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan, StepResult
 from jaxinfer.exec.compile.build import Executables
-from jaxinfer.exec.compile.program import ADMIT, COPY, EXTRAS, FIRST, POOL, SCORE, Program
+from jaxinfer.exec.compile.program import ADMIT, COPY, EXTRAS, FIRST, POOL, SCORE, STEER, Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.in_flight import LOGGER, ExtrasCall, InFlight, Prepared, RowKey, row_results
 from jaxinfer.exec.run.token_board import TokenBoard
@@ -28,6 +28,7 @@ from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
 from jaxinfer.exec.step.drafts import NO_TOKEN
 from jaxinfer.exec.step.extras import pack_extras, pack_pooled, pack_targets
 from jaxinfer.exec.step.forward import StepOutput, flat_params
+from jaxinfer.exec.step.points import pack_steering
 from jaxinfer.exec.step.slots import (
     SlotState,
     empty_rows,
@@ -59,6 +60,8 @@ class Executor:
         limits = program.limits
         self._state = state
         self._slots = slots
+        zeros = (np.zeros(table.shape, table.dtype) for table in program.steering())
+        self._steering = tuple(map(program.placement.put, zeros))
         self._requests: dict[int, Request] = {}  # of each slot
         rows = max(*(bucket.num_draws for bucket in limits.buckets), *program.extras_rows)
         self._board = TokenBoard.of_device(program.placement.device, rows)
@@ -84,7 +87,7 @@ class Executor:
         short compared with their own time. On a CPU only the smallest step runs, which starts XLA's
         threads.
         """
-        buckets = sorted(self._layouts, key=lambda bucket: bucket.num_tokens, reverse=True)
+        buckets = sorted(self._layouts, key=lambda b: (b.num_tokens, b.taps), reverse=True)
         if not (on_gpu := self._program.platform != "cpu"):
             buckets = buckets[-1:]
         for bucket in buckets:
@@ -104,6 +107,9 @@ class Executor:
                 sink = self._program.limits.max_num_seqs
                 for pairs in self._copies([(sink, sink)]):
                     self._copy(pairs)
+            if points := self._program.limits.points:
+                values = bytes(4 * sum(point.width for point in points))
+                self._steer(pack_steering(self._program.limits.max_num_seqs, values))
             for count in self._program.extras_rows:
                 jax.block_until_ready(self._draw_with_extras((), (), count).output)
 
@@ -136,7 +142,8 @@ class Executor:
         for call, tokens in zip(step.extras, redrawn, strict=True):
             for index, token_id in zip(call.rows, tokens.tolist(), strict=False):
                 token_ids[index] = (token_id,)
-        return StepResult(plan.step_id, row_results(step, token_ids))
+        points = self._program.limits.points
+        return StepResult(plan.step_id, row_results(step, token_ids, points))
 
     def _prepare_rows(self, plan: StepPlan) -> tuple[Prepared, dict[RowKey, str]]:
         """Prepare a plan without the rows that cannot be prepared, and the errors of these."""
@@ -164,12 +171,14 @@ class Executor:
             if row.samples and request.sampling.needs_extras
         ]
         settings = settings_of(requests[len(plan.decodes) :]) if prefills else NO_SETTINGS
+        steered = [one.steering is not None for one in requests] if plan.bucket.taps else ()
         prepared = Prepared(
             plan,
             requests,
-            batch=pack(plan, self._layouts[plan.bucket], settings),
+            batch=pack(plan, self._layouts[plan.bucket], settings, steered),
             extras=tuple(batched(with_extras, self._program.extras_rows[-1])),
             needs_logprobs=any([requests[i].sampling.logprobs is not None for i in with_extras]),
+            needs_taps=plan.bucket.taps and any([one.sampling.taps for one in requests]),
         )
         return self._with_prompts(prepared) if prefills else prepared
 
@@ -184,6 +193,7 @@ class Executor:
         first = limits.max_num_seqs + 1  # the row of the first snapshot
         restores = [(first + a.snapshot, a.slot) for a in admissions if a.snapshot is not None]
         saves = [(row.slot, first + row.snapshot) for row in prefills if row.snapshot is not None]
+        steers = [(a.slot, a.request.steering) for a in admissions]
         return msgspec.structs.replace(
             prepared,
             admissions=tuple(self._slot_rows(a) for a in batched(needed, program.rows_per_admit)),
@@ -191,6 +201,7 @@ class Executor:
             pools=pack_pooled(prefills, limits.max_num_seqs) if pools else None,
             restores=self._copies(restores),
             saves=self._copies(saves),
+            steers=tuple(pack_steering(slot, one.values) for slot, one in steers if one),
         )
 
     def _copies(self, pairs: Sequence[tuple[int, int]]) -> tuple[np.ndarray, ...]:
@@ -206,6 +217,8 @@ class Executor:
             self._admit(rows)
         for pairs in prepared.restores:
             self._copy(pairs)
+        for wire in prepared.steers:
+            self._steer(wire)
         output = self._launch_step(bucket, staged)
         self._read_later(output.token_ids, staged)
         for pairs in prepared.saves:
@@ -224,9 +237,12 @@ class Executor:
         if prepared.pools is not None:
             name = f"{POOL}{bucket.num_prefill_tokens}"
             pooled = self._read_back(name, output.hidden, prepared.pools)
+        taps = output.taps if prepared.needs_taps else None
+        if taps is not None:
+            self._copy_to_host(taps)
         # the hidden states, which are as large as a layer's, are released here
         return InFlight(
-            prepared, output.token_ids, place[-1], tuple(extras), scores, failed, pooled
+            prepared, output.token_ids, place[-1], tuple(extras), scores, failed, pooled, taps
         )
 
     def _admit(self, rows: np.ndarray) -> None:  # int32[A, ...]
@@ -237,6 +253,9 @@ class Executor:
         indices = self._program.model.state.slot_arrays
         copy = self._executables.by_name[COPY]
         self._replace(indices, copy(self._arrays(indices), pairs))
+
+    def _steer(self, wire: np.ndarray) -> None:  # int32[...]: see ``pack_steering``
+        self._steering = self._executables.by_name[STEER](self._steering, wire)
 
     def _draw_with_extras(
         self, indices: tuple[int, ...], rows: Sequence[ScheduledSeq], count: int | None = None
@@ -261,6 +280,10 @@ class Executor:
     def _launch_step(self, bucket: Bucket, staged: Any) -> StepOutput:
         """Launch a step. If it is split, the device runs a part while the next one is launched."""
         step = self._executables.by_name[bucket.name]
+        if bucket.taps:
+            arguments = (self._weights, self._state, self._slots, staged, self._steering)
+            self._state, self._slots, output = step(*arguments)
+            return output  # type: ignore[no-any-return]
         if not self._program.is_split(bucket):
             self._state, self._slots, output = step(self._weights, self._state, self._slots, staged)
             return output  # type: ignore[no-any-return]
@@ -311,7 +334,8 @@ class Executor:
 
     def _has_state(self) -> bool:
         """True if the device's state is intact: no failed call has consumed it."""
-        return not any(a.is_deleted() for a in jax.tree.leaves((self._state, self._slots)))
+        own = (self._state, self._slots, self._steering)
+        return not any(a.is_deleted() for a in jax.tree.leaves(own))
 
     def _slot_rows(self, admissions: Sequence[SlotAdmission]) -> np.ndarray:
         """The argument of an ``ADMIT`` call."""

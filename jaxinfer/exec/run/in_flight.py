@@ -15,9 +15,11 @@ import jax
 import msgspec
 import numpy as np
 
+from jaxinfer.core.points import Point, canonical
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, TokenLogprobs
 from jaxinfer.exec.step.extras import ExtrasOutput
+from jaxinfer.exec.step.points import activations_of
 from jaxinfer.exec.step.sampling import NOT_FINITE, Logprobs, read_logprobs
 
 LOGGER = "jaxinfer.exec"
@@ -44,6 +46,8 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
     # int32[2, N] for each call of ``COPY`` before and after the step
     restores: tuple[np.ndarray, ...] = ()
     saves: tuple[np.ndarray, ...] = ()
+    steers: tuple[np.ndarray, ...] = ()  # for each call of ``STEER``: see ``points.pack_steering``
+    needs_taps: bool = False  # whether activations of any row are read
 
 
 class ExtrasCall(msgspec.Struct, frozen=True, gc=False):
@@ -64,17 +68,21 @@ class InFlight(msgspec.Struct, frozen=True, gc=False):
     scores: jax.Array | None  # int32[Tp, ...] of the targets: see ``sampling.read_logprobs``
     failed: dict[RowKey, str]  # the errors of rows that could not be prepared
     pooled: jax.Array | None = None  # float32[S, D] of the rows that pool
+    taps: jax.Array | None = None  # [T, W of all points], if any are read
 
 
-def row_results(step: InFlight, token_ids: Sequence[tuple[int, ...]]) -> tuple[RowResult, ...]:
+def row_results(
+    step: InFlight, token_ids: Sequence[tuple[int, ...]], points: Sequence[Point] = ()
+) -> tuple[RowResult, ...]:
     """The result of each row of a finished step; ``token_ids`` are the tokens of each row.
 
     Rows that could not be prepared have a result with their error.
     """
     reader, rows = _LogprobReader(step), step.prepared.plan.rows
+    taps = _row_taps(step, points)
     vectors = iter(() if step.pooled is None else np.asarray(step.pooled))
     results = [
-        _row_result(reader, i, row, token_ids[i], next(vectors) if row.pools else None)
+        _row_result(reader, i, row, token_ids[i], next(vectors) if row.pools else None, taps[i])
         for i, row in enumerate(rows)
     ]
     results += [RowResult(*key, (), error=error) for key, error in step.failed.items()]
@@ -87,6 +95,7 @@ def _row_result(
     row: ScheduledSeq,
     token_ids: tuple[int, ...],
     pooled: np.ndarray | None,  # float32[D]
+    taps: tuple[np.ndarray, ...],  # float32[tokens, ...] each
 ) -> RowResult:
     """The result of one row; an error of the row is in its result."""
     key = (row.request_id, row.epoch)
@@ -101,7 +110,24 @@ def _row_result(
     for entry in prompt:
         if not isfinite(entry.logprobs[0]):
             return RowResult(*key, (), error=NOT_FINITE_ERROR)
-    return RowResult(*key, token_ids if row.samples else (), sampled, prompt, pooled)
+    return RowResult(*key, token_ids if row.samples else (), sampled, prompt, pooled, taps)
+
+
+def _row_taps(step: InFlight, points: Sequence[Point]) -> list[tuple[np.ndarray, ...]]:
+    """The activations that each row asks for."""
+    plan, requests = step.prepared.plan, step.prepared.requests
+    if step.taps is None:
+        return [()] * len(requests)
+    read, start = np.asarray(step.taps), 0
+    found: list[tuple[np.ndarray, ...]] = []
+    for number, (row, request) in enumerate(zip(plan.rows, requests, strict=True)):
+        if number == len(plan.decodes):
+            start = plan.bucket.num_decode_tokens
+        end = start + row.num_scheduled_tokens
+        names = [canonical(name) for name in request.sampling.taps]
+        found.append(activations_of(read[start:end], points, names) if names else ())
+        start = end
+    return found
 
 
 class _LogprobReader:

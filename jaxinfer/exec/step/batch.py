@@ -6,6 +6,7 @@ transfer; the device derives positions and page slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -60,6 +61,7 @@ class DeviceBatch(NamedTuple):
     settings: jax.Array  # int32[R, NUM_SETTINGS] of the prefill rows
     samples: jax.Array  # bool[B]: whether a token is drawn after the row's last one
     place: jax.Array  # int32[3]: address and number for ``publish``
+    steered: jax.Array | None  # bool[B]; None if the bucket does not tap
 
 
 class Fields[A](NamedTuple):
@@ -73,6 +75,7 @@ class Fields[A](NamedTuple):
     query_start_loc: A  # [R + 1]
     token_ids: A  # [Tp]
     query_lens: A  # [D]: tokens of each decode row; empty if they have one
+    steered: A  # [B]: whether the row is steered; empty if the bucket does not tap
     first_pages: A  # [B] for each group with a window: the number of the first page in its table
     page_tables: A  # [B * M] for each group
 
@@ -125,6 +128,7 @@ class BatchLayout:
             query_start_loc=self.bucket.num_prefills + 1,
             token_ids=tp,
             query_lens=self.bucket.num_decodes if self.bucket.query_tokens > 1 else 0,
+            steered=b if self.bucket.taps else 0,
             first_pages=b * len(self.windowed),
             page_tables=b * sum(group.width for group in self.groups),
         )
@@ -167,6 +171,7 @@ def pack(
     plan: StepPlan,
     layout: BatchLayout,
     settings: np.ndarray = NO_SETTINGS,  # int32[len(plan.prefills), NUM_SETTINGS]
+    steered: Sequence[bool] = (),  # of each row, if the bucket taps
 ) -> np.ndarray:  # int32[...]
     """The flat array of a plan, without ``place``. Host time is per row and page, not per token."""
     flat = np.zeros(layout.size, np.int32)
@@ -191,6 +196,10 @@ def pack(
                 table[index, : len(ids)] = ids
     if settings.size:
         wire.settings[: settings.size] = settings.ravel()
+    if bucket.taps:
+        wire.steered[: len(plan.decodes)] = steered[: len(plan.decodes)]
+        prefills = steered[len(plan.decodes) :]
+        wire.steered[bucket.num_decodes : bucket.num_decodes + len(prefills)] = prefills
     start = 0
     for index, row in enumerate(plan.prefills):
         end = start + row.num_scheduled_tokens
@@ -274,6 +283,7 @@ def unpack(
         settings=wire.settings.reshape(-1, NUM_SETTINGS),
         samples=wire.samples > 0,
         place=wire.place,
+        steered=wire.steered > 0 if bucket.taps else None,
     )
 
 

@@ -12,14 +12,16 @@ with a quarter of the layers, and only their weights as arguments, takes a quart
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.core.points import Point
 from jaxinfer.exec.step.batch import BatchLayout, DeviceBatch, copy_batch, unpack
 from jaxinfer.exec.step.drafts import NO_TOKEN, Drafter, num_accepted
+from jaxinfer.exec.step.points import Steering, points_of_step, read_points
 from jaxinfer.exec.step.sampling import sample
 from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import (
@@ -73,6 +75,7 @@ class StepOutput(NamedTuple):
     # undefined if the row draws none
     token_ids: jax.Array
     hidden: jax.Array | None = None  # [Tp, D] of all prompt tokens, if the bucket scores
+    taps: jax.Array | None = None  # [T, W of all points], if the bucket taps
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class StepFunction:
     pins: Pins = Pins()
     copies_batch: bool = False  # see ``batch.copy_batch``
     drafter: Drafter | None = None
+    points: tuple[Point, ...] = ()  # if the bucket taps
 
     def first_part(
         self,
@@ -132,6 +136,26 @@ class StepFunction:
             begin = self.part.layers.start
             hidden, state = other_layers(self.model, params, stream, ctx, state, begin, only)
         return self._own(state), *self._draw(params, slots, batch, hidden)
+
+    def tapped(
+        self,
+        weights: Arrays,
+        arrays: Arrays,
+        slots: SlotState,
+        flat: jax.Array,  # int32[...]: see ``BatchLayout``
+        steering: Steering,
+    ) -> tuple[Arrays, SlotState, StepOutput]:
+        """The whole step of a bucket that taps: steered rows are shifted at the points, and all
+        activations there are returned. Rows without steering get every bit of a plain step.
+        """
+        params, state = self._inputs(weights, arrays)
+        batch, ctx = self._begin(slots, flat)
+        points = points_of_step(self.points, steering, batch)
+        ctx = replace(ctx, points=points)
+        hidden, state = hidden_states(self.model, params, batch.token_ids, ctx, state)
+        assert state is not None
+        slots, output = self._draw(params, slots, batch, hidden)
+        return self._own(state), slots, output._replace(taps=read_points(self.points, points))
 
     def _inputs(self, weights: Arrays, arrays: Arrays) -> tuple[Params, State]:
         """The weights and state of the part; the arrays of other layers are None."""

@@ -1,0 +1,120 @@
+"""Requests that read or steer activations: their checks, and the steering vectors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.core.errors import RequestError
+from jaxinfer.core.points import Point, canonical, nearest
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.steering import Steer, Steering, float32_bytes, num_values
+
+_FLOAT32_BYTES = 4
+_NO_POINTS = (
+    "{} need an engine that is built with the points to read and steer; start it with tap_points "
+    "(--tap-points)"
+)
+
+
+def check_points(sampling: SamplingParams, points: Sequence[Point]) -> None:
+    """Raise ``RequestError`` if a request reads or steers at a point that the engine does not have,
+    or with a vector of another width.
+    """
+    if not sampling.taps and not sampling.steer:
+        return
+    known = {point.name: point for point in points}
+    for name in sampling.taps:
+        _point("taps", name, known)
+    for steer in sampling.steer:
+        point = _point("steer", steer.point, known)
+        if steer.vector is not None:
+            _check_width(f"the vector of steer at {steer.point}", steer.vector, point)
+
+
+def tap_bytes(
+    num_prompt_tokens: int, max_tokens: int, sampling: SamplingParams, points: Sequence[Point]
+) -> int:
+    """The most bytes of activations that the n answers to a prompt return."""
+    names = {canonical(name) for name in sampling.taps}
+    width = sum(point.width for point in points if point.name in names)
+    tokens = num_prompt_tokens + max_tokens - 1  # nothing is computed for the last one
+    return sampling.n * tokens * width * _FLOAT32_BYTES
+
+
+class SteeringVectors:
+    """The vectors that requests may name; a request keeps those of its arrival."""
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        self._points = tuple(points)
+        self._vectors: dict[str, bytes] = {}
+
+    def set(self, name: str, vector: Any) -> None:
+        """Keep a vector by name, in place of an earlier one; None removes it.
+
+        Raises ``RequestError`` for a vector that fits no point of the engine.
+        """
+        if vector is None:
+            self._vectors.pop(name, None)
+            return
+        values = float32_bytes(f"the steering vector {name!r}", vector)
+        if not self._points:
+            raise RequestError(_NO_POINTS.format("steering vectors"))
+        widths = sorted({point.width for point in self._points})
+        if num_values(values) not in widths:
+            words = " or ".join(map(str, widths))
+            raise RequestError(
+                f"the steering vector {name!r} has {num_values(values)} values, and activations at "
+                f"this engine's points have {words}"
+            )
+        self._vectors[name] = values
+
+    def resolved(self, sampling: SamplingParams) -> Steering | None:
+        """All that a checked request adds; raises ``RequestError`` for an unknown name."""
+        if not sampling.steer:
+            return None
+        sums = {point.name: np.zeros(point.width, np.float32) for point in self._points}
+        known = {point.name: point for point in self._points}
+        for steer in sampling.steer:
+            name = canonical(steer.point)
+            vector = np.frombuffer(self._vector(steer, known[name]), np.float32)
+            sums[name] += np.float32(steer.scale) * vector
+        values = np.concatenate(list(sums.values()))
+        if not np.isfinite(values).all():
+            raise RequestError("steer adds values beyond float32; lower the scales")
+        data = values.tobytes()
+        return Steering(data, blake2b(data, digest_size=16).digest())
+
+    def _vector(self, steer: Steer, point: Point) -> bytes:
+        if steer.vector is not None:
+            return steer.vector
+        vector = self._vectors.get(steer.name or "")
+        if vector is None:
+            near = nearest(steer.name or "", self._vectors) or "none"
+            raise RequestError(
+                f"there is no steering vector {steer.name!r}; the nearest are {near}"
+            )
+        _check_width(f"the steering vector {steer.name!r}", vector, point)
+        return vector
+
+
+def _point(field: str, name: str, known: dict[str, Point]) -> Point:
+    if not known:
+        raise RequestError(_NO_POINTS.format(field))
+    point = known.get(canonical(name))
+    if point is None:
+        raise RequestError(
+            f"{field} has {name!r}, which is not among the points of this engine; the nearest are "
+            f"{nearest(canonical(name), known)}, and tap_points (--tap-points) sets them"
+        )
+    return point
+
+
+def _check_width(what: str, vector: bytes, point: Point) -> None:
+    if num_values(vector) != point.width:
+        raise RequestError(
+            f"{what} has {num_values(vector)} values, and an activation there has {point.width}"
+        )

@@ -1,0 +1,114 @@
+"""Points of a step: steering is added there for some rows, and activations are returned.
+
+A row's steering is in its slot of a table for each point, which ``steered`` fills, so that any
+vectors serve without a compile. Slots keep the vectors of earlier requests; the batch says which
+rows are steered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.points import Point, nearest
+from jaxinfer.exec.step.batch import DeviceBatch
+from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, FeedForwardConfig
+from jaxinfer.nn.points import Points, Shift
+
+type Steering = tuple[jax.Array, ...]  # float32[S + 1, W] of each point, a row for each slot
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+# activations that the kernels of a step do not write to memory
+_DENSE_ONLY = ("q", "k", "v", "scores", "pattern", "mlp_pre", "mlp_linear")
+
+
+def points_named(names: Sequence[str], spec: DecoderSpec) -> tuple[Point, ...]:
+    """The points of a step with these names; raises ``ConfigError`` for one that has none."""
+    known = dict(_points_of(spec))
+    for name in names:
+        if name in known:
+            continue
+        words = f"tap_points has {name!r}"
+        if name.rpartition(".")[2] in _DENSE_ONLY:
+            raise ConfigError(
+                f"{words}, which the kernels of a step do not write to memory; read it with "
+                "jaxinfer.load(MODEL).forward"
+            )
+        raise ConfigError(f"{words}, which is no point; the nearest are {nearest(name, known)}")
+    return tuple(Point(name, known[name]) for name in names)
+
+
+def _points_of(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The points of a step by name, with the shape of a token's activation."""
+    width = (spec.hidden_size,)
+    yield "embed", width
+    for i, layer in enumerate(spec.layers):
+        mixer, ffn = layer.mixer, layer.ffn
+        yield f"layers.{i}.resid_pre", width
+        if isinstance(mixer, AttentionConfig):
+            yield f"layers.{i}.z", (mixer.num_heads, mixer.head_dim)
+        yield f"layers.{i}.attn_out", width
+        yield f"layers.{i}.resid_mid", width
+        if isinstance(ffn, FeedForwardConfig):
+            yield f"layers.{i}.mlp_post", (ffn.width,)
+        yield f"layers.{i}.mlp_out", width
+        yield f"layers.{i}.resid_post", width
+    yield "final_norm", width
+
+
+def points_of_step(points: Sequence[Point], steering: Steering, batch: DeviceBatch) -> Points:
+    """The points of a forward pass of this batch: all are read, and steered rows are shifted."""
+    assert batch.steered is not None, "the bucket taps"
+    rows = batch.rows
+    slots, tokens = rows.slots[rows.of_token], batch.steered[rows.of_token] & rows.is_token
+    names = [point.name for point in points]
+    layers = (int(found[1]) for name in names if (found := _LAYER.match(name)))
+    shifts = {
+        name: Shift(table[slots], tokens) for name, table in zip(names, steering, strict=True)
+    }
+    return Points(layers, names, shifts=shifts)
+
+
+def read_points(points: Sequence[Point], passed: Points) -> jax.Array:  # [T, W of all points]
+    """The activations of a pass, as one array: the host copies it at once."""
+    found = passed.found([point.name for point in points])
+    flat = [found[point.name].reshape(-1, point.width) for point in points]
+    return jnp.concatenate(flat, axis=1)
+
+
+def activations_of(
+    read: np.ndarray,  # [tokens, W of all points]
+    points: Sequence[Point],
+    names: Sequence[str],
+) -> tuple[np.ndarray, ...]:  # float32[tokens, ...] each
+    """The activations at some of the points, as ``read_points`` has written them."""
+    ends = np.cumsum([point.width for point in points]).tolist()
+    spans = {
+        point.name: (slice(end - point.width, end), point.shape)
+        for point, end in zip(points, ends, strict=True)
+    }
+    chosen = [spans[name] for name in names]
+    return tuple(
+        [read[:, span].astype(np.float32).reshape(-1, *shape) for span, shape in chosen]
+    )
+
+
+def pack_steering(slot: int, values: bytes) -> np.ndarray:  # int32[1 + W of all points]
+    """The argument of ``steered``: the slot, and the bits of its float32 values."""
+    return np.concatenate((np.array([slot], np.int32), np.frombuffer(values, np.int32)))
+
+
+def steered(steering: Steering, wire: jax.Array) -> Steering:  # int32[1 + W of all points]
+    """The tables with the vectors of one slot: see ``pack_steering``. They are donated."""
+    values = lax.bitcast_convert_type(wire[1:], jnp.float32)
+    ends = np.cumsum([table.shape[1] for table in steering]).tolist()
+    return tuple(
+        table.at[wire[0]].set(values[end - table.shape[1] : end])
+        for table, end in zip(steering, ends, strict=True)
+    )
