@@ -14,6 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from jaxinfer.core.config import Limits
+from jaxinfer.core.points import Point
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
@@ -21,7 +22,7 @@ from jaxinfer.engine.outputs import Collector, RequestOutput
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.exec.compile.buckets import bucket_table
 from jaxinfer.exec.compile.build import Compiled, Executables
-from jaxinfer.exec.compile.program import EXTRAS, SCORE, Program
+from jaxinfer.exec.compile.program import EXTRAS, SCORE, STEER, Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.base import Model, Params, forward
@@ -42,6 +43,7 @@ def tiny_limits(
     max_model_len: int = 128,
     enable_prefix_caching: bool = True,
     windows: tuple[int | None, ...] = (None,),
+    points: tuple[Point, ...] = (),
 ) -> Limits:
     """Small limits, so that page edges, chunks and full slots occur at once."""
     return Limits(
@@ -57,9 +59,11 @@ def tiny_limits(
             prefill_start=64,
             prefill_factor=8,
             mixed_start=16,
+            taps=bool(points),
         ),
         enable_prefix_caching=enable_prefix_caching,
         windows=windows,
+        points=points,
     )
 
 
@@ -76,7 +80,10 @@ def tiny_executor(limits: Limits, model_name: str = "llama") -> Executor:
 def _program_of(name: str, program: Program) -> Program:
     """The program with a single executable, which many engines share."""
     own = tuple(bucket for bucket in program.limits.buckets if bucket.name == name)
-    return Program(program.model, replace(program.limits, buckets=own, max_num_batched_tokens=1))
+    limits = replace(program.limits, buckets=own, max_num_batched_tokens=1)
+    if name != STEER and not any(bucket.taps for bucket in own):
+        limits = replace(limits, points=())
+    return Program(program.model, limits)
 
 
 @cache

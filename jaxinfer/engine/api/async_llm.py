@@ -125,6 +125,10 @@ class AsyncLLM:
         await self._while_idle(self.engine.reset_prefix_cache, mode)
         return True
 
+    async def set_steering(self, name: str, vector: Any) -> None:
+        """Keep a steering vector that requests may name, or with None remove it; see ``LLM``."""
+        await self.client.set_steering(name, vector)
+
     async def pause_generation(self, *, mode: Literal["wait", "abort"] = "wait") -> None:
         """Complete or abort the open requests, then hold later ones until ``resume_generation``."""
         _check_mode(mode)

@@ -113,6 +113,16 @@ class LLM:
         self._engine.reset_prefix_cache()
         return True
 
+    def set_steering(self, name: str, vector: Any) -> None:
+        """Keep a steering vector, which requests add by ``SamplingParams(steer=[{"point": ...,
+        "name": name, "scale": 4.0}])``; None removes it. Nothing is compiled.
+
+        ``vector`` float32[W] is a list or an array, as wide as an activation at one of the engine's
+        ``tap_points``. Requests that have started keep the vector of their start. Raises
+        ``RequestError`` for any other vector.
+        """
+        self._engine.steering_vectors.set(name, vector)
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         if self._engine.tokenizer is None:

@@ -10,10 +10,12 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.request import SamplingParams, check_identity
+from jaxinfer.core.steering import float32_bytes
 from jaxinfer.engine.facts import ModelFacts, check_request
 from jaxinfer.engine.link.wire import (
     AbortRequest,
@@ -28,6 +30,7 @@ from jaxinfer.engine.link.wire import (
     Ping,
     Pong,
     Refused,
+    SetSteering,
     Submission,
 )
 from jaxinfer.engine.news import EngineStats, News
@@ -254,10 +257,23 @@ class EngineClient:
         Open requests are completed first, or aborted (``mode``). Raises the error of the change,
         and ``EngineError`` if the engine has ended.
         """
+        await self._controlled(lambda number: Control(number, action, mode, path))
+
+    async def set_steering(self, name: str, vector: Any) -> None:
+        """Keep a steering vector float32[W] that requests may name, or with None remove it.
+
+        Raises ``RequestError`` for a vector that fits no point of the engine.
+        """
+        if vector is not None:
+            vector = float32_bytes(f"the steering vector {name!r}", vector)
+        await self._controlled(lambda number: SetSteering(number, name, vector))
+
+    async def _controlled(self, command: Callable[[int], Command]) -> None:
+        """Send a command with this number, and wait for its ``Controlled``."""
         self._num_controls += 1
         done: asyncio.Future[None] = self._loop.create_future()
         self._controls[self._num_controls] = done
-        self._link.send(Control(self._num_controls, action, mode, path))
+        self._link.send(command(self._num_controls))
         await done
 
     async def shutdown(self) -> None:

@@ -24,6 +24,7 @@ from jaxinfer.engine.link.wire import (
     Ping,
     Pong,
     Refused,
+    SetSteering,
     Stop,
     Submission,
 )
@@ -128,6 +129,8 @@ class EngineThread(Link):
                     listener(Pong())
                 case Control():
                     self._control(command, listener)
+                case SetSteering():
+                    self._set_steering(command, listener)
                 case _Change():
                     self._changes.append(command)
                     if command.aborts:
@@ -178,6 +181,14 @@ class EngineThread(Link):
             case "update_weights":  # they are read while requests run
                 arguments = (control.path, aborts, done)
                 threading.Thread(target=self._load, args=arguments, daemon=True).start()
+
+    def _set_steering(self, command: SetSteering, listener: Listener) -> None:
+        failure = None
+        try:
+            self._engine.steering_vectors.set(command.name, command.vector)
+        except JaxinferError as error:
+            failure = Failed.of(error)
+        listener(Controlled(command.number, failure))
 
     def _pause(self) -> None:
         self._paused = True

@@ -70,6 +70,14 @@ class Control(msgspec.Struct, frozen=True, tag=True):
     path: str = ""
 
 
+class SetSteering(msgspec.Struct, frozen=True, tag=True):
+    """Keep a steering vector by name, or remove it; answered by ``Controlled``."""
+
+    number: int
+    name: str
+    vector: bytes | None  # float32[W]
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Finish the current iteration and end."""
 
@@ -117,13 +125,13 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Controlled(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: a ``Control`` has been executed, or why not."""
+    """From the engine: a ``Control`` or ``SetSteering`` has been executed, or why not."""
 
     number: int
     failure: Failed | None = None
 
 
-type Command = Submission | AbortRequest | Ping | Control | Stop
+type Command = Submission | AbortRequest | Ping | Control | SetSteering | Stop
 type Answer = News | Refused | Pong | Controlled | Failed
 type Listener = Callable[[Answer], None]  # returns at once, and may be called on any thread
 type ToEngine = Build | Command
