@@ -107,8 +107,8 @@ def test_logs_stay_short() -> None:
 def test_page_hashes_depend_on_the_whole_prefix(
     salt: str, tokens: tuple[int, ...], same: tuple[bool, bool]
 ) -> None:
-    base = following_page_hashes((), "", IntLog((1, 2, 3, 4)), 2, 2)
-    other = following_page_hashes((), salt, IntLog(tokens), 2, 2)
+    base = following_page_hashes((), b"", IntLog((1, 2, 3, 4)), 2, 2)
+    other = following_page_hashes((), salt.encode(), IntLog(tokens), 2, 2)
     assert tuple(a == b for a, b in zip(base, other, strict=True)) == same
 
 
