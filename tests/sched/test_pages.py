@@ -114,6 +114,6 @@ def test_page_hashes_depend_on_the_whole_prefix(
 
 def test_extended_page_hashes_equal_those_made_at_once() -> None:
     log = IntLog(range(10))
-    every = tuple(following_page_hashes((), "s", log, 5, 2))
-    assert tuple(following_page_hashes(every[:2], "s", log, 5, 2)) == every[2:]
-    assert not tuple(following_page_hashes(every[:2], "s", log, 1, 2))
+    every = tuple(following_page_hashes((), b"s", log, 5, 2))
+    assert tuple(following_page_hashes(every[:2], b"s", log, 5, 2)) == every[2:]
+    assert not tuple(following_page_hashes(every[:2], b"s", log, 1, 2))
