@@ -41,6 +41,7 @@ DERIVED: Mapping[str, str] = MappingProxyType(
         "num_gpu_blocks_override": "as many as fit, or as all sequences can fill",
         "block_size": f"{DEFAULT_PAGE_SIZE}",
         "prefill_first": "off",
+        "tap_points": "none",
         "kernels": "the fastest that run here",
         "bundle": "compiled executables are kept in the cache",
         "cache_dir": "$JAXINFER_CACHE_DIR, $XDG_CACHE_HOME/jaxinfer or ~/.cache/jaxinfer",

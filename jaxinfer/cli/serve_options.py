@@ -59,7 +59,7 @@ GROUPS = (
             Setting(
                 "admin_api_key",
                 texts,
-                "Keys for /pause, /resume, /update_weights and /reset_prefix_cache.",
+                "Keys for /pause, /resume, /update_weights, /reset_prefix_cache, /set_steering.",
                 secret=True,
             ),
             Setting("allowed_origins", texts, "CORS origins, as a JSON list."),
@@ -78,6 +78,7 @@ GROUPS = (
             Setting("max_body_bytes", size, "Longest request body."),
             Setting("h11_max_incomplete_event_size", size, "Longest head of a request, in bytes."),
             Setting("max_logprobs", integer, "Most logprobs that a request may ask for."),
+            Setting("max_tap_bytes", size, "Most bytes of activations in an answer."),
             Setting("strict_fields", boolean, "Refuse requests with unknown fields."),
         ),
     ),

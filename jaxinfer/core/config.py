@@ -288,9 +288,10 @@ def _whole(name: str, value: object) -> int:
 
 
 def _point_names(value: object) -> list[str]:
-    given = value.split(",") if isinstance(value, str) else value
-    names = list(cast("list[Any]", given)) if isinstance(given, list | tuple) else []
-    if not names or not all(isinstance(one, str) and one.strip() for one in names):
+    given = [value] if isinstance(value, str) else value
+    several = list(cast("list[Any]", given)) if isinstance(given, list | tuple) else [None]
+    names = [] if None in several else [name for one in several for name in str(one).split(",")]
+    if not all(name.strip() for name in names) or not names:
         raise ConfigError(f"tap_points must be names of points, A,B,..., got {value!r}")
     return list(dict.fromkeys(canonical(one.strip()) for one in names))
 

@@ -26,6 +26,7 @@ WHOLE = MappingProxyType(
         "max_num_queued_reqs": (0, INF),
         "max_num_queued_tokens": (0, INF),
         "max_logprobs": (0, MAX_LOGPROBS),
+        "max_tap_bytes": (0, INF),
     }
 )
 SECONDS = MappingProxyType({"request_timeout": 0.001, "shutdown_timeout": 0.0})  # minima
@@ -59,6 +60,7 @@ class ServerConfig:
     h11_max_incomplete_event_size: int = 64 * 1024  # size of a request's head
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    max_tap_bytes: int = 64 * MIB  # of activations in one answer, before base64
     request_timeout: float | None = None  # seconds; a request's own timeout is at most this
     shutdown_timeout: float = 30.0  # seconds for open requests after SIGTERM
     # models, requests and answers

@@ -28,18 +28,17 @@ class Steer(msgspec.Struct, frozen=True, kw_only=True):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.point, str):
-            raise RequestError(f"the point of a steer must be a name, got {self.point!r}")
+        names: tuple[Any, ...] = (self.point, self.name or "")
+        if not all(isinstance(name, str) for name in names):
+            raise RequestError(f"steer has a point and a name that must be texts, got {names!r}")
         if (self.vector is None) == (self.name is None):
-            raise RequestError("a steer needs a vector, or the name of one, and not both")
-        if self.name is not None and not isinstance(self.name, str):
-            raise RequestError(f"the name of a steering vector must be text, got {self.name!r}")
+            raise RequestError("steer needs a vector, or the name of one, and not both")
         scale = as_float(self.scale)
         if scale is None or not math.isfinite(scale):
-            raise RequestError(f"the scale of a steer must be a finite number, got {self.scale!r}")
+            raise RequestError(f"steer has a scale that must be a finite number: {self.scale!r}")
         msgspec.structs.force_setattr(self, "scale", scale)
         if self.vector is not None:
-            vector = float32_bytes("the vector of a steer", self.vector)
+            vector = float32_bytes("steer has a vector that", self.vector)
             msgspec.structs.force_setattr(self, "vector", vector)
 
     def __repr__(self) -> str:
@@ -66,7 +65,7 @@ def as_steer(given: Any) -> Steer:
     if unknown := [name for name in fields if name not in _FIELDS]:
         raise RequestError(f"steer has {unknown[0]!r}; its fields are {', '.join(_FIELDS)}")
     if "point" not in fields:
-        raise RequestError("each item of steer needs a point")
+        raise RequestError("steer needs a point in each of its items")
     return Steer(**fields)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.points import Point, canonical, nearest
 from jaxinfer.core.request import SamplingParams
@@ -32,15 +33,15 @@ def check_points(sampling: SamplingParams, points: Sequence[Point]) -> None:
     for steer in sampling.steer:
         point = _point("steer", steer.point, known)
         if steer.vector is not None:
-            _check_width(f"the vector of steer at {steer.point}", steer.vector, point)
+            _check_width("steer has a vector that", steer.vector, point)
 
 
 def tap_bytes(
-    num_prompt_tokens: int, max_tokens: int, sampling: SamplingParams, points: Sequence[Point]
+    num_prompt_tokens: int, max_tokens: int, sampling: SamplingParams, limits: Limits
 ) -> int:
     """The most bytes of activations that the n answers to a prompt return."""
     names = {canonical(name) for name in sampling.taps}
-    width = sum(point.width for point in points if point.name in names)
+    width = sum(point.width for point in limits.points if point.name in names)
     tokens = num_prompt_tokens + max_tokens - 1  # nothing is computed for the last one
     return sampling.n * tokens * width * _FLOAT32_BYTES
 
@@ -95,9 +96,9 @@ class SteeringVectors:
         if vector is None:
             near = nearest(steer.name or "", self._vectors) or "none"
             raise RequestError(
-                f"there is no steering vector {steer.name!r}; the nearest are {near}"
+                f"steer names the vector {steer.name!r}, which is not set; the nearest are {near}"
             )
-        _check_width(f"the steering vector {steer.name!r}", vector, point)
+        _check_width(f"steer names the vector {steer.name!r}, which", vector, point)
         return vector
 
 
@@ -116,5 +117,6 @@ def _point(field: str, name: str, known: dict[str, Point]) -> Point:
 def _check_width(what: str, vector: bytes, point: Point) -> None:
     if num_values(vector) != point.width:
         raise RequestError(
-            f"{what} has {num_values(vector)} values, and an activation there has {point.width}"
+            f"{what} has {num_values(vector)} values, and an activation at {point.name} has "
+            f"{point.width}"
         )

@@ -305,9 +305,9 @@ class Program:
         """The buckets with which an engine can begin to serve while the others are compiled.
 
         The largest one that decodes and the largest one that scores hold every step, and likewise
-        those that tap; with one row a single user's requests are fast. XLA autotunes small decode steps, unless their head is
-        quantised: that needs free memory and a device without other work. On a CPU these are all,
-        as compiling beside requests would take the cores from them.
+        those that tap; with one row a single user's requests are fast. XLA autotunes small decode
+        steps, unless their head is quantised: that needs free memory and a device without other
+        work. On a CPU these are all, as compiling beside requests would take the cores from them.
         """
         buckets = self.limits.buckets
         if self.platform == "cpu":

@@ -94,9 +94,7 @@ def activations_of(
         for point, end in zip(points, ends, strict=True)
     }
     chosen = [spans[name] for name in names]
-    return tuple(
-        [read[:, span].astype(np.float32).reshape(-1, *shape) for span, shape in chosen]
-    )
+    return tuple([read[:, span].astype(np.float32).reshape(-1, *shape) for span, shape in chosen])
 
 
 def pack_steering(slot: int, values: bytes) -> np.ndarray:  # int32[1 + W of all points]

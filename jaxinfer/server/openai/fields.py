@@ -82,6 +82,17 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage_stats: bool | None = False
 
 
+class SteerItem(msgspec.Struct, frozen=True, kw_only=True):
+    """A vector that is added to an activation of every token."""
+
+    ignored: ClassVar[tuple[str, ...]] = ()
+
+    point: str
+    vector: Annotated[tuple[float, ...], Meta(min_length=1)] | None = None
+    name: str | None = None  # of a vector that the server keeps
+    scale: float = 1.0
+
+
 class RequestedTokens(NamedTuple):
     """The number of tokens that a request asks for, and the field that does so."""
 
@@ -142,6 +153,8 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
         None
     )
     timeout: Annotated[float, Meta(gt=0.0)] | None = None  # seconds
+    taps: tuple[str, ...] = ()
+    steer: tuple[SteerItem, ...] = ()
 
     @property
     def sends_usage(self) -> bool:
@@ -162,6 +175,8 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
             raise field_error(
                 "prompt_logprobs", "prompt_logprobs cannot be streamed; set stream to false"
             )
+        if self.stream and self.taps:
+            raise field_error("taps", "taps cannot be streamed; set stream to false")
         if self.truncate_prompt_tokens == 0:
             raise field_error(
                 "truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1, got 0"
@@ -189,7 +204,7 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
 _SAME = (
     *("n", "temperature", "top_k", "top_p", "min_p", "seed", "logit_bias", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids"),
-    *("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
+    *("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "taps"),
 )
 
 
@@ -211,6 +226,7 @@ def to_sampling(
         max_tokens=request.output_limit(),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        steer=tuple(msgspec.structs.asdict(item) for item in request.steer),
         **{name: value for name, value in given.items() if value is not None},
     )
 

@@ -36,6 +36,17 @@ class Usage(_Struct, frozen=True, kw_only=True, gc=False):
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
 
 
+class TappedActivations(_Struct, frozen=True, kw_only=True, gc=False):
+    """The activations at one point, of all tokens but the last one."""
+
+    dtype: Literal["float32"] = "float32"  # little endian
+    shape: list[int]
+    base64: bytes  # JSON has its base64
+
+
+type Taps = dict[str, TappedActivations]  # by the names of the request's taps
+
+
 # completions
 
 
@@ -59,6 +70,7 @@ class CompletionChoice(_Struct, frozen=True, kw_only=True, gc=False):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[PositionLogprobs | None] | UnsetType = UNSET
+    taps: Taps | UnsetType = UNSET
 
 
 class Completion(_Struct, frozen=True, kw_only=True, gc=False):
@@ -143,6 +155,7 @@ class ChatChoice(_Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: FinishReason
     stop_reason: StopReason = None
     token_ids: list[int] | UnsetType = UNSET
+    taps: Taps | UnsetType = UNSET
 
 
 class ChatCompletion(_Struct, frozen=True, kw_only=True, gc=False):
@@ -202,6 +215,7 @@ class Generated(_Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: FinishReason | None  # None in an event that is not the last
     stop_reason: StopReason = None
     logprobs: list[PositionLogprobs] | UnsetType = UNSET
+    taps: Taps | UnsetType = UNSET
 
 
 class GenerateResponse(_Struct, frozen=True, kw_only=True, gc=False):

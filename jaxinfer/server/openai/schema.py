@@ -187,6 +187,13 @@ class ChangeRequest(AnyRequest, frozen=True, kw_only=True):
         change_mode(self.mode)
 
 
+class SteeringRequest(AnyRequest, frozen=True, kw_only=True):
+    """``POST /set_steering``: a vector that requests may name; without one it is removed."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    vector: Annotated[tuple[float, ...], Meta(min_length=1)] | None = None
+
+
 class UpdateWeightsRequest(ChangeRequest, frozen=True, kw_only=True):
     """``POST /update_weights``: a folder or another reference to a model, on the server."""
 

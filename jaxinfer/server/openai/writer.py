@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from msgspec import UNSET, UnsetType
 
-from jaxinfer.engine.outputs import Logprob, PositionLogprobs, joined
+from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs, joined
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.sse import frame
 from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
@@ -22,6 +22,8 @@ from jaxinfer.server.openai.responses import (
     CompletionChunkChoice,
     CompletionLogprobs,
     PromptTokensDetails,
+    TappedActivations,
+    Taps,
     TokenLogprob,
     TopLogprob,
     Usage,
@@ -95,6 +97,16 @@ class Writer[R: GenerationFields](ABC):
     def _listed(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
         """Token ids for a client that requested them."""
         return list(token_ids) if self._request.return_token_ids else UNSET
+
+    def _taps(self, delta: Delta) -> Taps | UnsetType:
+        """The requested activations of a whole answer."""
+        names = dict.fromkeys(self._request.taps)
+        if not names:
+            return UNSET
+        return {
+            name: TappedActivations(shape=list(one.shape), base64=one.data)
+            for name, one in zip(names, delta.taps, strict=False)  # none if it was aborted at once
+        }
 
     def _prompt_logprobs_of(
         self, updates: Sequence[ChoiceUpdate]

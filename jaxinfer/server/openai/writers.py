@@ -91,6 +91,7 @@ class CompletionWriter(EnvelopeWriter[CompletionRequest]):
         return CompletionChoice(
             **asdict(self._chunk_choice(update)),
             prompt_logprobs=self._prompt_logprobs[update.prompt] if has_prompt_logprobs else UNSET,
+            taps=self._taps(update.delta),
         )
 
     def _chunk_choice(self, update: ChoiceUpdate) -> CompletionChunkChoice:
@@ -239,6 +240,7 @@ class ChatWriter(EnvelopeWriter[ChatCompletionRequest]):
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=self._listed(delta.token_ids),
+            taps=self._taps(delta),
         )
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
@@ -297,6 +299,7 @@ class GenerateWriter(Writer[GenerateRequest]):
                 finish_reason=update.delta.finish_reason,
                 stop_reason=update.delta.stop_reason,
                 logprobs=UNSET if self._request.logprobs is None else list(update.delta.logprobs),
+                taps=self._taps(update.delta),
             )
             for update in updates
         ]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp
 
-from jaxinfer.core.errors import EngineError, JaxinferError
+from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.engine.link.wire import Mode
 from jaxinfer.server.http.guard import Keys, wrong_key
 from jaxinfer.server.openai.fields import field_error
-from jaxinfer.server.openai.schema import ChangeRequest, UpdateWeightsRequest, change_mode
+from jaxinfer.server.openai.schema import (
+    ChangeRequest,
+    SteeringRequest,
+    UpdateWeightsRequest,
+    change_mode,
+)
 from jaxinfer.server.routes.endpoint import Call, json_response
 
 
@@ -45,6 +50,17 @@ async def update_weights(call: Call) -> ASGIApp:
     except JaxinferError as error:  # the weights do not fit
         raise field_error("path", str(error)) from None
     return json_response({"status": "updated"})
+
+
+async def set_steering(call: Call) -> ASGIApp:
+    """Keep a steering vector by name, or remove it."""
+    _check_key(call)
+    request = await call.parse(SteeringRequest)
+    try:
+        await call.service.client.set_steering(request.name, request.vector)
+    except RequestError as error:
+        raise field_error("vector", str(error)) from None
+    return json_response({"status": "removed" if request.vector is None else "set"})
 
 
 def _check_key(call: Call) -> None:

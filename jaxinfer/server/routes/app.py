@@ -39,12 +39,13 @@ ROUTES = MappingProxyType(  # all methods of a path have the same handler
     }
 )
 
-ADMIN_ROUTES = MappingProxyType(  # with --admin-api-key, under vLLM's names
+ADMIN_ROUTES = MappingProxyType(  # with --admin-api-key; vLLM has all but the last
     {
         ("POST", "/pause"): admin.pause,
         ("POST", "/resume"): admin.resume,
         ("POST", "/reset_prefix_cache"): admin.reset_prefix_cache,
         ("POST", "/update_weights"): admin.update_weights,
+        ("POST", "/set_steering"): admin.set_steering,
     }
 )
 

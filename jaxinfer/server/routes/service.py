@@ -14,7 +14,9 @@ import msgspec
 from jaxinfer.core.errors import ContextLengthError, EngineError, JaxinferError, RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.server_config import ServerConfig
+from jaxinfer.engine.facts import resolved_max_tokens
 from jaxinfer.engine.link.client import EngineClient, Stream
+from jaxinfer.engine.points import tap_bytes
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.errors import ApiError, api_error
 from jaxinfer.server.http.log import EventLog
@@ -22,7 +24,7 @@ from jaxinfer.server.http.run import FLUSH_SECONDS
 from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.metrics.tally import Rejection
 from jaxinfer.server.openai.answer import Answer
-from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens
+from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens, field_error
 from jaxinfer.text.tokenizer import Tokenizer
 
 # a longer text is tokenized in a thread: 2,000 characters take about 0.5 ms
@@ -163,6 +165,7 @@ class Service:
         """
         client = self.client
         self._check_prompts(prompts, sampling, request.requested_tokens())
+        self._check_taps(prompts, sampling)
         self._check_queue(prompts)
         wake = asyncio.Event()
         streams: list[Stream] = []
@@ -242,6 +245,23 @@ class Service:
                     raise RequestError(message) from None
                 field = name if error.field == "prompt" else error.field
                 raise ContextLengthError(message, field) from None
+
+    def _check_taps(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+        """Raise ``ApiError`` if the activations of an answer may be too large."""
+        if not sampling.taps:
+            return
+        limits, most = self.client.limits, self.config.max_tap_bytes
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        size = sum(
+            tap_bytes(length, resolved_max_tokens(length, sampling, limits), sampling, limits)
+            for length in lengths
+        )
+        if size > most:
+            raise field_error(
+                "taps",
+                f"taps of this request may have {size} bytes, and {most} are allowed "
+                "(--max-tap-bytes); ask for fewer points, prompts or tokens",
+            )
 
     def _check_queue(self, prompts: Sequence[Prompt]) -> None:
         client, config = self.client, self.config
