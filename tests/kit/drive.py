@@ -12,6 +12,7 @@ from immutables import Map
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.points import Point
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.shapes import ladder
 from jaxinfer.core.step import Arrive, Bucket, Event, StepDone, StepPlan, StepResult, TokenEvent
@@ -20,6 +21,7 @@ from kit.fake_executor import FakeExecutor
 from kit.invariants import check
 
 EOS = 7
+POINT = Point("embed", (1,))  # of tests in which requests tap or steer
 
 
 def bucket_table(
@@ -44,14 +46,13 @@ def make_limits(**changes: Any) -> Limits:
         "max_num_batched_tokens": 16,
     }
     values.update(changes)
-    values.setdefault(
-        "buckets",
-        bucket_table(
-            values["max_num_seqs"],
-            values["max_num_batched_tokens"],
-            values.get("query_tokens", 1),
-        ),
+    buckets = bucket_table(
+        values["max_num_seqs"], values["max_num_batched_tokens"], values.get("query_tokens", 1)
     )
+    if values.get("points"):
+        tapping = (b for b in buckets if b.scores or not b.num_prefills)
+        buckets = (*buckets, *(msgspec.structs.replace(b, taps=True) for b in tapping))
+    values.setdefault("buckets", buckets)
     return Limits(**values)
 
 
@@ -59,7 +60,7 @@ def make_request(request_id: str, prompt: Sequence[int], **changes: Any) -> Requ
     """A request; the sampling fields among ``changes`` go into its sampling parameters."""
     top = {
         name: changes.pop(name)
-        for name in ("eos_token_ids", "arrival", "priority", "cache_salt", "pools")
+        for name in ("eos_token_ids", "arrival", "priority", "cache_salt", "pools", "steering")
         if name in changes
     }
     seed = changes.get("seed", 0)
@@ -160,7 +161,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, msgspec.Struct):
         return tuple(plain(getattr(value, name)) for name in value.__struct_fields__)
     if isinstance(value, (np.ndarray, IntLog)):
-        return tuple(int(item) for item in value)
+        return tuple(int(item) for item in np.ravel(value))
     if isinstance(value, (tuple, list)):
         return tuple(plain(item) for item in value)
     if isinstance(value, (Map, Mapping)):

@@ -33,8 +33,16 @@ def digest(parent: int, token_id: int) -> int:
 
 
 def salt_digest(request: Request) -> int:
-    """The digest of an empty prefix; pages are shared only between requests of one salt."""
-    return sum((i + 1) * ord(c) for i, c in enumerate(request.cache_salt))
+    """The digest of an empty prefix; pages are shared only between requests of one salt that are
+    steered in the same way.
+    """
+    salt = sum((i + 1) * ord(c) for i, c in enumerate(request.cache_salt))
+    return salt if request.steering is None else digest(salt, request.steering.digest[0])
+
+
+def activations(prefixes: np.ndarray) -> np.ndarray:  # int64[tokens] -> float32[tokens, 1]
+    """The activations of tokens at the only point, from the digests of the prefixes they end."""
+    return (prefixes % 1000).astype(np.float32)[:, None]
 
 
 def draw(request: Request, prefix: int, num_generated: int) -> int:
@@ -149,7 +157,10 @@ class FakeExecutor:
     def _check_shape(self, plan: StepPlan) -> None:
         prefill_tokens = sum(row.num_scheduled_tokens for row in plan.prefills)
         query_tokens = max((row.num_scheduled_tokens for row in plan.decodes), default=1)
-        size = Bucket(len(plan.decodes), prefill_tokens, len(plan.prefills), False, query_tokens)
+        requests = [self.slots[row.slot].request for row in plan.rows]
+        taps = any(one.sampling.taps or one.steering is not None for one in requests)
+        rows = (len(plan.decodes), prefill_tokens, len(plan.prefills))
+        size = Bucket(*rows, False, query_tokens, taps)
         assert plan.bucket.holds(size)
         slots = [row.slot for row in plan.rows]
         assert len(set(slots)) == len(slots), f"two rows of one slot: {slots}"
@@ -211,6 +222,8 @@ class FakeExecutor:
             first = 0 if window is None else max(0, start + 1 - window)
             assert row.pages[group].first <= first // self.page_size, "its pages have gone back"
             self._read(row, group, first, end)
+        read = activations(np.array(slot.prefixes[start:end], np.int64))
+        taps = (read,) if slot.request.sampling.taps else ()
         token_ids: list[int] = []
         drafts = [] if row.token_ids is not None else self.drafts[row.slot]
         while row.samples:
@@ -228,6 +241,7 @@ class FakeExecutor:
             self._logprobs(slot.request, token_ids),
             self._prompt_logprobs(row),
             np.array([slot.prefixes[-1] % 1000], np.float32) if row.pools else None,
+            taps,
         )
 
     def _logprobs(self, request: Request, token_ids: list[int]) -> tuple[TokenLogprobs, ...]:

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from jaxinfer.core.steering import Steering
 from jaxinfer.core.step import Abort, Arrive, Bucket, BucketsLoaded, StepPlan
 from jaxinfer.sched.schedule import initial_state, schedule
-from kit.drive import Drive, make_limits, make_request
+from kit.drive import POINT, Drive, make_limits, make_request
 from kit.fake_executor import expected_tokens
 
 
@@ -271,6 +272,8 @@ def test_a_preempted_sequence_prefills_its_output_and_reports_its_first_admissio
         ([2] + [1] * 12, {}, {}, 0),
         ([1] * 13, {"cache_salt": "tenant"}, {}, 0),
         ([1] * 13, {"prompt_logprobs": 0}, {}, 0),
+        ([1] * 13, {"taps": ("embed",)}, {"points": (POINT,)}, 0),
+        ([1] * 13, {"steering": Steering(b"", b"a")}, {"points": (POINT,)}, 0),
         ([1] * 13, {}, {"enable_prefix_caching": False}, 0),
     ],
     ids=(
@@ -282,6 +285,8 @@ def test_a_preempted_sequence_prefills_its_output_and_reports_its_first_admissio
         "another-beginning",
         "salt",
         "prompt-logprobs",
+        "taps",
+        "steering",
         "off",
     ),
 )
@@ -342,3 +347,32 @@ def test_no_step_without_requests() -> None:
     drive = Drive(make_limits())
     assert drive.call().step is None
     assert drive.state.next_step_id == 0
+
+
+def test_only_steps_with_a_tapped_or_steered_row_have_buckets_that_tap() -> None:
+    """The fake executor checks this for every step; here both kinds of steps occur."""
+    drive = Drive(make_limits(points=(POINT,)))
+    plain = make_request("plain", [1] * 9, max_tokens=12)
+    tapped = make_request("tapped", [2] * 20, arrival=1, max_tokens=3, taps=("embed",))
+    steered = make_request("steered", [3], arrival=2, steering=Steering(b"", b"a"), max_tokens=2)
+    drive.arrive(plain)
+    drive.tick()
+    drive.arrive(tapped, steered)
+    drive.finish()
+    kinds = [plan.bucket.taps for plan in drive.plans]
+    assert not kinds[0] and not kinds[-1] and True in kinds
+    assert drive.tokens() == {
+        r.request_id: expected_tokens(r, 64) for r in (plain, tapped, steered)
+    }
+
+
+def test_pages_of_steered_requests_serve_only_the_same_steering() -> None:
+    drive = Drive(make_limits(points=(POINT,)))
+    one, other = Steering(b"", b"a"), Steering(b"", b"b")
+    cached: list[int] = []
+    for number, steering in enumerate((one, None, other, one, None)):
+        request = make_request(f"{number}", [1] * 13, max_tokens=2, steering=steering)
+        drive.arrive(request)
+        drive.finish()
+        cached += {e.num_cached_tokens for e in drive.events if e.request_id == request.request_id}
+    assert cached == [0, 0, 0, 12, 12]

@@ -8,15 +8,19 @@ import copy
 import dataclasses
 from dataclasses import dataclass
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxinfer.core.points import Point
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
+from jaxinfer.core.steering import Steering
 from jaxinfer.core.step import Abort, Arrive, Bucket, Event, StepFailed
-from kit.drive import EOS, Drive, make_limits, make_request
-from kit.fake_executor import expected_tokens
+from kit.drive import EOS, POINT, Drive, make_limits, make_request
+from kit.fake_executor import activations, digest, expected_tokens, salt_digest
 
 NIGHTLY_TRACES = 100_000
 MAX_MODEL_LEN = 48
@@ -40,6 +44,7 @@ class Trace:
     windows: tuple[int | None, ...]
     query_tokens: int
     num_snapshots: int  # if not 0, the model has state for each sequence
+    points: tuple[Point, ...]  # if there are any, some requests tap or steer
 
     def drive(self, **changes: object) -> Drive:
         """A fresh drive with the trace's limits."""
@@ -54,6 +59,7 @@ class Trace:
             "windows": self.windows,
             "query_tokens": self.query_tokens,
             "num_snapshots": self.num_snapshots,
+            "points": self.points,
         }
         limits = make_limits(**(values | changes))
         return Drive(limits, depth=self.depth)
@@ -100,6 +106,9 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
     num_snapshots = (
         draw(st.sampled_from((0, 0, 1, 2, 5))) if enable_prefix_caching and query_tokens == 1 else 0
     )
+    points = (POINT,) if query_tokens == 1 and draw(st.booleans()) else ()
+    if points:
+        requests = [(at, _with_points(draw, request)) for at, request in requests]
     aborted = [] if in_order else draw(st.lists(st.sampled_from(requests), max_size=2))
     return Trace(
         requests=tuple(requests),
@@ -113,6 +122,7 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
         enable_prefix_caching=enable_prefix_caching,
         num_snapshots=num_snapshots,
         prefill_first=draw(st.booleans()),
+        points=points,
     )
 
 
@@ -135,6 +145,16 @@ def _request(draw: st.DrawFn, i: int, prompt: tuple[int, ...], in_order: bool) -
     )
 
 
+def _with_points(draw: st.DrawFn, request: Request) -> Request:
+    """The request, which may read activations, and may be steered in one of two ways."""
+    if request.pools:
+        return request
+    taps = draw(st.sampled_from(((), (), ("embed",))))
+    steering = draw(st.sampled_from((None, None, Steering(b"", b"a"), Steering(b"", b"b"))))
+    sampling = msgspec.structs.replace(request.sampling, taps=taps)
+    return msgspec.structs.replace(request, sampling=sampling, steering=steering)
+
+
 def run(trace: Trace, drive: Drive) -> Drive:
     """Run the whole trace."""
     for iteration in range(trace.last_iteration + 1):
@@ -154,11 +174,26 @@ def check_run(trace: Trace, drive: Drive) -> None:
         else:
             assert tokens[request.request_id] == expected
             check_prompt_logprobs(request, drive)
+            check_taps(request, drive)
             assert (ending.pooled is not None) == request.pools
         cached = {e.num_cached_tokens for e in drive.events if e.request_id == request.request_id}
         assert len(cached) == 1 or ending.finish_reason is FinishReason.ABORT
     assert drive.state.pages.num_free == drive.limits.num_usable_pages
     assert drive.state.num_unfinished == len(drive.state.in_flight) == 0
+
+
+def check_taps(request: Request, drive: Drive) -> None:
+    """Assert the activations of every token but the last one, once and in order."""
+    events = [
+        event for event in drive.events if event.request_id == request.request_id and event.taps
+    ]
+    found = [value for event in events for value in event.taps[0][:, 0].tolist()]
+    expected, prefix = list[float](), salt_digest(request)
+    if request.sampling.taps:
+        for token_id in (*request.prompt_token_ids, *drive.tokens()[request.request_id][:-1]):
+            prefix = digest(prefix, token_id)
+            expected += activations(np.array([prefix], np.int64)).ravel().tolist()
+    assert found == expected
 
 
 def check_prompt_logprobs(request: Request, drive: Drive) -> None:
