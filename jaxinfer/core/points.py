@@ -41,6 +41,7 @@ class Point(msgspec.Struct, frozen=True):
 
     name: str  # see ``canonical``
     shape: tuple[int, ...]  # of a token's activation, such as (D,)
+    dtype: str  # of each value, such as "bfloat16"
 
     @property
     def width(self) -> int:

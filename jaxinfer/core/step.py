@@ -170,8 +170,8 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     """The result of one row: tokens with their logprobs, or a vector. ``token_ids`` is empty for a
     chunk that does not end its prompt, and for a row with an ``error``, which ends only its own
     request. A decode row has one token, and one more for each accepted draft. ``logprobs`` has an
-    entry for each token, if requested. ``pooled`` float32[D] is set if the row pools. ``taps`` has
-    float32[num_scheduled_tokens, ...] for each of ``SamplingParams.taps``.
+    entry for each token, if requested. ``pooled`` float32[D] is set if the row pools. ``taps``:
+    [num_scheduled_tokens, W], for each token its activations at ``SamplingParams.taps``.
     """
 
     request_id: str
@@ -180,7 +180,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of ``ScheduledSeq.target_ids``
     pooled: np.ndarray | None = None
-    taps: tuple[np.ndarray, ...] = ()
+    taps: bytes = b""
     error: str = ""
 
 
@@ -240,7 +240,5 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the user's stop id that ended the request, if one did
     pooled: np.ndarray | None = None  # float32[D]
-    # for each of ``SamplingParams.taps``, float32[tokens, ...] of the tokens computed since the
-    # last event
-    taps: tuple[np.ndarray, ...] = ()
+    taps: bytes = b""  # as in ``RowResult``, of the tokens computed since the last event
     error: str = ""

@@ -9,7 +9,9 @@ from itertools import chain
 import msgspec
 import numpy as np
 
+from jaxinfer.core.points import Point
 from jaxinfer.core.request import FinishReason, SamplingParams
+from jaxinfer.engine.points import tapped
 from jaxinfer.engine.prompts import Prompt
 
 
@@ -34,13 +36,6 @@ class SequenceTimes(msgspec.Struct, frozen=True, gc=False):
     num_preemptions: int = 0
 
 
-class Activations(msgspec.Struct, frozen=True, gc=False):
-    """Activations of consecutive tokens at one point, in a form for other processes."""
-
-    shape: tuple[int, ...]  # (tokens, ...)
-    data: bytes  # float32
-
-
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The new output of one completion since its last delta.
 
@@ -58,7 +53,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or the user's stop id that ended it
     pooled: tuple[float, ...] | None = None  # the vector of a request that pools
-    taps: tuple[Activations, ...] = ()  # of newly computed tokens, for each of the request's taps
+    taps: bytes = b""  # of newly computed tokens: see ``core.step.RowResult``
     error: str = ""
     times: SequenceTimes | None = None
 
@@ -74,18 +69,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
         prompt_logprobs=tuple(chain.from_iterable(delta.prompt_logprobs for delta in deltas)),
         num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
-        taps=joined_taps([delta.taps for delta in deltas if delta.taps]),
-    )
-
-
-def joined_taps(parts: Sequence[tuple[Activations, ...]]) -> tuple[Activations, ...]:
-    """The activations of consecutive tokens, given in order, as one for each tap."""
-    return tuple(
-        Activations(
-            (sum(one.shape[0] for one in several), *several[0].shape[1:]),
-            b"".join(one.data for one in several),
-        )
-        for several in zip(*parts, strict=True)
+        taps=b"".join(delta.taps for delta in deltas),
     )
 
 
@@ -104,7 +88,7 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    taps: dict[str, np.ndarray] | None = None  # float32[tokens, ...]
+    taps: dict[str, np.ndarray] | None = None  # [tokens, ...] each, in the model's dtype
 
     def finished(self) -> bool:
         """True if it has ended."""
@@ -125,15 +109,16 @@ class RequestOutput:
     pooled: tuple[float, ...] | None = None
 
 
-def as_array(activations: Activations) -> np.ndarray:  # float32[tokens, ...]
-    """The activations as an array."""
-    return np.frombuffer(activations.data, np.float32).reshape(activations.shape)
-
-
 class Collector:
     """Builds one ``RequestOutput`` from deltas."""
 
-    def __init__(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        points: Sequence[Point] = (),  # of the engine
+    ) -> None:
         scored = sampling.logprobs is not None
         completions = [
             CompletionOutput(
@@ -145,8 +130,8 @@ class Collector:
         self.output = RequestOutput(request_id, prompt.text, token_ids, completions)
         if sampling.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None]
-        self._tap_names = sampling.taps
-        self._taps = [list[tuple[Activations, ...]]() for _ in completions]
+        self._names, self._points = sampling.taps, points
+        self._taps = [bytearray() for _ in completions]
 
     def add(self, delta: Delta) -> None:
         """Add one delta."""
@@ -166,12 +151,10 @@ class Collector:
             output.num_cached_tokens = delta.num_cached_tokens
         if delta.pooled is not None:
             output.pooled = delta.pooled
-        if delta.taps:
-            self._taps[delta.index].append(delta.taps)
+        self._taps[delta.index] += delta.taps
         if delta.finish_reason is not None:
-            if self._tap_names:
-                taps = map(as_array, joined_taps(self._taps[delta.index]))
-                completion.taps = dict(zip(self._tap_names, taps, strict=False))
+            if self._names:
+                completion.taps = tapped(self._taps[delta.index], self._names, self._points)
             completion.finish_reason = delta.finish_reason.value
             completion.stop_reason = delta.stop_reason
             output.finished = all(completion.finished() for completion in output.outputs)

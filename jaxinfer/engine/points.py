@@ -39,11 +39,28 @@ def check_points(sampling: SamplingParams, points: Sequence[Point]) -> None:
 def tap_bytes(
     num_prompt_tokens: int, max_tokens: int, sampling: SamplingParams, limits: Limits
 ) -> int:
-    """The most bytes of activations that the n answers to a prompt return."""
+    """The most bytes of activations, as float32, that the n answers to a prompt return."""
     names = {canonical(name) for name in sampling.taps}
     width = sum(point.width for point in limits.points if point.name in names)
     tokens = num_prompt_tokens + max_tokens - 1  # nothing is computed for the last one
     return sampling.n * tokens * width * _FLOAT32_BYTES
+
+
+def tapped(
+    data: bytes | bytearray, names: Sequence[str], points: Sequence[Point]
+) -> dict[str, np.ndarray]:  # [tokens, ...] each
+    """The activations of an answer, by the names of its taps; they are views of ``data``."""
+    import ml_dtypes  # numpy has no bfloat16
+
+    by_name = {point.name: point for point in points}
+    chosen = [by_name[canonical(name)] for name in names]
+    dtype = np.dtype(getattr(ml_dtypes, chosen[0].dtype, chosen[0].dtype))
+    ends = np.cumsum([point.width for point in chosen]).tolist()
+    values = np.frombuffer(data, dtype).reshape(-1, ends[-1])
+    return {
+        name: values[:, end - point.width : end].reshape(-1, *point.shape)
+        for name, point, end in zip(names, chosen, ends, strict=True)
+    }
 
 
 class SteeringVectors:
@@ -82,7 +99,8 @@ class SteeringVectors:
         for steer in sampling.steer:
             name = canonical(steer.point)
             vector = np.frombuffer(self._vector(steer, known[name]), np.float32)
-            sums[name] += np.float32(steer.scale) * vector
+            with np.errstate(over="ignore"):
+                sums[name] += np.float32(steer.scale) * vector
         values = np.concatenate(list(sums.values()))
         if not np.isfinite(values).all():
             raise RequestError("steer adds values beyond float32; lower the scales")

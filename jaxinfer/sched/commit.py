@@ -6,7 +6,6 @@ Owns: matching results to sequences by (request_id, epoch), and the conditions t
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.intlog import IntLog
@@ -135,16 +134,14 @@ def _fresh_prompt_logprobs(
     return fresh, delivered + len(fresh)
 
 
-def _fresh_taps(
-    seq: Sequence, row: ScheduledSeq, found: RowResult
-) -> tuple[tuple[np.ndarray, ...], int]:
+def _fresh_taps(seq: Sequence, row: ScheduledSeq, found: RowResult) -> tuple[bytes, int]:
     """The row's activations that have not been delivered yet, and the new number of tokens."""
     if not found.taps:
-        return (), seq.num_tapped
+        return b"", seq.num_tapped
     known = max(0, seq.num_tapped - row.num_computed_tokens)  # computed before a preemption
-    fresh = tuple([activations[known:] for activations in found.taps])
+    token_bytes = len(found.taps) // row.num_scheduled_tokens
     end = row.num_computed_tokens + row.num_scheduled_tokens
-    return (fresh, end) if len(fresh[0]) else ((), seq.num_tapped)
+    return found.taps[known * token_bytes :], max(seq.num_tapped, end)
 
 
 def _register_pages(draft: Draft, seq: Sequence, num_computed_tokens: int) -> Sequence:

@@ -21,7 +21,7 @@ from kit.fake_executor import FakeExecutor
 from kit.invariants import check
 
 EOS = 7
-POINT = Point("embed", (1,))  # of tests in which requests tap or steer
+POINT = Point("embed", (1,), "float32")  # of tests in which requests tap or steer
 
 
 def bucket_table(
@@ -161,7 +161,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, msgspec.Struct):
         return tuple(plain(getattr(value, name)) for name in value.__struct_fields__)
     if isinstance(value, (np.ndarray, IntLog)):
-        return tuple(int(item) for item in np.ravel(value))
+        return tuple(int(item) for item in value)
     if isinstance(value, (tuple, list)):
         return tuple(plain(item) for item in value)
     if isinstance(value, (Map, Mapping)):

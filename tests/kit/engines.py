@@ -165,7 +165,8 @@ def run(
     collectors: dict[str, Collector] = {}
     for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
         name = f"r{number}"
-        collectors[name] = Collector(name, Prompt(None, tuple(prompt)), one)
+        points = engine.limits.points
+        collectors[name] = Collector(name, Prompt(None, tuple(prompt)), one, points)
         engine.add_request(name, prompt, one)
         if not together:
             drain(engine, collectors)

@@ -40,9 +40,9 @@ def salt_digest(request: Request) -> int:
     return salt if request.steering is None else digest(salt, request.steering.digest[0])
 
 
-def activations(prefixes: np.ndarray) -> np.ndarray:  # int64[tokens] -> float32[tokens, 1]
+def activations(prefixes: np.ndarray) -> np.ndarray:  # int64[tokens] -> float32[tokens]
     """The activations of tokens at the only point, from the digests of the prefixes they end."""
-    return (prefixes % 1000).astype(np.float32)[:, None]
+    return (prefixes % 1000).astype(np.float32)
 
 
 def draw(request: Request, prefix: int, num_generated: int) -> int:
@@ -223,7 +223,7 @@ class FakeExecutor:
             assert row.pages[group].first <= first // self.page_size, "its pages have gone back"
             self._read(row, group, first, end)
         read = activations(np.array(slot.prefixes[start:end], np.int64))
-        taps = (read,) if slot.request.sampling.taps else ()
+        taps = read.tobytes() if slot.request.sampling.taps else b""
         token_ids: list[int] = []
         drafts = [] if row.token_ids is not None else self.drafts[row.slot]
         while row.samples:

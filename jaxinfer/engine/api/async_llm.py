@@ -65,7 +65,7 @@ class AsyncLLM:
         """
         parsed = parse_prompt(prompt, self.engine.tokenizer)
         label = request_id or f"async-{next(self._numbers)}"
-        collector = Collector(label, parsed, sampling_params)
+        collector = Collector(label, parsed, sampling_params, self.engine.limits.points)
         deltas = self.stream(parsed, sampling_params, priority=priority, cache_salt=cache_salt)
         try:
             async for delta in deltas:

@@ -260,7 +260,8 @@ class LLM:
         with progress.task("generate", len(prompts)) as advance, full_collections_deferred():
             for number, delta in self.stream(prompts, params, priorities):
                 if number not in collectors:
-                    collectors[number] = Collector(str(number), prompts[number], params[number])
+                    given = (prompts[number], params[number], self._engine.limits.points)
+                    collectors[number] = Collector(str(number), *given)
                 collectors[number].add(delta)
                 if delta.error:
                     raise EngineError(f"prompt {number}: {delta.error}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.step import TokenEvent, TokenLogprobs
-from jaxinfer.engine.outputs import Activations, Delta, Logprob, PositionLogprobs
+from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs
 from jaxinfer.text.detokenize import IncrementalDetokenizer, StopStrings
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class SequenceProcessor:
             finish_reason=reason,
             stop_reason=stop_reason,
             pooled=None if event.pooled is None else tuple(event.pooled.tolist()),
-            taps=tuple([Activations(one.shape, one.tobytes()) for one in event.taps]),
+            taps=event.taps,
             error=event.error,
         )
 

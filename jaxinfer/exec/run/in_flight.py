@@ -15,11 +15,11 @@ import jax
 import msgspec
 import numpy as np
 
-from jaxinfer.core.points import Point, canonical
+from jaxinfer.core.points import Point
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, TokenLogprobs
 from jaxinfer.exec.step.extras import ExtrasOutput
-from jaxinfer.exec.step.points import activations_of
+from jaxinfer.exec.step.points import columns_of
 from jaxinfer.exec.step.sampling import NOT_FINITE, Logprobs, read_logprobs
 
 LOGGER = "jaxinfer.exec"
@@ -95,7 +95,7 @@ def _row_result(
     row: ScheduledSeq,
     token_ids: tuple[int, ...],
     pooled: np.ndarray | None,  # float32[D]
-    taps: tuple[np.ndarray, ...],  # float32[tokens, ...] each
+    taps: bytes,
 ) -> RowResult:
     """The result of one row; an error of the row is in its result."""
     key = (row.request_id, row.epoch)
@@ -113,19 +113,22 @@ def _row_result(
     return RowResult(*key, token_ids if row.samples else (), sampled, prompt, pooled, taps)
 
 
-def _row_taps(step: InFlight, points: Sequence[Point]) -> list[tuple[np.ndarray, ...]]:
-    """The activations that each row asks for."""
+def _row_taps(step: InFlight, points: Sequence[Point]) -> list[bytes]:
+    """The activations that each row asks for: see ``RowResult.taps``."""
     plan, requests = step.prepared.plan, step.prepared.requests
     if step.taps is None:
-        return [()] * len(requests)
-    read, start = np.asarray(step.taps), 0
-    found: list[tuple[np.ndarray, ...]] = []
+        return [b""] * len(requests)
+    read, start = np.asarray(step.taps), 0  # [T, W of all points]
+    chosen: dict[tuple[str, ...], np.ndarray] = {}  # the columns of each choice of points
+    found: list[bytes] = []
     for number, (row, request) in enumerate(zip(plan.rows, requests, strict=True)):
         if number == len(plan.decodes):
             start = plan.bucket.num_decode_tokens
         end = start + row.num_scheduled_tokens
-        names = [canonical(name) for name in request.sampling.taps]
-        found.append(activations_of(read[start:end], points, names) if names else ())
+        names = request.sampling.taps
+        if names and names not in chosen:
+            chosen[names] = read[:, columns_of(names, points)]
+        found.append(chosen[names][start:end].tobytes() if names else b"")
         start = end
     return found
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.core.points import Point, nearest
+from jaxinfer.core.points import Point, canonical, nearest
 from jaxinfer.exec.step.batch import DeviceBatch
 from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, FeedForwardConfig
 from jaxinfer.nn.points import Points, Shift
@@ -41,7 +41,7 @@ def points_named(names: Sequence[str], spec: DecoderSpec) -> tuple[Point, ...]:
                 "jaxinfer.load(MODEL).forward"
             )
         raise ConfigError(f"{words}, which is no point; the nearest are {nearest(name, known)}")
-    return tuple(Point(name, known[name]) for name in names)
+    return tuple(Point(name, known[name], spec.dtype.name) for name in names)
 
 
 def _points_of(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -82,19 +82,14 @@ def read_points(points: Sequence[Point], passed: Points) -> jax.Array:  # [T, W 
     return jnp.concatenate(flat, axis=1)
 
 
-def activations_of(
-    read: np.ndarray,  # [tokens, W of all points]
-    points: Sequence[Point],
-    names: Sequence[str],
-) -> tuple[np.ndarray, ...]:  # float32[tokens, ...] each
-    """The activations at some of the points, as ``read_points`` has written them."""
+def columns_of(names: Sequence[str], points: Sequence[Point]) -> slice | np.ndarray:
+    """Where some of the points are in the array of ``read_points``, in the order of the names."""
+    wanted = [canonical(name) for name in names]
+    if wanted == [point.name for point in points]:
+        return slice(None)  # a view
     ends = np.cumsum([point.width for point in points]).tolist()
-    spans = {
-        point.name: (slice(end - point.width, end), point.shape)
-        for point, end in zip(points, ends, strict=True)
-    }
-    chosen = [spans[name] for name in names]
-    return tuple([read[:, span].astype(np.float32).reshape(-1, *shape) for span, shape in chosen])
+    spans = {p.name: (end - p.width, end) for p, end in zip(points, ends, strict=True)}
+    return np.concatenate([np.arange(*spans[name]) for name in wanted])
 
 
 def pack_steering(slot: int, values: bytes) -> np.ndarray:  # int32[1 + W of all points]

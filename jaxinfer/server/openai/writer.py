@@ -9,7 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from msgspec import UNSET, UnsetType
 
+from jaxinfer.core.points import Point
 from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs, joined
+from jaxinfer.engine.points import tapped
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.sse import frame
 from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
@@ -44,6 +46,7 @@ class ResponseContext:
     sends_usage: bool
     tokens_as_ids: bool
     tokenizer: Tokenizer | None
+    points: Sequence[Point] = ()  # that requests may read
 
     def piece(self, token_id: int) -> str:
         """A token's text next to its logprob."""
@@ -100,12 +103,12 @@ class Writer[R: GenerationFields](ABC):
 
     def _taps(self, delta: Delta) -> Taps | UnsetType:
         """The requested activations of a whole answer."""
-        names = dict.fromkeys(self._request.taps)
-        if not names:
+        if not self._request.taps:
             return UNSET
+        found = tapped(delta.taps, tuple(dict.fromkeys(self._request.taps)), self._context.points)
         return {
-            name: TappedActivations(shape=list(one.shape), base64=one.data)
-            for name, one in zip(names, delta.taps, strict=False)  # none if it was aborted at once
+            name: TappedActivations(shape=list(one.shape), base64=one.astype("float32").tobytes())
+            for name, one in found.items()
         }
 
     def _prompt_logprobs_of(

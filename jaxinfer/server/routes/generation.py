@@ -94,6 +94,7 @@ async def _answer[R: GenerationFields](
             else request.return_tokens_as_token_ids
         ),
         tokenizer=service.client.tokenizer,
+        points=service.client.limits.points,
     )
     writer = kind(context, request, prompts)
     answer = service.open(context.request_id, call.route, prompts, sampling, request)
