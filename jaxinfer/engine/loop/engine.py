@@ -29,6 +29,7 @@ from jaxinfer.engine.loop.processor import SequenceProcessor
 from jaxinfer.engine.loop.timeline import Timeline
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta
+from jaxinfer.text.grammar.compile import ConstraintCompiler
 
 if TYPE_CHECKING:
     from jaxinfer.models.base import Model, Params
@@ -84,6 +85,7 @@ class Engine:
         self.tokenizer = tokenizer
         self._weights = weights
         self._loop = EngineLoop(executor, limits, overlap=overlap)
+        self.constraints = ConstraintCompiler(tokenizer, facts.vocab_size, facts.eos_token_ids)
         self._seed = seed
         self._start = start or EngineStats()
         self._counters = Counter[str]()
@@ -113,12 +115,16 @@ class Engine:
     ) -> ValidatedRequest:
         """Validate a request for ``add_validated``; raises ``RequestError`` if the engine can never
         answer it. ``pools``: it yields the hidden state of its last token.
+
+        The first request with a grammar takes about a second longer, see
+        ``ConstraintCompiler.compile``, which may be called before on another thread.
         """
         if pools and not self.limits.pools:
             raise RequestError("this engine was not built to pool; generate text with it instead")
         priority, salt = check_identity(priority, cache_salt)
         prompt = check_request(prompt_token_ids, sampling, self.limits, self.facts, self.tokenizer)
-        return ValidatedRequest(prompt, sampling, priority, salt, pools)
+        constraint = self.constraints.compile(sampling)
+        return ValidatedRequest(prompt, sampling, priority, salt, pools, constraint)
 
     def add_request(
         self,
@@ -285,6 +291,8 @@ class Engine:
         prompt, sampling = validated.prompt_token_ids, validated.sampling
         if index and sampling.prompt_logprobs is not None:  # the prompt is scored once
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        # a complete answer ends: nothing may follow it
+        continues = sampling.ignore_eos and sampling.structured_outputs is None
         return Request(
             request_id=str(arrival),
             prompt_token_ids=prompt,
@@ -293,11 +301,12 @@ class Engine:
             if validated.pools
             else resolved_max_tokens(len(prompt), sampling, self.limits),
             seed=self._seed_of(sampling, index, arrival),
-            eos_token_ids=() if sampling.ignore_eos else self.facts.eos_token_ids,
+            eos_token_ids=() if continues else self.facts.eos_token_ids,
             arrival=arrival,
             priority=validated.priority,
             cache_salt=validated.cache_salt,
             pools=validated.pools,
+            constraint=validated.constraint,
         )
 
     def _seed_of(self, sampling: SamplingParams, index: int, arrival: int) -> int:
