@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from jaxinfer.core.config import Limits
+from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.request import FinishReason, Request, SamplingParams, check_identity
 from jaxinfer.core.step import Abort, Arrive, Event, TokenEvent
@@ -112,18 +113,19 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         pools: bool = False,
+        constraint: Constraint | None = None,
     ) -> ValidatedRequest:
         """Validate a request for ``add_validated``; raises ``RequestError`` if the engine can never
         answer it. ``pools``: it yields the hidden state of its last token.
 
-        The first request with a grammar takes about a second longer, see
-        ``ConstraintCompiler.compile``, which may be called before on another thread.
+        ``constraint``: of these parameters, by ``constraints.compile`` on another thread, as that
+        may take seconds; else it is compiled here.
         """
         if pools and not self.limits.pools:
             raise RequestError("this engine was not built to pool; generate text with it instead")
         priority, salt = check_identity(priority, cache_salt)
         prompt = check_request(prompt_token_ids, sampling, self.limits, self.facts, self.tokenizer)
-        constraint = self.constraints.compile(sampling)
+        constraint = constraint or self.constraints.compile(sampling)
         return ValidatedRequest(prompt, sampling, priority, salt, pools, constraint)
 
     def add_request(
@@ -135,10 +137,16 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         pools: bool = False,
+        constraint: Constraint | None = None,
     ) -> None:
-        """Validate and add a request; raises ``RequestError`` if it is refused."""
+        """Validate and add a request, see ``check``; raises ``RequestError`` if it is refused."""
         validated = self.check(
-            prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt, pools=pools
+            prompt_token_ids,
+            sampling,
+            priority=priority,
+            cache_salt=cache_salt,
+            pools=pools,
+            constraint=constraint,
         )
         self.add_validated(request_id, validated)
 

@@ -42,19 +42,12 @@ class ConstraintCompiler:
         self._grammars: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
         self._lock = threading.Lock()
 
-    def check(self, sampling: SamplingParams) -> None:
-        """Raise ``RequestError`` if a constraint cannot be compiled, as far as that is known
-        without the table of the vocabulary; takes milliseconds.
-        """
-        if sampling.structured_outputs is not None:
-            self._source(sampling.structured_outputs)
-
     def compile(self, sampling: SamplingParams) -> Constraint | None:
         """The constraint of a request, None if it has none; raises ``RequestError``.
 
         With a grammar the first call makes the table, which takes about 0.3 s for 50,000 tokens and
-        0.9 s for 150,000, of which 0.1 and 0.4 s hold the GIL. A later call takes milliseconds, for
-        a large schema up to 1 s without the GIL.
+        0.9 s for 150,000, of which 0.1 and 0.4 s hold the GIL. A later call takes milliseconds, a
+        large or complex grammar up to 2 s without the GIL.
         """
         if not sampling.is_constrained:
             return None
@@ -86,6 +79,8 @@ class ConstraintCompiler:
             raise RequestError(
                 f"{FIELD}.{params.kind} fits no text; check it for contradictions"
             ) from None
+        if reason := grammar.rehearse(self._eos_token_ids):
+            raise unusable(params.kind, f"it is too complex: {reason}")
         with self._lock:
             self._grammars[params] = grammar
             while len(self._grammars) > MAX_GRAMMARS:

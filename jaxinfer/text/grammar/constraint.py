@@ -13,6 +13,10 @@ from jaxinfer.core.constraint import BITS
 from jaxinfer.core.shapes import cdiv
 
 
+NUM_REHEARSALS = 2
+REHEARSED_TOKENS = 24
+
+
 class Grammar:
     """A compiled grammar; sequences copy its matcher, which is never changed."""
 
@@ -30,6 +34,29 @@ class Grammar:
         mask = np.zeros(self._num_words, np.uint32)
         fill_mask(self.prototype.deep_copy(), mask)
         return mask
+
+    def rehearse(self, eos_token_ids: Sequence[int]) -> str:
+        """Draw a few random texts; returns why a matcher failed, or none.
+
+        llguidance bounds the work for each token, so a regex that explodes fails in the middle of
+        an answer. Most such regexes do so within a few tokens, also in a rehearsal.
+        """
+        rng = np.random.default_rng(0)
+        for _ in range(NUM_REHEARSALS):
+            matcher, mask = self.prototype.deep_copy(), self.first_mask.copy()
+            for _ in range(REHEARSED_TOKENS):
+                for token_id in eos_token_ids:
+                    _clear(mask, token_id)
+                choices = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+                if not choices.size:
+                    break
+                try:
+                    if not matcher.consume_token(int(rng.choice(choices))):
+                        return _reason(matcher)
+                    fill_mask(matcher, mask)
+                except ValueError as error:
+                    return str(error)
+        return ""
 
 
 def fill_mask(matcher: Any, mask: np.ndarray) -> None:  # uint32[W]

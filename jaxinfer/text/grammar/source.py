@@ -1,8 +1,4 @@
-"""Grammars in llguidance's form from ``StructuredOutputsParams``.
-
-``grammar_source`` needs no table of the vocabulary, so a server can refuse a request in a
-millisecond, in a process that has none.
-"""
+"""Grammars in llguidance's form from ``StructuredOutputsParams``."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from jaxinfer.core.errors import ConfigError, RequestError
 from jaxinfer.core.structured import FIELD, StructuredOutputsParams
 from jaxinfer.text.grammar.schema import check_depth, check_schema
 from jaxinfer.text.grammar.tags import tags_as_lark
+from jaxinfer.text.grammar.trial import may_be_slow, try_to_compile
 
 # Spaces, tabs and newlines between the parts of JSON: enough for indented text, but bounded, since
 # a model that prefers spaces to the next value would otherwise continue to max_tokens.
@@ -48,10 +45,14 @@ def grammar_source(params: StructuredOutputsParams, special: Mapping[str, int]) 
     except RequestError:
         raise
     except Exception as error:  # llguidance raises ValueError, its reader of GBNF any other
-        raise _refusal(kind, str(error)) from None
-    failed, messages = library.LLMatcher.validate_grammar_with_warnings(source, None)
-    if failed:
-        raise _refusal(kind, messages[0])
+        raise unusable(kind, str(error)) from None
+    if may_be_slow(params):
+        reason = try_to_compile(source, kind)
+    else:
+        failed, messages = library.LLMatcher.validate_grammar_with_warnings(source, None)
+        reason = messages[0] if failed else ""
+    if reason:
+        raise unusable(kind, reason)
     return source
 
 
@@ -115,11 +116,7 @@ def _parsed(name: str, text: str) -> Any:
         raise RequestError(f"{FIELD}.{name} is not valid JSON: {error}") from None
 
 
-def _refusal(kind: str, reason: str) -> RequestError:
-    words = " ".join(reason.split())[:MAX_MESSAGE]
-    return RequestError(f"{FIELD}.{kind} cannot be used: {words}")
-
-
 def unusable(kind: str, reason: str) -> RequestError:
-    """The error for a grammar that llguidance refuses with the vocabulary."""
-    return _refusal(kind, reason.partition("\n<state>")[0])
+    """The error for a grammar that llguidance refuses for this reason."""
+    words = " ".join(reason.partition("\n<state>")[0].split())
+    return RequestError(f"{FIELD}.{kind} cannot be used: {words[:MAX_MESSAGE]}")
