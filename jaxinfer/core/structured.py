@@ -19,8 +19,8 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """Exactly one of ``json`` (a schema), ``regex``, ``choice`` (texts), ``grammar`` (Lark or GBNF),
-    ``json_object`` (any object) and ``structural_tag`` (tags whose contents have a schema).
+    """Exactly one of ``json`` (a schema), ``regex``, ``choice`` (texts), ``grammar`` (Lark or
+    GBNF), ``json_object`` (any object) and ``structural_tag`` (tags whose contents have a schema).
 
     Schemas and structural tags may be given as objects; they are kept as JSON text. Only the shape
     is checked here; ``text.grammar`` reads the contents. ``starts_after``: token ids after which

@@ -147,9 +147,7 @@ class EngineThread(Link):
                 case AbortRequest():
                     self._compiling.discard(command.request_id)
                     self._held = [
-                        one
-                        for one in self._held
-                        if one.submission.request_id != command.request_id
+                        one for one in self._held if one.submission.request_id != command.request_id
                     ]
                     self._engine.abort(command.request_id)
                 case Ping():

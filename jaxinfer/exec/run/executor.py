@@ -217,7 +217,7 @@ class Executor:
         return pack_copies(pairs, self._program.rows_per_copy, self._program.limits.max_num_seqs)
 
     def _launch_prepared(self, prepared: Prepared, failed: dict[RowKey, str]) -> InFlight:
-        plan, bucket = prepared.plan, prepared.plan.bucket
+        bucket = prepared.plan.bucket
         place = self._next_place()
         prepared.batch[: len(place)] = place
         staged = self._staged(prepared.batch)

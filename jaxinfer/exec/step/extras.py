@@ -1,9 +1,9 @@
 """Functions of the executables after a step: they draw tokens with extras, score prompts and pool.
 
 A step draws a token for each row from the raw logits. Rows with logit_bias, min_tokens, penalties,
-masks or logprobs are drawn again by ``ExtrasFunction``, which has a fixed number of rows and no layers,
-so it serves every bucket. It reads the input of the step's draw from the rows' slots, and its
-tokens replace the step's in the slots before the next step reads them. ``scored`` computes
+masks or logprobs are drawn again by ``ExtrasFunction``, which has a fixed number of rows and no
+layers, so it serves every bucket. It reads the input of the step's draw from the rows' slots, and
+its tokens replace the step's in the slots before the next step reads them. ``scored`` computes
 prompt logprobs from the hidden states that buckets that score return; ``pooled`` selects the hidden
 states of rows that pool.
 

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits on the device: logit_bias, min_tokens, penalties, masks, draw, logprobs.
+"""Drawing tokens from logits on the device: logit_bias, min_tokens, penalties, masks, logprobs.
 
 The order is vLLM's: logit_bias, min_tokens, penalties and masks first, then temperature, top_k,
 min_p and top_p in ``pallas_kernels.sample``.

@@ -73,12 +73,8 @@ class ConstraintCompiler:
         if prototype.is_error():
             raise unusable(params.kind, prototype.get_error())
         grammar = Grammar(prototype, cdiv(self._vocab_size, BITS))
-        try:
-            grammar.first_mask
-        except ValueError:
-            raise RequestError(
-                f"{FIELD}.{params.kind} fits no text; check it for contradictions"
-            ) from None
+        if not grammar.fits_some_text:
+            raise RequestError(f"{FIELD}.{params.kind} fits no text; check it for contradictions")
         if reason := grammar.rehearse(self._eos_token_ids):
             raise unusable(params.kind, f"it is too complex: {reason}")
         with self._lock:

@@ -12,7 +12,6 @@ import numpy as np
 from jaxinfer.core.constraint import BITS
 from jaxinfer.core.shapes import cdiv
 
-
 NUM_REHEARSALS = 2
 REHEARSED_TOKENS = 24
 
@@ -34,6 +33,14 @@ class Grammar:
         mask = np.zeros(self._num_words, np.uint32)
         fill_mask(self.prototype.deep_copy(), mask)
         return mask
+
+    @property
+    def fits_some_text(self) -> bool:
+        """True if a first token is possible."""
+        try:
+            return bool(self.first_mask.any())
+        except ValueError:
+            return False
 
     def rehearse(self, eos_token_ids: Sequence[int]) -> str:
         """Draw a few random texts; returns why a matcher failed, or none.

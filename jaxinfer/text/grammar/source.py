@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from jaxinfer.core.errors import ConfigError, RequestError
+from jaxinfer.core.errors import RequestError
 from jaxinfer.core.structured import FIELD, StructuredOutputsParams
 from jaxinfer.text.grammar.schema import check_depth, check_schema
 from jaxinfer.text.grammar.tags import tags_as_lark
@@ -80,9 +80,10 @@ def _source(
 def _json(params: StructuredOutputsParams) -> dict[str, Any]:
     """llguidance's options of schemas. A schema cannot switch on an approximation by itself."""
     pattern = params.whitespace_pattern or WHITESPACE
-    flexible = not params.disable_any_whitespace
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False}
-    return options | ({"whitespace_pattern": pattern} if flexible else {"whitespace_flexible": False})
+    if params.disable_any_whitespace:
+        return options | {"whitespace_flexible": False}
+    return options | {"whitespace_pattern": pattern}
 
 
 def _schema_text(text: str, params: StructuredOutputsParams) -> str:
@@ -111,9 +112,15 @@ def _closed(schema: Any) -> Any:
 
 def _parsed(name: str, text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=_number)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{FIELD}.{name} is not valid JSON: {error}") from None
+
+
+def _number(text: str) -> int | float:
+    """2.0 as 2: JSON has one type of number, and llguidance counts in whole ones."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
 def unusable(kind: str, reason: str) -> RequestError:
