@@ -12,7 +12,6 @@ from jaxinfer.core.version import VERSION
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.openai.fields import GenerationFields, limit_max_tokens, to_sampling
 from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
-from jaxinfer.server.openai.structured import form_of
 from jaxinfer.server.openai.writer import ResponseContext, Writer
 from jaxinfer.server.openai.writers import ChatWriter, CompletionWriter, GenerateWriter
 from jaxinfer.server.routes.endpoint import Call, json_response
@@ -77,7 +76,7 @@ async def _answer[R: GenerationFields](
 ) -> ASGIApp:
     service, config = call.service, call.service.config
     sampling = to_sampling(request, service.loaded.defaults, max_logprobs=config.max_logprobs)
-    if (form := form_of(request)) is not None:
+    if (form := request.form()) is not None:
         call.form_field = form.field
     sampling = limit_max_tokens(sampling, service.client.facts.max_new_tokens)
     prompts = [

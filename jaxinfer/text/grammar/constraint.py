@@ -13,7 +13,7 @@ from jaxinfer.core.constraint import BITS
 from jaxinfer.core.shapes import cdiv
 
 NUM_REHEARSALS = 2
-REHEARSED_TOKENS = 24
+REHEARSED_TOKENS = 64
 
 
 class Grammar:
