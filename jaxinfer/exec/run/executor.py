@@ -77,7 +77,6 @@ class Executor:
         self._requests: dict[int, Request] = {}  # of each slot
         self._constraints = Constraints(program.mask_words)
         self._in_flight: deque[InFlight] = deque()  # launched and not collected
-        self._every_token: dict[int, np.ndarray] = {}  # masks of rows without constraints
         rows = max(*(bucket.num_draws for bucket in limits.buckets), *program.extras_rows)
         self._board = TokenBoard.of_device(program.placement.device, rows)
         self._staging = BatchStaging.of_device(program.placement.device)
@@ -322,17 +321,10 @@ class Executor:
         wire[: len(place)] = place
         staged = self._staged(wire)
         draw = self._by_name[f"{EXTRAS}{count}"]
-        self._slots, output = draw(self._head, self._slots, staged, self._masks(rows, count))
+        masks = self._constraints.masks(rows, count)
+        self._slots, output = draw(self._head, self._slots, staged, masks)
         self._read_later(output.token_ids, staged)
         return ExtrasCall(indices, output, place[-1])
-
-    def _masks(self, rows: Sequence[ScheduledSeq], count: int) -> np.ndarray:  # uint32[count, W]
-        """The masks of a call's rows."""
-        if any(self._requests[row.slot].constraint is not None for row in rows):
-            return self._constraints.masks(rows, count)
-        if count not in self._every_token:
-            self._every_token[count] = self._constraints.masks((), count)
-        return self._every_token[count]
 
     def _read_back(self, name: str, *arguments: Any) -> jax.Array:
         """Queue a call whose result only the host reads."""
