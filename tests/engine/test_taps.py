@@ -84,7 +84,7 @@ def test_taps_of_chunks_decode_rows_and_several_answers_are_those_of_forward(
 
 
 def test_a_steered_row_is_forward_with_that_edit(engine: Engine) -> None:
-    engine.steering_vectors.set("direction", VECTOR * 2)
+    engine.steering.set("direction", VECTOR * 2)
     several = replace(
         GREEDY,
         taps=[POINT],
@@ -203,7 +203,7 @@ def test_llm_and_async_llm(engine: Engine) -> None:
     ],
 )
 def test_refused(engine: Engine, fields: dict[str, Any], message: str) -> None:
-    engine.steering_vectors.set("narrow", VECTOR)
+    engine.steering.set("narrow", VECTOR)
     with pytest.raises(RequestError, match=message):
         engine.check(SHORT, replace(GREEDY, **fields))
 

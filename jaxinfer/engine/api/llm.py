@@ -121,7 +121,7 @@ class LLM:
         ``tap_points``. Requests that have started keep the vector of their start. Raises
         ``RequestError`` for any other vector.
         """
-        self._engine.steering_vectors.set(name, vector)
+        self._engine.steering.set(name, vector)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""

@@ -215,7 +215,7 @@ class EngineThread(Link):
     def _set_steering(self, command: SetSteering, listener: Listener) -> None:
         failure = None
         try:
-            self._engine.steering_vectors.set(command.name, command.vector)
+            self._engine.steering.set(command.name, command.vector)
         except JaxinferError as error:
             failure = Failed.of(error)
         listener(Controlled(command.number, failure))

@@ -113,7 +113,7 @@ class Engine:
         self.limits = limits
         self.facts = facts
         self.tokenizer = tokenizer
-        self.steering_vectors = SteeringVectors(limits.points)
+        self.steering = SteeringVectors(limits.points)
         self._weights = weights
         first = None if later is None else later.first
         self._loop = EngineLoop(executor, limits, overlap=overlap, buckets=first)
@@ -163,9 +163,8 @@ class Engine:
             raise RequestError("this engine was not built to pool; generate text with it instead")
         priority, salt = check_identity(priority, cache_salt)
         prompt = check_request(prompt_token_ids, sampling, self.limits, self.facts, self.tokenizer)
-        constraint = constraint or self.constraints.compile(sampling)
-        steering = self.steering_vectors.resolved(sampling)
-        return ValidatedRequest(prompt, sampling, priority, salt, pools, constraint, steering)
+        added = constraint or self.constraints.compile(sampling), self.steering.resolved(sampling)
+        return ValidatedRequest(prompt, sampling, priority, salt, pools, *added)
 
     def add_request(
         self,

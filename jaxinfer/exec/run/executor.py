@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
-from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan, StepResult
+from jaxinfer.core.step import Bucket, ScheduledSeq, StepPlan, StepResult
 from jaxinfer.exec.compile.build import Compiled, Executables
 from jaxinfer.exec.compile.program import ADMIT, COPY, EXTRAS, FIRST, POOL, SCORE, STEER, Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
@@ -39,19 +39,13 @@ from jaxinfer.exec.run.in_flight import (
     row_results,
     tokens_of_rows,
 )
+from jaxinfer.exec.run.prompts import admission_rows, copy_pairs, with_prompts
 from jaxinfer.exec.run.token_board import TokenBoard
 from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
-from jaxinfer.exec.step.extras import pack_extras, pack_pooled, pack_targets
+from jaxinfer.exec.step.extras import pack_extras
 from jaxinfer.exec.step.forward import StepOutput, flat_params
 from jaxinfer.exec.step.points import pack_steering
-from jaxinfer.exec.step.slots import (
-    SlotState,
-    empty_rows,
-    needs_admission,
-    pack_copies,
-    settings_of,
-    slot_rows,
-)
+from jaxinfer.exec.step.slots import SlotState, settings_of
 from jaxinfer.models.base import Params, head_params
 from jaxinfer.nn.state import State
 
@@ -126,10 +120,10 @@ class Executor:
             self._run_once(buckets[-1:])
             return
         self._run_once(buckets)
-        self._admit(self._slot_rows(()))
+        self._admit(admission_rows((), self._program))
         if self._program.limits.num_snapshots:
             sink = self._program.limits.max_num_seqs
-            for pairs in self._copies([(sink, sink)]):
+            for pairs in copy_pairs([(sink, sink)], self._program):
                 self._copy(pairs)
         if points := self._program.limits.points:
             values = bytes(4 * sum(point.width for point in points))
@@ -237,33 +231,7 @@ class Executor:
             needs_logprobs=any([requests[i].sampling.logprobs is not None for i in with_extras]),
             needs_taps=plan.bucket.taps and any([one.sampling.taps for one in requests]),
         )
-        return self._with_prompts(prepared) if prefills else prepared
-
-    def _with_prompts(self, prepared: Prepared) -> Prepared:
-        """``prepared`` with the arrays that only steps with prompts have."""
-        plan, program, limits = prepared.plan, self._program, self._program.limits
-        prefills, admissions = plan.prefills, plan.admissions
-        drafts = program.drafter is not None  # a drafter reads all known tokens
-        needed = [a for a in admissions if drafts or needs_admission(a.request)]
-        scored = any(row.target_ids is not None for row in prefills)
-        pools = any(row.pools for row in prefills)
-        first = limits.max_num_seqs + 1  # the row of the first snapshot
-        restores = [(first + a.snapshot, a.slot) for a in admissions if a.snapshot is not None]
-        saves = [(row.slot, first + row.snapshot) for row in prefills if row.snapshot is not None]
-        steers = [(a.slot, a.request.steering) for a in admissions]
-        return msgspec.structs.replace(
-            prepared,
-            admissions=tuple(self._slot_rows(a) for a in batched(needed, program.rows_per_admit)),
-            targets=pack_targets(prefills, plan.bucket.num_prefill_tokens) if scored else None,
-            pools=pack_pooled(prefills, limits.max_num_seqs) if pools else None,
-            restores=self._copies(restores),
-            saves=self._copies(saves),
-            steers=tuple(pack_steering(slot, one.values) for slot, one in steers if one),
-        )
-
-    def _copies(self, pairs: Sequence[tuple[int, int]]) -> tuple[np.ndarray, ...]:
-        """The arguments of the ``COPY`` calls for pairs of rows (from, to)."""
-        return pack_copies(pairs, self._program.rows_per_copy, self._program.limits.max_num_seqs)
+        return with_prompts(prepared, self._program) if prefills else prepared
 
     def _launch_prepared(self, prepared: Prepared, failed: dict[RowKey, str]) -> InFlight:
         bucket = prepared.plan.bucket
@@ -412,12 +380,6 @@ class Executor:
         """True if the device's state is intact: no failed call has consumed it."""
         own = (self._state, self._slots, self._steering)
         return not any(a.is_deleted() for a in jax.tree.leaves(own))
-
-    def _slot_rows(self, admissions: Sequence[SlotAdmission]) -> np.ndarray:
-        """The argument of an ``ADMIT`` call."""
-        program, limits = self._program, self._program.limits
-        empty = empty_rows(program.rows_per_admit, limits.max_num_seqs, limits.max_model_len)
-        return slot_rows(admissions, empty, program.model.config.vocab_size)
 
 
 def _device_failed(plan: StepPlan, error: Exception) -> EngineError:

@@ -244,8 +244,8 @@ def to_sampling(
         max_tokens=request.output_limit(),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        *("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
-        *("allowed_token_ids", "bad_words", "taps"),
+        structured_outputs=None if form is None else form.params,
+        steer=tuple(msgspec.structs.asdict(item) for item in request.steer),
         **{name: value for name, value in given.items() if value is not None},
     )
 
