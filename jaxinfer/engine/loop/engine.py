@@ -112,8 +112,7 @@ class Engine:
     ) -> None:
         self.limits = limits
         self.facts = facts
-        self.tokenizer = tokenizer
-        self.steering = SteeringVectors(limits.points)
+        self.tokenizer, self.steering = tokenizer, SteeringVectors(limits.points)
         self._weights = weights
         first = None if later is None else later.first
         self._loop = EngineLoop(executor, limits, overlap=overlap, buckets=first)
