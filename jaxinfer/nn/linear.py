@@ -59,6 +59,16 @@ def dense_weight(
     return found if rows else found.T
 
 
+def added(
+    a: jax.Array, b: jax.Array
+) -> jax.Array:  # [T, D] or float32[S, T, D] each -> [T, D] or float32[S, T, D]
+    """The sum of two deltas of a ``Stream``, in float32."""
+    if a.ndim == b.ndim == 2:
+        return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
+    both = (one if one.ndim == 3 else one[None].astype(jnp.float32) for one in (a, b))
+    return jnp.concatenate([*both])
+
+
 class Stream(NamedTuple):
     """The residual stream, and the last block's output, which has not been added yet."""
 
