@@ -61,7 +61,7 @@ def _on_load(source: ModelSource, model: Model, scheme: str) -> tuple[ModelSourc
 
 
 def _linear_sources(model: Model) -> Iterator[Source]:
-    specs = (spec for spec in model.param_specs if spec.matrix == "out_in")
+    specs = (spec for spec in model.param_specs if spec.is_linear)
     return (source for spec in specs if spec.path != "lm_head" for source in spec.sources)
 
 
