@@ -40,8 +40,9 @@ def experts_config(
 ) -> ExpertsConfig:
     """A mixture of experts whose number and width are the keys ``count`` and ``width``.
 
-    Newer files may have the number under "num_local_experts", transformers' common name. ``more`` are further fields. Raises ``ConfigError`` for an activation other than SiLU, and if a
-    token would use more experts than it may.
+    Newer files may have the number under "num_local_experts", transformers' common name. ``more``
+    are further fields. Raises ``ConfigError`` for an activation other than SiLU, and if a token
+    would use more experts than it may.
     """
     hf.supported_only(config, "hidden_act", "silu", "swish")
     if config.get(count) is None and config.get(_COUNT) is not None:

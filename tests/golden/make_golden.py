@@ -200,9 +200,7 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     """Weights large enough that every part of the model shows in the logits."""
     for name, tensor in model.named_parameters():
         noise = torch.randn(tensor.shape, generator=generator)
-        if name.endswith(("gate_up_proj", "down_proj")) and tensor.ndim == 3:  # of experts
-            noise = noise * 1.5 / tensor.shape[-1] ** 0.5
-        elif tensor.ndim == 2 and not name.endswith("bias"):
+        if tensor.ndim >= 2 and not name.endswith("bias"):  # of experts 3
             noise = noise * 1.5 / tensor.shape[-1] ** 0.5
         elif "norm" in name or "ln_" in name:
             noise = noise * 0.2 + (0.0 if name.endswith("bias") else 1.0)

@@ -43,6 +43,7 @@ class Experts(nn.Module):
         c, d, dtype = self.config, stream.x.shape[1], stream.x.dtype
         stream, h = normalised(stream, norm, ctx)
         choices, weights = self._routed(h, ctx)
+        choices, weights = ctx.at("experts", choices), ctx.at("expert_weights", weights)
         own = c.count // _devices(ctx)
         if ctx.axis is not None:  # numbers of this device's experts; others are outside
             choices = choices - own * jax.lax.axis_index(ctx.axis)
