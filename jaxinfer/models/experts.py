@@ -14,7 +14,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.gqa import dense_linears, linear_specs
 from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is, join, join_outputs
-from jaxinfer.nn.decoder_config import ExpertsConfig
+from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
 from pallas_kernels.route.routing import SCORES, Groups, Routing
 
 _CHOSEN, _COUNT = "num_experts_per_tok", "num_local_experts"
@@ -156,3 +156,19 @@ def router_specs(
         bias = Source(f"{source}{names.choice_bias}", (ffn.count,))
         array = ArraySpec((ffn.count,), (None,), jnp.dtype(jnp.float32))
         yield ParamSpec(path + "choice_bias", array, (bias,), as_is)
+
+
+def unused_parameters(config: DecoderSpec) -> int:
+    """Parameters of experts that a token does not choose."""
+    layers = (layer.ffn for layer in config.layers)
+    return sum(
+        (ffn.count - ffn.routing.chosen)
+        * (3 * config.hidden_size * ffn.width + _biases(ffn, config))
+        for ffn in layers
+        if isinstance(ffn, ExpertsConfig)
+    )
+
+
+def _biases(ffn: ExpertsConfig, config: DecoderSpec) -> int:
+    """Biases of one expert."""
+    return 2 * ffn.width + config.hidden_size if ffn.bias else 0

@@ -89,7 +89,10 @@ def test_every_point_has_an_effect(name: str) -> None:
 
     @jax.jit
     def logits(factors: jax.Array) -> jax.Array:  # [points] -> [T, V]
-        edits = {p: lambda x, i=i: x * factors[i] for i, p in enumerate(points)}
+        edits = {
+            p: lambda x, i=i: (x.astype(jnp.float32) * factors[i]).astype(x.dtype)
+            for i, p in enumerate(points)
+        }
         return forward(model, params, IDS, edit=edits)
 
     ones = jnp.ones(len(points))

@@ -23,6 +23,7 @@ from jaxinfer.exec.compile.build import (
 from jaxinfer.exec.compile.memory_plan import check_workspace
 from jaxinfer.exec.run.device_memory import (
     allocating,
+    check_host,
     claim_memory,
     compile_init_state,
     init_state,
@@ -46,6 +47,7 @@ def load(plan: EnginePlan, progress: Progress) -> tuple[Timed[Executables], Time
     compile, but pages come last: XLA runs GEMMs in their memory to autotune them. The seconds of
     the state are those of its weights.
     """
+    check_host(plan.memory)
     loader = _Loader(plan, progress)
     if loader.finds_executables:
         progress.detail(plan.memory.described())
