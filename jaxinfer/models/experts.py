@@ -139,7 +139,8 @@ def expert_specs(
     yield ParamSpec(path + "down", array, downs, join, pieces=e, matrix="experts")
     if ffn.shared is not None:
         linears = dense_linears(ffn.shared, width, names.shared)
-        yield from linear_specs(f"{path}shared/", source, linears)
+        weights, biases = linear_specs(f"{path}shared/", source, linears)
+        yield from (*weights, *biases)
 
 
 def router_specs(

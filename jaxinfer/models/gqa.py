@@ -210,20 +210,23 @@ def dense_linears(ffn: FeedForwardConfig, width: int, source: str = "mlp.") -> t
     )
 
 
-def linear_specs(path: str, source: str, linears: Iterable[Linear]) -> Iterator[ParamSpec]:
-    """The weights of linear layers, then their biases."""
+def linear_specs(
+    path: str, source: str, linears: Iterable[Linear]
+) -> tuple[list[ParamSpec], list[ParamSpec]]:
+    """The weights of linear layers, and their biases."""
+    weights: list[ParamSpec] = []
     biases: list[ParamSpec] = []
     for name, tensors, shape, axes, has_bias in linears:
         widths = axes[1].widths if isinstance(axes[1], Fused) else shape[1:]
         parts = [(source + tensor, out) for tensor, out in zip(tensors, widths, strict=True)]
         sources = tuple(Source(f"{part}.weight", (out, shape[0])) for part, out in parts)
         array = ArraySpec(shape, axes)
-        yield ParamSpec(path + name, array, sources, join_outputs, matrix="out_in")
+        weights.append(ParamSpec(path + name, array, sources, join_outputs, matrix="out_in"))
         if has_bias:
             sources = tuple(Source(f"{part}.bias", (out,)) for part, out in parts)
             array = ArraySpec(shape[1:], axes[1:])
             biases.append(ParamSpec(f"{path}{name}_bias", array, sources, join))
-    yield from biases
+    return weights, biases
 
 
 def _layer_specs(config: DecoderSpec, index: int, norms: NormSources) -> Iterator[ParamSpec]:
@@ -239,7 +242,8 @@ def _layer_specs(config: DecoderSpec, index: int, norms: NormSources) -> Iterato
     )
     if isinstance(ffn, FeedForwardConfig):
         linears += dense_linears(ffn, d)
-    yield from linear_specs(path, source, linears)
+    weights, biases = linear_specs(path, source, linears)
+    yield from weights
 
     def stacked(name: str, tensors: tuple[str, ...], width: int) -> ParamSpec:
         sources = tuple(Source(f"{source}{tensor}.weight", (width,)) for tensor in tensors)
@@ -247,6 +251,7 @@ def _layer_specs(config: DecoderSpec, index: int, norms: NormSources) -> Iterato
         return ParamSpec(path + name, array, sources, norms.several)
 
     yield stacked("norms", norms.names, d)
+    yield from biases
     if mixer.sinks:
         array = ArraySpec((mixer.num_heads,), ("heads",))
         sinks = (Source(f"{source}self_attn.sinks", array.shape),)
