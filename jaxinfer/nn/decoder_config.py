@@ -125,6 +125,15 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class NormSpec:
+    """What all norms of the residual stream have in common; ``dtype`` is that of their weights."""
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    dtype: jnp.dtype
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """One layer, with norms before or after its blocks (mixer, feed-forward network), or both.
 
@@ -162,6 +171,11 @@ class DecoderSpec:
         """The decoder for an engine with context length ``length``, on which some ropes depend."""
         layers = (replace(layer, mixer=layer.mixer.for_context(length)) for layer in self.layers)
         return replace(self, layers=tuple(layers))
+
+    @property
+    def norms(self) -> NormSpec:
+        """The norms of the residual stream."""
+        return NormSpec(self.norm, self.norm_eps, self.norm_dtype or self.dtype)
 
     @cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
