@@ -24,10 +24,6 @@ def _mosaic_without_arrivals(*args: Any, **static: Any) -> Any:
     return _mosaic(*args[:8], **static)
 
 
-def _triton_without_sinks(*args: Any, **static: Any) -> Any:
-    return _triton(*args[:9], **static)
-
-
 OP = KernelOp(
     name="append_decode",
     ref=ref.append_decode,
@@ -38,12 +34,7 @@ OP = KernelOp(
             platforms=("gpu",),
             supports=refuses_sinks(mosaic_launch.supports),
         ),
-        Impl(
-            "triton",
-            _triton_without_sinks,
-            platforms=("gpu",),
-            supports=refuses_sinks(launch.supports),
-        ),
+        Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
         Impl(
             "native",
             attention.append_decode,

@@ -32,12 +32,7 @@ OP = KernelOp(
             platforms=("gpu",),
             supports=refuses_sinks(launch.mosaic_supports),
         ),
-        Impl(
-            "triton",
-            _without_sinks(_triton),
-            platforms=("gpu",),
-            supports=refuses_sinks(launch.triton_supports),
-        ),
+        Impl("triton", _triton, platforms=("gpu",), supports=launch.triton_supports),
         Impl(
             "native",
             attention.paged_prefill,
