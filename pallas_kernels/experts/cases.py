@@ -108,7 +108,7 @@ CASES = (
             tokens=tokens,
             biases=form == "fp4",
             activation=CLAMPED if form == "fp4" else SWIGLU,
-            tags=("native",),
+            tags=(),
         )
         for form, tokens in (("int4", 1), ("int8", 33), ("q4_k", 5), ("fp4", 5))
     ),
