@@ -53,7 +53,7 @@ def experts(
     @jax.checkpoint
     def tile(expert: jax.Array, rows: jax.Array, pairs: jax.Array) -> jax.Array:
         def nothing(*_: jax.Array) -> jax.Array:  # made of ``rows``, which vary among devices
-            return jnp.broadcast_to(rows * 0.0, (width, x.shape[1])).astype(jnp.float32)
+            return jnp.broadcast_to(0 * rows.astype(jnp.float32), (width, x.shape[1]))
 
         return jax.lax.cond(rows > 0, computed, nothing, expert, pairs)
 
