@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.append_decode import cases, launch, mosaic_launch, ref, xla
-from pallas_kernels.checks import check_paged, refuses_sinks
+from pallas_kernels.checks import check_paged
 from pallas_kernels.native import attention
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
@@ -32,7 +32,7 @@ OP = KernelOp(
             "mosaic",
             _mosaic_without_arrivals,
             platforms=("gpu",),
-            supports=refuses_sinks(mosaic_launch.supports),
+            supports=mosaic_launch.supports,
         ),
         Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
         Impl(

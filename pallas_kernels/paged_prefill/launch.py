@@ -81,6 +81,7 @@ def mosaic_supports(
     page_table: jax.Array,  # int32[R, M]
     seq_lens: jax.Array,  # int32[R]
     query_start_loc: jax.Array,  # int32[R + 1]
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     window: int | None = None,
@@ -98,6 +99,8 @@ def mosaic_supports(
         return f"{t} queries are fewer than the {MMA_QUERIES} of a tile"
     if scale <= 0.0:
         return f"scale {scale} is not positive"
+    if sinks is not None:
+        return "it does not support sinks"
     return not_hopper()
 
 

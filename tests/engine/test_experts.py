@@ -65,8 +65,8 @@ def test_uniform_routing_is_for_random_weights_of_experts(gpt_oss: Path, tmp_pat
     assert ("fp4", 32) in {(form.kind, form.group or 32) for _, form in plan.program.model.forms}
     with pytest.raises(ConfigError, match="has weights whose routers choose; use it with load_f"):
         plan_engine(EngineConfig(model=str(gpt_oss), dummy_routing="uniform", **SIZES))
-    dense = write_hf_folder(tmp_path, tiny_config("llama"))
-    with pytest.raises(ConfigError, match="'uniform', but LlamaForCausalLM has no experts"):
+    dense = write_hf_folder(tmp_path, tiny_config("mistral"))
+    with pytest.raises(ConfigError, match="'uniform', but MistralForCausalLM has no experts"):
         plan_engine(
             EngineConfig(model=str(dense), load_format="dummy", dummy_routing="uniform", **SIZES)
         )

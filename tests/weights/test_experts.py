@@ -208,8 +208,9 @@ def test_a_stacked_tensor_is_read_expert_by_expert(
     gates_and_ups = floats["model.layers.0.mlp.experts.gate_up_proj"].swapaxes(1, 2)
     np.testing.assert_array_equal(stack[:, :64], gates_and_ups[:, ::2])
     np.testing.assert_array_equal(stack[:, 64:], gates_and_ups[:, 1::2])
-    # an expert's tensor, and the one before it, which may not be freed yet; or the embedding
-    assert held.peak < stack.nbytes / 2
+    # at most an expert's tensor, and the one before it, which may not be freed yet; the peak is
+    # that of the embedding
+    assert held.peak < stack.nbytes
 
 
 @pytest.mark.parametrize("name", ["Qwen3-quantized.w4a16", "Qwen3-FP8"])
