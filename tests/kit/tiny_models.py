@@ -104,8 +104,8 @@ CONFIGS = MappingProxyType(
 )
 NAMES = tuple(CONFIGS)
 # Families for tests of research functions, which take 15 s each: together their layers have every
-# part. llama, mistral and qwen2 have no part that qwen3, gemma3 (windows) and gpt_oss (biases) lack,
-# qwen3_moe and mixtral have gpt_oss's experts.
+# part. llama, mistral and qwen2 have no part that qwen3, gemma3 (windows) and gpt_oss (biases)
+# lack; qwen3_moe and mixtral have gpt_oss's experts.
 OF_EACH_KIND = ("qwen3", "gemma3", "olmo2", "gpt2", "gpt_oss")
 
 
