@@ -27,6 +27,8 @@ _ALIASES = MappingProxyType(
         "mlp.hook_pre": "mlp_pre",
         "mlp.hook_pre_linear": "mlp_linear",
         "mlp.hook_post": "mlp_post",
+        "mlp.hook_expert_indices": "experts",
+        "mlp.hook_expert_weights": "expert_weights",
         "hook_mlp_out": "mlp_out",
         "hook_resid_post": "resid_post",
     }

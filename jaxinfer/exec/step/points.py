@@ -25,7 +25,17 @@ type Steering = tuple[jax.Array, ...]  # float32[S + 1, W] of each point, a row 
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 # activations that the kernels of a step do not write to memory
-_DENSE_ONLY = ("q", "k", "v", "scores", "pattern", "mlp_pre", "mlp_linear")
+_DENSE_ONLY = (
+    "q",
+    "k",
+    "v",
+    "scores",
+    "pattern",
+    "mlp_pre",
+    "mlp_linear",
+    "experts",
+    "expert_weights",
+)
 
 
 def points_named(names: Sequence[str], spec: DecoderSpec) -> tuple[Point, ...]:
