@@ -220,7 +220,7 @@ def test_engines_without_points_name_the_flag() -> None:
     [
         (["layers.0.resid_pst"], "'layers.0.resid_pst', which is no point; .* layers.0.resid_post"),
         (["layers.2.z"], "'layers.2.z', which is no point"),
-        (["layers.1.q"], "do not write to memory; read it with jaxinfer.load"),
+        (["layers.1.q"], "steps that serve do not have; read it with jaxinfer.load"),
     ],
 )
 def test_points_of_an_engine(names: list[str], message: str) -> None:

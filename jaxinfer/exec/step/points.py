@@ -24,17 +24,11 @@ from jaxinfer.nn.points import Points, Shift
 type Steering = tuple[jax.Array, ...]  # float32[S + 1, W] of each point, a row for each slot
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
-# activations that the kernels of a step do not write to memory
+# points of ``forward`` that steps do not have: kernels keep these values to themselves, and choices
+# of experts are no activations that a vector can be added to
 _DENSE_ONLY = (
-    "q",
-    "k",
-    "v",
-    "scores",
-    "pattern",
-    "mlp_pre",
-    "mlp_linear",
-    "experts",
-    "expert_weights",
+    *("q", "k", "v", "scores", "pattern", "mlp_pre", "mlp_linear"),
+    *("experts", "expert_weights"),
 )
 
 
@@ -47,7 +41,7 @@ def points_named(names: Sequence[str], spec: DecoderSpec) -> tuple[Point, ...]:
         words = f"tap_points has {name!r}"
         if name.rpartition(".")[2] in _DENSE_ONLY:
             raise ConfigError(
-                f"{words}, which the kernels of a step do not write to memory; read it with "
+                f"{words}, which steps that serve do not have; read it with "
                 "jaxinfer.load(MODEL).forward"
             )
         raise ConfigError(f"{words}, which is no point; the nearest are {nearest(name, known)}")
