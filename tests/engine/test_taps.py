@@ -22,7 +22,7 @@ from jaxinfer.engine.outputs import CompletionOutput
 from jaxinfer.engine.points import tap_bytes
 from jaxinfer.exec.step.points import points_named
 from jaxinfer.models.base import forward
-from kit.engines import run, tiny_engine, tiny_executor, tiny_limits, tokens
+from kit.engines import engine_of, run, tiny_engine, tiny_executor, tiny_limits, tokens
 from kit.tiny_models import tiny_model
 
 MODEL, PARAMS = tiny_model("llama")
@@ -125,7 +125,7 @@ def test_steered_pages_are_reused_only_by_the_same_steering() -> None:
         check(LONG, output.outputs[0], scale * VECTOR, params.taps)
 
 
-def test_preempted_requests_return_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_requests_return_each_token_once() -> None:
     longer = replace(GREEDY, max_tokens=20, taps=[POINT])
     engine = engine_with(num_pages=40)
     prompts = [LONG[:50], LONG[20:65], LONG[5:40]]
@@ -140,8 +140,6 @@ def test_steps_without_tapped_or_steered_rows_are_the_plain_executables() -> Non
     launched: list[bool] = []
     launch: Callable[..., Any] = executor.launch
     executor.launch = lambda plan: launched.append(plan.bucket.taps) or launch(plan)  # type: ignore[method-assign,func-returns-value]
-    from kit.engines import engine_of
-
     engine = engine_of(executor, LIMITS)
     run(engine, [LONG, SHORT], GREEDY)
     assert launched and not any(launched)

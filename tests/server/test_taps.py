@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxinfer import SamplingParams
 from jaxinfer.exec.step.points import points_named
 from kit.api_calls import CHAT, CHATS, COMPLETIONS, GENERATE, ask, refusal
 from kit.engines import run, tiny_engine, tiny_limits
@@ -40,8 +41,6 @@ def array(tap: Any) -> np.ndarray:
 def test_taps_are_those_of_the_engine_on_every_route(server: Serving) -> None:
     names = [POINT, "blocks.1.attn.hook_z"]
     choice = ask(server, COMPLETIONS, **IDS, taps=names, steer=STEER)["choices"][0]
-    from jaxinfer import SamplingParams
-
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, taps=names, steer=STEER)
     (expected,) = run(tiny_engine(LIMITS), [IDS["prompt"]], params)
     answer = expected.outputs[0]
