@@ -59,7 +59,9 @@ def choose_step(draft: Draft) -> StepPlan | None:
 class Budget:
     """The remaining prompt tokens of a step with ``num_decodes`` rows of up to ``query_tokens``."""
 
-    def __init__(self, draft: Draft, num_decodes: int, query_tokens: int, *, taps: bool) -> None:
+    def __init__(
+        self, draft: Draft, num_decodes: int, query_tokens: int, *, taps: bool = False
+    ) -> None:
         self._buckets = draft.buckets
         self._largest = NO_BUCKET  # memo of ``_largest_bucket``
         self._limit = draft.limits.max_num_batched_tokens
