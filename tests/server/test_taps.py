@@ -28,7 +28,7 @@ KEY = {"Authorization": "Bearer secret"}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
-    with serving(tiny_engine(LIMITS), admin_api_key=("secret",), max_tap_bytes=20_000) as running:
+    with serving(tiny_engine(LIMITS), admin_api_key=("secret",), max_tap_bytes=19_000) as running:
         yield running
         running.wait_until_idle()
 
@@ -75,7 +75,7 @@ def test_vectors_by_name_need_the_admin_key(server: Serving) -> None:
     ("fields", "param", "words"),
     [
         ({"taps": ["layers.0.resid"]}, "taps", "the nearest are layers.0.resid_post"),
-        ({"taps": list(POINTS)}, "taps", "may have 22400 bytes, and 20000 are allowed"),
+        ({"taps": list(POINTS)}, "taps", "may have 19712 bytes, and 19000 are allowed"),
         ({"taps": [POINT], "n": 9}, "taps", "ask for fewer points, prompts or tokens"),
         ({"taps": [POINT], "stream": True}, "taps", "cannot be streamed"),
         ({"steer": [{"point": POINT, "vector": [1.0]}]}, "steer", "has 1 values, .* has 32"),
