@@ -1,1 +1,1 @@
-"""The text of an answer as reasoning, content and tool calls: formats, and an incremental parser."""
+"""Answers as reasoning, content and tool calls: their formats, and an incremental parser."""

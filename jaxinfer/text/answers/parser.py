@@ -47,8 +47,8 @@ class AnswerParser:
     """Parses one answer: ``feed`` its text in any pieces, then ``finish``.
 
     A call is returned when it is complete: its arguments are a JSON object. Text that looks like a
-    call and is none is content; only a call that is cut off at the answer's end is dropped. Methods raise ``TimeoutError``
-    if a pattern of the model's own template takes too long.
+    call and is none is content; only a call that is cut off at the answer's end is dropped. Methods
+    raise ``TimeoutError`` if a pattern of the model's own template takes too long.
     """
 
     def __init__(
