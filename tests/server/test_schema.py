@@ -231,10 +231,6 @@ def test_unsupported_fields(kind):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
-        ("structured_outputs", {"regex": "a"}),
-        ("guided_json", {}),
         ("modalities", ["text", "audio"]),
         ("service_tier", "flex"),
         ("store", True),

@@ -3,11 +3,17 @@
 A step is a sequence of up to five kinds of calls: ``ADMIT`` for requests whose slots need more than
 settings, ``COPY`` from snapshots to slots, the step of the bucket, ``COPY`` from slots to
 snapshots, then draws with extras and scores of prompts.
+
+A constrained row is drawn with a mask, which depends on the row's token in the step before. If that
+step is still in flight, the draws of this one are launched when it is collected: the device
+computes the layers meanwhile. As at most two steps are in flight, that is before any later step is
+launched, so no row waits for another one's mask.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import batched
 from typing import Any
@@ -22,6 +28,7 @@ from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan, St
 from jaxinfer.exec.compile.build import Compiled, Executables
 from jaxinfer.exec.compile.program import ADMIT, COPY, EXTRAS, FIRST, POOL, SCORE, Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
+from jaxinfer.exec.run.constraints import Constraints
 from jaxinfer.exec.run.in_flight import LOGGER, ExtrasCall, InFlight, Prepared, RowKey, row_results
 from jaxinfer.exec.run.token_board import TokenBoard
 from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
@@ -60,6 +67,9 @@ class Executor:
         self._state = state
         self._slots = slots
         self._requests: dict[int, Request] = {}  # of each slot
+        self._constraints = Constraints(program.mask_words)
+        self._in_flight: deque[InFlight] = deque()  # launched and not collected
+        self._every_token: dict[int, np.ndarray] = {}  # masks of rows without constraints
         rows = max(*(bucket.num_draws for bucket in limits.buckets), *program.extras_rows)
         self._board = TokenBoard.of_device(program.placement.device, rows)
         self._staging = BatchStaging.of_device(program.placement.device)
@@ -138,6 +148,7 @@ class Executor:
         """
         for new in plan.admissions:
             self._requests[new.slot] = new.request
+        self._constraints.admit(plan.admissions)
         prepared, failed = self._prepare_rows(plan)
         try:
             return self._launch_prepared(prepared, failed)
@@ -147,8 +158,12 @@ class Executor:
             raise _device_failed(plan, error) from error
 
     def collect(self, step: InFlight) -> StepResult:
-        """Wait for a launched step and read the results of its rows."""
+        """Wait for a launched step and read the results of its rows.
+
+        The tokens give the masks of the next step in flight, whose draws are launched first.
+        """
         plan = step.prepared.plan
+        assert self._in_flight and self._in_flight.popleft() is step, "not the oldest step"
         try:
             drawn = self._read(step.number, step.token_ids)
             redrawn = [self._read(call.number, call.output.token_ids) for call in step.extras]
@@ -158,7 +173,10 @@ class Executor:
         for call, tokens in zip(step.extras, redrawn, strict=True):
             for index, token_id in zip(call.rows, tokens.tolist(), strict=False):
                 token_ids[index] = (token_id,)
-        return StepResult(plan.step_id, row_results(step, token_ids))
+        errors = self._constraints.push(plan.rows, token_ids)
+        for following in self._in_flight:
+            self._draw_later(following)
+        return StepResult(plan.step_id, row_results(step, token_ids, errors | step.errors))
 
     def _prepare_rows(self, plan: StepPlan) -> tuple[Prepared, dict[RowKey, str]]:
         """Prepare a plan without the rows that cannot be prepared, and the errors of these."""
@@ -183,7 +201,7 @@ class Executor:
         with_extras = [
             index
             for index, (row, request) in enumerate(zip(rows, requests, strict=True))
-            if row.samples and request.sampling.needs_extras
+            if row.samples and (request.sampling.needs_extras or request.constraint is not None)
         ]
         settings = settings_of(requests[len(plan.decodes) :]) if prefills else NO_SETTINGS
         prepared = Prepared(
@@ -191,6 +209,7 @@ class Executor:
             requests,
             batch=pack(plan, self._layouts[plan.bucket], settings),
             extras=tuple(batched(with_extras, self._program.extras_rows[-1])),
+            is_constrained=any([requests[i].constraint is not None for i in with_extras]),
             needs_logprobs=any([requests[i].sampling.logprobs is not None for i in with_extras]),
         )
         return self._with_prompts(prepared) if prefills else prepared
@@ -220,7 +239,7 @@ class Executor:
         return pack_copies(pairs, self._program.rows_per_copy, self._program.limits.max_num_seqs)
 
     def _launch_prepared(self, prepared: Prepared, failed: dict[RowKey, str]) -> InFlight:
-        plan, bucket = prepared.plan, prepared.plan.bucket
+        bucket = prepared.plan.bucket
         place = self._next_place()
         prepared.batch[: len(place)] = place
         staged = self._staged(prepared.batch)
@@ -232,13 +251,6 @@ class Executor:
         self._read_later(output.token_ids, staged)
         for pairs in prepared.saves:
             self._copy(pairs)
-        extras = [
-            self._draw_with_extras(indices, [plan.rows[i] for i in indices])
-            for indices in prepared.extras
-        ]
-        if prepared.needs_logprobs:
-            for call in extras:
-                self._copy_to_host(call.output.logprobs)
         scores = pooled = None
         if prepared.targets is not None:
             name = f"{SCORE}{len(prepared.targets)}"
@@ -247,9 +259,35 @@ class Executor:
             name = f"{POOL}{bucket.num_prefill_tokens}"
             pooled = self._read_back(name, output.hidden, prepared.pools)
         # the hidden states, which are as large as a layer's, are released here
-        return InFlight(
-            prepared, output.token_ids, place[-1], tuple(extras), scores, failed, pooled
-        )
+        step = InFlight(prepared, output.token_ids, place[-1], [], scores, failed, pooled)
+        if not (prepared.is_constrained and self._in_flight):
+            self._draw_all_extras(step)
+        self._in_flight.append(step)
+        return step
+
+    def _draw_all_extras(self, step: InFlight) -> None:
+        """Launch the draws of a step's rows with extras; the masks of these rows are known."""
+        prepared, rows = step.prepared, step.prepared.plan.rows
+        for indices in prepared.extras:
+            call = self._draw_with_extras(indices, [rows[i] for i in indices])
+            step.extras.append(call)
+            if prepared.needs_logprobs:
+                self._copy_to_host(call.output.logprobs)
+
+    def _draw_later(self, step: InFlight) -> None:
+        """Launch the draws that waited for the tokens of the step before."""
+        if step.extras or not step.prepared.extras:
+            return
+        try:
+            self._draw_all_extras(step)
+        except Exception as error:
+            plan = step.prepared.plan
+            if not self._has_state():
+                raise _device_failed(plan, error) from error
+            logging.getLogger(LOGGER).exception("step %s", plan.step_id)
+            reason = f"step {plan.step_id} failed: {error}"
+            rows = (plan.rows[i] for indices in step.prepared.extras for i in indices)
+            step.errors.update({(row.request_id, row.epoch): reason for row in rows})
 
     def _admit(self, rows: np.ndarray) -> None:  # int32[A, ...]
         self._slots = self._by_name[ADMIT](self._slots, rows)
@@ -270,9 +308,17 @@ class Executor:
         wire[: len(place)] = place
         staged = self._staged(wire)
         draw = self._by_name[f"{EXTRAS}{count}"]
-        self._slots, output = draw(self._head, self._slots, staged)
+        self._slots, output = draw(self._head, self._slots, staged, self._masks(rows, count))
         self._read_later(output.token_ids, staged)
         return ExtrasCall(indices, output, place[-1])
+
+    def _masks(self, rows: Sequence[ScheduledSeq], count: int) -> np.ndarray:  # uint32[count, W]
+        """The masks of a call's rows."""
+        if any(self._requests[row.slot].constraint is not None for row in rows):
+            return self._constraints.masks(rows, count)
+        if count not in self._every_token:
+            self._every_token[count] = self._constraints.masks((), count)
+        return self._every_token[count]
 
     def _read_back(self, name: str, *arguments: Any) -> jax.Array:
         """Queue a call whose result only the host reads."""
