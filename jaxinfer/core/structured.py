@@ -18,6 +18,23 @@ FIELD = "structured_outputs"
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
+class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model marks its thoughts, which come before the answer. The form of the answer begins
+    after them, and the mark that ends them is forced after ``budget`` tokens.
+    """
+
+    begin: tuple[int, ...] = ()  # token ids of the mark; the answer may also have no thoughts
+    end: tuple[int, ...]
+    is_open: bool = False  # the prompt ends within the thoughts
+    budget: int | None = None  # tokens; None: no limit
+
+    def __post_init__(self) -> None:
+        if not self.end:
+            raise RequestError("thinking.end must have at least one token id")
+        if self.budget is not None and self.budget < 0:
+            raise RequestError(f"thinking.budget must be at least 0, got {self.budget}")
+
+
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """Exactly one of ``json`` (a schema), ``regex``, ``choice`` (texts), ``grammar`` (Lark or
     GBNF), ``json_object`` (any object) and ``structural_tag`` (tags whose contents have a schema).

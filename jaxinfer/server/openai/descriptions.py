@@ -66,6 +66,7 @@ REQUEST_FIELDS: Mapping[str, str] = MappingProxyType(
         "structured_outputs": "The form of the answer: exactly one of json (a schema), regex, "
         "choice, grammar (Lark or GBNF), json_object and structural_tag.",
         "temperature": "0 takes the most likely token.",
+        "thinking_token_budget": "Most tokens of the model's thoughts, which are then ended.",
         "timeout": "Seconds after which to give up with 408.",
         "tokens": "The token ids.",
         "tool_choice": "none, auto (the default with tools), required, or the function to call.",

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from msgspec import Meta
 
-from jaxinfer.core.request import WHOLE_BOUNDS
+from jaxinfer.core.request import INT32_MAX, WHOLE_BOUNDS
 from jaxinfer.server.openai.fields import (
     IGNORED,
     UNSUPPORTED,
@@ -40,7 +40,6 @@ CHAT_UNSUPPORTED: Neutral = MappingProxyType(
         "prediction": (None,),
         "service_tier": (None, "auto", "default"),
         "store": (None, False),
-        "thinking_token_budget": (None,),
         "verbosity": (None, "medium"),
         "web_search_options": (None,),
     }
@@ -127,6 +126,7 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=Tr
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
     reasoning_effort: str | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
 
     @property
     def template_variables(self) -> dict[str, Any]:

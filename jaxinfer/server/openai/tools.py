@@ -8,11 +8,17 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
+import msgspec
 import regex
 
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.structured import StructuredOutputsParams, Thinking
+from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.fields import field_error
 from jaxinfer.text.answers.formats import AnswerFormat
 from jaxinfer.text.answers.parser import AnswerParser
+from jaxinfer.text.answers.structure import calls_tag
+from jaxinfer.text.tokenizer import Tokenizer
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARACTERS = 256  # of a function
@@ -113,6 +119,49 @@ class AnswerReading:
     parallel: bool = True  # False: only the first call of an answer counts
     num_earlier_calls: int = 0  # in the messages
 
+    def constrained(
+        self, sampling: SamplingParams, choice: ToolChoice, budget: int | None, tokenizer: Tokenizer
+    ) -> SamplingParams:
+        """The sampling parameters of the answers: calls that are required are enforced, and forms
+        and the ``budget`` of thoughts follow the format's marks. Raises ``ApiError``.
+        """
+        structured, calls = sampling.structured_outputs, self.format.calls
+        if choice.mode == "required":
+            if structured is not None:
+                raise field_error(
+                    "tool_choice",
+                    "tool_choice requires a call, which has its own form; leave out "
+                    "response_format and structured_outputs",
+                )
+            if calls is None:
+                raise field_error(
+                    "tool_choice",
+                    f"calls in the form {self.format.name} cannot be required; use auto",
+                )
+            functions = list(choice.functions.values())
+            tag = calls_tag(calls, functions, parallel=self.parallel)
+            structured = StructuredOutputsParams.of({"structural_tag": tag})
+        # the marks of calls and thoughts may be special tokens
+        changed = {"structured_outputs": structured, "skip_special_tokens": False}
+        if budget is not None and not self.format.has_reasoning:
+            raise unknown_thoughts()
+        if structured is not None or budget is not None:
+            changed["thinking"] = self._thinking(budget, tokenizer)
+        return msgspec.structs.replace(sampling, **changed)
+
+    def _thinking(self, budget: int | None, tokenizer: Tokenizer) -> Thinking | None:
+        """The marks of thoughts in the answers; None if they have none."""
+        found = self.format
+        is_open = self.parser().in_reasoning
+        is_over = found.think_end in found.template.begun_answer(self.prompt)
+        if not found.think_end or (is_over and not is_open):
+            return None
+        encoded = [
+            tuple(tokenizer.encode(text, add_special_tokens=False))
+            for text in (found.think_begin, found.think_end)
+        ]
+        return Thinking(begin=encoded[0], end=encoded[1], is_open=is_open, budget=budget)
+
     def parser(self) -> AnswerParser:
         """A parser of one answer."""
         properties = {name: _properties(function) for name, function in self.tools.items()}
@@ -125,6 +174,15 @@ class AnswerReading:
             return form.replace("{name}", name).replace("{index}", index)
         digest = hashlib.sha256(f"{request_id} {choice} {number}".encode()).hexdigest()
         return digest[:ID_CHARACTERS]
+
+
+def unknown_thoughts() -> ApiError:
+    """The error for a budget of thoughts whose marks are not known."""
+    return field_error(
+        "thinking_token_budget",
+        "thinking_token_budget needs a model whose thoughts have known marks; start the server "
+        "with --reasoning-parser, or leave it out",
+    )
 
 
 def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:

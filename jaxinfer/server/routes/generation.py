@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-import msgspec
 from starlette.types import ASGIApp
 
+from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.version import VERSION
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.openai.chat_writer import ChatWriter
@@ -20,7 +20,7 @@ from jaxinfer.server.openai.fields import (
 )
 from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
 from jaxinfer.server.openai.structured import form_of
-from jaxinfer.server.openai.tools import AnswerReading, num_calls
+from jaxinfer.server.openai.tools import AnswerReading, num_calls, unknown_thoughts
 from jaxinfer.server.openai.writer import ResponseContext, Writer
 from jaxinfer.server.openai.writers import CompletionWriter, GenerateWriter
 from jaxinfer.server.routes.endpoint import Call, json_response
@@ -111,6 +111,24 @@ def _truncated(
     return prompt if len(prompt.token_ids) <= keep else Prompt(None, prompt.token_ids[-keep:])
 
 
+def _constrained(
+    call: Call,
+    sampling: SamplingParams,
+    request: ChatCompletionRequest,
+    reading: AnswerReading | None,
+) -> SamplingParams:
+    """The sampling parameters of a chat's answers."""
+    budget = request.thinking_token_budget
+    if reading is not None:
+        if request.chosen_tools.mode == "required":
+            call.form_field = "tools"
+        tokenizer = call.service.tokenizer
+        return reading.constrained(sampling, request.chosen_tools, budget, tokenizer)
+    if budget is not None:
+        raise unknown_thoughts()
+    return sampling
+
+
 async def _answer[R: GenerationFields](
     call: Call,
     request: R,
@@ -123,8 +141,8 @@ async def _answer[R: GenerationFields](
     if (form := form_of(request)) is not None:
         call.form_field = form.field
     sampling = limit_max_tokens(sampling, service.client.facts.max_new_tokens)
-    if reading is not None:  # the marks of calls and thoughts may be special tokens
-        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
+    if isinstance(request, ChatCompletionRequest):
+        sampling = _constrained(call, sampling, request, reading)
     prompts = [
         _truncated(service, prompt, request.truncate_prompt_tokens, sampling.max_tokens)
         for prompt in prompts

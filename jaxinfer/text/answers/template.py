@@ -151,8 +151,8 @@ def _anchor(where: str, entries: Mapping[str, Any], name: str) -> Anchor | None:
     listed = cast("list[Any]", texts) if isinstance(texts, list) else [texts]
     if not listed or not all(isinstance(one, str) and one for one in listed):
         raise _error(f"{where}.{name}", "must be text, or a list of texts, that is not empty")
-    longest_first = sorted(listed, key=len, reverse=True)
-    grows = any(one != other and one.startswith(other) for one in listed for other in listed)
+    longest_first = sorted(map(str, listed), key=len, reverse=True)
+    grows = any(a != b and a.startswith(b) for a in longest_first for b in longest_first)
     joined = "|".join(map(regex.escape, longest_first))
     return Anchor(_compiled(where, joined), is_final=not grows)
 

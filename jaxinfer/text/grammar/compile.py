@@ -60,6 +60,7 @@ class ConstraintCompiler:
             eos_token_ids=self._eos_token_ids,
             avoids_end=sampling.ignore_eos,
             vocab_size=self._vocab_size,
+            thinking=sampling.thinking,
         )
 
     def _grammar(self, params: StructuredOutputsParams) -> Grammar:
