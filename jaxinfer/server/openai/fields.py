@@ -29,7 +29,7 @@ from jaxinfer.core.request import (
     SamplingParams,
 )
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.structured import GrammarText, ResponseFormat, form_of
+from jaxinfer.server.openai.structured import GUIDED, Form, GrammarText, ResponseFormat, form_of
 
 # In Python $ also matches before a final newline, in JSON Schema it does not: hence the lookahead.
 TOKEN_ID_TEXT = "^[0-9]{1,10}$(?![^0-9])"
@@ -186,6 +186,12 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
         """The number of tokens that the request itself sets, or None."""
         return None if self.max_tokens is None else RequestedTokens("max_tokens", self.max_tokens)
 
+    def form(self) -> Form | None:
+        """The form of the answer, None for plain text; raises ``ApiError``."""
+        guided = {name: getattr(self, name) for name in GUIDED}
+        pattern = self.guided_whitespace_pattern
+        return form_of(self.response_format, self.structured_outputs, guided, pattern)
+
     def num_logprobs(self) -> int | None:
         """``SamplingParams.logprobs``."""
         return None
@@ -217,7 +223,7 @@ def to_sampling(
         if count is not None and count > max_logprobs:
             raise field_error(name, f"{name} must be at most {max_logprobs} here, got {count}")
     given = {name: getattr(request, name) for name in _SAME}
-    form = form_of(request)
+    form = request.form()
     return msgspec.structs.replace(
         defaults,
         max_tokens=request.output_limit(),

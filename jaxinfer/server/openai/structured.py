@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -12,9 +12,6 @@ from msgspec import Meta
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.structured import FIELD, MAX_GRAMMAR_BYTES, StructuredOutputsParams
 from jaxinfer.server.http.errors import ApiError
-
-if TYPE_CHECKING:
-    from jaxinfer.server.openai.fields import GenerationFields
 
 GrammarText = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
 
@@ -45,7 +42,7 @@ class Form(NamedTuple):
     field: str
 
 
-_GUIDED: Mapping[str, str] = MappingProxyType(
+GUIDED: Mapping[str, str] = MappingProxyType(
     {
         "guided_json": "json",
         "guided_regex": "regex",
@@ -56,27 +53,28 @@ _GUIDED: Mapping[str, str] = MappingProxyType(
 _FORMATS = "text, json_object, json_schema and structural_tag"
 
 
-def form_of(request: GenerationFields) -> Form | None:
+def form_of(
+    response_format: ResponseFormat | None,
+    structured_outputs: Mapping[str, Any] | None,
+    guided: Mapping[str, Any],  # the fields of ``GUIDED``
+    whitespace_pattern: str | None,
+) -> Form | None:
     """The form that a request's fields set, None for plain text; raises ``ApiError``."""
-    given = [
-        name for name in (*_GUIDED, FIELD, "response_format") if getattr(request, name) is not None
-    ]
-    if request.response_format is not None and request.response_format.type == "text":
-        given.remove("response_format")
+    if response_format is not None and response_format.type == "text":
+        response_format = None
+    named = {**guided, FIELD: structured_outputs, "response_format": response_format}
+    given = [name for name, value in named.items() if value is not None]
     if not given:
         return None
     field = given[0]
     if len(given) > 1:
         raise ApiError(400, f"{given[1]} and {field} are both set; leave one out", param=given[1])
-    fields: dict[str, Any] = {}
-    if field == "response_format":
-        assert request.response_format is not None
-        field, fields = _of_format(request.response_format)
-    elif field == FIELD:
-        fields = request.structured_outputs or {}
+    if response_format is not None:
+        field, fields = _of_format(response_format)
+    elif structured_outputs is not None:
+        fields = structured_outputs
     else:
-        fields = {_GUIDED[field]: getattr(request, field)}
-        fields["whitespace_pattern"] = request.guided_whitespace_pattern
+        fields = {GUIDED[field]: guided[field], "whitespace_pattern": whitespace_pattern}
     try:
         params = StructuredOutputsParams.of(fields)
     except RequestError as error:

@@ -19,7 +19,6 @@ from jaxinfer.server.openai.fields import (
     to_sampling,
 )
 from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
-from jaxinfer.server.openai.structured import form_of
 from jaxinfer.server.openai.tools import AnswerReading, num_calls, unknown_thoughts
 from jaxinfer.server.openai.writer import ResponseContext, Writer
 from jaxinfer.server.openai.writers import CompletionWriter, GenerateWriter
@@ -138,7 +137,7 @@ async def _answer[R: GenerationFields](
 ) -> ASGIApp:
     service, config = call.service, call.service.config
     sampling = to_sampling(request, service.loaded.defaults, max_logprobs=config.max_logprobs)
-    if (form := form_of(request)) is not None:
+    if (form := request.form()) is not None:
         call.form_field = form.field
     sampling = limit_max_tokens(sampling, service.client.facts.max_new_tokens)
     if isinstance(request, ChatCompletionRequest):

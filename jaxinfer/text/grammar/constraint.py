@@ -15,7 +15,7 @@ from jaxinfer.core.structured import Thinking
 from jaxinfer.text.grammar.thinking import ThoughtTracker
 
 NUM_REHEARSALS = 2
-REHEARSED_TOKENS = 24
+REHEARSED_TOKENS = 64
 
 
 class Grammar:

@@ -9,8 +9,6 @@ from urllib.parse import unquote
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.structured import FIELD, MAX_SCHEMA_DEPTH
 
-_SCALARS = frozenset(("string", "number", "integer", "boolean", "null"))
-
 
 def check_schema(schema: Any) -> None:
     """Raise ``RequestError`` for a schema nested too deeply, or one that no finite text fits."""
@@ -77,7 +75,7 @@ class _Endings:
         types = schema.get("type")
         kinds = [types] if isinstance(types, str) else _listed(types)
         # without a type a string fits, whatever the other keywords demand
-        if not kinds or not _SCALARS.isdisjoint(kind for kind in kinds if isinstance(kind, str)):
+        if not kinds or any(kind not in ("object", "array") for kind in kinds):
             return True
         return ("object" in kinds and self._object_ends(schema)) or (
             "array" in kinds and self._array_ends(schema)

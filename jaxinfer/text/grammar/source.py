@@ -16,6 +16,7 @@ from jaxinfer.text.grammar.trial import may_be_slow, try_to_compile
 # Spaces, tabs and newlines between the parts of JSON: enough for indented text, but bounded, since
 # a model that prefers spaces to the next value would otherwise continue to max_tokens.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+_UNSUPPORTED = "Unimplemented keys: ["  # llguidance's words, before a list of names
 MAX_MESSAGE = 300  # characters of llguidance's explanation that an error repeats
 
 
@@ -125,5 +126,6 @@ def _number(text: str) -> int | float:
 
 def unusable(kind: str, reason: str) -> RequestError:
     """The error for a grammar that llguidance refuses for this reason."""
+    reason = reason.replace(_UNSUPPORTED, "its keywords are not supported: ").replace('"]', '"')
     words = " ".join(reason.partition("\n<state>")[0].split())
     return RequestError(f"{FIELD}.{kind} cannot be used: {words[:MAX_MESSAGE]}")
