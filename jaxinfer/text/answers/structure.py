@@ -36,12 +36,10 @@ def _call(calls: CallText, function: Mapping[str, Any]) -> dict[str, Any]:
     schema = function.get("parameters") or {}
     number = [_NUMBER, *_constant(rest)] if index else []
     arguments = _tags(calls, schema) if calls.style == "tags" else [_json(schema)]
-    return {
-        "type": "tag",
-        "begin": begin,
-        "content": _sequence(number, arguments),
-        "end": calls.end,
-    }
+    parts, end = [*number, *arguments], calls.end
+    if not parts:  # tags without arguments: a tag must have a content
+        parts, end = _constant(end), ""
+    return {"type": "tag", "begin": begin, "content": _sequence(parts), "end": end}
 
 
 def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,6 +86,4 @@ def _constant(text: str) -> list[dict[str, Any]]:
 
 def _sequence(*parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     elements = [dict(one) for part in parts for one in part]
-    if not elements:  # a function without arguments
-        return {"type": "regex", "pattern": ""}
     return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}

@@ -85,7 +85,6 @@ class Constraint:
     """Everything that limits the tokens of a request; see ``core.constraint``."""
 
     grammar: Grammar | None
-    starts_after: tuple[int, ...]  # the grammar holds after these tokens
     allowed: np.ndarray | None  # uint32[W]
     bad_words: tuple[tuple[int, ...], ...]  # token ids, none of which may be completed
     eos_token_ids: tuple[int, ...]  # of the model; not allowed before the grammar begins
@@ -119,13 +118,13 @@ class SequenceFilter:
 
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
-        self._last: tuple[int, ...] = ()  # as many as bad words or ``starts_after`` look at
-        self._num_kept = max(constraint.longest_word - 1, len(constraint.starts_after))
+        self._last: tuple[int, ...] = ()  # as many as bad words look at
+        self._num_kept = max(constraint.longest_word - 1, 0)
         self._matcher: Any = None  # set where the grammar begins
         self._is_at_start = False
         thinking = constraint.thinking
         self._thoughts = None if thinking is None else ThoughtTracker(thinking)
-        if not constraint.starts_after and not (thinking and thinking.is_open):
+        if not (thinking and thinking.is_open):
             self._begin_grammar()
 
     def push(self, token_id: int) -> None:
@@ -144,11 +143,10 @@ class SequenceFilter:
                 if thoughts is None or thoughts.opening is None:
                     raise ValueError(_reason(self._matcher))
                 self._matcher = None  # only thoughts begin like this
+        elif thoughts is not None and thoughts.is_over and self._constraint.grammar is not None:
+            raise ValueError("the answer has begun like thoughts and gone on without them")
         if self._num_kept:
             self._last = (*self._last, token_id)[-self._num_kept :]
-            awaited = self._constraint.starts_after
-            if self._matcher is None and awaited and self._last[-len(awaited) :] == awaited:
-                self._begin_grammar()
 
     def fill(self, mask: np.ndarray) -> None:  # uint32[W]
         """Write the mask of the next token; raises ``ValueError`` if no token is allowed."""
