@@ -9,7 +9,6 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
-from jaxinfer.core.request import FinishReason
 from jaxinfer.server.http.errors import ERROR_TYPES, ApiError
 from jaxinfer.server.openai import responses
 from jaxinfer.server.openai.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS
@@ -101,7 +100,7 @@ def test_answers_fit():
     choice = responses.ChatChoice(
         index=0,
         message=responses.ChatMessage(role="assistant", content="a"),
-        finish_reason=FinishReason.STOP,
+        finish_reason=responses.ChatFinishReason.STOP,
         token_ids=[1],
     )
     answer = responses.ChatCompletion(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -139,6 +140,19 @@ def test_special_tokens_are_left_out() -> None:
     call = WRITERS["hermes"](MESSAGES["text and call"])
     parser = AnswerParser(template_of("hermes"), "", hidden=hidden)
     assert read(parser, [call]) == MESSAGES["text and call"]
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45"])
+@pytest.mark.parametrize("before", ["", "<think>", "<tool_call>"])
+def test_endless_white_space_takes_little_time(name: str, before: str) -> None:
+    """Models get caught in such loops; the time for a run is about linear in its length."""
+    parser, start = AnswerParser(template_of(name), ""), time.process_time()
+    parser.feed(before)
+    for _ in range(1000):
+        parser.feed("\n" * 10)
+    found = [*parser.feed("x"), *parser.finish()]
+    assert "x" in found[0][0]
+    assert time.process_time() - start < 2.0  # 0.1; with a search at each position above 30
 
 
 FOUND = {

@@ -283,6 +283,8 @@ def _complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequenc
         for form in properties["tools"]["anyOf"]:
             if form["type"] == "array":
                 form |= {"items": _tool(), "maxItems": MAX_TOOLS}
+    if "tool_choice" in properties:
+        properties["tool_choice"]["anyOf"] = _tool_choices()
     if models:
         properties["model"]["anyOf"][0]["enum"] = list(models)
     for name in properties.keys() - set(schema["required"]):
@@ -346,6 +348,13 @@ def _tool() -> dict[str, Any]:
     fields = {"name": name, "description": text, "parameters": parameters}
     function = _object(fields, "name")
     return _object({"type": {"const": "function"}, "function": function}, "type", "function")
+
+
+def _tool_choices() -> list[dict[str, Any]]:
+    """The forms of ``tool_choice``; required ones need tools."""
+    function = _object({"name": {"type": "string"}}, "name")
+    named = _object({"type": {"const": "function"}, "function": function}, "type", "function")
+    return [{"enum": ["none", "auto", "required"]}, named]
 
 
 def _bound_token_ids(schema: Any, last: int) -> None:

@@ -158,6 +158,10 @@ def _anchor(where: str, entries: Mapping[str, Any], name: str) -> Anchor | None:
 
 
 def _compiled(where: str, pattern: str) -> regex.Pattern[str]:
+    if pattern.startswith(r"\s*"):
+        # such a match begins where the search does, or where a run of white space does: other
+        # positions need not be tried, which took time quadratic in the length of a run
+        pattern = rf"(?:\G|(?<!\s)){pattern}"
     try:
         return regex.compile(pattern, regex.DOTALL)
     except regex.error as error:
