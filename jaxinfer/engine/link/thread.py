@@ -49,7 +49,7 @@ class _Compiled(NamedTuple):
     """A submission and the future of its constraint, which has been compiled or refused."""
 
     submission: Submission
-    constraint: Future[Constraint | None]
+    constraint: Future[Any]  # a ``Constraint``
 
 
 class _Change(NamedTuple):

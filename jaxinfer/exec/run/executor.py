@@ -136,7 +136,7 @@ class Executor:
                     pools = np.zeros(limits.max_num_seqs, np.int32) if limits.pools else None
                     prepared = msgspec.structs.replace(prepared, targets=targets, pools=pools)
                 step = self._launch_prepared(prepared, {})
-                self.collect(step)
+                self._tokens_of(step)
                 jax.block_until_ready((step.scores, step.pooled))
 
     def launch(self, plan: StepPlan) -> InFlight:
@@ -151,19 +151,29 @@ class Executor:
         self._constraints.admit(plan.admissions)
         prepared, failed = self._prepare_rows(plan)
         try:
-            return self._launch_prepared(prepared, failed)
+            step = self._launch_prepared(prepared, failed)
         except Exception as error:
             if self._has_state():
                 raise
             raise _device_failed(plan, error) from error
+        self._in_flight.append(step)
+        return step
 
     def collect(self, step: InFlight) -> StepResult:
         """Wait for a launched step and read the results of its rows.
 
         The tokens give the masks of the next step in flight, whose draws are launched first.
         """
+        assert self._in_flight.popleft() is step, "steps are collected in the order of launch"
+        token_ids, rows = self._tokens_of(step), step.prepared.plan.rows
+        errors = self._constraints.push(rows, token_ids) | step.errors
+        if self._in_flight:
+            self._draw_later(self._in_flight[0])
+        return StepResult(step.prepared.plan.step_id, row_results(step, token_ids, errors))
+
+    def _tokens_of(self, step: InFlight) -> list[tuple[int, ...]]:
+        """Wait for the tokens of a launched step; returns those of each row, padding included."""
         plan = step.prepared.plan
-        assert self._in_flight and self._in_flight.popleft() is step, "not the oldest step"
         try:
             drawn = self._read(step.number, step.token_ids)
             redrawn = [self._read(call.number, call.output.token_ids) for call in step.extras]
@@ -173,10 +183,7 @@ class Executor:
         for call, tokens in zip(step.extras, redrawn, strict=True):
             for index, token_id in zip(call.rows, tokens.tolist(), strict=False):
                 token_ids[index] = (token_id,)
-        errors = self._constraints.push(plan.rows, token_ids)
-        for following in self._in_flight:
-            self._draw_later(following)
-        return StepResult(plan.step_id, row_results(step, token_ids, errors | step.errors))
+        return token_ids
 
     def _prepare_rows(self, plan: StepPlan) -> tuple[Prepared, dict[RowKey, str]]:
         """Prepare a plan without the rows that cannot be prepared, and the errors of these."""
@@ -262,7 +269,6 @@ class Executor:
         step = InFlight(prepared, output.token_ids, place[-1], [], scores, failed, pooled)
         if not (prepared.is_constrained and self._in_flight):
             self._draw_all_extras(step)
-        self._in_flight.append(step)
         return step
 
     def _draw_all_extras(self, step: InFlight) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.structured import FIELD, StructuredOutputsParams
@@ -73,7 +74,8 @@ def main() -> None:
         sys.stdout.write(messages[0])
         return
     # an unknown special token, which only the real vocabulary has, is no reason
-    llguidance.LLMatcher(llguidance.LLTokenizer(_Bytes()), source, log_level=0)
+    vocabulary: Any = _Bytes()
+    llguidance.LLMatcher(llguidance.LLTokenizer(vocabulary), source, log_level=0)
 
 
 if __name__ == "__main__":
