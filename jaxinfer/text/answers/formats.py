@@ -22,7 +22,16 @@ NONE = "none"  # the name of no parser
 # before hermes, whose marks it has too.
 FORMATS = (
     *("openai", "gemma4", "functiongemma", "kimi_k2", "deepseek_v32", "deepseek_v3"),
-    *("deepseek_v31", "mistral", "qwen3_coder", "glm45", "hermes", "llama3_json", "pythonic"),
+    *(
+        "deepseek_v31",
+        "mistral_v11",
+        "mistral",
+        "qwen3_coder",
+        "glm45",
+        "hermes",
+        "llama3_json",
+        "pythonic",
+    ),
     "think",
 )
 _TOOL_ALIASES: Mapping[str, str] = MappingProxyType(
