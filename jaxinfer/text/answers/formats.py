@@ -123,9 +123,9 @@ def answer_format(
     """
     found = _found(chat_template)
     if response_template is not None:
-        calls = None if found is None else found.calls
-        template = read_template(response_template)
-        found = AnswerFormat("response_template", template, calls)
+        name, template = "response_template", read_template(response_template)
+        # its marks are patterns, so those that a grammar writes are the found format's
+        found = replace(found or AnswerFormat(name, template), name=name, template=template)
     if tool_call_parser == NONE:
         found = None if found is None else found.without_calls()
     elif tool_call_parser is not None:
@@ -136,11 +136,6 @@ def answer_format(
         thoughts = _read(_known(reasoning_parser, _REASONING_ALIASES, "reasoning_parser"))
         found = thoughts if found is None else _with_reasoning(found, thoughts)
     return found if found is not None and (found.has_calls or found.has_reasoning) else None
-
-
-def parser_names() -> tuple[str, ...]:
-    """The names of all formats, without aliases."""
-    return FORMATS
 
 
 def _found(chat_template: str) -> AnswerFormat | None:
