@@ -163,7 +163,13 @@ def test_models_are_named():
 
 
 # rules that no JSON schema without conditions can express
-ACROSS_FIELDS = ("stream_options", "prompt_logprobs", "truncate_prompt_tokens", "top_logprobs")
+ACROSS_FIELDS = (
+    "tool_choice",
+    "stream_options",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "top_logprobs",
+)
 ACROSS_FIELDS += ("max_tokens", "best_of", "prompt", "n")
 
 

@@ -10,7 +10,6 @@ from jaxinfer.text.answers.formats import CallText
 from jaxinfer.text.answers.values import types_of
 
 _INDEX = "{index}"  # the number of a call
-_NUMBER = {"type": "regex", "pattern": "[0-9]{1,4}"}
 
 
 def calls_tag(
@@ -34,7 +33,7 @@ def _call(calls: CallText, function: Mapping[str, Any]) -> dict[str, Any]:
     """The tag of a call of one function."""
     begin, index, rest = calls.begin.replace("{name}", function["name"]).partition(_INDEX)
     schema = function.get("parameters") or {}
-    number = [_NUMBER, *_constant(rest)] if index else []
+    number = [{"type": "regex", "pattern": "[0-9]{1,4}"}, *_constant(rest)] if index else []
     arguments = _tags(calls, schema) if calls.style == "tags" else [_json(schema)]
     parts, end = [*number, *arguments], calls.end
     if not parts:  # tags without arguments: a tag must have a content
