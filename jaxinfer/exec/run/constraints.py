@@ -36,6 +36,7 @@ class Constraints:
     def __init__(self, num_words: int) -> None:
         self.num_words = num_words  # W: words of a mask
         self._slots: dict[int, _Followed] = {}
+        self._every_token: dict[int, np.ndarray] = {}  # uint32[count, W] of ones, by count
 
     def admit(self, admissions: Sequence[SlotAdmission]) -> None:
         """Follow the sequences that get slots; a preempted one continues after its tokens."""
@@ -53,12 +54,26 @@ class Constraints:
                 followed.error = _reported(followed.key, error)
 
     def masks(self, rows: Sequence[ScheduledSeq], count: int) -> np.ndarray:  # uint32[count, W]
-        """The masks of rows that draw next, and of padding; all tokens for rows without filter."""
-        masks = np.full((count, self.num_words), ALL_TOKENS, np.uint32)
-        for row, mask in zip(rows, masks, strict=False):
-            followed = self._of(row)
-            if followed is None or followed.error or followed.filter is None:
+        """The masks of rows that draw next, and of padding; all tokens for rows without filter.
+
+        The array must not be changed.
+        """
+        every_token = self._every_token.get(count)
+        if every_token is None:
+            every_token = np.full((count, self.num_words), ALL_TOKENS, np.uint32)
+            self._every_token[count] = every_token
+        constrained = [
+            (index, followed)
+            for index, row in enumerate(rows)
+            if (followed := self._of(row)) is not None
+        ]
+        if not constrained:
+            return every_token
+        masks = every_token.copy()
+        for index, followed in constrained:
+            if followed.error or followed.filter is None:
                 continue
+            mask = masks[index]
             try:
                 followed.filter.fill(mask)
             except Exception as error:

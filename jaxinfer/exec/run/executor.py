@@ -29,10 +29,18 @@ from jaxinfer.exec.compile.build import Compiled, Executables
 from jaxinfer.exec.compile.program import ADMIT, COPY, EXTRAS, FIRST, POOL, SCORE, Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.constraints import Constraints
-from jaxinfer.exec.run.in_flight import LOGGER, ExtrasCall, InFlight, Prepared, RowKey, row_results
+from jaxinfer.exec.run.in_flight import (
+    LOGGER,
+    ExtrasCall,
+    InFlight,
+    Prepared,
+    RowKey,
+    only_rows,
+    row_results,
+    tokens_of_rows,
+)
 from jaxinfer.exec.run.token_board import TokenBoard
 from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
-from jaxinfer.exec.step.drafts import NO_TOKEN
 from jaxinfer.exec.step.extras import pack_extras, pack_pooled, pack_targets
 from jaxinfer.exec.step.forward import StepOutput, flat_params
 from jaxinfer.exec.step.slots import (
@@ -69,7 +77,6 @@ class Executor:
         self._requests: dict[int, Request] = {}  # of each slot
         self._constraints = Constraints(program.mask_words)
         self._in_flight: deque[InFlight] = deque()  # launched and not collected
-        self._every_token: dict[int, np.ndarray] = {}  # masks of rows without constraints
         rows = max(*(bucket.num_draws for bucket in limits.buckets), *program.extras_rows)
         self._board = TokenBoard.of_device(program.placement.device, rows)
         self._staging = BatchStaging.of_device(program.placement.device)
@@ -179,7 +186,7 @@ class Executor:
             redrawn = [self._read(call.number, call.output.token_ids) for call in step.extras]
         except Exception as error:
             raise _device_failed(plan, error) from error
-        token_ids = _tokens_of_rows(drawn.tolist(), plan)
+        token_ids = tokens_of_rows(drawn.tolist(), plan)
         for call, tokens in zip(step.extras, redrawn, strict=True):
             for index, token_id in zip(call.rows, tokens.tolist(), strict=False):
                 token_ids[index] = (token_id,)
@@ -193,14 +200,14 @@ class Executor:
             failed: dict[RowKey, str] = {}
             for row in plan.rows:
                 try:
-                    self._prepare(_only(plan, {(row.request_id, row.epoch)}))
+                    self._prepare(only_rows(plan, {(row.request_id, row.epoch)}))
                 except Exception as error:
                     failed[row.request_id, row.epoch] = f"the request cannot be prepared: {error}"
                     logging.getLogger(LOGGER).exception("request %s", row.request_id)
             if not failed:
                 raise
         others = {(row.request_id, row.epoch) for row in plan.rows} - failed.keys()
-        return self._prepare(_only(plan, others)), failed
+        return self._prepare(only_rows(plan, others)), failed
 
     def _prepare(self, plan: StepPlan) -> Prepared:
         rows, prefills = plan.rows, plan.prefills
@@ -314,17 +321,10 @@ class Executor:
         wire[: len(place)] = place
         staged = self._staged(wire)
         draw = self._by_name[f"{EXTRAS}{count}"]
-        self._slots, output = draw(self._head, self._slots, staged, self._masks(rows, count))
+        masks = self._constraints.masks(rows, count)
+        self._slots, output = draw(self._head, self._slots, staged, masks)
         self._read_later(output.token_ids, staged)
         return ExtrasCall(indices, output, place[-1])
-
-    def _masks(self, rows: Sequence[ScheduledSeq], count: int) -> np.ndarray:  # uint32[count, W]
-        """The masks of a call's rows."""
-        if any(self._requests[row.slot].constraint is not None for row in rows):
-            return self._constraints.masks(rows, count)
-        if count not in self._every_token:
-            self._every_token[count] = self._constraints.masks((), count)
-        return self._every_token[count]
 
     def _read_back(self, name: str, *arguments: Any) -> jax.Array:
         """Queue a call whose result only the host reads."""
@@ -392,27 +392,6 @@ class Executor:
         program, limits = self._program, self._program.limits
         empty = empty_rows(program.rows_per_admit, limits.max_num_seqs, limits.max_model_len)
         return slot_rows(admissions, empty, program.model.config.vocab_size)
-
-
-def _tokens_of_rows(drawn: list[int], plan: StepPlan) -> list[tuple[int, ...]]:
-    """The tokens of each row of the plan; ``drawn`` are those of all rows, padding included."""
-    num_decodes, bucket = len(plan.decodes), plan.bucket
-    prefills = [(token_id,) for token_id in drawn[bucket.num_decode_tokens :]]
-    if bucket.query_tokens == 1:
-        return [(token_id,) for token_id in drawn[:num_decodes]] + prefills
-    rows = batched(drawn[: num_decodes * bucket.query_tokens], bucket.query_tokens)
-    return [tuple([one for one in row if one != NO_TOKEN]) for row in rows] + prefills
-
-
-def _only(plan: StepPlan, rows: set[RowKey]) -> StepPlan:
-    """The plan with only these rows."""
-    request_ids = {request_id for request_id, _ in rows}
-    return msgspec.structs.replace(
-        plan,
-        admissions=tuple(a for a in plan.admissions if a.request.request_id in request_ids),
-        decodes=tuple(row for row in plan.decodes if (row.request_id, row.epoch) in rows),
-        prefills=tuple(row for row in plan.prefills if (row.request_id, row.epoch) in rows),
-    )
 
 
 def _device_failed(plan: StepPlan, error: Exception) -> EngineError:

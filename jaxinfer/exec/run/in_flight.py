@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, batched
 from math import isfinite
 from types import MappingProxyType
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, TokenLogprobs
+from jaxinfer.exec.step.drafts import NO_TOKEN
 from jaxinfer.exec.step.extras import ExtrasOutput
 from jaxinfer.exec.step.sampling import NOT_FINITE, Logprobs, read_logprobs
 
@@ -68,6 +69,27 @@ class InFlight(msgspec.Struct, frozen=True, gc=False):
     failed: dict[RowKey, str]  # the errors of rows that could not be prepared
     pooled: jax.Array | None = None  # float32[S, D] of the rows that pool
     errors: dict[RowKey, str] = msgspec.field(default_factory=dict)  # of rows not drawn with extras
+
+
+def tokens_of_rows(drawn: list[int], plan: StepPlan) -> list[tuple[int, ...]]:
+    """The tokens of each row of the plan; ``drawn`` are those of all rows, padding included."""
+    num_decodes, bucket = len(plan.decodes), plan.bucket
+    prefills = [(token_id,) for token_id in drawn[bucket.num_decode_tokens :]]
+    if bucket.query_tokens == 1:
+        return [(token_id,) for token_id in drawn[:num_decodes]] + prefills
+    rows = batched(drawn[: num_decodes * bucket.query_tokens], bucket.query_tokens)
+    return [tuple([one for one in row if one != NO_TOKEN]) for row in rows] + prefills
+
+
+def only_rows(plan: StepPlan, rows: set[RowKey]) -> StepPlan:
+    """The plan with only these rows."""
+    request_ids = {request_id for request_id, _ in rows}
+    return msgspec.structs.replace(
+        plan,
+        admissions=tuple(a for a in plan.admissions if a.request.request_id in request_ids),
+        decodes=tuple(row for row in plan.decodes if (row.request_id, row.epoch) in rows),
+        prefills=tuple(row for row in plan.prefills if (row.request_id, row.epoch) in rows),
+    )
 
 
 def row_results(
