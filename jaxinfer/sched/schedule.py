@@ -32,11 +32,20 @@ from jaxinfer.sched.state import (
     Draft,
     ScheduleOutput,
     SchedulerState,
+    all_preempted,
     initial_state,
     without_prefixes,
 )
 
-__all__ = ["ScheduleOutput", "SchedulerState", "initial_state", "schedule", "without_prefixes"]
+__all__ = [
+    "ScheduleOutput",
+    "SchedulerState",
+    "all_preempted",
+    "initial_state",
+    "schedule",
+    "settle",
+    "without_prefixes",
+]
 
 
 def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerState, ScheduleOutput]:
@@ -46,6 +55,19 @@ def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerStat
     and report it later as ``StepDone`` or ``StepFailed``, in launch order; any number may be in
     flight. Raises ``EngineError`` if a report does not fit the oldest step in flight.
     """
+    draft = _applied(state, events)
+    step = choose_step(draft)
+    output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates))
+    return draft.finish(), output
+
+
+def settle(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerState, ScheduleOutput]:
+    """``schedule`` without a step: apply ``events`` only."""
+    draft = _applied(state, events)
+    return draft.finish(), ScheduleOutput(None, tuple(draft.events), tuple(draft.duplicates))
+
+
+def _applied(state: SchedulerState, events: Items[Event]) -> Draft:
     draft = Draft(state)
     for event in events:
         match event:
@@ -58,6 +80,4 @@ def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerStat
             case Abort():  # an id that is unknown or has ended is ignored
                 if event.request_id in draft.orders:
                     draft.end(event.request_id, event.reason)
-    step = choose_step(draft)
-    output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates))
-    return draft.finish(), output
+    return draft

@@ -302,8 +302,8 @@ def test_an_open_stream_is_not_given_other_weights(llm: LLM) -> None:
     stream = llm.stream([Prompt(None, tuple(PROMPT))], [GREEDY])
     next(stream)
     before = llm.model.params
-    for change in (lambda: llm.update_weights(before), llm.reset_prefix_cache):
-        with pytest.raises(EngineError, match="requests are open; finish or abort them"):
+    for change in (lambda: llm.update_weights(before), llm.reset_prefix_cache, llm.sleep):
+        with pytest.raises(EngineError, match="requests are open; finish or close the stream"):
             change()
     stream.close()
     llm.update_weights(with_larger_down(before))

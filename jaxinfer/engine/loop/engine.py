@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from jaxinfer.core.config import Limits
-from jaxinfer.core.errors import EngineError, RequestError
+from jaxinfer.core.errors import ArgumentError, EngineError, RequestError
 from jaxinfer.core.request import FinishReason, Request, SamplingParams, check_identity
 from jaxinfer.core.step import Abort, Arrive, Event, TokenEvent
 from jaxinfer.engine.facts import (
@@ -24,44 +23,16 @@ from jaxinfer.engine.facts import (
     resolved_max_tokens,
 )
 from jaxinfer.engine.loop.late_compiles import LateCompiles
-from jaxinfer.engine.loop.loop import LOGGER, EngineLoop, StepExecutor
+from jaxinfer.engine.loop.loop import LOGGER, EngineLoop, Iteration, StepExecutor
 from jaxinfer.engine.loop.processor import SequenceProcessor
 from jaxinfer.engine.loop.timeline import Timeline
+from jaxinfer.engine.loop.weights import SLEEP_TAGS, Weights
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta
 
 if TYPE_CHECKING:
-    from jaxinfer.models.base import Model, Params
+    from jaxinfer.models.base import Params
     from jaxinfer.text.tokenizer import Tokenizer
-
-
-class Weights(Protocol):
-    """The weights of an engine: ``engine.start.weights.EngineWeights``."""
-
-    @property
-    def model(self) -> Model:
-        """The model without weights."""
-        ...
-
-    @property
-    def params(self) -> Params:
-        """The weights that steps read now; not a copy."""
-        ...
-
-    @property
-    def generation_config(self) -> Mapping[str, Any]:
-        """The generation_config.json of the model that the engine was built from."""
-        ...
-
-    def prepared(self, given: Params | str | Path) -> Params:
-        """New weights on the device, from a tree or a model's files; raises a ``JaxinferError``
-        if they do not fit. May be called on any thread.
-        """
-        ...
-
-    def replace(self, params: Params) -> None:
-        """Let later steps read these weights, which ``prepared`` returned."""
-        ...
 
 
 class Engine:
@@ -95,6 +66,8 @@ class Engine:
         self._children: dict[str, tuple[str, ...]] = {}  # unfinished sequences of each request
         self._timeline = Timeline()
         self._late_compiles = LateCompiles()
+        self.weight_version = 0  # raised by every change of weights
+        self.asleep: tuple[str, ...] = ()  # what is not on the device, of ``SLEEP_TAGS``
         self._failure: EngineError | None = None
 
     @property
@@ -174,10 +147,17 @@ class Engine:
 
     def step(self) -> News:
         """One iteration of the loop: schedule and launch a step, return the news."""
+        return self._iterate(self._loop.iterate)
+
+    def drain(self) -> News:
+        """Wait for the steps in flight without launching another; requests stay open."""
+        return self._iterate(self._loop.drain)
+
+    def _iterate(self, iterate: Callable[[tuple[Event, ...]], Iteration]) -> News:
         events, self._pending = tuple(self._pending), []
         try:
             with self._late_compiles:
-                iteration = self._loop.iterate(events)
+                iteration = iterate(events)
                 steps, newly_started = self._timeline.record(iteration)
                 started = self._parents_of(newly_started)  # before an event can end one of them
                 processed = [self._process(event) for event in iteration.events]
@@ -199,25 +179,68 @@ class Engine:
     def replace_weights(self, params: Params) -> None:
         """Let later steps read weights that ``weights.prepared`` returned, and forget all prefixes.
 
-        Raises ``EngineError`` if requests are open: their pages hold keys of the old weights.
+        Requests that are open after a ``drain`` go on with them: their KV is computed again. Raises
+        ``EngineError`` if a step is in flight.
         """
         weights = self.weights
         self.reset_prefix_cache()
         weights.replace(params)
+        self.weight_version += 1
+        self._note_awake("weights")
 
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes, so that no later request reuses a page computed before.
 
-        Raises ``EngineError`` if requests are open.
+        The KV of requests that are open after a ``drain`` is computed again. Raises ``EngineError``
+        if a step is in flight.
         """
+        self._check_drained()
+        self._loop.give_up_pages()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the device's memory of weights, pages and slots back until ``wake_up``.
+
+        At level 1 the weights are kept in host memory, at level 2 they are dropped: then the next
+        ``replace_weights`` brings them back. Open requests keep their tokens, as in
+        ``reset_prefix_cache``. Raises ``EngineError`` if a step is in flight, and ``ArgumentError``
+        for another level.
+        """
+        if level not in (1, 2):
+            raise ArgumentError(f"level must be 1 or 2, got {level!r}")
+        self._check_drained()
+        weights = self.weights
+        if "kv_cache" not in self.asleep:
+            self._loop.free_state()
+        weights.sleep(level)
+        self.asleep = SLEEP_TAGS
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the device's memory again: for the ``weights``, the ``kv_cache``, or by default both.
+
+        Weights that were dropped stay away. Raises ``ArgumentError`` for another tag, and
+        ``EngineError`` if the device has no memory for it.
+        """
+        for tag in tags or ():
+            if tag not in SLEEP_TAGS:
+                raise ArgumentError(f"tags must be of {', '.join(SLEEP_TAGS)}, got {tag!r}")
+        given = SLEEP_TAGS if tags is None else tags
+        if "weights" in given and "weights" in self.asleep and self.weights.wake_up():
+            self._note_awake("weights")
+        if "kv_cache" in given and "kv_cache" in self.asleep:
+            self._loop.make_state()
+            self._note_awake("kv_cache")
+
+    def _note_awake(self, awake: str) -> None:
+        self.asleep = tuple(tag for tag in self.asleep if tag != awake)
+
+    def _check_drained(self) -> None:
         if self._failure is not None:
             raise self._failure
-        if self.has_work:
+        if self._loop.state.in_flight:
             raise EngineError(
                 "requests are open; finish or abort them before the prefix cache or the weights "
                 "change"
             )
-        self._loop.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """The counters and present values."""
@@ -233,6 +256,7 @@ class Engine:
             num_live_pages_of_groups=state.pages.num_live,
             num_cached_pages=state.pages.num_cached,
             num_fresh_pages=num_free - state.pages.num_cached,
+            weight_version=self.weight_version,
             **self._counters,
         )
 
@@ -251,7 +275,7 @@ class Engine:
         sequence = self._sequences.get(event.request_id)
         if sequence is None:
             return None  # a stop string ended it while this token was in flight
-        delta = _delta_of(sequence, event)
+        delta = _delta_of(sequence, event, self.weight_version)
         if event.token_ids or event.pooled is not None:
             if self._timeline.token(event.request_id):
                 self._counters["num_prefilled_tokens"] += sequence.num_prompt_tokens
@@ -265,9 +289,14 @@ class Engine:
         return delta
 
     def _check_accepting(self, request_id: str) -> None:
-        """Raise if the engine has stopped or the request id is in use."""
+        """Raise if the engine has stopped or sleeps, or the request id is in use."""
         if self._failure is not None:
             raise self._failure
+        if self.asleep:
+            raise EngineError(
+                f"the engine sleeps without its {' and '.join(self.asleep)}; call wake_up, and "
+                "after sleep(level=2) update_weights"
+            )
         if request_id in self._children:
             raise RequestError(f"request id {request_id!r} is in use; choose another")
 
@@ -307,10 +336,10 @@ class Engine:
         return sampling.seed if index == 0 else _mix(sampling.seed, index)
 
 
-def _delta_of(sequence: SequenceProcessor, event: TokenEvent) -> Delta:
+def _delta_of(sequence: SequenceProcessor, event: TokenEvent, weight_version: int) -> Delta:
     """The delta of an event; if making its text fails, an error that ends this sequence."""
     try:
-        return sequence.process(event)
+        return sequence.process(event, weight_version)
     except Exception as error:
         logging.getLogger(LOGGER).exception("request %s", sequence.parent_id)
         return Delta(

@@ -15,8 +15,10 @@ from jaxinfer.core.errors import EngineError
 from jaxinfer.core.step import Event, StepDone, StepFailed, StepPlan, StepResult, TokenEvent
 from jaxinfer.sched.schedule import (
     SchedulerState,
+    all_preempted,
     initial_state,
     schedule,
+    settle,
     without_prefixes,
 )
 
@@ -36,6 +38,14 @@ class StepExecutor[Handle](Protocol):
 
     def collect(self, step: Handle) -> StepResult:
         """Wait for a launched step; steps are collected in launch order."""
+        ...
+
+    def free_state(self) -> None:
+        """Free pages and slots on the device; no step is in flight."""
+        ...
+
+    def make_state(self) -> None:
+        """Make pages and slots again, zeroed, after ``free_state``."""
         ...
 
 
@@ -75,9 +85,22 @@ class EngineLoop[Handle]:
         busy = self._in_flight or self._ended is not None or self._state.num_unfinished
         return not busy
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all prefixes; raises ``EngineError`` unless idle."""
-        self._state = without_prefixes(self._state)
+    def give_up_pages(self) -> None:
+        """Return all running sequences to the queue, with their tokens, and forget all prefixes.
+
+        Their KV is computed again when they continue. Raises ``EngineError`` if a step is in
+        flight.
+        """
+        self._state = without_prefixes(all_preempted(self._state))
+
+    def free_state(self) -> None:
+        """``give_up_pages``, and free the device's memory of pages and slots."""
+        self.give_up_pages()
+        self._executor.free_state()
+
+    def make_state(self) -> None:
+        """Make pages and slots again after ``free_state``."""
+        self._executor.make_state()
 
     def wait_until_launchable(self) -> bool:
         """Return once another step may be launched.
@@ -102,8 +125,19 @@ class EngineLoop[Handle]:
         while not launched and not news and self._in_flight:
             # nothing can be planned before the device answers
             news, launched = self._advance((self._collect(),))
+        return Iteration(news, launched, self._take_collected())
+
+    def drain(self, events: tuple[Event, ...]) -> Iteration:
+        """Apply the events and the results of all steps in flight, without launching another."""
+        ended = () if self._ended is None else (self._ended,)
+        self._ended = None
+        self._state, output = settle(self._state, (*events, *ended, *self._drain()))
+        _check_distinct(output.duplicates)
+        return Iteration(output.events, (), self._take_collected())
+
+    def _take_collected(self) -> tuple[StepPlan, ...]:
         collected, self._collected = tuple(self._collected), []
-        return Iteration(news, launched, collected)
+        return collected
 
     def _advance(
         self, events: tuple[Event, ...]
@@ -112,8 +146,7 @@ class EngineLoop[Handle]:
         news: tuple[TokenEvent, ...] = ()
         while True:
             self._state, output = schedule(self._state, events)
-            if output.duplicates:
-                raise EngineError(f"request ids {output.duplicates} came twice")
+            _check_distinct(output.duplicates)
             news += output.events
             if output.step is None:
                 return news, ()
@@ -141,6 +174,11 @@ class EngineLoop[Handle]:
     def _drain(self) -> tuple[Event, ...]:
         """Collect all steps in flight, since failures are reported in launch order too."""
         return tuple(self._collect() for _ in range(len(self._in_flight)))
+
+
+def _check_distinct(duplicates: tuple[str, ...]) -> None:
+    if duplicates:
+        raise EngineError(f"request ids {duplicates} came twice")
 
 
 def _failed(plan: StepPlan, error: Exception) -> StepFailed:

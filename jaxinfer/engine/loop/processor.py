@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.step import TokenEvent, TokenLogprobs
-from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs
+from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs, WeightSpan
 from jaxinfer.text.detokenize import IncrementalDetokenizer, StopStrings
 
 if TYPE_CHECKING:
@@ -28,9 +28,11 @@ class SequenceProcessor:
         self._tokenizer = tokenizer
         self._num_tokens = 0
 
-    def process(self, event: TokenEvent) -> Delta:
-        """The delta of one event. A matching stop string ends the sequence."""
-        text, kept = "", len(event.token_ids)
+    def process(self, event: TokenEvent, weight_version: int = 0) -> Delta:
+        """The delta of one event, whose tokens were drawn with weights of this version. A matching
+        stop string ends the sequence.
+        """
+        text, kept, start = "", len(event.token_ids), self._num_tokens
         for number, token_id in enumerate(event.token_ids):
             text += self._push(token_id, event)
             if self.matched_stop is not None:
@@ -55,6 +57,7 @@ class SequenceProcessor:
             stop_reason=stop_reason,
             pooled=None if event.pooled is None else tuple(event.pooled.tolist()),
             error=event.error,
+            weight_versions=(WeightSpan(weight_version, start, start + kept),) if kept else (),
         )
 
     # Built with the first token: until a batch's first launch the device is idle.

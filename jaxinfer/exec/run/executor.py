@@ -22,6 +22,7 @@ from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan, St
 from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import ADMIT, COPY, EXTRAS, FIRST, POOL, SCORE, Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
+from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.in_flight import LOGGER, ExtrasCall, InFlight, Prepared, RowKey, row_results
 from jaxinfer.exec.run.token_board import TokenBoard
 from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
@@ -74,7 +75,21 @@ class Executor:
         parts = [tuple(weights[i] for i in own.weights) for own in self._program.parts]
         head = head_params(params)
         self._weights, self._weights_of_parts, self._head = weights, parts, head
-        self.params = params
+        self.params: Params | None = params
+
+    def drop_weights(self) -> None:
+        """Hold no weights until ``replace_weights``. They are not deleted: they may be others' too."""
+        self._weights, self._weights_of_parts, self._head = (), [], {}
+        self.params = None
+
+    def free_state(self) -> None:
+        """See ``StepExecutor``."""
+        for array in jax.tree.leaves((self._state, self._slots)):
+            array.delete()
+
+    def make_state(self) -> None:
+        """See ``StepExecutor``; raises ``EngineError`` if the device has no memory for it."""
+        self._state, self._slots = init_state(self._program)
 
     def warm_up(self) -> None:
         """Run every executable on padding, so that no request waits for work of first runs.
