@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.api.llm import LLM
     from jaxinfer.engine.api.load import load
     from jaxinfer.engine.api.save import save
-    from jaxinfer.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxinfer.engine.outputs import CompletionOutput, Logprob, RequestOutput, WeightSpan
 
 __version__ = VERSION
 
@@ -30,6 +30,7 @@ __all__ = (
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "WeightSpan",
     "load",
     "save",
 )
@@ -51,7 +52,7 @@ def __getattr__(name: str) -> Any:
             module = "jaxinfer.engine.api.save"
         case "AsyncLLM":
             module = "jaxinfer.engine.api.async_llm"
-        case "CompletionOutput" | "Logprob" | "RequestOutput":
+        case "CompletionOutput" | "Logprob" | "RequestOutput" | "WeightSpan":
             module = "jaxinfer.engine.outputs"
         case _:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

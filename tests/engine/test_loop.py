@@ -207,6 +207,7 @@ class WaitingEngine:
     """Records its calls; a request is submitted while it waits for the device."""
 
     limits = facts = tokenizer = None
+    asleep = ()
     stats = staticmethod(EngineStats)
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -215,7 +215,7 @@ class Engine:
         self.asleep = SLEEP_TAGS
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the device's memory again: for the ``weights``, the ``kv_cache``, or by default both.
+        """Take the device's memory again: for ``weights``, ``kv_cache``, or by default both.
 
         Weights that were dropped stay away. Raises ``ArgumentError`` for another tag, and
         ``EngineError`` if the device has no memory for it.

@@ -68,8 +68,8 @@ class EngineWeights:
         self._in_host_memory = None
 
     def sleep(self, level: int) -> None:
-        """See ``engine.loop.weights.Weights``. Memory is given back only if no one else, such as the
-        trainer that the arrays came from, holds them.
+        """See ``engine.loop.weights.Weights``. Arrays that are referenced elsewhere, such as by the
+        trainer that they came from, stay in memory.
         """
         params = self._executor.params
         if level == 2:
@@ -87,7 +87,9 @@ class EngineWeights:
             leaves = by_path(self._in_host_memory).items()
             with allocating(self.plan.memory.weight_bytes):
                 placed = {path: put(leaf, arrays[path].axes) for path, leaf in leaves}
-                self.replace(nested(jax.block_until_ready(placed)))
+                for array in placed.values():
+                    array.block_until_ready()
+            self.replace(nested(placed))
         return self._executor.params is not None
 
     def _load(self, reference: str) -> Params:
