@@ -78,7 +78,7 @@ class Executor:
         self.params: Params | None = params
 
     def drop_weights(self) -> None:
-        """Hold no weights until ``replace_weights``; they are not deleted, as others may hold them."""
+        """Hold no weights until ``replace_weights``. They are not deleted: a user may hold them."""
         self._weights, self._weights_of_parts, self._head = (), [], {}
         self.params = None
 
