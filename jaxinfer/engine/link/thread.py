@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from jaxinfer.engine.loop.engine import Engine
 
 
+# While an idle engine compiles in the background, it looks this often for loaded executables.
+COMPILING_SECONDS = 0.25
+
+
 class _Change(NamedTuple):
     """A function that runs between two steps; ``mode``: what becomes of the open requests."""
 
@@ -107,6 +111,7 @@ class EngineThread(Link):
         except EngineError as failure:  # the engine failed, not one request
             error = failure
         self._ended = self._ended or error
+        self._engine.close()
         listener(Failed.of(error))
         self._fail_changes(error)
 
@@ -123,9 +128,10 @@ class EngineThread(Link):
         """Execute all waiting commands; waits for one if no step can run. False: stop."""
         self._make_changes(listener)
         block = not self._can_step
+        timeout = COMPILING_SECONDS if self._engine.is_compiling else None
         while True:
             try:
-                command = self._inbox.get(block=block)
+                command = self._inbox.get(block=block, timeout=timeout)
             except Empty:
                 return True
             match command:

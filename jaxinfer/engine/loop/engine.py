@@ -15,18 +15,18 @@ import msgspec
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import ArgumentError, EngineError, RequestError
 from jaxinfer.core.request import FinishReason, Request, SamplingParams, check_identity
-from jaxinfer.core.step import Abort, Arrive, Event, TokenEvent
+from jaxinfer.core.step import Abort, Arrive, BucketsLoaded, Event, TokenEvent
 from jaxinfer.engine.facts import (
     ModelFacts,
     ValidatedRequest,
     check_request,
     resolved_max_tokens,
 )
+from jaxinfer.engine.loop.interfaces import SLEEP_TAGS, LaterBuckets, Weights
 from jaxinfer.engine.loop.late_compiles import LateCompiles
 from jaxinfer.engine.loop.loop import LOGGER, EngineLoop, Iteration, StepExecutor
 from jaxinfer.engine.loop.processor import SequenceProcessor
 from jaxinfer.engine.loop.timeline import Timeline
-from jaxinfer.engine.loop.weights import SLEEP_TAGS, Weights
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta
 
@@ -49,12 +49,15 @@ class Engine:
         overlap: bool = True,
         start: EngineStats | None = None,
         weights: Weights | None = None,
+        later: LaterBuckets | None = None,
     ) -> None:
         self.limits = limits
         self.facts = facts
         self.tokenizer = tokenizer
         self._weights = weights
-        self._loop = EngineLoop(executor, limits, overlap=overlap)
+        first = None if later is None else later.first
+        self._loop = EngineLoop(executor, limits, overlap=overlap, buckets=first)
+        self._later = later
         self._seed = seed
         self._start = start or EngineStats()
         self._counters = Counter[str]()
@@ -73,7 +76,13 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if ``step`` has something to do."""
-        return self._failure is None and bool(self._pending or not self._loop.idle)
+        busy = self._pending or not self._loop.idle or (self._later and self._later.has_news)
+        return self._failure is None and bool(busy)
+
+    @property
+    def is_compiling(self) -> bool:
+        """True while executables that would make some steps faster are not there yet."""
+        return self._later is not None
 
     def check(
         self,
@@ -156,6 +165,8 @@ class Engine:
     def _iterate(self, iterate: Callable[[tuple[Event, ...]], Iteration]) -> News:
         events, self._pending = tuple(self._pending), []
         try:
+            if self._later is not None and not self.asleep:  # new executables run once
+                events = (*events, *self._loaded_buckets(self._later))
             with self._late_compiles:
                 iteration = iterate(events)
                 steps, newly_started = self._timeline.record(iteration)
@@ -259,6 +270,19 @@ class Engine:
             weight_version=self.weight_version,
             **self._counters,
         )
+
+    def close(self) -> None:
+        """End work in the background; the engine is not used again."""
+        if self._later is not None:
+            self._later.close()
+
+    def _loaded_buckets(self, later: LaterBuckets) -> tuple[Event, ...]:
+        """The event of buckets that were loaded since the last step, if there are any."""
+        if later.has_news:
+            return (BucketsLoaded(later.take()),)
+        if not later.unfinished:
+            self._later = None
+        return ()
 
     def _stop(self, error: Exception) -> EngineError:
         """Stop the engine, as its state can no longer be trusted; returns its last error."""

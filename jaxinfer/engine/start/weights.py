@@ -24,7 +24,7 @@ from jaxinfer.weights.sources import resolve_source
 
 
 class EngineWeights:
-    """The weights of a running engine; see ``engine.loop.weights.Weights``."""
+    """The weights of a running engine; see ``engine.loop.interfaces.Weights``."""
 
     def __init__(self, plan: EnginePlan, executor: Executor) -> None:
         # neither the tokenizer's files nor the first weights are kept
@@ -68,8 +68,8 @@ class EngineWeights:
         self._in_host_memory = None
 
     def sleep(self, level: int) -> None:
-        """See ``engine.loop.weights.Weights``. Arrays that are referenced elsewhere, such as by the
-        trainer that they came from, stay in memory.
+        """See ``engine.loop.interfaces.Weights``. Arrays that are referenced elsewhere, such as by
+        the trainer that they came from, stay in memory.
         """
         params = self._executor.params
         if level == 2:
@@ -80,7 +80,7 @@ class EngineWeights:
         self._executor.drop_weights()
 
     def wake_up(self) -> bool:
-        """See ``engine.loop.weights.Weights``; raises ``EngineError`` if memory is missing."""
+        """See ``engine.loop.interfaces.Weights``; raises ``EngineError`` if memory is missing."""
         if self._in_host_memory is not None:
             program = self.plan.program
             arrays, put = program.model.arrays, program.placement.put

@@ -1,10 +1,12 @@
-"""``Weights``: what an engine can do with its weights."""
+"""What an engine needs of its weights, and of executables that are compiled while it serves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from jaxinfer.core.step import Bucket
 
 if TYPE_CHECKING:
     from jaxinfer.models.base import Model, Params
@@ -46,4 +48,31 @@ class Weights(Protocol):
 
     def wake_up(self) -> bool:
         """Put weights that are in host memory on the device; False if they have been dropped."""
+        ...
+
+
+class LaterBuckets(Protocol):
+    """Executables that are compiled while requests are served: ``engine.start.later``."""
+
+    @property
+    def first(self) -> Sequence[Bucket]:
+        """The buckets that can be used from the start."""
+        ...
+
+    @property
+    def unfinished(self) -> bool:
+        """True until all executables were taken."""
+        ...
+
+    @property
+    def has_news(self) -> bool:
+        """True if ``take`` returns buckets now."""
+        ...
+
+    def take(self) -> tuple[Bucket, ...]:
+        """Make the buckets ready that were loaded since the last call; on the engine's thread."""
+        ...
+
+    def close(self) -> None:
+        """Compile no further."""
         ...
