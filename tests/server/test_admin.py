@@ -225,6 +225,14 @@ def test_a_server_sleeps(server: Serving, folders: dict[str, Path]) -> None:
     assert get(server, "/is_sleeping") == {"is_sleeping": False}
     assert post(server, "/sleep").status_code == 200
     assert get(server, "/is_sleeping") == {"is_sleeping": True}
+    with server.client(headers=ADMIN) as client:
+        shown = client.get("/metrics").text
+    assert "vllm:engine_sleep_state{" in shown
+    assert [
+        line.rpartition(" ")[2]
+        for line in shown.splitlines()
+        if "engine_sleep_state{" in line and "weights_offloaded" in line
+    ] == ["1.0"]
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(complete(server)["token_ids"]))
     thread.start()

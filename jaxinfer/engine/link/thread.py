@@ -29,6 +29,7 @@ from jaxinfer.engine.link.wire import (
     Stop,
     Submission,
 )
+from jaxinfer.engine.news import News
 
 if TYPE_CHECKING:
     from jaxinfer.engine.loop.engine import Engine
@@ -169,6 +170,7 @@ class EngineThread(Link):
         changes, self._changes = self._changes, []
         for change in changes:
             _run(change)
+        listener(News((), (), (), self._engine.stats()))
         self._release(listener)
 
     def _release(self, listener: Listener) -> None:
@@ -200,6 +202,7 @@ class EngineThread(Link):
                 change(lambda: engine.sleep(control.level))
             case "wake_up":
                 _run(_Change(lambda: engine.wake_up(control.tags), control.mode, done))
+                listener(News((), (), (), engine.stats()))
                 self._release(listener)
             case "update_weights":  # they are read while requests run
                 arguments = (control.path, control.mode, done)

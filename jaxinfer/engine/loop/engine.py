@@ -71,6 +71,7 @@ class Engine:
         self._late_compiles = LateCompiles()
         self.weight_version = 0  # raised by every change of weights
         self.asleep: tuple[str, ...] = ()  # what is not on the device, of ``SLEEP_TAGS``
+        self._sleep_level = 0
         self._failure: EngineError | None = None
 
     @property
@@ -223,7 +224,7 @@ class Engine:
         if "kv_cache" not in self.asleep:
             self._loop.free_state()
         weights.sleep(level)
-        self.asleep = SLEEP_TAGS
+        self.asleep, self._sleep_level = SLEEP_TAGS, level
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the device's memory again: for ``weights``, ``kv_cache``, or by default both.
@@ -268,6 +269,7 @@ class Engine:
             num_cached_pages=state.pages.num_cached,
             num_fresh_pages=num_free - state.pages.num_cached,
             weight_version=self.weight_version,
+            sleep_level=self._sleep_level if self.asleep else 0,
             **self._counters,
         )
 
