@@ -208,6 +208,7 @@ class WaitingEngine:
 
     limits = facts = tokenizer = None
     asleep = ()
+    is_compiling = False
     stats = staticmethod(EngineStats)
 
     def __init__(self) -> None:
@@ -224,6 +225,9 @@ class WaitingEngine:
     def step(self) -> str:
         self.calls.append("step")
         return "news"
+
+    def close(self) -> None:
+        """Nothing is compiled."""
 
     def wait_until_launchable(self) -> None:
         first = "wait" not in self.calls

@@ -159,7 +159,7 @@ def rollout_class() -> Iterator[Any]:
         from jaxinfer.rl import TunixRollout
 
         yield TunixRollout
-        del sys.modules["jaxinfer.rl.tunix_rollout"]
+        sys.modules.pop("jaxinfer.rl.tunix_rollout", None)
 
 
 @pytest.fixture(scope="module")
@@ -262,11 +262,11 @@ def test_weights_that_do_not_fit_are_named(rollout: Any) -> None:
             r"q_proj.w has shape \(64,\), and model",
         ),
         (
-            {"layers.9.mlp.up_proj.kernel": good["lm_head.w"]},
+            {"layers.9.mlp.up_proj.kernel": good["embedder.input_embedding"]},
             "layers.9.mlp.up_proj.kernel is not one",
         ),
         ({"rope.w": good["final_norm.w"]}, "array rope.w has no tensor in to_hf_mappings"),
-        ({"layers.0.attn.q_proj.w_lora_a": good["lm_head.w"]}, "is a LoRA adapter"),
+        ({"layers.0.attn.q_proj.w_lora_a": good["embedder.input_embedding"]}, "is a LoRA adapter"),
         ({"final_norm.w": jnp.full(64, jnp.nan)}, "final_norm holds NaN or infinity"),
     ]
     for changes, message in wrong:
@@ -276,9 +276,12 @@ def test_weights_that_do_not_fit_are_named(rollout: Any) -> None:
     assert rollout.llm.model.params is before
 
 
-def test_without_tunix_the_extra_is_named() -> None:
+def test_without_tunix_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import jaxinfer.rl
 
+    monkeypatch.delitem(sys.modules, "jaxinfer.rl.tunix_rollout", raising=False)
+    monkeypatch.setitem(sys.modules, "tunix", None)
+    monkeypatch.setitem(sys.modules, "tunix.generate.mappings", None)
     with pytest.raises(ConfigError, match="TunixRollout needs google-tunix; install it with pip"):
         _ = jaxinfer.rl.TunixRollout
     with pytest.raises(AttributeError, match="no attribute 'Rollout'"):
