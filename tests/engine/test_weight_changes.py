@@ -12,7 +12,7 @@ import pytest
 import jaxinfer
 from jaxinfer import LLM, AsyncLLM, LanguageModel, RequestOutput, SamplingParams
 from jaxinfer.core.errors import ArgumentError, EngineError
-from jaxinfer.engine.outputs import WeightSpan
+from jaxinfer.engine.outputs import Delta, WeightSpan, joined
 from kit.served_weights import (
     GREEDY,
     PROMPT,
@@ -170,6 +170,14 @@ def check_spans(output: RequestOutput, models: list[LanguageModel]) -> None:
             assert completion.logprobs[i][token].logprob == pytest.approx(
                 float(row[token]), abs=1e-4
             )
+
+
+def test_spans_of_joined_deltas() -> None:
+    versions = (0, 0, 1, 1, 0)
+    spans = [WeightSpan(version, at, at + 1) for at, version in enumerate(versions)]
+    deltas = [Delta("a", 0, token_ids=(9,), weight_versions=(span,)) for span in spans]
+    whole = joined([joined(deltas[:1]), joined(deltas[1:4]), Delta("a", 0, text="b"), deltas[4]])
+    assert whole.weight_versions == (WeightSpan(0, 0, 2), WeightSpan(1, 2, 4), WeightSpan(0, 4, 5))
 
 
 def test_open_requests_may_go_on_with_new_weights(folder: Path, settings: dict[str, Any]) -> None:

@@ -8,7 +8,8 @@ snapshots, then draws with extras and scores of prompts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import batched
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan, St
 from jaxinfer.exec.compile.build import Compiled, Executables
 from jaxinfer.exec.compile.program import ADMIT, COPY, EXTRAS, FIRST, POOL, SCORE, Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
-from jaxinfer.exec.run.device_memory import init_state
+from jaxinfer.exec.run.device_memory import compile_init_state
 from jaxinfer.exec.run.in_flight import LOGGER, ExtrasCall, InFlight, Prepared, RowKey, row_results
 from jaxinfer.exec.run.token_board import TokenBoard
 from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
@@ -89,7 +90,11 @@ class Executor:
 
     def make_state(self) -> None:
         """See ``StepExecutor``; raises ``EngineError`` if the device has no memory for it."""
-        self._state, self._slots = init_state(self._program)
+        self._state, self._slots = self._new_state()
+
+    @cached_property  # compiled when the engine wakes for the first time
+    def _new_state(self) -> Callable[[], tuple[State, SlotState]]:
+        return compile_init_state(self._program)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
