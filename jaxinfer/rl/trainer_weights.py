@@ -47,7 +47,8 @@ class TrainerWeights:
         self._build = jax.jit(self._built, out_shardings=nested(shardings))
 
     def params(self, tree: Any) -> Params:
-        """The parameters, new arrays on the devices; nothing is copied to the host.
+        """The parameters, new arrays on the devices; nothing is copied to the host, and the trainer
+        may donate its arrays afterwards.
 
         Raises ``ArgumentError``, naming the array or the tensor, if one is missing, unknown or of
         another size, or if the tree holds LoRA adapters.
