@@ -21,6 +21,7 @@ from pallas_kernels.toolchain.kernel_call import call_lowered
 OP_NAMES = (
     "append_decode",
     "kv_append",
+    "mask",
     "norm_gemm",
     "paged_prefill",
     "publish",

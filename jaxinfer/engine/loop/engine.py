@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jaxinfer.core.config import Limits
+from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import ArgumentError, EngineError, RequestError
-from jaxinfer.core.request import FinishReason, Request, SamplingParams, check_identity
+from jaxinfer.core.request import Request, SamplingParams, check_identity
 from jaxinfer.core.step import Abort, Arrive, BucketsLoaded, Event, TokenEvent
 from jaxinfer.engine.facts import (
     ModelFacts,
@@ -25,10 +26,11 @@ from jaxinfer.engine.facts import (
 from jaxinfer.engine.loop.interfaces import SLEEP_TAGS, LaterBuckets, Weights
 from jaxinfer.engine.loop.late_compiles import LateCompiles
 from jaxinfer.engine.loop.loop import LOGGER, EngineLoop, Iteration, StepExecutor
-from jaxinfer.engine.loop.processor import SequenceProcessor
+from jaxinfer.engine.loop.processor import SequenceProcessor, delta_of
 from jaxinfer.engine.loop.timeline import Timeline
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta
+from jaxinfer.text.grammar.compile import ConstraintCompiler
 
 if TYPE_CHECKING:
     from jaxinfer.models.base import Params
@@ -58,6 +60,7 @@ class Engine:
         first = None if later is None else later.first
         self._loop = EngineLoop(executor, limits, overlap=overlap, buckets=first)
         self._later = later
+        self.constraints = ConstraintCompiler(tokenizer, facts.vocab_size, facts.eos_token_ids)
         self._seed = seed
         self._start = start or EngineStats()
         self._counters = Counter[str]()
@@ -93,15 +96,20 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         pools: bool = False,
+        constraint: Constraint | None = None,
     ) -> ValidatedRequest:
         """Validate a request for ``add_validated``; raises ``RequestError`` if the engine can never
         answer it. ``pools``: it yields the hidden state of its last token.
+
+        ``constraint``: of these parameters, by ``constraints.compile`` on another thread, as that
+        may take seconds; else it is compiled here.
         """
         if pools and not self.limits.pools:
             raise RequestError("this engine was not built to pool; generate text with it instead")
         priority, salt = check_identity(priority, cache_salt)
         prompt = check_request(prompt_token_ids, sampling, self.limits, self.facts, self.tokenizer)
-        return ValidatedRequest(prompt, sampling, priority, salt, pools)
+        constraint = constraint or self.constraints.compile(sampling)
+        return ValidatedRequest(prompt, sampling, priority, salt, pools, constraint)
 
     def add_request(
         self,
@@ -112,10 +120,16 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         pools: bool = False,
+        constraint: Constraint | None = None,
     ) -> None:
-        """Validate and add a request; raises ``RequestError`` if it is refused."""
+        """Validate and add a request, see ``check``; raises ``RequestError`` if it is refused."""
         validated = self.check(
-            prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt, pools=pools
+            prompt_token_ids,
+            sampling,
+            priority=priority,
+            cache_salt=cache_salt,
+            pools=pools,
+            constraint=constraint,
         )
         self.add_validated(request_id, validated)
 
@@ -301,7 +315,7 @@ class Engine:
         sequence = self._sequences.get(event.request_id)
         if sequence is None:
             return None  # a stop string ended it while this token was in flight
-        delta = _delta_of(sequence, event, self.weight_version)
+        delta = delta_of(sequence, event, self.weight_version)
         if event.token_ids or event.pooled is not None:
             if self._timeline.token(event.request_id):
                 self._counters["num_prefilled_tokens"] += sequence.num_prompt_tokens
@@ -340,6 +354,8 @@ class Engine:
         prompt, sampling = validated.prompt_token_ids, validated.sampling
         if index and sampling.prompt_logprobs is not None:  # the prompt is scored once
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        # a complete answer ends: nothing may follow it
+        continues = sampling.ignore_eos and sampling.structured_outputs is None
         return Request(
             request_id=str(arrival),
             prompt_token_ids=prompt,
@@ -348,11 +364,12 @@ class Engine:
             if validated.pools
             else resolved_max_tokens(len(prompt), sampling, self.limits),
             seed=self._seed_of(sampling, index, arrival),
-            eos_token_ids=() if sampling.ignore_eos else self.facts.eos_token_ids,
+            eos_token_ids=() if continues else self.facts.eos_token_ids,
             arrival=arrival,
             priority=validated.priority,
             cache_salt=validated.cache_salt,
             pools=validated.pools,
+            constraint=validated.constraint,
         )
 
     def _seed_of(self, sampling: SamplingParams, index: int, arrival: int) -> int:
@@ -360,20 +377,6 @@ class Engine:
         if sampling.seed is None:
             return _mix(self._seed, arrival)
         return sampling.seed if index == 0 else _mix(sampling.seed, index)
-
-
-def _delta_of(sequence: SequenceProcessor, event: TokenEvent, weight_version: int) -> Delta:
-    """The delta of an event; if making its text fails, an error that ends this sequence."""
-    try:
-        return sequence.process(event, weight_version)
-    except Exception as error:
-        logging.getLogger(LOGGER).exception("request %s", sequence.parent_id)
-        return Delta(
-            request_id=sequence.parent_id,
-            index=sequence.index,
-            finish_reason=FinishReason.ERROR,
-            error=f"the text of the answer cannot be made: {error}",
-        )
 
 
 def _mix(seed: int, index: int) -> int:

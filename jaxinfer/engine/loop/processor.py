@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.step import TokenEvent, TokenLogprobs
+from jaxinfer.engine.loop.loop import LOGGER
 from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs, WeightSpan
 from jaxinfer.text.detokenize import IncrementalDetokenizer, StopStrings
 
@@ -111,3 +113,17 @@ class SequenceProcessor:
                 piece = self._tokenizer.token_piece(token_id) if self._tokenizer else None
                 named[token_id] = Logprob(logprob, rank, piece)
         return named
+
+
+def delta_of(sequence: SequenceProcessor, event: TokenEvent, weight_version: int) -> Delta:
+    """The delta of an event; if making its text fails, an error that ends this sequence."""
+    try:
+        return sequence.process(event, weight_version)
+    except Exception as error:
+        logging.getLogger(LOGGER).exception("request %s", sequence.parent_id)
+        return Delta(
+            request_id=sequence.parent_id,
+            index=sequence.index,
+            finish_reason=FinishReason.ERROR,
+            error=f"the text of the answer cannot be made: {error}",
+        )

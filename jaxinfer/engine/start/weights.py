@@ -77,7 +77,7 @@ class EngineWeights:
         elif params is not None:
             on_cpu = self.plan.program.platform == "cpu"  # there it is host memory already
             self._in_host_memory = params if on_cpu else jax.device_get(params)
-        self._executor.drop_weights()
+        self._executor.replace_weights(None)
 
     def wake_up(self) -> bool:
         """See ``engine.loop.interfaces.Weights``; raises ``EngineError`` if memory is missing."""
