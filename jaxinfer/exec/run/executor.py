@@ -29,7 +29,7 @@ from jaxinfer.exec.compile.build import Compiled, Executables
 from jaxinfer.exec.compile.program import ADMIT, COPY, EXTRAS, FIRST, POOL, SCORE, Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.constraints import Constraints
-from jaxinfer.exec.run.device_memory import compile_init_state
+from jaxinfer.exec.run.device_memory import compile_init_state, is_intact
 from jaxinfer.exec.run.in_flight import (
     LOGGER,
     ExtrasCall,
@@ -174,8 +174,8 @@ class Executor:
         try:
             step = self._launch_prepared(prepared, failed)
         except Exception as error:
-            if not any(a.is_deleted() for a in jax.tree.leaves((self._state, self._slots))):
-                raise  # no failed call has consumed the device's state
+            if is_intact((self._state, self._slots)):
+                raise
             raise device_failed(plan, error) from error
         self._in_flight.append(step)
         return step
@@ -309,7 +309,7 @@ class Executor:
             self._draw_all_extras(step)
         except Exception as error:
             plan = step.prepared.plan
-            if not self._has_state():
+            if not is_intact((self._state, self._slots)):
                 raise device_failed(plan, error) from error
             logging.getLogger(LOGGER).exception("step %s", plan.step_id)
             reason = f"step {plan.step_id} failed: {error}"
