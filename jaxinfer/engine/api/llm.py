@@ -116,13 +116,14 @@ class LLM:
         return True
 
     def sleep(self, level: int = 1) -> None:
-        """Give the device's memory back until ``wake_up``: of KV cache, slots and weights.
+        """Free the device's memory of KV cache, slots and weights until ``wake_up``.
 
-        At level 1 the weights are copied to host memory first. At level 2 they are dropped, and
-        ``update_weights`` has to give new ones after it. Arrays that others hold, such as
-        ``llm.model`` or the trainer that they came from, stay in memory. Nothing is compiled when
-        it wakes. Raises ``EngineError`` while a stream is open, and ``ArgumentError`` for another
-        level.
+        Other arrays of this process can then use it, such as a trainer's; JAX's allocator does not
+        return it to other processes. At level 1 the weights are copied to host memory first
+        (Qwen3-4B on an H100: 3.3 to 4.1 s, and 2.0 s to wake up). At level 2 they are dropped, and
+        ``update_weights`` has to give new ones. Weights that are referenced elsewhere, as by
+        ``llm.model``, stay in memory. Raises ``EngineError`` while a stream is open, and
+        ``ArgumentError`` for another level.
         """
         self._check_no_request()
         with interrupts_deferred():
