@@ -44,31 +44,19 @@ __all__ = [
     "all_preempted",
     "initial_state",
     "schedule",
-    "settle",
     "without_prefixes",
 ]
 
 
-def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerState, ScheduleOutput]:
-    """Apply ``events`` in order, then choose at most one step.
+def schedule(
+    state: SchedulerState, events: Items[Event], *, plans: bool = True
+) -> tuple[SchedulerState, ScheduleOutput]:
+    """Apply ``events`` in order, then choose at most one step, or none without ``plans``.
 
     ``state`` is not changed. The caller must launch ``output.step``, if any, before the next call
     and report it later as ``StepDone`` or ``StepFailed``, in launch order; any number may be in
     flight. Raises ``EngineError`` if a report does not fit the oldest step in flight.
     """
-    draft = _applied(state, events)
-    step = choose_step(draft)
-    output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates))
-    return draft.finish(), output
-
-
-def settle(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerState, ScheduleOutput]:
-    """``schedule`` without a step: apply ``events`` only."""
-    draft = _applied(state, events)
-    return draft.finish(), ScheduleOutput(None, tuple(draft.events), tuple(draft.duplicates))
-
-
-def _applied(state: SchedulerState, events: Items[Event]) -> Draft:
     draft = Draft(state)
     for event in events:
         match event:
@@ -83,4 +71,6 @@ def _applied(state: SchedulerState, events: Items[Event]) -> Draft:
                     draft.end(event.request_id, event.reason)
             case BucketsLoaded():
                 draft.buckets = smallest_first((*draft.buckets, *event.buckets))
-    return draft
+    step = choose_step(draft) if plans else None
+    output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates))
+    return draft.finish(), output

@@ -21,7 +21,6 @@ from jaxinfer.sched.schedule import (
     all_preempted,
     initial_state,
     schedule,
-    settle,
     without_prefixes,
 )
 from kit.fake_executor import FakeExecutor
@@ -125,7 +124,8 @@ class Drive:
 
     def give_up_pages(self) -> None:
         """Collect all steps, and go on without anything on the device, as when an engine sleeps."""
-        self.state, self.last = settle(self.state, [StepDone(result) for result in self.flying])
+        events = [StepDone(result) for result in self.flying]
+        self.state, self.last = schedule(self.state, events, plans=False)
         self.flying.clear()
         self.events += self.last.events
         self.state = without_prefixes(all_preempted(self.state))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,7 +25,7 @@ from jaxinfer.engine.facts import (
 )
 from jaxinfer.engine.loop.interfaces import SLEEP_TAGS, LaterBuckets, Weights
 from jaxinfer.engine.loop.late_compiles import LateCompiles
-from jaxinfer.engine.loop.loop import LOGGER, EngineLoop, Iteration, StepExecutor
+from jaxinfer.engine.loop.loop import LOGGER, EngineLoop, StepExecutor
 from jaxinfer.engine.loop.processor import SequenceProcessor, delta_of
 from jaxinfer.engine.loop.timeline import Timeline
 from jaxinfer.engine.news import EngineStats, News
@@ -169,15 +169,13 @@ class Engine:
         except Exception as error:
             raise self._stop(error) from error
 
-    def step(self) -> News:
-        """One iteration of the loop: schedule and launch a step, return the news."""
-        return self._iterate(self._loop.iterate)
-
     def drain(self) -> News:
         """Wait for the steps in flight without launching another; requests stay open."""
-        return self._iterate(self._loop.drain)
+        return self.step(launches=False)
 
-    def _iterate(self, iterate: Callable[[tuple[Event, ...]], Iteration]) -> News:
+    def step(self, *, launches: bool = True) -> News:
+        """One iteration of the loop: schedule and launch a step, return the news."""
+        iterate = self._loop.iterate if launches else self._loop.drain
         events, self._pending = tuple(self._pending), []
         try:
             if self._later is not None and not self.asleep:  # new executables run once

@@ -19,7 +19,6 @@ from jaxinfer.sched.schedule import (
     all_preempted,
     initial_state,
     schedule,
-    settle,
     without_prefixes,
 )
 
@@ -128,19 +127,19 @@ class EngineLoop[Handle]:
         while not launched and not news and self._in_flight:
             # nothing can be planned before the device answers
             news, launched = self._advance((self._collect(),))
-        return Iteration(news, launched, self._take_collected())
+        collected, self._collected = tuple(self._collected), []
+        return Iteration(news, launched, collected)
 
     def drain(self, events: tuple[Event, ...]) -> Iteration:
         """Apply the events and the results of all steps in flight, without launching another."""
         ended = () if self._ended is None else (self._ended,)
         self._ended = None
-        self._state, output = settle(self._state, (*events, *ended, *self._drain()))
-        _check_distinct(output.duplicates)
-        return Iteration(output.events, (), self._take_collected())
-
-    def _take_collected(self) -> tuple[StepPlan, ...]:
+        events = (*events, *ended, *self._drain())
+        self._state, output = schedule(self._state, events, plans=False)
+        if output.duplicates:
+            raise _came_twice(output.duplicates)
         collected, self._collected = tuple(self._collected), []
-        return collected
+        return Iteration(output.events, (), collected)
 
     def _advance(
         self, events: tuple[Event, ...]
@@ -149,7 +148,8 @@ class EngineLoop[Handle]:
         news: tuple[TokenEvent, ...] = ()
         while True:
             self._state, output = schedule(self._state, events)
-            _check_distinct(output.duplicates)
+            if output.duplicates:
+                raise _came_twice(output.duplicates)
             news += output.events
             if output.step is None:
                 return news, ()
@@ -179,9 +179,8 @@ class EngineLoop[Handle]:
         return tuple(self._collect() for _ in range(len(self._in_flight)))
 
 
-def _check_distinct(duplicates: tuple[str, ...]) -> None:
-    if duplicates:
-        raise EngineError(f"request ids {duplicates} came twice")
+def _came_twice(duplicates: tuple[str, ...]) -> EngineError:
+    return EngineError(f"request ids {duplicates} came twice")
 
 
 def _failed(plan: StepPlan, error: Exception) -> StepFailed:
