@@ -20,14 +20,15 @@ from pallas_kernels.toolchain.kernel_call import call_lowered
 
 OP_NAMES = (
     "append_decode",
+    "experts",
     "kv_append",
-    "mask",
     "norm_gemm",
     "paged_prefill",
     "publish",
     "qk_rope_append",
     "quantised_gemm",
     "residual_norm",
+    "route",
     "sample",
     "skinny_gemm",
     "swiglu_gemm",
