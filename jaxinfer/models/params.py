@@ -163,7 +163,7 @@ def transposed(weight: np.ndarray) -> np.ndarray:  # [in, out] -> [out, in]
 
 def gates_first(interleaved: np.ndarray) -> np.ndarray:  # [O, ...] -> [O, ...]
     """Outputs that are of a gate and an up in turn, with all gates before all ups."""
-    return np.concatenate([interleaved[::2], interleaved[1::2]])
+    return _module((interleaved,)).concat([interleaved[::2], interleaved[1::2]])
 
 
 def transposed_gates_first(weight: np.ndarray) -> np.ndarray:  # [in, out] -> [out, in]
