@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -53,8 +52,8 @@ class SequenceProcessor:
             index=self.index,
             text=text,
             token_ids=event.token_ids[:kept],
-            logprobs=self._all_named(event.logprobs[:kept]) if event.logprobs else (),
-            prompt_logprobs=self._all_named(event.prompt_logprobs) if event.prompt_logprobs else (),
+            logprobs=tuple([self._named(position) for position in event.logprobs[:kept]]),
+            prompt_logprobs=tuple([self._named(position) for position in event.prompt_logprobs]),
             num_cached_tokens=event.num_cached_tokens,
             finish_reason=reason,
             stop_reason=stop_reason,
@@ -102,9 +101,6 @@ class SequenceProcessor:
         may_end = self._num_tokens > self._request.sampling.min_tokens
         text, self.matched_stop = self._stop.push(text, may_end=may_end)
         return text
-
-    def _all_named(self, positions: Sequence[TokenLogprobs]) -> tuple[PositionLogprobs, ...]:
-        return tuple([self._named(position) for position in positions])
 
     def _named(self, position: TokenLogprobs) -> PositionLogprobs:
         """Logprobs in vLLM's form: {token id: Logprob}, the chosen token first."""
