@@ -138,7 +138,7 @@ def test_logprobs_at_the_temperature(server: Serving) -> None:
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": [10**6]}, "token_ids"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
-        ({"sampling_params": {"bad_words": ["a"]}}, "sampling_params.bad_words"),
+        ({"sampling_params": {"use_beam_search": True}}, "sampling_params.use_beam_search"),
         ({"sampling_params": []}, "sampling_params"),
         ({"features": {"mm_hashes": {}}}, "features"),
         ({"stream_options": {}}, "stream_options"),
