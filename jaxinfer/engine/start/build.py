@@ -30,6 +30,7 @@ from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.facts import facts_of_configs
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.news import EngineStats
+from jaxinfer.engine.start.later import LaterExecutables
 from jaxinfer.engine.start.loading import EXECUTABLES, load
 from jaxinfer.engine.start.model import model_of
 from jaxinfer.engine.start.plan import EnginePlan
@@ -222,13 +223,22 @@ def limits_of(
     )
 
 
-def build_engine(plan: EnginePlan, progress: Progress = NO_PROGRESS) -> Engine:
+def build_engine(
+    plan: EnginePlan, progress: Progress = NO_PROGRESS, *, serves_early: bool = False
+) -> Engine:
     """Build a ready engine: weights are on the device, and every executable that a request may need
     is compiled, loaded and has run once. Raises a ``JaxinferError``.
+
+    With ``serves_early`` it has only those that hold every step, and a thread compiles the others
+    (``exec.compile.background``). That is for engines that run for long: if the process exits
+    before, nothing is saved.
     """
-    (executables, compile_seconds), (state, load_seconds) = load(plan, progress)
+    (executables, compile_seconds), (state, load_seconds) = load(plan, progress, serves_early)
     executor = Executor(plan.program, executables, *state)
     executor.warm_up()
+    later = None
+    if executables.later is not None:
+        later = LaterExecutables(executables.later, executor, executor.buckets)
     start_stats = EngineStats(
         num_executables=len(plan.program.names()),
         num_compiled=executables.compiled,
@@ -244,6 +254,7 @@ def build_engine(plan: EnginePlan, progress: Progress = NO_PROGRESS) -> Engine:
         overlap=plan.config.overlap,
         start=start_stats,
         weights=EngineWeights(plan, executor),
+        later=later,
     )
 
 
