@@ -22,6 +22,7 @@ def check_paged(
     page_table: jax.Array,  # int32[R, M]
     seq_lens: jax.Array,  # int32[R]
     window: int | None,
+    sinks: jax.Array | None = None,  # [N]
 ) -> None:
     """Raise ValueError when shapes do not fit together or ``window`` is below 1."""
     if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
@@ -38,6 +39,8 @@ def check_paged(
         )
     if window is not None and window < 1:
         raise ValueError(f"{op}: window must be at least 1, got {window}")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"{op}: sinks {sinks.shape} are not one for each of {q.shape[1]} heads")
 
 
 def check_partials(

@@ -29,6 +29,9 @@ MODEL = Group(
         Setting("tokenizer", text, "A tokenizer from elsewhere, in any form of MODEL."),
         Setting("skip_tokenizer_init", boolean, "Token ids only, no text."),
         Setting("load_format", text, "auto, safetensors, gguf, or dummy: random weights."),
+        Setting(
+            "dummy_routing", text, "Experts of random weights: auto, uniform (for benchmarks)."
+        ),
         Setting("dtype", text, "Weights and KV cache: auto, bfloat16, float16, float32."),
         Setting("cpu_weights", text, "Quantised weights on a CPU: auto, quantised, float32."),
         Setting("quantization", text, "Quantise while loading: int4, int8, fp8.", ("-q",)),
@@ -76,6 +79,8 @@ SAMPLING = Group(
         Setting("stop", plain_texts, "End before this text; may be repeated."),
         Setting("stop_token_ids", integers, "End at these tokens: 1,2."),
         Setting("include_stop_str_in_output", boolean, "Keep the stop text."),
+        Setting("allowed_token_ids", integers, "Draw only these tokens: 1,2."),
+        Setting("bad_words", plain_texts, "Never this text; may be repeated."),
         Setting("ignore_eos", boolean, "Go on after the model's end token."),
         Setting("logprobs", integer, "With --json: logprobs of the N likeliest tokens."),
         Setting("prompt_logprobs", integer, "With --json: the same of the prompt's tokens."),

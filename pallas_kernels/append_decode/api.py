@@ -65,6 +65,7 @@ def append_decode(
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     arrivals: jax.Ref | None = None,  # int32[>= B * K]
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     eps: float,
@@ -80,6 +81,7 @@ def append_decode(
     depend on the number of rows either; the GPU kernels use more splits with fewer rows.
     ``arrivals`` are counters by which the CTAs of a row find the last one to arrive. They are zero
     before and after, so one array serves all layers of a step (None: allocated by this call).
+    ``sinks`` are those of ``attend_ref.attend``.
     ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
 
     The online softmax is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691), paging that of
@@ -90,7 +92,7 @@ def append_decode(
     if qkv.ndim != 3 or qkv.shape[0] != rows or qkv.shape[1] <= 2 * num_kv_heads:
         raise ValueError(f"append_decode: heads {qkv.shape} do not fit pages {k_pages.shape}")
     queries = qkv[:, : qkv.shape[1] - 2 * num_kv_heads]
-    check_paged("append_decode", queries, k_pages, v_pages, page_table, seq_lens, window)
+    check_paged("append_decode", queries, k_pages, v_pages, page_table, seq_lens, window, sinks)
     if (cos is None) != (sin is None):
         raise ValueError("append_decode: cos and sin come together or not at all")
     if cos is not None and sin is not None and not cos.shape == sin.shape == (rows, head_dim // 2):
@@ -108,5 +110,5 @@ def append_decode(
             f"append_decode: arrivals {arrivals.shape} are fewer than {rows} rows times "
             f"{num_kv_heads} kv heads"
         )
-    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals)
+    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals, sinks)
     return dispatch(OP, args, {"scale": scale, "eps": eps, "window": window}, impl)

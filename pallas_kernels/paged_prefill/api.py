@@ -43,6 +43,7 @@ def paged_prefill(
     page_table: jax.Array,  # int32[R, M]
     seq_lens: jax.Array,  # int32[R]
     query_start_loc: jax.Array,  # int32[R + 1]
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     window: int | None = None,
@@ -53,17 +54,17 @@ def paged_prefill(
     Row r's queries are ``q[query_start_loc[r] : query_start_loc[r + 1]]``; they are the last
     tokens of a context of ``seq_lens[r]`` tokens whose K and V, this chunk's included, are already
     in the pages. A query at position p sees keys p - window + 1 to p. Rows may be empty; queries
-    past ``query_start_loc[R]`` are padding and yield zeros. Pages, heads, NaN and dtypes are as in
-    ``append_decode.attend_ref``. ``impl`` pins an implementation. Raises ValueError on arguments
-    that do not fit together.
+    past ``query_start_loc[R]`` are padding and yield zeros. Pages, heads, NaN, dtypes and sinks are
+    as in ``append_decode.attend_ref``. ``impl`` pins an implementation. Raises ValueError on
+    arguments that do not fit together.
 
     The online softmax is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
     """
-    check_paged("paged_prefill", q, k_pages, v_pages, page_table, seq_lens, window)
+    check_paged("paged_prefill", q, k_pages, v_pages, page_table, seq_lens, window, sinks)
     if query_start_loc.shape != (seq_lens.shape[0] + 1,):
         raise ValueError(
             f"paged_prefill: query_start_loc {query_start_loc.shape} must hold one entry more than "
             f"the {seq_lens.shape[0]} rows"
         )
-    args = (q, k_pages, v_pages, page_table, seq_lens, query_start_loc)
+    args = (q, k_pages, v_pages, page_table, seq_lens, query_start_loc, sinks)
     return dispatch(OP, args, {"scale": scale, "window": window}, impl)

@@ -1,8 +1,8 @@
-"""Every code block of README.md and docs/*.md runs as written and prints what the document shows.
+"""Code blocks of README.md and docs/*.md run as written and print what the document shows.
 
 Blocks run in the order of the documents, in one folder that has the repository's files and .venv.
-All of them meet one server, which has the flags of every ``jaxinfer serve``, but a free port. Blocks
-that the tests cannot run say so in their first line, and their commands' options are parsed.
+All of them use one server, which has the flags of every ``jaxinfer serve``, but a free port. Blocks
+that the tests cannot run say so in their first line, and the options of their commands are parsed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import jax
@@ -96,7 +95,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server() -> Iterator[ServerProcess]:
     """A server with the flags of every block that starts one."""
     commands = [block.serves for block in RUN if block.serves]
-    flags = {name: value for words in commands for name, value in zip(words[1::2], words[2::2], strict=True)}
+    flags: dict[str, str] = {}
+    for words in commands:
+        flags |= zip(words[1::2], words[2::2], strict=True)
     del flags["--port"]
     model, *others = {words[0] for words in commands}
     assert not others

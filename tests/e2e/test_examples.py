@@ -25,6 +25,6 @@ EXPECTED = {
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In this process: eight more would import JAX and compile the same steps each."""
-    with jax.numpy_dtype_promotion("standard"):  # as for users; optax does not obey strict promotion
+    with jax.numpy_dtype_promotion("standard"):  # as for users: optax needs it
         runpy.run_path(str(example), run_name="__main__")
     assert EXPECTED[example.stem] in capsys.readouterr().out

@@ -19,7 +19,7 @@ KIND, SHARE, OLD_SHARE, PREALLOCATE, NO_LINE_INFO, XLA_LOG = NAMES = (
     "TRITON_DISABLE_LINE_INFO",
     "TF_CPP_MIN_LOG_LEVEL",
 )
-# Each case is a fork of one process that has imported JAX, which takes a second, and started nothing.
+# Each case is a fork of one process that has imported JAX, which takes a second.
 # jax_num_cpu_devices cannot be changed once a backend has started: then the program fails.
 PROGRAM = f"""
 import json, os, sys, jax

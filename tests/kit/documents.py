@@ -157,7 +157,8 @@ def _check_module(name: str, arguments: list[str]) -> None:
 
 def _check_pip(arguments: list[str]) -> None:
     """An editable install names extras of pyproject.toml; a file of constraints exists."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
     for option, value in zip(arguments, arguments[1:], strict=False):
         if option == "-c":
             assert (ROOT / value).exists(), value

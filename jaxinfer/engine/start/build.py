@@ -46,6 +46,7 @@ from jaxinfer.exec.compile.memory_plan import (
     shown,
     snapshots_for,
 )
+from jaxinfer.exec.compile.mixed_tokens import free_prompt_tokens
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import device_memory
 from jaxinfer.exec.run.executor import Executor
@@ -73,6 +74,7 @@ def plan_engine(
     prepare_backend(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
     platform = check_device(platform_of_backend)
     chose_seqs = config.max_num_seqs is not None
+    chose_mixed = config.max_num_mixed_tokens is not None
     placement = default_placement()
     if bundle is not None:
         bundle.check_machine(placement)
@@ -87,6 +89,8 @@ def plan_engine(
         tokenizer=config.tokenizer,
     )
     source, model = model_of(source, config, platform)
+    if not chose_mixed:
+        config = replace(config, max_num_mixed_tokens=_mixed_tokens(config, model))
     if bundle is not None:
         bundle.check_model(model)
     if source.checkpoint is not None:
@@ -115,6 +119,13 @@ def plan_engine(
         cache_dir=cache_dir,
         bundle=bundle,
     )
+
+
+def _mixed_tokens(config: EngineConfig, model: Model) -> int | None:
+    """The device's default for prompt tokens beside decode rows, or more for a model's experts."""
+    default, most = config.max_num_mixed_tokens, config.max_num_batched_tokens
+    assert most is not None, "with_device_defaults"
+    return default and max(default, min(free_prompt_tokens(model), most))
 
 
 def _pins(config: EngineConfig, platform: str) -> Pins:

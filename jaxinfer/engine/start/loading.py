@@ -24,6 +24,7 @@ from jaxinfer.exec.compile.build import (
 from jaxinfer.exec.compile.memory_plan import check_workspace
 from jaxinfer.exec.run.device_memory import (
     allocating,
+    check_host,
     claim_memory,
     compile_init_state,
     init_state,
@@ -51,6 +52,7 @@ def load(
     compile, but pages come last: XLA runs GEMMs in their memory to autotune them. The seconds of
     the state are those of its weights.
     """
+    check_host(plan.memory)
     loader = _Loader(plan, progress, begin_executables if serves_early else build_executables)
     if loader.finds_executables:
         progress.detail(plan.memory.described())
