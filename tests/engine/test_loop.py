@@ -207,11 +207,15 @@ class WaitingEngine:
     """Records its calls; a request is submitted while it waits for the device."""
 
     limits = facts = tokenizer = None
+    is_compiling = False
     stats = staticmethod(EngineStats)
 
     def __init__(self) -> None:
         self.thread = EngineThread(self)  # type: ignore[arg-type]
         self.calls: list[str] = []
+
+    def close(self) -> None:
+        pass
 
     @property
     def has_work(self) -> bool:
