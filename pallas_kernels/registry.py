@@ -21,6 +21,8 @@ from pallas_kernels.toolchain.kernel_call import call_lowered
 OP_NAMES = (
     "append_decode",
     "kv_append",
+    "latent_decode",
+    "latent_prefill",
     "norm_gemm",
     "paged_prefill",
     "publish",
