@@ -56,13 +56,15 @@ def choose_config(
 ) -> TritonConfig:
     """As many splits as fill the GPU with one CTA an SM; blocks such that the stages fit in it."""
     (rows, heads, rank), page_size = q_latent.shape, pages.shape[1]
-    tile = min(max(MIN_TILE, power_of_two(heads)), MAX_HEADS)
+    # Between them the queries would not fit in registers; two CTAs that read the same entries at the
+    # same time read most of them from the L2 cache.
+    tile = MIN_TILE if heads <= 2 * MIN_TILE else MAX_HEADS
     if q_latent.dtype.itemsize > 2:  # without tensor cores larger tiles would spill registers
         tile, block, num_warps, num_stages = MIN_TILE, 16, 8, 2
-    elif tile <= 32:  # bound by memory
-        block, num_warps, num_stages = 32, 8, 4
+    elif tile == MIN_TILE:  # bound by memory
+        block, num_warps, num_stages = 32, 8, 6
     else:  # queries and two blocks of 64 keys fill the shared memory
-        block, num_warps, num_stages = 64, 8, 2
+        block, num_warps, num_stages = 64, 8, 3
     ctas = rows * -(-heads // tile)
     longest = page_table.shape[1] * page_size
     splits = min(current_device().num_sms // ctas, -(-longest // block))
