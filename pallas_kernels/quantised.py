@@ -92,7 +92,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Quantised:
-    """The arrays of a quantised matrix."""
+    """The arrays of a quantised matrix, or of a stack of equal ones: each array is then [E, ...].
+
+    A stack that is arranged is the same as its matrices arranged one by one.
+    """
 
     kind: str  # one of KINDS, with the name of the arrangement behind it if it has one
     values: Any  # [O, K], or uint8[O, K / 2]
@@ -109,22 +112,22 @@ class Quantised:
     @property
     def num_outputs(self) -> int:
         """O."""
-        return self.values.shape[0]
+        return self.values.shape[-2]
 
     @property
     def num_inputs(self) -> int:
         """K."""
-        return self.values.shape[1] * (2 if self.base in PACKED else 1)
+        return self.values.shape[-1] * (2 if self.base in PACKED else 1)
 
     @property
     def group(self) -> int:
         """Inputs that share a scale."""
-        return self.num_inputs // self.scales.shape[1]
+        return self.num_inputs // self.scales.shape[-1]
 
     @property
     def block_outputs(self) -> int:
         """Outputs that share scales."""
-        return self.num_outputs // self.scales.shape[0]
+        return self.num_outputs // self.scales.shape[-2]
 
     @property
     def arrays(self) -> tuple[Any, ...]:
@@ -136,11 +139,11 @@ class Quantised:
         """The form; one scale a row has no group."""
         return Form(
             kind=self.kind,
-            group=None if self.scales.shape[1] == 1 else self.group,
+            group=None if self.scales.shape[-1] == 1 else self.group,
             scale_dtype=str(self.scales.dtype),
             zeros=self.zeros is not None,
             offsets=self.offsets is not None,
-            super_group=None if self.supers is None else self.num_inputs // self.supers.shape[1],
+            super_group=None if self.supers is None else self.num_inputs // self.supers.shape[-2],
             block_outputs=self.block_outputs,
         )
 

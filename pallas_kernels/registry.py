@@ -20,6 +20,7 @@ from pallas_kernels.toolchain.kernel_call import call_lowered
 
 OP_NAMES = (
     "append_decode",
+    "experts",
     "kv_append",
     "latent_decode",
     "latent_prefill",
@@ -29,6 +30,7 @@ OP_NAMES = (
     "qk_rope_append",
     "quantised_gemm",
     "residual_norm",
+    "route",
     "sample",
     "skinny_gemm",
     "swiglu_gemm",

@@ -65,7 +65,7 @@ class DecoderLayer(nn.Module):
         x, delta, state = mixer(stream, norms[0], state, ctx, only)
         stream = _joined("attn_out", x, delta, norms[1], ctx)
         stream = _at("resid_mid", stream, ctx)
-        x, delta = ffn(stream, norms[2], ctx)
+        x, delta = ffn(stream, norms[2], ctx if only is None else ctx.of_tokens(only))
         stream = _joined("mlp_out", x, delta, norms[3], ctx)
         return _at("resid_post", stream, ctx), state
 

@@ -88,10 +88,11 @@ struct Pages {
 };
 
 // Attention of one query and the queries that share its kv head: q and out [queries, head_dim].
-// The context is positions oldest to length - 1; position p is in page table[p / page_size].
+// The context is positions oldest to length - 1; position p is in page table[p / page_size]. Sinks are
+// the queries' scores of a key without a value, or null.
 using AttendFunction = void (*)(const Pages&, int64_t head, const int32_t* table, int64_t oldest,
-                                int64_t length, const float* q, int64_t queries, float scale,
-                                float* out);
+                                int64_t length, const float* q, int64_t queries, const float* sinks,
+                                float scale, float* out);
 
 struct Variant {
   const char* name;

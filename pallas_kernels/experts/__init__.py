@@ -1,0 +1,1 @@
+"""The feed-forward networks of a mixture of experts, each of the tokens that chose it."""

@@ -1,0 +1,112 @@
+"""experts: the feed-forward networks of a mixture of experts, each of the tokens that chose it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.experts import cases, ref, xla
+from pallas_kernels.experts.stack import (
+    PLAIN,
+    SWIGLU,
+    Activation,
+    Stack,
+    StackArrays,
+    arrays_of,
+    size_of,
+)
+from pallas_kernels.registry import Impl, KernelOp, dispatch
+
+
+def _sum_partials(out: jax.Array) -> jax.Array:  # [T, D], or float32[S, T, D] -> [T, D]
+    """Partials are compared by their sum; all cases that get partials are bfloat16."""
+    return out if out.ndim == 2 else out.sum(0).astype(jnp.bfloat16)
+
+
+OP = KernelOp(
+    name="experts",
+    ref=ref.experts,
+    impls=(Impl("xla", xla.experts),),
+    cases=cases.CASES,
+    build=cases.build,
+    cost=cases.cost,
+    # weights and hidden values are rounded to the dtype before they are multiplied
+    tolerance={"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3},
+    observable=_sum_partials,
+)
+
+
+def experts(
+    x: jax.Array,  # [T, D]
+    choices: jax.Array,  # int32[T, k]
+    weights: jax.Array,  # float32[T, k]
+    gate_up: Stack,  # [E, 2F, D]: rows of the gate, then of up
+    down: Stack,  # [E, D, F]
+    *,
+    gate_up_bias: jax.Array | None = None,  # [E, 2F]
+    down_bias: jax.Array | None = None,  # [E, D]
+    activation: Activation = SWIGLU,
+    split: bool = False,
+    impl: str | None = None,
+) -> jax.Array:  # [T, D]; with split possibly float32[S, T, D]
+    """The weighted sum of the outputs of each token's experts, in the dtype of ``x``.
+
+        sum over j of weights[t, j] * (down[e] @ activation(gate_up[e] @ x[t])),  e = choices[t, j]
+
+    with the biases added to both products. The sum is over j in order, in float32, so a token's
+    bits depend on nothing else in the batch but its number of tokens. Every choice is computed,
+    however many tokens choose one expert; a token's choices are distinct. A choice outside
+    [0, E) adds nothing, and the weights of experts that no token chose need not be read: so are
+    padding tokens and, where experts are divided among devices, those of other devices.
+
+    With ``split`` the result may be partials to be summed by the next norm (``residual_norm``,
+    ``norm_gemm``): the weighted outputs of each j. ``gate_up`` and ``down`` are arrays of floats in
+    the dtype of ``x`` or any form of ``quantised``; arranged stacks are matrices arranged one by
+    one. ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
+    """
+    (gate_kind, gate_arrays), (down_kind, down_arrays) = arrays_of(gate_up), arrays_of(down)
+    _check_tokens(x, choices, weights)
+    _check_stacks(x, gate_kind, gate_arrays, down_kind, down_arrays)
+    count, hidden, _ = size_of(gate_kind, gate_arrays)
+    for name, bias, width in (
+        ("gate_up_bias", gate_up_bias, hidden),
+        ("down_bias", down_bias, x.shape[1]),
+    ):
+        if bias is not None and bias.shape != (count, width):
+            raise ValueError(
+                f"experts: {name} {bias.shape} does not fit {count} experts of {width} outputs"
+            )
+    args = (x, choices, weights, *gate_arrays, *down_arrays, gate_up_bias, down_bias)
+    static = {"kinds": (gate_kind, down_kind), "activation": activation, "split": split}
+    return dispatch(OP, args, static, impl)
+
+
+def _check_tokens(x: jax.Array, choices: jax.Array, weights: jax.Array) -> None:
+    if x.ndim != 2 or choices.ndim != 2 or choices.shape[0] != x.shape[0]:
+        raise ValueError(f"experts: choices {choices.shape} do not fit tokens {x.shape}")
+    if choices.dtype != jnp.int32:
+        raise ValueError(f"experts: choices are {choices.dtype}, not int32")
+    if weights.shape != choices.shape or weights.dtype != jnp.float32:
+        raise ValueError(
+            f"experts: weights {weights.dtype}{weights.shape} must be float32{choices.shape}"
+        )
+
+
+def _check_stacks(
+    x: jax.Array, gate_kind: str, gate_up: StackArrays, down_kind: str, down: StackArrays
+) -> None:
+    if gate_up[0].ndim != 3 or down[0].ndim != 3:
+        raise ValueError(
+            f"experts: weights {gate_up[0].shape} and {down[0].shape} are not stacks of matrices"
+        )
+    count, hidden, inputs = size_of(gate_kind, gate_up)
+    if hidden % 2 or inputs != x.shape[1]:
+        raise ValueError(
+            f"experts: {hidden} gates and ups of {inputs} inputs do not fit tokens {x.shape}"
+        )
+    expected = (count, inputs, hidden // 2)
+    if size_of(down_kind, down) != expected:
+        raise ValueError(f"experts: down is {size_of(down_kind, down)} instead of {expected}")
+    for kind, arrays in ((gate_kind, gate_up), (down_kind, down)):
+        if kind == PLAIN and arrays[0].dtype != x.dtype:
+            raise ValueError(f"experts: weights are {arrays[0].dtype} and tokens {x.dtype}")

@@ -1,0 +1,176 @@
+"""Named calls of experts: forms, uneven loads, biases, and the layers of real models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.experts.stack import PLAIN, SWIGLU, Activation, Stack, arrays_of
+from pallas_kernels.quantised import PACKED, Quantised
+from pallas_kernels.quantised_gemm.cases import random_matrix
+from pallas_kernels.quantised_gemm.tiled.arrange import arrange
+from pallas_kernels.registry import Cost, Inputs
+from pallas_kernels.shapes import normal
+
+CLAMPED = Activation(limit=7.0, alpha=1.702, shift=1.0)  # gpt-oss's
+
+
+@dataclass(frozen=True)
+class ExpertsCase:
+    """``tokens`` of width D that choose ``chosen`` of ``count`` experts of width F.
+
+    ``load`` says which: "uniform"; "few", all tokens the same ones; "holes": a choice of three is
+    outside the experts. ``form`` is PLAIN or one of ``quantised_gemm.cases.FORMS``.
+    """
+
+    name: str
+    tokens: int
+    count: int
+    chosen: int
+    width: int
+    inner: int
+    form: str = PLAIN
+    group: int = 32
+    load: str = "uniform"
+    biases: bool = False
+    activation: Activation = SWIGLU
+    split: bool = False
+    dtype: str = "float32"
+    tags: tuple[str, ...] = ("ci",)
+    tiled: bool = False  # arranged for the Hopper kernels
+
+    @property
+    def kind(self) -> str:
+        """The kind of the matrices."""
+        return {"q4_k": "int4", "q6_k": "int8"}.get(self.form, self.form.partition("_")[0])
+
+
+QWEN3_30B = ExpertsCase("qwen3_30b", 1, 128, 8, 2048, 768, dtype="bfloat16", tags=("bench", "gpu"))
+GPT_OSS_20B = replace(
+    QWEN3_30B,
+    name="gpt_oss_20b_fp4",
+    count=32,
+    chosen=4,
+    width=2880,
+    inner=2880,
+    form="fp4",
+    biases=True,
+    activation=CLAMPED,
+    tiled=True,
+)
+V2_LITE = replace(QWEN3_30B, name="v2_lite", count=64, chosen=6, inner=1408)
+INT4 = replace(QWEN3_30B, name="qwen3_30b_int4", form="int4", group=128, tiled=True)
+MOST_DRAWN = 8  # experts repeat after these, as drawing the values of many takes seconds
+STEPS = (1, 8, 64, 512, 1024, 8192)  # tokens of the steps that the benchmark times
+
+
+def _steps(case: ExpertsCase) -> tuple[ExpertsCase, ...]:
+    return tuple(
+        replace(case, name=f"{case.name}_t{tokens}", tokens=tokens, split=tokens <= STEPS[2])
+        for tokens in STEPS
+    )
+
+
+_SMALL = ExpertsCase("", 5, 7, 3, 64, 96)
+_BF16 = replace(_SMALL, dtype="bfloat16", width=128, inner=64, split=True)
+CASES = (
+    replace(_SMALL, name="one_token", tokens=1),
+    replace(_SMALL, name="seven_experts"),
+    replace(_SMALL, name="few_experts_chosen", tokens=70, load="few"),
+    replace(_SMALL, name="outside", tokens=33, load="holes"),
+    replace(_SMALL, name="all_chosen", count=3),
+    replace(_SMALL, name="one_expert", count=1, chosen=1),
+    replace(_SMALL, name="gpt_oss", biases=True, activation=CLAMPED),
+    *(
+        replace(_SMALL, name=form, form=form, width=256, inner=256, group=group, tokens=tokens)
+        for form, group, tokens in (
+            ("int4", 32, 5),
+            ("int4_zeros", 128, 1),
+            ("q4_k", 32, 40),
+            ("int8", 32, 5),
+            ("fp8", 0, 5),
+            ("fp8_blocks", 128, 5),
+        )
+    ),
+    replace(_SMALL, name="fp4", form="fp4", biases=True, activation=CLAMPED),
+    replace(_BF16, name="seven_experts_bf16"),
+    replace(_BF16, name="one_token_bf16", tokens=1),
+    replace(_BF16, name="outside_bf16", tokens=33, load="holes"),
+    replace(_BF16, name="few_chosen_bf16", tokens=300, load="few"),
+    replace(_BF16, name="many_bf16", tokens=700, count=13, split=False),
+    replace(_BF16, name="int4_tiles", form="int4", tiled=True),
+    replace(_BF16, name="int4_tiles_t300", form="int4", tiled=True, tokens=300),
+    replace(_BF16, name="int8_tiles", form="int8", tiled=True),
+    replace(_BF16, name="fp4_tiles", form="fp4", tiled=True, biases=True, activation=CLAMPED),
+    replace(_BF16, name="fp8_bf16", form="fp8", group=0),
+    *(case for model in (QWEN3_30B, INT4, GPT_OSS_20B, V2_LITE) for case in _steps(model)),
+)
+
+
+def build(case: ExpertsCase, seed: int) -> Inputs:
+    """Random arrays. The weights of experts that no token chose are NaN, where they can be."""
+    rng = np.random.default_rng(seed)
+    dtype = jnp.dtype(case.dtype)
+    x = normal(rng, (case.tokens, case.width), dtype)
+    scores = rng.standard_normal((1 if case.load == "few" else case.tokens, case.count))
+    choices = np.argsort(scores, axis=1)[:, : case.chosen].astype(np.int32)
+    choices = np.ascontiguousarray(np.broadcast_to(choices, (case.tokens, case.chosen)))
+    if case.load == "holes":
+        outside = np.array([-1, case.count, 2**30], np.int32)
+        holes = rng.random(choices.shape) < 1 / 3
+        choices = np.where(holes, rng.choice(outside, choices.shape), choices)
+    weights = rng.dirichlet(np.ones(case.chosen), case.tokens).astype(np.float32)
+    unread = np.setdiff1d(np.arange(case.count), choices)
+    gate_up = _stack(case, rng, 2 * case.inner, case.width, unread)
+    down = _stack(case, rng, case.width, case.inner, unread)
+    biases: tuple[Any, Any] = (None, None)
+    if case.biases:
+        biases = tuple(
+            normal(rng, (case.count, size), dtype, 0.3) for size in (2 * case.inner, case.width)
+        )
+    (gate_kind, gate_arrays), (down_kind, down_arrays) = arrays_of(gate_up), arrays_of(down)
+    static = {
+        "kinds": (gate_kind, down_kind),
+        "activation": case.activation,
+        "split": case.split,
+    }
+    return Inputs((x, choices, weights, *gate_arrays, *down_arrays, *biases), static)
+
+
+def _stack(
+    case: ExpertsCase, rng: np.random.Generator, outer: int, inner: int, unread: np.ndarray
+) -> Stack:
+    if case.form == PLAIN:
+        w = normal(rng, (case.count, outer, inner), jnp.dtype(case.dtype), inner**-0.5)
+        w[unread] = np.nan
+        return w  # type: ignore[return-value]
+    drawn = (
+        random_matrix(rng, case.form, outer, inner, case.group or inner)
+        for _ in range(min(case.count, MOST_DRAWN))
+    )
+    made = [arrange(w) if case.tiled else w for w in drawn]
+    members = [made[expert % len(made)].arrays for expert in range(case.count)]
+    stacked = [
+        None if parts[0] is None else np.stack(parts) for parts in zip(*members, strict=True)
+    ]
+    factors = stacked[4] if stacked[4] is not None else stacked[1]
+    assert factors is not None
+    factors[unread] = np.nan
+    return Quantised(made[0].kind, *stacked)
+
+
+def cost(case: ExpertsCase) -> Cost:
+    """Weights of the expected number of distinct experts and tokens read once, the sum written."""
+    uniform = case.count * (1 - (1 - case.chosen / case.count) ** case.tokens)
+    distinct = case.chosen if case.load == "few" else uniform
+    values = 3 * case.width * case.inner
+    item = jnp.dtype(case.dtype).itemsize
+    per_value = item
+    if case.form != PLAIN:
+        per_value = (0.5 if case.kind in PACKED else 1) + (2 / case.group if case.group else 0)
+    moved = 2 * case.tokens * case.width * item
+    pairs = case.tokens * case.chosen
+    return Cost(bytes=int(distinct * values * per_value) + moved, flops=2 * pairs * values)

@@ -1,0 +1,60 @@
+"""experts in plain XLA: a loop over tiles of tokens that chose the same expert.
+
+The number of tiles is an upper bound; for those without tokens nothing is read. Only the weights of
+one expert are dequantised at a time. It has gradients: a tile is computed again for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.experts.ref import NUM_ARRAYS
+from pallas_kernels.experts.stack import Activation, matrix_of
+from pallas_kernels.experts.tiles import tiles_of
+from pallas_kernels.numerics import power_of_two
+
+FEWEST_ROWS = 16  # of a tile, if there are as many tokens
+
+
+def experts(
+    x: jax.Array,  # [T, D]
+    choices: jax.Array,  # int32[T, k]
+    weights: jax.Array,  # float32[T, k]
+    *arrays: Any,  # of gate_up, of down, and both biases
+    kinds: tuple[str, str],
+    activation: Activation,
+    split: bool,
+) -> jax.Array:  # [T, D]
+    """See ``experts.api``."""
+    del split  # the sum costs little here
+    gate_up, down = arrays[:NUM_ARRAYS], arrays[NUM_ARRAYS : 2 * NUM_ARRAYS]
+    gate_up_bias, down_bias = arrays[2 * NUM_ARRAYS :]
+    tokens, per_token = choices.shape
+    num_experts = gate_up[0].shape[0]
+    width = min(tokens, max(FEWEST_ROWS, power_of_two(choices.size // num_experts)))
+    tiles = tiles_of(choices, num_experts, width)
+    # By default XLA rounds float32 to TF32 for the tensor cores of a GPU.
+    precision = "highest" if x.dtype == jnp.float32 else None
+
+    def product(rows: jax.Array, kind: str, stack: Any, bias: Any, expert: jax.Array) -> jax.Array:
+        w = matrix_of(kind, stack, expert).astype(x.dtype)
+        y = jnp.matmul(rows, w.T, precision=precision, preferred_element_type=jnp.float32)
+        return y if bias is None else y + bias[expert].astype(jnp.float32)
+
+    def computed(expert: jax.Array, pairs: jax.Array) -> jax.Array:  # float32[width, D]
+        rows = x[pairs // per_token]
+        hidden = product(rows, kinds[0], gate_up, gate_up_bias, expert)
+        hidden = activation(*jnp.split(hidden, 2, axis=1)).astype(x.dtype)
+        return product(hidden, kinds[1], down, down_bias, expert)
+
+    @jax.checkpoint
+    def tile(expert: jax.Array, rows: jax.Array, pairs: jax.Array) -> jax.Array:
+        none = lambda *_: jnp.zeros((width, x.shape[1]), jnp.float32)  # noqa: E731
+        return jax.lax.cond(rows > 0, computed, none, expert, pairs)
+
+    outputs = jax.lax.map(lambda one: tile(*one), (tiles.expert, tiles.rows, tiles.pairs))
+    outputs = outputs.reshape(-1, x.shape[1]).at[tiles.place].get(mode="fill", fill_value=0.0)
+    return jnp.sum(outputs * weights[..., None], axis=1).astype(x.dtype)

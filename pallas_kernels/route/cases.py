@@ -1,0 +1,76 @@
+"""Named calls of route: the routers of real models, and small ones of every kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.registry import Cost, Inputs
+from pallas_kernels.route.routing import Groups, Routing
+from pallas_kernels.shapes import normal
+
+
+@dataclass(frozen=True)
+class RouteCase:
+    """A router of ``count`` experts for ``tokens`` of width D."""
+
+    name: str
+    tokens: int
+    width: int
+    count: int
+    routing: Routing
+    bias: bool = False
+    choice_bias: bool = False
+    dtype: str = "float32"
+    tags: tuple[str, ...] = ("ci",)
+
+
+QWEN3 = Routing(8, renormalised=True)
+GPT_OSS = Routing(4, renormalised=True)
+V2_LITE = Routing(6)
+V2 = Routing(6, scale=16.0, groups=Groups(8, 3, "best"))
+V3 = Routing(8, "sigmoid", True, 2.5, Groups(8, 4, "best_two"))
+KIMI_K2 = Routing(8, "sigmoid", True, 2.827)
+_MODELS = (  # name, width, experts, routing, bias, bias of the choice
+    ("qwen3_30b", 2048, 128, QWEN3, False, False),
+    ("gpt_oss_20b", 2880, 32, GPT_OSS, True, False),
+    ("v2_lite", 2048, 64, V2_LITE, False, False),
+    ("v3", 7168, 256, V3, False, True),
+)
+CASES = (
+    RouteCase("mixtral", 5, 64, 8, Routing(2, renormalised=True)),
+    RouteCase("odd", 3, 48, 7, Routing(3)),
+    RouteCase("one_expert", 2, 32, 1, Routing(1)),
+    RouteCase("gpt_oss", 5, 64, 12, GPT_OSS, bias=True),
+    RouteCase("groups", 9, 64, 32, V2),
+    RouteCase("sigmoid_groups", 9, 64, 32, V3, choice_bias=True),
+    RouteCase("kimi_k2", 2, 64, 24, KIMI_K2, choice_bias=True),
+    RouteCase("qwen3_bf16", 40, 256, 128, QWEN3, dtype="bfloat16"),
+    RouteCase("v3_bf16", 17, 256, 256, V3, choice_bias=True, dtype="bfloat16"),
+    *(
+        RouteCase(f"{name}_t{tokens}", tokens, *sizes, dtype="bfloat16", tags=("bench", "gpu"))
+        for name, *sizes in _MODELS
+        for tokens in (1, 8, 64, 1024, 8192)
+    ),
+)
+
+
+def build(case: RouteCase, seed: int) -> Inputs:
+    """Logits near 1 whose order is clear: the best of distinct ones, on any device."""
+    rng = np.random.default_rng(seed)
+    dtype = jnp.dtype(case.dtype)
+    x = normal(rng, (case.tokens, case.width), dtype)
+    w = normal(rng, (case.width, case.count), dtype, case.width**-0.5)
+    bias = normal(rng, (case.count,), dtype, 0.3) if case.bias else None
+    choice_bias = rng.uniform(0, 0.5, case.count).astype(np.float32) if case.choice_bias else None
+    return Inputs((x, w, bias, choice_bias), {"routing": case.routing})
+
+
+def cost(case: RouteCase) -> Cost:
+    """The router and the tokens read once."""
+    values = case.width * (case.count + case.tokens)
+    results = case.tokens * case.routing.chosen * 8
+    flops = 2 * case.tokens * case.width * case.count
+    return Cost(bytes=values * jnp.dtype(case.dtype).itemsize + results, flops=flops)

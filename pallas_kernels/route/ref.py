@@ -1,0 +1,40 @@
+"""The definition of route: sorted scores, in float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.route.routing import Routing
+
+SMALLEST = 1e-20  # added to a sum of weights, which may be 0 (DeepSeek-V3)
+
+
+def route(
+    x: jax.Array,  # [T, D]
+    w: jax.Array,  # [D, E]
+    bias: jax.Array | None,  # [E]
+    choice_bias: jax.Array | None,  # float32[E]
+    *,
+    routing: Routing,
+) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
+    """See ``route.api``."""
+    wide = (jnp.asarray(array, jnp.float32) for array in (x, w))
+    logits = jnp.matmul(*wide, precision="highest")
+    if bias is not None:
+        logits = logits + jnp.asarray(bias, jnp.float32)
+    scores = jax.nn.sigmoid(logits) if routing.scores == "sigmoid" else jax.nn.softmax(logits)
+    ranks = scores if choice_bias is None else scores + jnp.asarray(choice_bias, jnp.float32)
+    if routing.groups is not None:
+        count, chosen, score = routing.groups
+        grouped = jnp.sort(ranks.reshape(len(ranks), count, -1), axis=2, descending=True)
+        of_group = grouped[..., 0] + (grouped[..., 1] if score == "best_two" else 0)
+        best = jnp.argsort(-of_group, axis=1, stable=True)[:, :chosen]  # [T, chosen]
+        group = jnp.arange(ranks.shape[1]) // (ranks.shape[1] // count)
+        allowed = (best[:, :, None] == group).any(axis=1)
+        ranks = jnp.where(allowed, ranks, -jnp.inf)
+    choices = jnp.argsort(-ranks, axis=1, stable=True)[:, : routing.chosen].astype(jnp.int32)
+    weights = jnp.take_along_axis(scores, choices, axis=1)
+    if routing.renormalised:
+        weights = weights / (weights.sum(axis=1, keepdims=True) + SMALLEST)
+    return choices, weights * routing.scale

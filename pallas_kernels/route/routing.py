@@ -1,0 +1,36 @@
+"""``Routing``: how a router's logits become each token's experts and their weights."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+SCORES = ("softmax", "sigmoid")
+GROUP_SCORES = ("best", "best_two")
+
+
+class Groups(NamedTuple):
+    """Experts in ``count`` groups of consecutive ones, of which a token may use only the best.
+
+    A group's score is its best expert's, or the sum of those of its two best (DeepSeek-V2's and
+    V3's ``group_limited_greedy`` and ``noaux_tc``).
+    """
+
+    count: int
+    chosen: int
+    score: Literal["best", "best_two"]
+
+
+class Routing(NamedTuple):
+    """The choice of ``chosen`` experts by their scores, the best first; of equal ones the lower.
+
+    ``scores`` is the function of the logits, in float32 over all experts. (A softmax over the
+    chosen logits alone, gpt-oss's, is a softmax over all of them, ``renormalised``.) Experts are
+    chosen by score, plus a bias if there is one; their weights are the scores without the bias,
+    divided by their sum if ``renormalised``, times ``scale``.
+    """
+
+    chosen: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    renormalised: bool = False
+    scale: float = 1.0
+    groups: Groups | None = None
