@@ -23,6 +23,8 @@ _MODULES = (
     ("Qwen3MoeForCausalLM", "jaxinfer.models.qwen3_moe"),
     ("MixtralForCausalLM", "jaxinfer.models.mixtral"),
     ("GptOssForCausalLM", "jaxinfer.models.gpt_oss"),
+    ("DeepseekV2ForCausalLM", "jaxinfer.models.deepseek_v2"),
+    ("DeepseekV3ForCausalLM", "jaxinfer.models.deepseek_v3"),
 )
 
 
