@@ -144,6 +144,9 @@ CONFIGS = MappingProxyType(
     }
 )
 NAMES = tuple(CONFIGS)
+# The families for tests of functions for research: those of which each kind of layer is at least in
+# one (qwen3_moe and mixtral have gpt_oss's experts and the attention of qwen3 and mistral).
+OF_EACH_KIND = tuple(name for name in NAMES if name not in ("qwen3_moe", "mixtral"))
 
 
 @cache

@@ -38,6 +38,7 @@ TOLERANCE = 1e-4  # float32 logits of order 10, sums in another order
 LAYER_TAPS = ("resid_pre", "attn_out", "mlp_out", "resid_post")
 
 every_family = pytest.mark.parametrize("name", tiny_models.NAMES)
+each_kind = pytest.mark.parametrize("name", tiny_models.OF_EACH_KIND)
 
 
 @pytest.mark.parametrize("architecture", known_architectures())
@@ -219,7 +220,7 @@ def test_only_last_tokens_equal_those_of_all(name: str) -> None:
     np.testing.assert_allclose(*after, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@every_family
+@each_kind
 def test_dense_only_last_token_equals_that_of_all(name: str) -> None:
     model, params = tiny_models.tiny_model(name)
     ids, ctx = jnp.asarray(tokens_of(23)), dense_context(LENGTH)
@@ -244,7 +245,7 @@ def test_batched_equals_alone(name: str) -> None:
     np.testing.assert_allclose(together, np.concatenate(alone), atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@every_family
+@each_kind
 def test_forward_vmaps(name: str) -> None:
     model, params = tiny_models.tiny_model(name)
     batch = np.stack([tokens_of(9), tokens_of(10)])
@@ -253,7 +254,7 @@ def test_forward_vmaps(name: str) -> None:
     np.testing.assert_allclose(mapped, one_by_one, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@every_family
+@each_kind
 def test_forward_differentiates(name: str) -> None:
     """Every weight has a finite gradient, and in one direction it equals a finite difference."""
     model, params = tiny_models.tiny_model(name)
@@ -280,7 +281,7 @@ def test_forward_differentiates(name: str) -> None:
     assert difference == pytest.approx(along, rel=2e-2, abs=1e-4)
 
 
-@every_family
+@each_kind
 def test_taps_hold_the_activations_of_each_layer(name: str) -> None:
     model, params = tiny_models.tiny_model(name)
     ids = jnp.asarray(tokens_of(12))

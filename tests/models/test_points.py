@@ -14,7 +14,7 @@ from kit import tiny_models
 
 T = 9
 IDS = jnp.asarray(np.random.default_rng(3).integers(0, 300, T), jnp.int32)
-every_family = pytest.mark.parametrize("name", tiny_models.NAMES)
+every_family = pytest.mark.parametrize("name", tiny_models.OF_EACH_KIND)
 
 
 def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
