@@ -132,7 +132,7 @@ CONFIGS = MappingProxyType(
         },
         "deepseek_v3": {
             **_LATENT,
-            "architectures": ["DeepseekV3ForCausalLM"],
+            "architectures": ["DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"],
             "q_lora_rank": 20,
             "first_k_dense_replace": 1,
             "n_routed_experts": 12,
