@@ -335,7 +335,9 @@ def launch_with(
     (t, n, _), rank = q.shape, k_up.shape[1]
     num_starts = query_start_loc.shape[0]
     latents = entries[:, :rank].astype(q.dtype)
-    k_nope, v = latents @ k_up.T, latents @ v_up.T
+    # float32 as in the kernels, not rounded to tf32
+    precision = "highest" if q.dtype == jnp.float32 else None
+    k_nope, v = (jnp.matmul(latents, w.T, precision=precision) for w in (k_up, v_up))
     value_dim = v_up.shape[0] // n
     sizes = {
         "num_tokens": t,

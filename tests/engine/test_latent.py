@@ -21,7 +21,7 @@ FAMILIES = ("deepseek_v2", "deepseek_v3")
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 LIMITS = replace(
     tiny_limits(max_num_seqs=3, max_num_batched_tokens=16, num_pages=60),
-    buckets=(Bucket(3), Bucket(0, 16, 3), Bucket(3, 16, 3)),
+    buckets=(Bucket(3), Bucket(0, 16, 3), Bucket(3, 16, 3, scores=True)),
 )
 FEW_PAGES = 20  # of the 37 that the prompts and their answers fill
 
