@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.nn.context import Rows, dense_context
+from jaxinfer.nn.context import Rows, StepContext, dense_context
 from jaxinfer.nn.decoder_config import ExpertsConfig, FeedForwardConfig
 from jaxinfer.nn.linear import Norm, Stream, added
 from pallas_kernels.experts.stack import Activation
@@ -40,6 +40,11 @@ def params_of(config: ExpertsConfig) -> Any:
     return jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(np.float32) / 2, shapes)
 
 
+def applied(config: ExpertsConfig, params: Any, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
+    variables = {"params": jax.tree.map(jnp.asarray, params)}
+    return config.module().apply(variables, Stream(jnp.asarray(X)), NORM, ctx)  # type: ignore[return-value]
+
+
 def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
@@ -65,8 +70,7 @@ def expected(p: Any) -> np.ndarray:
 def test_the_formula() -> None:
     params = params_of(CONFIG)
     assert params["choice_bias"].shape == (6,) and params["shared"]["down"].shape == (20, D)
-    stream = Stream(jnp.asarray(X))
-    x, out = CONFIG.module().apply({"params": params}, stream, NORM, dense_context(T))  # type: ignore[misc]
+    x, out = applied(CONFIG, params, dense_context(T))
     np.testing.assert_array_equal(x, X)
     np.testing.assert_allclose(out, expected(params), rtol=1e-4, atol=1e-5)
 
@@ -83,7 +87,7 @@ def test_padding_tokens_choose_nothing() -> None:
     nothing = jnp.zeros(0, jnp.int32)
     rows = Rows(nothing, jnp.asarray(real), *[nothing] * 4)
     ctx = replace(dense_context(T), rows=rows)
-    _, out = config.module().apply({"params": params}, Stream(jnp.asarray(X)), NORM, ctx)  # type: ignore[misc]
+    _, out = applied(config, params, ctx)
     assert np.isfinite(out).all()
     assert np.abs(out[real]).min(axis=0).any() and not np.any(np.asarray(out)[~real])
 
