@@ -223,4 +223,3 @@ def _input_specs(
         biased = [(part, out) for part, out in parts.items() if not part.endswith(".q_proj")]
         sources = tuple(Source(f"{part}.bias", (out,)) for part, out in biased)
         yield ParamSpec(path + "q_kv_a_bias", ArraySpec((c.bias_dim,), (None,)), sources, join)
-

@@ -90,11 +90,11 @@ class LatentAttentionConfig:
     """Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434).
 
     A key has ``nope_dim`` components without rope and ``rope_dim`` with it; rotated keys are shared
-    by all heads. ``rank`` and ``query_rank`` are the widths of the latents of keys and values and of
-    queries (None: queries have no latent), ``norm_eps`` that of the norms of latents. With
-    ``interleaved`` component 2i is rotated with 2i + 1, else i with i + rope_dim / 2. ``scale``
-    multiplies scores. With ``bias`` the projections from and to the residual stream have biases, but
-    for queries without a latent.
+    by all heads. ``rank`` and ``query_rank`` are the widths of the latents of keys and values and
+    of queries (None: queries have no latent), ``norm_eps`` is the epsilon of the norms of latents.
+    With ``interleaved`` component 2i is rotated with 2i + 1, else i with i + rope_dim / 2.
+    ``scale`` multiplies scores. With ``bias`` the projections from and to the residual stream have
+    biases, but for queries without a latent.
     """
 
     num_heads: int

@@ -55,8 +55,8 @@ def choose_config(
     page_table: jax.Array,  # int32[B, M]
 ) -> TritonConfig:
     """As many splits as fill the GPU with one CTA an SM; blocks such that the stages fit in it."""
-    (rows, heads, rank), page_size = q_latent.shape, pages.shape[1]
-    # Between them the queries would not fit in registers; two CTAs that read the same entries at the
+    (rows, heads, _), page_size = q_latent.shape, pages.shape[1]
+    # The queries of 32 heads would not fit in registers. Two CTAs that read the same entries at the
     # same time read most of them from the L2 cache.
     tile = MIN_TILE if heads <= 2 * MIN_TILE else MAX_HEADS
     if q_latent.dtype.itemsize > 2:  # without tensor cores larger tiles would spill registers

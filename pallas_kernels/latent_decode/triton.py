@@ -3,8 +3,8 @@
 A CTA has a tile of heads and one split of a row's tokens. It reads each entry once, as the key and
 as the value of all heads of the tile. The CTA of the last split appends the new entry and attends
 to it from its registers, so no CTA waits until it is in memory. With few rows a context has several
-splits (Flash-Decoding: Dao et al., 2023), whose states are merged in order by one CTA for each head.
-Softmax is computed in base 2, sums in float32.
+splits (Flash-Decoding: Dao et al., 2023), whose states are merged in order by one CTA for each
+head. Softmax is computed in base 2, sums in float32.
 """
 
 from __future__ import annotations
@@ -167,14 +167,14 @@ def _merge_splits(
         is_used = split < used
         at_split = row * SPLITS + split
         at_m = m_l + at_split * 2 * NUM_HEADS + head
-        m = tl.load(at_m, mask=is_used, other=float("-inf"))
-        l = tl.load(at_m + NUM_HEADS, mask=is_used, other=0.0)
+        m_of_splits = tl.load(at_m, mask=is_used, other=float("-inf"))
+        l_of_splits = tl.load(at_m + NUM_HEADS, mask=is_used, other=0.0)
         at_acc = accs + (at_split.to(tl.int64) * NUM_HEADS + head)[:, None] * RANK
         of_splits = tl.load(at_acc + components[None, :], mask=is_used[:, None], other=0.0)
-        m_ij = tl.maximum(m_i, tl.max(m, 0))
+        m_ij = tl.maximum(m_i, tl.max(m_of_splits, 0))
         before = tl.exp2(m_i - m_ij)
-        weights = tl.exp2(m - m_ij)
-        l_i = l_i * before + tl.sum(l * weights, 0)
+        weights = tl.exp2(m_of_splits - m_ij)
+        l_i = l_i * before + tl.sum(l_of_splits * weights, 0)
         acc = acc * before + tl.sum(of_splits * weights[:, None], 0)
         m_i = m_ij
     result = tl.where(length > 0, acc / l_i, 0.0)

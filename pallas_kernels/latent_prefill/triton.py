@@ -187,7 +187,9 @@ def _absorbed(
     for start in range(0, NOPE, STEP):  # in steps, since loads pass through registers
         nope = start + tl.arange(0, STEP)
         queries = tl.load(at_query + nope[None, :], mask=inside, other=0.0)
-        total = tl.dot(queries, tl.load(at_up + nope[:, None] * RANK), total, input_precision="ieee")
+        total = tl.dot(
+            queries, tl.load(at_up + nope[:, None] * RANK), total, input_precision="ieee"
+        )
     return total.to(at_query.dtype.element_ty)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,9 @@ def test_the_text_decoder_of_kimi_k2_5_is_read(tmp_path: Path) -> None:
         "bos_token_id": 5,
         "media_placeholder_token_id": 6,
     }
-    images = {f"{part}.weight": np.ones((2, 2), np.float32) for part in ("vision_tower", "mm_projector")}
+    images = {
+        f"{part}.weight": np.ones((2, 2), np.float32) for part in ("vision_tower", "mm_projector")
+    }
     prefixed = {PREFIX + name: tensor for name, tensor in packed.items()}
     folder = write_hf_folder(tmp_path / "model", config, {**prefixed, **images})
     source = resolve_source(str(folder), cache_dir=tmp_path, progress=NO_PROGRESS)
@@ -225,11 +227,15 @@ def test_saved_tensors_are_those_that_were_loaded(name: str) -> None:
 
 def test_the_layer_for_multi_token_prediction_is_not_used() -> None:
     model, _ = tiny_model("deepseek_v3")
-    extra = {f"model.layers.61.{one}.weight": np.zeros(1, np.float32) for one in ("enorm", "eh_proj")}
+    extra = {
+        f"model.layers.61.{one}.weight": np.zeros(1, np.float32) for one in ("enorm", "eh_proj")
+    }
     tensors = random_hf_tensors(model)
     plan_params(model, InMemory(tensors | extra))
     other = {"model.layers.2.enorm.weight": np.zeros(1, np.float32)}
-    with pytest.raises(CheckpointError, match=r"tensor model.layers.2.enorm.weight, which Deepseek"):
+    with pytest.raises(
+        CheckpointError, match=r"tensor model.layers.2.enorm.weight, which Deepseek"
+    ):
         plan_params(model, InMemory(tensors | other))
 
 

@@ -2,8 +2,8 @@
 
 The pages hold a token's *entry*: its normalised latent (C), then the rotated key that all heads
 share (R). A decode row multiplies its queries by the weights that would expand latents to keys, and
-attends to the latents themselves ("absorbed"); prompts expand keys and values. In shapes: Q width of
-the queries' latent, K width of keys without rope (``nope_dim``), V width of values. Parameters:
+attends to the latents themselves ("absorbed"); prompts expand keys and values. In shapes: Q width
+of the queries' latent, K width of keys without rope (``nope_dim``), V width of values. Parameters:
 
     q_kv_a  [D, Q + C + R]            q_norm [Q]   q_b [Q, N * (K + R)]
       or    [D, N * (K + R) + C + R]  if queries have no latent
