@@ -11,7 +11,7 @@ from pallas_kernels import shapes
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import LatentCase, LatentHeads, paged_arrays
 
-_LITE, _TINY = shapes.DEEPSEEK_V2_LITE, shapes.TINY_LATENT
+_LITE = shapes.DEEPSEEK_V2_LITE
 _TINY_WIDE = LatentHeads(70, 32, 16, 32, 64)  # more heads than a tile of the kernel
 
 
@@ -34,15 +34,20 @@ def _decode_steps() -> tuple[LatentCase, ...]:
 
 
 CASES = (
-    LatentCase("tiny_first_token", (1,)),
-    LatentCase("tiny_page_edges", (15, 16, 17, 1, 33), max_pages=40),
-    LatentCase("tiny_padding_rows", (5, 0, 40), padding=3, max_pages=40),
-    LatentCase("tiny_only_padding", (0,), padding=2, max_pages=4),
-    LatentCase("tiny_blocks", (64, 65, 66, 128, 129, 513, 528)),
+    LatentCase(
+        "tiny_edges", (15, 16, 17, 1, 0, 33, 64, 65, 66, 128, 129, 513), padding=3, max_pages=40
+    ),
+    LatentCase("tiny_only_padding", (0,), padding=2, max_pages=4, tags=("full",)),
     LatentCase("tiny_wide_bf16", (40, 129), sizes=_TINY_WIDE, page_size=64, dtype="bfloat16"),
-    LatentCase("v2_lite", (17, 90), padding=1, sizes=_LITE),
-    LatentCase("v2_lite_bf16", (65, 129, 300, 0, 1), sizes=_LITE, dtype="bfloat16"),
-    LatentCase("v3_bf16", (130, 31), sizes=shapes.DEEPSEEK_V3, page_size=64, dtype="bfloat16"),
+    LatentCase("v2_lite_bf16", (65, 129, 300, 0, 1), sizes=_LITE, dtype="bfloat16", tags=("full",)),
+    LatentCase(
+        "v3_bf16",
+        (130, 31),
+        sizes=shapes.DEEPSEEK_V3,
+        page_size=64,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
     LatentCase(
         "v2_lite_long_bf16", (8192, 1, 4097, 0), sizes=_LITE, dtype="bfloat16", tags=("full",)
     ),

@@ -9,7 +9,7 @@ from pallas_kernels import shapes
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import LatentCase, LatentHeads, paged_arrays
 
-_LITE, _TINY = shapes.DEEPSEEK_V2_LITE, shapes.TINY_LATENT
+_LITE = shapes.DEEPSEEK_V2_LITE
 
 
 def _prompt_steps(*steps: tuple[str, LatentHeads, int, int, int]) -> tuple[LatentCase, ...]:
@@ -30,18 +30,24 @@ def _prompt_steps(*steps: tuple[str, LatentHeads, int, int, int]) -> tuple[Laten
 
 
 CASES = (
-    LatentCase("tiny_one_query", (1,), (1,)),
-    LatentCase("tiny_single_query_chunks", (40, 1, 17), (1, 1, 1), padding=5),
-    LatentCase("tiny_page_edges", (15, 16, 17), (15, 16, 17), padding=16),
-    LatentCase("tiny_tile_edges", (63, 64, 65, 128), (63, 64, 65, 1), max_pages=40),
-    LatentCase("tiny_last_of_context", (130, 304), (70, 20), padding=38),
-    LatentCase("tiny_empty_rows", (0, 9, 0, 0, 20, 0), (0, 9, 0, 0, 20, 0), padding=3),
-    LatentCase("tiny_only_padding", (0, 0), (0, 0), padding=16, max_pages=4),
     LatentCase(
-        "tiny_many_short", tuple(range(1, 17)), tuple(range(1, 17)), max_pages=40, padding=24
+        "tiny_ragged",
+        (40, 1, 0, 17, 130, 65, 15, 16, 128),
+        (1, 1, 0, 17, 70, 65, 15, 16, 1),
+        padding=21,
+        max_pages=40,
     ),
+    LatentCase("tiny_only_padding", (0, 0), (0, 0), padding=16, max_pages=4),
     LatentCase("tiny_bf16", (200, 9, 90), (100, 9, 3), padding=7, page_size=64, dtype="bfloat16"),
-    LatentCase("v2_lite_bf16", (70, 150), (70, 21), padding=3, sizes=_LITE, dtype="bfloat16"),
+    LatentCase(
+        "v2_lite_bf16",
+        (70, 150),
+        (70, 21),
+        padding=3,
+        sizes=_LITE,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
     LatentCase(
         "v2_lite_long_bf16",
         (4097, 100, 2000),

@@ -17,7 +17,7 @@ from jaxinfer.exec.run.executor import Executor
 from kit.engines import compiled_for, dense_greedy, engine_of, run, tiny_limits
 from kit.tiny_models import tiny_model
 
-FAMILIES = ("deepseek_v2", "deepseek_v3")
+FAMILIES = (pytest.param("deepseek_v2", marks=pytest.mark.nightly), "deepseek_v3")
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 LIMITS = replace(
     tiny_limits(max_num_seqs=3, max_num_batched_tokens=16, num_pages=60),
