@@ -79,9 +79,9 @@ def build(case: LatentCase, seed: int) -> Inputs:
     entries = np.full((tokens, sizes.entry), np.nan, dtype)
     q[real:] = np.nan
     for row, (length, count) in enumerate(zip(case.seq_lens, case.query_lens, strict=True)):
-        position = np.arange(length - count, length)
+        position = np.arange(max(length - count, 0), length)  # tests of compilation cut contexts
         slots = arrays.page_table[row, position // case.page_size], position % case.page_size
-        entries[starts[row] : starts[row + 1]] = pages[slots]
+        entries[starts[row + 1] - len(position) : starts[row + 1]] = pages[slots]
 
     def weight(head_dim: int) -> np.ndarray:
         shape = (sizes.num_heads * head_dim, sizes.rank)

@@ -97,7 +97,7 @@ def _attend_blocks(
         scores = tl.dot(q_rope, tl.trans(kr), scores, input_precision="ieee")
         if MASKED:
             scores = tl.where(key[None, :] <= token[:, None], scores, float("-inf"))
-        m_i, l_i, alpha, p = _softmax_step(scores, m_i, l_i, SCALE)
+        m_i, l_i, alpha, p = _softmax_step(scores, m_i, l_i, SCALE)  # type: ignore[misc]
         acc = acc * alpha[:, None]
         values = tl.load(at_value, mask=inside, other=0.0) if MASKED else tl.load(at_value)
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee")
@@ -129,7 +129,7 @@ def _attend_chunk(
     head = tl.program_id(0)
     # The longest tiles, those at the end of a row, come first, so none runs alone at the end.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    row, row_start, row_end, first = _row_of_tile(
+    row, row_start, row_end, first = _row_of_tile(  # type: ignore[misc]
         tile, query_start_loc, num_tokens, num_starts, STARTS_TILE, TOKENS
     )
     if first >= row_end:
@@ -203,7 +203,7 @@ def _expanded(
 ):
     """``total`` plus the values of mean latents."""
     HALF: tl.constexpr = WIDTH // 2
-    left, right = _halves(means, TOKENS, HALF)
+    left, right = _halves(means, TOKENS, HALF)  # type: ignore[misc]
     total = tl.dot(left, tl.load(at_up), total, input_precision="ieee")
     return tl.dot(right, tl.load(at_up + HALF), total, input_precision="ieee")
 
@@ -236,7 +236,7 @@ def _attend_context(
 ):
     """Merge the attention of a tile of one head's queries to the tokens before the step."""
     head = tl.program_id(0)
-    row, row_start, row_end, first = _row_of_tile(
+    row, row_start, row_end, first = _row_of_tile(  # type: ignore[misc]
         tl.program_id(1), query_start_loc, num_tokens, num_starts, STARTS_TILE, TOKENS
     )
     is_row = row + 1 < num_starts
@@ -277,7 +277,7 @@ def _attend_context(
         k_rope = tl.trans(k_rope.to(q_rope.dtype))
         scores = tl.dot(q_rope, k_rope, scores, input_precision="ieee")
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        m_i, l_i, alpha, p = _softmax_step(scores, m_i, l_i, SCALE)
+        m_i, l_i, alpha, p = _softmax_step(scores, m_i, l_i, SCALE)  # type: ignore[misc]
         p = p.to(left.dtype)
         left_acc = tl.dot(p, left, left_acc * alpha[:, None], input_precision="ieee")
         right_acc = tl.dot(p, right, right_acc * alpha[:, None], input_precision="ieee")
