@@ -98,12 +98,10 @@ def grouped_routing(config: Mapping[str, Any], scores: str) -> Routing:
         raise ConfigError(
             f"config key 'topk_method' is {method!r}; known methods are {', '.join(_TOPK_METHODS)}"
         )
-    groups = None
-    if method != "greedy":
-        count = hf.positive_int(config, "n_group", 1)
-        chosen = hf.positive_int(config, "topk_group", 1)
-        if (count, chosen) != (1, 1):
-            groups = Groups(count, chosen, "best_two" if method == "noaux_tc" else "best")
+    groups, count = None, hf.positive_int(config, "n_group", 1)
+    chosen = hf.positive_int(config, "topk_group", 1)
+    if method != "greedy" and (count, chosen) != (1, 1):
+        groups = Groups(count, chosen, "best_two" if method == "noaux_tc" else "best")
     return Routing(
         chosen=experts_per_token(config),
         scores=found,

@@ -212,15 +212,15 @@ _INVERSES: Mapping[Callable[..., Any], Callable[..., list[np.ndarray]]] = Mappin
 )
 
 
-def tensors_of(spec: ParamSpec, array: np.ndarray) -> list[np.ndarray]:
+def tensors_of(spec: ParamSpec, array: Any) -> list[np.ndarray]:
     """The checkpoint tensors of a parameter's array, in the order of its sources: the inverse of
-    ``build``, for a parameter that is one array (a quantised one is dequantised before). Parts of a
-    stacked tensor are separate.
+    ``build``, for a parameter that is one array (a quantised one is dequantised before), or a dict
+    of them that ``build`` made of one tensor. Parts of a stacked tensor are separate.
 
-    Raises ``ConfigError`` for a family's own ``build`` function.
+    Raises ``ConfigError`` for a family's own ``build`` function, unless it has an ``inverse``.
     """
     build = spec.build if spec.matrix is None else _BUILDS[spec.matrix, spec.interleaved]
-    inverse = _INVERSES.get(build)
+    inverse = getattr(build, "inverse", None) or _INVERSES.get(build)
     if inverse is None:
         raise ConfigError(
             f"parameter {spec.path} cannot be saved, as nothing is known to reverse "

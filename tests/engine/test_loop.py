@@ -215,9 +215,6 @@ class WaitingEngine:
         self.thread = EngineThread(self)  # type: ignore[arg-type]
         self.calls: list[str] = []
 
-    def close(self) -> None:
-        pass
-
     @property
     def has_work(self) -> bool:
         return bool(self.calls)

@@ -34,6 +34,8 @@ CASES = (
     "qwen3_moe",
     "mixtral",
     "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
 )
 
 
@@ -43,15 +45,13 @@ def make(name: str) -> None:
     with safe_open(DATA / f"{name}.safetensors", "pt") as file:
         facts = json.loads(file.metadata()["config"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    config = AutoConfig.for_model(facts.pop("model_type"), **facts)
     weights = {k.removeprefix("weights/"): t for k, t in tensors.items() if k.startswith("weig")}
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # as a folder, since experts are stacked on reading
+    with tempfile.TemporaryDirectory() as folder:  # which stacks the tensors of experts
+        config.save_pretrained(folder)
         save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
-        (Path(folder) / "config.json").write_text(json.dumps(facts))
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager", dtype=torch.float32
-        ).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model = model.float().eval()
     ids = tensors["token_ids"][:1].long()
     out = model(ids, output_hidden_states=True, output_attentions=True)
     assert (out.logits[0] - tensors["logits"][0]).abs().max() < 1e-4
