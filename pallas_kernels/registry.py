@@ -22,6 +22,8 @@ OP_NAMES = (
     "append_decode",
     "experts",
     "kv_append",
+    "latent_decode",
+    "latent_prefill",
     "norm_gemm",
     "paged_prefill",
     "publish",

@@ -1,12 +1,13 @@
 """Attention shapes of real models, and input arrays of test cases.
 
-Owns: ``Heads``, ``PagedCase``, the poisoned page pool of decode and prefill, ``normal``.
+Owns: ``Heads``, ``LatentHeads``, ``PagedCase``, ``LatentCase``, the poisoned page pool of decode
+and prefill, ``normal``.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +46,37 @@ GPT_OSS_20B = Heads(64, 8, 64)
 GEMMA3_4B = Heads(8, 4, 256)
 PHI3_MINI = Heads(32, 32, 96)
 LLAMA3_70B_TP8 = Heads(8, 1, 128)
+
+
+@dataclass(frozen=True)
+class LatentHeads:
+    """The sizes of multi-head latent attention.
+
+    A key has ``nope_dim`` components without rope and ``rope_dim`` with it, a value ``value_dim``,
+    and a latent ``rank``.
+    """
+
+    num_heads: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rank: int
+
+    @property
+    def entry(self) -> int:
+        """Components of a token in the pages: its latent and its rotated key."""
+        return self.rank + self.rope_dim
+
+    @property
+    def scale(self) -> float:
+        """The factor on scores, without that of YaRN."""
+        return (self.nope_dim + self.rope_dim) ** -0.5
+
+
+DEEPSEEK_V2_LITE = LatentHeads(16, 128, 64, 128, 512)
+KIMI_K2 = LatentHeads(64, 128, 64, 128, 512)
+DEEPSEEK_V3 = LatentHeads(128, 128, 64, 128, 512)
+TINY_LATENT = LatentHeads(5, 32, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -91,6 +123,18 @@ def sinks_of(case: PagedCase, rng: np.random.Generator) -> np.ndarray | None:  #
     if not case.sinks:
         return None
     return rng.uniform(-1, 2, case.heads.num_heads).astype(jnp.dtype(case.dtype))
+
+
+@dataclass(frozen=True)
+class LatentCase(PagedCase):
+    """Rows of latent attention, whose pages hold one entry a token."""
+
+    heads: Heads = field(init=False)  # of the pages: one head of a token's entry
+    sizes: LatentHeads = TINY_LATENT
+
+    def __post_init__(self) -> None:
+        """Derive the heads of the pages."""
+        object.__setattr__(self, "heads", Heads(self.sizes.num_heads, 1, self.sizes.entry))
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,9 @@ def pages_per_block(page_size: int) -> int:
 
 
 def read_block(
-    pages: jax.Array,  # [P, S, K, H]
+    pages: jax.Array,  # [P, S, ...]
     page_ids: jax.Array,  # int32[pages of the block]
-) -> jax.Array:  # float32[keys, K, H]
-    """The keys or values of a block. Ids out of range are clipped; the caller masks those keys."""
-    _, page_size, num_kv_heads, head_dim = pages.shape
-    block = pages.at[page_ids].get(mode="clip")
-    return block.reshape(page_ids.size * page_size, num_kv_heads, head_dim).astype(jnp.float32)
+) -> jax.Array:  # float32[keys, ...]
+    """A block of keys, values or entries. Ids out of range are clipped; the caller masks those."""
+    block = pages.at[page_ids].get(mode="clip")  # [pages of the block, S, K, H]
+    return block.reshape(-1, *pages.shape[2:]).astype(jnp.float32)

@@ -75,7 +75,7 @@ def costs_of(model: Model) -> Costs:
         kv_bytes=model.state.bytes_per_token,
         token_flops=2 * (matrix_size + sum(_chosen_size(ffn, config) for ffn in mixtures)),
         head_flops=2 * config.hidden_size * config.vocab_size,
-        pair_flops=sum(4 * mixer.num_heads * mixer.head_dim for mixer in mixers),
+        pair_flops=sum(map(_pair_flops, mixers)),
         expert_bytes=expert_bytes,
         expert_share=share,
     )
@@ -84,6 +84,12 @@ def costs_of(model: Model) -> Costs:
 def _chosen_size(ffn: ExpertsConfig, config: DecoderSpec) -> int:
     """Weights of the experts that a token uses in a layer."""
     return 3 * ffn.routing.chosen * ffn.width * config.hidden_size
+
+
+def _pair_flops(mixer: Any) -> int:
+    """Operations of one query and one key; of latent attention in its expanded form."""
+    value_dim = getattr(mixer, "value_dim", mixer.head_dim)
+    return 2 * mixer.num_heads * (mixer.head_dim + value_dim)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jaxinfer.core.checks import as_float, as_int
 from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.steering import Steer, Steering, as_steer
-from jaxinfer.core.structured import StructuredOutputsParams
+from jaxinfer.core.structured import StructuredOutputsParams, Thinking
 
 MAX_LOGPROBS = 20  # the most logprobs that a compiled step returns (OpenAI's and vLLM's cap)
 MAX_LOGIT_BIAS = 512  # entries that a slot holds on the device; OpenAI's cap is 300
@@ -50,7 +50,10 @@ REAL_BOUNDS = MappingProxyType(
     }
 )
 ABOVE_ZERO_BOUNDS = MappingProxyType({"top_p": 1.0})  # (0, high]
-_FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
+_FLAGS = (
+    *("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"),
+    "temperature_scaled_logprobs",
+)
 _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {  # vLLM's fields that are not supported, with the values that change nothing
         "best_of": (None, 1),
@@ -79,10 +82,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
     """How to continue one prompt. Names, defaults and order of effects follow vLLM's class.
 
     Logits pass through logit_bias, min_tokens, the penalties, the masks of structured_outputs,
-    allowed_token_ids and bad_words, temperature, top_k, min_p and top_p, in that order; logprobs
-    are of the unmodified distribution. The token drawn at a position is a function of (seed,
-    position), the logits and the mask alone. ``guided_decoding`` is the older name of
-    ``structured_outputs``; with either, the answer ends when it is complete, also with ignore_eos.
+    allowed_token_ids and bad_words, temperature, top_k, min_p and top_p, in that order. Logprobs
+    are of the unmodified distribution, or with ``temperature_scaled_logprobs`` (not in vLLM) those
+    of drawn tokens are of log_softmax(logits / temperature), as trainers compute them. The token
+    drawn at a position is a function of (seed, position), the logits and the mask alone.
+    ``guided_decoding`` is the older name of ``structured_outputs``; with either, the answer ends
+    when it is complete, also with ignore_eos, and it begins after the thoughts of ``thinking``.
 
     ``taps`` names points of the forward pass (``nn.points``) whose activations are returned for
     every token that is computed, and ``steer`` adds vectors at such points to every token. The
@@ -113,12 +118,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    temperature_scaled_logprobs: bool = False
     taps: tuple[str, ...] = ()
     steer: tuple[Steer, ...] = ()
     structured_outputs: StructuredOutputsParams | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     guided_decoding: Any = None
+    thinking: Thinking | None = None
 
     best_of: int | None = None
     logits_processors: list[Any] | None = None
@@ -147,6 +154,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
         return self.temperature < 1e-5
 
     @property
+    def scales_logprobs(self) -> bool:
+        """True if logprobs are of logits divided by the temperature; a temperature of 0 is not."""
+        return self.temperature_scaled_logprobs and not self.greedy
+
+    @property
     def has_penalties(self) -> bool:
         """True if the sequence's own tokens change its logits."""
         return (
@@ -162,6 +174,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
             self.structured_outputs is not None
             or self.allowed_token_ids is not None
             or self.bad_words
+            or (self.thinking is not None and self.thinking.budget is not None)
         )
 
     @property

@@ -182,6 +182,18 @@ def gqa_param_specs(
 
     ``experts`` has those of a layer's mixture of experts, of families that have one.
     """
+    d, specs = config.hidden_size, outer_specs(config, norms)
+    for i in range(len(config.layers)):
+        layer, path, source = config.layers[i], f"layers_{i}/", f"model.layers.{i}."
+        specs.extend(_layer_specs(config, i, norms))
+        if isinstance(layer.ffn, ExpertsConfig):
+            assert experts is not None, "the family has no experts"
+            specs.extend(experts(path, source, layer.ffn, d))
+    return tuple(specs)
+
+
+def outer_specs(config: DecoderSpec, norms: NormSources = PRE_NORMS) -> list[ParamSpec]:
+    """The parameters outside the layers: embedding, final norm, and an untied head."""
     v, d = config.vocab_size, config.hidden_size
     embed, final = Source("model.embed_tokens.weight", (v, d)), Source("model.norm.weight", (d,))
     specs = [
@@ -192,13 +204,7 @@ def gqa_param_specs(
         head = Source("lm_head.weight", (v, d))
         array = ArraySpec((d, v), (None, "vocab"))
         specs.append(ParamSpec("lm_head", array, (head,), join_outputs, matrix="out_in"))
-    for i in range(len(config.layers)):
-        layer, path, source = config.layers[i], f"layers_{i}/", f"model.layers.{i}."
-        specs.extend(_layer_specs(config, i, norms))
-        if isinstance(layer.ffn, ExpertsConfig):
-            assert experts is not None, "the family has no experts"
-            specs.extend(experts(path, source, layer.ffn, d))
-    return tuple(specs)
+    return specs
 
 
 def dense_linears(ffn: FeedForwardConfig, width: int, source: str = "mlp.") -> tuple[Linear, ...]:

@@ -23,7 +23,13 @@ _MODULES = (
     ("Qwen3MoeForCausalLM", "jaxinfer.models.qwen3_moe"),
     ("MixtralForCausalLM", "jaxinfer.models.mixtral"),
     ("GptOssForCausalLM", "jaxinfer.models.gpt_oss"),
+    ("DeepseekV2ForCausalLM", "jaxinfer.models.deepseek_v2"),
+    ("DeepseekV3ForCausalLM", "jaxinfer.models.deepseek_v3"),
+    ("KimiK25ForConditionalGeneration", "jaxinfer.models.deepseek_v3"),
 )
+
+# Models of text and images, of which the text decoder is read.
+_WITH_IMAGES = ("KimiK25ForConditionalGeneration",)
 
 
 def known_architectures() -> tuple[str, ...]:
@@ -40,6 +46,18 @@ def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
     except ImportError as error:
         error.add_note(f"while importing {module_name}, the model family of {architecture}")
         raise
+
+
+def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of a model's text decoder, with the model's architectures and token ids.
+
+    For a model of text alone, and an architecture that is not known, it is the config itself.
+    """
+    own, names = hf_config.get("text_config"), hf_config.get("architectures") or ()
+    if not isinstance(own, Mapping) or not any(name in _WITH_IMAGES for name in names):
+        return hf_config
+    ids = {key: value for key, value in hf_config.items() if key.endswith("_token_id")}
+    return {**ids, **own, "architectures": names}
 
 
 def build_model(

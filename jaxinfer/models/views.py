@@ -10,7 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.models.base import Model, Params
-from jaxinfer.nn.decoder_config import AttentionConfig, FeedForwardConfig
+from jaxinfer.nn.decoder_config import (
+    AttentionConfig,
+    FeedForwardConfig,
+    LatentAttentionConfig,
+)
 from jaxinfer.nn.linear import dense_weight
 
 
@@ -133,7 +137,10 @@ class WeightViews:
     def _attention(self, layer: int) -> AttentionConfig:
         mixer = self.model.config.layers[layer].mixer
         if not isinstance(mixer, AttentionConfig):
-            raise AttributeError(f"layer {layer} has no attention heads")
+            raise AttributeError(
+                f"layer {layer} makes its queries, keys and values of latents, or has none; there "
+                "are no such weights"
+            )
         return mixer
 
     def _ffns(self) -> list[FeedForwardConfig]:
@@ -151,8 +158,10 @@ class WeightViews:
         return jnp.moveaxis(columns.reshape(len(columns), heads[part], mixer.head_dim), 1, 0)
 
     def _output(self, layer: int) -> jax.Array:  # [N, H, D]
-        mixer = self._attention(layer)
-        return self._matrix(layer, "o").reshape(mixer.num_heads, mixer.head_dim, -1)
+        matrix, mixer = self._matrix(layer, "o"), self.model.config.layers[layer].mixer
+        if not isinstance(mixer, AttentionConfig | LatentAttentionConfig):
+            raise AttributeError(f"layer {layer} has no attention heads")
+        return matrix.reshape(mixer.num_heads, -1, matrix.shape[1])
 
     def _into_ffn(self, layer: int, *, gate: bool) -> jax.Array:  # [D, F]
         ffn = self._ffns()[layer]

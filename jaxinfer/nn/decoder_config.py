@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self
 import jax.numpy as jnp
 
 from jaxinfer.nn.rope import RopeConfig
-from jaxinfer.nn.state import LayerState, StateLayout, keys_and_values, state_layout
+from jaxinfer.nn.state import Entry, LayerState, StateLayout, keys_and_values, state_layout
 from pallas_kernels.experts.stack import SWIGLU, Activation
 from pallas_kernels.route.routing import Routing
 
@@ -83,6 +83,58 @@ class AttentionConfig:
     def module(self) -> nn.Module:
         """See ``MixerSpec``."""
         return import_module("jaxinfer.nn.mixers.attention").Attention(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434).
+
+    A key has ``nope_dim`` components without rope and ``rope_dim`` with it; rotated keys are shared
+    by all heads. ``rank`` and ``query_rank`` are the widths of the latents of keys and values and
+    of queries (None: queries have no latent), ``norm_eps`` is the epsilon of the norms of latents.
+    With ``interleaved`` component 2i is rotated with 2i + 1, else i with i + rope_dim / 2.
+    ``scale`` multiplies scores. With ``bias`` the projections from and to the residual stream have
+    biases, but for queries without a latent.
+    """
+
+    num_heads: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rank: int
+    query_rank: int | None
+    scale: float
+    rope: RopeConfig
+    interleaved: bool = True
+    norm_eps: float = 1e-6
+    bias: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """The width of queries and keys."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def entry_dim(self) -> int:
+        """The width of a token's entry in the pages: its latent and its rotated key."""
+        return self.rank + self.rope_dim
+
+    @property
+    def bias_dim(self) -> int:
+        """The width of the bias of the projection from the residual stream."""
+        return (self.query_rank or 0) + self.entry_dim
+
+    def for_context(self, length: int) -> LatentAttentionConfig:
+        """See ``MixerSpec``."""
+        return replace(self, rope=self.rope.for_context(length))
+
+    def state(self, dtype: jnp.dtype) -> LayerState:
+        """See ``MixerSpec``; all heads share the entries, so they are not divided."""
+        return LayerState((Entry("latent", (self.entry_dim,), dtype),))
+
+    def module(self) -> nn.Module:
+        """See ``MixerSpec``."""
+        return import_module("jaxinfer.nn.mixers.latent").LatentAttention(self)
 
 
 @dataclass(frozen=True, kw_only=True)

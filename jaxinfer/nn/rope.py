@@ -221,11 +221,12 @@ class YarnScaling(RopeScaling):
         if self.attention_factor is not None:
             return self.attention_factor * self.attn_factor
         if self.mscale and self.mscale_all_dim:
-            quotient = self._mscaled(self.mscale) / self._mscaled(self.mscale_all_dim)
+            quotient = self.mscaled(self.mscale) / self.mscaled(self.mscale_all_dim)
             return quotient * self.attn_factor
-        return self._mscaled(1.0) * self.attn_factor
+        return self.mscaled(1.0) * self.attn_factor
 
-    def _mscaled(self, mscale: float) -> float:
+    def mscaled(self, mscale: float) -> float:
+        """DeepSeek's factor for ``mscale``."""
         return 0.1 * mscale * math.log(max(self.factor, 1.0)) + 1.0
 
     def rescale(self, rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:  # float32[H / 2]

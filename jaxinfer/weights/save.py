@@ -14,7 +14,7 @@ from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import build_once
 from jaxinfer.models.arguments import checked_params
 from jaxinfer.models.base import Model, Params
-from jaxinfer.models.params import ParamSpec, tensors_of
+from jaxinfer.models.params import ArraySpec, ParamSpec, tensors_of
 from jaxinfer.nn.linear import dense_weight
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
@@ -68,10 +68,12 @@ class ParamsCheckpoint:
         """See ``Checkpoint``."""
         raise NotImplementedError(f"{name} is not quantised")
 
-    def _array(self, spec: ParamSpec) -> np.ndarray:
+    def _array(self, spec: ParamSpec) -> Any:
         leaf: Any = self._params
         for part in spec.path.split("/"):
             leaf = leaf[part]
+        if not isinstance(spec.arrays, ArraySpec):  # made of one tensor that is not quantised
+            return {name: np.asarray(array) for name, array in leaf.items()}
         dtype = self._model.config.dtype
         return np.asarray(dense_weight(leaf, dtype, rows=spec.matrix == "rows"))
 

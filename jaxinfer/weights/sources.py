@@ -24,6 +24,7 @@ from jaxinfer.core.config import BUNDLE_MANIFEST
 from jaxinfer.core.errors import ConfigError, SourceError
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.hf_keys import QUANTIZATION_KEYS
+from jaxinfer.models.registry import text_config
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 from jaxinfer.weights import wheel
 from jaxinfer.weights.catalog import find_model, known_models
@@ -148,7 +149,7 @@ def _folder_source(reference: str, path: Path, load_format: str) -> ModelSource:
         raise SourceError(
             f"{folder} holds no config.json; name a Hugging Face model folder or a .gguf file in it"
         )
-    hf_config = read_json_object(config_path)
+    hf_config = text_config(read_json_object(config_path))
     scheme = _scheme(hf_config)
     if load_format == "dummy":
         checkpoint, files = None, (config_path,)

@@ -13,12 +13,18 @@ def kv_append(
     slot_mapping: jax.Array,  # int32[T]
 ) -> tuple[jax.Array, jax.Array]:
     """See ``kv_append.api``."""
-    # Indexing a pool reshaped to [P * S, K, H] would be simpler, but makes XLA copy the whole pool.
-    page_size = jnp.int32(k_pages.shape[1])
-    page, offset = jax.lax.div(slot_mapping, page_size), jax.lax.rem(slot_mapping, page_size)
-
-    def write(pages: jax.Array, new: jax.Array) -> jax.Array:
-        return pages.at[page, offset].set(new.astype(pages.dtype), mode="promise_in_bounds")
-
     # Without the barrier XLA may fuse the write into a reader, and then copies the pool for it.
-    return jax.lax.optimization_barrier((write(k_pages, k), write(v_pages, v)))
+    pools = (written(k_pages, k, slot_mapping), written(v_pages, v, slot_mapping))
+    return jax.lax.optimization_barrier(pools)
+
+
+def written(
+    pages: jax.Array,  # [P, S, ...]
+    new: jax.Array,  # [T, ...]
+    slots: jax.Array,  # int32[T]
+) -> jax.Array:  # [P, S, ...]
+    """The pool with each token's values at its slot, in the pool's dtype."""
+    # Indexing a pool reshaped to [P * S, ...] would be simpler, but makes XLA copy the whole pool.
+    page_size = jnp.int32(pages.shape[1])
+    page, offset = jax.lax.div(slots, page_size), jax.lax.rem(slots, page_size)
+    return pages.at[page, offset].set(new.astype(pages.dtype), mode="promise_in_bounds")

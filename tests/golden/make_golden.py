@@ -5,8 +5,8 @@ that are committed); tests read only its output.
 
     python make_golden.py [CASE ...]
 
-Without names all cases are made. Those of olmo2 and the names that end in _rope, _acts or _scales
-came with 5.24.
+Without names all cases are made. Those of olmo2, of mixtures of experts and the names that end in
+_rope, _acts or _scales came with 5.24.
 Each file holds a checkpoint as Hugging Face writes it (tensors under ``weights/``, its config.json
 in the metadata) and what the model says in float32: token_ids [2, T], logits [2, T, V], and
 greedy_tokens [2, G], which continue token_ids. ``rope.json`` holds inverse frequencies and the
@@ -25,6 +25,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
@@ -64,6 +66,7 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+LATENT_ROPE = {**YARN_ROPE, "factor": 40.0, "beta_fast": 4.0}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 GPT_OSS_ROPE = {**YARN_ROPE, "beta_fast": 8.0, "beta_slow": 1.0, "truncate": False}
@@ -80,6 +83,18 @@ def cases() -> dict[str, PreTrainedConfig]:
     """One config per oddity that a family can have."""
     gpt2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 96}
     window = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    latent = {
+        **SIZES,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "moe_intermediate_size": 24,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 1,
+    }
     return {
         "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
         "llama_untied_llama3_rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
@@ -146,13 +161,53 @@ def cases() -> dict[str, PreTrainedConfig]:
         ),
         "mixtral": MixtralConfig(**SIZES, num_local_experts=5, sliding_window=9, head_dim=16),
         "gpt_oss": GptOssConfig(
-            **SIZES | {"num_hidden_layers": 3},
+            **SIZES | {"num_hidden_layers": 3, "intermediate_size": 24},
             head_dim=16,
-            num_local_experts=7,
+            num_local_experts=5,
             num_experts_per_tok=3,
             sliding_window=5,
             swiglu_limit=2.0,
             rope_parameters=GPT_OSS_ROPE,
+        ),
+        "deepseek_v2": DeepseekV2Config(
+            **latent,
+            q_lora_rank=None,
+            n_routed_experts=7,
+            n_shared_experts=2,
+            routed_scaling_factor=1.5,
+            rope_parameters={**LATENT_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707},
+        ),
+        "deepseek_v2_groups_bias": DeepseekV2Config(
+            **latent,
+            q_lora_rank=20,
+            n_routed_experts=12,
+            n_shared_experts=1,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+        "deepseek_v3": DeepseekV3Config(
+            **latent,
+            q_lora_rank=20,
+            n_routed_experts=12,
+            n_shared_experts=2,
+            n_group=4,
+            topk_group=2,
+            rope_parameters={**LATENT_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0},
+            rms_norm_eps=1e-3,
+        ),
+        "deepseek_v3_plain_bias": DeepseekV3Config(
+            **latent,
+            q_lora_rank=None,
+            n_routed_experts=5,
+            n_group=1,
+            topk_group=1,
+            norm_topk_prob=False,
+            rope_interleave=False,
+            attention_bias=True,
+            tie_word_embeddings=True,
         ),
         "gpt2_scales": GPT2Config(
             **gpt2, n_inner=48, activation_function="relu", scale_attn_by_inverse_layer_idx=True
@@ -207,6 +262,9 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         else:
             noise = noise * 0.5
         tensor.data.copy_(noise)
+    for name, tensor in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            tensor.data.copy_(0.5 * torch.randn(tensor.shape, generator=generator))
 
 
 def published(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -2,15 +2,18 @@
 
 A tool, run by hand in the environment of ``make_golden.py``, for checkpoints that that one made:
 
-    python make_hidden.py
+    python make_hidden.py [CASE ...]
 
-Each file holds, for the first sequence of the case: hidden [layers + 1, T, D], the inputs of the
-layers and the output of the final norm; patterns [layers, N, T, T].
+Without names all cases are made. Each file holds, for the first sequence of the case: hidden
+[layers + 1, T, D], the inputs of the layers and the output of the final norm; patterns
+[layers, N, T, T].
 """
 
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -28,6 +31,11 @@ CASES = (
     "gpt2",
     "gemma3",
     "olmo2",
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
 )
 
 
@@ -38,11 +46,12 @@ def make(name: str) -> None:
         facts = json.loads(file.metadata()["config"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     config = AutoConfig.for_model(facts.pop("model_type"), **facts)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     weights = {k.removeprefix("weights/"): t for k, t in tensors.items() if k.startswith("weig")}
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
-    model.tie_weights()
+    with tempfile.TemporaryDirectory() as folder:  # which stacks the tensors of experts
+        config.save_pretrained(folder)
+        save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model = model.float().eval()
     ids = tensors["token_ids"][:1].long()
     out = model(ids, output_hidden_states=True, output_attentions=True)
     assert (out.logits[0] - tensors["logits"][0]).abs().max() < 1e-4
@@ -53,5 +62,5 @@ def make(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for case in CASES:
+    for case in sys.argv[1:] or CASES:
         make(case)

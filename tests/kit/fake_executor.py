@@ -228,7 +228,7 @@ class FakeExecutor:
         drafts = [] if row.token_ids is not None else self.drafts[row.slot]
         while row.samples:
             num_generated = len(slot.token_ids) - len(slot.request.prompt_token_ids)
-            token_ids.append(draw(slot.request, slot.prefixes[-1], num_generated))
+            token_ids.append(self._draw(slot, num_generated))
             slot.append(token_ids[-1])
             if len(token_ids) > len(drafts) or drafts[len(token_ids) - 1] != token_ids[-1]:
                 break
@@ -243,6 +243,10 @@ class FakeExecutor:
             np.array([slot.prefixes[-1] % 1000], np.float32) if row.pools else None,
             taps,
         )
+
+    def _draw(self, slot: Slot, num_generated: int) -> int:
+        """The next token of a sequence."""
+        return draw(slot.request, slot.prefixes[-1], num_generated)
 
     def _logprobs(self, request: Request, token_ids: list[int]) -> tuple[TokenLogprobs, ...]:
         if (num_listed := request.sampling.logprobs) is None:
@@ -288,6 +292,16 @@ class FakeDevice:
     """A ``StepExecutor`` over ``FakeExecutor``: a step runs when it is launched."""
 
     def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.make_state()
+
+    def free_state(self) -> None:
+        """Lose all pages, slots and snapshots."""
+        del self.fake
+
+    def make_state(self) -> None:
+        """Begin with empty ones."""
+        limits = self._limits
         self.fake = FakeExecutor(limits.page_size, limits.windows, limits.num_snapshots)
 
     def launch(self, plan: StepPlan) -> StepResult:

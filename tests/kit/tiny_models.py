@@ -46,6 +46,28 @@ _WINDOW = MappingProxyType(
     {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 )
 
+_LATENT = MappingProxyType(
+    {
+        **_DECODER,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "beta_fast": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    }
+)
+
 CONFIGS = MappingProxyType(
     {
         "llama": {
@@ -100,13 +122,33 @@ CONFIGS = MappingProxyType(
                 "original_max_position_embeddings": 128,
             },
         },
+        "deepseek_v2": {
+            **_LATENT,
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 7,
+            "routed_scaling_factor": 1.5,
+            "topk_method": "greedy",
+        },
+        "deepseek_v3": {
+            **_LATENT,
+            "architectures": ["DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"],
+            "q_lora_rank": 20,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
     }
 )
 NAMES = tuple(CONFIGS)
 # Families for tests of research functions, which take 15 s each: together their layers have every
 # part. llama, mistral and qwen2 have no part that qwen3, gemma3 (windows) and gpt_oss (biases)
-# lack; qwen3_moe and mixtral have gpt_oss's experts.
-OF_EACH_KIND = ("qwen3", "gemma3", "olmo2", "gpt2", "gpt_oss")
+# lack; qwen3_moe and mixtral have gpt_oss's experts, deepseek_v2 has deepseek_v3's attention.
+OF_EACH_KIND = ("qwen3", "gemma3", "olmo2", "gpt2", "gpt_oss", "deepseek_v3")
 
 
 @cache

@@ -61,6 +61,8 @@ READ_BY = {
     "qwen3_moe": {*_COUNTS, "moe_intermediate_size", "mlp_only_layers"},
     "mixtral": _COUNTS,
     "gpt_oss": _COUNTS,
+    "deepseek_v2": {"moe_intermediate_size"},
+    "deepseek_v3": {"moe_intermediate_size"},
 }
 
 

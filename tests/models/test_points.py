@@ -9,7 +9,12 @@ import pytest
 
 from jaxinfer.models import forward
 from jaxinfer.models.base import Model, unembed
-from jaxinfer.nn.decoder_config import AttentionConfig, ExpertsConfig, FeedForwardConfig
+from jaxinfer.nn.decoder_config import (
+    AttentionConfig,
+    ExpertsConfig,
+    FeedForwardConfig,
+    LatentAttentionConfig,
+)
 from kit import tiny_models
 
 T = 9
@@ -25,16 +30,19 @@ def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
     )
     for i, layer in enumerate(config.layers):
         mixer, ffn = layer.mixer, layer.ffn
-        assert isinstance(mixer, AttentionConfig)
-        heads, keys, square = (
-            (T, mixer.num_heads, mixer.head_dim),
-            (T, mixer.num_kv_heads, mixer.head_dim),
-            (mixer.num_heads, T, T),
-        )
+        queries, square = (T, mixer.num_heads, mixer.head_dim), (mixer.num_heads, T, T)
+        if isinstance(mixer, LatentAttentionConfig):
+            keys, values = queries, (T, mixer.num_heads, mixer.value_dim)
+            heads = values
+        else:
+            assert isinstance(mixer, AttentionConfig)
+            keys = values = (T, mixer.num_kv_heads, mixer.head_dim)
+            heads = queries
         own = dict.fromkeys(
             ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"), (T, config.hidden_size)
         )
-        own |= {"q": heads, "k": keys, "v": keys, "scores": square, "pattern": square, "z": heads}
+        own |= {"q": queries, "k": keys, "v": values, "z": heads}
+        own |= {"scores": square, "pattern": square}
         if isinstance(ffn, ExpertsConfig):
             own |= dict.fromkeys(("experts", "expert_weights"), (T, ffn.routing.chosen))
         else:

@@ -27,7 +27,18 @@ def views_of(name: str) -> Views:
     return Views(*tiny_model(name))
 
 
-@pytest.mark.parametrize("name", NAMES)
+LATENT = tuple(name for name in NAMES if name.startswith("deepseek"))
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_attention_has_heads_of_outputs_only(name: str) -> None:
+    m = views_of(name)
+    assert m.W_O[1].shape == (4, 10, 32)
+    with pytest.raises(AttributeError, match="layer 0 makes its queries, keys and values of lat"):
+        _ = m.W_K[0]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in LATENT])
 def test_the_views_are_the_columns_that_attention_uses(name: str) -> None:
     m = views_of(name)
     last = len(m.model.config.layers) - 1

@@ -9,7 +9,6 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
-from jaxinfer.core.request import FinishReason
 from jaxinfer.server.http.errors import ERROR_TYPES, ApiError
 from jaxinfer.server.openai import responses
 from jaxinfer.server.openai.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS
@@ -21,6 +20,8 @@ VOCABULARY = 100
 DOCUMENT = openapi_document(secured=True, models=("m", "n"), vocab_size=VOCABULARY)
 SCHEMAS = DOCUMENT["components"]["schemas"]
 REQUESTS = {one.request.__name__: one.request for one in OPERATIONS.values() if one.request}
+INNER = {kind.__name__: kind for one in REQUESTS.values() for kind in one.nested.values()}
+REQUESTS |= INNER
 DESCRIBED = {
     (method.upper(), path): operation
     for path, methods in DOCUMENT["paths"].items()
@@ -101,7 +102,7 @@ def test_answers_fit():
     choice = responses.ChatChoice(
         index=0,
         message=responses.ChatMessage(role="assistant", content="a"),
-        finish_reason=FinishReason.STOP,
+        finish_reason=responses.ChatFinishReason.STOP,
         token_ids=[1],
     )
     answer = responses.ChatCompletion(
@@ -164,7 +165,13 @@ def test_models_are_named():
 
 
 # rules that no JSON schema without conditions can express
-ACROSS_FIELDS = ("stream_options", "prompt_logprobs", "truncate_prompt_tokens", "top_logprobs")
+ACROSS_FIELDS = (
+    "tool_choice",
+    "stream_options",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "top_logprobs",
+)
 ACROSS_FIELDS += ("max_tokens", "best_of", "prompt", "n")
 
 

@@ -23,6 +23,7 @@ VECTOR = (np.arange(32, dtype=np.float32) - 15) / 2
 STEER = [{"point": POINT, "vector": VECTOR.tolist(), "scale": 0.5}]
 IDS: dict[str, Any] = {"prompt": list(range(5, 30)), "temperature": 0, "ignore_eos": True}
 IDS |= {"max_tokens": 4, "return_token_ids": True}
+TOKENS = "/inference/v1/generate"
 KEY = {"Authorization": "Bearer secret"}
 
 
@@ -51,6 +52,10 @@ def test_taps_are_those_of_the_engine_on_every_route(server: Serving) -> None:
     assert choice["taps"][names[1]]["shape"] == [28, 4, 8]
     generated = ask(server, GENERATE, **IDS, taps=[POINT], steer=STEER)["outputs"][0]
     assert generated["taps"][POINT] == choice["taps"][POINT]
+    params = {name: IDS[name] for name in ("temperature", "ignore_eos", "max_tokens")}
+    params |= {"taps": [POINT], "steer": STEER}
+    own = ask(server, TOKENS, token_ids=IDS["prompt"], sampling_params=params)["choices"][0]
+    assert own["taps"][POINT] == choice["taps"][POINT]
     chat = ask(server, CHATS, **CHAT, max_tokens=2, taps=["embed"])["choices"][0]
     assert array(chat["taps"]["embed"]).shape[1:] == (32,)
     assert "taps" not in ask(server, COMPLETIONS, **IDS)["choices"][0]

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxinfer.core.config import allocator_share
 from jaxinfer.core.errors import ConfigError, EngineError
@@ -16,6 +17,7 @@ from jaxinfer.core.host_memory import release_zeros
 from jaxinfer.exec.compile.memory_plan import MB, DeviceMemory, MemoryPlan, shown, tree_bytes
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.cuda_driver import card_bytes
+from jaxinfer.exec.step.points import Steering
 from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.nn.state import State
 
@@ -103,6 +105,22 @@ def _zeros_without_memory(abstract: jax.Array) -> jax.Array:
 def init_state(program: Program) -> tuple[State, SlotState]:
     """Zeroed pages and slots; see ``compile_init_state``."""
     return compile_init_state(program)()
+
+
+def no_steering(program: Program) -> Steering:
+    """The tables of ``Program.steering`` before any request is steered: zeros.
+
+    It raises ``EngineError`` if the device does not have that much free memory.
+    """
+    abstract = program.steering()
+    with allocating(tree_bytes(abstract)):
+        zeros = (np.zeros(table.shape, table.dtype) for table in abstract)
+        return jax.block_until_ready(tuple(map(program.placement.put, zeros)))
+
+
+def is_intact(state: Any) -> bool:
+    """True if no array of a tree has been deleted, so that no failed call has consumed it."""
+    return not any(array.is_deleted() for array in jax.tree.leaves(state))
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import batched
 from typing import Any
 
@@ -22,29 +23,30 @@ import jax
 import msgspec
 import numpy as np
 
-from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import Bucket, ScheduledSeq, StepPlan, StepResult
 from jaxinfer.exec.compile.build import Compiled, Executables
 from jaxinfer.exec.compile.program import ADMIT, COPY, EXTRAS, FIRST, POOL, SCORE, STEER, Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.constraints import Constraints
+from jaxinfer.exec.run.device_memory import compile_init_state, is_intact, no_steering
 from jaxinfer.exec.run.in_flight import (
     LOGGER,
     ExtrasCall,
     InFlight,
     Prepared,
     RowKey,
+    device_failed,
     only_rows,
     row_results,
     tokens_of_rows,
 )
-from jaxinfer.exec.run.prompts import admission_rows, copy_pairs, with_prompts
+from jaxinfer.exec.run.prompts import copy_pairs, with_prompts
 from jaxinfer.exec.run.token_board import TokenBoard
 from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
 from jaxinfer.exec.step.extras import pack_extras
 from jaxinfer.exec.step.forward import StepOutput, flat_params
-from jaxinfer.exec.step.points import pack_steering
+from jaxinfer.exec.step.points import Steering, pack_steering
 from jaxinfer.exec.step.slots import SlotState, settings_of
 from jaxinfer.models.base import Params, head_params
 from jaxinfer.nn.state import State
@@ -69,8 +71,7 @@ class Executor:
         limits = program.limits
         self._state = state
         self._slots = slots
-        zeros = (np.zeros(table.shape, table.dtype) for table in program.steering())
-        self._steering = tuple(map(program.placement.put, zeros))
+        self._steering = no_steering(program)
         self._requests: dict[int, Request] = {}  # of each slot
         self._constraints = Constraints(program.mask_words)
         self._in_flight: deque[InFlight] = deque()  # launched and not collected
@@ -79,16 +80,36 @@ class Executor:
         self._staging = BatchStaging.of_device(program.placement.device)
         self._layouts = {bucket: program.layout(bucket) for bucket in limits.buckets}
 
-    def replace_weights(self, params: Params) -> None:
+    def replace_weights(self, params: Params | None) -> None:
         """Let later launches read these weights; steps in flight keep the old ones.
 
-        The caller has checked shapes, dtypes and devices.
+        The caller has checked shapes, dtypes and devices. With None no weights are held until the
+        next call; the old ones are not deleted, as a user may hold them.
         """
-        weights = flat_params(self._program.model, params)
-        parts = [tuple(weights[i] for i in own.weights) for own in self._program.parts]
-        head = head_params(params)
-        self._weights, self._weights_of_parts, self._head = weights, parts, head
+        flat = () if params is None else flat_params(self._program.model, params)
+        parts = self._program.parts if flat else ()
+        self._weights_of_parts = [tuple(flat[i] for i in own.weights) for own in parts]
+        self._weights, self._head = flat, head_params(params or {})
         self.params = params
+
+    def free_state(self) -> None:
+        """See ``StepExecutor``."""
+        for array in jax.tree.leaves(self._own_arrays):
+            array.delete()
+
+    def make_state(self) -> None:
+        """See ``StepExecutor``; raises ``EngineError`` if the device has no memory for it."""
+        self._state, self._slots = self._new_state()
+        self._steering = no_steering(self._program)
+
+    @property
+    def _own_arrays(self) -> tuple[State, SlotState, Steering]:
+        """The arrays on the device that calls consume and replace."""
+        return self._state, self._slots, self._steering
+
+    @cached_property  # compiled when the engine wakes for the first time
+    def _new_state(self) -> Callable[[], tuple[State, SlotState]]:
+        return compile_init_state(self._program)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -120,7 +141,7 @@ class Executor:
             self._run_once(buckets[-1:])
             return
         self._run_once(buckets)
-        self._admit(admission_rows((), self._program))
+        self._admit(self._program.admission_rows(()))
         if self._program.limits.num_snapshots:
             sink = self._program.limits.max_num_seqs
             for pairs in copy_pairs([(sink, sink)], self._program):
@@ -160,9 +181,9 @@ class Executor:
         try:
             step = self._launch_prepared(prepared, failed)
         except Exception as error:
-            if self._has_state():
+            if is_intact(self._own_arrays):
                 raise
-            raise _device_failed(plan, error) from error
+            raise device_failed(plan, error) from error
         self._in_flight.append(step)
         return step
 
@@ -188,7 +209,7 @@ class Executor:
             drawn = self._read(step.number, step.token_ids)
             redrawn = [self._read(call.number, call.output.token_ids) for call in step.extras]
         except Exception as error:
-            raise _device_failed(plan, error) from error
+            raise device_failed(plan, error) from error
         token_ids = tokens_of_rows(drawn.tolist(), plan)
         for call, tokens in zip(step.extras, redrawn, strict=True):
             for index, token_id in zip(call.rows, tokens.tolist(), strict=False):
@@ -281,8 +302,8 @@ class Executor:
             self._draw_all_extras(step)
         except Exception as error:
             plan = step.prepared.plan
-            if not self._has_state():
-                raise _device_failed(plan, error) from error
+            if not is_intact(self._own_arrays):
+                raise device_failed(plan, error) from error
             logging.getLogger(LOGGER).exception("step %s", plan.step_id)
             reason = f"step {plan.step_id} failed: {error}"
             rows = (plan.rows[i] for indices in step.prepared.extras for i in indices)
@@ -375,12 +396,3 @@ class Executor:
 
     def _read(self, number: int, tokens: jax.Array) -> np.ndarray:  # int32[B]
         return np.asarray(tokens) if self._board is None else self._board.read(number, tokens)
-
-    def _has_state(self) -> bool:
-        """True if the device's state is intact: no failed call has consumed it."""
-        own = (self._state, self._slots, self._steering)
-        return not any(a.is_deleted() for a in jax.tree.leaves(own))
-
-
-def _device_failed(plan: StepPlan, error: Exception) -> EngineError:
-    return EngineError(f"the device failed in step {plan.step_id}: {error}")

@@ -16,6 +16,7 @@ import jax
 import msgspec
 import numpy as np
 
+from jaxinfer.core.errors import EngineError
 from jaxinfer.core.points import Point
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, TokenLogprobs
@@ -216,3 +217,8 @@ def _token_logprobs(
     values: list[float] = source.top_logprobs[index, :top].tolist()
     chosen = float(source.chosen[index])
     return TokenLogprobs((token_id, *ids), (chosen, *values), int(source.rank[index]))
+
+
+def device_failed(plan: StepPlan, error: Exception) -> EngineError:
+    """The error of a device whose state is lost."""
+    return EngineError(f"the device failed in step {plan.step_id}: {error}")

@@ -8,12 +8,11 @@ from itertools import batched
 import msgspec
 import numpy as np
 
-from jaxinfer.core.step import SlotAdmission
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.in_flight import Prepared
 from jaxinfer.exec.step.extras import pack_pooled, pack_targets
 from jaxinfer.exec.step.points import pack_steering
-from jaxinfer.exec.step.slots import empty_rows, needs_admission, pack_copies, slot_rows
+from jaxinfer.exec.step.slots import needs_admission, pack_copies
 
 
 def with_prompts(prepared: Prepared, program: Program) -> Prepared:
@@ -28,10 +27,9 @@ def with_prompts(prepared: Prepared, program: Program) -> Prepared:
     restores = [(first + a.snapshot, a.slot) for a in admissions if a.snapshot is not None]
     saves = [(row.slot, first + row.snapshot) for row in prefills if row.snapshot is not None]
     steers = [(a.slot, a.request.steering) for a in admissions]
-    each = program.rows_per_admit
     return msgspec.structs.replace(
         prepared,
-        admissions=tuple(admission_rows(some, program) for some in batched(needed, each)),
+        admissions=tuple(map(program.admission_rows, batched(needed, program.rows_per_admit))),
         targets=pack_targets(prefills, plan.bucket.num_prefill_tokens) if scored else None,
         pools=pack_pooled(prefills, limits.max_num_seqs) if pools else None,
         restores=copy_pairs(restores, program),
@@ -43,10 +41,3 @@ def with_prompts(prepared: Prepared, program: Program) -> Prepared:
 def copy_pairs(pairs: Sequence[tuple[int, int]], program: Program) -> tuple[np.ndarray, ...]:
     """The arguments of the ``COPY`` calls for pairs of rows (from, to)."""
     return pack_copies(pairs, program.rows_per_copy, program.limits.max_num_seqs)
-
-
-def admission_rows(admissions: Sequence[SlotAdmission], program: Program) -> np.ndarray:
-    """The argument of an ``ADMIT`` call."""
-    limits = program.limits
-    empty = empty_rows(program.rows_per_admit, limits.max_num_seqs, limits.max_model_len)
-    return slot_rows(admissions, empty, program.model.config.vocab_size)

@@ -18,7 +18,12 @@ from jax import lax
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.points import Point, canonical, nearest
 from jaxinfer.exec.step.batch import DeviceBatch
-from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, FeedForwardConfig
+from jaxinfer.nn.decoder_config import (
+    AttentionConfig,
+    DecoderSpec,
+    FeedForwardConfig,
+    LatentAttentionConfig,
+)
 from jaxinfer.nn.points import Points, Shift
 
 type Steering = tuple[jax.Array, ...]  # float32[S + 1, W] of each point, a row for each slot
@@ -57,6 +62,8 @@ def _points_of(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"layers.{i}.resid_pre", width
         if isinstance(mixer, AttentionConfig):
             yield f"layers.{i}.z", (mixer.num_heads, mixer.head_dim)
+        elif isinstance(mixer, LatentAttentionConfig):
+            yield f"layers.{i}.z", (mixer.num_heads, mixer.value_dim)
         yield f"layers.{i}.attn_out", width
         yield f"layers.{i}.resid_mid", width
         if isinstance(ffn, FeedForwardConfig):

@@ -24,7 +24,9 @@ from jaxinfer.server.openai.schema import (
     DetokenizeRequest,
     GenerateRequest,
     TokenizeRequest,
+    TokensRequest,
 )
+from jaxinfer.server.openai.tools import MAX_TOOLS
 
 ERRORS: Mapping[int, str] = MappingProxyType(
     {
@@ -75,6 +77,13 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             responses.GenerateResponse,
             GenerateRequest,
             responses.GenerateResponse,
+        ),
+        ("POST", "/inference/v1/generate"): Operation(
+            "generateTokens",
+            "Continue token ids with token ids, in the form of vLLM's route.",
+            responses.TokensResponse,
+            TokensRequest,
+            responses.TokensResponse,
         ),
         ("POST", "/tokenize"): Operation(
             "tokenize",
@@ -171,6 +180,8 @@ def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
     kinds.sort(key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
     requests = {one.request.__name__: one.request for one in operations if one.request is not None}
+    inners = [inner for one in requests.values() for inner in one.nested.values()]
+    requests |= {inner.__name__: inner for inner in inners}
     for name, schema in schemas.items():
         if name in requests:
             _complete(schema, requests[name], models)
@@ -278,6 +289,12 @@ def _complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequenc
         for form in messages.get("anyOf", [messages]):
             if form["type"] == "array":
                 form["items"] = _message()
+    if "tools" in properties:
+        for form in properties["tools"]["anyOf"]:
+            if form["type"] == "array":
+                form |= {"items": _tool(), "maxItems": MAX_TOOLS}
+    if "tool_choice" in properties:
+        properties["tool_choice"]["anyOf"] = _tool_choices()
     if models:
         properties["model"]["anyOf"][0]["enum"] = list(models)
     for name in properties.keys() - set(schema["required"]):
@@ -331,6 +348,23 @@ def _message() -> dict[str, Any]:
     optional = {"anyOf": [*content, {"type": "null"}]}
     roles = {"enum": ["assistant", "tool"]}
     return {"anyOf": [usual, _object({"role": roles, "content": optional}, "role")]}
+
+
+def _tool() -> dict[str, Any]:
+    """A tool, with the same rules as ``tools.tool_choice``."""
+    name = {"type": "string", "pattern": "^[!-~]{1,64}$"}
+    parameters = {"anyOf": [{"type": "object"}, {"type": "null"}]}
+    text = {"type": ["string", "null"]}
+    fields = {"name": name, "description": text, "parameters": parameters}
+    function = _object(fields, "name")
+    return _object({"type": {"const": "function"}, "function": function}, "type", "function")
+
+
+def _tool_choices() -> list[dict[str, Any]]:
+    """The forms of ``tool_choice``; required ones need tools."""
+    function = _object({"name": {"type": "string"}}, "name")
+    named = _object({"type": {"const": "function"}, "function": function}, "type", "function")
+    return [{"enum": ["none", "auto", "required"]}, named]
 
 
 def _bound_token_ids(schema: Any, last: int) -> None:

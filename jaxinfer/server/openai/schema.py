@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from msgspec import Meta
+from msgspec.structs import replace
 
-from jaxinfer.core.request import WHOLE_BOUNDS
+from jaxinfer.core.request import INT32_MAX, WHOLE_BOUNDS
+from jaxinfer.engine.link.wire import MODES, Mode
 from jaxinfer.server.openai.fields import (
     IGNORED,
     UNSUPPORTED,
     AnyRequest,
+    CacheSalt,
     GenerationFields,
     Neutral,
+    Priority,
     RequestedTokens,
+    RequestId,
+    StreamOptions,
     TokenId,
     bounds,
     field_error,
 )
+from jaxinfer.server.openai.tools import ToolChoice, tool_choice
 
 MAX_PROMPTS = 2048  # of one request, as many as OpenAI allows
 MAX_DEPTH = 64  # of lists and objects within messages and chat_template_kwargs
@@ -33,24 +40,18 @@ CHAT_UNSUPPORTED: Neutral = MappingProxyType(
         "documents": (None, []),
         "function_call": (None, "none", "auto"),
         "functions": (None, []),
-        "include_reasoning": (None, True),
         "mm_processor_kwargs": (None, {}),
         "modalities": (None, ["text"]),
         "moderation": (None,),
         "prediction": (None,),
-        "reasoning_effort": (None,),
         "service_tier": (None, "auto", "default"),
         "store": (None, False),
-        "thinking_token_budget": (None,),
-        "tool_choice": (None, "none", "auto"),  # with no tools, auto chooses none
-        "tools": (None, []),
         "verbosity": (None, "medium"),
         "web_search_options": (None,),
     }
 )
 CHAT_IGNORED = (
     *IGNORED,
-    "parallel_tool_calls",
     "prompt_cache_key",
     "prompt_cache_options",
     "prompt_cache_retention",
@@ -58,6 +59,7 @@ CHAT_IGNORED = (
 )
 
 TokenIds = Annotated[tuple[TokenId, ...], Meta(min_length=1)]
+Tools = tuple[dict[str, Any], ...]
 Messages = Annotated[tuple[dict[str, Any], ...], Meta(min_length=1)]
 
 
@@ -107,7 +109,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
         return self.prompt_logprobs
 
 
-class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
+class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
     """``POST /v1/chat/completions``."""
 
     unsupported: ClassVar[Neutral] = CHAT_UNSUPPORTED
@@ -125,9 +127,26 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
     logprobs: bool = False
     top_logprobs: Annotated[int, bounds("logprobs")] | None = None
     echo: bool = False
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    reasoning_effort: str | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The fields that are variables of the chat template."""
+        return _template_variables(self.chosen_tools.tools, self.reasoning_effort)
+
+    @cached_property
+    def chosen_tools(self) -> ToolChoice:
+        """The tools that the answer may call; raises ``ApiError``."""
+        return tool_choice(self.tools, self.tool_choice)
 
     def check(self) -> None:
         super().check()
+        _ = self.chosen_tools
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "top_logprobs needs logprobs=true; set it")
         _check_depths(self)
@@ -152,10 +171,60 @@ class GenerateRequest(GenerationFields, frozen=True, kw_only=True):
         return self.logprobs
 
 
+class TokenSamplingParams(GenerationFields, frozen=True, kw_only=True):
+    """``sampling_params`` of ``TokensRequest``."""
+
+    # of vLLM's class: tokens are returned, and all at once
+    ignored: ClassVar[tuple[str, ...]] = (*IGNORED, "detokenize", "output_kind", "skip_clone")
+    default_max_tokens: ClassVar[int | None] = None
+
+    logprobs: Annotated[int, bounds("logprobs")] | None = None
+    temperature_scaled_logprobs: bool = False
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def scales_logprobs(self) -> bool:
+        return self.temperature_scaled_logprobs
+
+
+class TokensRequest(AnyRequest, frozen=True, kw_only=True, dict=True):
+    """``POST /inference/v1/generate``: token ids in and out, as in vLLM."""
+
+    unsupported: ClassVar[Neutral] = MappingProxyType(
+        {
+            "features": (None,),
+            **dict.fromkeys(("ec_transfer_params", "kv_transfer_params"), (None, {})),
+        }
+    )
+    ignored: ClassVar[tuple[str, ...]] = IGNORED
+    nested: ClassVar[Mapping[str, type[AnyRequest]]] = MappingProxyType(
+        {"sampling_params": TokenSamplingParams}
+    )
+
+    token_ids: TokenIds
+    sampling_params: TokenSamplingParams = TokenSamplingParams()
+    request_id: RequestId | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    priority: Priority = 0
+    cache_salt: CacheSalt | None = None
+
+    @cached_property
+    def fields(self) -> TokenSamplingParams:
+        """All fields but the prompt, in one struct."""
+        names = ("model", "request_id", "stream", "stream_options", "priority", "cache_salt")
+        own = {name: value for name in names if (value := getattr(self, name))}
+        return replace(self.sampling_params, **own)
+
+    def check(self) -> None:
+        super().check()
+        self.fields.check()
+
+
 class TokenizeRequest(AnyRequest, frozen=True, kw_only=True):
     """``POST /tokenize``: a prompt, or messages."""
-
-    unsupported: ClassVar[Neutral] = MappingProxyType({"tools": (None, [])})
 
     prompt: str | None = None
     messages: Messages | None = None
@@ -165,8 +234,16 @@ class TokenizeRequest(AnyRequest, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
+    tools: Tools | None = None
+    reasoning_effort: str | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The fields that are variables of the chat template."""
+        return _template_variables(tool_choice(self.tools, None).tools, self.reasoning_effort)
 
     def check(self) -> None:
+        tool_choice(self.tools, None)
         if (self.prompt is None) == (self.messages is None):
             raise field_error("prompt", "prompt or messages must be given, and not both")
         _check_depths(self)
@@ -200,14 +277,27 @@ class UpdateWeightsRequest(ChangeRequest, frozen=True, kw_only=True):
     path: str
 
 
-def change_mode(mode: str) -> Literal["wait", "abort"]:
+def change_mode(mode: str) -> Mode:
     """What becomes of open requests; raises ``ApiError`` for an unknown mode."""
-    if mode == "wait" or mode == "abort":
-        return mode
-    raise field_error("mode", f"mode must be wait or abort, got {mode[:40]!r}")
+    for known in MODES:
+        if mode == known:
+            return known
+    raise field_error("mode", f"mode must be wait, abort or keep, got {mode[:40]!r}")
 
 
 type ChatFields = ChatCompletionRequest | TokenizeRequest
+
+
+def _template_variables(tools: Sequence[Any], effort: str | None) -> dict[str, Any]:
+    """Tools, and the effort of thinking. Templates without efforts know whether to think at all:
+    ``enable_thinking`` (Qwen) or ``thinking`` (DeepSeek).
+    """
+    variables: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    if effort is not None:
+        variables["reasoning_effort"] = effort
+        if effort == "none":
+            variables |= {"enable_thinking": False, "thinking": False}
+    return variables
 
 
 def prompt_list(prompt: str | Sequence[Any]) -> list[str | tuple[int, ...]]:
@@ -235,7 +325,7 @@ def prompt_list(prompt: str | Sequence[Any]) -> list[str | tuple[int, ...]]:
 
 def _check_depths(request: ChatFields) -> None:
     """Refuse nesting that would exhaust the stack of the chat template or of ``json``."""
-    for name in ("messages", "chat_template_kwargs"):
+    for name in ("messages", "chat_template_kwargs", "tools"):
         level = [getattr(request, name)]
         for _ in range(MAX_DEPTH):
             level = [inner for outer in level for inner in _containers(outer)]

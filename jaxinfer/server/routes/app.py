@@ -36,15 +36,21 @@ ROUTES = MappingProxyType(  # all methods of a path have the same handler
         ("POST", "/v1/completions"): generation.completions,
         ("POST", "/v1/chat/completions"): generation.chat_completions,
         ("POST", "/v1/generate"): generation.generate,
+        ("POST", "/inference/v1/generate"): generation.generate_tokens,
     }
 )
 
-ADMIN_ROUTES = MappingProxyType(  # with --admin-api-key; vLLM has all but the last
+ADMIN_ROUTES = MappingProxyType(  # with --admin-api-key; vLLM has all but /set_steering
     {
         ("POST", "/pause"): admin.pause,
         ("POST", "/resume"): admin.resume,
         ("POST", "/reset_prefix_cache"): admin.reset_prefix_cache,
         ("POST", "/update_weights"): admin.update_weights,
+        ("POST", "/sleep"): admin.sleep,
+        ("POST", "/wake_up"): admin.wake_up,
+        ("GET", "/is_paused"): admin.is_paused,
+        ("GET", "/is_sleeping"): admin.is_sleeping,
+        ("GET", "/weight_info"): admin.weight_info,
         ("POST", "/set_steering"): admin.set_steering,
     }
 )

@@ -1,0 +1,225 @@
+"""Config keys and checkpoint tensors of multi-head latent attention, for the DeepSeek families.
+
+Layers from ``first_k_dense_replace`` on have a mixture of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.models import hf_config as hf
+from jaxinfer.models.experts import expert_specs
+from jaxinfer.models.gqa import (
+    GQA_IGNORED_TENSORS,
+    Linear,
+    dense_linears,
+    linear_specs,
+    outer_specs,
+)
+from jaxinfer.models.hf_rope import rope_config
+from jaxinfer.models.params import (
+    ArraySpec,
+    ParamSpec,
+    Source,
+    as_is,
+    join,
+    join_outputs,
+    stack,
+)
+from jaxinfer.nn.decoder_config import (
+    DecoderSpec,
+    ExpertsConfig,
+    FeedForwardConfig,
+    FeedForwardSpec,
+    LatentAttentionConfig,
+    LayerSpec,
+)
+from jaxinfer.nn.rope import RopeConfig, YarnScaling
+
+LATENT_IGNORED_TENSORS = GQA_IGNORED_TENSORS
+
+_QUERY_RANK = 1536  # transformers' default; null in config.json: queries have no latent
+_NORM_EPS = 1e-6  # of the norms of latents in the published code, whatever rms_norm_eps is
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def latent_config(
+    config: Mapping[str, Any],
+    dtype: jnp.dtype,
+    *,
+    interleaved: bool,
+    first_expert_layer: int,
+    mlp_bias: bool,
+    experts: ExpertsConfig | None,
+) -> DecoderSpec:
+    """A decoder from ``config.json``, whose layers from ``first_expert_layer`` on have ``experts``.
+
+    Raises ``ConfigError`` with the key.
+    """
+    mixer = _attention(config, interleaved)
+    dense = FeedForwardConfig(
+        width=hf.positive_int(config, "intermediate_size"),
+        activation=hf.activation(config, "hidden_act", "silu"),
+        gated=True,
+        bias=mlp_bias,
+    )
+    num_layers = hf.positive_int(config, "num_hidden_layers")
+    ffns: list[FeedForwardSpec] = [dense] * num_layers
+    if experts is not None:
+        ffns = [dense if i < first_expert_layer else experts for i in range(num_layers)]
+    return DecoderSpec(
+        vocab_size=hf.positive_int(config, "vocab_size"),
+        hidden_size=hf.positive_int(config, "hidden_size"),
+        layers=tuple(LayerSpec(mixer, ffn) for ffn in ffns),
+        lengths=mixer.rope.lengths(hf.positive_int(config, "max_position_embeddings")),
+        norm="rms",
+        norm_eps=hf.positive_float(config, "rms_norm_eps"),
+        tie_word_embeddings=hf.flag(config, "tie_word_embeddings", False),
+        dtype=dtype,
+    )
+
+
+def _attention(config: Mapping[str, Any], interleaved: bool) -> LatentAttentionConfig:
+    num_heads = hf.positive_int(config, "num_attention_heads")
+    nope, rope_dim = (
+        hf.positive_int(config, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim")
+    )
+    # keys that transformers derives
+    hf.supported_only(config, "num_key_value_heads", num_heads)
+    hf.supported_only(config, "head_dim", rope_dim)
+    hf.supported_only(config, "qk_head_dim", nope + rope_dim)
+    rope = rope_config(config, rope_dim)
+    has_rank = "q_lora_rank" not in config or config["q_lora_rank"] is not None
+    return LatentAttentionConfig(
+        num_heads=num_heads,
+        nope_dim=nope,
+        rope_dim=rope_dim,
+        value_dim=hf.positive_int(config, "v_head_dim"),
+        rank=hf.positive_int(config, "kv_lora_rank"),
+        query_rank=hf.positive_int(config, "q_lora_rank", _QUERY_RANK) if has_rank else None,
+        scale=(nope + rope_dim) ** -0.5 * _score_factor(rope),
+        rope=rope,
+        interleaved=interleaved,
+        norm_eps=_NORM_EPS,
+        bias=hf.flag(config, "attention_bias", False),
+    )
+
+
+def _score_factor(rope: RopeConfig) -> float:
+    """YaRN's factor on scores: DeepSeek's code applies it here, not to cosine and sine."""
+    scaling = rope.scaling
+    if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim:
+        return 1.0
+    return scaling.mscaled(scaling.mscale_all_dim) ** 2
+
+
+def expert_layers(config: Mapping[str, Any], default: int) -> tuple[int, bool]:
+    """The first layer with experts, and whether there are experts at all."""
+    hf.supported_only(config, "moe_layer_freq", 1)
+    first = hf.layer_index(config, "first_k_dense_replace", default)
+    layers = hf.positive_int(config, "num_hidden_layers")
+    return first, config.get("n_routed_experts") is not None and first < layers
+
+
+def shared_experts(config: Mapping[str, Any], *, bias: bool = False) -> FeedForwardConfig | None:
+    """The experts that every token uses, as one network; None without."""
+    count = hf.layer_index(config, "n_shared_experts", 0)
+    if not count:
+        return None
+    width = count * hf.positive_int(config, "moe_intermediate_size")
+    return FeedForwardConfig(width=width, activation="silu", gated=True, bias=bias)
+
+
+@dataclass(frozen=True)
+class KeysAndValues:
+    """Splits the weight that expands latents by head, keys before values: [N * (K + V), C]."""
+
+    num_heads: int
+    nope_dim: int
+
+    def __call__(self, weight: np.ndarray) -> dict[str, np.ndarray]:  # [N * K, C], [N * V, C]
+        """The weights of keys and of values."""
+        rank = weight.shape[1]
+        k, v = np.split(weight.reshape(self.num_heads, -1, rank), (self.nope_dim,), axis=1)
+        return {"k": k.reshape(-1, rank), "v": v.reshape(-1, rank)}
+
+    def inverse(self, arrays: Mapping[str, np.ndarray], _: object) -> list[np.ndarray]:
+        """See ``params.tensors_of``."""
+        heads = [arrays[name] for name in ("k", "v")]
+        heads = [part.reshape(self.num_heads, -1, part.shape[1]) for part in heads]
+        return [np.concatenate(heads, axis=1).reshape(-1, heads[0].shape[2])]
+
+
+def latent_param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
+    """The parameters of the decoder, with Hugging Face's names of their sources."""
+    specs = outer_specs(config)
+    for i, layer in enumerate(config.layers):
+        path, source = f"layers_{i}/", f"model.layers.{i}."
+        specs.extend(_layer_specs(config, layer, path, source))
+        if isinstance(layer.ffn, ExpertsConfig):
+            specs.extend(expert_specs(path, source, layer.ffn, config.hidden_size))
+    return tuple(specs)
+
+
+def _layer_specs(
+    config: DecoderSpec, layer: LayerSpec, path: str, source: str
+) -> Iterator[ParamSpec]:
+    """The parameters of a layer without those of experts."""
+    c, ffn, d = layer.mixer, layer.ffn, config.hidden_size
+    assert isinstance(c, LatentAttentionConfig)
+    queries, values = c.num_heads * c.head_dim, c.num_heads * c.value_dim
+    linears: list[Linear] = [("o", ("self_attn.o_proj",), (values, d), ("heads", None), c.bias)]
+    if c.query_rank is not None:
+        axes = (None, "heads")
+        linears.append(("q_b", ("self_attn.q_b_proj",), (c.query_rank, queries), axes, False))
+    if isinstance(ffn, FeedForwardConfig):
+        linears += dense_linears(ffn, d)
+    weights, biases = linear_specs(path, source, linears)
+    yield from (*weights, *biases, *_input_specs(c, d, path, source))
+
+    def norm(name: str, tensors: tuple[str, ...], width: int) -> ParamSpec:
+        sources = tuple(Source(f"{source}{tensor}.weight", (width,)) for tensor in tensors)
+        shape = (len(tensors), width) if len(tensors) > 1 else (width,)
+        array = ArraySpec(shape, (None,) * len(shape), config.norm_dtype)
+        return ParamSpec(path + name, array, sources, stack if len(tensors) > 1 else as_is)
+
+    yield norm("norms", _NORMS, d)
+    yield norm("kv_norm", ("self_attn.kv_a_layernorm",), c.rank)
+    if c.query_rank is not None:
+        yield norm("q_norm", ("self_attn.q_a_layernorm",), c.query_rank)
+    expanded = Source(
+        f"{source}self_attn.kv_b_proj.weight", (c.num_heads * (c.nope_dim + c.value_dim), c.rank)
+    )
+    heads = ("heads", None)
+    arrays = {
+        "k": ArraySpec((c.num_heads * c.nope_dim, c.rank), heads),
+        "v": ArraySpec((values, c.rank), heads),
+    }
+    build = KeysAndValues(c.num_heads, c.nope_dim)
+    yield ParamSpec(path + "kv_b", arrays, (expanded,), build)
+
+
+def _input_specs(
+    c: LatentAttentionConfig, width: int, path: str, source: str
+) -> Iterator[ParamSpec]:
+    """The projection from the residual stream to the queries (or their latent) and the entry.
+
+    Every device needs the whole entry, so this projection is not divided.
+    """
+    name, outputs = "q_a_proj", c.query_rank
+    if outputs is None:
+        name, outputs = "q_proj", c.num_heads * c.head_dim
+    parts = {f"{source}self_attn.{name}": outputs}
+    parts[f"{source}self_attn.kv_a_proj_with_mqa"] = c.entry_dim
+    sources = tuple(Source(f"{part}.weight", (out, width)) for part, out in parts.items())
+    array = ArraySpec((width, outputs + c.entry_dim), (None, None))
+    yield ParamSpec(path + "q_kv_a", array, sources, join_outputs, matrix="out_in")
+    if c.bias:
+        biased = [(part, out) for part, out in parts.items() if not part.endswith(".q_proj")]
+        sources = tuple(Source(f"{part}.bias", (out,)) for part, out in biased)
+        yield ParamSpec(path + "q_kv_a_bias", ArraySpec((c.bias_dim,), (None,)), sources, join)

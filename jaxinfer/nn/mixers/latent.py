@@ -1,0 +1,209 @@
+"""Multi-head latent attention: keys and values of all heads are expanded from one latent a token.
+
+The pages hold a token's *entry*: its normalised latent (C), then the rotated key that all heads
+share (R). A decode row multiplies its queries by the weights that would expand latents to keys, and
+attends to the latents themselves ("absorbed"); prompts expand keys and values. In shapes: Q width
+of the queries' latent, K width of keys without rope (``nope_dim``), V width of values. Parameters:
+
+    q_kv_a  [D, Q + C + R]            q_norm [Q]   q_b [Q, N * (K + R)]
+      or    [D, N * (K + R) + C + R]  if queries have no latent
+    kv_norm [C]                       kv_b/k [N * K, C]   kv_b/v [N * V, C]
+    o       [N * V, D]                o_bias [D]   q_kv_a_bias [Q + C + R], of the last columns
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.nn.context import Angles, StepContext
+from jaxinfer.nn.decoder_config import LatentAttentionConfig
+from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, product, weight
+from jaxinfer.nn.state import LayerArrays
+from pallas_kernels.kv_append.xla import written
+from pallas_kernels.latent_decode.api import latent_decode
+from pallas_kernels.latent_prefill.api import latent_prefill
+from pallas_kernels.numerics import rms_norm, rotate
+
+_INIT, _ONES, _ZEROS = nn.initializers.normal(0.02), nn.initializers.ones, nn.initializers.zeros
+
+
+class _Tokens(NamedTuple):
+    """Queries and entries of some tokens, rotated."""
+
+    q: jax.Array  # [T, N, K + R]
+    entries: jax.Array  # [T, C + R]
+
+    def take(self, tokens: jax.Array | slice) -> _Tokens:
+        return _Tokens(self.q[tokens], self.entries[tokens])
+
+
+class _Expansion(NamedTuple):
+    """The weights that expand latents to keys and values."""
+
+    k: jax.Array  # [N * K, C]
+    v: jax.Array  # [N * V, C]
+
+
+class LatentAttention(nn.Module):
+    """The attention block of a layer, with the norm before it."""
+
+    config: LatentAttentionConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        stream: Stream,
+        norm: Norm,
+        state: LayerArrays | None,
+        ctx: StepContext,
+        only: jax.Array | None = None,  # int32[B]
+    ) -> tuple[jax.Array, jax.Array, LayerArrays | None]:
+        """See ``mixers.attention.Attention``."""
+        c, d, dtype = self.config, stream.x.shape[1], stream.x.dtype
+        stream, tokens = self._projected(stream, norm, ctx)
+
+        def expansion(key: jax.Array) -> dict[str, jax.Array]:
+            shapes = {"k": c.num_heads * c.nope_dim, "v": c.num_heads * c.value_dim}
+            return {name: _INIT(key, (rows, c.rank), dtype) for name, rows in shapes.items()}
+
+        kv_b = _Expansion(**self.param("kv_b", expansion))
+        out, state = _attend(tokens, kv_b, state, ctx, c, only)
+        out = ctx.at("z", out)
+        x = stream.x if only is None else stream.take(only)
+        w = weight(self, "o", (c.num_heads * c.value_dim, d), dtype)
+        bias = self.param("o_bias", _ZEROS, (d,), dtype) if c.bias else None
+        return x, linear(out.reshape(len(out), -1), w, ctx, bias=bias, partial=True), state
+
+    def _projected(self, stream: Stream, norm: Norm, ctx: StepContext) -> tuple[Stream, _Tokens]:
+        """The stream with its delta added, and the queries and entries of its tokens."""
+        c, d, dtype = self.config, stream.x.shape[1], stream.x.dtype
+        all_heads = c.num_heads * c.head_dim
+        width = all_heads if c.query_rank is None else c.query_rank
+        w = weight(self, "q_kv_a", (d, width + c.entry_dim), dtype)
+        stream, both = linear_of_norm(stream, norm, w, ctx)
+        if c.bias:
+            bias = self.param("q_kv_a_bias", _ZEROS, (c.bias_dim,), dtype)
+            both = both + jnp.pad(bias, (both.shape[1] - c.bias_dim, 0))
+        q, kv = both[:, :width], both[:, width:]
+        if c.query_rank is not None:
+            weights = self.param("q_norm", _ONES, (width,), norm.weights.dtype)
+            w = weight(self, "q_b", (width, all_heads), dtype)
+            q = product(rms_norm(q, weights, c.norm_eps), w, ctx)
+        weights = self.param("kv_norm", _ONES, (c.rank,), norm.weights.dtype)
+        latents = rms_norm(kv[:, : c.rank], weights, c.norm_eps)
+        angles = ctx.angles[0]
+        k_rope = _rotated(kv[:, None, c.rank :], angles, interleaved=c.interleaved)[:, 0]
+        q = q.reshape(len(q), c.num_heads, c.head_dim)
+        q_rope = _rotated(q[..., c.nope_dim :], angles, interleaved=c.interleaved)
+        q = jnp.concatenate((q[..., : c.nope_dim], q_rope), axis=2)
+        return stream, _Tokens(q, jnp.concatenate((latents, k_rope), axis=1))
+
+
+def _rotated(
+    x: jax.Array,  # [T, heads, R]
+    angles: Angles,
+    *,
+    interleaved: bool,
+) -> jax.Array:  # [T, heads, R]
+    """Rotate heads by their tokens' angles.
+
+    Interleaved pairs are split into halves first. Scores do not depend on the order of components,
+    which is the same in queries and keys.
+    """
+    if interleaved:
+        x = jnp.concatenate((x[..., ::2], x[..., 1::2]), axis=-1)
+    return rotate(x, *angles)
+
+
+def _attend(
+    tokens: _Tokens,
+    kv_b: _Expansion,
+    state: LayerArrays | None,
+    ctx: StepContext,
+    config: LatentAttentionConfig,
+    only: jax.Array | None,  # int32[B]
+) -> tuple[jax.Array, LayerArrays | None]:  # [T, N, V], or with only [B, N, V]
+    """Append this step's entries to the pages and attend over them: see ``attention.attend``.
+
+    Without state, a whole sequence attends to itself.
+    """
+    if state is None:
+        return _dense(tokens, kv_b, ctx, config, only), None
+    pages, d = ctx.pages[0], ctx.num_decodes
+    if len(tokens.q) == d:
+        return _decode(tokens, kv_b, state, ctx, config)
+    # before pages are read, and with a barrier: else XLA copies the pool
+    prompts = tokens.take(slice(d, None))
+    pool = written(state["latent"], prompts.entries, pages.slot_mapping[d:])
+    state = {"latent": jax.lax.optimization_barrier(pool)}
+    if only is not None:  # a decode of all rows, which appends their last tokens again
+        return _decode(tokens.take(only), kv_b, state, ctx, config)
+    parts: list[jax.Array] = []
+    if d:
+        out, state = _decode(tokens.take(slice(d)), kv_b, state, ctx, config)
+        parts.append(out)
+    assert ctx.rows is not None
+    out = latent_prefill(
+        *prompts,
+        *kv_b,
+        state["latent"],
+        pages.page_table[d:],
+        pages.seq_lens[d:],
+        ctx.rows.query_start_loc,
+        scale=config.scale,
+        impl=ctx.pinned("latent_prefill"),
+    )
+    parts.append(out)
+    return jnp.concatenate(parts) if d else parts[0], state
+
+
+def _decode(
+    tokens: _Tokens,  # one of each of the first rows
+    kv_b: _Expansion,
+    state: LayerArrays,
+    ctx: StepContext,
+    config: LatentAttentionConfig,
+) -> tuple[jax.Array, LayerArrays]:  # [rows, N, V]
+    """Append and attend, with queries that have absorbed the expansion to keys."""
+    c, pages, rows = config, ctx.pages[0], len(tokens.q)
+    k_heads = kv_b.k.reshape(c.num_heads, c.nope_dim, c.rank)
+    v_heads = kv_b.v.reshape(c.num_heads, c.value_dim, c.rank)
+    q_nope, q_rope = tokens.q[..., : c.nope_dim], tokens.q[..., c.nope_dim :]
+    mixed, pool = latent_decode(
+        jnp.einsum("BNK,NKC->BNC", q_nope, k_heads),
+        q_rope,
+        tokens.entries,
+        state["latent"],
+        pages.page_table[:rows],
+        pages.seq_lens[:rows],
+        scale=c.scale,
+        impl=ctx.pinned("latent_decode"),
+    )
+    return jnp.einsum("BNC,NVC->BNV", mixed, v_heads), {"latent": pool}
+
+
+def _dense(
+    tokens: _Tokens,
+    kv_b: _Expansion,
+    ctx: StepContext,
+    config: LatentAttentionConfig,
+    only: jax.Array | None,  # int32[B]
+) -> jax.Array:  # [T, N, V], or with only [B, N, V]
+    """Causal attention of one whole sequence over itself; supports gradients and vmap."""
+    c, t = config, len(tokens.q)
+    latents, k_rope = tokens.entries[:, : c.rank], tokens.entries[:, None, c.rank :]
+    k_nope = (latents @ kv_b.k.T).reshape(t, c.num_heads, c.nope_dim)
+    k_rope = jnp.broadcast_to(k_rope, (t, c.num_heads, c.rope_dim))
+    v = (latents @ kv_b.v.T).reshape(t, c.num_heads, c.value_dim)
+    q, k = ctx.at("q", tokens.q), ctx.at("k", jnp.concatenate((k_nope, k_rope), axis=2))
+    v = ctx.at("v", v)
+    scores = jnp.einsum("TNH,SNH->NTS", q, k, preferred_element_type=jnp.float32)
+    visible = jnp.tril(jnp.ones((t, t), bool))
+    scores = ctx.at("scores", jnp.where(visible, scores * c.scale, -jnp.inf))
+    pattern = ctx.at("pattern", jax.nn.softmax(scores, axis=-1).astype(v.dtype))
+    out = jnp.einsum("NTS,SNV->TNV", pattern, v)
+    return out if only is None else out[only]

@@ -1,0 +1,71 @@
+"""Which calls the Triton kernel of latent_decode supports, and its tile sizes.
+
+Does not import Triton, so it works where Triton is not installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+from pallas_kernels.checks import unfit_for_triton
+from pallas_kernels.device import current_device
+from pallas_kernels.numerics import power_of_two
+
+MIN_TILE = 16  # of tl.dot, in every dimension
+MAX_HEADS = 64  # of a CTA: M of a wgmma
+MAX_RANK, MAX_ROPE = 512, 64
+MERGED_SPLITS = 16  # that are read at a time when splits are merged
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """Tile sizes and launch parameters. ``block``: keys per loop iteration, a power of two."""
+
+    heads: int  # of a CTA
+    splits: int
+    block: int
+    num_warps: int
+    num_stages: int
+
+
+def supports(
+    q_latent: jax.Array,  # [B, N, C]
+    q_rope: jax.Array,  # [B, N, R]
+    entries: jax.Array,  # [B, C + R]
+    pages: jax.Array,  # [P, S, C + R]
+    page_table: jax.Array,  # int32[B, M]
+    seq_lens: jax.Array,  # int32[B]
+    *,
+    scale: float,
+) -> str | None:
+    """Why the Triton kernel cannot run the call, or None."""
+    del entries, page_table, seq_lens, scale
+    rank, rope = q_latent.shape[2], q_rope.shape[2]
+    for name, size, most in (("latents", rank, MAX_RANK), ("rotated keys", rope, MAX_ROPE)):
+        if power_of_two(size) != size or not MIN_TILE <= size <= most:
+            return f"{name} have {size} components, not a power of two from {MIN_TILE} to {most}"
+    return unfit_for_triton(q_latent, pages)
+
+
+def choose_config(
+    q_latent: jax.Array,  # [B, N, C]
+    pages: jax.Array,  # [P, S, C + R]
+    page_table: jax.Array,  # int32[B, M]
+) -> TritonConfig:
+    """As many splits as fill the GPU with one CTA an SM; blocks such that the stages fit in it."""
+    (rows, heads, _), page_size = q_latent.shape, pages.shape[1]
+    # The queries of 32 heads would not fit in registers. Two CTAs that read the same entries at the
+    # same time read most of them from the L2 cache.
+    tile = MIN_TILE if heads <= 2 * MIN_TILE else MAX_HEADS
+    if q_latent.dtype.itemsize > 2:  # without tensor cores larger tiles would spill registers
+        tile, block, num_warps, num_stages = MIN_TILE, 16, 8, 2
+    elif tile == MIN_TILE:  # bound by memory
+        block, num_warps, num_stages = 32, 8, 6
+    else:  # queries and two blocks of 64 keys fill the shared memory
+        block, num_warps, num_stages = 64, 8, 3
+    ctas = rows * -(-heads // tile)
+    longest = page_table.shape[1] * page_size
+    splits = min(current_device().num_sms // ctas, -(-longest // block))
+    return TritonConfig(tile, max(splits, 1), block, num_warps, num_stages)

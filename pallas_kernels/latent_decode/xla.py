@@ -1,0 +1,62 @@
+"""latent_decode in plain XLA: row by row, blocks of entries under an online softmax.
+
+As in ``append_decode.attend_xla`` a row's bits depend neither on the other rows nor on their
+number.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import softmax
+from pallas_kernels.kv_append.xla import written
+from pallas_kernels.softmax import SoftmaxState
+
+
+@partial(jax.jit, static_argnames=("scale",))  # one trace serves every layer
+def latent_decode(
+    q_latent: jax.Array,  # [B, N, C]
+    q_rope: jax.Array,  # [B, N, R]
+    entries: jax.Array,  # [B, C + R]
+    pages: jax.Array,  # [P, S, C + R]
+    page_table: jax.Array,  # int32[B, M]
+    seq_lens: jax.Array,  # int32[B]
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:  # [B, N, C] and the pool
+    """See ``latent_decode.api``."""
+    page_size, rank = pages.shape[1], q_latent.shape[2]
+    last = jnp.maximum(seq_lens - 1, 0)
+    page = jnp.take_along_axis(page_table, (last // page_size)[:, None], axis=1)[:, 0]
+    slots = jnp.where(seq_lens > 0, page * page_size + last % page_size, 0)
+    pages = jax.lax.optimization_barrier(written(pages, entries, slots))
+    block_pages = softmax.pages_per_block(page_size)
+    block = block_pages * page_size
+    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages)))
+    queries = jnp.concatenate((q_latent, q_rope), axis=2).astype(jnp.float32) * scale
+
+    def row_body(row: jax.Array, out: jax.Array) -> jax.Array:
+        length, query = seq_lens[row], queries[row]  # query: [N, C + R]
+
+        def block_body(i: jax.Array, state: SoftmaxState) -> SoftmaxState:
+            ids = jax.lax.dynamic_slice(table, (row, i * block_pages), (1, block_pages))[0]
+            visible = i * block + jnp.arange(block) < length
+            # 0 * NaN is NaN, and unwritten slots may hold NaN, so masked entries become 0.
+            keys = jnp.where(visible[:, None], softmax.read_block(pages, ids), 0.0)
+            scores = jnp.einsum("NC,SC->NS", query, keys, precision="highest")
+            scores = jnp.where(visible, scores, -jnp.inf)
+            m_ij, alpha, p = softmax.block_weights(state, scores, -1)
+            pv = jnp.einsum("NS,SC->NC", p, keys[:, :rank], precision="highest")
+            l_i = state.l_i * alpha + jnp.sum(p, axis=-1)
+            return SoftmaxState(m_ij, l_i, state.acc * alpha[:, None] + pv)
+
+        blocks = jax.lax.div(length + (block - 1), block)
+        initial = softmax.init_state(query.shape[:1], rank)
+        state = jax.lax.fori_loop(0, blocks, block_body, initial)
+        result = softmax.attention_output(state).astype(out.dtype)
+        return jax.lax.dynamic_update_index_in_dim(out, result, row, axis=0)
+
+    return jax.lax.fori_loop(0, len(seq_lens), row_body, jnp.zeros_like(q_latent)), pages

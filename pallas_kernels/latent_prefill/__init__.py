@@ -1,0 +1,1 @@
+"""Latent attention of prompts: expanded within a chunk, absorbed over earlier tokens."""

@@ -1,0 +1,68 @@
+"""latent_prefill: causal attention of ragged chunks of queries over the latents of their rows."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.checks import check_latent
+from pallas_kernels.latent_prefill import cases, launch, ref, xla
+from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+
+_triton = imported_when_called("pallas_kernels.latent_prefill.triton", "latent_prefill")
+
+OP = KernelOp(
+    name="latent_prefill",
+    ref=ref.latent_prefill,
+    impls=(
+        Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
+        Impl("xla", xla.latent_prefill),
+    ),
+    cases=cases.CASES,
+    build=cases.build,
+    cost=cases.cost,
+    # keys and values are rounded to the dtype after they are expanded
+    tolerance={"float32": 4e-6, "bfloat16": 2e-2, "float16": 3e-3},
+)
+
+
+def latent_prefill(
+    q: jax.Array,  # [T, N, D + R]
+    entries: jax.Array,  # [T, C + R]
+    k_up: jax.Array,  # [N * D, C]
+    v_up: jax.Array,  # [N * V, C]
+    pages: jax.Array,  # [P, S, C + R]
+    page_table: jax.Array,  # int32[R, M]
+    seq_lens: jax.Array,  # int32[R]
+    query_start_loc: jax.Array,  # int32[R + 1]
+    *,
+    scale: float,
+    impl: str | None = None,
+) -> jax.Array:  # [T, N, V]
+    """Multi-head latent attention of prompts (DeepSeek-V2, 2024, arXiv:2405.04434).
+
+    Row r's queries are ``q[query_start_loc[r] : query_start_loc[r + 1]]``; they are the last tokens
+    of a context of ``seq_lens[r]`` tokens, whose entries are in the pages: a token's latent (C) and
+    its rotated key (R). ``entries`` repeats those of the queries' own tokens. Head n's key of a
+    token is ``k_up[n * D : (n + 1) * D] @ latent``, followed by the rotated key, which all heads
+    share; its value is ``v_up[n * V : (n + 1) * V] @ latent``. Rows may be empty; queries past
+    ``query_start_loc[R]`` are padding and yield zeros. Pages, NaN and dtypes are as in
+    ``append_decode``. ``impl`` pins an implementation. Raises ValueError on arguments that do not
+    fit together.
+    """
+    tokens, heads, width = q.shape
+    check_latent("latent_prefill", entries, pages, page_table, seq_lens)
+    rank = k_up.shape[1]
+    nope = width - (pages.shape[2] - rank)
+    fits = k_up.shape[0] == heads * nope and v_up.shape[1] == rank and not v_up.shape[0] % heads
+    if not fits or entries.shape[0] != tokens:
+        raise ValueError(
+            f"latent_prefill: queries {q.shape} do not fit weights {k_up.shape} and {v_up.shape}, "
+            f"entries {entries.shape} and pages {pages.shape}"
+        )
+    if query_start_loc.shape != (seq_lens.shape[0] + 1,):
+        raise ValueError(
+            f"latent_prefill: query_start_loc {query_start_loc.shape} must hold one entry more "
+            f"than the {seq_lens.shape[0]} rows"
+        )
+    args = (q, entries, k_up, v_up, pages, page_table, seq_lens, query_start_loc)
+    return dispatch(OP, args, {"scale": scale}, impl)
