@@ -20,6 +20,7 @@ class Tiles(NamedTuple):
     rows: jax.Array  # int32[N]: rows in use
     pairs: jax.Array  # int32[N, width]: the pair of each row; 0 for rows that are not used
     place: jax.Array  # int32[T, k]: tile * width + row of each pair; N * width for no expert
+    used: jax.Array  # int32[1]: tiles that have rows
 
 
 def max_tiles(num_pairs: int, num_experts: int, width: int) -> int:
@@ -48,6 +49,6 @@ def tiles_of(choices: jax.Array, num_experts: int, width: int) -> Tiles:  # int3
     at = jnp.arange(number * width, dtype=jnp.int32).reshape(number, width)
     place = jnp.full(pairs + 1, number * width, jnp.int32)
     place = place.at[jnp.where(in_use, held, pairs)].set(at)[:pairs]
-    return Tiles(
-        expert.astype(jnp.int32), rows.astype(jnp.int32), held, place.reshape(choices.shape)
-    )
+    used = jnp.sum(own, dtype=jnp.int32).reshape(1)
+    place = place.reshape(choices.shape)
+    return Tiles(expert.astype(jnp.int32), rows.astype(jnp.int32), held, place, used)
