@@ -100,6 +100,8 @@ CASES = (
     replace(_BF16, name="one_token_bf16", tokens=1),
     replace(_BF16, name="outside_bf16", tokens=33, load="holes"),
     replace(_BF16, name="few_chosen_bf16", tokens=300, load="few"),
+    replace(_BF16, name="gpt_oss_bf16", tokens=9, biases=True, activation=CLAMPED),
+    replace(_BF16, name="gpt_oss_bf16_t200", tokens=200, biases=True, activation=CLAMPED),
     replace(_BF16, name="many_bf16", tokens=700, count=13, split=False),
     replace(_BF16, name="int4_tiles", form="int4", tiled=True),
     replace(_BF16, name="int4_tiles_t300", form="int4", tiled=True, tokens=300),

@@ -130,9 +130,7 @@ def _sort(
     tiles = (numbers + WIDTH - 1) // WIDTH
     first = tl.cumsum(tiles, 0) - tiles
     if tl.program_id(0) == 0:
-        _write_tiles(
-            numbers, tiles, first, expert_of, rows_of, used, EXPERTS_TILE, TILES, WIDTH
-        )
+        _write_tiles(numbers, tiles, first, expert_of, rows_of, used, EXPERTS_TILE, TILES, WIDTH)
     next_place = first * WIDTH + before
     number = tl.arange(0, PART)
     for start in range(0, BLOCK, PART):
