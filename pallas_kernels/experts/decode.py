@@ -71,7 +71,7 @@ class Gmem(NamedTuple):
     pairs: Ref  # int32[N * width]
     place: Ref  # int32[T * k], of down
     weights: Ref  # float32[T * k], of down
-    w: Ref  # [E, halves, O, K]
+    w: Ref  # [E, halves, O, K], or None: quantised
     bias: Ref  # [E, halves, O]
     out: Ref  # [N * width, O], or float32[k, T, O] of down
 
@@ -107,7 +107,7 @@ def item_at(spec: Spec, i: jax.Array | int) -> Item:
     return Item(tile, block * spec.config.block_n, jnp.int32(i * spec.num_steps))
 
 
-def _stage(spec: Spec, step: jax.Array) -> jax.Array:
+def stage_of(spec: Spec, step: jax.Array) -> jax.Array:
     return lax.rem(step, jnp.int32(spec.config.stages))
 
 
@@ -116,7 +116,12 @@ def in_one_warp(run: Callable[[], None]) -> None:
     plgpu.warp_map(lambda warp: pl.when(warp == 0)(run))
 
 
-def _copy_all(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
+def copy_items(
+    spec: Spec,
+    gmem: Gmem,
+    scratch: Any,  # x_smem and barriers as in ``_Scratch``
+    copy_weights: Callable[[Item, jax.Array, jax.Array], None],  # of an item, expert and K step
+) -> None:
     """Copy the K steps of all items as stages are consumed.
 
     The kernel before ``down`` is ``gate_up``, which lets it start only after the tiles are known.
@@ -124,16 +129,8 @@ def _copy_all(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
     """
     config, sizes = spec.config, spec.sizes
 
-    def copy_weights(item: Item, expert: jax.Array, step: jax.Array) -> None:
-        stage = _stage(spec, item.first_step + step)
-        inputs = pl.ds(step * config.block_k, config.block_k)
-        outputs = pl.ds(item.first_output, config.block_n)
-        for half in range(sizes.halves):
-            w_smem, barrier = scratch.w_smem.at[stage, half], scratch.barriers.at[stage]
-            plgpu.copy_gmem_to_smem(gmem.w.at[expert, half, outputs, inputs], w_smem, barrier)
-
     def copy_tokens(item: Item, step: jax.Array) -> None:
-        stage = _stage(spec, item.first_step + step)
+        stage = stage_of(spec, item.first_step + step)
         first = 0 if sizes.all_tokens else item.tile * sizes.width
         inputs = pl.ds(step * config.block_k, config.block_k)
         tokens = gmem.x.at[pl.ds(first, spec.columns), inputs]  # missing rows become zeros
@@ -141,13 +138,11 @@ def _copy_all(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
 
     def copy(item: Item, expert: jax.Array, step: jax.Array) -> None:
         number = item.first_step + step
-        consumed = scratch.consumed_barriers.at[_stage(spec, number)]
+        consumed = scratch.consumed_barriers.at[stage_of(spec, number)]
         pl.when(number >= config.stages)(lambda: plgpu.barrier_wait(consumed))
         copy_weights(item, expert, step)
         copy_tokens(item, step)
 
-    if sizes.halves == 2:
-        grid_dependency_wait()
     items = num_items(spec, gmem.used)
 
     @pl.when(items > 0)
@@ -155,8 +150,7 @@ def _copy_all(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
         item, prologue = item_at(spec, 0), min(config.stages, spec.num_steps)
         expert = gmem.expert[item.tile]
         pl.loop(0, prologue)(lambda step: copy_weights(item, expert, step))
-        if sizes.halves == 1:
-            grid_dependency_wait()
+        grid_dependency_wait()
         pl.loop(0, prologue)(lambda step: copy_tokens(item, step))
         pl.loop(prologue, spec.num_steps)(lambda step: copy(item, expert, step))
 
@@ -171,7 +165,22 @@ def _copy_all(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
 
     @pl.loop(jnp.maximum(total - config.stages, 0), total)
     def _drain(step: jax.Array) -> None:
-        plgpu.barrier_wait(scratch.consumed_barriers.at[_stage(spec, step)])
+        plgpu.barrier_wait(scratch.consumed_barriers.at[stage_of(spec, step)])
+
+
+def _copy_all(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
+    """Copy the K steps of all items."""
+    config = spec.config
+
+    def copy_weights(item: Item, expert: jax.Array, step: jax.Array) -> None:
+        stage = stage_of(spec, item.first_step + step)
+        inputs = pl.ds(step * config.block_k, config.block_k)
+        outputs = pl.ds(item.first_output, config.block_n)
+        for half in range(spec.sizes.halves):
+            w_smem, barrier = scratch.w_smem.at[stage, half], scratch.barriers.at[stage]
+            plgpu.copy_gmem_to_smem(gmem.w.at[expert, half, outputs, inputs], w_smem, barrier)
+
+    copy_items(spec, gmem, scratch, copy_weights)
 
 
 def _matmul(
@@ -181,13 +190,13 @@ def _matmul(
     outputs = pl.ds(warpgroup * MMA_OUTPUTS, MMA_OUTPUTS)
 
     def release(step: jax.Array | int) -> None:
-        stage = _stage(spec, item.first_step + step)
+        stage = stage_of(spec, item.first_step + step)
         plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
 
     def multiply(*accs: Ref) -> tuple[jax.Array, ...]:
         @pl.loop(0, spec.num_steps)
         def _step(step: jax.Array) -> None:
-            stage = _stage(spec, item.first_step + step)
+            stage = stage_of(spec, item.first_step + step)
             plgpu.barrier_wait(scratch.barriers.at[stage])
             x = scratch.x_smem.at[stage].transpose((1, 0))
             for half, acc in enumerate(accs):
@@ -310,11 +319,16 @@ def _compute_warpgroup(spec: Spec, warpgroup: jax.Array, gmem: Gmem, scratch: _S
         rows.write(finished(spec, products, added), first_output)
 
 
+def starts(spec: Spec) -> None:
+    """Wait for earlier kernels as far as the kernel must at once, and let the next one start."""
+    if spec.sizes.halves == 2:
+        grid_dependency_wait()  # so the tiles are known when ``down`` starts
+    launch_dependents()
+
+
 def _kernel(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
     warpgroup = lax.axis_index("warpgroup")
-    if spec.sizes.halves == 2:
-        grid_dependency_wait()  # the tiles are known when ``down`` starts
-    launch_dependents()
+    starts(spec)
 
     @pl.when(warpgroup == spec.config.warpgroups)
     def _memory() -> None:

@@ -39,8 +39,8 @@ def experts(
     tiles = sort.tiles_of(choices, first.experts, first.width)
     rows = x if first.all_tokens else sort.spread(x, tiles.place, first.tiles * first.width)
     common = (tiles.expert, tiles.rows, tiles.used, tiles.pairs)
-    hidden = _gate_up(rows, *common, gate_up[0], gate_up_bias, sizes=first)
-    out = _down(hidden, *common, tiles.place, weights, down[0], down_bias, sizes=second)
+    hidden = _gate_up(rows, *common, gate_up_bias, *gate_up, sizes=first)
+    out = _down(hidden, *common, tiles.place, weights, down_bias, *down, sizes=second)
     if not second.few:
         return sort.gather(out, tiles.place, weights)
     return out if split else out.sum(0).astype(x.dtype)

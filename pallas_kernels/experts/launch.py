@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -11,17 +13,30 @@ import jax.numpy as jnp
 
 from pallas_kernels.checks import not_hopper, without_triton
 from pallas_kernels.experts.ref import NUM_ARRAYS
-from pallas_kernels.experts.stack import PLAIN, Activation, size_of
+from pallas_kernels.experts.stack import PLAIN, Activation, StackArrays, size_of
 from pallas_kernels.experts.tiles import max_tiles
+from pallas_kernels.quantised import PACKED
+from pallas_kernels.quantised_gemm.tiled.arrange import KIND_OF, TILE
+from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
+from pallas_kernels.quantised_gemm.tiled.large.launch import PAIR
+from pallas_kernels.quantised_gemm.tiled.launch import (
+    SCALE_DTYPES,
+    SMALL_SCALE_DTYPES,
+    TiledConfig,
+    TiledSizes,
+)
+from pallas_kernels.quantised_gemm.tiled.step import ROW_BYTES, Parts
 
-TILE = 64  # M of a wgmma, and the inputs of a swizzled tile
 MMA_TOKENS = 8  # multiple of N of a wgmma
 ITEM_BYTES = 2
 SMEM_BYTES = 224 << 10  # of an SM, without barriers
 DTYPES = ("bfloat16", "float16")
 FEW_TOKENS = 64  # at most so many are multiplied by ``decode``
 ALL_TOKENS = 64  # at most so many are all multiplied by every expert in use
+ALL_TOKENS_QUANTISED = 16  # the same, where weights are unpacked before
 MAX_STAGES = 8
+WARPGROUPS = 4, 6, 3, 2, 1  # of few tokens and quantised weights
+QUANTISED_IN_FLIGHT_BYTES = 160 << 10
 MMA_COLUMNS = 256  # largest N of a wgmma
 STORED_COLUMNS = 128  # of a prompt's results in shared memory at once
 FEW_ROWS = 8, 16  # of a tile of few tokens
@@ -38,6 +53,27 @@ def width_of(tokens: int, chosen: int, experts: int) -> int:
     return WIDTHS[tokens * chosen > MANY_ROWS * experts]
 
 
+class Tiled(NamedTuple):
+    """The form of quantised weights in tiles, see ``TiledSizes``."""
+
+    kind: str
+    group: int
+    super_group: int
+    zeros: bool
+    offsets: bool
+
+    @classmethod
+    def of(cls, kind: str, arrays: StackArrays) -> Tiled | None:
+        """Of the arrays of a stack; None of a plain one."""
+        if kind == PLAIN:
+            return None
+        values, scales, zeros, offsets, supers = arrays
+        inner = values.shape[2] * (2 if KIND_OF[kind] in PACKED else 1)
+        super_group = 0 if supers is None else inner // supers.shape[2]
+        group = inner // scales.shape[2]
+        return cls(KIND_OF[kind], group, super_group, zeros is not None, offsets is not None)
+
+
 class GemmSizes(NamedTuple):
     """The sizes of one of the two GEMMs."""
 
@@ -52,6 +88,25 @@ class GemmSizes(NamedTuple):
     all_tokens: bool  # of gate_up: x are the tokens, not sorted rows
     activation: Activation | None  # of gate_up
     dtype: str
+    form: Tiled | None = None  # of quantised weights
+
+    @property
+    def tiled(self) -> TiledSizes:
+        """The sizes of one expert's GEMM with the columns of an item."""
+        assert self.form is not None
+        swiglu = self.halves == 2
+        kind, group, super_group, zeros, offsets = self.form
+        known = (kind, self.columns, self.inner, self.outer, group, super_group)
+        return TiledSizes(*known, zeros, offsets, swiglu, split=False)
+
+    def views(self, stack: Sequence[jax.Array | None]) -> tuple[jax.Array, Parts]:
+        """The arrays of a quantised stack as in ``step.Gmem``, [E * halves, O / 64, ...] each."""
+        values, *factors = stack
+        assert values is not None
+        outer = (self.experts * self.halves, self.outer // TILE)
+        rows = self.tiled.tile_bytes // ROW_BYTES
+        parts = Parts(*(x if x is None else x.reshape(*outer, -1, TILE) for x in factors))
+        return values.reshape(*outer, self.inner // TILE, rows, ROW_BYTES), parts
 
     @property
     def pairs(self) -> int:
@@ -89,11 +144,17 @@ def sizes_of(
     rows = width_of(tokens, chosen, experts)
     tiles = max_tiles(choices.size, experts, rows)
     common: Any = (tokens, chosen, tiles, rows)
-    gate_up = GemmSizes(
-        experts, width, hidden // 2, 2, *common, tokens <= ALL_TOKENS, activation, str(x.dtype)
-    )
-    down = GemmSizes(experts, hidden // 2, width, 1, *common, False, None, str(x.dtype))
-    return gate_up, down
+    forms = [
+        Tiled.of(kind, one)
+        for kind, one in zip(
+            kinds, (arrays[:NUM_ARRAYS], arrays[NUM_ARRAYS : 2 * NUM_ARRAYS]), strict=True
+        )
+    ]
+    all_tokens = tokens <= (ALL_TOKENS if forms[0] is None else ALL_TOKENS_QUANTISED)
+    dtype = str(x.dtype)
+    gate_up = (experts, width, hidden // 2, 2, *common, all_tokens, activation, dtype, forms[0])
+    down = (experts, hidden // 2, width, 1, *common, False, None, dtype, forms[1])
+    return GemmSizes(*gate_up), GemmSizes(*down)
 
 
 def supports(
@@ -107,16 +168,40 @@ def supports(
 ) -> str | None:
     """Why the Hopper kernels cannot run the call, or None."""
     del weights, split
-    if kinds != (PLAIN, PLAIN):
-        return f"weights are {kinds[0]} and {kinds[1]}, not floats"
     if str(x.dtype) not in DTYPES:
         return f"tokens are {x.dtype}, not one of {', '.join(DTYPES)}"
-    gate_up, down = sizes_of(x, choices, *arrays, kinds=kinds, activation=activation)
-    if gate_up.inner % TILE or down.inner % TILE:
-        return f"{gate_up.inner} or {down.inner} components are not a multiple of {TILE}"
     if not choices.size:
         return "there are no tokens"
+    for i, kind in enumerate(kinds):
+        stack = arrays[NUM_ARRAYS * i : NUM_ARRAYS * (i + 1)]
+        if (reason := _unfit(kind, stack, str(x.dtype))) is not None:
+            return reason
+    for sizes in sizes_of(x, choices, *arrays, kinds=kinds, activation=activation):
+        if sizes.inner % TILE or sizes.outer % TILE:
+            return f"{sizes.inner} or {sizes.outer} components are not a multiple of {TILE}"
+        if sizes.form is None:
+            continue
+        if sizes.few:
+            fits = bool(quantised_configs(sizes))
+        else:
+            fits = quantised_prompt_config(sizes).fits(sizes)
+        if not fits:
+            return f"no K steps fit {sizes.form} and {sizes.inner} inputs of {sizes.tokens} tokens"
     return without_triton() or not_hopper()
+
+
+def _unfit(kind: str, stack: StackArrays, dtype: str) -> str | None:
+    """Why no kernel reads a stack of this form, or None."""
+    if kind == PLAIN:
+        return None
+    if kind not in KIND_OF:
+        return f"{kind} weights are not arranged in tiles"
+    if dtype != "bfloat16":
+        return f"tokens are {dtype}, not bfloat16"
+    known = SCALE_DTYPES if stack[4] is None else SMALL_SCALE_DTYPES
+    if str(stack[1].dtype) not in known:
+        return f"scales are {stack[1].dtype}, not one of {', '.join(known)}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -153,6 +238,56 @@ def decode_config(sizes: GemmSizes) -> DecodeConfig:
 
 
 @dataclass(frozen=True)
+class QuantisedConfig:
+    """Tile sizes of ``decode_quantised``: those of a K step of an item of 64 outputs (of gate_up 64
+    gates and 64 ups).
+    """
+
+    step: TiledConfig
+
+    @property
+    def block_n(self) -> int:
+        """Outputs of a CTA's item."""
+        return TILE
+
+    @property
+    def block_k(self) -> int:
+        """Inputs of a K step."""
+        return self.step.block_k
+
+    @property
+    def stages(self) -> int:
+        """K steps in flight."""
+        return self.step.stages
+
+    @property
+    def warpgroups(self) -> int:
+        """Compute warpgroups."""
+        return self.step.warpgroups
+
+    def fits(self, sizes: GemmSizes) -> bool:
+        """True if the tiles divide a call of these sizes."""
+        whole = self.step.block_t == sizes.columns and self.step.split_k == 1
+        return sizes.form is not None and whole and self.step.fits(sizes.tiled)
+
+
+def quantised_configs(sizes: GemmSizes) -> list[QuantisedConfig]:
+    """The configurations of ``decode_quantised`` whose tiles divide the call, the best first."""
+    found = []
+    for warpgroups, span in product(WARPGROUPS, (2 * TILE, 3 * TILE, TILE)):
+        by_half = sizes.halves == 2 and warpgroups > 1
+        step = TiledConfig(sizes.columns, span, warpgroups, 2, 1, by_half)
+        weights = sizes.halves * step.block_k // TILE * sizes.tiled.tile_bytes
+        factors = sizes.halves * TILE * 4 * step.rows(sizes.tiled.group)
+        step_bytes = weights + factors + step.block_k * sizes.columns * ITEM_BYTES
+        stages = max(2, min(QUANTISED_IN_FLIGHT_BYTES // step_bytes, MAX_STAGES))
+        config = QuantisedConfig(replace(step, stages=stages))
+        if config.fits(sizes):
+            found.append(config)
+    return found
+
+
+@dataclass(frozen=True)
 class PromptConfig:
     """Tile sizes of ``prompt``: a CTA computes ``block_n`` outputs (of gate_up as many gates and
     ups) of a tile of rows in K steps of ``block_k`` inputs, of which ``stages`` are in flight. The
@@ -180,6 +315,47 @@ class PromptConfig:
         columns = self.block_n * sizes.halves <= MMA_COLUMNS and self.block_n % MMA_TOKENS == 0
         rows = sizes.width in WIDTHS and self.block_k % TILE == 0
         return divides and columns and rows and self.stages >= 2
+
+
+@dataclass(frozen=True)
+class QuantisedPromptConfig:
+    """Tile sizes of ``prompt_quantised``: those of a K step of an item, of two tiles of outputs."""
+
+    step: TiledConfig
+    halves: int
+    group: int = TILES_TOGETHER
+
+    @property
+    def block_n(self) -> int:
+        """Outputs of a CTA's item; of gate_up as many gates and ups."""
+        return TILE * PAIR // self.halves
+
+    @property
+    def block_k(self) -> int:
+        """Inputs of a K step."""
+        return self.step.block_k
+
+    @property
+    def stages(self) -> int:
+        """K steps in flight."""
+        return self.step.stages
+
+    def fits(self, sizes: GemmSizes) -> bool:
+        """True if the tiles divide a call of these sizes."""
+        pair = self.step.by_half and self.step.warpgroups == PAIR and self.step.split_k == 1
+        if sizes.form is None or sizes.form.offsets or self.step.block_t != sizes.width:
+            return False
+        return pair and replace(self.step, by_half=False, warpgroups=1).fits(sizes.tiled)
+
+
+def quantised_prompt_config(sizes: GemmSizes) -> QuantisedPromptConfig:
+    """K steps of 128 inputs, if groups are so large that no registers are spilled."""
+    form = sizes.tiled
+    span = 2 * TILE if form.inner % (2 * TILE) == 0 and form.group >= TILE else TILE
+    step = TiledConfig(sizes.width, span, PAIR, 2, 1, by_half=True)
+    ups = large_launch.ups_bytes(form, step)
+    stages = (SMEM_BYTES - ups) // large_launch.step_bytes(form, step)
+    return QuantisedPromptConfig(replace(step, stages=min(stages, MAX_STAGES)), sizes.halves)
 
 
 def prompt_config(sizes: GemmSizes) -> PromptConfig:

@@ -11,6 +11,7 @@ use hold anything, and only themselves depend on them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ type Ref = Any
 
 
 @dataclass(frozen=True)
-class _Spec:
+class Spec:
     """Compile-time constants of the kernel."""
 
     sizes: GemmSizes
@@ -61,13 +62,13 @@ class _Spec:
         return min(current_device().num_sms, self.sizes.tiles * self.blocks)
 
 
-class _Gmem(NamedTuple):
+class Gmem(NamedTuple):
     """Refs to arrays in global memory; None where a call has none."""
 
     x: Ref  # [N * width, K]
     expert: Ref  # int32[N]
     used: Ref  # int32[1]: tiles in use
-    w: Ref  # [E, halves, O, K]
+    w: Ref  # [E, halves, O, K], or None: quantised
     bias: Ref  # [E, halves, O]
     out: Ref  # [N * width, O]
 
@@ -82,7 +83,7 @@ class _Scratch(NamedTuple):
     barriers: Ref  # [stages]: one arrival per copy
 
 
-class _Item(NamedTuple):
+class Item(NamedTuple):
     """A CTA's item; int32 scalars."""
 
     tile: jax.Array
@@ -90,12 +91,13 @@ class _Item(NamedTuple):
     first_step: jax.Array  # among all K steps of the CTA
 
 
-def _num_items(spec: _Spec, gmem: _Gmem) -> jax.Array:
+def num_items(spec: Spec, gmem: Gmem) -> jax.Array:
+    """Number of items that the CTA computes; items are dealt out in turn."""
     others = gmem.used[0] * spec.blocks - 1 - lax.axis_index("cta")
     return lax.div(others + spec.ctas, jnp.int32(spec.ctas))
 
 
-def _item(spec: _Spec, gmem: _Gmem, i: jax.Array | int) -> _Item:
+def item_at(spec: Spec, gmem: Gmem, i: jax.Array | int) -> Item:
     """The CTA's i-th item. CTAs compute a few tiles' blocks at a time, for reuse in L2."""
     index, group = i * spec.ctas + lax.axis_index("cta"), spec.config.group
     first = lax.div(index, jnp.int32(group * spec.blocks)) * group
@@ -103,58 +105,75 @@ def _item(spec: _Spec, gmem: _Gmem, i: jax.Array | int) -> _Item:
     height = jnp.minimum(gmem.used[0] - first, group)
     block = lax.div(rest, height)
     tile = first + rest - block * height
-    return _Item(tile, block * spec.config.block_n, jnp.int32(i * spec.num_steps))
+    return Item(tile, block * spec.config.block_n, jnp.int32(i * spec.num_steps))
 
 
-def _stage(spec: _Spec, step: jax.Array) -> jax.Array:
+def stage_of(spec: Spec, step: jax.Array) -> jax.Array:
     return lax.rem(step, jnp.int32(spec.config.stages))
 
 
-def _copy_all(spec: _Spec, gmem: _Gmem, scratch: _Scratch) -> None:
-    """Copy the K steps of all items as stages are consumed."""
+def copy_items(
+    spec: Spec,
+    gmem: Gmem,
+    scratch: Any,  # x_smem and barriers as in ``_Scratch``
+    copy_weights: Callable[[Item, jax.Array, jax.Array, jax.Array], None],
+) -> None:
+    """Copy the K steps of all items as stages are consumed; ``copy_weights`` takes an item, its
+    expert, a step and its stage.
+    """
     config, width = spec.config, spec.sizes.width
-    items = _num_items(spec, gmem)
+    items = num_items(spec, gmem)
 
     @pl.loop(0, items)
     def _next(i: jax.Array) -> None:
-        item = _item(spec, gmem, i)
+        item = item_at(spec, gmem, i)
         expert = gmem.expert[item.tile]
 
         @pl.loop(0, spec.num_steps)
         def _copy(step: jax.Array) -> None:
             number = item.first_step + step
-            stage = _stage(spec, number)
-            consumed, barrier = scratch.consumed_barriers.at[stage], scratch.barriers.at[stage]
+            stage = stage_of(spec, number)
+            consumed = scratch.consumed_barriers.at[stage]
             pl.when(number >= config.stages)(lambda: plgpu.barrier_wait(consumed))
+            copy_weights(item, expert, step, stage)
             inputs = pl.ds(step * config.block_k, config.block_k)
-            outputs = pl.ds(item.first_output, config.block_n)
-            for half in range(spec.sizes.halves):
-                w_smem = scratch.w_smem.at[stage, pl.ds(half * config.block_n, config.block_n)]
-                weights = gmem.w.at[expert, half, outputs, inputs]
-                plgpu.copy_gmem_to_smem(weights, w_smem, barrier)
             rows = gmem.x.at[pl.ds(item.tile * width, width), inputs]
-            plgpu.copy_gmem_to_smem(rows, scratch.x_smem.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(rows, scratch.x_smem.at[stage], scratch.barriers.at[stage])
 
     # A CTA must not exit while a barrier has a phase that was not waited for.
     total = items * spec.num_steps
 
     @pl.loop(jnp.maximum(total - config.stages, 0), total)
     def _drain(step: jax.Array) -> None:
-        plgpu.barrier_wait(scratch.consumed_barriers.at[_stage(spec, step)])
+        plgpu.barrier_wait(scratch.consumed_barriers.at[stage_of(spec, step)])
+
+
+def _copy_all(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
+    """Copy the K steps of all items."""
+    block_n, block_k = spec.config.block_n, spec.config.block_k
+
+    def copy_weights(item: Item, expert: jax.Array, step: jax.Array, stage: jax.Array) -> None:
+        outputs, inputs = pl.ds(item.first_output, block_n), pl.ds(step * block_k, block_k)
+        for half in range(spec.sizes.halves):
+            w_smem = scratch.w_smem.at[stage, pl.ds(half * block_n, block_n)]
+            weights = gmem.w.at[expert, half, outputs, inputs]
+            plgpu.copy_gmem_to_smem(weights, w_smem, scratch.barriers.at[stage])
+
+    copy_items(spec, gmem, scratch, copy_weights)
 
 
 def _matmul(
-    spec: _Spec, item: _Item, warpgroup: jax.Array, scratch: _Scratch
+    spec: Spec, item: Item, warpgroup: jax.Array, scratch: _Scratch
 ) -> jax.Array:  # float32[64, halves * block_n]
     """Accumulate over the K steps; a wgmma is issued before the previous one has ended."""
 
     def release(step: jax.Array | int) -> None:
-        plgpu.barrier_arrive(scratch.consumed_barriers.at[_stage(spec, item.first_step + step)])
+        plgpu.barrier_arrive(scratch.consumed_barriers.at[stage_of(spec, item.first_step + step)])
 
     def multiply(acc: Ref) -> jax.Array:
         @pl.loop(0, spec.num_steps)
         def _step(step: jax.Array) -> None:
-            stage = _stage(spec, item.first_step + step)
+            stage = stage_of(spec, item.first_step + step)
             plgpu.barrier_wait(scratch.barriers.at[stage])
             x = scratch.x_smem.at[stage, pl.ds(warpgroup * MMA_ROWS, MMA_ROWS)]
             plgpu.wgmma(acc, x, scratch.w_smem.at[stage].transpose((1, 0)))
@@ -170,7 +189,7 @@ def _matmul(
 
 
 def _halves(
-    spec: _Spec, gmem: _Gmem, item: _Item, products: jax.Array
+    spec: Spec, gmem: Gmem, item: Item, products: jax.Array
 ) -> list[jax.Array]:  # float32[64, block_n] each
     """The products of each half, with biases if there are any."""
     block_n = spec.config.block_n
@@ -189,14 +208,14 @@ def _halves(
     return found
 
 
-def _compute_warpgroup(spec: _Spec, warpgroup: jax.Array, gmem: _Gmem, scratch: _Scratch) -> None:
+def _compute_warpgroup(spec: Spec, warpgroup: jax.Array, gmem: Gmem, scratch: _Scratch) -> None:
     """The warpgroup's rows of all items of the CTA."""
     out_smem, activation = scratch.out_smem.at[warpgroup], spec.sizes.activation
     store_n = spec.config.store_n
 
-    @pl.loop(0, _num_items(spec, gmem))
+    @pl.loop(0, num_items(spec, gmem))
     def _next(i: jax.Array) -> None:
-        item = _item(spec, gmem, i)
+        item = item_at(spec, gmem, i)
         results = _halves(spec, gmem, item, _matmul(spec, item, warpgroup, scratch))
         result = results[0] if activation is None else activated(activation, *results)
         rows = pl.ds(item.tile * spec.sizes.width + warpgroup * MMA_ROWS, MMA_ROWS)
@@ -210,7 +229,7 @@ def _compute_warpgroup(spec: _Spec, warpgroup: jax.Array, gmem: _Gmem, scratch: 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _kernel(spec: _Spec, gmem: _Gmem, scratch: _Scratch) -> None:
+def _kernel(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
     warpgroup = lax.axis_index("warpgroup")
     grid_dependency_wait()
     launch_dependents()
@@ -228,7 +247,7 @@ def _kernel(spec: _Spec, gmem: _Gmem, scratch: _Scratch) -> None:
         _compute_warpgroup(spec, warpgroup, gmem, scratch)
 
 
-def _scratch_types(spec: _Spec) -> _Scratch:
+def _scratch_types(spec: Spec) -> _Scratch:
     config, sizes, dtype = spec.config, spec.sizes, jnp.dtype(spec.sizes.dtype)
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
@@ -253,7 +272,7 @@ def _scratch_types(spec: _Spec) -> _Scratch:
 def launch_with(
     config: PromptConfig,
     sizes: GemmSizes,
-    arrays: dict[str, jax.Array | None],  # the arguments of ``_Gmem`` but ``out``, by name
+    arrays: dict[str, jax.Array | None],  # the arguments of ``Gmem`` but ``out``, by name
 ) -> jax.Array:  # [N * width, O]
     """One of the two GEMMs with a given configuration.
 
@@ -261,13 +280,13 @@ def launch_with(
     """
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
-    spec = _Spec(sizes, config)
+    spec = Spec(sizes, config)
     present = {name: array for name, array in arrays.items() if array is not None}
 
     def body(*refs: Ref) -> None:
         *inputs, out, scratch = refs
-        named = dict.fromkeys(_Gmem._fields) | dict(zip(present, inputs, strict=True))
-        _kernel(spec, _Gmem(**{**named, "out": out}), scratch)
+        named = dict.fromkeys(Gmem._fields) | dict(zip(present, inputs, strict=True))
+        _kernel(spec, Gmem(**{**named, "out": out}), scratch)
 
     return plgpu.kernel(
         body,
