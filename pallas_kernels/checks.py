@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ def check_paged(
     page_table: jax.Array,  # int32[R, M]
     seq_lens: jax.Array,  # int32[R]
     window: int | None,
+    sinks: jax.Array | None = None,  # [N]
 ) -> None:
     """Raise ValueError when shapes do not fit together or ``window`` is below 1."""
     if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
@@ -38,6 +41,8 @@ def check_paged(
         )
     if window is not None and window < 1:
         raise ValueError(f"{op}: window must be at least 1, got {window}")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"{op}: sinks {sinks.shape} are not one for each of {q.shape[1]} heads")
 
 
 def check_partials(
@@ -53,6 +58,16 @@ def check_partials(
         raise ValueError(f"{op}: partials {partials.shape} do not fit tokens {x.shape}")
     if partials.dtype != dtype:
         raise ValueError(f"{op}: partials {partials.shape} are {partials.dtype}, not {dtype}")
+
+
+def refuses_sinks(supports: Callable[..., str | None]) -> Callable[..., str | None]:
+    """The ``supports`` of an attention kernel without sinks, which are the op's last array."""
+
+    def check(*args: Any, **static: Any) -> str | None:
+        *others, sinks = args
+        return "it has no sinks" if sinks is not None else supports(*others, **static)
+
+    return check
 
 
 def unfit_for_triton(values: jax.Array, pages: jax.Array) -> str | None:

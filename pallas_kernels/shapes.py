@@ -41,6 +41,7 @@ SMOLLM2_135M = Heads(9, 3, 64)
 SMOLLM2_135M_TP3 = Heads(3, 1, 64)
 GPT2 = Heads(12, 12, 64)
 QWEN2_5_7B = Heads(28, 4, 128)
+GPT_OSS_20B = Heads(64, 8, 64)
 GEMMA3_4B = Heads(8, 4, 256)
 PHI3_MINI = Heads(32, 32, 96)
 LLAMA3_70B_TP8 = Heads(8, 1, 128)
@@ -62,6 +63,7 @@ class PagedCase:
     max_pages: int = 0
     padding: int = 0
     window: int | None = None
+    sinks: bool = False
     dtype: str = "float32"
     kv_dtype: str = ""  # of the pages; empty: the dtype of the queries
     tags: tuple[str, ...] = ("ci",)
@@ -82,6 +84,13 @@ class PagedCase:
         if seq == 0 or lens[row] == 0:
             return 0
         return seq if self.window is None else min(seq, self.window + lens[row] - 1)
+
+
+def sinks_of(case: PagedCase, rng: np.random.Generator) -> np.ndarray | None:  # [N]
+    """Sinks that matter beside a case's scores, if it has any."""
+    if not case.sinks:
+        return None
+    return rng.uniform(-1, 2, case.heads.num_heads).astype(jnp.dtype(case.dtype))
 
 
 @dataclass(frozen=True)

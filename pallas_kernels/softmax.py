@@ -24,9 +24,19 @@ class SoftmaxState(NamedTuple):
     acc: jax.Array  # float32[..., H]: sum of exp(score - m_i) * value
 
 
-def init_state(shape: tuple[int, ...], head_dim: int) -> SoftmaxState:
-    """The state before any key, for queries of the given shape."""
-    return SoftmaxState(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+def init_state(
+    shape: tuple[int, ...], head_dim: int, sinks: jax.Array | None = None
+) -> SoftmaxState:
+    """The state before any key, for queries of the given shape.
+
+    ``sinks``, of a shape that broadcasts to it, are the scores of a key that all queries see and
+    whose value is 0.
+    """
+    acc = jnp.zeros((*shape, head_dim))
+    if sinks is None:
+        return SoftmaxState(jnp.full(shape, -jnp.inf), jnp.zeros(shape), acc)
+    first = jnp.broadcast_to(sinks.astype(jnp.float32), shape)
+    return SoftmaxState(first, jnp.ones(shape), acc)
 
 
 def block_weights(

@@ -34,7 +34,8 @@ DERIVED: Mapping[str, str] = MappingProxyType(
         "default_chat_template_kwargs": "none",
         "override_generation_config": "none",
         "max_model_len": "auto: the model's context, as far as the KV cache holds it",
-        "max_num_mixed_tokens": "--max-num-batched-tokens on a CPU, {gpu} on a GPU",
+        "max_num_mixed_tokens": "--max-num-batched-tokens on a CPU; on a GPU {gpu}, or more "
+        "for a mixture of experts",
         "gpu_memory_utilization": f"{DEFAULT_GPU_MEMORY_UTILIZATION:g}",
         "kv_cache_memory_bytes": "half the weights on a CPU, 368 MiB to 1 GiB; what "
         "--gpu-memory-utilization leaves on a GPU",

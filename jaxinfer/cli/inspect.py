@@ -20,6 +20,7 @@ from jaxinfer.engine.start.progress import progress_on
 if TYPE_CHECKING:
     from jaxinfer.core.config import EngineConfig
     from jaxinfer.engine.start.plan import EnginePlan
+    from jaxinfer.models.base import Model
 
 type Report = dict[str, Any]  # JSON values; sizes are in bytes and tokens
 type Lines = list[tuple[str, str]]  # (name, text)
@@ -95,6 +96,7 @@ def describe_model(plan: EnginePlan) -> Report:
         "vocab_size": model.config.vocab_size,
         "context": model.config.lengths[1],
         "parameters": sum(size.count for size in sizes.values()),
+        "experts": _experts(model),
         "parameter_bytes": {form: size.nbytes for form, size in sizes.items()},
         "quantised_tensors": {name: str(form) for name, form in model.forms},
         "checkpoint_bytes": _checkpoint_bytes(plan),
@@ -109,6 +111,30 @@ def describe_model(plan: EnginePlan) -> Report:
         "workspace_bytes": memory.workspace_bytes,
         "buckets": [bucket.name for bucket in limits.buckets],
     }
+
+
+def _experts(model: Model) -> dict[str, int]:
+    """The numbers of experts and of parameters of a mixture; empty for other models."""
+    from jaxinfer.models.experts import unused_parameters
+    from jaxinfer.nn.decoder_config import ExpertsConfig
+
+    layers = [one.ffn for one in model.config.layers if isinstance(one.ffn, ExpertsConfig)]
+    if not layers:
+        return {}
+    return {
+        "layers": len(layers),
+        "count": max(ffn.count for ffn in layers),
+        "chosen": max(ffn.routing.chosen for ffn in layers),
+        "unused_parameters": unused_parameters(model.config),
+    }
+
+
+def _experts_text(experts: dict[str, int]) -> str:
+    unused = format_count(experts["unused_parameters"])
+    return (
+        f"{experts['count']} in each of {experts['layers']} layers; a token uses "
+        f"{experts['chosen']} of them, so not {unused} of the parameters"
+    )
 
 
 def _checkpoint_bytes(plan: EnginePlan) -> dict[str, int]:
@@ -140,6 +166,7 @@ def model_lines(report: Report) -> Lines:
         ("vocabulary", f"{report['vocab_size']} tokens"),
         ("context", f"{report['context']} tokens; {report['max_model_len']} served"),
         ("parameters", f"{format_count(report['parameters'])} ({report['parameters']})"),
+        *([("experts", _experts_text(report["experts"]))] if report["experts"] else []),
         ("in memory", _by_dtype(report["parameter_bytes"])),
         ("checkpoint", _by_dtype(report["checkpoint_bytes"]) or "none; random weights"),
         ("sampling", _named(report["sampling"], ", ") or "the model has no defaults of its own"),

@@ -235,4 +235,6 @@ def _engine_thread(config: EngineConfig, *, log: LogSettings) -> Link:
     from jaxinfer.engine.start.progress import logged_progress
     from jaxinfer.engine.start.start import start_engine
 
-    return EngineThread(start_engine(config, logged_progress(log), tell_plan=True))
+    return EngineThread(
+        start_engine(config, logged_progress(log), tell_plan=True, serves_early=True)
+    )

@@ -25,6 +25,7 @@ CHOICES = MappingProxyType(
     {
         "dtype": ("auto", "float32", "bfloat16", "float16"),
         "load_format": ("auto", "safetensors", "gguf", "dummy"),
+        "dummy_routing": ("auto", "uniform"),
         "generation_config": ("auto", "vllm"),
         "cpu_weights": ("auto", "quantised", "float32"),
         # on load, then the methods of quantised files, with vLLM's names for other kernels
@@ -55,7 +56,8 @@ class EngineConfig:
     Sizes are tokens unless stated. ``None`` means "derived from the model and the device".
     ``max_num_batched_tokens`` limits the prompt tokens of one step (the chunk of chunked prefill).
     ``max_num_mixed_tokens`` limits those of a step in which rows also decode, to less with very
-    many rows (``exec.compile.buckets``); None: the same limit. Decode rows come in addition and
+    many rows (``exec.compile.buckets``); None: on a CPU the same limit, on a GPU 1,024 or what the
+    model's experts allow (``exec.compile.mixed_tokens``). Decode rows come in addition and
     wait for the chunk: a larger limit gives waiting requests their first token sooner and running
     ones their next token later.
     ``decode_bucket_start``: decode steps are compiled for 1, start, 2 * start, ... rows.
@@ -73,6 +75,8 @@ class EngineConfig:
     if the kernel is installed.
     ``quantization``: "fp8", "int8" or "int4" quantises the linear layers of a model of floats while
     it loads, weights only; for a quantised model it may name the method of its files.
+    ``dummy_routing``: with random weights, "uniform" replaces the choices of routers (mixtures of
+    experts) by uniform pseudo-random ones. With "auto" random routers choose, perhaps few experts.
     ``bundle``: a folder that ``jaxinfer compile`` wrote; its sizes replace those that are None.
     ``generation_config``: "auto" takes sampling defaults from the model's file, "vllm" does not.
     Paths may be ``os.PathLike``. Raises ``ConfigError`` naming the setting that is wrong.
@@ -82,6 +86,7 @@ class EngineConfig:
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     load_format: str = "auto"
+    dummy_routing: str = "auto"
     dtype: str = "auto"
     cpu_weights: str = "auto"
     quantization: str | None = None
@@ -121,7 +126,10 @@ class EngineConfig:
 
 SIZES = tuple(item.name for item in fields(EngineConfig) if item.type == "int | None")
 # settings that a bundle fixes
-COMPILED = ("dtype", "cpu_weights", "quantization", *SIZES, "gpu_memory_utilization", "kernels")
+COMPILED = (
+    *("dtype", "dummy_routing", "cpu_weights", "quantization", *SIZES),
+    *("gpu_memory_utilization", "kernels"),
+)
 MAX_STEPS_IN_FLIGHT = 3  # while a step is planned, that step included
 
 

@@ -214,7 +214,13 @@ class StepFailed(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-type Event = Arrive | Abort | StepDone | StepFailed
+class BucketsLoaded(msgspec.Struct, frozen=True, tag=True):
+    """Executables were loaded: from now on, steps may have these shapes too."""
+
+    buckets: tuple[Bucket, ...]
+
+
+type Event = Arrive | Abort | StepDone | StepFailed | BucketsLoaded
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):

@@ -5,7 +5,7 @@ The differences between families are arguments of ``gqa_config`` and ``gqa_param
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -27,7 +27,9 @@ from jaxinfer.models.params import (
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
     DecoderSpec,
+    ExpertsConfig,
     FeedForwardConfig,
+    FeedForwardSpec,
     LayerSpec,
 )
 from jaxinfer.nn.placement import Axes, Fused
@@ -43,7 +45,10 @@ _WINDOW = 4096  # transformers' default for Mistral and Qwen
 _MAX_WINDOW_LAYERS = 28  # transformers' default for Qwen
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+# A linear layer: the name of its parameter, those of its tensors, shape, axes, and if it has a bias
+type Linear = tuple[str, tuple[str, ...], Shape, Axes, bool]
+# The parameters of a mixture of experts, of (path, start of tensor names, config, width).
+type ExpertSpecs = Callable[[str, str, ExpertsConfig, int], Iterable[ParamSpec]]
 
 
 def gqa_config(
@@ -62,13 +67,16 @@ def gqa_config(
     activation: str | None = None,
     norms: Literal["before", "after", "both"] = "before",
     tied: bool = False,
+    sinks: bool = False,
+    ffns: Sequence[FeedForwardSpec] | None = None,
     **more: Any,
 ) -> DecoderSpec:
     """A decoder from ``config.json``, with a layer for each of ``windows``.
 
     If they are None, ``head_dim`` is read or derived from the width, ``rope`` and ``activation``
-    are read, ``scale`` is head_dim ** -0.5, and layers with a window rotate like the others
-    (``local_rope``). ``more`` are further fields. Raises ``ConfigError`` with the key.
+    are read, ``scale`` is head_dim ** -0.5, layers with a window rotate like the others
+    (``local_rope``), and all layers have the same dense network (``ffns``: the network of each).
+    ``more`` are further fields. Raises ``ConfigError`` with the key.
     """
     hidden_size = hf.positive_int(config, "hidden_size")
     num_heads = hf.positive_int(config, "num_attention_heads")
@@ -80,12 +88,14 @@ def gqa_config(
         )
     head_dim = head_dim or hf.positive_int(config, "head_dim", hidden_size // num_heads)
     rope = rope or rope_config(config, head_dim)
-    ffn = FeedForwardConfig(
-        width=hf.positive_int(config, "intermediate_size"),
-        activation=activation or hf.activation(config, "hidden_act", "silu"),
-        gated=True,
-        bias=mlp_bias,
-    )
+    if ffns is None:
+        ffn = FeedForwardConfig(
+            width=hf.positive_int(config, "intermediate_size"),
+            activation=activation or hf.activation(config, "hidden_act", "silu"),
+            gated=True,
+            bias=mlp_bias,
+        )
+        ffns = [ffn] * len(windows)
     mixers = (
         AttentionConfig(
             num_heads=num_heads,
@@ -97,13 +107,14 @@ def gqa_config(
             qkv_bias=qkv_bias,
             o_bias=o_bias,
             qk_norm=qk_norm,
+            sinks=sinks,
         )
         for window in windows
     )
     return DecoderSpec(
         vocab_size=hf.positive_int(config, "vocab_size"),
         hidden_size=hidden_size,
-        layers=tuple(LayerSpec(mixer, ffn, norms) for mixer in mixers),
+        layers=tuple(LayerSpec(mixer, ffn, norms) for mixer, ffn in zip(mixers, ffns, strict=True)),
         lengths=rope.lengths(hf.positive_int(config, "max_position_embeddings")),
         norm="rms",
         norm_eps=hf.positive_float(config, "rms_norm_eps"),
@@ -162,8 +173,15 @@ class NormSources(NamedTuple):
 PRE_NORMS = NormSources()
 
 
-def gqa_param_specs(config: DecoderSpec, norms: NormSources = PRE_NORMS) -> tuple[ParamSpec, ...]:
-    """The parameters of ``Decoder``, with Hugging Face's names of their sources."""
+def gqa_param_specs(
+    config: DecoderSpec,
+    norms: NormSources = PRE_NORMS,
+    experts: ExpertSpecs | None = None,
+) -> tuple[ParamSpec, ...]:
+    """The parameters of ``Decoder``, with Hugging Face's names of their sources.
+
+    ``experts`` has those of a layer's mixture of experts, of families that have one.
+    """
     v, d = config.vocab_size, config.hidden_size
     embed, final = Source("model.embed_tokens.weight", (v, d)), Source("model.norm.weight", (d,))
     specs = [
@@ -175,32 +193,57 @@ def gqa_param_specs(config: DecoderSpec, norms: NormSources = PRE_NORMS) -> tupl
         array = ArraySpec((d, v), (None, "vocab"))
         specs.append(ParamSpec("lm_head", array, (head,), join_outputs, matrix="out_in"))
     for i in range(len(config.layers)):
+        layer, path, source = config.layers[i], f"layers_{i}/", f"model.layers.{i}."
         specs.extend(_layer_specs(config, i, norms))
+        if isinstance(layer.ffn, ExpertsConfig):
+            assert experts is not None, "the family has no experts"
+            specs.extend(experts(path, source, layer.ffn, d))
     return tuple(specs)
 
 
-def _layer_specs(config: DecoderSpec, index: int, norms: NormSources) -> Iterator[ParamSpec]:
-    mixer, ffn = config.layers[index].mixer, config.layers[index].ffn
-    assert isinstance(mixer, AttentionConfig) and isinstance(ffn, FeedForwardConfig)
-    path, source = f"layers_{index}/", f"model.layers.{index}."
-    q, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-    d, f, biases = config.hidden_size, ffn.width, []
-    linears: tuple[tuple[str, tuple[str, ...], Shape, Axes, bool], ...] = (
-        ("qkv", _QKV, (d, q + 2 * kv), (None, Fused("heads", (q, kv, kv))), mixer.qkv_bias),
-        ("o", ("self_attn.o_proj",), (q, d), ("heads", None), mixer.o_bias),
-        ("gate_up", _GATE_UP, (d, 2 * f), (None, Fused("ffn", (f, f))), ffn.bias),
-        ("down", ("mlp.down_proj",), (f, d), ("ffn", None), ffn.bias),
+def dense_linears(ffn: FeedForwardConfig, width: int, source: str = "mlp.") -> tuple[Linear, ...]:
+    """The linear layers of a gated network, with their tensors after ``source``."""
+    f, pair = ffn.width, (f"{source}gate_proj", f"{source}up_proj")
+    return (
+        ("gate_up", pair, (width, 2 * f), (None, Fused("ffn", (f, f))), ffn.bias),
+        ("down", (f"{source}down_proj",), (f, width), ("ffn", None), ffn.bias),
     )
+
+
+def linear_specs(
+    path: str, source: str, linears: Iterable[Linear]
+) -> tuple[list[ParamSpec], list[ParamSpec]]:
+    """The weights of linear layers, and their biases."""
+    weights: list[ParamSpec] = []
+    biases: list[ParamSpec] = []
     for name, tensors, shape, axes, has_bias in linears:
         widths = axes[1].widths if isinstance(axes[1], Fused) else shape[1:]
         parts = [(source + tensor, out) for tensor, out in zip(tensors, widths, strict=True)]
         sources = tuple(Source(f"{part}.weight", (out, shape[0])) for part, out in parts)
         array = ArraySpec(shape, axes)
-        yield ParamSpec(path + name, array, sources, join_outputs, matrix="out_in")
+        weights.append(ParamSpec(path + name, array, sources, join_outputs, matrix="out_in"))
         if has_bias:
             sources = tuple(Source(f"{part}.bias", (out,)) for part, out in parts)
             array = ArraySpec(shape[1:], axes[1:])
             biases.append(ParamSpec(f"{path}{name}_bias", array, sources, join))
+    return weights, biases
+
+
+def _layer_specs(config: DecoderSpec, index: int, norms: NormSources) -> Iterator[ParamSpec]:
+    """The parameters of a layer without those of experts."""
+    mixer, ffn = config.layers[index].mixer, config.layers[index].ffn
+    assert isinstance(mixer, AttentionConfig)
+    path, source = f"layers_{index}/", f"model.layers.{index}."
+    q, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+    d = config.hidden_size
+    linears: tuple[Linear, ...] = (
+        ("qkv", _QKV, (d, q + 2 * kv), (None, Fused("heads", (q, kv, kv))), mixer.qkv_bias),
+        ("o", ("self_attn.o_proj",), (q, d), ("heads", None), mixer.o_bias),
+    )
+    if isinstance(ffn, FeedForwardConfig):
+        linears += dense_linears(ffn, d)
+    weights, biases = linear_specs(path, source, linears)
+    yield from weights
 
     def stacked(name: str, tensors: tuple[str, ...], width: int) -> ParamSpec:
         sources = tuple(Source(f"{source}{tensor}.weight", (width,)) for tensor in tensors)
@@ -209,6 +252,10 @@ def _layer_specs(config: DecoderSpec, index: int, norms: NormSources) -> Iterato
 
     yield stacked("norms", norms.names, d)
     yield from biases
+    if mixer.sinks:
+        array = ArraySpec((mixer.num_heads,), ("heads",))
+        sinks = (Source(f"{source}self_attn.sinks", array.shape),)
+        yield ParamSpec(f"{path}sinks", array, sinks, as_is)
     if mixer.qk_norm == "head":
         yield stacked("qk_norms", _QK_NORMS, mixer.head_dim)
     elif mixer.qk_norm == "all_heads":

@@ -92,7 +92,7 @@ _READ_FROM = ("gguf",)  # quant_methods that only name the kind of file that the
 # Words of keys that may change the computation of a layer; (^|_) excludes "rope" in "property".
 _MATTERS = re.compile(
     r"(^|_)m?rope|rotary|alibi|ntk|yarn|position|attn|attention|softcap|scal(e|ing)|multiplier"
-    r"|norm|window|expert|bias|activation|quant|logit|residual|epsilon|sparse|layer_type"
+    r"|norm|window|expert|scoring|topk|n_group|bias|activation|quant|logit|residual|epsilon|sparse|layer_type"
     r"|(^|_)(act|eps|ffn|heads?|kv|mlp|moe|qk|qkv|router|softmax|theta)(_|$)"
 )
 

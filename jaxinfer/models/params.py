@@ -26,12 +26,19 @@ type Shape = tuple[int, ...]
 class Source(NamedTuple):
     """A checkpoint tensor by its Hugging Face name, with its required shape.
 
-    ``build`` receives an array, or with a ``form`` the ``Quantised`` matrix as it is stored.
+    ``build`` receives an array, or with a ``form`` the ``Quantised`` matrix as it is stored. With
+    ``part`` the tensor is a stack, and the source is only this part along its first dimension.
     """
 
     name: str
     shape: Shape
     form: Form | None = None
+    part: int | None = None
+
+    @property
+    def own_shape(self) -> Shape:
+        """The shape of what ``build`` receives."""
+        return self.shape if self.part is None else self.shape[1:]
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,12 @@ class ParamSpec:
 
         out_in  [I, O] of sources [O_i, I]     in_out  [I, O] of one source [I, O]
         rows    [O, I] of one source [O, I]: an embedding
+
+    and of a stack of E pieces
+
+        experts         [E, O, I]; a piece of sources [O_i, I]
+        experts_in_out  [E, O, I]; a piece of one source [I, O], or [O, I] if it is quantised. With
+                        ``interleaved`` its outputs are of a gate and an up in turn
     """
 
     path: str
@@ -80,7 +93,8 @@ class ParamSpec:
     build: Callable[..., Any]  # arrays, or Quantised -> an array, or a dict of arrays
     pieces: int | None = None
     finish: Callable[[Any], Any] | None = None
-    matrix: Literal["out_in", "in_out", "rows"] | None = None
+    matrix: Literal["out_in", "in_out", "rows", "experts", "experts_in_out"] | None = None
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         """Check that the pieces have equal numbers of sources."""
@@ -92,6 +106,11 @@ class ParamSpec:
     def leaves(self) -> dict[str, ArraySpec]:
         """The arrays by path."""
         return by_path({self.path: self.arrays})
+
+    @property
+    def is_linear(self) -> bool:
+        """True if the sources are weights [O, I] of linear layers."""
+        return self.matrix in ("out_in", "experts")
 
     @property
     def sources_per_piece(self) -> int:
@@ -129,6 +148,26 @@ def stack(*tensors: np.ndarray) -> np.ndarray:  # [D] each -> [number of tensors
     return np.stack(tensors)
 
 
+def transposed(weight: np.ndarray) -> np.ndarray:  # [in, out] -> [out, in]
+    """Transpose a weight."""
+    return weight.T
+
+
+def gates_first(interleaved: np.ndarray) -> np.ndarray:  # [O, ...] -> [O, ...]
+    """Outputs that are of a gate and an up in turn, with all gates before all ups."""
+    return np.concatenate([interleaved[::2], interleaved[1::2]])
+
+
+def transposed_gates_first(weight: np.ndarray) -> np.ndarray:  # [in, out] -> [out, in]
+    """``gates_first`` of the transpose."""
+    return gates_first(weight.T)
+
+
+def _in_turn(array: np.ndarray, _: object = None) -> list[np.ndarray]:
+    """The inverse of ``gates_first``."""
+    return [np.stack(np.split(array, 2), axis=1).reshape(array.shape)]
+
+
 def _split_outputs(array: np.ndarray, sources: Sequence[Source]) -> list[np.ndarray]:
     ends = np.cumsum([source.shape[0] for source in sources])[:-1]
     return [part.T for part in np.split(array, ends, axis=1)]
@@ -138,6 +177,17 @@ def _split(array: np.ndarray, sources: Sequence[Source]) -> list[np.ndarray]:
     return np.split(array, np.cumsum([source.shape[0] for source in sources])[:-1])
 
 
+# of a matrix that is not quantised, by ``matrix`` and ``interleaved``
+_BUILDS: Mapping[tuple[str, bool], Callable[..., np.ndarray]] = MappingProxyType(
+    {
+        ("out_in", False): join_outputs,
+        ("in_out", False): as_is,
+        ("rows", False): as_is,
+        ("experts", False): join,
+        ("experts_in_out", False): transposed,
+        ("experts_in_out", True): transposed_gates_first,
+    }
+)
 # of each function that families build with; ``minus one`` is exact for 1 + w of a stored w
 _INVERSES: Mapping[Callable[..., Any], Callable[..., list[np.ndarray]]] = MappingProxyType(
     {
@@ -147,20 +197,21 @@ _INVERSES: Mapping[Callable[..., Any], Callable[..., list[np.ndarray]]] = Mappin
         stack: lambda array, _: list(array),
         plus_one: lambda array, _: [array - np.float32(1)],
         stack_plus_one: lambda array, _: list(array - np.float32(1)),
+        transposed: lambda array, _: [array.T],
+        gates_first: _in_turn,
+        transposed_gates_first: lambda array, _: [_in_turn(array)[0].T],
     }
 )
 
 
 def tensors_of(spec: ParamSpec, array: np.ndarray) -> list[np.ndarray]:
     """The checkpoint tensors of a parameter's array, in the order of its sources: the inverse of
-    ``build``, for a parameter that is one array (a quantised one is dequantised before).
+    ``build``, for a parameter that is one array (a quantised one is dequantised before). Parts of a
+    stacked tensor are separate.
 
     Raises ``ConfigError`` for a family's own ``build`` function.
     """
-    if spec.matrix is not None:
-        build = join_outputs if spec.matrix == "out_in" else as_is
-    else:
-        build = spec.build
+    build = spec.build if spec.matrix is None else _BUILDS[spec.matrix, spec.interleaved]
     inverse = _INVERSES.get(build)
     if inverse is None:
         raise ConfigError(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
-from jaxinfer.models.params import ArraySpec, ParamSpec, Source, join_outputs
+from jaxinfer.models.params import ArraySpec, ParamSpec, Source, gates_first, join_outputs
 from jaxinfer.nn.placement import Axes, Axis, Fused
 from pallas_kernels.arrangements import Arrangement, arrangement_of
 from pallas_kernels.quantised import Form, Quantised, is_matrix, joined, quantised
@@ -71,7 +71,7 @@ def _sizes(spec: ParamSpec, plain: np.dtype) -> Iterator[tuple[str, Size]]:
             yield dtype.name, Size(count, count * dtype.itemsize)
         return
     for source in spec.sources:
-        count = math.prod(source.shape)
+        count = math.prod(source.own_shape)
         if source.form is None:
             yield plain.name, Size(count, count * plain.itemsize)
         else:
@@ -83,7 +83,9 @@ def _sizes(spec: ParamSpec, plain: np.dtype) -> Iterator[tuple[str, Size]]:
 def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement | None) -> ParamSpec:
     if spec.matrix is None or not any(source.name in forms for source in spec.sources):
         return spec
-    assert isinstance(spec.arrays, ArraySpec) and spec.pieces is None, spec.path
+    assert isinstance(spec.arrays, ArraySpec), spec.path
+    if spec.pieces is not None:
+        return _kept_stack(spec, forms, arrangement)
     sources = tuple(source._replace(form=forms.get(source.name)) for source in spec.sources)
     parts = [(form, tuple(group)) for form, group in groupby(sources, lambda s: s.form)]
     outputs, inputs = spec.arrays.axes if spec.matrix == "rows" else spec.arrays.axes[::-1]
@@ -96,6 +98,37 @@ def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement |
     tree = arrays[0] if len(arrays) == 1 else {f"part_{i}": one for i, one in enumerate(arrays)}
     finish = arranged_on_device if arrangement is not None and arrangement.is_on_device else None
     return replace(spec, arrays=tree, sources=sources, build=build, finish=finish)
+
+
+def _kept_stack(
+    spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement | None
+) -> ParamSpec:
+    """A stack of matrices that are all of one form; each piece is arranged by itself."""
+    assert isinstance(spec.arrays, ArraySpec), spec.path
+    found = {source.name: forms.get(source.name) for source in spec.sources}
+    first, form = next(iter(found.items()))
+    if other := next((name for name, one in found.items() if one != form), None):
+        raise CheckpointError(
+            f"tensor {first} is {form or 'not quantised'} and {other} is "
+            f"{found[other] or 'not quantised'}; a layer's experts must be quantised alike; "
+            "use another checkpoint of this model"
+        )
+    sources = tuple(source._replace(form=form) for source in spec.sources)
+    if spec.matrix == "experts_in_out":  # a quantised matrix is stored by outputs
+        swapped = ((source, source.shape) for source in sources)
+        sources = tuple(one._replace(shape=(*s[:-2], s[-1], s[-2])) for one, s in swapped)
+    members = sources[: spec.sources_per_piece]
+    of_piece = replace(spec, matrix="experts", pieces=None, sources=members)
+    made = _arrays((form, members), of_piece, None, None, arrangement)
+    stacked = {
+        name: replace(
+            array, shape=(spec.pieces, *array.shape), axes=(spec.arrays.axes[0], *array.axes)
+        )
+        for name, array in made.items()
+    }
+    build = partial(join_parts, arrangement=arrangement, interleaved=spec.interleaved)
+    finish = arranged_on_device if arrangement is not None and arrangement.is_on_device else None
+    return replace(spec, arrays=stacked, sources=sources, build=build, finish=finish)
 
 
 def _arrays(
@@ -133,7 +166,7 @@ def _arrays(
 
 def _size(source: Source, spec: ParamSpec) -> tuple[int, int]:
     """Outputs and inputs of a checkpoint tensor."""
-    first, second = source.shape
+    first, second = source.own_shape
     return (second, first) if spec.matrix == "in_out" else (first, second)
 
 
@@ -148,8 +181,20 @@ def _axes_of_parts(axis: Axis, parts: Sequence[Part]) -> list[Axis]:
     return axes
 
 
-def join_parts(*tensors: Quantised | np.ndarray, arrangement: Arrangement | None = None) -> Any:
-    """Tensors of one form joined along their outputs; of several forms a dict of such parts."""
+def join_parts(
+    *tensors: Quantised | np.ndarray,
+    arrangement: Arrangement | None = None,
+    interleaved: bool = False,
+) -> Any:
+    """Tensors of one form joined along their outputs; of several forms a dict of such parts.
+
+    ``interleaved``: see ``ParamSpec``.
+    """
+    if interleaved:
+        (matrix,) = tensors
+        assert isinstance(matrix, Quantised) and matrix.block_outputs == 1
+        parts = (None if part is None else gates_first(part) for part in matrix.arrays)
+        tensors = (Quantised(matrix.kind, *parts),)
     groups = [list(members) for _, members in groupby(tensors, _form_of)]
     parts = [_joined(members, arrangement) for members in groups]
     return parts[0] if len(parts) == 1 else {f"part_{i}": part for i, part in enumerate(parts)}
@@ -180,6 +225,10 @@ def arranged_on_device(tree: Any) -> Any:
     arrangement = arrangement_of(w.kind)
     if arrangement is None or arrangement.on_device is None:
         return tree
+    if w.values.ndim == 3:  # a stack; its tiles are those of the joined matrix
+        flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in tree.items()}
+        made = arranged_on_device(flat)
+        return {name: array.reshape(tree[name].shape) for name, array in made.items()}
     values = w.values.view(jnp.int8) if w.base == "int8" else w.values
     return arrangement.on_device(replace(w, kind=w.base, values=values)).tree()
 

@@ -86,6 +86,11 @@ class StepContext:
         layer_of_points = None if self.points is None else layer  # equal layers share a trace
         return replace(self, pages=pages, angles=angles, layer=layer_of_points)
 
+    def of_tokens(self, tokens: jax.Array) -> StepContext:  # int32[B]
+        """The context of these tokens alone, for what processes each token separately."""
+        rows = self.rows and self.rows._replace(is_token=self.rows.is_token[tokens])
+        return replace(self, positions=self.positions[tokens], rows=rows)
+
     def uses(self, *points: str) -> bool:
         """True if an activation at one of these points is read or replaced; see ``nn.points``."""
         return self.points is not None and any([self.points.uses(self._full(p)) for p in points])

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import LayerState, StateLayout, keys_and_values, state_layout
+from pallas_kernels.experts.stack import SWIGLU, Activation
+from pallas_kernels.route.routing import Routing
 
 if TYPE_CHECKING:
     import flax.linen as nn
@@ -56,7 +58,7 @@ class AttentionConfig:
 
     ``window`` is the attention window in tokens (None: no window); ``scale`` multiplies scores.
     ``qk_norm`` is an RMS norm of queries and of keys before rope: of each head, or of all heads
-    together.
+    together. With ``sinks`` each head has a logit beside its scores that takes part in the softmax.
     """
 
     num_heads: int
@@ -68,6 +70,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: Literal["head", "all_heads"] | None = None
+    sinks: bool = False
 
     def for_context(self, length: int) -> AttentionConfig:
         """See ``MixerSpec``."""
@@ -94,6 +97,40 @@ class FeedForwardConfig:
     def module(self) -> nn.Module:
         """See ``FeedForwardSpec``."""
         return import_module("jaxinfer.nn.ffn.dense").FeedForward(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts: ``count`` gated networks of width ``width``, and a router.
+
+    ``bias`` says that experts have biases, ``router_bias`` that logits have them, ``choice_bias``
+    that the scores by which experts are chosen have them. ``shared`` is a network that every token
+    uses as well; its output is not weighted. ``uniform`` replaces the router's choices by uniform
+    pseudo-random ones, for benchmarks of random weights.
+    """
+
+    count: int
+    width: int
+    routing: Routing
+    activation: Activation = SWIGLU
+    bias: bool = False
+    router_bias: bool = False
+    choice_bias: bool = False
+    shared: FeedForwardConfig | None = None
+    uniform: bool = False
+
+    def module(self) -> nn.Module:
+        """See ``FeedForwardSpec``."""
+        return import_module("jaxinfer.nn.ffn.experts").Experts(self)
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """What all norms of the residual stream have in common; ``dtype`` is that of their weights."""
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    dtype: jnp.dtype
 
 
 @dataclass(frozen=True)
@@ -134,6 +171,11 @@ class DecoderSpec:
         """The decoder for an engine with context length ``length``, on which some ropes depend."""
         layers = (replace(layer, mixer=layer.mixer.for_context(length)) for layer in self.layers)
         return replace(self, layers=tuple(layers))
+
+    @property
+    def norms(self) -> NormSpec:
+        """The norms of the residual stream."""
+        return NormSpec(self.norm, self.norm_eps, self.norm_dtype or self.dtype)
 
     @cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:

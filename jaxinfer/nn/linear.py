@@ -47,7 +47,8 @@ def dense_weight(
 ) -> jax.Array:  # [I, O], or with rows [O, I]
     """A weight as one array, dequantised to ``dtype`` if it is quantised.
 
-    ``rows``: the weight is an embedding, which is stored [O, I] also if it is not quantised.
+    ``rows``: the weight is an embedding, which is stored [O, I] also if it is not quantised. So are
+    the matrices of a stack of experts, which is [E, O, I].
     """
     if not isinstance(w, Mapping):
         return w
@@ -55,8 +56,20 @@ def dense_weight(
         parts = [dense_weight(w[f"part_{i}"], dtype, rows=rows) for i in range(len(w))]
         return jnp.concatenate(parts, axis=0 if rows else 1)
     matrix = quantised(w)
+    if matrix.values.ndim == 3:  # one matrix after the other, which takes less memory
+        return jax.lax.map(lambda one: dense_weight(one, dtype, rows=True), dict(w))
     found = rows_of(matrix, jnp.arange(matrix.num_outputs, dtype=jnp.int32)).astype(dtype)
     return found if rows else found.T
+
+
+def added(
+    a: jax.Array, b: jax.Array
+) -> jax.Array:  # [T, D] or float32[S, T, D] each -> [T, D] or float32[S, T, D]
+    """The sum of two deltas of a ``Stream``, in float32."""
+    if a.ndim == b.ndim == 2:
+        return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
+    both = (one if one.ndim == 3 else one[None].astype(jnp.float32) for one in (a, b))
+    return jnp.concatenate([*both])
 
 
 class Stream(NamedTuple):

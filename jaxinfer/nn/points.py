@@ -1,7 +1,8 @@
 """Named points of a forward pass, where activations are read (taps) or replaced (edits).
 
 The points, and TransformerLens's names for them; ``i`` is a layer. Queries, keys and values are
-those that attention multiplies, after norms and rope; scores are scaled and masked:
+those that attention multiplies, after norms and rope; scores are scaled and masked. A mixture of
+experts has no points within its experts:
 
     embed                  [T, D]      hook_embed
     layers.i.resid_pre     [T, D]      blocks.i.hook_resid_pre      the stream before the layer
@@ -16,6 +17,8 @@ those that attention multiplies, after norms and rope; scores are scaled and mas
     layers.i.mlp_pre       [T, F]      blocks.i.mlp.hook_pre        before the activation
     layers.i.mlp_linear    [T, F]      blocks.i.mlp.hook_pre_linear its factor in a gated network
     layers.i.mlp_post      [T, F]      blocks.i.mlp.hook_post
+    layers.i.experts       int32[T, k] blocks.i.mlp.hook_expert_indices  of a mixture of experts
+    layers.i.expert_weights [T, k]     blocks.i.mlp.hook_expert_weights
     layers.i.mlp_out       [T, D]      blocks.i.hook_mlp_out        added to the stream
     layers.i.resid_post    [T, D]      blocks.i.hook_resid_post
     final_norm             [T, D]      ln_final.hook_normalized
@@ -48,6 +51,8 @@ _ALIASES = MappingProxyType(
         "mlp.hook_pre": "mlp_pre",
         "mlp.hook_pre_linear": "mlp_linear",
         "mlp.hook_post": "mlp_post",
+        "mlp.hook_expert_indices": "experts",
+        "mlp.hook_expert_weights": "expert_weights",
         "hook_mlp_out": "mlp_out",
         "hook_resid_post": "resid_post",
     }

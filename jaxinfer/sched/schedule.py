@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from jaxinfer.core.step import Abort, Arrive, Event, StepDone, StepFailed
+from jaxinfer.core.step import Abort, Arrive, BucketsLoaded, Event, StepDone, StepFailed
 from jaxinfer.sched.admit import arrive
 from jaxinfer.sched.choose import choose_step
 from jaxinfer.sched.commit import commit_step, fail_step
@@ -33,6 +33,7 @@ from jaxinfer.sched.state import (
     ScheduleOutput,
     SchedulerState,
     initial_state,
+    smallest_first,
     without_prefixes,
 )
 
@@ -58,6 +59,8 @@ def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerStat
             case Abort():  # an id that is unknown or has ended is ignored
                 if event.request_id in draft.orders:
                     draft.end(event.request_id, event.reason)
+            case BucketsLoaded():
+                draft.buckets = smallest_first((*draft.buckets, *event.buckets))
     step = choose_step(draft)
     output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates))
     return draft.finish(), output

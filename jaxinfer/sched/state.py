@@ -6,6 +6,7 @@ Owns: the moves of a sequence between waiting, running and ended.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from operator import attrgetter
 
 import msgspec
@@ -89,7 +90,7 @@ class SchedulerState(msgspec.Struct, frozen=True):
     """The immutable state: ``schedule`` returns the next one."""
 
     limits: Limits
-    buckets: tuple[Bucket, ...]  # the buckets of the limits, smallest first
+    buckets: tuple[Bucket, ...]  # whose executables are loaded, smallest first
     running: tuple[Sequence, ...]  # sorted by order
     waiting: tuple[Sequence, ...]  # sorted by order
     orders: Map[str, Order]  # the order of every unfinished request
@@ -119,18 +120,19 @@ class ScheduleOutput(msgspec.Struct, frozen=True):
     duplicates: tuple[str, ...] = ()
 
 
-def initial_state(limits: Limits) -> SchedulerState:
+def initial_state(limits: Limits, loaded: Iterable[Bucket] | None = None) -> SchedulerState:
     """The state before any event; raises ``ConfigError`` if the buckets cannot serve the limits.
 
-    One bucket must hold a decode row of every slot, and one a scored prompt next to decode rows of
-    all other slots. Every other step shrinks to a bucket (``choose``).
+    ``loaded``: the buckets that can be used at first; None: those of the limits. One of them must
+    hold a decode row of every slot, and one a scored prompt next to decode rows of all other slots.
+    Every other step shrinks to a bucket (``choose``).
     """
-    slots = limits.max_num_seqs
+    slots, buckets = limits.max_num_seqs, tuple(limits.buckets if loaded is None else loaded)
     for decodes, prefills in ((slots, 0), (slots - 1, 1)):
         scores = bool(prefills)
         query_tokens = limits.query_tokens if decodes else 1
         size = Bucket(decodes, prefills, prefills, scores, query_tokens)
-        if not any(bucket.holds(size) for bucket in limits.buckets):
+        if not any(bucket.holds(size) for bucket in buckets):
             what = " with prompt logprobs" if scores else ""
             raise ConfigError(
                 f"no bucket holds {decodes} decodes and {prefills} prefills{what}, which "
@@ -138,7 +140,7 @@ def initial_state(limits: Limits) -> SchedulerState:
             )
     return SchedulerState(
         limits=limits,
-        buckets=tuple(sorted(limits.buckets, key=lambda b: (b.num_tokens, b.num_seqs, b))),
+        buckets=smallest_first(buckets),
         running=(),
         waiting=(),
         orders=Map(),
@@ -146,6 +148,11 @@ def initial_state(limits: Limits) -> SchedulerState:
         pages=new_pool(limits.num_pages, len(limits.windows)),
         snapshots=SnapshotPool(tuple(reversed(range(limits.num_snapshots)))),
     )
+
+
+def smallest_first(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    """The buckets in the order in which ``choose`` tries them."""
+    return tuple(sorted(set(buckets), key=lambda b: (b.num_tokens, b.num_seqs, b)))
 
 
 def without_prefixes(state: SchedulerState) -> SchedulerState:
@@ -156,7 +163,7 @@ def without_prefixes(state: SchedulerState) -> SchedulerState:
     """
     if state.num_unfinished or state.in_flight:
         raise EngineError("the prefix cache cannot be reset while requests run; finish them first")
-    empty = initial_state(state.limits)
+    empty = initial_state(state.limits, state.buckets)
     return msgspec.structs.replace(state, pages=empty.pages, snapshots=empty.snapshots)
 
 

@@ -33,9 +33,10 @@ class Checkpoint(Protocol):
         """Every tensor of the checkpoint."""
         ...
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, part: int | None = None) -> np.ndarray:
         """One tensor in ``TensorInfo.shape``, as float32, float16 or bfloat16.
 
+        With ``part`` only this part of it along the first dimension, without that dimension.
         Raises ``CheckpointError`` when its bytes are missing.
         """
         ...
@@ -47,11 +48,11 @@ class Checkpoint(Protocol):
 
     @property
     def forms(self) -> Mapping[str, Form]:
-        """The forms of the quantised matrices that ``read_quantised`` knows."""
+        """The forms of the quantised matrices, or stacks of them, that ``read_quantised`` knows."""
         ...
 
-    def read_quantised(self, name: str) -> Quantised:  # [O, I], numpy
-        """A quantised matrix as it is stored, without loss."""
+    def read_quantised(self, name: str, part: int | None = None) -> Quantised:  # [O, I], numpy
+        """A quantised matrix as it is stored, without loss; of a stack of them matrix ``part``."""
         ...
 
 

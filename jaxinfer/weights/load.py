@@ -93,7 +93,8 @@ def _placed(
     }
     for index in range(planned.spec.pieces):
         _set(stacks, index, planned.piece(checkpoint, placement, index))
-    return {path: stack.array() for path, stack in stacks.items()}
+    placed = {path: stack.array() for path, stack in stacks.items()}
+    return placed if planned.spec.finish is None else _finished(planned.spec, placed)
 
 
 def _finished(spec: ParamSpec, placed: dict[str, jax.Array]) -> dict[str, jax.Array]:

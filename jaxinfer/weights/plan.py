@@ -39,7 +39,9 @@ class PlannedParam:
         count = self.spec.sources_per_piece
         own = slice(index * count, (index + 1) * count)
         tensors = (
-            checkpoint.read(name) if source.form is None else checkpoint.read_quantised(name)
+            checkpoint.read(name, source.part)
+            if source.form is None
+            else checkpoint.read_quantised(name, source.part)
             for name, source in zip(self.names[own], self.spec.sources[own], strict=True)
         )
         built = by_path({self.spec.path: self.spec.build(*tensors)})
@@ -104,7 +106,8 @@ def _plan_param(
                 "convert the model to F32, F16 or BF16"
             )
     arrays = {path: model.arrays[path] for path in spec.leaves}
-    return PlannedParam(spec, arrays, names, sum(info.nbytes for info in infos))
+    distinct = dict(zip(names, infos, strict=True))  # the parts of a stack are of one tensor
+    return PlannedParam(spec, arrays, names, sum(info.nbytes for info in distinct.values()))
 
 
 def _refuse_unexpected(model: Model, checkpoint: Checkpoint, names: list[str]) -> None:

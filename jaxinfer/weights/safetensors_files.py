@@ -67,13 +67,17 @@ class SafetensorsCheckpoint:
                 self.tensors[name] = replace(info, file=path.name)
                 self._places[name] = (path, offset)
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, part: int | None = None) -> np.ndarray:
         """See ``Checkpoint``; a part of a quantised matrix has the dtype that is stored."""
-        info = self.tensors[name]
-        data = read_bytes(*self._places[name], info.nbytes)
-        return data.view(_DTYPES[info.dtype]).reshape(info.shape)
+        info, (path, offset) = self.tensors[name], self._places[name]
+        shape, nbytes = info.shape, info.nbytes
+        if part is not None:
+            shape, nbytes = shape[1:], nbytes // shape[0]
+            offset += part * nbytes
+        data = read_bytes(path, offset, nbytes)
+        return data.view(_DTYPES[info.dtype]).reshape(shape)
 
-    def read_quantised(self, name: str) -> Quantised:
+    def read_quantised(self, name: str, part: int | None = None) -> Quantised:
         """See ``Checkpoint``; no matrix is quantised."""
         raise KeyError(name)
 

@@ -43,23 +43,28 @@ class ParamsCheckpoint:
         self._params = params
         self._specs: dict[str, tuple[ParamSpec, int]] = {}  # and the number of the source
         self._last: tuple[ParamSpec, list[np.ndarray]] | None = None
-        for spec in model.param_specs:
+        for spec in model.family.param_specs(model.config):  # of a model that is not quantised
             dtype = _dtype_of(spec, model)
             for number, source in enumerate(spec.sources):
                 size = int(np.prod(source.shape)) * dtype.itemsize
                 stored = _STORED[_DTYPES.index(dtype.name)]
                 self.tensors[source.name] = TensorInfo(source.shape, stored, size, readable=True)
-                self._specs[source.name] = (spec, number)
+                self._specs.setdefault(source.name, (spec, number))
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, part: int | None = None) -> np.ndarray:
         """See ``Checkpoint``."""
         spec, number = self._specs[name]
         if self._last is None or self._last[0] is not spec:
             self._last = None  # frees its arrays first
             self._last = (spec, tensors_of(spec, self._array(spec)))
-        return np.asarray(self._last[1][number], _dtype_of(spec, self._model))
+        found = self._last[1]
+        if spec.sources[number].part is None:
+            tensor = found[number]
+        else:
+            tensor = np.stack(found) if part is None else found[part]
+        return np.asarray(tensor, _dtype_of(spec, self._model))
 
-    def read_quantised(self, name: str) -> Quantised:
+    def read_quantised(self, name: str, part: int | None = None) -> Quantised:
         """See ``Checkpoint``."""
         raise NotImplementedError(f"{name} is not quantised")
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.append_decode import cases, launch, mosaic_launch, ref, xla
-from pallas_kernels.checks import check_paged
+from pallas_kernels.checks import check_paged, refuses_sinks
 from pallas_kernels.native import attention
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
@@ -24,6 +24,10 @@ def _mosaic_without_arrivals(*args: Any, **static: Any) -> Any:
     return _mosaic(*args[:8], **static)
 
 
+def _triton_without_sinks(*args: Any, **static: Any) -> Any:
+    return _triton(*args[:9], **static)
+
+
 OP = KernelOp(
     name="append_decode",
     ref=ref.append_decode,
@@ -32,9 +36,14 @@ OP = KernelOp(
             "mosaic",
             _mosaic_without_arrivals,
             platforms=("gpu",),
-            supports=mosaic_launch.supports,
+            supports=refuses_sinks(mosaic_launch.supports),
         ),
-        Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
+        Impl(
+            "triton",
+            _triton_without_sinks,
+            platforms=("gpu",),
+            supports=refuses_sinks(launch.supports),
+        ),
         Impl(
             "native",
             attention.append_decode,
@@ -65,6 +74,7 @@ def append_decode(
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     arrivals: jax.Ref | None = None,  # int32[>= B * K]
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     eps: float,
@@ -80,6 +90,7 @@ def append_decode(
     depend on the number of rows either; the GPU kernels use more splits with fewer rows.
     ``arrivals`` are counters by which the CTAs of a row find the last one to arrive. They are zero
     before and after, so one array serves all layers of a step (None: allocated by this call).
+    ``sinks`` are those of ``attend_ref.attend``.
     ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
 
     The online softmax is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691), paging that of
@@ -90,7 +101,7 @@ def append_decode(
     if qkv.ndim != 3 or qkv.shape[0] != rows or qkv.shape[1] <= 2 * num_kv_heads:
         raise ValueError(f"append_decode: heads {qkv.shape} do not fit pages {k_pages.shape}")
     queries = qkv[:, : qkv.shape[1] - 2 * num_kv_heads]
-    check_paged("append_decode", queries, k_pages, v_pages, page_table, seq_lens, window)
+    check_paged("append_decode", queries, k_pages, v_pages, page_table, seq_lens, window, sinks)
     if (cos is None) != (sin is None):
         raise ValueError("append_decode: cos and sin come together or not at all")
     if cos is not None and sin is not None and not cos.shape == sin.shape == (rows, head_dim // 2):
@@ -108,5 +119,5 @@ def append_decode(
             f"append_decode: arrivals {arrivals.shape} are fewer than {rows} rows times "
             f"{num_kv_heads} kv heads"
         )
-    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals)
+    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals, sinks)
     return dispatch(OP, args, {"scale": scale, "eps": eps, "window": window}, impl)

@@ -15,6 +15,7 @@ def attend(
     v_pages: jax.Array,  # [P, S, K, H]
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     window: int | None = None,
@@ -25,7 +26,9 @@ def attend(
     lies in page ``page_table[b, p // S]`` at offset p % S; entries past the row's pages may be
     junk, and slots past its length may hold anything, NaN included. A row of length 0 is padding
     and yields zeros. N is a multiple of K; query head n reads kv head n // (N // K). Sums are in
-    float32; the result has q's dtype, and the pages that or a narrower one.
+    float32; the result has q's dtype, and the pages that or a narrower one. ``sinks`` are logits of
+    each head beside its scores: they take part in the softmax and have no value (Xiao et al., 2023,
+    arXiv:2309.17453; gpt-oss learns them).
     """
     _, page_size, num_kv_heads, head_dim = k_pages.shape
 
@@ -42,7 +45,12 @@ def attend(
 
         grouped = query.astype(jnp.float32).reshape(num_kv_heads, -1, head_dim)
         scores = jnp.einsum("KGH,SKH->KGS", grouped, read(k_pages), precision="highest") * scale
-        weights = jax.nn.softmax(scores, axis=-1, where=seen)
+        if sinks is None:
+            weights = jax.nn.softmax(scores, axis=-1, where=seen)
+        else:
+            beside = sinks.astype(jnp.float32).reshape(num_kv_heads, -1, 1)  # [K, G, 1]
+            both = jnp.concatenate([jnp.where(seen, scores, -jnp.inf), beside], axis=-1)
+            weights = jax.nn.softmax(both, axis=-1)[..., :-1]
         out = jnp.einsum("KGS,SKH->KGH", weights, read(v_pages), precision="highest")
         return jnp.where(length > 0, out.reshape(query.shape), 0.0).astype(q.dtype)
 

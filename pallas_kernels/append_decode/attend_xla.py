@@ -24,6 +24,7 @@ def attend(
     v_pages: jax.Array,  # [P, S, K, H]
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     window: int | None = None,
@@ -34,6 +35,7 @@ def attend(
     block_pages = softmax.pages_per_block(page_size)
     block = block_pages * page_size
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages)))
+    of_heads = None if sinks is None else sinks.reshape(num_kv_heads, -1)
     grouped = (q.astype(jnp.float32) * scale).reshape(b, num_kv_heads, n // num_kv_heads, h)
 
     def row_body(row: jax.Array, out: jax.Array) -> jax.Array:
@@ -55,7 +57,8 @@ def attend(
             return SoftmaxState(m_ij, l_i, state.acc * alpha[..., None] + pv)
 
         blocks = (jax.lax.div(oldest, block), jax.lax.div(length + (block - 1), block))
-        state = jax.lax.fori_loop(*blocks, block_body, softmax.init_state(query.shape[:2], h))
+        state = softmax.init_state(query.shape[:2], h, of_heads)
+        state = jax.lax.fori_loop(*blocks, block_body, state)
         result = softmax.attention_output(state).reshape(n, h).astype(q.dtype)
         return jax.lax.dynamic_update_index_in_dim(out, result, row, axis=0)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels import shapes
 from pallas_kernels.registry import Cost, Inputs
-from pallas_kernels.shapes import Heads, PagedCase, paged_arrays
+from pallas_kernels.shapes import Heads, PagedCase, paged_arrays, sinks_of
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,8 @@ CASES = (
     ),
     DecodeCase("phi3_head96_bf16", shapes.PHI3_MINI, (40, 3), dtype="bfloat16"),
     DecodeCase("gemma3_head256", shapes.GEMMA3_4B, (40, 90), norms=True, window=32),
+    DecodeCase("gpt_oss_sinks", shapes.GPT_OSS_20B, (40, 0, 3), sinks=True),
+    DecodeCase("gpt_oss_sinks_window", shapes.GPT_OSS_20B, (300, 5), sinks=True, window=128),
     DecodeCase("qwen3_4b_long", shapes.QWEN3_4B, (8192, 1, 4097, 0), norms=True, tags=("full",)),
     DecodeCase(
         "qwen3_4b_many_rows_bf16",
@@ -136,6 +138,7 @@ def build(case: DecodeCase, seed: int) -> Inputs:
     pools = (arrays.k_pages, arrays.v_pages)
     arrivals = np.zeros(rows * heads.num_kv_heads, np.int32) if case.arrivals else None
     args = (qkv.astype(dtype), *cos_sin, norms, *pools, arrays.page_table, seq_lens, arrivals)
+    args = (*args, sinks_of(case, rng))
     return Inputs(args, {"scale": h**-0.5, "eps": 1e-6, "window": case.window})
 
 

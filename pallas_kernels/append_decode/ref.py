@@ -22,6 +22,7 @@ def append_decode(
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     arrivals: jax.Ref | None = None,
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     eps: float,
@@ -38,5 +39,5 @@ def append_decode(
         pools = kv_append(k, v, k_pages, v_pages, slots)
     else:
         q, *pools = qk_rope_append(qkv, cos, sin, qk_norms, k_pages, v_pages, slots, eps=eps)
-    out = attend(q, *pools, page_table, lens, scale=scale, window=window)
+    out = attend(q, *pools, page_table, lens, sinks, scale=scale, window=window)
     return out, pools[0], pools[1]

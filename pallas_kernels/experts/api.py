@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.experts import cases, launch, ref, xla
+from pallas_kernels.experts import cases, launch, native, ref, xla
 from pallas_kernels.experts.stack import (
     PLAIN,
     SWIGLU,
@@ -29,14 +29,16 @@ OP = KernelOp(
     name="experts",
     ref=ref.experts,
     impls=(
+        Impl("native", native.experts, platforms=("cpu",), supports=native.supports),
         Impl("hopper", _hopper, platforms=("gpu",), supports=launch.supports),
         Impl("xla", xla.experts),
     ),
     cases=cases.CASES,
     build=cases.build,
     cost=cases.cost,
-    # weights and hidden values are rounded to the dtype before they are multiplied
-    tolerance={"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3},
+    # The native kernel rounds activations to 16 bits where weights are quantised; others round
+    # weights and hidden values to the dtype before they are multiplied.
+    tolerance={"float32": 1e-4, "bfloat16": 3e-2, "float16": 4e-3},
     observable=_sum_partials,
 )
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.arrangements import LANES
 from pallas_kernels.experts.stack import PLAIN, SWIGLU, Activation, Stack, arrays_of
 from pallas_kernels.quantised import PACKED, Quantised
 from pallas_kernels.quantised_gemm.cases import random_matrix
@@ -41,6 +42,7 @@ class ExpertsCase:
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
     tiled: bool = False  # arranged for the Hopper kernels
+    lanes: bool = False  # arranged for the native kernel
 
     @property
     def kind(self) -> str:
@@ -95,6 +97,11 @@ CASES = (
             ("fp8_blocks", 128, 5),
         )
     ),
+    *(
+        replace(_SMALL, name=f"{form}_lanes", form=form, width=256, inner=256, lanes=True, tokens=t)
+        for form, t in (("int4", 1), ("int8", 33), ("q4_k", 5))
+    ),
+    replace(_SMALL, name="fp4_lanes", form="fp4", biases=True, activation=CLAMPED, lanes=True),
     replace(_SMALL, name="fp4", form="fp4", biases=True, activation=CLAMPED),
     replace(_BF16, name="seven_experts_bf16"),
     replace(_BF16, name="one_token_bf16", tokens=1),
@@ -153,7 +160,8 @@ def _stack(
         random_matrix(rng, case.form, outer, inner, case.group or inner)
         for _ in range(min(case.count, MOST_DRAWN))
     )
-    made = [arrange(w) if case.tiled else w for w in drawn]
+    arranged = arrange if case.tiled else LANES.arrange if case.lanes else _as_is
+    made = [arranged(w) for w in drawn]
     members = [made[expert % len(made)].arrays for expert in range(case.count)]
     stacked = [
         None if parts[0] is None else np.stack(parts) for parts in zip(*members, strict=True)
@@ -162,6 +170,10 @@ def _stack(
     assert factors is not None
     factors[unread] = np.nan
     return Quantised(made[0].kind, *stacked)
+
+
+def _as_is(w: Quantised) -> Quantised:
+    return w
 
 
 def cost(case: ExpertsCase) -> Cost:

@@ -71,10 +71,12 @@ def _attend(
     page_table: jax.Array,  # int32[R, M]
     seq_lens: jax.Array,  # int32[R]
     starts: jax.Array,  # int32[R + 1], or empty
+    sinks: jax.Array | None,  # [N]
     scale: float,
     window: int | None,
 ) -> jax.Array:  # [T, N, H]
-    arrays = (q, k_pages, v_pages, page_table, seq_lens, starts)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    arrays = (q, k_pages, v_pages, page_table, seq_lens, starts, sinks)
     result = jax.ShapeDtypeStruct(q.shape, q.dtype)
     return call(ATTENTION, result, *arrays, scale=np.float32(scale), window=np.int64(window or 0))
 
@@ -109,6 +111,7 @@ def append_decode(
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     arrivals: Any = None,
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     eps: float,
@@ -118,7 +121,7 @@ def append_decode(
     del arrivals  # for kernels that split a row
     where = (_nothing(), page_table, seq_lens)
     q, k_pages, v_pages = _append(qkv, cos, sin, qk_norms, k_pages, v_pages, where, eps)
-    out = _attend(q, k_pages, v_pages, page_table, seq_lens, _nothing(), scale, window)
+    out = _attend(q, k_pages, v_pages, page_table, seq_lens, _nothing(), sinks, scale, window)
     return out, k_pages, v_pages
 
 
@@ -129,9 +132,10 @@ def paged_prefill(
     page_table: jax.Array,  # int32[R, M]
     seq_lens: jax.Array,  # int32[R]
     query_start_loc: jax.Array,  # int32[R + 1]
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     window: int | None = None,
 ) -> jax.Array:  # [T, N, H]
     """See ``paged_prefill.api``."""
-    return _attend(q, k_pages, v_pages, page_table, seq_lens, query_start_loc, scale, window)
+    return _attend(q, k_pages, v_pages, page_table, seq_lens, query_start_loc, sinks, scale, window)

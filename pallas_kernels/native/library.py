@@ -19,12 +19,14 @@ from pallas_kernels.quantised import PACKED, nibble_block
 # The names of the calls in executables, and those of the library's handlers.
 GEMM, ATTENTION = "jaxinfer_quantised_gemm", "jaxinfer_attention"
 ROPE_APPEND, RESIDUAL_NORM = "jaxinfer_rope_append", "jaxinfer_residual_norm"
+EXPERTS = "jaxinfer_experts"
 _HANDLERS = MappingProxyType(
     {
         GEMM: "JaxinferQuantisedGemm",
         ATTENTION: "JaxinferAttention",
         ROPE_APPEND: "JaxinferRopeAppend",
         RESIDUAL_NORM: "JaxinferResidualNorm",
+        EXPERTS: "JaxinferExperts",
     }
 )
 ALIGNMENT = 64  # bytes

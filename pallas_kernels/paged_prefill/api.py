@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 
-from pallas_kernels.checks import check_paged
+from pallas_kernels.checks import check_paged, refuses_sinks
 from pallas_kernels.native import attention
 from pallas_kernels.paged_prefill import cases, launch, ref, xla
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
@@ -14,12 +17,27 @@ _mosaic = imported_when_called(
 )
 _triton = imported_when_called("pallas_kernels.paged_prefill.triton", "paged_prefill")
 
+
+def _without_sinks(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **static: kernel(*args[:-1], **static)
+
+
 OP = KernelOp(
     name="paged_prefill",
     ref=ref.paged_prefill,
     impls=(
-        Impl("mosaic", _mosaic, platforms=("gpu",), supports=launch.mosaic_supports),
-        Impl("triton", _triton, platforms=("gpu",), supports=launch.triton_supports),
+        Impl(
+            "mosaic",
+            _without_sinks(_mosaic),
+            platforms=("gpu",),
+            supports=refuses_sinks(launch.mosaic_supports),
+        ),
+        Impl(
+            "triton",
+            _without_sinks(_triton),
+            platforms=("gpu",),
+            supports=refuses_sinks(launch.triton_supports),
+        ),
         Impl(
             "native",
             attention.paged_prefill,
@@ -43,6 +61,7 @@ def paged_prefill(
     page_table: jax.Array,  # int32[R, M]
     seq_lens: jax.Array,  # int32[R]
     query_start_loc: jax.Array,  # int32[R + 1]
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     window: int | None = None,
@@ -53,17 +72,17 @@ def paged_prefill(
     Row r's queries are ``q[query_start_loc[r] : query_start_loc[r + 1]]``; they are the last
     tokens of a context of ``seq_lens[r]`` tokens whose K and V, this chunk's included, are already
     in the pages. A query at position p sees keys p - window + 1 to p. Rows may be empty; queries
-    past ``query_start_loc[R]`` are padding and yield zeros. Pages, heads, NaN and dtypes are as in
-    ``append_decode.attend_ref``. ``impl`` pins an implementation. Raises ValueError on arguments
-    that do not fit together.
+    past ``query_start_loc[R]`` are padding and yield zeros. Pages, heads, NaN, dtypes and sinks are
+    as in ``append_decode.attend_ref``. ``impl`` pins an implementation. Raises ValueError on
+    arguments that do not fit together.
 
     The online softmax is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
     """
-    check_paged("paged_prefill", q, k_pages, v_pages, page_table, seq_lens, window)
+    check_paged("paged_prefill", q, k_pages, v_pages, page_table, seq_lens, window, sinks)
     if query_start_loc.shape != (seq_lens.shape[0] + 1,):
         raise ValueError(
             f"paged_prefill: query_start_loc {query_start_loc.shape} must hold one entry more than "
             f"the {seq_lens.shape[0]} rows"
         )
-    args = (q, k_pages, v_pages, page_table, seq_lens, query_start_loc)
+    args = (q, k_pages, v_pages, page_table, seq_lens, query_start_loc, sinks)
     return dispatch(OP, args, {"scale": scale, "window": window}, impl)

@@ -7,7 +7,7 @@ import numpy as np
 
 from pallas_kernels import shapes
 from pallas_kernels.registry import Cost, Inputs
-from pallas_kernels.shapes import PagedCase, paged_arrays
+from pallas_kernels.shapes import PagedCase, paged_arrays, sinks_of
 
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
 _SMOL_TP3 = shapes.SMOLLM2_135M_TP3
@@ -77,6 +77,8 @@ CASES = (
     PagedCase("phi3_head96_bf16", shapes.PHI3_MINI, (80,), (5,), dtype="bfloat16"),
     PagedCase("gemma3_head256_bf16", shapes.GEMMA3_4B, (90,), (9,), window=40, dtype="bfloat16"),
     PagedCase("gemma3_head256_window", shapes.GEMMA3_4B, (50,), (40,), window=32),
+    PagedCase("gpt_oss_sinks", shapes.GPT_OSS_20B, (70, 0), (70, 0), padding=3, sinks=True),
+    PagedCase("gpt_oss_sinks_window", shapes.GPT_OSS_20B, (200,), (9,), sinks=True, window=128),
     PagedCase("qwen3_4b_long", shapes.QWEN3_4B, (4097, 100), (130, 100), tags=("full",)),
     PagedCase(
         "qwen3_4b_many",
@@ -115,7 +117,7 @@ def build(case: PagedCase, seed: int) -> Inputs:
     args = (q.astype(jnp.dtype(case.dtype)), arrays.k_pages, arrays.v_pages, arrays.page_table)
     seq_lens = np.asarray(case.seq_lens, np.int32)
     static = {"scale": heads.head_dim**-0.5, "window": case.window}
-    return Inputs((*args, seq_lens, starts), static)
+    return Inputs((*args, seq_lens, starts, sinks_of(case, rng)), static)
 
 
 def cost(case: PagedCase) -> Cost:

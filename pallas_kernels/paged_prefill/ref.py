@@ -13,6 +13,7 @@ def paged_prefill(
     page_table: jax.Array,  # int32[R, M]
     seq_lens: jax.Array,  # int32[R]
     query_start_loc: jax.Array,  # int32[R + 1]
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     window: int | None = None,
@@ -25,4 +26,4 @@ def paged_prefill(
     before_end = jnp.asarray(query_start_loc)[row + 1] - 1 - index
     seen = jnp.where(real, jnp.asarray(seq_lens)[row] - before_end, 0)
     table = jnp.asarray(page_table)[row]
-    return attend(q, k_pages, v_pages, table, seen, scale=scale, window=window)
+    return attend(q, k_pages, v_pages, table, seen, sinks, scale=scale, window=window)

@@ -35,6 +35,7 @@ def paged_prefill(
     page_table: jax.Array,  # int32[R, M]
     seq_lens: jax.Array,  # int32[R]
     query_start_loc: jax.Array,  # int32[R + 1]
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     window: int | None = None,
@@ -62,7 +63,7 @@ def paged_prefill(
         queries = jax.lax.dynamic_slice_in_dim(padded, tile.start, width).astype(jnp.float32)
         grouped = (queries * scale).reshape(width, num_kv_heads, n // num_kv_heads, h)
         grouped = grouped.transpose(1, 2, 0, 3)  # [K, G, width, H]
-        result = _attend_tile(grouped, k_pages, v_pages, table[row], tile, window)
+        result = _attend_tile(grouped, k_pages, v_pages, table[row], tile, window, sinks)
         result = result.transpose(2, 0, 1, 3).reshape(width, n, h).astype(q.dtype)
         # Queries past the row's end are zeros: the next row overwrites them, or they are padding.
         return jax.lax.dynamic_update_slice_in_dim(out, result, tile.start, axis=0)
@@ -77,6 +78,7 @@ def _attend_tile(
     page_ids: jax.Array,  # int32[M], a whole number of blocks
     tile: _Tile,
     window: int | None,
+    sinks: jax.Array | None,  # [N]
 ) -> jax.Array:  # float32[K, G, width, H]
     """Attention of one tile over the blocks that its queries see."""
     width = queries.shape[2]
@@ -104,5 +106,6 @@ def _attend_tile(
         return SoftmaxState(m_ij, l_i, state.acc * alpha[..., None] + pv)
 
     blocks = (jax.lax.div(oldest, block), jax.lax.div(end + (block - 1), block))
-    initial = softmax.init_state(queries.shape[:3], queries.shape[3])
+    of_heads = None if sinks is None else sinks.reshape(*queries.shape[:2], 1)
+    initial = softmax.init_state(queries.shape[:3], queries.shape[3], of_heads)
     return softmax.attention_output(jax.lax.fori_loop(*blocks, block_body, initial))

@@ -4,7 +4,7 @@ XLA makes each custom call a child graph of the step's CUDA graph, and a kernel 
 previous child graph has ended. Kernels of one child graph may overlap: the next one loads weights
 while the previous one still runs (``pallas_kernels.pdl``). So each run of Mosaic calls without
 other operations in between is replaced by one call. This is the StableHLO part; ``link_modules``
-builds the Mosaic module of such a call.
+builds the Mosaic module of such a call, when it is compiled.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from pallas_kernels.toolchain.jax_internals import (
     ALIASES,
     HASH,
     LAYOUTS,
+    MODULE,
     MOSAIC_CALL,
     aliases_of,
     attribute_of,
     custom_calls,
     ir,
-    set_kernel,
+    set_attribute,
     stablehlo,
     within,
 )
-from pallas_kernels.toolchain.link_modules import LinkedLaunch, linked_module
+from pallas_kernels.toolchain.link_modules import LinkedLaunch, linked_hash
 from pallas_kernels.toolchain.machine_code import KernelCall
 
 LIVE_OUT = 1 << 30  # time of a read outside the run
@@ -49,7 +50,7 @@ def link_kernels(module: Any, source_of: Source) -> list[KernelCall]:
         }
         block = functions["main"].regions[0].blocks[0]
         _inline(block, functions)
-        calls_made: dict[tuple[LinkedLaunch, ...], KernelCall] = {}  # shared by layers
+        calls_made: dict[bytes, KernelCall] = {}  # by hash; layers share them
         for run in list(_runs(block)):
             _Linked(run).replace(source_of, calls_made)
         _drop_unused(functions)
@@ -176,10 +177,8 @@ class _Linked:
     )  # time of the last read, output
     places: dict[ir.Value, tuple[bool, int]] = field(default_factory=dict)  # (is output, index)
 
-    def replace(
-        self, source_of: Source, calls_made: dict[tuple[LinkedLaunch, ...], KernelCall]
-    ) -> None:
-        """Replace the run; ``calls_made`` caches the calls of all runs."""
+    def replace(self, source_of: Source, calls_made: dict[bytes, KernelCall]) -> None:
+        """Replace the run; ``calls_made`` gets its call unless it has that."""
         kernels = [operation for operation in self.run if _is_kernel(operation)]
         last_reads = self._last_reads()
         launched = []
@@ -195,11 +194,11 @@ class _Linked:
             LinkedLaunch(source, tuple(i + first_output * is_output for is_output, i in arrays))
             for source, arrays in launched
         )
-        known = calls_made.get(launches)
-        call = self._call(kernels[-1], known.kernel if known else linked_module(launches))
+        name = linked_hash(launches)
+        call = self._call(kernels[-1], name)
         self._replace_by(call, kernels[-1])
-        if known is None:
-            calls_made[launches] = KernelCall.of(call, "linked kernels", current_device())
+        if name not in calls_made:
+            calls_made[name] = KernelCall.of(call, "linked kernels", current_device(), launches)
 
     def _last_reads(self) -> dict[ir.Value, int]:
         """The time of each value's last read, including reads of its reshapes."""
@@ -251,7 +250,7 @@ class _Linked:
             self.places[result] = True, place
             self.free_outputs.append((max(last_reads[result], time), place))
 
-    def _call(self, like: Any, module: bytes) -> Any:
+    def _call(self, like: Any, kernel: bytes) -> Any:
         attributes = {name: like.attributes[name] for name in like.attributes}
         for name, types in zip(LAYOUTS, ([x.type for x in self.inputs], self.outputs), strict=True):
             attributes[name] = ir.ArrayAttr.get([_row_major(each) for each in types])
@@ -264,7 +263,8 @@ class _Linked:
         )
         with ir.InsertionPoint(like):
             call = ir.Operation.create(like.name, self.outputs, self.inputs, attributes)
-        set_kernel(call, module)
+        set_attribute(call, MODULE, "")
+        set_attribute(call, HASH, kernel)
         return call
 
     def _replace_by(self, call: Any, behind: Any) -> None:

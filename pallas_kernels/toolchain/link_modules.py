@@ -13,6 +13,7 @@ Written for the modules of jaxlib 0.11 (``jaxlib/mosaic/gpu``: launch_lowering.c
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +38,17 @@ class LinkedLaunch(NamedTuple):
 
     source: bytes
     arrays: tuple[int, ...]
+
+
+def linked_hash(launches: Sequence[LinkedLaunch]) -> bytes:
+    """The key of a linked call in Mosaic's cache: a hash of what ``linked_module`` makes it of.
+
+    So a step can refer to the module before a worker has made it, which takes 0.1 s.
+    """
+    found = hashlib.sha256()
+    for source, arrays in launches:
+        found.update(hashlib.sha256(source).digest() + repr(arrays).encode())
+    return found.digest()
 
 
 def linked_module(launches: Sequence[LinkedLaunch]) -> bytes:

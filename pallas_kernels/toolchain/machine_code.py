@@ -26,12 +26,17 @@ from jax.sharding import SingleDeviceSharding
 from pallas_kernels.device import Device
 from pallas_kernels.toolchain.jax_internals import (
     MODULE,
+    MOSAIC_CALL,
     aliases_of,
-    attribute_of,
+    custom_calls,
     dtype_to_ir_type,
     ir,
+    make_ir_context,
+    read_module,
+    set_attribute,
     write_module,
 )
+from pallas_kernels.toolchain.link_modules import LinkedLaunch, linked_module
 
 DTYPES = (
     "bfloat16",
@@ -84,15 +89,17 @@ class KernelCall:
 
     name: str
     device: Device
-    kernel: bytes  # Mosaic's module
     module: bytes  # a module of only this call, serialised as by ``export``
     arguments: tuple[jax.ShapeDtypeStruct, ...]
     results: tuple[jax.ShapeDtypeStruct, ...]
     in_place: tuple[int, ...]  # arguments that are written
+    launches: tuple[LinkedLaunch, ...] = ()  # of linked kernels, whose module is made of them
 
     @classmethod
-    def of(cls, call: Any, name: str, device: Device) -> Self:  # of an ir.Operation
-        """A call in a module, within the module's context."""
+    def of(
+        cls, call: Any, name: str, device: Device, launches: tuple[LinkedLaunch, ...] = ()
+    ) -> Self:
+        """A call in a module, an ``ir.Operation``, within the module's context."""
         inputs, outputs = ([x.type for x in values] for values in (call.operands, call.results))
         module = ir.Module.parse("module @alone {}")
         with ir.Location.unknown(), ir.InsertionPoint(module.body):
@@ -106,8 +113,7 @@ class KernelCall:
                 copy.operands[i] = argument
             ir.Operation.create("func.return", operands=list(copy.results))
         shapes, in_place = (_shapes(inputs), _shapes(outputs)), sorted(aliases_of(call).values())
-        kernel, alone = attribute_of(call, MODULE), write_module(module)
-        return cls(name, device, kernel, alone, *shapes, tuple(in_place))
+        return cls(name, device, write_module(module), *shapes, tuple(in_place), launches)
 
     def __str__(self) -> str:
         return self.name
@@ -126,10 +132,20 @@ class KernelCall:
             placed = {"in_shardings": sharding, "out_shardings": sharding}
         platform = self.device.xla_platform
         like = export.export(jax.jit(self._zeros, keep_unused=True), platforms=[platform])
-        exported = replace(like(*self.arguments), mlir_module_serialized=self.module)
+        exported = replace(like(*self.arguments), mlir_module_serialized=self.complete_module())
         # Pools are written in place, as in a step.
         call = jax.jit(exported.call, donate_argnums=self.in_place, **placed)
         return pickle.dumps(serialize_executable.serialize(call.lower(*self.arguments).compile()))
+
+    def complete_module(self) -> bytes:
+        """The module of only this call, with its kernel."""
+        if not self.launches:
+            return self.module
+        with make_ir_context():
+            module = read_module(self.module)
+            (call,) = custom_calls(module.operation, MOSAIC_CALL)
+            set_attribute(call, MODULE, linked_module(self.launches))
+            return write_module(module)
 
     def _zeros(self, *_: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jnp.zeros(x.shape, x.dtype) for x in self.results)

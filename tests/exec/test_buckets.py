@@ -15,10 +15,13 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile.buckets import bucket_table
+from jaxinfer.exec.compile.program import Program
 from jaxinfer.sched.choose import Budget
 from jaxinfer.sched.state import Draft, Sequence, initial_state
 from kit.default_limits import default_limits
 from kit.drive import make_limits, make_request
+from kit.engines import tiny_limits
+from kit.tiny_models import tiny_model
 
 
 def table_of(
@@ -130,6 +133,21 @@ def test_every_step_of_the_defaults_has_a_bucket(platform: str) -> None:
             if decodes < seqs:
                 scored = Bucket(decodes, 1, 1, scores=True)
                 assert any(b.holds(scored) for b in table), (seqs, decodes)
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+def test_the_first_buckets_of_a_gpu_hold_every_step(model: str) -> None:
+    for seqs in (*range(1, 20), 64, 100, 256, 257, 511, 512, 640, 1000, 1024):
+        limits = tiny_limits(max_num_seqs=1, max_num_batched_tokens=16)
+        limits = replace(limits, max_num_seqs=seqs, buckets=device_table("gpu", seqs))
+        program = Program(tiny_model(model)[0], limits, platform="gpu")
+        first = program.first_buckets
+        assert initial_state(limits, first).buckets  # raises if some step has no bucket
+        assert len(first) <= 7 < len(limits.buckets) or seqs < 64
+        assert {Bucket(1), Bucket(seqs)} <= {*first}
+        assert {name for b in first for name in program.names_of(b)} <= {*program.first_names}
+    of_cpu = Program(program.model, program.limits, platform="cpu")
+    assert of_cpu.first_buckets == of_cpu.limits.buckets
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

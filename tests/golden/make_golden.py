@@ -17,21 +17,25 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -62,6 +66,7 @@ YARN_ROPE = {
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+GPT_OSS_ROPE = {**YARN_ROPE, "beta_fast": 8.0, "beta_slow": 1.0, "truncate": False}
 DEEPSEEK_ROPE = {
     **YARN_ROPE,
     "mscale": 1.0,
@@ -117,6 +122,38 @@ def cases() -> dict[str, PreTrainedConfig]:
         "olmo2_bias_tied": Olmo2Config(
             **SIZES, attention_bias=True, tie_word_embeddings=True, pad_token_id=None
         ),
+        "qwen3_moe": Qwen3MoeConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            head_dim=16,
+            moe_intermediate_size=24,
+            num_experts=7,
+            num_experts_per_tok=3,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+        ),
+        "qwen3_moe_sparse_step": Qwen3MoeConfig(
+            **SIZES,
+            head_dim=8,
+            moe_intermediate_size=40,
+            num_experts=5,
+            num_experts_per_tok=5,
+            decoder_sparse_step=2,
+            attention_bias=True,
+            rope_parameters=YARN_ROPE,
+            use_sliding_window=True,
+            sliding_window=7,
+            tie_word_embeddings=True,
+        ),
+        "mixtral": MixtralConfig(**SIZES, num_local_experts=5, sliding_window=9, head_dim=16),
+        "gpt_oss": GptOssConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            head_dim=16,
+            num_local_experts=7,
+            num_experts_per_tok=3,
+            sliding_window=5,
+            swiglu_limit=2.0,
+            rope_parameters=GPT_OSS_ROPE,
+        ),
         "gpt2_scales": GPT2Config(
             **gpt2, n_inner=48, activation_function="relu", scale_attn_by_inverse_layer_idx=True
         ),
@@ -163,13 +200,22 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     """Weights large enough that every part of the model shows in the logits."""
     for name, tensor in model.named_parameters():
         noise = torch.randn(tensor.shape, generator=generator)
-        if tensor.ndim == 2:
+        if tensor.ndim >= 2 and not name.endswith("bias"):  # of experts 3
             noise = noise * 1.5 / tensor.shape[-1] ** 0.5
         elif "norm" in name or "ln_" in name:
             noise = noise * 0.2 + (0.0 if name.endswith("bias") else 1.0)
         else:
             noise = noise * 0.5
         tensor.data.copy_(noise)
+
+
+def published(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors as files have them: those of experts are stacked only in memory."""
+    if not any(".experts." in name for name in model.state_dict()):
+        return model.state_dict()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
 
 
 @torch.inference_mode()
@@ -189,7 +235,7 @@ def make(name: str, config: PreTrainedConfig) -> None:
     tied = config.tie_word_embeddings
     weights = {
         f"weights/{key}": tensor.contiguous()
-        for key, tensor in model.state_dict().items()
+        for key, tensor in published(model).items()
         if not (tied and key == "lm_head.weight")
     }
     outputs = {

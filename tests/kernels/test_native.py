@@ -37,10 +37,12 @@ def attention_case() -> tuple[np.ndarray, ...]:
 def test_attention_of_each_variant_is_the_same(variant: int) -> None:
     library.register()
     arrays = [jnp.asarray(array) for array in attention_case()]
-    found = jax.jit(lambda *a: _attend(*a, 0.2, 20))(*arrays)
+    found = jax.jit(lambda *a: _attend(*a, None, 0.2, 20))(*arrays)
     assert library.library() is not None
     library.library().jaxinfer_choose(0)  # type: ignore[union-attr]
-    np.testing.assert_allclose(found, jax.jit(lambda *a: _attend(*a, 0.2, 20))(*arrays), atol=1e-6)
+    np.testing.assert_allclose(
+        found, jax.jit(lambda *a: _attend(*a, None, 0.2, 20))(*arrays), atol=1e-6
+    )
 
 
 def test_pools_are_changed_in_place() -> None:

@@ -114,7 +114,8 @@ def built_arrays(model: Model, tensors: Mapping[str, np.ndarray]) -> dict[str, n
     """The arrays that a model's specs make of a checkpoint, by path."""
     made: dict[str, np.ndarray] = {}
     for spec in model.param_specs:
-        read = [tensors[source.name] for source in spec.sources]
+        whole = ((tensors[source.name], source.part) for source in spec.sources)
+        read = [tensor if part is None else tensor[part] for tensor, part in whole]
         if spec.pieces is None:
             arrays = by_path({spec.path: spec.build(*read)})
         else:

@@ -48,15 +48,16 @@ class InMemory:
             for name, array in arrays.items()
         }
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, part: int | None = None) -> np.ndarray:
         """A copy, as a file gives one."""
-        self.reads[name] += 1
-        return self._held.watch(self._arrays[name].copy())
+        self.reads[name if part is None else f"{name}[{part}]"] += 1
+        array = self._arrays[name]
+        return self._held.watch((array if part is None else array[part]).copy())
 
     forms: Mapping[str, Form] = {}
     unneeded: frozenset[str] = frozenset()
 
-    def read_quantised(self, name: str) -> Quantised:
+    def read_quantised(self, name: str, part: int | None = None) -> Quantised:
         raise KeyError(name)
 
 

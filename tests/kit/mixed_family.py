@@ -244,7 +244,7 @@ def mixed_tensors(model: Model) -> Tensors:
     """A checkpoint of those parameters."""
     rng = np.random.default_rng(1)
     tensors: Tensors = {}
-    for name, shape, _ in (source for spec in model.param_specs for source in spec.sources):
+    for name, shape, *_ in (source for spec in model.param_specs for source in spec.sources):
         noise = rng.standard_normal(shape).astype(np.float32)
         if "norm" in name:
             noise = 1 + 0.2 * noise

@@ -54,12 +54,14 @@ class QuantisedTensors:
         shapes |= {name: array.shape for name, array in plain.items()}
         self.tensors = {name: TensorInfo(shape, "any", 1, True) for name, shape in shapes.items()}
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, part: int | None = None) -> np.ndarray:
+        assert part is None
         if name in self._plain:
             return self._plain[name]
         return np.asarray(dequantised(self._matrices[name]))
 
-    def read_quantised(self, name: str) -> Quantised:
+    def read_quantised(self, name: str, part: int | None = None) -> Quantised:
+        assert part is None
         return self._matrices[name]
 
 

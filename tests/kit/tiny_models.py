@@ -69,9 +69,42 @@ CONFIGS = MappingProxyType(
         },
         "olmo2": {**_DECODER, "architectures": ["Olmo2ForCausalLM"]},
         "gpt2": {**_GPT2, "architectures": ["GPT2LMHeadModel"]},
+        "qwen3_moe": {
+            **_DECODER,
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "head_dim": 16,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+        },
+        "mixtral": {
+            **_DECODER,
+            "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+        "gpt_oss": {
+            **_DECODER,
+            "architectures": ["GptOssForCausalLM"],
+            "head_dim": 16,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "sliding_window": 7,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
     }
 )
 NAMES = tuple(CONFIGS)
+# The families for tests of functions for research: those of which each kind of layer is at least in
+# one (qwen3_moe and mixtral have gpt_oss's experts and the attention of qwen3 and mistral).
+OF_EACH_KIND = tuple(name for name in NAMES if name not in ("qwen3_moe", "mixtral"))
 
 
 @cache
@@ -98,7 +131,8 @@ def random_params(model: Model, seed: int = 0) -> Params:
         elif "bias" in name:
             noise = 0.5 * noise
         elif name not in ("embed", "positions"):
-            noise = noise * 1.5 / leaf.shape[0] ** 0.5
+            inputs = leaf.shape[-1] if leaf.ndim == 3 else leaf.shape[0]  # of experts: [E, O, I]
+            noise = noise * 1.5 / inputs**0.5
         return jnp.asarray(noise, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, abstract_params(model))

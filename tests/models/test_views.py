@@ -14,6 +14,7 @@ from jaxinfer.models import Model, Params, forward, normalised_stream, unembed
 from jaxinfer.models.arguments import checked_batch, checked_params
 from jaxinfer.models.params import by_path
 from jaxinfer.models.views import WeightViews
+from jaxinfer.nn.decoder_config import FeedForwardConfig
 from kit.tiny_models import NAMES, tiny_model
 
 
@@ -42,7 +43,11 @@ def test_the_views_are_the_columns_that_attention_uses(name: str) -> None:
     z = jax.random.normal(jax.random.key(1), (3, n, h))
     by_head = jnp.einsum("TNH,NHD->TD", z, m.W_O[1])
     np.testing.assert_allclose(by_head, z.reshape(3, -1) @ layer["o"], rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(m.W_down[1], layer["down"])
+    if all(isinstance(one.ffn, FeedForwardConfig) for one in m.model.config.layers):
+        np.testing.assert_array_equal(m.W_down[1], layer["down"])
+    else:
+        with pytest.raises(AttributeError, match="not all feed-forward networks are dense"):
+            _ = m.W_down
     assert m.W_E.shape == m.W_U.T.shape == (m.model.config.vocab_size, d)
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.core.step import Abort, Arrive, Bucket, StepPlan
-from jaxinfer.sched.schedule import initial_state
+from jaxinfer.core.step import Abort, Arrive, Bucket, BucketsLoaded, StepPlan
+from jaxinfer.sched.schedule import initial_state, schedule
 from kit.drive import Drive, make_limits, make_request
 from kit.fake_executor import expected_tokens
 
@@ -139,6 +139,23 @@ def test_the_smallest_bucket_that_fits(decodes: int, tokens: int, prefills: int,
     buckets = initial_state(make_limits(buckets=table)).buckets
     size = Bucket(decodes, tokens, prefills)
     assert next(bucket for bucket in buckets if bucket.holds(size)).name == name
+
+
+def test_a_bucket_is_used_once_it_is_loaded() -> None:
+    large, small = Bucket(4, 16, 4, scores=True), Bucket(1)
+    limits = make_limits(buckets=(large, small))
+    state = initial_state(limits, (large,))
+    arrival = Arrive(make_request("a", [1] * 8, max_tokens=50))
+    state, output = schedule(state, (arrival,))
+    assert output.step is not None
+    assert output.step.bucket == large
+    state, output = schedule(state, ())
+    assert output.step is not None
+    assert output.step.bucket == large
+    state, output = schedule(state, (BucketsLoaded((small, small)),))
+    assert output.step is not None
+    assert output.step.bucket == small
+    assert state.buckets == (small, large)
 
 
 def test_prefills_shrink_to_a_bucket_with_all_decodes() -> None:

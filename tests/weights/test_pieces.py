@@ -85,9 +85,9 @@ def test_large_parameters_are_read_first(monkeypatch: pytest.MonkeyPatch) -> Non
     read: list[int] = []
 
     class Recorded(InMemory):
-        def read(self, name: str) -> np.ndarray:
+        def read(self, name: str, part: int | None = None) -> np.ndarray:
             read.append(self.tensors[name].nbytes)
-            return super().read(name)
+            return super().read(name, part)
 
     model = MIXED
     load(model, source_of(Recorded(mixed_tensors(model))))

@@ -69,7 +69,7 @@ def load_planner(settings: Callable[[], EngineConfig]) -> Planner:
         for line in describe_plan(config, made):
             progress.note(line)
         planned = Planned(made.program.limits, made.tokenizer_spec)
-        return planned, lambda: build_engine(made, progress)
+        return planned, lambda: build_engine(made, progress, serves_early=True)
 
     return plan
 

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from jaxinfer.engine.loop.engine import Engine
 
 
+# While an idle engine compiles in the background, it looks this often for loaded executables.
+COMPILING_SECONDS = 0.25
+
+
 class _Change(NamedTuple):
     """A function that may run only while no request is open."""
 
@@ -104,6 +108,7 @@ class EngineThread(Link):
         except EngineError as failure:  # the engine failed, not one request
             error = failure
         self._ended = self._ended or error
+        self._engine.close()
         listener(Failed.of(error))
         self._fail_changes(error)
 
@@ -111,9 +116,10 @@ class EngineThread(Link):
         """Execute all waiting commands; waits for one while the engine is idle. False: stop."""
         self._make_changes(listener)
         block = not self._engine.has_work
+        timeout = COMPILING_SECONDS if self._engine.is_compiling else None
         while True:
             try:
-                command = self._inbox.get(block=block)
+                command = self._inbox.get(block=block, timeout=timeout)
             except Empty:
                 return True
             match command:

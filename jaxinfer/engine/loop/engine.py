@@ -16,7 +16,7 @@ import msgspec
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.request import FinishReason, Request, SamplingParams, check_identity
-from jaxinfer.core.step import Abort, Arrive, Event, TokenEvent
+from jaxinfer.core.step import Abort, Arrive, Bucket, BucketsLoaded, Event, TokenEvent
 from jaxinfer.engine.facts import (
     ModelFacts,
     ValidatedRequest,
@@ -64,6 +64,33 @@ class Weights(Protocol):
         ...
 
 
+class LaterBuckets(Protocol):
+    """Executables that are compiled while requests are served: ``engine.start.later``."""
+
+    @property
+    def first(self) -> Sequence[Bucket]:
+        """The buckets that can be used from the start."""
+        ...
+
+    @property
+    def unfinished(self) -> bool:
+        """True until all executables were taken."""
+        ...
+
+    @property
+    def has_news(self) -> bool:
+        """True if ``take`` returns buckets now."""
+        ...
+
+    def take(self) -> tuple[Bucket, ...]:
+        """Make the buckets ready that were loaded since the last call; on the engine's thread."""
+        ...
+
+    def close(self) -> None:
+        """Compile no further."""
+        ...
+
+
 class Engine:
     """Validates, runs and aborts requests; built by ``engine.start.build``."""
 
@@ -78,12 +105,15 @@ class Engine:
         overlap: bool = True,
         start: EngineStats | None = None,
         weights: Weights | None = None,
+        later: LaterBuckets | None = None,
     ) -> None:
         self.limits = limits
         self.facts = facts
         self.tokenizer = tokenizer
         self._weights = weights
-        self._loop = EngineLoop(executor, limits, overlap=overlap)
+        first = None if later is None else later.first
+        self._loop = EngineLoop(executor, limits, overlap=overlap, buckets=first)
+        self._later = later
         self._seed = seed
         self._start = start or EngineStats()
         self._counters = Counter[str]()
@@ -100,7 +130,13 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if ``step`` has something to do."""
-        return self._failure is None and bool(self._pending or not self._loop.idle)
+        busy = self._pending or not self._loop.idle or (self._later and self._later.has_news)
+        return self._failure is None and bool(busy)
+
+    @property
+    def is_compiling(self) -> bool:
+        """True while executables that would make some steps faster are not there yet."""
+        return self._later is not None
 
     def check(
         self,
@@ -176,6 +212,8 @@ class Engine:
         """One iteration of the loop: schedule and launch a step, return the news."""
         events, self._pending = tuple(self._pending), []
         try:
+            if self._later is not None:
+                events = (*events, *self._loaded_buckets(self._later))
             with self._late_compiles:
                 iteration = self._loop.iterate(events)
                 steps, newly_started = self._timeline.record(iteration)
@@ -235,6 +273,19 @@ class Engine:
             num_fresh_pages=num_free - state.pages.num_cached,
             **self._counters,
         )
+
+    def close(self) -> None:
+        """End work in the background; the engine is not used again."""
+        if self._later is not None:
+            self._later.close()
+
+    def _loaded_buckets(self, later: LaterBuckets) -> tuple[Event, ...]:
+        """The event of buckets that were loaded since the last step, if there are any."""
+        if later.has_news:
+            return (BucketsLoaded(later.take()),)
+        if not later.unfinished:
+            self._later = None
+        return ()
 
     def _stop(self, error: Exception) -> EngineError:
         """Stop the engine, as its state can no longer be trusted; returns its last error."""

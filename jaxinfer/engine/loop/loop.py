@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError
-from jaxinfer.core.step import Event, StepDone, StepFailed, StepPlan, StepResult, TokenEvent
+from jaxinfer.core.step import Bucket, Event, StepDone, StepFailed, StepPlan, StepResult, TokenEvent
 from jaxinfer.sched.schedule import (
     SchedulerState,
     initial_state,
@@ -56,9 +57,11 @@ class EngineLoop[Handle]:
         limits: Limits,
         *,
         overlap: bool = True,
+        buckets: Sequence[Bucket] | None = None,
     ) -> None:
+        """``buckets``: those that can be used at first (None: all); others come as events."""
         self._executor = executor
-        self._state = initial_state(limits)
+        self._state = initial_state(limits, buckets)
         self._depth = OVERLAP_DEPTH if overlap else 1
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
         self._collected: list[StepPlan] = []  # since the last iteration

@@ -30,6 +30,7 @@ from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.facts import facts_of_configs
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.news import EngineStats
+from jaxinfer.engine.start.later import LaterExecutables
 from jaxinfer.engine.start.loading import EXECUTABLES, load
 from jaxinfer.engine.start.model import model_of
 from jaxinfer.engine.start.plan import EnginePlan
@@ -45,6 +46,7 @@ from jaxinfer.exec.compile.memory_plan import (
     shown,
     snapshots_for,
 )
+from jaxinfer.exec.compile.mixed_tokens import free_prompt_tokens
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import device_memory
 from jaxinfer.exec.run.executor import Executor
@@ -72,6 +74,7 @@ def plan_engine(
     prepare_backend(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
     platform = check_device(platform_of_backend)
     chose_seqs = config.max_num_seqs is not None
+    chose_mixed = config.max_num_mixed_tokens is not None
     placement = default_placement()
     if bundle is not None:
         bundle.check_machine(placement)
@@ -86,6 +89,8 @@ def plan_engine(
         tokenizer=config.tokenizer,
     )
     source, model = model_of(source, config, platform)
+    if not chose_mixed:
+        config = replace(config, max_num_mixed_tokens=_mixed_tokens(config, model))
     if bundle is not None:
         bundle.check_model(model)
     if source.checkpoint is not None:
@@ -114,6 +119,13 @@ def plan_engine(
         cache_dir=cache_dir,
         bundle=bundle,
     )
+
+
+def _mixed_tokens(config: EngineConfig, model: Model) -> int | None:
+    """The device's default for prompt tokens beside decode rows, or more for a model's experts."""
+    default, most = config.max_num_mixed_tokens, config.max_num_batched_tokens
+    assert most is not None, "with_device_defaults"
+    return default and max(default, min(free_prompt_tokens(model), most))
 
 
 def _pins(config: EngineConfig, platform: str) -> Pins:
@@ -222,13 +234,22 @@ def limits_of(
     )
 
 
-def build_engine(plan: EnginePlan, progress: Progress = NO_PROGRESS) -> Engine:
+def build_engine(
+    plan: EnginePlan, progress: Progress = NO_PROGRESS, *, serves_early: bool = False
+) -> Engine:
     """Build a ready engine: weights are on the device, and every executable that a request may need
     is compiled, loaded and has run once. Raises a ``JaxinferError``.
+
+    With ``serves_early`` it has only those that hold every step, and a thread compiles the others
+    (``exec.compile.background``). That is for engines that run for long: if the process exits
+    before, nothing is saved.
     """
-    (executables, compile_seconds), (state, load_seconds) = load(plan, progress)
+    (executables, compile_seconds), (state, load_seconds) = load(plan, progress, serves_early)
     executor = Executor(plan.program, executables, *state)
     executor.warm_up()
+    later = None
+    if executables.later is not None:
+        later = LaterExecutables(executables.later, executor, executor.buckets)
     start_stats = EngineStats(
         num_executables=len(plan.program.names()),
         num_compiled=executables.compiled,
@@ -244,6 +265,7 @@ def build_engine(plan: EnginePlan, progress: Progress = NO_PROGRESS) -> Engine:
         overlap=plan.config.overlap,
         start=start_stats,
         weights=EngineWeights(plan, executor),
+        later=later,
     )
 
 

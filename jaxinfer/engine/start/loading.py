@@ -14,6 +14,7 @@ from jaxinfer.core.host_memory import release_free_heap
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import prepare_folder
 from jaxinfer.engine.start.plan import EnginePlan
+from jaxinfer.exec.compile.background import begin_executables
 from jaxinfer.exec.compile.build import (
     Executables,
     build_executables,
@@ -23,6 +24,7 @@ from jaxinfer.exec.compile.build import (
 from jaxinfer.exec.compile.memory_plan import check_workspace
 from jaxinfer.exec.run.device_memory import (
     allocating,
+    check_host,
     claim_memory,
     compile_init_state,
     init_state,
@@ -37,8 +39,12 @@ type Timed[T] = tuple[T, float]  # and the seconds that it took
 type State = tuple[Params, layer_state.State, SlotState]
 
 
-def load(plan: EnginePlan, progress: Progress) -> tuple[Timed[Executables], Timed[State]]:
+def load(
+    plan: EnginePlan, progress: Progress, serves_early: bool = False
+) -> tuple[Timed[Executables], Timed[State]]:
     """Return the executables and the state, each with the seconds of its loading or compiling.
+
+    ``serves_early``: see ``build_engine``.
 
     If nothing has to be compiled, executables load while weights, tokenizer and pages do. Else, on
     a CPU, compiling comes first: the compiler's memory and the weights together would nearly double
@@ -46,7 +52,8 @@ def load(plan: EnginePlan, progress: Progress) -> tuple[Timed[Executables], Time
     compile, but pages come last: XLA runs GEMMs in their memory to autotune them. The seconds of
     the state are those of its weights.
     """
-    loader = _Loader(plan, progress)
+    check_host(plan.memory)
+    loader = _Loader(plan, progress, begin_executables if serves_early else build_executables)
     if loader.finds_executables:
         progress.detail(plan.memory.described())
         return _beside(loader.state, loader.executables)
@@ -66,6 +73,7 @@ class _Loader:
 
     plan: EnginePlan
     progress: Progress
+    build: Callable[..., Executables]
     _claimed: Future[None] = field(default_factory=Future[None])
 
     @property
@@ -84,7 +92,7 @@ class _Loader:
             made = load_executables(program, self.plan.bundle, progress)
             check_workspace(self.plan.memory, made.workspace_bytes)
         else:
-            made = build_executables(
+            made = self.build(
                 program,
                 folder=self.folder,
                 memory=self.plan.memory,

@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.errors import ConfigError
 from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
+from jaxinfer.nn.decoder_config import ExpertsConfig
 from jaxinfer.weights.sources import ModelSource
 from pallas_kernels.arrangements import LANES, TILES
 from pallas_kernels.checks import not_hopper
@@ -23,12 +25,34 @@ def model_of(source: ModelSource, config: EngineConfig, platform: str) -> tuple[
     ``config`` has its device's defaults. Raises ``ConfigError`` or ``SourceError``.
     """
     model = build_model(source.hf_config, config.dtype, config.max_model_len)
+    if config.dummy_routing == "uniform":
+        model = _uniformly_routed(source, model)
     if source.scheme or source.forms or config.quantization:
         from jaxinfer.weights.quantised.choose import quantised_source  # 40 ms
 
         source, forms = quantised_source(source, model, config.quantization)
         model = replace(model, **_kept(config, forms, platform))
     return source, model
+
+
+def _uniformly_routed(source: ModelSource, model: Model) -> Model:
+    """The model with uniform choices of experts, which only random weights may have."""
+    if source.checkpoint is not None:
+        raise ConfigError(
+            f"dummy_routing is 'uniform', but {source.reference} has weights whose routers choose; "
+            "use it with load_format='dummy'"
+        )
+    layers = tuple(
+        replace(layer, ffn=replace(layer.ffn, uniform=True))
+        if isinstance(layer.ffn, ExpertsConfig)
+        else layer
+        for layer in model.config.layers
+    )
+    if layers == model.config.layers:
+        raise ConfigError(
+            f"dummy_routing is 'uniform', but {model.architecture} has no experts; leave it out"
+        )
+    return replace(model, config=replace(model.config, layers=layers))
 
 
 def _kept(config: EngineConfig, forms: Forms, platform: str) -> dict[str, Any]:

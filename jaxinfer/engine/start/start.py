@@ -27,11 +27,16 @@ if TYPE_CHECKING:
 
 
 def start_engine(
-    config: EngineConfig, progress: Progress = NO_PROGRESS, *, tell_plan: bool = False
+    config: EngineConfig,
+    progress: Progress = NO_PROGRESS,
+    *,
+    tell_plan: bool = False,
+    serves_early: bool = False,
 ) -> Engine:
     """Plan and build an engine, importing both while JAX's backend starts.
 
-    ``tell_plan``: what the settings became is a note, not a detail.
+    ``tell_plan``: what the settings became is a note, not a detail. ``serves_early``: see
+    ``build_engine``.
     """
     with progress.phase("the engine starts"):
         with backend_starting(config) as platform:
@@ -40,7 +45,7 @@ def start_engine(
         plan = plan_engine(config, progress, platform)
         for line in describe_plan(config, plan):
             (progress.note if tell_plan else progress.detail)(line)
-        return build_engine(plan, progress)
+        return build_engine(plan, progress, serves_early=serves_early)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -39,13 +39,36 @@ MOST_NAMED = 4  # executables in a line of progress
 type Compiled = Callable[..., Any]  # jax.stages.Compiled: refuses other shapes and never compiles
 
 
+class Later(Protocol):
+    """Compiles further executables: ``exec.compile.background.Building``."""
+
+    @property
+    def unfinished(self) -> bool:
+        """True if ``take`` may still return executables."""
+        ...
+
+    @property
+    def has_news(self) -> bool:
+        """True if ``take`` returns executables now."""
+        ...
+
+    def take(self) -> dict[str, Compiled]:
+        """The executables that were loaded since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Compile no further."""
+        ...
+
+
 @dataclass(frozen=True)
 class Executables:
     """The executables of an engine."""
 
     by_name: Mapping[str, Compiled]  # see ``Program.names``
-    compiled: int  # number of executables that were compiled for this engine
+    compiled: int  # number of executables that are compiled for this engine
     workspace_bytes: int  # the largest workspace: see ``bundle.StoredExecutable``
+    later: Later | None = None  # compiles those that ``by_name`` does not have yet
 
 
 def build_executables(
@@ -156,8 +179,11 @@ def compile_all(
     names: Sequence[str],
     folder: Path,
     progress: Progress,
+    saved: Callable[[str, StoredExecutable], None] = lambda name, stored: None,
 ) -> dict[str, StoredExecutable]:
     """Compile executables and write them into the folder; returns their records by name.
+
+    ``saved`` is called with each as soon as it is saved; its exceptions end the compilation.
 
     This thread traces, lowers and saves; a thread per core compiles. Lowering is Python code, and
     several threads are much slower at it than one, as they contend for the interpreter lock; XLA
@@ -184,7 +210,9 @@ def compile_all(
                 steps.trace(name)
             while steps.unfinished:
                 steps.proceed()
-                if not steps.save_one():
+                if name := steps.save_one():
+                    saved(name, steps.stored[name])
+                else:
                     wait(steps.pending, return_when=FIRST_COMPLETED)
     finally:  # after a failure or Ctrl-C the other executables are not needed
         pool.shutdown(wait=False, cancel_futures=True)
@@ -247,19 +275,19 @@ class _Compilation:
             lowered, options = self.lowered.pop(name)[0], self.program.compiler_options(name)
             self.compiling[name] = self.pool.submit(lowered.compile, options)
 
-    def save_one(self) -> bool:
-        """Save and release a compiled executable; returns False if there is none.
+    def save_one(self) -> str | None:
+        """Save and release a compiled executable; returns its name, or None if there is none.
 
         Raises the exception of a step that could not be compiled.
         """
         name = next((name for name, made in self.compiling.items() if made.done()), None)
         if name is None:
-            return False
+            return None
         compiled = self.compiling.pop(name).result()
         self.stored[name], content = executable_file(self.program, name, compiled)
         (self.folder / self.stored[name].file).write_bytes(content)
         self.advance(1)
-        return True
+        return name
 
 
 def listed(names: Sequence[str]) -> str:

@@ -107,11 +107,7 @@ class Bundle:
 
     def load(self, name: str) -> jax.stages.Compiled:
         """Load one executable; raises ``CacheError``, with the file's name, if that fails."""
-        path = self.folder / self.manifest.executables[name].file
-        try:
-            return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
-        except Exception as error:  # pickle and XLA raise various exceptions for damaged content
-            raise _damaged(self.folder, f"{path}: {type(error).__name__}: {error}") from error
+        return load_executable(self.folder / self.manifest.executables[name].file)
 
     def _refuse(self, made_for: Mapping[str, str], here: Mapping[str, str]) -> None:
         if different := differences(made_for, here):
@@ -156,6 +152,14 @@ def open_bundle(folder: Path) -> Bundle:
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         list(pool.map(partial(check_file, folder), manifest.executables.values()))
     return Bundle(folder, manifest)
+
+
+def load_executable(path: Path) -> jax.stages.Compiled:
+    """Load the file of an executable; raises ``CacheError``, with its name, if that fails."""
+    try:
+        return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+    except Exception as error:  # pickle and XLA raise various exceptions for damaged content
+        raise _damaged(path.parent, f"{path}: {type(error).__name__}: {error}") from error
 
 
 def load_bundle(

@@ -25,6 +25,7 @@ from jaxinfer.exec.step.extras import BLOCK
 from jaxinfer.exec.step.sampling import LOGPROBS_WIDTH
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.models.quantised import sizes_by_form
+from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
 from pallas_kernels.quantised import is_matrix, quantised
 
 MB = 1_000_000
@@ -244,13 +245,14 @@ def step_bound(model: Model, bucket: Bucket) -> int:
     """A bound on the bytes of a step of this bucket, without weights, KV pages and slots.
 
     It counts the logits of each row; as activations, inputs and outputs of every matrix of one
-    layer for every token; and the hidden states that a bucket that scores returns. Keys and values
-    that XLA's attention gathers on a CPU are not counted, as no plan for a CPU depends on them.
+    layer for every token, and of the experts that a token chooses; and the hidden states that a
+    bucket that scores returns. Keys and values that XLA's attention gathers on a CPU are not
+    counted, as no plan for a CPU depends on them.
     """
     config = model.config
     logits = 4 * SAMPLING_COPIES * bucket.num_draws * config.vocab_size
     hidden = config.hidden_size * bucket.num_prefill_tokens if bucket.scores else 0
-    activations = _layer_width(model) * bucket.num_tokens + hidden
+    activations = (_layer_width(model) + _experts_width(config)) * bucket.num_tokens + hidden
     return logits + activations * config.dtype.itemsize
 
 
@@ -315,6 +317,19 @@ def _layer_width(model: Model) -> int:
     return max(sum(m.outputs + m.inputs for m in _matrices(layer)) for layer in layers)
 
 
+def _experts_width(config: DecoderSpec) -> int:
+    """Elements per token of the inputs, hidden values and outputs of the experts that it chooses,
+    at most of all layers; outputs are float32.
+    """
+    of_layers = (layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
+    outputs = 4 // config.dtype.itemsize
+    each = (
+        ffn.routing.chosen * (3 * ffn.width + (1 + outputs) * config.hidden_size)
+        for ffn in of_layers
+    )
+    return max(each, default=0)
+
+
 def _largest_quantised(model: Model) -> int:
     """Elements of the largest quantised matrix; 0 without any."""
     sizes = (m.outputs * m.inputs for m in _matrices(abstract_params(model)) if m.quantised)
@@ -335,6 +350,8 @@ def _matrices(params: Mapping[str, Any]) -> Iterator[_Matrix]:
     for leaf in params.values():
         if isinstance(leaf, Mapping):
             yield from _matrices(leaf)
+        elif leaf.ndim == 3:  # experts, one of which is dequantised at a time
+            yield _Matrix(*leaf.shape[1:], quantised=False)
         elif leaf.ndim == 2:
             yield _Matrix(*leaf.shape, quantised=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.core.config import allocator_share
-from jaxinfer.core.errors import EngineError
+from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.host_memory import release_zeros
 from jaxinfer.exec.compile.memory_plan import MB, DeviceMemory, MemoryPlan, shown, tree_bytes
 from jaxinfer.exec.compile.program import Program
@@ -27,6 +28,21 @@ def device_memory(device: Any) -> DeviceMemory | None:  # jax.Device
     limit: int = (device.memory_stats() or {}).get("bytes_limit", 0)
     card = card_bytes(device.local_hardware_id) or limit
     return DeviceMemory(card, limit or int(card * allocator_share())) if card else None
+
+
+def check_host(plan: MemoryPlan) -> None:
+    """Raise ``ConfigError`` if a CPU's weights exceed the memory of the machine.
+
+    Else the system would end the process while they are read.
+    """
+    if plan.device is not None:
+        return
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if plan.weight_bytes > total:
+        raise ConfigError(
+            f"the model does not fit: its weights take {shown(plan.weight_bytes)} and this machine "
+            f"has {shown(total)} of memory; use a smaller or a quantised model"
+        )
 
 
 def claim_memory(plan: MemoryPlan, device: Any) -> None:

@@ -8,7 +8,7 @@ snapshots, then draws with extras and scores of prompts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import batched
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan, StepResult
-from jaxinfer.exec.compile.build import Executables
+from jaxinfer.exec.compile.build import Compiled, Executables
 from jaxinfer.exec.compile.program import ADMIT, COPY, EXTRAS, FIRST, POOL, SCORE, Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.in_flight import LOGGER, ExtrasCall, InFlight, Prepared, RowKey, row_results
@@ -54,7 +54,7 @@ class Executor:
         slots: SlotState,
     ) -> None:
         self._program = program
-        self._executables = executables
+        self._by_name = dict(executables.by_name)
         self.replace_weights(params)
         limits = program.limits
         self._state = state
@@ -76,6 +76,23 @@ class Executor:
         self._weights, self._weights_of_parts, self._head = weights, parts, head
         self.params = params
 
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets whose executables are loaded."""
+        names_of, loaded = self._program.names_of, self._by_name.keys()
+        return tuple(bucket for bucket in self._layouts if loaded >= {*names_of(bucket)})
+
+    def add(self, loaded: Mapping[str, Compiled]) -> tuple[Bucket, ...]:
+        """Add executables that were compiled later, and run those of steps once.
+
+        Returns the buckets that are complete with them.
+        """
+        before = self.buckets
+        self._by_name |= loaded
+        added = tuple(bucket for bucket in self.buckets if bucket not in before)
+        self._run_once(added)
+        return added
+
     def warm_up(self) -> None:
         """Run every executable on padding, so that no request waits for work of first runs.
 
@@ -84,9 +101,22 @@ class Executor:
         short compared with their own time. On a CPU only the smallest step runs, which starts XLA's
         threads.
         """
-        buckets = sorted(self._layouts, key=lambda bucket: bucket.num_tokens, reverse=True)
-        if not (on_gpu := self._program.platform != "cpu"):
-            buckets = buckets[-1:]
+        buckets = sorted(self.buckets, key=lambda bucket: bucket.num_tokens, reverse=True)
+        if self._program.platform == "cpu":
+            self._run_once(buckets[-1:])
+            return
+        self._run_once(buckets)
+        self._admit(self._slot_rows(()))
+        if self._program.limits.num_snapshots:
+            sink = self._program.limits.max_num_seqs
+            for pairs in self._copies([(sink, sink)]):
+                self._copy(pairs)
+        for count in self._program.extras_rows:
+            jax.block_until_ready(self._draw_with_extras((), (), count).output)
+
+    def _run_once(self, buckets: Sequence[Bucket]) -> None:
+        """Run the steps of these buckets on padding."""
+        on_gpu = self._program.platform != "cpu"
         for bucket in buckets:
             for _ in range(WARM_UP_RUNS if on_gpu and not bucket.num_prefills else 1):
                 prepared = self._prepare(StepPlan(-1, bucket, (), (), ()))
@@ -98,14 +128,6 @@ class Executor:
                 step = self._launch_prepared(prepared, {})
                 self.collect(step)
                 jax.block_until_ready((step.scores, step.pooled))
-        if on_gpu:
-            self._admit(self._slot_rows(()))
-            if self._program.limits.num_snapshots:
-                sink = self._program.limits.max_num_seqs
-                for pairs in self._copies([(sink, sink)]):
-                    self._copy(pairs)
-            for count in self._program.extras_rows:
-                jax.block_until_ready(self._draw_with_extras((), (), count).output)
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Queue one step and return without waiting for it.
@@ -230,12 +252,12 @@ class Executor:
         )
 
     def _admit(self, rows: np.ndarray) -> None:  # int32[A, ...]
-        self._slots = self._executables.by_name[ADMIT](self._slots, rows)
+        self._slots = self._by_name[ADMIT](self._slots, rows)
 
     def _copy(self, pairs: np.ndarray) -> None:  # int32[2, N]
         """Copy rows of the layers' state; see ``pack_copies``."""
         indices = self._program.model.state.slot_arrays
-        copy = self._executables.by_name[COPY]
+        copy = self._by_name[COPY]
         self._replace(indices, copy(self._arrays(indices), pairs))
 
     def _draw_with_extras(
@@ -247,24 +269,24 @@ class Executor:
         place = self._next_place()
         wire[: len(place)] = place
         staged = self._staged(wire)
-        draw = self._executables.by_name[f"{EXTRAS}{count}"]
+        draw = self._by_name[f"{EXTRAS}{count}"]
         self._slots, output = draw(self._head, self._slots, staged)
         self._read_later(output.token_ids, staged)
         return ExtrasCall(indices, output, place[-1])
 
     def _read_back(self, name: str, *arguments: Any) -> jax.Array:
         """Queue a call whose result only the host reads."""
-        result = self._executables.by_name[name](*arguments)
+        result = self._by_name[name](*arguments)
         self._copy_to_host(result)
         return result  # type: ignore[no-any-return]
 
     def _launch_step(self, bucket: Bucket, staged: Any) -> StepOutput:
         """Launch a step. If it is split, the device runs a part while the next one is launched."""
-        step = self._executables.by_name[bucket.name]
+        step = self._by_name[bucket.name]
         if not self._program.is_split(bucket):
             self._state, self._slots, output = step(self._weights, self._state, self._slots, staged)
             return output  # type: ignore[no-any-return]
-        first = self._executables.by_name[bucket.name + FIRST]
+        first = self._by_name[bucket.name + FIRST]
         (of_first, of_second), (one, two) = self._weights_of_parts, self._program.parts
         arrays, stream = first(of_first, self._arrays(one.arrays), self._slots, staged)
         self._replace(one.arrays, arrays)

@@ -6,6 +6,7 @@ itself in the dense form. Parameters of ``Attention``:
     qkv [D, (N + 2K) * H]   qkv_bias [(N + 2K) * H] with qkv_bias
     o   [N * H, D]          o_bias   [D]            with o_bias
     qk_norms [2, H] with a qk_norm of each head, [(N + K) * H] with one of all heads
+    sinks [N] with sinks
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Attention(nn.Module):
             norms = self.param("qk_norms", nn.initializers.ones, shape, norm.weights.dtype)
             if not each:
                 qkv, norms = _norm_all_heads(qkv, norms, c, norm.eps, ctx.axis), None
+        sinks = self.param("sinks", _ZEROS, (c.num_heads,), dtype) if c.sinks else None
         out, state = attend(
             qkv.reshape(-1, heads, c.head_dim),
             state,
@@ -77,6 +79,7 @@ class Attention(nn.Module):
             qk_norm=QKNorm(norms, norm.eps),
             scale=c.scale,
             window=c.window,
+            sinks=sinks,
             only=only,
         )
         x = stream.x if only is None else stream.take(only)
@@ -116,6 +119,7 @@ def attend(
     qk_norm: QKNorm,
     scale: float,
     window: int | None,
+    sinks: jax.Array | None = None,  # [N]
     only: jax.Array | None = None,  # int32[B]
 ) -> tuple[jax.Array, LayerArrays | None]:  # [T, N, H], or with only [B, N, H]
     """Append this step's keys and values to the pages and attend over them.
@@ -125,10 +129,11 @@ def attend(
     """
     angles = ctx.angles[0] if ctx.angles else None
     if state is None:
-        return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, window, only), None
+        return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, window, sinks, only), None
     pages, d = ctx.pages[0], ctx.num_decodes
+    static = {"scale": scale, "window": window}
     if qkv.shape[0] == d:
-        return _decode(qkv, state, ctx, angles, qk_norm, scale=scale, window=window)
+        return _decode(qkv, state, ctx, angles, qk_norm, sinks, **static)
     # Append the keys and values of prompts before pages are read, as a write after a read makes XLA
     # copy the pools. (``append_decode`` writes and reads within one kernel.)
     prompts, pools = qkv[d:], (state["k"], state["v"])
@@ -136,17 +141,17 @@ def attend(
     state = {"k": pools[0], "v": pools[1]}
     if only is not None:  # a decode of all rows, which appends their last tokens again
         angles = None if angles is None else angles.take(only)
-        return _decode(qkv[only], state, ctx, angles, qk_norm, scale=scale, window=window)
+        return _decode(qkv[only], state, ctx, angles, qk_norm, sinks, **static)
     parts: list[jax.Array] = []
     if d:
         first = None if angles is None else angles.take(slice(d))
-        out, state = _decode(qkv[:d], state, ctx, first, qk_norm, scale=scale, window=window)
+        out, state = _decode(qkv[:d], state, ctx, first, qk_norm, sinks, **static)
         parts.append(out)
     assert ctx.rows is not None
     context = (pages.page_table[d:], pages.seq_lens[d:], ctx.rows.query_start_loc)
     impl = ctx.pinned("paged_prefill")
     kv = (state["k"], state["v"])
-    parts.append(paged_prefill(q, *kv, *context, scale=scale, window=window, impl=impl))
+    parts.append(paged_prefill(q, *kv, *context, sinks, **static, impl=impl))
     return jnp.concatenate(parts) if d else parts[0], state
 
 
@@ -178,6 +183,7 @@ def _decode(
     ctx: StepContext,
     angles: Angles | None,  # of these rows
     qk_norm: QKNorm,
+    sinks: jax.Array | None,  # [N]
     *,
     scale: float,
     window: int | None,
@@ -195,6 +201,7 @@ def _decode(
         pages.page_table[:rows],
         pages.seq_lens[:rows],
         ctx.arrivals if rows == ctx.num_decodes else None,
+        sinks,
         scale=scale,
         eps=0.0 if angles is None else qk_norm.eps,
         window=window,
@@ -210,6 +217,7 @@ def _dense(
     num_kv_heads: int,
     scale: float,
     window: int | None,
+    sinks: jax.Array | None,  # [N]
     only: jax.Array | None,  # int32[B]
 ) -> jax.Array:  # [T, N, H], or with only [B, N, H]
     """Causal attention of one whole sequence over itself; supports gradients and vmap."""
@@ -228,7 +236,10 @@ def _dense(
         visible &= distance < window
     scores = jnp.where(visible, scores * scale, -jnp.inf)
     by_head = ctx.at("scores", scores.reshape(n, t, t))
-    weights = ctx.at("pattern", jax.nn.softmax(by_head, axis=-1).astype(v.dtype))
+    if sinks is not None:
+        beside = jnp.broadcast_to(sinks.astype(by_head.dtype)[:, None, None], (n, t, 1))
+        by_head = jnp.concatenate([by_head, beside], axis=-1)
+    weights = ctx.at("pattern", jax.nn.softmax(by_head, axis=-1)[..., :t].astype(v.dtype))
     out = jnp.einsum("KGTS,SKH->TKGH", weights.reshape(scores.shape), v).reshape(t, n, h)
     out = ctx.at("z", out)
     return out if only is None else out[only]

@@ -77,16 +77,18 @@ class GGUFCheckpoint:
             if tensor.type in FORMS and len(tensor.shape) == 2:
                 self.forms[name] = FORMS[tensor.type]
 
-    def read(self, name: str) -> np.ndarray:  # float32[TensorInfo.shape]
+    def read(self, name: str, part: int | None = None) -> np.ndarray:  # float32
         """See ``Checkpoint``."""
+        assert part is None, "no family with stacked tensors has a table of names"
         stored = self._stored[name]
         values = _read_tensor(self.header.path, stored.tensor)
         if stored.interleaved_heads:
             values = undo_interleave(values, stored.interleaved_heads)
         return values.T if stored.transposed else values
 
-    def read_quantised(self, name: str) -> Quantised:
+    def read_quantised(self, name: str, part: int | None = None) -> Quantised:
         """See ``Checkpoint``."""
+        assert part is None, "stacks have no form"
         tensor, interleaved_heads, _ = self._stored[name]
         outputs, inputs = tensor.shape
         row_bytes = tensor.nbytes // outputs

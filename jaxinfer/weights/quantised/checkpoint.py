@@ -60,7 +60,8 @@ class QuantisedCheckpoint:
             module, layouts = _split(name, info)
             if module is not None:
                 matrix = _stored(module, name, layouts, checkpoint, scheme)
-                logical = module if module.endswith(WEIGHT) else module + WEIGHT
+                is_stack = len(matrix.shape) > 2
+                logical = module if is_stack or module.endswith(WEIGHT) else module + WEIGHT
                 self._matrices[logical] = matrix
                 owners |= dict.fromkeys(matrix.names, logical)
                 biases.append(f"{module}.bias")
@@ -89,19 +90,19 @@ class QuantisedCheckpoint:
         """The forms of the quantised matrices, by logical name."""
         return {name: matrix.form for name, matrix in self._matrices.items()}
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, part: int | None = None) -> np.ndarray:
         """See ``Checkpoint``; a quantised matrix is dequantised to float32."""
         if name in self._matrices:
-            return dequantised(self.read_quantised(name))
-        return self._checkpoint.read(name)
+            return dequantised(self.read_quantised(name, part))
+        return self._checkpoint.read(name, part)
 
-    def read_quantised(self, name: str) -> Quantised:
+    def read_quantised(self, name: str, part: int | None = None) -> Quantised:
         """A quantised matrix in its form: numpy arrays of exactly the stored values.
 
         Raises ``CheckpointError`` when its bytes are missing, or zero points differ from those of
         symmetric weights although the config says that they are symmetric.
         """
-        return self._matrices[name].load(self._checkpoint.read)
+        return self._matrices[name].load(lambda tensor: self._checkpoint.read(tensor, part))
 
     def _info(self, logical: str) -> TensorInfo:
         """The logical tensor's header, with the size of all its parts."""

@@ -61,18 +61,26 @@ def _on_load(source: ModelSource, model: Model, scheme: str) -> tuple[ModelSourc
 
 
 def _linear_sources(model: Model) -> Iterator[Source]:
-    specs = (spec for spec in model.param_specs if spec.matrix == "out_in")
+    specs = (spec for spec in model.param_specs if spec.is_linear)
     return (source for spec in specs if spec.path != "lm_head" for source in spec.sources)
+
+
+def _stacked_sources(model: Model) -> Iterator[Source]:
+    """Tensors of all experts of a layer, [E, I, O] unless they are quantised."""
+    specs = (spec for spec in model.param_specs if spec.matrix == "experts_in_out")
+    return (spec.sources[0] for spec in specs)
 
 
 def _of_scheme(scheme: Scheme, model: Model) -> Iterator[tuple[str, Form]]:
     """The forms that a config's scheme implies, for random weights; other scales than fp8's are
     bfloat16.
     """
-    for source in _linear_sources(model):
+    found = {source.name: source for source in _linear_sources(model)}
+    found |= {source.name: source for source in _stacked_sources(model)}
+    for source in found.values():
         weights = scheme.weights_of(source.name.removesuffix(".weight"))
         if weights is not None:
-            outputs, inputs = source.shape
+            outputs, inputs = source.own_shape if source.part is None else source.own_shape[::-1]
             groups = 1 if weights.group is None else inputs // weights.group
             form = form_of(
                 weights.kind,

@@ -2,13 +2,14 @@
 
 Except in compressed-tensors, the dtypes of tensors say which matrices are quantised. Lists of
 modules that are not (``modules_to_not_convert``) mean prefixes, substrings or patterns, depending
-on the program that reads them, so they are checked and not used.
+on the program that reads them, so they are checked and not used, but for those of MXFP4.
 
 Sources of the keys: transformers 5.23 (utils/quantization_config.py), AutoAWQ 0.2.9, GPTQModel 7.7.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -150,12 +151,16 @@ def _gptq_weights(keys: Keys, own: str, base: WeightScheme | None) -> WeightSche
 
 
 def _mxfp4(keys: Keys) -> Scheme:
-    """OCP MX formats 1.0: blocks of 32 e2m1 values with a power of 2."""
+    """OCP MX formats 1.0: blocks of 32 e2m1 values with a power of 2.
+
+    Here a list of modules that are not quantised has their names, with * for any text.
+    """
     keys.take("quant_method")
-    keys.targets("modules_to_not_convert")
+    ignored = keys.targets("modules_to_not_convert")
     keys.finish(frozenset({"dequantize"}))
     weights = WeightScheme("mxfp4", "fp4", 32)
-    return Scheme("mxfp4", (Rule(_EVERY, weights),))
+    ignore = tuple(PATTERN + re.escape(one).replace(r"\*", ".*") + r"(\.|$)" for one in ignored)
+    return Scheme("mxfp4", (Rule(_EVERY, weights),), ignore)
 
 
 _METHODS: Mapping[str, Callable[[Keys], Scheme]] = MappingProxyType(

@@ -5,7 +5,7 @@
     packed    weight_packed int32[O, K / n], weight_scale [O, G], weight_zero_point int32[O / n, G],
               weight_shape int[2], weight_g_idx int32[K]
     plain     weight [O, K] in int8 or e4m3, weight_scale or weight_scale_inv, weight_zero_point
-    mxfp4     blocks uint8[O, K / 32, 16], scales uint8[O, K / 32]
+    mxfp4     blocks uint8[O, K / 32, 16], scales uint8[O, K / 32]; of a stack [E, ...] each
 
 n is 8 for int4 and 4 for int8. References: AutoAWQ 0.2.9 (awq/utils/packing_utils.py), GPTQModel
 7.7 (utils/model.py), compressed-tensors 0.20 (compressors), transformers 5.23
@@ -32,6 +32,7 @@ from jaxinfer.weights.quantised.packing import (
 )
 from jaxinfer.weights.quantised.scheme import WeightScheme
 from jaxinfer.weights.quantised.stored import (
+    CHECK_CONFIG,
     DTYPES,
     Parts,
     Read,
@@ -185,16 +186,16 @@ def plain(parts: Parts, scheme: WeightScheme) -> StoredMatrix:
 
 
 def mxfp4(parts: Parts, scheme: WeightScheme) -> StoredMatrix:
-    """Blocks of 32 e2m1 values with a power of 2."""
+    """Blocks of 32 e2m1 values with a power of 2, of a matrix or of a stack of them."""
     del scheme
     info = parts.take("_blocks", ("U8",))
-    if len(info.shape) != 3 or info.shape[2] != 16 or not all(info.shape):
+    if len(info.shape) not in (3, 4) or info.shape[-1] != 16 or not all(info.shape):
         raise CheckpointError(
             f"tensor {parts.name('_blocks')} has shape {info.shape} instead of (outputs, "
-            "inputs / 32, 16); mixtures of experts are not supported in MXFP4"
+            "inputs / 32, 16), or of that for each expert; " + CHECK_CONFIG
         )
-    outputs, groups, _ = info.shape
-    parts.take("_scales", ("U8", "F8_E8M0"), (outputs, groups))
+    *stack, outputs, groups, _ = info.shape
+    parts.take("_scales", ("U8", "F8_E8M0"), info.shape[:-1])
     inputs = 32 * groups
     form = form_of("fp4", inputs, groups, "bfloat16", zeros=False)
 
@@ -202,7 +203,7 @@ def mxfp4(parts: Parts, scheme: WeightScheme) -> StoredMatrix:
         pairs = read(parts.name("_blocks")).reshape(outputs, -1)
         return Quantised("fp4", from_pairs(pairs), powers_of_2(read(parts.name("_scales"))))
 
-    return parts.stored("_blocks", form, (outputs, inputs), load)
+    return parts.stored("_blocks", form, (*stack, outputs, inputs), load)
 
 
 def powers_of_2(exponents: np.ndarray) -> np.ndarray:  # uint8, e8m0 -> bfloat16

@@ -25,7 +25,7 @@ def linear_names(
     ``ignore`` holds names of layers and patterns ("re:..."), as compressed-tensors does, of layers
     to leave out.
     """
-    specs = [spec for spec in model.param_specs if spec.matrix == "out_in" and spec.path != _HEAD]
+    specs = [spec for spec in model.param_specs if spec.is_linear and spec.path != _HEAD]
     needed = {source.name for spec in specs for source in spec.sources}
     prefix = model.family.optional_prefix
     found = (name for name in checkpoint.tensors if name.removeprefix(prefix) in needed)
@@ -71,14 +71,15 @@ class QuantisedOnLoad:
         """See ``Checkpoint``."""
         return self._forms
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, part: int | None = None) -> np.ndarray:
         """See ``Checkpoint``; a quantised matrix is dequantised to float32."""
         if name in self._forms:
             return dequantised(self.read_quantised(name))
-        return self._checkpoint.read(name)
+        return self._checkpoint.read(name, part)
 
-    def read_quantised(self, name: str) -> Quantised:
+    def read_quantised(self, name: str, part: int | None = None) -> Quantised:
         """See ``Checkpoint``; raises ``CheckpointError`` if values are not finite."""
+        assert part is None, "only single matrices are quantised"
         try:
             return quantise(self._checkpoint.read(name), self._scheme, self._threads)
         except ValueError as error:

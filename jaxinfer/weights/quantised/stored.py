@@ -28,14 +28,14 @@ CHECK_CONFIG = "check that config.json belongs to these weights"
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A quantised matrix of a checkpoint.
+    """A quantised matrix of a checkpoint, or a stack of equal ones.
 
     ``load`` reads it in the form; ``check`` reads small tensors that say whether the form is right,
     and raises ``CheckpointError`` if it is not.
     """
 
     form: Form
-    shape: tuple[int, int]  # outputs, inputs
+    shape: Shape  # [O, I], or of a stack [E, O, I], whose matrices are loaded one by one
     names: tuple[str, ...]  # of its tensors
     load: Callable[[Read], Quantised]
     check: Callable[[Read], None] | None = None
@@ -104,13 +104,13 @@ class Parts:
         self,
         role: str,
         form: Form,
-        shape: tuple[int, int],
+        shape: Shape,
         load: Callable[[Read], Quantised],
         check: Callable[[Read], None] | None = None,
     ) -> StoredMatrix:
         """The matrix of the tensors that were taken; ``role`` is the tensor of its values."""
         try:
-            form.arrays(*shape)
+            form.arrays(*shape[-2:])
         except ValueError as error:
             raise CheckpointError(
                 f"tensor {self.name(role)} cannot be kept as {form}: {error}; use another "

@@ -177,7 +177,8 @@ ffi::Error Gemm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer va
 ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> keys,
                      ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> table,
                      ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> starts,
-                     ffi::ResultBuffer<ffi::F32> result, float scale, int64_t window) {
+                     ffi::Buffer<ffi::F32> sinks, ffi::ResultBuffer<ffi::F32> result, float scale,
+                     int64_t window) {
   const Variant& variant = *Variants()[chosen];
   const auto dims = keys.dimensions();
   const Pages pages{keys.typed_data(), values.typed_data(), dims[1], dims[2], dims[3]};
@@ -197,7 +198,8 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<
     }
     const int64_t oldest = window > 0 ? std::max<int64_t>(length - window, 0) : 0;
     const int32_t* own = length > 0 ? table.typed_data() + row * width : nullptr;
-    variant.attend(pages, kv_head, own, oldest, length, q.typed_data() + at, group, scale,
+    const float* sink = sinks.element_count() == 0 ? nullptr : sinks.typed_data() + kv_head * group;
+    variant.attend(pages, kv_head, own, oldest, length, q.typed_data() + at, group, sink, scale,
                    result->typed_data() + at);
   };
   ParallelFor(pool, tokens * pages.heads, attend);
@@ -285,6 +287,8 @@ ffi::Error RopeAppend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buff
   return ffi::Error::Success();
 }
 
+#include "experts.inc"
+
 }  // namespace
 }  // namespace jaxinfer
 
@@ -315,6 +319,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::Buffer<ffi::S32>>()
         .Arg<ffi::Buffer<ffi::S32>>()
         .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()
         .Attr<float>("scale")
         .Attr<int64_t>("window"));
@@ -348,6 +353,33 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::F32>>()
         .Attr<int64_t>("row")
         .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxinferExperts, jaxinfer::Experts,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::U8>>()
+        .Attr<int64_t>("gate_kind")
+        .Attr<int64_t>("down_kind")
+        .Attr<float>("limit")
+        .Attr<float>("alpha")
+        .Attr<float>("shift"));
 
 // The names of the variants that this processor runs, the fastest first, joined by spaces.
 const char* jaxinfer_variants() {

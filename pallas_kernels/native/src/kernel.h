@@ -21,7 +21,7 @@ namespace jaxinfer {
 constexpr int kLanes = 16;      // outputs of a tile
 constexpr int kMostTokens = 8;  // of a tile of tokens, in any variant
 
-enum class Kind : int { kInt4 = 0, kInt8 = 1, kFp4 = 2 };
+enum class Kind : int { kInt4 = 0, kInt8 = 1, kFp4 = 2, kFloat = 3 };  // kFloat: only of experts
 enum class Factor : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kUint8 = 3, kInt8 = 4 };
 
 // One GEMM: out[t, o] = sum over k of x[t, k] * w[o, k].
@@ -80,6 +80,10 @@ using QuantiseFunction = void (*)(const GemmCall&, int64_t first, int64_t count,
                                   uint8_t* records, float* group_sums);
 // Computes a tile of outputs for all tokens.
 using TileFunction = void (*)(const GemmCall&, int64_t tile, float* factors);
+// The hidden values [width] of a row of gates, then ups; the bias, or null, is of both. See
+// experts.stack.Activation.
+using ActivateFunction = void (*)(const float* gate_up, const float* bias, int64_t width,
+                                  float limit, float alpha, float shift, float* hidden);
 
 // The paged keys and values of a layer: [pages, page_size, heads, head_dim].
 struct Pages {
@@ -88,10 +92,11 @@ struct Pages {
 };
 
 // Attention of one query and the queries that share its kv head: q and out [queries, head_dim].
-// The context is positions oldest to length - 1; position p is in page table[p / page_size].
+// The context is positions oldest to length - 1; position p is in page table[p / page_size]. Sinks are
+// the queries' scores of a key without a value, or null.
 using AttendFunction = void (*)(const Pages&, int64_t head, const int32_t* table, int64_t oldest,
-                                int64_t length, const float* q, int64_t queries, float scale,
-                                float* out);
+                                int64_t length, const float* q, int64_t queries, const float* sinks,
+                                float scale, float* out);
 
 struct Variant {
   const char* name;
@@ -99,6 +104,8 @@ struct Variant {
   TileFunction tile;
   QuantiseFunction quantise;
   AttendFunction attend;
+  TileFunction float_tile;  // of weights float32[outputs, inputs]
+  ActivateFunction activate;
 };
 
 }  // namespace jaxinfer

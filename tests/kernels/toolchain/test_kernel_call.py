@@ -156,7 +156,7 @@ def test_a_compiled_kernel_is_named_by_its_hash(
     def run(method: MethodType) -> bytes:
         if method.__name__ == "lower":
             return method()
-        compiled.append(method.__self__.kernel)
+        compiled.append(method.__self__.complete_module())
         return b"machine code"
 
     taken: list[bytes] = []
@@ -168,7 +168,8 @@ def test_a_compiled_kernel_is_named_by_its_hash(
     kernel.compile(run)
     kernel.compile(run)
     after = jax.jit(lambda x: step(x) * 2.0).trace(X).lower().as_text()
-    assert (compiled, taken) == ([SOURCE.encode()] * 2, [b"machine code"] * 2)
+    assert [SOURCE.encode() in each for each in compiled] == [True, True]
+    assert taken == [b"machine code"] * 2
     assert SOURCE in before
     assert SOURCE not in after
     with make_ir_context():

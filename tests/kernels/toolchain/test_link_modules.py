@@ -27,10 +27,11 @@ from pallas_kernels.toolchain.jax_internals import (
     custom_calls,
     mosaic_context,
     mosaic_serde,
+    read_module,
 )
 from pallas_kernels.toolchain.kernel_call import Kernel
 from pallas_kernels.toolchain.link import link_kernels
-from pallas_kernels.toolchain.link_modules import LinkedLaunch, linked_module
+from pallas_kernels.toolchain.link_modules import LinkedLaunch, linked_hash, linked_module
 
 H200 = Device("gpu", "NVIDIA H200", "9.0", num_sms=132)
 X = jax.ShapeDtypeStruct((4, 256), jnp.bfloat16)
@@ -159,7 +160,27 @@ def test_a_step_is_linked_with_its_kernels(waits: bytes) -> None:
     assert [x.shape for x in call.arguments] == [X.shape]
     assert {x.shape for x in call.results} == {X.shape}
     assert call.in_place == ()
-    assert launched(call.kernel) == [("k0", False), ("k0", True), ("k0", True)]
+    made = linked_module(call.launches)
+    assert launched(made) == [("k0", False), ("k0", True), ("k0", True)]
     (left,) = custom_calls(module.operation, MOSAIC_CALL)
-    assert attribute_of(left, MODULE) == call.kernel
-    assert attribute_of(left, HASH) == hashlib.sha256(call.kernel).digest()
+    assert attribute_of(left, MODULE) == b""
+    assert attribute_of(left, HASH) == linked_hash(call.launches)
+    with make_ir_context():
+        (alone,) = custom_calls(read_module(call.complete_module()).operation, MOSAIC_CALL)
+        assert attribute_of(alone, MODULE) == made
+        assert attribute_of(alone, HASH) == linked_hash(call.launches)
+
+
+def test_a_linked_call_is_named_by_all_that_it_is_made_of(
+    waits: bytes, does_not_wait: bytes
+) -> None:
+    launches = [LinkedLaunch(waits, (0, 1)), LinkedLaunch(waits, (1, 2))]
+    others = (
+        launches[:1],
+        [LinkedLaunch(waits, (0, 1)), LinkedLaunch(does_not_wait, (1, 2))],
+        [LinkedLaunch(waits, (0, 1)), LinkedLaunch(waits, (1, 0))],
+        launches[::-1],
+    )
+    names = {linked_hash(each) for each in (launches, *others)}
+    assert len(names) == 5
+    assert linked_hash(launches) == linked_hash(list(launches))

@@ -27,7 +27,7 @@ HAS_CUDA = any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 def call_of(function: Any, in_place: tuple[int, ...] = ()) -> KernelCall:
     """A call for this device, with a function of one array instead of a kernel."""
     module = export.export(jax.jit(function))(X).mlir_module_serialized
-    return KernelCall("f", current_device(), b"", module, (X,), (X,), in_place)
+    return KernelCall("f", current_device(), module, (X,), (X,), in_place)
 
 
 def loaded(executable: bytes) -> jax.stages.Compiled:

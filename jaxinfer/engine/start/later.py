@@ -1,0 +1,37 @@
+"""The executables of a server's first start that are compiled while requests are served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxinfer.core.step import Bucket
+from jaxinfer.exec.compile.build import Later
+from jaxinfer.exec.run.executor import Executor
+
+
+@dataclass(frozen=True)
+class LaterExecutables:
+    """What an engine needs of them: ``engine.loop.engine.LaterBuckets``."""
+
+    building: Later
+    executor: Executor
+    first: Sequence[Bucket]
+
+    @property
+    def unfinished(self) -> bool:
+        """See ``LaterBuckets``."""
+        return self.building.unfinished
+
+    @property
+    def has_news(self) -> bool:
+        """See ``LaterBuckets``."""
+        return self.building.has_news
+
+    def take(self) -> tuple[Bucket, ...]:
+        """See ``LaterBuckets``."""
+        return self.executor.add(self.building.take())
+
+    def close(self) -> None:
+        """See ``LaterBuckets``."""
+        self.building.close()

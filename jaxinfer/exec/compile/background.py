@@ -1,0 +1,153 @@
+"""Executables that are compiled while requests are served with the first ones.
+
+A first start of a server on a GPU compiles some 35 executables, which takes half a minute. A few
+hold every step (``Program.first_names``), so requests are served once these are loaded. A thread
+compiles the others and writes the bundle, and the engine adds each when it is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from jaxinfer.core.errors import EngineError
+from jaxinfer.core.progress import Progress
+from jaxinfer.core.staging import build_once
+from jaxinfer.exec.compile.build import (
+    Compiled,
+    Executables,
+    build_executables,
+    bundle_for,
+    compile_all,
+    load_executables,
+)
+from jaxinfer.exec.compile.bundle import (
+    NUM_THREADS,
+    StoredExecutable,
+    load_executable,
+    write_manifest,
+)
+from jaxinfer.exec.compile.memory_plan import MemoryPlan, check_workspace
+from jaxinfer.exec.compile.program import Program
+
+LOGGER = "jaxinfer.engine"
+
+
+def begin_executables(
+    program: Program,
+    *,
+    folder: Path,
+    memory: MemoryPlan,
+    progress: Progress,
+    settings: Mapping[str, Any] | None = None,
+) -> Executables:
+    """``build_executables`` that returns as soon as ``Program.first_names`` are there.
+
+    Where these are all, or the bundle ``folder`` exists, it returns all. The executables of
+    ``later`` must be added by the engine, and ``later`` be closed at its end.
+    """
+    if folder.is_dir() or set(program.first_names) == set(program.names()):
+        return build_executables(
+            program, folder=folder, memory=memory, progress=progress, settings=settings
+        )
+    building = Building(program, folder, memory, settings or {}, progress)
+    try:
+        first = building.first.result()
+    except BaseException:  # also Ctrl-C
+        building.close()
+        raise
+    return Executables(first, len(program.names()), building.workspace_bytes, building)
+
+
+@dataclass
+class Building:
+    """A thread that compiles a bundle, and loads each executable as soon as it is saved."""
+
+    program: Program
+    folder: Path
+    memory: MemoryPlan
+    settings: Mapping[str, Any]
+    progress: Progress
+    first: Future[dict[str, Compiled]] = field(default_factory=Future[dict[str, Compiled]])
+    workspace_bytes: int = 0  # the largest so far
+    _loaded: SimpleQueue[tuple[str, Compiled]] = field(default_factory=SimpleQueue)
+    _closed: bool = False
+
+    def __post_init__(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="jaxinfer-build", daemon=True)
+        self._thread.start()
+
+    @property
+    def unfinished(self) -> bool:
+        """See ``Later``."""
+        return self._thread.is_alive() or not self._loaded.empty()
+
+    @property
+    def has_news(self) -> bool:
+        """See ``Later``."""
+        return not self._loaded.empty()
+
+    def take(self) -> dict[str, Compiled]:
+        """See ``Later``."""
+        taken: dict[str, Compiled] = {}
+        while True:
+            try:
+                name, loaded = self._loaded.get_nowait()
+            except Empty:
+                return taken
+            taken[name] = loaded
+
+    def close(self) -> None:
+        """See ``Later``. What is not saved as a bundle is removed."""
+        self._closed = True
+
+    def _run(self) -> None:
+        try:
+            if not build_once(self.folder, self._fill):  # another process has compiled it
+                bundle = bundle_for(self.program, self.folder)
+                made = load_executables(self.program, bundle, self.progress)
+                self._check(made.workspace_bytes)
+                self.first.set_result(dict(made.by_name))
+        except Exception as error:
+            if not self.first.done():
+                self.first.set_exception(error)
+            elif not self._closed:
+                logging.getLogger(LOGGER).error(
+                    "the other executables cannot be compiled (%s); requests are served with the "
+                    "first ones, more slowly",
+                    error,
+                )
+
+    def _fill(self, folder: Path) -> None:
+        """Write the bundle into ``folder``: the first executables, then the others."""
+        first, every = self.program.first_names, self.program.names()
+        others = [name for name in every if name not in first]
+        stored = compile_all(self.program, first, folder, self.progress, self._check_saved)
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            loaded = pool.map(load_executable, [folder / one.file for one in stored.values()])
+            self.first.set_result(dict(zip(stored, loaded, strict=True)))
+
+        def load_saved(name: str, one: StoredExecutable) -> None:
+            self._check_saved(name, one)
+            self._loaded.put((name, load_executable(folder / one.file)))
+
+        stored |= compile_all(self.program, others, folder, self.progress, load_saved)
+        in_order = {name: stored[name] for name in every}
+        write_manifest(folder, self.program, self.memory, in_order, self.settings)
+
+    def _check_saved(self, _: str, stored: StoredExecutable) -> None:
+        self._check(stored.workspace_bytes)
+        if self._closed:
+            raise EngineError("the engine was shut down while its executables were compiled")
+
+    def _check(self, workspace_bytes: int) -> None:
+        """Raise ``ConfigError`` for an executable that needs more workspace than is planned."""
+        self.workspace_bytes = max(self.workspace_bytes, workspace_bytes)
+        check_workspace(self.memory, self.workspace_bytes)

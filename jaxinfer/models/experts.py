@@ -1,0 +1,175 @@
+"""Config keys and checkpoint tensors of mixtures of experts.
+
+The differences between families are arguments: names of keys and of tensors, and the routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.models import hf_config as hf
+from jaxinfer.models.gqa import dense_linears, linear_specs
+from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is, join, join_outputs
+from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
+from pallas_kernels.route.routing import SCORES, Groups, Routing
+
+_CHOSEN, _COUNT = "num_experts_per_tok", "num_local_experts"
+_TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
+
+
+class ExpertTensors(NamedTuple):
+    """The names of a layer's tensors, behind "model.layers.N."; {} is the number of an expert."""
+
+    router: str = "mlp.gate"
+    gate: str = "mlp.experts.{}.gate_proj"
+    up: str = "mlp.experts.{}.up_proj"
+    down: str = "mlp.experts.{}.down_proj"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+    shared: str = "mlp.shared_experts."
+
+
+_TENSORS = ExpertTensors()
+
+
+def experts_config(
+    config: Mapping[str, Any], *, count: str, width: str, routing: Routing, **more: Any
+) -> ExpertsConfig:
+    """A mixture of experts whose number and width are the keys ``count`` and ``width``.
+
+    Newer files may have the number under "num_local_experts", transformers' common name. ``more``
+    are further fields. Raises ``ConfigError`` for an activation other than SiLU, and if a token
+    would use more experts than it may.
+    """
+    hf.supported_only(config, "hidden_act", "silu", "swish")
+    if config.get(count) is None and config.get(_COUNT) is not None:
+        count = _COUNT
+    number, groups = hf.positive_int(config, count), routing.groups
+    most, where = number, f"experts of {count!r}"
+    if groups is not None:
+        if number % groups.count:
+            raise ConfigError(
+                f"config key 'n_group' is {groups.count}, which does not divide the {number} "
+                f"experts of {count!r}"
+            )
+        if groups.chosen > groups.count:
+            raise ConfigError(
+                f"config key 'topk_group' is {groups.chosen}, and there are {groups.count} groups "
+                "('n_group')"
+            )
+        most = number // groups.count * groups.chosen
+        where = f"experts of {groups.chosen} of {groups.count} groups of {count!r}"
+        if groups.score == "best_two" and number // groups.count < 2:
+            raise ConfigError(
+                f"config key 'n_group' is {groups.count}, so that a group of the {number} experts "
+                "has fewer than the two whose scores are its own"
+            )
+    if routing.chosen > most:
+        raise ConfigError(
+            f"config key {_CHOSEN!r} is {routing.chosen}, and a token can choose among {most} "
+            + where
+        )
+    return ExpertsConfig(
+        count=number, width=hf.positive_int(config, width), routing=routing, **more
+    )
+
+
+def experts_per_token(config: Mapping[str, Any]) -> int:
+    """The number of experts that a token chooses."""
+    return hf.positive_int(config, _CHOSEN)
+
+
+def grouped_routing(config: Mapping[str, Any], scores: str) -> Routing:
+    """The routing of DeepSeek's keys; ``scores`` is the family's default scoring function.
+
+    Raises ``ConfigError`` for a scoring function or a method of choice that is unknown.
+    """
+    found = config.get("scoring_func") or scores
+    if found not in SCORES:
+        raise ConfigError(
+            f"config key 'scoring_func' is {found!r}; known scoring functions are "
+            f"{', '.join(SCORES)}"
+        )
+    method = config.get("topk_method") or ("noaux_tc" if found == "sigmoid" else "greedy")
+    if method not in _TOPK_METHODS:
+        raise ConfigError(
+            f"config key 'topk_method' is {method!r}; known methods are {', '.join(_TOPK_METHODS)}"
+        )
+    groups = None
+    if method != "greedy":
+        count = hf.positive_int(config, "n_group", 1)
+        chosen = hf.positive_int(config, "topk_group", 1)
+        if (count, chosen) != (1, 1):
+            groups = Groups(count, chosen, "best_two" if method == "noaux_tc" else "best")
+    return Routing(
+        chosen=experts_per_token(config),
+        scores=found,
+        renormalised=hf.flag(config, "norm_topk_prob", found == "sigmoid"),
+        scale=hf.positive_float(config, "routed_scaling_factor", 1.0),
+        groups=groups,
+    )
+
+
+def expert_specs(
+    path: str,
+    source: str,
+    ffn: ExpertsConfig,
+    width: int,
+    names: ExpertTensors = _TENSORS,
+) -> Iterator[ParamSpec]:
+    """The parameters of a layer's experts, each of which has three tensors of its own.
+
+    ``path`` and ``source`` are the starts of the paths of parameters and of the names of tensors;
+    ``width`` is that of the residual stream.
+    """
+    yield from router_specs(path, source, ffn, width, names)
+    e, f, axes = ffn.count, ffn.width, ("experts", None, None)
+
+    def sources(name: str, expert: int, outputs: int, inputs: int) -> Source:
+        return Source(f"{source}{name.format(expert)}.weight", (outputs, inputs))
+
+    pairs = tuple(sources(name, i, f, width) for i in range(e) for name in (names.gate, names.up))
+    array = ArraySpec((e, 2 * f, width), axes)
+    yield ParamSpec(path + "gate_up", array, pairs, join, pieces=e, matrix="experts")
+    downs = tuple(sources(names.down, i, width, f) for i in range(e))
+    array = ArraySpec((e, width, f), axes)
+    yield ParamSpec(path + "down", array, downs, join, pieces=e, matrix="experts")
+    if ffn.shared is not None:
+        linears = dense_linears(ffn.shared, width, names.shared)
+        weights, biases = linear_specs(f"{path}shared/", source, linears)
+        yield from (*weights, *biases)
+
+
+def router_specs(
+    path: str, source: str, ffn: ExpertsConfig, width: int, names: ExpertTensors
+) -> Iterator[ParamSpec]:
+    """The parameters of a layer's router, which is small and never quantised."""
+    weight = Source(f"{source}{names.router}.weight", (ffn.count, width))
+    array = ArraySpec((width, ffn.count), (None, None))
+    yield ParamSpec(path + "router", array, (weight,), join_outputs)
+    if ffn.router_bias:
+        bias = Source(f"{source}{names.router}.bias", (ffn.count,))
+        yield ParamSpec(path + "router_bias", ArraySpec((ffn.count,), (None,)), (bias,), as_is)
+    if ffn.choice_bias:
+        bias = Source(f"{source}{names.choice_bias}", (ffn.count,))
+        array = ArraySpec((ffn.count,), (None,), jnp.dtype(jnp.float32))
+        yield ParamSpec(path + "choice_bias", array, (bias,), as_is)
+
+
+def unused_parameters(config: DecoderSpec) -> int:
+    """Parameters of experts that a token does not choose."""
+    layers = (layer.ffn for layer in config.layers)
+    return sum(
+        (ffn.count - ffn.routing.chosen)
+        * (3 * config.hidden_size * ffn.width + _biases(ffn, config))
+        for ffn in layers
+        if isinstance(ffn, ExpertsConfig)
+    )
+
+
+def _biases(ffn: ExpertsConfig, config: DecoderSpec) -> int:
+    """Biases of one expert."""
+    return 2 * ffn.width + config.hidden_size if ffn.bias else 0

@@ -1,0 +1,181 @@
+"""A server's first start: requests are served while most executables are still compiled."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.step import Bucket
+from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.engine.start.build import build_engine, plan_engine
+from jaxinfer.engine.start.plan import EnginePlan
+from jaxinfer.exec.compile import background, memory_plan
+from jaxinfer.exec.compile.build import compile_all
+from jaxinfer.exec.compile.bundle import open_bundle
+from jaxinfer.exec.compile.memory_plan import DeviceMemory
+from jaxinfer.exec.compile.program import Program
+from jaxinfer.sched.choose import choose_step
+from kit.checkpoints import tiny_llama_config
+
+SECONDS = 30  # timeout of waits
+FIRST = (Bucket(4), Bucket(4, 16, 1, scores=True))
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnginePlan:
+    """A plan whose program, as on a GPU, needs only some of its executables at first."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_llama_config()))
+    config = EngineConfig(
+        model=str(tmp_path),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_num_seqs=4,
+        max_model_len=64,
+        max_num_batched_tokens=16,
+        prefill_bucket_start=16,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    monkeypatch.setattr(Program, "first_buckets", FIRST)
+    return plan_engine(config)
+
+
+@contextmanager
+def paused(monkeypatch: pytest.MonkeyPatch) -> Generator[threading.Event]:
+    """Let the other executables wait for an event, which is set at the end at the latest."""
+    proceed = threading.Event()
+
+    def compiled(program: Program, names: Any, *arguments: Any) -> Any:
+        if names != program.first_names:
+            proceed.wait(SECONDS)
+        return compile_all(program, names, *arguments)
+
+    monkeypatch.setattr(background, "compile_all", compiled)
+    try:
+        yield proceed
+    finally:
+        proceed.set()
+
+
+def answers(engine: Engine) -> list[tuple[int, ...]]:
+    """The tokens of three requests at once, one of them with logprobs of its prompt."""
+    settings = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    for number, more in enumerate(({}, {"prompt_logprobs": 1}, {"logprobs": 1})):
+        own = msgspec.structs.replace(settings, **more)
+        engine.add_request(str(number), [5, 9, 3 + number], own)
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+    return [tuple(tokens[str(number)]) for number in range(3)]
+
+
+def until_compiled(engine: Engine) -> None:
+    """Step until all executables are there."""
+    waited = threading.Event()
+    for _ in range(SECONDS * 100):
+        if not engine.is_compiling:
+            return
+        engine.step()
+        waited.wait(0.01)
+    raise AssertionError("still compiling")
+
+
+def planned_buckets(monkeypatch: pytest.MonkeyPatch) -> list[Bucket]:
+    seen: list[Bucket] = []
+
+    def chosen(draft: Any) -> Any:
+        step = choose_step(draft)
+        if step is not None:
+            seen.append(step.bucket)
+        return step
+
+    monkeypatch.setattr("jaxinfer.sched.schedule.choose_step", chosen)
+    return seen
+
+
+def test_requests_are_served_before_all_is_compiled(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = planned_buckets(monkeypatch)
+    with paused(monkeypatch) as proceed:
+        engine = build_engine(plan, serves_early=True)
+        first = answers(engine)
+        assert engine.is_compiling
+        assert set(seen) <= {*FIRST}
+        proceed.set()
+        until_compiled(engine)
+    seen.clear()
+    assert answers(engine) == first
+    assert {*seen} - {*FIRST}, "smaller buckets are used once they are there"
+    assert engine.stats().num_late_compiles == 0
+    assert engine.stats().num_compiled == engine.stats().num_executables
+    folder = next((plan.cache_dir / "executables").iterdir())
+    assert [*open_bundle(folder).manifest.executables] == [*plan.program.names()]
+    again = build_engine(plan, serves_early=True)
+    assert not again.is_compiling
+    assert again.stats().num_compiled == 0
+    assert answers(again) == first
+
+
+def test_an_engine_that_ends_leaves_nothing_behind(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with paused(monkeypatch) as proceed:
+        engine = build_engine(plan, serves_early=True)
+        engine.close()
+        proceed.set()
+        for thread in threading.enumerate():
+            if thread.name == "jaxinfer-build":
+                thread.join(SECONDS)
+    assert not [*(plan.cache_dir / "executables").iterdir()]
+
+
+def test_a_failure_after_the_start_ends_no_request(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(program: Program, names: Any, *arguments: Any) -> Any:
+        if names != program.first_names:
+            raise ConfigError("no space left")
+        return compile_all(program, names, *arguments)
+
+    monkeypatch.setattr(background, "compile_all", fails)
+    with caplog.at_level(logging.ERROR):
+        engine = build_engine(plan, serves_early=True)
+        assert all(len(tokens) == 6 for tokens in answers(engine))
+        until_compiled(engine)
+    assert "cannot be compiled (no space left)" in caplog.text
+    assert all(len(tokens) == 6 for tokens in answers(engine))
+
+
+def test_a_failure_before_the_start_is_the_start_s(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise ConfigError("no kernel")
+
+    monkeypatch.setattr(background, "compile_all", fails)
+    with pytest.raises(ConfigError, match="no kernel"):
+        build_engine(plan, serves_early=True)
+    assert not [*(plan.cache_dir / "executables").iterdir()]
+
+
+def test_a_workspace_beyond_the_plan_is_refused(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = DeviceMemory(10**12, 10**12)
+    monkeypatch.setattr(memory_plan, "RESERVE_BYTES", -(10**15))
+    with pytest.raises(ConfigError, match="of workspace"):
+        build_engine(replace(plan, memory=replace(plan.memory, device=device)), serves_early=True)

@@ -1,0 +1,87 @@
+"""A mixture of experts from files is served; settings of experts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.engine.start.build import plan_engine
+from jaxinfer.exec.compile.mixed_tokens import free_prompt_tokens
+from jaxinfer.exec.run import device_memory
+from jaxinfer.models.registry import build_model
+from jaxinfer.nn.decoder_config import ExpertsConfig
+from kit.checkpoints import random_hf_tensors, write_hf_folder
+from kit.tiny_models import VOCAB_SIZE, tiny_config
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "configs.json").read_text())
+SIZES: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 96}
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
+PROMPTS = [[(7 * i * i + first) % VOCAB_SIZE for i in range(n)] for first, n in ((1, 40), (5, 3))]
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a small gpt-oss in MXFP4."""
+    config = {**tiny_config("gpt_oss"), "intermediate_size": 64, "vocab_size": VOCAB_SIZE}
+    tensors = random_hf_tensors(build_model(config, "float32"))
+    rng = np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = rng.integers(122, 126, blocks.shape[:-1], np.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    return write_hf_folder(tmp_path_factory.mktemp("gpt_oss"), config, tensors, shards=2)
+
+
+def answers(llm: LLM) -> list[tuple[int, ...]]:
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], GREEDY)
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_mxfp4_is_served_as_it_is_and_dequantised(gpt_oss: Path, tmp_path: Path) -> None:
+    settings = {**SIZES, "skip_tokenizer_init": True, "cache_dir": str(tmp_path)}
+    kept = LLM(str(gpt_oss), **settings)
+    first = answers(kept)
+    assert len({*first[0]}) > 1
+    assert answers(kept) == first  # the second time from the pages of the first
+    assert answers(LLM(str(gpt_oss), cpu_weights="float32", **settings)) == first
+
+
+def test_uniform_routing_is_for_random_weights_of_experts(gpt_oss: Path, tmp_path: Path) -> None:
+    plan = plan_engine(
+        EngineConfig(model=str(gpt_oss), load_format="dummy", dummy_routing="uniform", **SIZES)
+    )
+    ffn = plan.program.model.config.layers[0].ffn
+    assert isinstance(ffn, ExpertsConfig) and ffn.uniform
+    assert ("fp4", 32) in {(form.kind, form.group or 32) for _, form in plan.program.model.forms}
+    with pytest.raises(ConfigError, match="has weights whose routers choose; use it with load_f"):
+        plan_engine(EngineConfig(model=str(gpt_oss), dummy_routing="uniform", **SIZES))
+    dense = write_hf_folder(tmp_path, tiny_config("llama"))
+    with pytest.raises(ConfigError, match="'uniform', but LlamaForCausalLM has no experts"):
+        plan_engine(
+            EngineConfig(model=str(dense), load_format="dummy", dummy_routing="uniform", **SIZES)
+        )
+
+
+def test_prompt_tokens_beside_decode_rows_follow_from_the_experts() -> None:
+    tokens = {
+        name: free_prompt_tokens(build_model(PUBLISHED[name], "bfloat16"))
+        for name in ("qwen3-30b-a3b", "mixtral-8x7b", "qwen3-4b")
+    }
+    assert tokens == {"qwen3-30b-a3b": 2048, "mixtral-8x7b": 512, "qwen3-4b": 0}
+
+
+def test_weights_beyond_the_memory_of_a_machine_are_refused(
+    gpt_oss: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(device_memory.os, "sysconf", lambda name: 16)  # 256 bytes
+    with pytest.raises(ConfigError, match=r"weights take .* and this machine has .* of memory; us"):
+        LLM(str(gpt_oss), cache_dir=str(tmp_path), skip_tokenizer_init=True, **SIZES)

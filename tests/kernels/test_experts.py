@@ -1,0 +1,142 @@
+"""experts and route: every token has its own experts, whatever the batch and the order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.nn.ffn.experts import _shifted
+from pallas_kernels.experts import cases, native
+from pallas_kernels.experts.api import experts
+from pallas_kernels.experts.tiles import max_tiles, tiles_of
+from pallas_kernels.native.library import library, variants
+from pallas_kernels.route.api import route
+from pallas_kernels.route.routing import Groups, Routing
+
+T, COUNT, CHOSEN, D, F = 40, 7, 3, 64, 96
+
+
+@pytest.fixture(params=range(len(variants())), ids=variants())
+def variant(request: pytest.FixtureRequest) -> Iterator[int]:
+    found = library()
+    assert found is not None
+    found.jaxinfer_choose(request.param)
+    yield request.param
+    found.jaxinfer_choose(0)
+
+
+def case(name: str) -> Any:
+    return next(one for one in cases.CASES if one.name == name)
+
+
+@pytest.mark.parametrize("name", ["seven_experts", "int4_lanes", "fp4_lanes"])
+def test_native_bits_do_not_depend_on_the_other_tokens(name: str, variant: int) -> None:
+    inputs = cases.build(case(name), seed=0)
+    run = jax.jit(lambda *args: native.experts(*args, **inputs.static))
+    rng = np.random.default_rng(1)
+    stacks = [np.nan_to_num(a) if a is not None else a for a in inputs.args[3:]]
+    x = rng.standard_normal((T, inputs.args[0].shape[1]), np.float32)
+    choices = np.argsort(rng.random((T, COUNT)), axis=1)[:, :CHOSEN].astype(np.int32)
+    weights = rng.random((T, CHOSEN), np.float32)
+    whole = np.asarray(run(x, choices, weights, *stacks))
+    order = rng.permutation(T)
+    shuffled = np.asarray(run(x[order], choices[order], weights[order], *stacks))
+    np.testing.assert_array_equal(shuffled, whole[order])
+    for some in (slice(1), slice(3, 8)):
+        alone = np.asarray(run(x[some], choices[some], weights[some], *stacks))
+        np.testing.assert_array_equal(alone, whole[some])
+
+
+def test_every_pair_is_in_one_tile_of_its_expert() -> None:
+    rng = np.random.default_rng(0)
+    for width, outside in ((1, False), (4, True), (16, True), (64, False)):
+        choices = rng.integers(-2 if outside else 0, COUNT + 2 * outside, (T, CHOSEN), np.int32)
+        tiles = tiles_of(jnp.asarray(choices), COUNT, width)
+        inside = (choices >= 0) & (choices < COUNT)
+        number = len(tiles.expert)
+        assert number == max_tiles(choices.size, COUNT, width)
+        assert int(tiles.rows.sum()) == inside.sum()
+        assert (np.asarray(tiles.place)[~inside] == number * width).all()
+        pairs = np.arange(choices.size).reshape(choices.shape)
+        for pair, place in zip(pairs[inside], np.asarray(tiles.place)[inside], strict=True):
+            tile, row = divmod(int(place), width)
+            assert tiles.pairs[tile, row] == pair and row < tiles.rows[tile]
+            assert tiles.expert[tile] == choices.ravel()[pair]
+
+
+def test_a_router_of_two_groups_by_hand() -> None:
+    """Experts 0 and 1 have 5 and 1, 2 and 3 have 4 and 3.5: sums 6 and 7.5, the best 5 and 4."""
+    x, w = jnp.ones((1, 1)), jnp.array([[5.0, 1.0, 4.0, 3.5]])
+    sigmoid = 1 / (1 + np.exp(-np.array([5.0, 1.0, 4.0, 3.5])))
+    expected = {"best": [0, 1], "best_two": [2, 3]}
+    for score, experts_chosen in expected.items():
+        routing = Routing(2, "sigmoid", True, 2.0, Groups(2, 1, score))  # type: ignore[arg-type]
+        choices, weights = route(x, w, routing=routing)
+        assert choices.tolist() == [experts_chosen]
+        own = sigmoid[experts_chosen]
+        np.testing.assert_allclose(weights[0], 2 * own / own.sum(), rtol=1e-6)
+    # a bias changes who is chosen, not the weights
+    bias = jnp.array([0.0, 9.0, 0.0, 0.0])
+    choices, weights = route(x, w, routing=Routing(1, "sigmoid"), choice_bias=bias)
+    assert choices.tolist() == [[1]]
+    np.testing.assert_allclose(weights[0], sigmoid[[1]], rtol=1e-6)
+
+
+def test_of_equal_scores_the_lower_expert_is_chosen() -> None:
+    choices, weights = route(jnp.ones((2, 3)), jnp.zeros((3, 5)), routing=Routing(3))
+    assert choices.tolist() == [[0, 1, 2]] * 2
+    np.testing.assert_allclose(weights, 0.2)
+
+
+def test_uniform_choices_are_uniform_distinct_and_of_the_token_alone() -> None:
+    h = jax.random.normal(jax.random.key(0), (512, 16))
+    same = jnp.tile(jnp.arange(8, dtype=jnp.int32), (512, 1))  # all tokens alike
+    choices = np.asarray(_shifted(same, h, 128))
+    assert all(len(set(row)) == 8 for row in choices.tolist())
+    counts = np.bincount(choices.ravel(), minlength=128)
+    assert counts.sum() == 4096 and counts.min() > 8 and counts.max() < 64  # 32 expected
+    np.testing.assert_array_equal(_shifted(same[5:6], h[5:6], 128), choices[5:6])
+
+
+X, CHOICES, WEIGHTS = jnp.ones((2, D)), jnp.zeros((2, CHOSEN), jnp.int32), jnp.ones((2, CHOSEN))
+GATE_UP, DOWN = jnp.ones((COUNT, 2 * F, D)), jnp.ones((COUNT, D, F))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"choices": CHOICES[:1]}, "choices .1, 3. do not fit tokens .2, 64."),
+        ({"choices": CHOICES.astype(jnp.int8)}, "choices are int8, not int32"),
+        ({"weights": WEIGHTS[:, :2]}, "weights float32.2, 2. must be float32.2, 3."),
+        ({"gate_up": GATE_UP[0]}, "are not stacks of matrices"),
+        ({"gate_up": GATE_UP[:, :, 1:]}, "192 gates and ups of 63 inputs do not fit tokens"),
+        ({"down": DOWN[:6]}, r"down is \(6, 64, 96\) instead of \(7, 64, 96\)"),
+        ({"down": DOWN.astype(jnp.bfloat16)}, "weights are bfloat16 and tokens float32"),
+        ({"down_bias": jnp.ones((COUNT, F))}, "down_bias .7, 96. does not fit 7 experts of 64"),
+        ({"impl": "nope"}, "experts has no implementation 'nope'"),
+    ],
+)
+def test_wrong_arguments_of_experts(change: dict[str, Any], message: str) -> None:
+    given = {"choices": CHOICES, "weights": WEIGHTS, "gate_up": GATE_UP, "down": DOWN} | change
+    with pytest.raises(ValueError, match=message):
+        experts(X, **given)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"routing": Routing(6)}, "6 experts of a token are not within 1 to 5"),
+        ({"routing": Routing(2, groups=Groups(3, 1, "best"))}, "3 groups do not divide 5 experts"),
+        ({"w": jnp.zeros((2, 5))}, "tokens .2, 3. do not fit a router"),
+        ({"bias": jnp.zeros(4)}, "bias .4,. does not fit 5 experts"),
+    ],
+)
+def test_wrong_arguments_of_route(change: dict[str, Any], message: str) -> None:
+    given = {"w": jnp.zeros((3, 5)), "routing": Routing(2)} | change
+    with pytest.raises(ValueError, match=message):
+        route(jnp.ones((2, 3)), given.pop("w"), **given)
