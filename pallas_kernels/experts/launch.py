@@ -150,7 +150,8 @@ def sizes_of(
             kinds, (arrays[:NUM_ARRAYS], arrays[NUM_ARRAYS : 2 * NUM_ARRAYS]), strict=True
         )
     ]
-    all_tokens = tokens <= (ALL_TOKENS if forms[0] is None else ALL_TOKENS_QUANTISED)
+    most = ALL_TOKENS if forms[0] is None else ALL_TOKENS_QUANTISED
+    all_tokens = tokens <= most and (tokens <= MMA_TOKENS or tokens % MMA_TOKENS == 0)
     dtype = str(x.dtype)
     gate_up = (experts, width, hidden // 2, 2, *common, all_tokens, activation, dtype, forms[0])
     down = (experts, hidden // 2, width, 1, *common, False, None, dtype, forms[1])
@@ -291,13 +292,15 @@ def quantised_configs(sizes: GemmSizes) -> list[QuantisedConfig]:
 class PromptConfig:
     """Tile sizes of ``prompt``: a CTA computes ``block_n`` outputs (of gate_up as many gates and
     ups) of a tile of rows in K steps of ``block_k`` inputs, of which ``stages`` are in flight. The
-    blocks of ``group`` tiles are computed at a time.
+    blocks of ``group`` tiles are computed at a time. Of two compute warpgroups the first one is
+    ``lead`` steps ahead, so its results are written during the matmuls of the second.
     """
 
     block_n: int
     block_k: int
     stages: int
     group: int = TILES_TOGETHER
+    lead: int = 1
 
     @property
     def store_n(self) -> int:
@@ -314,7 +317,9 @@ class PromptConfig:
         divides = sizes.inner % self.block_k == 0 and sizes.outer % self.block_n == 0
         columns = self.block_n * sizes.halves <= MMA_COLUMNS and self.block_n % MMA_TOKENS == 0
         rows = sizes.width in WIDTHS and self.block_k % TILE == 0
-        return divides and columns and rows and self.stages >= 2
+        # If the first warpgroup were a whole item ahead, the second would miss its barrier phase.
+        lead = not self.lead or self.lead < self.stages <= sizes.inner // self.block_k
+        return divides and columns and rows and lead and self.stages >= 2
 
 
 @dataclass(frozen=True)
@@ -363,7 +368,6 @@ def prompt_config(sizes: GemmSizes) -> PromptConfig:
     most = MMA_COLUMNS // sizes.halves
     block_n = max(n for n in range(32, most + 1, 32) if sizes.outer % n == 0)
     step_bytes = (sizes.width + sizes.halves * block_n) * TILE * ITEM_BYTES
-    config = PromptConfig(block_n, TILE, 2)
-    out_bytes = sizes.width * config.store_n * ITEM_BYTES
+    out_bytes = sizes.width * PromptConfig(block_n, TILE, 2).store_n * ITEM_BYTES
     stages = min((SMEM_BYTES - out_bytes) // step_bytes, MAX_STAGES)
-    return PromptConfig(block_n, TILE, stages)
+    return PromptConfig(block_n, TILE, stages, lead=1 if stages <= sizes.inner // TILE else 0)

@@ -79,6 +79,7 @@ class _Scratch(NamedTuple):
     out_smem: Ref  # [warpgroups, 64, store_n]
     w_smem: Ref  # [stages, halves * block_n, block_k]
     x_smem: Ref  # [stages, width, block_k]
+    lead_barrier: Ref  # the first compute warpgroup is ``lead`` steps ahead of the second
     consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
     barriers: Ref  # [stages]: one arrival per copy
 
@@ -171,6 +172,10 @@ def _matmul(
         plgpu.barrier_arrive(scratch.consumed_barriers.at[stage_of(spec, item.first_step + step)])
 
     def multiply(acc: Ref) -> jax.Array:
+        lead = spec.config.lead if spec.warpgroups > 1 else 0
+        if lead:
+            pl.when(warpgroup > 0)(lambda: plgpu.barrier_wait(scratch.lead_barrier))
+
         @pl.loop(0, spec.num_steps)
         def _step(step: jax.Array) -> None:
             stage = stage_of(spec, item.first_step + step)
@@ -179,6 +184,10 @@ def _matmul(
             plgpu.wgmma(acc, x, scratch.w_smem.at[stage].transpose((1, 0)))
             plgpu.wgmma_wait(1)  # wait for the previous step
             pl.when(step > 0)(lambda: release(step - 1))
+            if lead:
+                pl.when((warpgroup == 0) & (step == lead - 1))(
+                    lambda: plgpu.barrier_arrive(scratch.lead_barrier)
+                )
 
         return acc[...]
 
@@ -266,6 +275,7 @@ def _scratch_types(spec: Spec) -> _Scratch:
         ),
         barriers=plgpu.Barrier(num_arrivals=sizes.halves + 1, num_barriers=config.stages),
         consumed_barriers=plgpu.Barrier(num_arrivals=spec.warpgroups, num_barriers=config.stages),
+        lead_barrier=plgpu.Barrier(),
     )
 
 

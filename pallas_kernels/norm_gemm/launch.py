@@ -67,8 +67,8 @@ def supports(
         return f"tokens, norms and weights are {x.dtype}, {norms.dtype} and {w.dtype}"
     if x.shape[0] != 1:
         return f"there are {x.shape[0]} tokens, not one"
-    if partials is None or partials.size // x.size > MAX_PARTIALS:
-        return f"there are no partials to add, or more than {MAX_PARTIALS}"
+    if partials is None or partials.size > MAX_PARTIALS:
+        return f"there are no partials to add, or more than {MAX_PARTIALS} components of a token"
     sizes = sizes_of(x, w, swiglu=swiglu)
     if sizes.inner % (TILES * COLUMNS) or sizes.inner > MAX_WIDTH or sizes.outer % COLUMNS:
         return (
