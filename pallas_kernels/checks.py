@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,16 +56,6 @@ def check_partials(
         raise ValueError(f"{op}: partials {partials.shape} do not fit tokens {x.shape}")
     if partials.dtype != dtype:
         raise ValueError(f"{op}: partials {partials.shape} are {partials.dtype}, not {dtype}")
-
-
-def refuses_sinks(supports: Callable[..., str | None]) -> Callable[..., str | None]:
-    """The ``supports`` of an attention kernel without sinks, which are the op's last array."""
-
-    def check(*args: Any, **static: Any) -> str | None:
-        *others, sinks = args
-        return "it has no sinks" if sinks is not None else supports(*others, **static)
-
-    return check
 
 
 def unfit_for_triton(values: jax.Array, pages: jax.Array) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxinfer.models.base import Model, abstract_params
+from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
 
 
 @dataclass(frozen=True)
@@ -32,32 +33,57 @@ CEILINGS: Mapping[str, Ceiling] = MappingProxyType({"NVIDIA H200": Ceiling(4.3e1
 class Costs:
     """Bytes and operations of one model."""
 
-    weight_bytes: int  # that every step reads
+    weight_bytes: int  # that every step reads, without those of experts
     kv_bytes: int  # of one token of context
     token_flops: int  # in the layers' matrices, for one token
     head_flops: int  # for one token whose logits are computed
     pair_flops: int  # in attention, for one query and one key, over all layers
+    expert_bytes: int = 0  # of all experts of all layers
+    expert_share: float = 0.0  # of a layer's experts that a token uses
+
+    def bytes_of_weights(self, tokens: float, distinct: float | None = None) -> float:
+        """Bytes of the weights that a step with so many tokens reads.
+
+        ``distinct`` is the measured share of experts that its tokens chose. Without it, tokens are
+        taken to choose independently and all experts equally often, as with ``dummy_routing``
+        "uniform"; then a layer reads 1 - (1 - share) ** tokens of its experts.
+        """
+        if distinct is None:
+            distinct = 1 - (1 - self.expert_share) ** tokens
+        return self.weight_bytes + distinct * self.expert_bytes
 
 
 def costs_of(model: Model) -> Costs:
     """From the model's own parameters, without tables of which a step gathers only a few rows."""
     config = model.config
     mixers: list[Any] = [layer.mixer for layer in config.layers]  # attention
-    weight_bytes = matrix_size = 0
+    weight_bytes = matrix_size = expert_bytes = 0
+    mixtures = [layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig)]
+    share = mixtures[0].routing.chosen / mixtures[0].count if mixtures else 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(model)):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         gathered = name == "positions" or (name == "embed" and not config.tie_word_embeddings)
+        if leaf.ndim == 3:  # a stack of experts
+            expert_bytes += leaf.size * leaf.dtype.itemsize
+            continue
         if not gathered:
             weight_bytes += leaf.size * leaf.dtype.itemsize
-        if "/" in name and leaf.ndim == 2 and "norm" not in name:
+        if "/" in name and leaf.ndim == 2 and "norm" not in name and "bias" not in name:
             matrix_size += leaf.size
     return Costs(
         weight_bytes=weight_bytes,
         kv_bytes=model.state.bytes_per_token,
-        token_flops=2 * matrix_size,
+        token_flops=2 * (matrix_size + sum(_chosen_size(ffn, config) for ffn in mixtures)),
         head_flops=2 * config.hidden_size * config.vocab_size,
         pair_flops=sum(4 * mixer.num_heads * mixer.head_dim for mixer in mixers),
+        expert_bytes=expert_bytes,
+        expert_share=share,
     )
+
+
+def _chosen_size(ffn: ExpertsConfig, config: DecoderSpec) -> int:
+    """Weights of the experts that a token uses in a layer."""
+    return 3 * ffn.routing.chosen * ffn.width * config.hidden_size
 
 
 @dataclass(frozen=True)
@@ -78,7 +104,7 @@ class Floor:
         costs = self.costs
         pairs = tokens * (tokens + 1) / 2
         one = tokens * costs.token_flops + pairs * costs.pair_flops + costs.head_flops
-        return self._seconds(costs.weight_bytes, num_prompts * one)
+        return self._seconds(costs.bytes_of_weights(num_prompts * tokens), num_prompts * one)
 
     def generate(self, num_prompts: int, num_input: int, num_output: int) -> float:
         """All prompts prefilled at once, then all of them decoded together."""
@@ -91,6 +117,6 @@ class Floor:
         return max(size / self.ceiling.bytes_per_s, flops / self.ceiling.flops_per_s)
 
 
-def decode_bytes(costs: Costs, batch: int, context: float) -> float:
-    """Bytes that a decode step reads."""
-    return costs.weight_bytes + batch * context * costs.kv_bytes
+def decode_bytes(costs: Costs, batch: int, context: float, distinct: float | None = None) -> float:
+    """Bytes that a decode step reads; ``distinct``: see ``Costs.bytes_of_weights``."""
+    return costs.bytes_of_weights(batch, distinct) + batch * context * costs.kv_bytes

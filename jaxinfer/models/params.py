@@ -83,8 +83,8 @@ class ParamSpec:
     and of a stack of E pieces
 
         experts         [E, O, I]; a piece of sources [O_i, I]
-        experts_in_out  [E, O, I]; a piece of one source [I, O], or [O, I] if it is quantised. With
-                        ``interleaved`` its outputs are of a gate and an up in turn
+        experts_in_out  [E, O, I]; a piece of one source [I, O]. With ``interleaved`` its outputs
+                        are of a gate and an up in turn
     """
 
     path: str

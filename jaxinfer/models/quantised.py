@@ -114,11 +114,8 @@ def _kept_stack(
             "use another checkpoint of this model"
         )
     sources = tuple(source._replace(form=form) for source in spec.sources)
-    if spec.matrix == "experts_in_out":  # a quantised matrix is stored by outputs
-        swapped = ((source, source.shape) for source in sources)
-        sources = tuple(one._replace(shape=(*s[:-2], s[-1], s[-2])) for one, s in swapped)
     members = sources[: spec.sources_per_piece]
-    of_piece = replace(spec, matrix="experts", pieces=None, sources=members)
+    of_piece = replace(spec, pieces=None, sources=members)
     made = _arrays((form, members), of_piece, None, None, arrangement)
     stacked = {
         name: replace(
@@ -167,7 +164,7 @@ def _arrays(
 def _size(source: Source, spec: ParamSpec) -> tuple[int, int]:
     """Outputs and inputs of a checkpoint tensor."""
     first, second = source.own_shape
-    return (second, first) if spec.matrix == "in_out" else (first, second)
+    return (second, first) if spec.matrix in ("in_out", "experts_in_out") else (first, second)
 
 
 def _axes_of_parts(axis: Axis, parts: Sequence[Part]) -> list[Axis]:

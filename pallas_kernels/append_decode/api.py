@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.append_decode import cases, launch, mosaic_launch, ref, xla
-from pallas_kernels.checks import check_paged, refuses_sinks
+from pallas_kernels.checks import check_paged
 from pallas_kernels.native import attention
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
@@ -24,10 +24,6 @@ def _mosaic_without_arrivals(*args: Any, **static: Any) -> Any:
     return _mosaic(*args[:8], **static)
 
 
-def _triton_without_sinks(*args: Any, **static: Any) -> Any:
-    return _triton(*args[:9], **static)
-
-
 OP = KernelOp(
     name="append_decode",
     ref=ref.append_decode,
@@ -36,14 +32,9 @@ OP = KernelOp(
             "mosaic",
             _mosaic_without_arrivals,
             platforms=("gpu",),
-            supports=refuses_sinks(mosaic_launch.supports),
+            supports=mosaic_launch.supports,
         ),
-        Impl(
-            "triton",
-            _triton_without_sinks,
-            platforms=("gpu",),
-            supports=refuses_sinks(launch.supports),
-        ),
+        Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
         Impl(
             "native",
             attention.append_decode,

@@ -64,13 +64,14 @@ def supports(
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     arrivals: jax.Ref | None = None,
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     eps: float,
     window: int | None = None,
 ) -> str | None:
     """Why the Triton kernel cannot run the call, or None."""
-    del cos, sin, qk_norms, v_pages, page_table, seq_lens, arrivals, scale, eps, window
+    del cos, sin, qk_norms, v_pages, page_table, seq_lens, arrivals, sinks, scale, eps, window
     (_, n, h), num_kv_heads = queries_of(qkv, k_pages).shape, k_pages.shape[2]
     if not HEAD_DIMS[0] <= h <= HEAD_DIMS[1]:
         return f"head_dim {h} is not between {HEAD_DIMS[0]} and {HEAD_DIMS[1]}"

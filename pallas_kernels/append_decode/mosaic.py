@@ -418,6 +418,7 @@ def append_decode(
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     arrivals: jax.Ref | None = None,
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     eps: float,
@@ -426,7 +427,7 @@ def append_decode(
     """See ``append_decode.api``."""
     static = {"scale": scale, "eps": eps, "window": window}
     config = choose_config(qkv, k_pages, page_table)
-    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals)
+    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals, sinks)
     return launch_with(config, *args, **static)
 
 
@@ -441,13 +442,15 @@ def launch_with(
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     arrivals: jax.Ref | None = None,
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     eps: float,
     window: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """``append_decode`` with a given configuration; the tuner calls it too."""
-    del arrivals, window  # cluster barriers replace arrivals; ``supports`` refuses windows
+    # cluster barriers replace arrivals; ``supports`` refuses windows and sinks
+    del arrivals, window, sinks
     (b, n, h), (page_size, num_kv_heads) = queries_of(qkv, k_pages).shape, k_pages.shape[1:3]
     scale *= math.log2(math.e)
     sizes = (n, num_kv_heads, h, page_size, page_table.shape[1])

@@ -55,6 +55,7 @@ def supports(
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     arrivals: jax.Ref | None = None,
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     eps: float,
@@ -76,6 +77,8 @@ def supports(
         return f"page_size {page_size} is not 8, 16, 32 or 64"
     if window is not None:
         return "it does not support windows"
+    if sinks is not None:
+        return "it does not support sinks"
     if (ctas := rows * num_kv_heads * MAX_SPLITS) < MIN_CTAS:
         return (
             f"{ctas} CTAs leave most of the device idle, and a row has at most {MAX_SPLITS} splits"

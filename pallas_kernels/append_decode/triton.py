@@ -22,6 +22,7 @@ from pallas_kernels.append_decode import launch
 from pallas_kernels.numerics import power_of_two
 
 MIN_TILE = 16  # of tl.dot, in every dimension
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -99,12 +100,14 @@ def _append_and_attend(
     page_table,  # int32[B, M]
     seq_lens,  # int32[B]
     arrivals,  # int32[>= B * K], zeros before and after; unused with one split
+    sinks,  # [N]; unused without HAS_SINKS
     out,  # [B, N, H]
     accs,  # float32[B, K, SPLITS, G, H]; unused with one split
     m_l,  # float32[B, K, SPLITS, 2, G]: m_i, l_i; unused with one split
     SCALE: tl.constexpr,  # of scores, times log2(e)
     EPS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     ROTATE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: no window
     TABLE_WIDTH: tl.constexpr,
@@ -166,6 +169,14 @@ def _append_and_attend(
         m_i = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * SCALE
         l_i = tl.full((GROUP_TILE,), 1.0, tl.float32)
         acc += value.to(tl.float32)[None, :]
+        if HAS_SINKS:
+            at_sink = sinks + kv_head * GROUP + heads
+            sink = tl.load(at_sink, mask=heads < GROUP, other=0.0).to(tl.float32) * LOG2_E
+            m_ij = tl.maximum(m_i, sink)
+            alpha = tl.exp2(m_i - m_ij)
+            acc = acc * alpha[:, None]
+            l_i = alpha + tl.exp2(sink - m_ij)
+            m_i = m_ij
 
     for first in range(start, end, BLOCK):
         position = first + keys
@@ -219,6 +230,7 @@ def append_decode(
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     arrivals: jax.Ref | None = None,  # int32[>= B * K]
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     eps: float,
@@ -227,7 +239,7 @@ def append_decode(
     """See ``append_decode.api``."""
     static = {"scale": scale, "eps": eps, "window": window}
     config = launch.choose_config(qkv, k_pages, page_table)
-    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals)
+    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals, sinks)
     return launch_with(config, *args, **static)
 
 
@@ -242,6 +254,7 @@ def launch_with(
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     arrivals: jax.Ref | None = None,  # int32[>= B * K]
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     eps: float,
@@ -265,6 +278,7 @@ def launch_with(
         page_table,
         seq_lens,
         arrivals,
+        unused if sinks is None else sinks,
         kernel=_append_and_attend,
         out_type=(
             jax.ShapeDtypeStruct((b, n, h), qkv.dtype),
@@ -274,9 +288,10 @@ def launch_with(
         grid=(splits, num_kv_heads, b),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        SCALE=scale * math.log2(math.e),
+        SCALE=scale * LOG2_E.value,
         EPS=eps,
         HAS_NORMS=qk_norms is not None,
+        HAS_SINKS=sinks is not None,
         ROTATE=cos is not None,
         WINDOW=window or 0,
         TABLE_WIDTH=page_table.shape[1],

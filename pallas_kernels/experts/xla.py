@@ -52,8 +52,10 @@ def experts(
 
     @jax.checkpoint
     def tile(expert: jax.Array, rows: jax.Array, pairs: jax.Array) -> jax.Array:
-        none = lambda *_: jnp.zeros((width, x.shape[1]), jnp.float32)  # noqa: E731
-        return jax.lax.cond(rows > 0, computed, none, expert, pairs)
+        def nothing(*_: jax.Array) -> jax.Array:  # made of ``rows``, which vary among devices
+            return jnp.broadcast_to(0 * rows.astype(jnp.float32), (width, x.shape[1]))
+
+        return jax.lax.cond(rows > 0, computed, nothing, expert, pairs)
 
     outputs = jax.lax.map(lambda one: tile(*one), (tiles.expert, tiles.rows, tiles.pairs))
     outputs = outputs.reshape(-1, x.shape[1]).at[tiles.place].get(mode="fill", fill_value=0.0)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 
-from pallas_kernels.checks import check_paged, refuses_sinks
+from pallas_kernels.checks import check_paged
 from pallas_kernels.native import attention
 from pallas_kernels.paged_prefill import cases, launch, ref, xla
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
@@ -17,27 +14,12 @@ _mosaic = imported_when_called(
 )
 _triton = imported_when_called("pallas_kernels.paged_prefill.triton", "paged_prefill")
 
-
-def _without_sinks(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **static: kernel(*args[:-1], **static)
-
-
 OP = KernelOp(
     name="paged_prefill",
     ref=ref.paged_prefill,
     impls=(
-        Impl(
-            "mosaic",
-            _without_sinks(_mosaic),
-            platforms=("gpu",),
-            supports=refuses_sinks(launch.mosaic_supports),
-        ),
-        Impl(
-            "triton",
-            _without_sinks(_triton),
-            platforms=("gpu",),
-            supports=refuses_sinks(launch.triton_supports),
-        ),
+        Impl("mosaic", _mosaic, platforms=("gpu",), supports=launch.mosaic_supports),
+        Impl("triton", _triton, platforms=("gpu",), supports=launch.triton_supports),
         Impl(
             "native",
             attention.paged_prefill,

@@ -81,6 +81,7 @@ def mosaic_supports(
     page_table: jax.Array,  # int32[R, M]
     seq_lens: jax.Array,  # int32[R]
     query_start_loc: jax.Array,  # int32[R + 1]
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     window: int | None = None,
@@ -98,6 +99,8 @@ def mosaic_supports(
         return f"{t} queries are fewer than the {MMA_QUERIES} of a tile"
     if scale <= 0.0:
         return f"scale {scale} is not positive"
+    if sinks is not None:
+        return "it does not support sinks"
     return not_hopper()
 
 
@@ -117,12 +120,13 @@ def triton_supports(
     page_table: jax.Array,  # int32[R, M]
     seq_lens: jax.Array,  # int32[R]
     query_start_loc: jax.Array,  # int32[R + 1]
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     window: int | None = None,
 ) -> str | None:
     """Why the Triton kernel cannot run the call, or None."""
-    del v_pages, page_table, seq_lens, query_start_loc, window
+    del v_pages, page_table, seq_lens, query_start_loc, sinks, window
     (_, n, h), num_kv_heads = q.shape, k_pages.shape[2]
     if not HEAD_DIMS[0] <= h <= HEAD_DIMS[1]:
         return f"head_dim {h} is not between {HEAD_DIMS[0]} and {HEAD_DIMS[1]}"

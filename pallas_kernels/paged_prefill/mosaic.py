@@ -411,11 +411,13 @@ def paged_prefill(
     page_table: jax.Array,  # int32[R, M]
     seq_lens: jax.Array,  # int32[R]
     query_start_loc: jax.Array,  # int32[R + 1]
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     window: int | None = None,
 ) -> jax.Array:  # [T, N, H]
     """See ``paged_prefill.api``."""
+    assert sinks is None, "see ``mosaic_supports``"
     num_tokens = q.shape[0]
     q = jnp.pad(q, ((0, -num_tokens % TOKEN_ALIGNMENT), (0, 0), (0, 0)))
     (t, n, h), (page_size, num_kv_heads) = q.shape, k_pages.shape[1:3]

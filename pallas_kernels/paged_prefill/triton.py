@@ -19,6 +19,8 @@ import triton.language as tl
 from pallas_kernels.numerics import power_of_two
 from pallas_kernels.paged_prefill import launch
 
+LOG2_E = tl.constexpr(math.log2(math.e))
+
 
 @triton.jit
 def _attend_blocks(
@@ -93,12 +95,14 @@ def _attend_tile(
     page_table,  # int32[R, M]
     seq_lens,  # int32[R]
     query_start_loc,  # int32[R + 1]
+    sinks,  # [N]; unused without HAS_SINKS
     out,  # [T, N, H]
     num_tokens,  # T; this and the next two are not constexpr, so all buckets share a kernel
     num_starts,  # R + 1 instead of R, since jax-triton specialises on the integer 1
     table_width,  # M
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     STARTS_TILE: tl.constexpr,  # at least R + 1
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per kv head
@@ -160,6 +164,9 @@ def _attend_tile(
     SLOT_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     m_i = tl.full((ROWS,), float("-inf"), tl.float32)
     l_i = tl.zeros((ROWS,), tl.float32)
+    if HAS_SINKS:
+        m_i = tl.load(sinks + kv_head * GROUP + pair % GROUP).to(tl.float32) * LOG2_E
+        l_i += 1.0
     acc = tl.zeros((ROWS, DIM_TILE), tl.float32)
     if WINDOW > 0:
         m_i, l_i, acc = _attend_blocks(
@@ -185,12 +192,13 @@ def paged_prefill(
     page_table: jax.Array,  # int32[R, M]
     seq_lens: jax.Array,  # int32[R]
     query_start_loc: jax.Array,  # int32[R + 1]
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     window: int | None = None,
 ) -> jax.Array:  # [T, N, H]
     """See ``paged_prefill.api``."""
-    args = (q, k_pages, v_pages, page_table, seq_lens, query_start_loc)
+    args = (q, k_pages, v_pages, page_table, seq_lens, query_start_loc, sinks)
     config = launch.choose_config(q, k_pages, seq_lens)
     return launch_with(config, *args, scale=scale, window=window)
 
@@ -203,6 +211,7 @@ def launch_with(
     page_table: jax.Array,  # int32[R, M]
     seq_lens: jax.Array,  # int32[R]
     query_start_loc: jax.Array,  # int32[R + 1]
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     window: int | None = None,
@@ -220,13 +229,15 @@ def launch_with(
         page_table,
         seq_lens,
         query_start_loc,
+        seq_lens if sinks is None else sinks,
         kernel=_attend_tile,
         out_type=q,
         grid=(num_kv_heads, t // tokens + num_starts),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        SCALE=scale * math.log2(math.e),
+        SCALE=scale * LOG2_E.value,
         WINDOW=window or 0,
+        HAS_SINKS=sinks is not None,
         num_tokens=t,
         num_starts=num_starts,
         table_width=table_width,

@@ -33,11 +33,12 @@ V2_LITE = Routing(6)
 V2 = Routing(6, scale=16.0, groups=Groups(8, 3, "best"))
 V3 = Routing(8, "sigmoid", True, 2.5, Groups(8, 4, "best_two"))
 KIMI_K2 = Routing(8, "sigmoid", True, 2.827)
-_MODELS = (  # name, width, experts, routing, bias, bias of the choice
-    ("qwen3_30b", 2048, 128, QWEN3, False, False),
-    ("gpt_oss_20b", 2880, 32, GPT_OSS, True, False),
-    ("v2_lite", 2048, 64, V2_LITE, False, False),
-    ("v3", 7168, 256, V3, False, True),
+type _Model = tuple[str, tuple[int, int], Routing, tuple[bool, bool]]
+_MODELS: tuple[_Model, ...] = (  # width and experts, bias and bias of the choice
+    ("qwen3_30b", (2048, 128), QWEN3, (False, False)),
+    ("gpt_oss_20b", (2880, 32), GPT_OSS, (True, False)),
+    ("v2_lite", (2048, 64), V2_LITE, (False, False)),
+    ("v3", (7168, 256), V3, (False, True)),
 )
 CASES = (
     RouteCase("mixtral", 5, 64, 8, Routing(2, renormalised=True)),
@@ -50,8 +51,10 @@ CASES = (
     RouteCase("qwen3_bf16", 40, 256, 128, QWEN3, dtype="bfloat16"),
     RouteCase("v3_bf16", 17, 256, 256, V3, choice_bias=True, dtype="bfloat16"),
     *(
-        RouteCase(f"{name}_t{tokens}", tokens, *sizes, dtype="bfloat16", tags=("bench", "gpu"))
-        for name, *sizes in _MODELS
+        RouteCase(
+            f"{name}_t{tokens}", tokens, *sizes, routing, *biases, "bfloat16", ("bench", "gpu")
+        )
+        for name, sizes, routing, biases in _MODELS
         for tokens in (1, 8, 64, 1024, 8192)
     ),
 )

@@ -197,6 +197,18 @@ def test_floors_of_qwen3_4b_shapes() -> None:
     assert 1e3 * floor.prefill(1, 16384) == pytest.approx(250, abs=2)
 
 
+def test_the_experts_that_a_step_reads() -> None:
+    """Qwen3-30B-A3B: 29.0 B of its parameters are experts, of which a token uses a sixteenth."""
+    config = json.loads((step.SHAPES / "qwen3-30b-a3b" / "config.json").read_text())
+    costs = costs_of(build_model(config, "bfloat16"))
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert costs.expert_bytes == 2 * experts and costs.expert_share == 1 / 16
+    assert costs.token_flops == pytest.approx(2 * (experts / 16 + 0.93e9), rel=0.05)
+    assert costs.bytes_of_weights(1) == pytest.approx(6.1e9, rel=0.02)
+    assert costs.bytes_of_weights(64) == pytest.approx(costs.bytes_of_weights(10**6), rel=0.02)
+    assert costs.bytes_of_weights(8, distinct=0.5) == costs.weight_bytes + experts
+
+
 def test_floors_by_hand() -> None:
     costs = Costs(weight_bytes=100, kv_bytes=2, token_flops=10, head_flops=5, pair_flops=1)
     slow_memory, slow_cores = Floor(costs, Ceiling(10, 1e9)), Floor(costs, Ceiling(1e9, 10))

@@ -22,6 +22,7 @@ from kit.tiny_models import VOCAB_SIZE, tiny_config
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "configs.json").read_text())
 SIZES: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 96}
+SIZES |= {"skip_tokenizer_init": True}
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
 PROMPTS = [[(7 * i * i + first) % VOCAB_SIZE for i in range(n)] for first, n in ((1, 40), (5, 3))]
 
@@ -47,7 +48,7 @@ def answers(llm: LLM) -> list[tuple[int, ...]]:
 
 
 def test_mxfp4_is_served_as_it_is_and_dequantised(gpt_oss: Path, tmp_path: Path) -> None:
-    settings = {**SIZES, "skip_tokenizer_init": True, "cache_dir": str(tmp_path)}
+    settings = {**SIZES, "cache_dir": str(tmp_path)}
     kept = LLM(str(gpt_oss), **settings)
     first = answers(kept)
     assert len({*first[0]}) > 1
@@ -64,8 +65,8 @@ def test_uniform_routing_is_for_random_weights_of_experts(gpt_oss: Path, tmp_pat
     assert ("fp4", 32) in {(form.kind, form.group or 32) for _, form in plan.program.model.forms}
     with pytest.raises(ConfigError, match="has weights whose routers choose; use it with load_f"):
         plan_engine(EngineConfig(model=str(gpt_oss), dummy_routing="uniform", **SIZES))
-    dense = write_hf_folder(tmp_path, tiny_config("llama"))
-    with pytest.raises(ConfigError, match="'uniform', but LlamaForCausalLM has no experts"):
+    dense = write_hf_folder(tmp_path, tiny_config("mistral"))
+    with pytest.raises(ConfigError, match="'uniform', but MistralForCausalLM has no experts"):
         plan_engine(
             EngineConfig(model=str(dense), load_format="dummy", dummy_routing="uniform", **SIZES)
         )
@@ -84,4 +85,4 @@ def test_weights_beyond_the_memory_of_a_machine_are_refused(
 ) -> None:
     monkeypatch.setattr(device_memory.os, "sysconf", lambda name: 16)  # 256 bytes
     with pytest.raises(ConfigError, match=r"weights take .* and this machine has .* of memory; us"):
-        LLM(str(gpt_oss), cache_dir=str(tmp_path), skip_tokenizer_init=True, **SIZES)
+        LLM(str(gpt_oss), cache_dir=str(tmp_path), **SIZES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,9 +12,9 @@ import numpy as np
 import pytest
 
 from jaxinfer.nn.ffn.experts import _shifted
-from pallas_kernels.experts import cases, native
+from pallas_kernels.experts import cases, native, ref
 from pallas_kernels.experts.api import experts
-from pallas_kernels.experts.tiles import max_tiles, tiles_of
+from pallas_kernels.experts.tiles import Tiles, max_tiles, tiles_of
 from pallas_kernels.native.library import library, variants
 from pallas_kernels.route.api import route
 from pallas_kernels.route.routing import Groups, Routing
@@ -52,18 +53,31 @@ def test_native_bits_do_not_depend_on_the_other_tokens(name: str, variant: int) 
         np.testing.assert_array_equal(alone, whole[some])
 
 
+@pytest.mark.parametrize("name", ["int4_lanes", "int8_lanes", "q4_k_lanes", "fp4_lanes"])
+def test_native_experts_with_quantised_weights(name: str) -> None:
+    """Two products whose activations are rounded to 16 bits."""
+    inputs = cases.build(case(name), seed=0)
+    assert native.supports(*inputs.args, **inputs.static) is None
+    found = np.asarray(jax.jit(lambda *args: native.experts(*args, **inputs.static))(*inputs.args))
+    by_rows = replace(case(name), lanes=False)
+    plain = cases.build(by_rows, seed=0)
+    expected = np.asarray(ref.experts(*plain.args, **plain.static))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4 * np.abs(expected).max())
+
+
 def test_every_pair_is_in_one_tile_of_its_expert() -> None:
     rng = np.random.default_rng(0)
     for width, outside in ((1, False), (4, True), (16, True), (64, False)):
         choices = rng.integers(-2 if outside else 0, COUNT + 2 * outside, (T, CHOSEN), np.int32)
-        tiles = tiles_of(jnp.asarray(choices), COUNT, width)
+        made = jax.jit(tiles_of, static_argnums=(1, 2))(choices, COUNT, width)
+        tiles = Tiles(*map(np.asarray, made))
         inside = (choices >= 0) & (choices < COUNT)
         number = len(tiles.expert)
         assert number == max_tiles(choices.size, COUNT, width)
         assert int(tiles.rows.sum()) == inside.sum()
-        assert (np.asarray(tiles.place)[~inside] == number * width).all()
+        assert (tiles.place[~inside] == number * width).all()
         pairs = np.arange(choices.size).reshape(choices.shape)
-        for pair, place in zip(pairs[inside], np.asarray(tiles.place)[inside], strict=True):
+        for pair, place in zip(pairs[inside], tiles.place[inside], strict=True):
             tile, row = divmod(int(place), width)
             assert tiles.pairs[tile, row] == pair and row < tiles.rows[tile]
             assert tiles.expert[tile] == choices.ravel()[pair]
@@ -96,7 +110,7 @@ def test_of_equal_scores_the_lower_expert_is_chosen() -> None:
 def test_uniform_choices_are_uniform_distinct_and_of_the_token_alone() -> None:
     h = jax.random.normal(jax.random.key(0), (512, 16))
     same = jnp.tile(jnp.arange(8, dtype=jnp.int32), (512, 1))  # all tokens alike
-    choices = np.asarray(_shifted(same, h, 128))
+    choices = np.asarray(jax.jit(_shifted, static_argnums=2)(same, h, 128))
     assert all(len(set(row)) == 8 for row in choices.tolist())
     counts = np.bincount(choices.ravel(), minlength=128)
     assert counts.sum() == 4096 and counts.min() > 8 and counts.max() < 64  # 32 expected

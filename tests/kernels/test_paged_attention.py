@@ -111,7 +111,7 @@ def test_chunks_agree_with_decode(window: int | None) -> None:
     """However a prompt is split into chunks, every token has the result of decoding it."""
     case = PagedCase("prompt", SMOL, (200,), (200,), window=window)
     inputs = prefill_cases.build(case, 0)
-    q, k_pages, v_pages, table, _, _ = map(jnp.asarray, inputs.args)
+    q, k_pages, v_pages, table, *_ = jax.tree.map(jnp.asarray, inputs.args)
     decode = jax.jit(partial(attend, **inputs.static))
     rows = jnp.broadcast_to(table, (200, table.shape[1]))
     expected = decode(q, k_pages, v_pages, rows, jnp.arange(1, 201, dtype=jnp.int32))
@@ -132,7 +132,7 @@ def test_padding_queries_are_exactly_zero() -> None:
     """Also after a tile that extends into them."""
     case = PagedCase("padded", SMOL, (TILE + 3, 5), (TILE + 3, 5), padding=TILE)
     inputs = prefill_cases.build(case, 0)
-    out = np.asarray(paged_prefill(*map(jnp.asarray, inputs.args), **inputs.static))
+    out = np.asarray(paged_prefill(*jax.tree.map(jnp.asarray, inputs.args), **inputs.static))
     assert np.isfinite(out).all()
     assert (out[TILE + 8 :] == 0).all() and (out[: TILE + 8] != 0).any(axis=(1, 2)).all()
 

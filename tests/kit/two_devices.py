@@ -23,7 +23,7 @@ from jaxinfer.models.base import Model
 from jaxinfer.models.params import by_path
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.context import Angles, StepContext, dense_context
-from jaxinfer.nn.decoder_config import LayerSpec
+from jaxinfer.nn.decoder_config import ExpertsConfig, FeedForwardSpec, LayerSpec
 from jaxinfer.nn.linear import Norm, Stream
 from jaxinfer.nn.placement import TENSOR, Placement, default_placement, placement_on
 from jaxinfer.nn.rope import rope_tables
@@ -41,8 +41,10 @@ from kit.checkpoints import (
 from kit.engines import tiny_limits
 from kit.memory_checkpoint import InMemory, source_of
 from kit.mixed_family import FAMILY, mixed_decoder, mixed_tensors
+from kit.tiny_models import tiny_config
 
 CONFIG = tiny_llama_config(attention_bias=True, mlp_bias=True)
+EXPERTS = {**tiny_config("gpt_oss"), "hidden_size": 64, "num_local_experts": 4}
 Q, KV, F, V = 64, 32, 128, 96  # widths of the tiny model
 # by name: what one of two devices holds of the whole array; of others each has all
 SPLIT = {
@@ -160,7 +162,7 @@ def check_layer(placement: Placement, config: HFConfig) -> None:
             num_heads=layer.mixer.num_heads // 2,
             num_kv_heads=layer.mixer.num_kv_heads // 2,
         ),
-        ffn=replace(layer.ffn, width=layer.ffn.width // 2),
+        ffn=_share(layer.ffn),
     )
     own = params[placement]["layers_0"]
     specs = jax.tree.map(lambda array: array.sharding.spec, own)
@@ -171,6 +173,13 @@ def check_layer(placement: Placement, config: HFConfig) -> None:
         out_specs=PartitionSpec(),
     )
     np.testing.assert_allclose(jax.jit(divided)(own, x), whole, rtol=1e-5, atol=1e-5)
+
+
+def _share(ffn: FeedForwardSpec) -> FeedForwardSpec:
+    """A device's part of a network; experts are divided by their number, of which it knows all."""
+    if isinstance(ffn, ExpertsConfig):
+        return ffn if ffn.shared is None else replace(ffn, shared=_share(ffn.shared))
+    return replace(ffn, width=ffn.width // 2)
 
 
 def _same_place(abstract: jax.ShapeDtypeStruct, array: jax.Array) -> None:
@@ -186,7 +195,8 @@ def main(folder: Path) -> None:
     check_weights(folder, placement)
     check_stacks(placement, folder)
     check_state(placement)
-    for config in (CONFIG, tiny_olmo2_config()):  # the latter has norms over all devices' heads
+    # OLMo 2 has norms over all devices' heads
+    for config in (CONFIG, tiny_olmo2_config(), EXPERTS):
         check_layer(placement, config)
     second = jax.devices()[1]
     with jax.default_device(second):

@@ -30,21 +30,22 @@ def views_of(name: str) -> Views:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_views_are_the_columns_that_attention_uses(name: str) -> None:
     m = views_of(name)
-    mixer, d = m.model.config.layers[1].mixer, m.model.config.hidden_size
+    last = len(m.model.config.layers) - 1
+    mixer, d = m.model.config.layers[last].mixer, m.model.config.hidden_size
     n, k, h = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim  # type: ignore[attr-defined]
     x = jax.random.normal(jax.random.key(0), (3, d))
-    layer = m.params["layers_1"]
+    layer = m.params[f"layers_{last}"]
     q, key, v = jnp.split(x @ layer["qkv"], (n * h, (n + k) * h), axis=1)
     for view, whole, heads in ((m.W_Q, q, n), (m.W_K, key, k), (m.W_V, v, k)):
-        assert len(view) == len(m.model.config.layers) and view[1].shape == (heads, d, h)
+        assert len(view) == len(m.model.config.layers) and view[last].shape == (heads, d, h)
         for head in range(heads):
             own = whole[:, head * h : (head + 1) * h]
-            np.testing.assert_allclose(x @ view[1, head], own, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(x @ view[last, head], own, rtol=1e-5, atol=1e-5)
     z = jax.random.normal(jax.random.key(1), (3, n, h))
-    by_head = jnp.einsum("TNH,NHD->TD", z, m.W_O[1])
+    by_head = jnp.einsum("TNH,NHD->TD", z, m.W_O[last])
     np.testing.assert_allclose(by_head, z.reshape(3, -1) @ layer["o"], rtol=1e-4, atol=1e-5)
     if all(isinstance(one.ffn, FeedForwardConfig) for one in m.model.config.layers):
-        np.testing.assert_array_equal(m.W_down[1], layer["down"])
+        np.testing.assert_array_equal(m.W_down[last], layer["down"])
     else:
         with pytest.raises(AttributeError, match="not all feed-forward networks are dense"):
             _ = m.W_down

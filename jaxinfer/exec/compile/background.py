@@ -2,7 +2,8 @@
 
 A first start of a server on a GPU compiles some 35 executables, which takes half a minute. A few
 hold every step (``Program.first_names``), so requests are served once these are loaded. A thread
-compiles the others and writes the bundle, and the engine adds each when it is loaded.
+compiles the others and writes the bundle, and the engine adds each when it is loaded. If the
+process ends before, the next start still finds the first ones.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from shutil import copyfile, rmtree
 from typing import Any
 
 from jaxinfer.core.errors import EngineError
@@ -35,6 +37,7 @@ from jaxinfer.exec.compile.bundle import (
 )
 from jaxinfer.exec.compile.memory_plan import MemoryPlan, check_workspace
 from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.compile.reuse import take_cached
 
 LOGGER = "jaxinfer.engine"
 
@@ -110,7 +113,9 @@ class Building:
 
     def _run(self) -> None:
         try:
-            if not build_once(self.folder, self._fill):  # another process has compiled it
+            if build_once(self.folder, self._fill):
+                rmtree(self._kept, ignore_errors=True)
+            else:  # another process has compiled it
                 bundle = bundle_for(self.program, self.folder)
                 made = load_executables(self.program, bundle, self.progress)
                 self._check(made.workspace_bytes)
@@ -127,20 +132,39 @@ class Building:
 
     def _fill(self, folder: Path) -> None:
         """Write the bundle into ``folder``: the first executables, then the others."""
-        first, every = self.program.first_names, self.program.names()
-        others = [name for name in every if name not in first]
-        stored = compile_all(self.program, first, folder, self.progress, self._check_saved)
+        program, progress = self.program, self.progress
+        stored = take_cached(program, self.folder.parent, folder, progress)
+        first = [name for name in program.first_names if name not in stored]
+        stored |= compile_all(program, first, folder, progress, self._check_saved)
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             loaded = pool.map(load_executable, [folder / one.file for one in stored.values()])
             self.first.set_result(dict(zip(stored, loaded, strict=True)))
+        self._keep(folder, stored)
 
         def load_saved(name: str, one: StoredExecutable) -> None:
             self._check_saved(name, one)
             self._loaded.put((name, load_executable(folder / one.file)))
 
-        stored |= compile_all(self.program, others, folder, self.progress, load_saved)
-        in_order = {name: stored[name] for name in every}
-        write_manifest(folder, self.program, self.memory, in_order, self.settings)
+        others = [name for name in program.names() if name not in stored]
+        stored |= compile_all(program, others, folder, progress, load_saved)
+        write_manifest(folder, program, self.memory, self._in_order(stored), self.settings)
+
+    def _keep(self, folder: Path, stored: Mapping[str, StoredExecutable]) -> None:
+        """Keep the first executables for the next start, if this one ends before the bundle."""
+
+        def copy(partial: Path) -> None:
+            for one in stored.values():
+                copyfile(folder / one.file, partial / one.file)
+            write_manifest(partial, self.program, self.memory, self._in_order(stored), {})
+
+        build_once(self._kept, copy)
+
+    @property
+    def _kept(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.first")
+
+    def _in_order(self, stored: Mapping[str, StoredExecutable]) -> dict[str, StoredExecutable]:
+        return {name: stored[name] for name in self.program.names() if name in stored}
 
     def _check_saved(self, _: str, stored: StoredExecutable) -> None:
         self._check(stored.workspace_bytes)

@@ -193,6 +193,8 @@ def compile_all(
     XLA compiles longest have the last names. Saving holds the interpreter lock for 0.1 s each, so
     it begins when all steps are traced, and steps that can be lowered are lowered first.
     """
+    if not names:
+        return {}
     threads = os.cpu_count() or 1
     to_link = [name for name in names if program.links_kernels(name)]
     others = [name for name in reversed(names) if name not in to_link]

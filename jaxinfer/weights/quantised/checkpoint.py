@@ -82,7 +82,10 @@ class QuantisedCheckpoint:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """See ``Checkpoint``; a quantised matrix has its logical shape, [outputs, inputs]."""
+        """See ``Checkpoint``; a quantised matrix has its logical shape, [outputs, inputs].
+
+        A stack has the shape of one of floats, [experts, inputs, outputs].
+        """
         return self._tensors
 
     @property
@@ -93,7 +96,8 @@ class QuantisedCheckpoint:
     def read(self, name: str, part: int | None = None) -> np.ndarray:
         """See ``Checkpoint``; a quantised matrix is dequantised to float32."""
         if name in self._matrices:
-            return dequantised(self.read_quantised(name, part))
+            matrix = dequantised(self.read_quantised(name, part))
+            return matrix if part is None else matrix.T
         return self._checkpoint.read(name, part)
 
     def read_quantised(self, name: str, part: int | None = None) -> Quantised:

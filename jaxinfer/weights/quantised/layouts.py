@@ -203,7 +203,8 @@ def mxfp4(parts: Parts, scheme: WeightScheme) -> StoredMatrix:
         pairs = read(parts.name("_blocks")).reshape(outputs, -1)
         return Quantised("fp4", from_pairs(pairs), powers_of_2(read(parts.name("_scales"))))
 
-    return parts.stored("_blocks", form, (*stack, outputs, inputs), load)
+    shape = (*stack, inputs, outputs) if stack else (outputs, inputs)
+    return parts.stored("_blocks", form, shape, load)
 
 
 def powers_of_2(exponents: np.ndarray) -> np.ndarray:  # uint8, e8m0 -> bfloat16

@@ -35,7 +35,7 @@ class StoredMatrix:
     """
 
     form: Form
-    shape: Shape  # [O, I], or of a stack [E, O, I], whose matrices are loaded one by one
+    shape: Shape  # [O, I]; of a stack [E, I, O], as stacks of floats are
     names: tuple[str, ...]  # of its tensors
     load: Callable[[Read], Quantised]
     check: Callable[[Read], None] | None = None
@@ -110,7 +110,7 @@ class Parts:
     ) -> StoredMatrix:
         """The matrix of the tensors that were taken; ``role`` is the tensor of its values."""
         try:
-            form.arrays(*shape[-2:])
+            form.arrays(*(shape if len(shape) == 2 else shape[:0:-1]))
         except ValueError as error:
             raise CheckpointError(
                 f"tensor {self.name(role)} cannot be kept as {form}: {error}; use another "

@@ -1,0 +1,101 @@
+"""The mixture of experts of a layer equals its formula, with everything that a family may have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.nn.context import Rows, StepContext, dense_context
+from jaxinfer.nn.decoder_config import ExpertsConfig, FeedForwardConfig
+from jaxinfer.nn.linear import Norm, Stream, added
+from pallas_kernels.experts.stack import Activation
+from pallas_kernels.route.routing import Groups, Routing
+
+T, D = 9, 16
+SHARED = FeedForwardConfig(width=20, activation="silu", gated=True)
+CONFIG = ExpertsConfig(
+    count=6,
+    width=12,
+    routing=Routing(2, "sigmoid", True, 2.5, Groups(3, 2, "best_two")),
+    activation=Activation(limit=1.0, alpha=1.5, shift=0.5),
+    bias=True,
+    router_bias=True,
+    choice_bias=True,
+    shared=SHARED,
+)
+X = np.random.default_rng(0).standard_normal((T, D)).astype(np.float32)
+NORM = Norm(jnp.ones((1, D)), 0, 1e-5)
+
+
+def params_of(config: ExpertsConfig) -> Any:
+    def init(key: jax.Array) -> Any:
+        return config.module().init(key, Stream(jnp.asarray(X)), NORM, dense_context(T))
+
+    shapes = jax.eval_shape(init, jax.random.key(0))["params"]
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(np.float32) / 2, shapes)
+
+
+def applied(config: ExpertsConfig, params: Any, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
+    variables = {"params": jax.tree.map(jnp.asarray, params)}
+    return config.module().apply(variables, Stream(jnp.asarray(X)), NORM, ctx)  # type: ignore[return-value]
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def expected(p: Any) -> np.ndarray:
+    h = X / np.sqrt((X**2).mean(1, keepdims=True) + 1e-5)
+    scores = sigmoid(h @ p["router"] + p["router_bias"])
+    ranks = scores + p["choice_bias"]
+    out = np.zeros((T, D))
+    for t in range(T):
+        groups = ranks[t].reshape(3, 2).sum(1)
+        allowed = np.repeat(np.isin(np.arange(3), np.argsort(-groups)[:2]), 2)
+        chosen = np.argsort(-np.where(allowed, ranks[t], -np.inf))[:2]
+        for e in chosen:
+            gate, up = np.split(p["gate_up"][e] @ h[t] + p["gate_up_bias"][e], 2)
+            gate, up = np.minimum(gate, 1), np.clip(up, -1, 1)
+            y = p["down"][e] @ (gate * sigmoid(1.5 * gate) * (up + 0.5)) + p["down_bias"][e]
+            out[t] += 2.5 * scores[t, e] / scores[t, chosen].sum() * y
+    gate, up = np.split(h @ p["shared"]["gate_up"], 2, axis=1)
+    return out + (gate * sigmoid(gate) * up) @ p["shared"]["down"]
+
+
+def test_the_formula() -> None:
+    params = params_of(CONFIG)
+    assert params["choice_bias"].shape == (6,) and params["shared"]["down"].shape == (20, D)
+    x, out = applied(CONFIG, params, dense_context(T))
+    np.testing.assert_array_equal(x, X)
+    np.testing.assert_allclose(out, expected(params), rtol=1e-4, atol=1e-5)
+
+
+def test_padding_tokens_choose_nothing() -> None:
+    """Their experts, of which the weights are NaN, are not read."""
+    config = replace(CONFIG, shared=None, routing=Routing(1), choice_bias=False, router_bias=False)
+    params = params_of(config)
+    h = X / np.sqrt((X**2).mean(1, keepdims=True) + 1e-5)
+    own = np.argmax(h @ params["router"], axis=1)
+    params["gate_up"][own[0]] = np.nan
+    real = own != own[0]
+    assert real.any()
+    nothing = jnp.zeros(0, jnp.int32)
+    rows = Rows(nothing, jnp.asarray(real), *[nothing] * 4)
+    ctx = replace(dense_context(T), rows=rows)
+    _, out = applied(config, params, ctx)
+    assert np.isfinite(out).all()
+    assert np.abs(out[real]).min(axis=0).any() and not np.any(np.asarray(out)[~real])
+
+
+def test_deltas_are_added_in_float32() -> None:
+    small, large = jnp.full((2, 3), 2.0**-9, jnp.bfloat16), jnp.ones((2, 3), jnp.bfloat16)
+    partials = jnp.stack([large, small]).astype(jnp.float32)
+    assert added(partials, small).shape == (3, 2, 3)
+    total = Stream(jnp.zeros_like(large), added(partials, small)).total()
+    np.testing.assert_array_equal(total, jnp.full((2, 3), 1 + 2.0**-8, jnp.bfloat16))
+    assert added(large, small).dtype == jnp.bfloat16
