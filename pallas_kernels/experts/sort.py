@@ -164,7 +164,7 @@ def tiles_of(choices: jax.Array, num_experts: int, width: int) -> Tiles:  # int3
             kernel=_count,
             out_type=jax.ShapeDtypeStruct((grid[0], tile), jnp.int32),
             grid=grid,
-            num_warps=4,
+            num_warps=8,
             num_stages=1,
             CHUNK=chunk,
             **sizes,

@@ -7,7 +7,9 @@ them. What the interpreter cannot do with registers is replaced (``kit.tiled_shi
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,8 @@ from kit.tiled_shims import replace_registers
 from pallas_kernels.experts import cases, decode, hopper, launch, prompt, sort, tiles
 from pallas_kernels.experts.api import OP
 from pallas_kernels.experts.cases import ExpertsCase
-from pallas_kernels.registry import Impl
+from pallas_kernels.experts.stack import PLAIN
+from pallas_kernels.registry import Impl, select
 from pallas_kernels.testing import mismatch
 
 HOPPER = next(impl for impl in OP.impls if impl.name == "hopper")
@@ -58,10 +61,14 @@ def _gather(rows: jax.Array, place: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 @pytest.fixture
-def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def sorted_by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sort, "tiles_of", tiles.tiles_of)
     monkeypatch.setattr(sort, "spread", _spread)
     monkeypatch.setattr(sort, "gather", _gather)
+
+
+@pytest.fixture
+def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter would start a thread for each warp.
     monkeypatch.setattr(plgpu, "warp_map", lambda run: run(jnp.int32(0)))
     few_sms = SimpleNamespace(num_sms=3)  # so that CTAs compute several items
@@ -76,10 +83,56 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", INTERPRETED.values(), ids=INTERPRETED)
-@pytest.mark.usefixtures("replaced", "on_hopper")
+@pytest.mark.usefixtures("sorted_by_definition", "replaced", "on_hopper")
 def test_the_interpreter_agrees_with_the_definition(case: ExpertsCase) -> None:
     inputs = OP.build(case, 0)
     assert HOPPER.refuses("gpu", inputs.args, inputs.static) is None
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         problem = mismatch(OP, Impl("hopper", hopper.experts), case, inputs)
     assert problem is None, problem
+
+
+def _shapes(case: ExpertsCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a case's call, without their values."""
+    tokens, count, d, f = case.tokens, case.count, case.width, case.inner
+    of, dtype = jax.ShapeDtypeStruct, jnp.dtype(case.dtype)
+
+    def stack(outer: int, inner: int) -> tuple[Any, ...]:
+        if case.form == PLAIN:
+            return (of((count, outer, inner), dtype), None, None, None, None)
+        values = of((count, outer, inner // 2), jnp.uint8)
+        return (values, of((count, outer, inner // case.group), jnp.float16), None, None, None)
+
+    bias = [of((count, size), dtype) if case.biases else None for size in (2 * f, d)]
+    choices = [of((tokens, case.chosen), kind) for kind in (jnp.int32, jnp.float32)]
+    kind = case.form + "_tiles" * (case.form != PLAIN)
+    static = {"kinds": (kind, kind), "activation": case.activation, "split": case.split}
+    return (of((tokens, d), dtype), *choices, *stack(2 * f, d), *stack(d, f), *bias), static
+
+
+@pytest.mark.parametrize("name", LOWERED)
+@pytest.mark.usefixtures("sorted_by_definition", "on_hopper")
+def test_chosen_and_lowered_for_hopper(name: str) -> None:
+    args, static = _shapes(CASES[name])
+    assert select(OP, "gpu", args, static).name == "hopper"
+    step = jax.jit(partial(hopper.experts, **static))
+    text = step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 2
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        pytest.param(replace(BF16, dtype="float32"), "tokens are float32", id="float32"),
+        pytest.param(replace(BF16, width=96), "96 or 64 components", id="width"),
+        pytest.param(replace(TILES, tiled=False), "int4 weights are not arranged", id="by_rows"),
+        pytest.param(replace(BF16, form="fp8", group=0), "fp8 weights are not", id="fp8"),
+        pytest.param(
+            replace(TILES, form="int4_offsets", tokens=MANY), "no K steps fit", id="offsets"
+        ),
+        pytest.param(BF16, "compute capability none, not 9.x", id="device"),
+    ],
+)
+def test_refusals(case: ExpertsCase, reason: str) -> None:
+    inputs = OP.build(case, 0)
+    assert reason in (HOPPER.refuses("gpu", inputs.args, inputs.static) or "")
