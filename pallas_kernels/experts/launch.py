@@ -143,7 +143,7 @@ def sizes_of(
     experts, hidden, _ = size_of(kinds[0], arrays[:NUM_ARRAYS])
     rows = width_of(tokens, chosen, experts)
     tiles = max_tiles(choices.size, experts, rows)
-    common: Any = (tokens, chosen, tiles, rows)
+    common = (tokens, chosen, tiles, rows)
     forms = [
         Tiled.of(kind, one)
         for kind, one in zip(
@@ -153,9 +153,11 @@ def sizes_of(
     most = ALL_TOKENS if forms[0] is None else ALL_TOKENS_QUANTISED
     all_tokens = tokens <= most and (tokens <= MMA_TOKENS or tokens % MMA_TOKENS == 0)
     dtype = str(x.dtype)
-    gate_up = (experts, width, hidden // 2, 2, *common, all_tokens, activation, dtype, forms[0])
-    down = (experts, hidden // 2, width, 1, *common, False, None, dtype, forms[1])
-    return GemmSizes(*gate_up), GemmSizes(*down)
+    gate_up = GemmSizes(
+        experts, width, hidden // 2, 2, *common, all_tokens, activation, dtype, forms[0]
+    )
+    down = GemmSizes(experts, hidden // 2, width, 1, *common, False, None, dtype, forms[1])
+    return gate_up, down
 
 
 def supports(

@@ -122,7 +122,7 @@ def _sort(
     COUNTED: tl.constexpr,
 ):
     """The places of a block's pairs, PART by PART; the first CTA also writes the tiles."""
-    numbers, before = _numbers_of_experts(
+    numbers, before = _numbers_of_experts(  # type: ignore[misc]
         choices, counts, PAIRS, EXPERTS_TILE, BLOCK, CHUNK, COUNTED
     )
     expert = tl.arange(0, EXPERTS_TILE)
