@@ -6,6 +6,7 @@ them. What the interpreter cannot do with registers is replaced (``kit.tiled_shi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -46,7 +47,17 @@ INTERPRETED = {
     "int4_prompt": replace(TILES, tokens=MANY, load="holes"),
     "fp4_prompt": replace(TILES, tokens=MANY, form="fp4", biases=True, activation=cases.CLAMPED),
 }
+NIGHTLY = (
+    *("several_steps", "one_expert_has_all", "prompt_few_experts", "int4", "int4_zeros", "int8"),
+    *("int4_prompt", "qwen3_30b_t1024", "qwen3_30b_int4_t64"),
+)
 LOWERED = ("qwen3_30b_t1", "qwen3_30b_t1024", "qwen3_30b_int4_t64", "gpt_oss_20b_fp4_t8192")
+
+
+def _marked(names: Iterable[str]) -> list[Any]:
+    """Parameters of the names, some of them for nightly runs."""
+    nightly = {name: pytest.mark.nightly for name in NIGHTLY}
+    return [pytest.param(name, marks=nightly.get(name, ()), id=name) for name in names]
 
 
 def _spread(x: jax.Array, place: jax.Array, num_rows: int) -> jax.Array:
@@ -82,9 +93,10 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "not_hopper", lambda: None)
 
 
-@pytest.mark.parametrize("case", INTERPRETED.values(), ids=INTERPRETED)
+@pytest.mark.parametrize("name", _marked(INTERPRETED))
 @pytest.mark.usefixtures("sorted_by_definition", "replaced", "on_hopper")
-def test_the_interpreter_agrees_with_the_definition(case: ExpertsCase) -> None:
+def test_the_interpreter_agrees_with_the_definition(name: str) -> None:
+    case = INTERPRETED[name]
     inputs = OP.build(case, 0)
     assert HOPPER.refuses("gpu", inputs.args, inputs.static) is None
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
@@ -110,7 +122,7 @@ def _shapes(case: ExpertsCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (of((tokens, d), dtype), *choices, *stack(2 * f, d), *stack(d, f), *bias), static
 
 
-@pytest.mark.parametrize("name", LOWERED)
+@pytest.mark.parametrize("name", _marked(LOWERED))
 @pytest.mark.usefixtures("sorted_by_definition", "on_hopper")
 def test_chosen_and_lowered_for_hopper(name: str) -> None:
     args, static = _shapes(CASES[name])
