@@ -12,6 +12,7 @@ from jaxinfer.core.version import VERSION
 if TYPE_CHECKING:
     from jaxinfer.core.config import EngineConfig
     from jaxinfer.core.request import SamplingParams
+    from jaxinfer.core.structured import StructuredOutputsParams
     from jaxinfer.engine.api.async_llm import AsyncLLM
     from jaxinfer.engine.api.language_model import LanguageModel
     from jaxinfer.engine.api.llm import LLM
@@ -30,6 +31,7 @@ __all__ = (
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "load",
     "save",
 )
@@ -41,6 +43,8 @@ def __getattr__(name: str) -> Any:
             module = "jaxinfer.core.config"
         case "SamplingParams":
             module = "jaxinfer.core.request"
+        case "StructuredOutputsParams":
+            module = "jaxinfer.core.structured"
         case "LLM":
             module = "jaxinfer.engine.api.llm"
         case "LanguageModel":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -42,6 +43,26 @@ DEFAULT_MAX_TOKENS = 256
 @click.option(
     "--stream/--no-stream", default=None, help="Show text as it comes; default on a terminal."
 )
+@click.option(
+    "--json-schema",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Answer with JSON that follows this schema.",
+)
+@click.option("--regex", metavar="PATTERN", help="Answer with a text that matches all of this.")
+@click.option(
+    "--choice",
+    "choices",
+    multiple=True,
+    metavar="TEXT",
+    help="Answer with one of these; repeat it.",
+)
+@click.option(
+    "--grammar",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Answer with a text of this grammar, in Lark's or llama.cpp's GBNF syntax.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each prompt.")
 @click.option("--stats", "show_stats", is_flag=True, help="Report times and memory on stderr.")
 @click.pass_context
@@ -51,6 +72,10 @@ def generate(
     chat: bool | None,
     system: str | None,
     stream: bool | None,
+    json_schema: Path | None,
+    regex: str | None,
+    choices: tuple[str, ...],
+    grammar: Path | None,
     as_json: bool,
     show_stats: bool,
     **flags: Any,
@@ -66,6 +91,14 @@ def generate(
     sources = {one.name: given[one.name].source for one in SAMPLING.settings if one.name in given}
     chosen: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS}
     chosen |= {name: given[name].value for name in sources}
+    forms = {
+        "json": None if json_schema is None else _file_text(json_schema),
+        "regex": regex,
+        "choice": choices or None,
+        "grammar": None if grammar is None else _file_text(grammar),
+    }
+    if any(form is not None for form in forms.values()):
+        chosen["structured_outputs"] = forms
     _check_usage(ctx.params, chosen)
     prompts = prompts or (_read_stdin(),)
 
@@ -75,8 +108,12 @@ def generate(
     from jaxinfer.core.host_memory import release_startup_memory
     from jaxinfer.core.request import SamplingParams
     from jaxinfer.engine.api.llm import LLM
+    from jaxinfer.text.grammar.source import load_llguidance
 
-    SamplingParams(**chosen)  # an invalid flag fails before the model is loaded
+    checked = SamplingParams(**chosen)  # an invalid flag fails before the model is loaded
+    if checked.structured_outputs is not None:
+        chosen["structured_outputs"] = checked.structured_outputs
+        load_llguidance()
     settings = {name: value.value for name, value in given.items() if name not in sources}
     if len(prompts) == 1 and chosen.get("n", 1) == 1 and "bundle" not in settings:
         settings = _single_prompt_settings(
@@ -138,6 +175,13 @@ def _check_usage(given: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
         raise click.UsageError("--stream shows one answer; leave out --n")
     if not given["as_json"] and not sampling.keys().isdisjoint({"logprobs", "prompt_logprobs"}):
         raise click.UsageError("logprobs are part of the JSON; add --json")
+
+
+def _file_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} cannot be read as text: {error}") from None
 
 
 def _read_stdin() -> str:

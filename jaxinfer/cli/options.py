@@ -79,6 +79,8 @@ SAMPLING = Group(
         Setting("stop", plain_texts, "End before this text; may be repeated."),
         Setting("stop_token_ids", integers, "End at these tokens: 1,2."),
         Setting("include_stop_str_in_output", boolean, "Keep the stop text."),
+        Setting("allowed_token_ids", integers, "Draw only these tokens: 1,2."),
+        Setting("bad_words", plain_texts, "Never this text; may be repeated."),
         Setting("ignore_eos", boolean, "Go on after the model's end token."),
         Setting("logprobs", integer, "With --json: logprobs of the N likeliest tokens."),
         Setting("prompt_logprobs", integer, "With --json: the same of the prompt's tokens."),

@@ -11,11 +11,15 @@ from typing import Any, cast
 import msgspec
 
 from jaxinfer.core.checks import as_float, as_int
+from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import RequestError
+from jaxinfer.core.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20  # the most logprobs that a compiled step returns (OpenAI's and vLLM's cap)
 MAX_LOGIT_BIAS = 512  # entries that a slot holds on the device; OpenAI's cap is 300
 MAX_STOP_TOKEN_IDS = 64  # stop ids that a slot can mask until min_tokens is reached
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 65536  # of all bad words
 MAX_STOP_CHARACTERS = 65536  # of all stop strings; their automaton takes about 0.1 s to build
 INT32_MAX = 2**31 - 1
 
@@ -49,11 +53,7 @@ _FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_specia
 _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {  # vLLM's fields that are not supported, with the values that change nothing
         "best_of": (None, 1),
-        "bad_words": (None, []),
-        "allowed_token_ids": (None,),
         "logits_processors": (None, []),
-        "guided_decoding": (None,),
-        "structured_outputs": (None,),
         "truncate_prompt_tokens": (None,),
         "output_kind": (None,),
         "extra_args": (None, {}),
@@ -77,9 +77,11 @@ class FinishReason(StrEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """How to continue one prompt. Names, defaults and order of effects follow vLLM's class.
 
-    Logits pass through logit_bias, min_tokens, the penalties, temperature, top_k, min_p and top_p,
-    in that order; logprobs are of the unmodified distribution. The token drawn at a position is a
-    function of (seed, position) and the logits alone.
+    Logits pass through logit_bias, min_tokens, the penalties, the masks of structured_outputs,
+    allowed_token_ids and bad_words, temperature, top_k, min_p and top_p, in that order; logprobs
+    are of the unmodified distribution. The token drawn at a position is a function of (seed,
+    position), the logits and the mask alone. ``guided_decoding`` is the older name of
+    ``structured_outputs``; with either, the answer ends when it is complete, also with ignore_eos.
 
     Fields from ``best_of`` on exist so that vLLM's scripts run; only their neutral values are
     accepted. Raises ``RequestError`` naming the field if a value is invalid.
@@ -105,13 +107,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    guided_decoding: Any = None
 
     best_of: int | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
     logits_processors: list[Any] | None = None
-    guided_decoding: Any = None
-    structured_outputs: Any = None
     truncate_prompt_tokens: int | None = None
     output_kind: Any = None
     extra_args: dict[str, Any] | None = None
@@ -146,6 +148,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
         )
 
     @property
+    def is_constrained(self) -> bool:
+        """True if not every token may be drawn at every position: its draws need masks."""
+        return bool(
+            self.structured_outputs is not None
+            or self.allowed_token_ids is not None
+            or self.bad_words
+        )
+
+    @property
     def needs_extras(self) -> bool:
         """True if it has extras (logit_bias, min_tokens, penalties or logprobs), for which a second
         executable draws its tokens after the step.
@@ -172,6 +183,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
         given["stop"] = _stop_strings(given["stop"])
         given["stop_token_ids"] = _stop_token_ids(given["stop_token_ids"])
         given["logit_bias"] = _logit_bias(given["logit_bias"])
+        given["bad_words"] = _bad_words(given["bad_words"])
+        given["allowed_token_ids"] = _allowed_token_ids(given["allowed_token_ids"])
+        older = given["guided_decoding"]
+        if older is not None and given["structured_outputs"] is not None:
+            raise RequestError("guided_decoding is set next to structured_outputs; leave it out")
+        chosen = given["structured_outputs"] if older is None else older
+        given |= {"guided_decoding": None, "structured_outputs": StructuredOutputsParams.of(chosen)}
         return given
 
 
@@ -192,6 +210,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # lower runs first, as in vLLM
     cache_salt: str = ""
     pools: bool = False  # it yields the hidden state of its last token and draws no token
+    constraint: Constraint | None = None  # compiled, if ``sampling.is_constrained``
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -229,6 +248,30 @@ def _stop_token_ids(value: Any) -> tuple[int, ...]:
         raise RequestError(
             f"stop_token_ids holds {len(token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are possible"
         )
+    return token_ids
+
+
+def _bad_words(value: Any) -> tuple[str, ...]:
+    words = _items("bad_words", value)
+    for word in words:
+        if not isinstance(word, str) or not word.strip():
+            raise RequestError(f"bad_words must hold texts that are not empty, got {word!r}")
+    if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_BAD_WORD_CHARACTERS:
+        raise RequestError(
+            f"bad_words holds {len(words)} words of {sum(map(len, words))} characters in all; at "
+            f"most {MAX_BAD_WORDS} of {MAX_BAD_WORD_CHARACTERS} are possible"
+        )
+    return words
+
+
+def _allowed_token_ids(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    token_ids = tuple(
+        _token_id("allowed_token_ids", item) for item in _items("allowed_token_ids", value)
+    )
+    if not token_ids:
+        raise RequestError("allowed_token_ids is empty; name a token, or leave it out")
     return token_ids
 
 

@@ -128,6 +128,7 @@ class SlotAdmission(msgspec.Struct, frozen=True, gc=False):
     request: Request
     token_ids: IntLog
     snapshot: int | None = None
+    epoch: int = 0  # the number of this admission, as in its rows
 
     @property
     def num_prompt_tokens(self) -> int:

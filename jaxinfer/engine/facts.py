@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from jaxinfer.core.config import Limits
+from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import ConfigError, ContextLengthError, RequestError
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import SamplingParams
@@ -84,6 +85,7 @@ class ValidatedRequest(msgspec.Struct, frozen=True, gc=False):
     priority: int
     cache_salt: str
     pools: bool = False  # it yields the last token's hidden state instead of tokens
+    constraint: Constraint | None = None
 
 
 def facts_of_configs(
@@ -195,6 +197,8 @@ def check_request(
         raise _out_of_vocabulary("stop_token_ids", sampling.stop_token_ids, facts.vocab_size)
     if sampling.logit_bias and max(sampling.logit_bias) >= facts.vocab_size:
         raise _out_of_vocabulary("logit_bias", sampling.logit_bias, facts.vocab_size)
+    if sampling.allowed_token_ids and max(sampling.allowed_token_ids) >= facts.vocab_size:
+        raise _out_of_vocabulary("allowed_token_ids", sampling.allowed_token_ids, facts.vocab_size)
     if sampling.stop and tokenizer is None:
         raise RequestError("stop strings need a tokenizer; use stop_token_ids instead")
     return prompt

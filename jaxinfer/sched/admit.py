@@ -134,7 +134,7 @@ def admit(draft: Draft, seq: Sequence) -> tuple[Sequence, SlotAdmission] | None:
         ),
         borders=_borders(seq, hit, limits) if limits.num_snapshots else (),
     )
-    return admitted, SlotAdmission(slot, seq.request, seq.token_ids, snapshot)
+    return admitted, SlotAdmission(slot, seq.request, seq.token_ids, snapshot, epoch)
 
 
 def all_fit(draft: Draft) -> bool:

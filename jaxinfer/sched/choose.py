@@ -151,9 +151,9 @@ def _num_query_tokens(seq: Sequence, limits: Limits) -> int:
     """Tokens of a decode row of ``seq``, drafts included.
 
     Drafts do not pass its last position. A row with extras has no drafts, as an executable after
-    the step draws one token again.
+    the step draws one token again; nor has a constrained one, as its masks are for one token each.
     """
-    if seq.request.sampling.needs_extras:
+    if seq.request.sampling.needs_extras or seq.request.constraint is not None:
         return 1
     return min(limits.query_tokens, seq.max_num_tokens - 1 - seq.num_computed_tokens)
 

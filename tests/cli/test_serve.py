@@ -167,7 +167,7 @@ REFUSED = {
     "--swap-space 4": "preempted sequences are computed again",
     "--num-scheduler-steps 8": "planning overlaps with computing anyway",
     "--disable-log-requests": "only enable_log_requests logs them",
-    "--guided-decoding-backend xgrammar": "structured output is not supported",
+    "--guided-decoding-backend xgrammar": "llguidance is the only backend",
     "--max-model-len many": "--max-model-len must be a whole number",
     "--port 70000": "port must be a whole number from 0 to 65535, got 70000",
     "--max-logprobs 50": "max_logprobs must be a whole number from 0 to 20",

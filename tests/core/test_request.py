@@ -63,9 +63,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bias key signed": ({"logit_bias": {"-1": 2}}, "logit_bias holds '-1'"),
     "bias key endless": ({"logit_bias": {"9" * 5000: 2}}, "logit_bias holds '9999"),
     "several beams": ({"best_of": 4}, "best_of=4 is not supported; leave best_of out"),
-    "bad words": ({"bad_words": ["x"]}, "bad_words"),
-    "allowed ids": ({"allowed_token_ids": np.array([1, 2])}, "allowed_token_ids"),
-    "structured outputs": ({"structured_outputs": object()}, "structured_outputs"),
+    "empty bad word": ({"bad_words": ["x", " "]}, "bad_words must hold texts"),
+    "too many bad words": ({"bad_words": ["x"] * 257}, "bad_words holds 257 words"),
+    "no allowed ids": ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+    "structured outputs of nothing": ({"structured_outputs": object()}, "needs exactly one of"),
+    "two forms": ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "regex and choice are"),
+    "unknown form": ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn is unknown"),
+    "empty choice": ({"structured_outputs": {"choice": []}}, "structured_outputs.choice must hold"),
+    "large schema": (
+        {"structured_outputs": {"json": {"const": "x" * 262144}}},
+        "structured_outputs.json has 262157 bytes; at most 262144",
+    ),
+    "both names": (
+        {"structured_outputs": {"regex": "a"}, "guided_decoding": {"regex": "a"}},
+        "guided_decoding is set next to structured_outputs",
+    ),
     "output kind": ({"output_kind": 2}, "output_kind"),
 }
 

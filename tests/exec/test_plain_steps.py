@@ -163,7 +163,8 @@ def test_many_rows_with_extras_are_drawn_by_blocks() -> None:
     def drawn(rows: Sequence[ScheduledSeq]) -> tuple[SlotState, ExtrasOutput]:
         number = next(n for n in program.extras_rows if n >= len(rows))
         draw = jax.jit(ExtrasFunction(program.model, number, program.keeps_logits))
-        return draw({}, slots, pack_extras(rows, number, limits.max_num_seqs))
+        masks = np.full((number, program.mask_words), 0xFFFF_FFFF, np.uint32)
+        return draw({}, slots, pack_extras(rows, number, limits.max_num_seqs), masks)
 
     after, output = drawn(rows)
     for slot in (0, BLOCK - 1, BLOCK, count - 1):

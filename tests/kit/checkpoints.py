@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from itertools import batched
@@ -30,6 +31,7 @@ _ARCH = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "gpt2": gguf.MODEL_ARCH.GPT2,
 }
@@ -71,6 +73,13 @@ def tiny_qwen2_config(**changes: Any) -> HFConfig:
 def tiny_qwen3_config(**changes: Any) -> HFConfig:
     """The same sizes with norms of queries and keys."""
     return tiny_llama_config(architectures=["Qwen3ForCausalLM"], model_type="qwen3") | changes
+
+
+def tiny_qwen3_moe_config(**changes: Any) -> HFConfig:
+    """Qwen3 with five experts; the architecture's name is GGUF's."""
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3moe"}
+    return tiny_qwen3_config() | names | experts | {"norm_topk_prob": True} | changes
 
 
 def tiny_olmo2_config(**changes: Any) -> HFConfig:
@@ -185,7 +194,7 @@ def write_gguf(
             list: writer.add_array,
         }[type(value)](key, value)
     names = gguf.get_tensor_name_map(_ARCH[arch], _layers(config))
-    for name, tensor in tensors.items():
+    for name, tensor in _stacked(tensors).items():
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert gguf_name is not None, name
         _add_tensor(writer, gguf_name, _as_llama_cpp(arch, name, tensor, config), kind)
@@ -251,6 +260,10 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def _write_tokenizer(
@@ -267,6 +280,16 @@ def _write_tokenizer(
     writer.add_token_merges(["! !"])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
+
+
+def _stacked(tensors: Mapping[str, np.ndarray]) -> Tensors:
+    """The tensors with those of all experts of a layer in one, under a name without a number."""
+    found: dict[str, list[np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.", name), []).append(tensor)
+    return {
+        name: np.stack(parts) if ".experts." in name else parts[0] for name, parts in found.items()
+    }
 
 
 def _as_llama_cpp(

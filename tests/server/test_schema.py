@@ -231,10 +231,6 @@ def test_unsupported_fields(kind):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
-        ("structured_outputs", {"regex": "a"}),
-        ("guided_json", {}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
         ("modalities", ["text", "audio"]),

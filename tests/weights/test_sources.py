@@ -23,6 +23,7 @@ from kit.checkpoints import (
     tiny_olmo2_config,
     tiny_qwen2_config,
     tiny_qwen3_config,
+    tiny_qwen3_moe_config,
     write_gguf,
     write_hf_folder,
     write_wheel,
@@ -37,6 +38,7 @@ CONFIGS = {
     "qwen3": tiny_qwen3_config(),
     "olmo2": tiny_olmo2_config(),
     "gpt2": tiny_gpt2_config(),
+    "qwen3moe": tiny_qwen3_moe_config(),
 }
 
 

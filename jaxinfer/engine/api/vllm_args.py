@@ -49,7 +49,7 @@ FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("swap_space", (0,), "preempted sequences are computed again, so leave it out"),
     ("num_scheduler_steps", (1,), "planning overlaps with computing anyway, so leave it out"),
     ("disable_log_requests", (), "only enable_log_requests logs them, so leave it out"),
-    ("guided_decoding_backend", (None, "auto"), "structured output is not supported"),
+    ("guided_decoding_backend", (None, "auto"), "llguidance is the only backend, so leave it out"),
 )
 # accepted without effect: jaxinfer has no such mechanism
 IGNORED = MappingProxyType(

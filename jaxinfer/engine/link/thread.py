@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.engine.link.client import Link
 from jaxinfer.engine.link.wire import (
@@ -34,6 +35,21 @@ if TYPE_CHECKING:
 
 # While an idle engine compiles in the background, it looks this often for loaded executables.
 COMPILING_SECONDS = 0.25
+NUM_COMPILERS = 2  # threads: one slow grammar does not hold up the others
+
+
+class _Ready(NamedTuple):
+    """A submission that can be added to the engine."""
+
+    submission: Submission
+    constraint: Constraint | None = None
+
+
+class _Compiled(NamedTuple):
+    """A submission and the future of its constraint, which has been compiled or refused."""
+
+    submission: Submission
+    constraint: Future[Any]  # a ``Constraint``
 
 
 class _Change(NamedTuple):
@@ -53,9 +69,11 @@ class EngineThread(Link):
         self.tokenizer = engine.tokenizer
         self.stats = engine.stats()
         self._engine = engine
-        self._inbox: SimpleQueue[Command | _Change] = SimpleQueue()
+        self._inbox: SimpleQueue[Command | _Change | _Compiled] = SimpleQueue()
+        self._compiling: set[str] = set()  # requests whose constraints are compiled now
+        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "jaxinfer-grammar")
         self._changes: list[_Change] = []  # that wait for the engine to become idle
-        self._held: list[Submission] = []  # that arrived after the first of these, or in a pause
+        self._held: list[_Ready] = []  # that arrived after the first of these, or in a pause
         self._paused = False
         self._thread: threading.Thread | None = None
 
@@ -89,6 +107,7 @@ class EngineThread(Link):
     def stop(self) -> None:
         """See ``Link``."""
         self._ended = self._ended or EngineError("the engine is shut down; build a new one")
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         self._inbox.put(Stop())
         if self._thread is not None:
             self._thread.join()
@@ -123,12 +142,17 @@ class EngineThread(Link):
             except Empty:
                 return True
             match command:
-                case Submission() if self._changes or self._paused:
-                    self._held.append(command)
+                case Submission() if command.sampling.is_constrained:
+                    self._compile(command)
                 case Submission():
-                    self._add(command, listener)
+                    self._add_or_hold(_Ready(command), listener)
+                case _Compiled():
+                    self._take_compiled(command, listener)
                 case AbortRequest():
-                    self._held = [one for one in self._held if one.request_id != command.request_id]
+                    self._compiling.discard(command.request_id)
+                    self._held = [
+                        one for one in self._held if one.submission.request_id != command.request_id
+                    ]
                     self._engine.abort(command.request_id)
                 case Ping():
                     listener(Pong())
@@ -164,8 +188,8 @@ class EngineThread(Link):
         if self._paused or self._changes:
             return
         held, self._held = self._held, []
-        for submission in held:
-            self._add(submission, listener)
+        for ready in held:
+            self._add(ready, listener)
 
     def _control(self, control: Control, listener: Listener) -> None:
         """Execute a command that a ``Controlled`` answers, now or once the engine is idle."""
@@ -208,7 +232,31 @@ class EngineThread(Link):
             if done.set_running_or_notify_cancel():
                 done.set_exception(error)
 
-    def _add(self, submission: Submission, listener: Listener) -> None:
+    def _compile(self, submission: Submission) -> None:
+        """Compile a request's constraint on another thread, as that may take seconds."""
+        self._compiling.add(submission.request_id)
+        compiled = self._compilers.submit(self._engine.constraints.compile, submission.sampling)
+        compiled.add_done_callback(lambda done: self._inbox.put(_Compiled(submission, done)))
+
+    def _take_compiled(self, compiled: _Compiled, listener: Listener) -> None:
+        """Add a request whose constraint is compiled, unless it was aborted meanwhile."""
+        submission, done = compiled
+        if submission.request_id not in self._compiling:
+            return
+        self._compiling.remove(submission.request_id)
+        if (error := done.exception()) is not None:
+            listener(Refused(submission.request_id, Failed.of(_refusal(error))))
+            return
+        self._add_or_hold(_Ready(submission, done.result()), listener)
+
+    def _add_or_hold(self, ready: _Ready, listener: Listener) -> None:
+        if self._changes or self._paused:
+            self._held.append(ready)
+        else:
+            self._add(ready, listener)
+
+    def _add(self, ready: _Ready, listener: Listener) -> None:
+        submission = ready.submission
         try:
             self._engine.add_request(
                 submission.request_id,
@@ -216,11 +264,17 @@ class EngineThread(Link):
                 submission.sampling,
                 priority=submission.priority,
                 cache_salt=submission.cache_salt,
+                constraint=ready.constraint,
             )
         except Exception as error:  # an error of one request must not stop the others
-            if not isinstance(error, JaxinferError):
-                error = RequestError(f"the request is unusable: {error}")
-            listener(Refused(submission.request_id, Failed.of(error)))
+            listener(Refused(submission.request_id, Failed.of(_refusal(error))))
+
+
+def _refusal(error: BaseException) -> JaxinferError:
+    """The error of a request that cannot be added."""
+    if isinstance(error, JaxinferError):
+        return error
+    return RequestError(f"the request is unusable: {error}")
 
 
 def _controlled(number: int, ended: Future[None]) -> Controlled:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from jaxinfer.core.config import Limits
+from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.request import FinishReason, Request, SamplingParams, check_identity
 from jaxinfer.core.step import Abort, Arrive, Bucket, BucketsLoaded, Event, TokenEvent
@@ -29,6 +30,7 @@ from jaxinfer.engine.loop.processor import SequenceProcessor
 from jaxinfer.engine.loop.timeline import Timeline
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta
+from jaxinfer.text.grammar.compile import ConstraintCompiler
 
 if TYPE_CHECKING:
     from jaxinfer.models.base import Model, Params
@@ -114,6 +116,7 @@ class Engine:
         first = None if later is None else later.first
         self._loop = EngineLoop(executor, limits, overlap=overlap, buckets=first)
         self._later = later
+        self.constraints = ConstraintCompiler(tokenizer, facts.vocab_size, facts.eos_token_ids)
         self._seed = seed
         self._start = start or EngineStats()
         self._counters = Counter[str]()
@@ -146,15 +149,20 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         pools: bool = False,
+        constraint: Constraint | None = None,
     ) -> ValidatedRequest:
         """Validate a request for ``add_validated``; raises ``RequestError`` if the engine can never
         answer it. ``pools``: it yields the hidden state of its last token.
+
+        ``constraint``: of these parameters, by ``constraints.compile`` on another thread, as that
+        may take seconds; else it is compiled here.
         """
         if pools and not self.limits.pools:
             raise RequestError("this engine was not built to pool; generate text with it instead")
         priority, salt = check_identity(priority, cache_salt)
         prompt = check_request(prompt_token_ids, sampling, self.limits, self.facts, self.tokenizer)
-        return ValidatedRequest(prompt, sampling, priority, salt, pools)
+        constraint = constraint or self.constraints.compile(sampling)
+        return ValidatedRequest(prompt, sampling, priority, salt, pools, constraint)
 
     def add_request(
         self,
@@ -165,10 +173,16 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         pools: bool = False,
+        constraint: Constraint | None = None,
     ) -> None:
-        """Validate and add a request; raises ``RequestError`` if it is refused."""
+        """Validate and add a request, see ``check``; raises ``RequestError`` if it is refused."""
         validated = self.check(
-            prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt, pools=pools
+            prompt_token_ids,
+            sampling,
+            priority=priority,
+            cache_salt=cache_salt,
+            pools=pools,
+            constraint=constraint,
         )
         self.add_validated(request_id, validated)
 
@@ -336,6 +350,8 @@ class Engine:
         prompt, sampling = validated.prompt_token_ids, validated.sampling
         if index and sampling.prompt_logprobs is not None:  # the prompt is scored once
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        # a complete answer ends: nothing may follow it
+        continues = sampling.ignore_eos and sampling.structured_outputs is None
         return Request(
             request_id=str(arrival),
             prompt_token_ids=prompt,
@@ -344,11 +360,12 @@ class Engine:
             if validated.pools
             else resolved_max_tokens(len(prompt), sampling, self.limits),
             seed=self._seed_of(sampling, index, arrival),
-            eos_token_ids=() if sampling.ignore_eos else self.facts.eos_token_ids,
+            eos_token_ids=() if continues else self.facts.eos_token_ids,
             arrival=arrival,
             priority=validated.priority,
             cache_salt=validated.cache_salt,
             pools=validated.pools,
+            constraint=validated.constraint,
         )
 
     def _seed_of(self, sampling: SamplingParams, index: int, arrival: int) -> int:

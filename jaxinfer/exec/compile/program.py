@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.core.config import Limits
+from jaxinfer.core.constraint import BITS
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.core.shapes import ladder, round_up
+from jaxinfer.core.shapes import cdiv, ladder, round_up
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.step.batch import BatchLayout
 from jaxinfer.exec.step.drafts import Drafter
@@ -135,6 +136,11 @@ class Program:
         """
         return self.platform == "cpu"
 
+    @cached_property
+    def mask_words(self) -> int:
+        """W: the uint32 words of a mask of the vocabulary."""
+        return cdiv(self.model.config.vocab_size, BITS)
+
     @cached_property  # used for each step
     def extras_rows(self) -> tuple[int, ...]:
         """The numbers of rows of the executables that draw with extras: 8 times as many each."""
@@ -166,7 +172,8 @@ class Program:
         if kind == EXTRAS:
             draw = ExtrasFunction(self.model, count, self.keeps_logits, self.pins)
             wire = pack_extras((), count, limits.max_num_seqs)
-            return jax.jit(draw, donate_argnums=1).trace(head, self.slots(), wire)
+            masks = jax.ShapeDtypeStruct((count, self.mask_words), jnp.uint32)
+            return jax.jit(draw, donate_argnums=1).trace(head, self.slots(), wire, masks)
         hidden = jax.ShapeDtypeStruct((count, config.hidden_size), config.dtype)
         if kind == SCORE:
             targets = jax.ShapeDtypeStruct((count,), jnp.int32)

@@ -3,11 +3,17 @@
 A step is a sequence of up to five kinds of calls: ``ADMIT`` for requests whose slots need more than
 settings, ``COPY`` from snapshots to slots, the step of the bucket, ``COPY`` from slots to
 snapshots, then draws with extras and scores of prompts.
+
+A constrained row is drawn with a mask, which depends on the row's token in the step before. If that
+step is still in flight, the draws of this one are launched when it is collected: the device
+computes the layers meanwhile. As at most two steps are in flight, that is before any later step is
+launched, so no row waits for another one's mask.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import batched
 from typing import Any
@@ -22,10 +28,19 @@ from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan, St
 from jaxinfer.exec.compile.build import Compiled, Executables
 from jaxinfer.exec.compile.program import ADMIT, COPY, EXTRAS, FIRST, POOL, SCORE, Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
-from jaxinfer.exec.run.in_flight import LOGGER, ExtrasCall, InFlight, Prepared, RowKey, row_results
+from jaxinfer.exec.run.constraints import Constraints
+from jaxinfer.exec.run.in_flight import (
+    LOGGER,
+    ExtrasCall,
+    InFlight,
+    Prepared,
+    RowKey,
+    only_rows,
+    row_results,
+    tokens_of_rows,
+)
 from jaxinfer.exec.run.token_board import TokenBoard
 from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
-from jaxinfer.exec.step.drafts import NO_TOKEN
 from jaxinfer.exec.step.extras import pack_extras, pack_pooled, pack_targets
 from jaxinfer.exec.step.forward import StepOutput, flat_params
 from jaxinfer.exec.step.slots import (
@@ -60,6 +75,8 @@ class Executor:
         self._state = state
         self._slots = slots
         self._requests: dict[int, Request] = {}  # of each slot
+        self._constraints = Constraints(program.mask_words)
+        self._in_flight: deque[InFlight] = deque()  # launched and not collected
         rows = max(*(bucket.num_draws for bucket in limits.buckets), *program.extras_rows)
         self._board = TokenBoard.of_device(program.placement.device, rows)
         self._staging = BatchStaging.of_device(program.placement.device)
@@ -126,7 +143,7 @@ class Executor:
                     pools = np.zeros(limits.max_num_seqs, np.int32) if limits.pools else None
                     prepared = msgspec.structs.replace(prepared, targets=targets, pools=pools)
                 step = self._launch_prepared(prepared, {})
-                self.collect(step)
+                self._tokens_of(step)
                 jax.block_until_ready((step.scores, step.pooled))
 
     def launch(self, plan: StepPlan) -> InFlight:
@@ -138,27 +155,42 @@ class Executor:
         """
         for new in plan.admissions:
             self._requests[new.slot] = new.request
+        self._constraints.admit(plan.admissions)
         prepared, failed = self._prepare_rows(plan)
         try:
-            return self._launch_prepared(prepared, failed)
+            step = self._launch_prepared(prepared, failed)
         except Exception as error:
             if self._has_state():
                 raise
             raise _device_failed(plan, error) from error
+        self._in_flight.append(step)
+        return step
 
     def collect(self, step: InFlight) -> StepResult:
-        """Wait for a launched step and read the results of its rows."""
+        """Wait for a launched step and read the results of its rows.
+
+        The tokens give the masks of the next step in flight, whose draws are launched first.
+        """
+        assert self._in_flight.popleft() is step, "steps are collected in the order of launch"
+        token_ids, rows = self._tokens_of(step), step.prepared.plan.rows
+        errors = self._constraints.push(rows, token_ids) | step.errors
+        if self._in_flight:
+            self._draw_later(self._in_flight[0])
+        return StepResult(step.prepared.plan.step_id, row_results(step, token_ids, errors))
+
+    def _tokens_of(self, step: InFlight) -> list[tuple[int, ...]]:
+        """Wait for the tokens of a launched step; returns those of each row, padding included."""
         plan = step.prepared.plan
         try:
             drawn = self._read(step.number, step.token_ids)
             redrawn = [self._read(call.number, call.output.token_ids) for call in step.extras]
         except Exception as error:
             raise _device_failed(plan, error) from error
-        token_ids = _tokens_of_rows(drawn.tolist(), plan)
+        token_ids = tokens_of_rows(drawn.tolist(), plan)
         for call, tokens in zip(step.extras, redrawn, strict=True):
             for index, token_id in zip(call.rows, tokens.tolist(), strict=False):
                 token_ids[index] = (token_id,)
-        return StepResult(plan.step_id, row_results(step, token_ids))
+        return token_ids
 
     def _prepare_rows(self, plan: StepPlan) -> tuple[Prepared, dict[RowKey, str]]:
         """Prepare a plan without the rows that cannot be prepared, and the errors of these."""
@@ -168,14 +200,14 @@ class Executor:
             failed: dict[RowKey, str] = {}
             for row in plan.rows:
                 try:
-                    self._prepare(_only(plan, {(row.request_id, row.epoch)}))
+                    self._prepare(only_rows(plan, {(row.request_id, row.epoch)}))
                 except Exception as error:
                     failed[row.request_id, row.epoch] = f"the request cannot be prepared: {error}"
                     logging.getLogger(LOGGER).exception("request %s", row.request_id)
             if not failed:
                 raise
         others = {(row.request_id, row.epoch) for row in plan.rows} - failed.keys()
-        return self._prepare(_only(plan, others)), failed
+        return self._prepare(only_rows(plan, others)), failed
 
     def _prepare(self, plan: StepPlan) -> Prepared:
         rows, prefills = plan.rows, plan.prefills
@@ -183,7 +215,7 @@ class Executor:
         with_extras = [
             index
             for index, (row, request) in enumerate(zip(rows, requests, strict=True))
-            if row.samples and request.sampling.needs_extras
+            if row.samples and (request.sampling.needs_extras or request.constraint is not None)
         ]
         settings = settings_of(requests[len(plan.decodes) :]) if prefills else NO_SETTINGS
         prepared = Prepared(
@@ -191,6 +223,7 @@ class Executor:
             requests,
             batch=pack(plan, self._layouts[plan.bucket], settings),
             extras=tuple(batched(with_extras, self._program.extras_rows[-1])),
+            is_constrained=any([requests[i].constraint is not None for i in with_extras]),
             needs_logprobs=any([requests[i].sampling.logprobs is not None for i in with_extras]),
         )
         return self._with_prompts(prepared) if prefills else prepared
@@ -220,7 +253,7 @@ class Executor:
         return pack_copies(pairs, self._program.rows_per_copy, self._program.limits.max_num_seqs)
 
     def _launch_prepared(self, prepared: Prepared, failed: dict[RowKey, str]) -> InFlight:
-        plan, bucket = prepared.plan, prepared.plan.bucket
+        bucket = prepared.plan.bucket
         place = self._next_place()
         prepared.batch[: len(place)] = place
         staged = self._staged(prepared.batch)
@@ -232,13 +265,6 @@ class Executor:
         self._read_later(output.token_ids, staged)
         for pairs in prepared.saves:
             self._copy(pairs)
-        extras = [
-            self._draw_with_extras(indices, [plan.rows[i] for i in indices])
-            for indices in prepared.extras
-        ]
-        if prepared.needs_logprobs:
-            for call in extras:
-                self._copy_to_host(call.output.logprobs)
         scores = pooled = None
         if prepared.targets is not None:
             name = f"{SCORE}{len(prepared.targets)}"
@@ -247,9 +273,34 @@ class Executor:
             name = f"{POOL}{bucket.num_prefill_tokens}"
             pooled = self._read_back(name, output.hidden, prepared.pools)
         # the hidden states, which are as large as a layer's, are released here
-        return InFlight(
-            prepared, output.token_ids, place[-1], tuple(extras), scores, failed, pooled
-        )
+        step = InFlight(prepared, output.token_ids, place[-1], [], scores, failed, pooled)
+        if not (prepared.is_constrained and self._in_flight):
+            self._draw_all_extras(step)
+        return step
+
+    def _draw_all_extras(self, step: InFlight) -> None:
+        """Launch the draws of a step's rows with extras; the masks of these rows are known."""
+        prepared, rows = step.prepared, step.prepared.plan.rows
+        for indices in prepared.extras:
+            call = self._draw_with_extras(indices, [rows[i] for i in indices])
+            step.extras.append(call)
+            if prepared.needs_logprobs:
+                self._copy_to_host(call.output.logprobs)
+
+    def _draw_later(self, step: InFlight) -> None:
+        """Launch the draws that waited for the tokens of the step before."""
+        if step.extras or not step.prepared.extras:
+            return
+        try:
+            self._draw_all_extras(step)
+        except Exception as error:
+            plan = step.prepared.plan
+            if not self._has_state():
+                raise _device_failed(plan, error) from error
+            logging.getLogger(LOGGER).exception("step %s", plan.step_id)
+            reason = f"step {plan.step_id} failed: {error}"
+            rows = (plan.rows[i] for indices in step.prepared.extras for i in indices)
+            step.errors.update({(row.request_id, row.epoch): reason for row in rows})
 
     def _admit(self, rows: np.ndarray) -> None:  # int32[A, ...]
         self._slots = self._by_name[ADMIT](self._slots, rows)
@@ -270,7 +321,8 @@ class Executor:
         wire[: len(place)] = place
         staged = self._staged(wire)
         draw = self._by_name[f"{EXTRAS}{count}"]
-        self._slots, output = draw(self._head, self._slots, staged)
+        masks = self._constraints.masks(rows, count)
+        self._slots, output = draw(self._head, self._slots, staged, masks)
         self._read_later(output.token_ids, staged)
         return ExtrasCall(indices, output, place[-1])
 
@@ -340,27 +392,6 @@ class Executor:
         program, limits = self._program, self._program.limits
         empty = empty_rows(program.rows_per_admit, limits.max_num_seqs, limits.max_model_len)
         return slot_rows(admissions, empty, program.model.config.vocab_size)
-
-
-def _tokens_of_rows(drawn: list[int], plan: StepPlan) -> list[tuple[int, ...]]:
-    """The tokens of each row of the plan; ``drawn`` are those of all rows, padding included."""
-    num_decodes, bucket = len(plan.decodes), plan.bucket
-    prefills = [(token_id,) for token_id in drawn[bucket.num_decode_tokens :]]
-    if bucket.query_tokens == 1:
-        return [(token_id,) for token_id in drawn[:num_decodes]] + prefills
-    rows = batched(drawn[: num_decodes * bucket.query_tokens], bucket.query_tokens)
-    return [tuple([one for one in row if one != NO_TOKEN]) for row in rows] + prefills
-
-
-def _only(plan: StepPlan, rows: set[RowKey]) -> StepPlan:
-    """The plan with only these rows."""
-    request_ids = {request_id for request_id, _ in rows}
-    return msgspec.structs.replace(
-        plan,
-        admissions=tuple(a for a in plan.admissions if a.request.request_id in request_ids),
-        decodes=tuple(row for row in plan.decodes if (row.request_id, row.epoch) in rows),
-        prefills=tuple(row for row in plan.prefills if (row.request_id, row.epoch) in rows),
-    )
 
 
 def _device_failed(plan: StepPlan, error: Exception) -> EngineError:

@@ -7,9 +7,10 @@ row ends only its request.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, batched
 from math import isfinite
+from types import MappingProxyType
 
 import jax
 import msgspec
@@ -17,6 +18,7 @@ import numpy as np
 
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, TokenLogprobs
+from jaxinfer.exec.step.drafts import NO_TOKEN
 from jaxinfer.exec.step.extras import ExtrasOutput
 from jaxinfer.exec.step.sampling import NOT_FINITE, Logprobs, read_logprobs
 
@@ -27,6 +29,7 @@ NOT_FINITE_ERROR = (
 )
 
 type RowKey = tuple[str, int]  # (request_id, epoch)
+NO_ERRORS: Mapping[RowKey, str] = MappingProxyType({})
 
 
 class Prepared(msgspec.Struct, frozen=True, gc=False):
@@ -36,6 +39,7 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
     requests: tuple[Request, ...]  # the request of each row, decodes first
     batch: np.ndarray  # int32[...]: see ``BatchLayout``
     extras: tuple[tuple[int, ...], ...]  # row indices of each call that draws with extras
+    is_constrained: bool  # whether any of these rows needs a mask
     needs_logprobs: bool  # whether any of these rows needs logprobs
     # only steps with prompts have these
     admissions: tuple[np.ndarray, ...] = ()  # int32[A, ...] each: see ``slots.RowSections``
@@ -60,21 +64,47 @@ class InFlight(msgspec.Struct, frozen=True, gc=False):
     prepared: Prepared
     token_ids: jax.Array  # int32[N]: see ``StepOutput``
     number: int  # number of the call on the token board, if there is one
-    extras: tuple[ExtrasCall, ...]
+    extras: list[ExtrasCall]  # launched later if masks of the step's rows are not known yet
     scores: jax.Array | None  # int32[Tp, ...] of the targets: see ``sampling.read_logprobs``
     failed: dict[RowKey, str]  # the errors of rows that could not be prepared
     pooled: jax.Array | None = None  # float32[S, D] of the rows that pool
+    errors: dict[RowKey, str] = msgspec.field(default_factory=dict)  # of rows not drawn with extras
 
 
-def row_results(step: InFlight, token_ids: Sequence[tuple[int, ...]]) -> tuple[RowResult, ...]:
+def tokens_of_rows(drawn: list[int], plan: StepPlan) -> list[tuple[int, ...]]:
+    """The tokens of each row of the plan; ``drawn`` are those of all rows, padding included."""
+    num_decodes, bucket = len(plan.decodes), plan.bucket
+    prefills = [(token_id,) for token_id in drawn[bucket.num_decode_tokens :]]
+    if bucket.query_tokens == 1:
+        return [(token_id,) for token_id in drawn[:num_decodes]] + prefills
+    rows = batched(drawn[: num_decodes * bucket.query_tokens], bucket.query_tokens)
+    return [tuple([one for one in row if one != NO_TOKEN]) for row in rows] + prefills
+
+
+def only_rows(plan: StepPlan, rows: set[RowKey]) -> StepPlan:
+    """The plan with only these rows."""
+    request_ids = {request_id for request_id, _ in rows}
+    return msgspec.structs.replace(
+        plan,
+        admissions=tuple(a for a in plan.admissions if a.request.request_id in request_ids),
+        decodes=tuple(row for row in plan.decodes if (row.request_id, row.epoch) in rows),
+        prefills=tuple(row for row in plan.prefills if (row.request_id, row.epoch) in rows),
+    )
+
+
+def row_results(
+    step: InFlight, token_ids: Sequence[tuple[int, ...]], errors: Mapping[RowKey, str] = NO_ERRORS
+) -> tuple[RowResult, ...]:
     """The result of each row of a finished step; ``token_ids`` are the tokens of each row.
 
-    Rows that could not be prepared have a result with their error.
+    A row in ``errors`` has that error. Rows that could not be prepared have a result with theirs.
     """
     reader, rows = _LogprobReader(step), step.prepared.plan.rows
     vectors = iter(() if step.pooled is None else np.asarray(step.pooled))
     results = [
-        _row_result(reader, i, row, token_ids[i], next(vectors) if row.pools else None)
+        RowResult(row.request_id, row.epoch, (), error=errors[row.request_id, row.epoch])
+        if (row.request_id, row.epoch) in errors
+        else _row_result(reader, i, row, token_ids[i], next(vectors) if row.pools else None)
         for i, row in enumerate(rows)
     ]
     results += [RowResult(*key, (), error=error) for key, error in step.failed.items()]

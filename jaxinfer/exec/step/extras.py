@@ -1,9 +1,9 @@
 """Functions of the executables after a step: they draw tokens with extras, score prompts and pool.
 
-A step draws a token for each row from the raw logits. Rows with logit_bias, min_tokens, penalties
-or logprobs are drawn again by ``ExtrasFunction``, which has a fixed number of rows and no layers,
-so it serves every bucket. It reads the input of the step's draw from the rows' slots, and its
-tokens replace the step's in the slots before the next step reads them. ``scored`` computes
+A step draws a token for each row from the raw logits. Rows with logit_bias, min_tokens, penalties,
+masks or logprobs are drawn again by ``ExtrasFunction``, which has a fixed number of rows and no
+layers, so it serves every bucket. It reads the input of the step's draw from the rows' slots, and
+its tokens replace the step's in the slots before the next step reads them. ``scored`` computes
 prompt logprobs from the hidden states that buckets that score return; ``pooled`` selects the hidden
 states of rows that pool.
 
@@ -26,7 +26,7 @@ from jax import lax
 from jaxinfer.core.shapes import round_up
 from jaxinfer.core.step import ScheduledSeq
 from jaxinfer.exec.step.batch import ALIGN, NO_PLACE
-from jaxinfer.exec.step.sampling import sample, token_logprobs, with_extras
+from jaxinfer.exec.step.sampling import sample, token_logprobs, with_extras, with_masks
 from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import Model, Params, unembed
 from pallas_kernels.pins import Pins
@@ -56,6 +56,7 @@ class ExtrasFunction:
         head: Params,  # see ``models.base.head_params``
         slots: SlotState,
         flat: jax.Array,  # int32[3 * W]: see ``pack_extras``
+        masks: jax.Array,  # uint32[rows, V / 32]: see ``sampling.with_masks``
     ) -> tuple[SlotState, ExtrasOutput]:
         """Draw tokens, write them into the slots and publish them."""
         wire = flat.reshape(3, -1)
@@ -63,10 +64,12 @@ class ExtrasFunction:
         drawn_from = slots.drawn_from[seq_slots]
         logits = drawn_from if self.keeps_logits else unembed(self.model, head, drawn_from)
 
-        def changed(logits: jax.Array, seq_slots: jax.Array, seq_lens: jax.Array) -> jax.Array:
-            return with_extras(logits, slots, seq_slots, seq_lens)
+        def changed(logits: jax.Array, *of_rows: jax.Array) -> jax.Array:
+            seq_slots, seq_lens, masks = of_rows
+            biased = with_extras(logits, slots, seq_slots, seq_lens)
+            return with_masks(logits, biased, masks)
 
-        biased = _by_blocks(changed, logits, seq_slots, seq_lens)
+        biased = _by_blocks(changed, logits, seq_slots, seq_lens, masks)
         impl = self.pins.of("sample")
         token_ids = sample(logits, slots, seq_slots, seq_lens, impl, biased)
         token_ids = publish(token_ids, place, impl=self.pins.of("publish"))

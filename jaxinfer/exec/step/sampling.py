@@ -1,7 +1,7 @@
-"""Drawing tokens from logits on the device: logit_bias, min_tokens, penalties, draw and logprobs.
+"""Drawing tokens from logits on the device: logit_bias, min_tokens, penalties, masks, logprobs.
 
-The order is vLLM's: logit_bias, min_tokens and penalties first, then temperature, top_k, min_p and
-top_p in ``pallas_kernels.sample``.
+The order is vLLM's: logit_bias, min_tokens, penalties and masks first, then temperature, top_k,
+min_p and top_p in ``pallas_kernels.sample``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxinfer.core.constraint import BITS
 from jaxinfer.core.request import INT32_MAX, MAX_LOGPROBS
 from jaxinfer.exec.step.slots import SlotFloats, SlotInts, SlotState, read_settings
 from pallas_kernels.sample.api import sample as draw
@@ -70,6 +71,22 @@ def with_extras(
     ints, floats = read_settings(slots, seq_slots)
     logits = _add_bias(logits, slots, seq_slots, ints, seq_lens)
     return _penalise(logits, slots.token_ids[seq_slots], ints.num_prompt_tokens, seq_lens, floats)
+
+
+def with_masks(
+    logits: jax.Array,  # float32[B, V], unmodified
+    changed: jax.Array,  # float32[B, V]: the logits after ``with_extras``
+    masks: jax.Array,  # uint32[B, W]: bit t % 32 of word t // 32 is 1 if token t may be drawn
+) -> jax.Array:  # float32[B, V]
+    """The changed logits, -inf for tokens that may not be drawn.
+
+    min_tokens gives way where it leaves no token: a complete answer ends.
+    """
+    bits = masks[:, :, None] >> jnp.arange(BITS, dtype=jnp.uint32)
+    allowed = (bits & 1).reshape(masks.shape[0], -1)[:, : logits.shape[1]] > 0
+    masked = jnp.where(allowed, changed, -jnp.inf)
+    any_left = (masked > -jnp.inf).any(axis=1, keepdims=True)
+    return jnp.where(any_left, masked, jnp.where(allowed, logits, -jnp.inf))
 
 
 def token_logprobs(

@@ -17,6 +17,8 @@ from jaxinfer.core.request import (
     ABOVE_ZERO_BOUNDS,
     BIAS_BOUNDS,
     INT32_MAX,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_CHARACTERS,
@@ -27,6 +29,7 @@ from jaxinfer.core.request import (
     SamplingParams,
 )
 from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.openai.structured import GUIDED, Form, GrammarText, ResponseFormat, form_of
 
 # In Python $ also matches before a final newline, in JSON Schema it does not: hence the lookahead.
 TOKEN_ID_TEXT = "^[0-9]{1,10}$(?![^0-9])"
@@ -40,22 +43,18 @@ MAX_STOP_STRINGS = 64  # of a request; vLLM's default is 4, some clients send do
 # the values of an unsupported field that have no effect, such as its default
 type Neutral = Mapping[str, tuple[Any, ...]]
 
-_GUIDED = ("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs")
 UNSUPPORTED: Neutral = MappingProxyType(
     {
-        **dict.fromkeys(_GUIDED, (None,)),
-        **dict.fromkeys(("allowed_token_ids", "kv_transfer_params", "logprob_token_ids"), (None,)),
-        "bad_words": (None, []),
+        **dict.fromkeys(("kv_transfer_params", "logprob_token_ids"), (None,)),
         "early_stopping": (None, False),
         "length_penalty": (None, 1, 1.0),
         "logits_processors": (None, []),
-        "response_format": (None, {"type": "text"}),
         "spaces_between_special_tokens": (None, True),
         "use_beam_search": (None, False),
         "vllm_xargs": (None, {}),
     }
 )
-IGNORED = ("metadata", "session_id", "user")  # they have no effect on the answer
+IGNORED = ("guided_decoding_backend", "metadata", "session_id", "user")  # without an effect
 
 
 def bounds(name: str) -> Meta:
@@ -68,6 +67,7 @@ def bounds(name: str) -> Meta:
 
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 Bias = Annotated[float, Meta(ge=BIAS_BOUNDS[0], le=BIAS_BOUNDS[1])]
 BiasKey = Annotated[str, Meta(pattern=TOKEN_ID_TEXT)]
 
@@ -127,6 +127,16 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
     logit_bias: Annotated[dict[BiasKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     stop: StopString | Annotated[tuple[StopString, ...], Meta(max_length=MAX_STOP_STRINGS)] = ()
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
+    # the form of the answer, of which at most one may be set: see ``structured``
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | GrammarText | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Annotated[tuple[GrammarText, ...], Meta(min_length=1)] | None = None
+    guided_grammar: GrammarText | None = None
+    guided_whitespace_pattern: str | None = None
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1)] | None = None
+    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=MAX_BAD_WORDS)] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -176,6 +186,12 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
         """The number of tokens that the request itself sets, or None."""
         return None if self.max_tokens is None else RequestedTokens("max_tokens", self.max_tokens)
 
+    def form(self) -> Form | None:
+        """The form of the answer, None for plain text; raises ``ApiError``."""
+        guided = {name: getattr(self, name) for name in GUIDED}
+        pattern = self.guided_whitespace_pattern
+        return form_of(self.response_format, self.structured_outputs, guided, pattern)
+
     def num_logprobs(self) -> int | None:
         """``SamplingParams.logprobs``."""
         return None
@@ -190,6 +206,7 @@ _SAME = (
     *("n", "temperature", "top_k", "top_p", "min_p", "seed", "logit_bias", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids"),
     *("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
+    *("allowed_token_ids", "bad_words"),
 )
 
 
@@ -206,11 +223,13 @@ def to_sampling(
         if count is not None and count > max_logprobs:
             raise field_error(name, f"{name} must be at most {max_logprobs} here, got {count}")
     given = {name: getattr(request, name) for name in _SAME}
+    form = request.form()
     return msgspec.structs.replace(
         defaults,
         max_tokens=request.output_limit(),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        structured_outputs=None if form is None else form.params,
         **{name: value for name, value in given.items() if value is not None},
     )
 

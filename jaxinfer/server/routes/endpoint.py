@@ -13,12 +13,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.core.errors import JaxinferError
+from jaxinfer.core.structured import FIELD
 from jaxinfer.engine.link.client import MAX_UNJOINED_DELTAS
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.sse import EventStream, on_disconnect
 from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.fields import AnyRequest
 from jaxinfer.server.openai.parse import parse
+from jaxinfer.server.openai.structured import with_field
 from jaxinfer.server.openai.writer import merged_updates
 from jaxinfer.server.routes.service import Service, run_off_loop
 
@@ -40,6 +42,7 @@ class Call:
         self.path_parameters: Mapping[str, str] = scope.get("path_params", {})
         self.request_id: str = scope["state"]["request_id"]
         self.prompt_field = "prompt"  # the field that errors about the prompt name
+        self.form_field = FIELD  # the field that errors about the answer's form name
         self._receive = receive
         self._body = body
         self.is_small = len(body) <= INLINE_BYTES
@@ -109,6 +112,7 @@ class Call:
             api_error = self.service.error(error)
             if api_error.param == "prompt":
                 api_error.param = self.prompt_field
+            api_error = with_field(api_error, self.form_field)
             if api_error.status >= 500:
                 self.service.log.error("request_failed", **fields, reason=api_error.message)
             return api_error

@@ -76,6 +76,8 @@ async def _answer[R: GenerationFields](
 ) -> ASGIApp:
     service, config = call.service, call.service.config
     sampling = to_sampling(request, service.loaded.defaults, max_logprobs=config.max_logprobs)
+    if (form := request.form()) is not None:
+        call.form_field = form.field
     sampling = limit_max_tokens(sampling, service.client.facts.max_new_tokens)
     prompts = [
         _truncated(service, prompt, request.truncate_prompt_tokens, sampling.max_tokens)

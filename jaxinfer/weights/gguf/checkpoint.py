@@ -5,7 +5,8 @@ Owns: reading and dequantising.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from jaxinfer.core.errors import CheckpointError
 from jaxinfer.weights.checkpoint import TensorInfo, read_bytes, read_chunks
 from jaxinfer.weights.gguf.blocks import FORMS, convert
 from jaxinfer.weights.gguf.config import hf_config_from_gguf
@@ -68,18 +70,25 @@ class GGUFCheckpoint:
             if gguf_name == ROPE_FACTORS:  # read by ``open_gguf``
                 continue
             name, stem = map_name(table, gguf_name)
+            if "{}" in name:
+                for number, expert in enumerate(_parts(header, gguf_name, tensor)):
+                    self._add(name.format(number), _StoredTensor(expert, 0, transposed=False))
+                continue
             heads = hf_config[table.interleaved[stem]] if stem in table.interleaved else 0
-            transposed = stem in table.transposed
-            shape = tensor.shape[::-1] if transposed else tensor.shape
-            readable = _can_dequantise(tensor.type)
-            self.tensors[name] = TensorInfo(shape, tensor.type.name, tensor.nbytes, readable)
-            self._stored[name] = _StoredTensor(tensor, heads, transposed)
-            if tensor.type in FORMS and len(tensor.shape) == 2:
-                self.forms[name] = FORMS[tensor.type]
+            self._add(name, _StoredTensor(tensor, heads, stem in table.transposed))
+
+    def _add(self, name: str, stored: _StoredTensor) -> None:
+        tensor = stored.tensor
+        shape = tensor.shape[::-1] if stored.transposed else tensor.shape
+        readable = _can_dequantise(tensor.type)
+        self.tensors[name] = TensorInfo(shape, tensor.type.name, tensor.nbytes, readable)
+        self._stored[name] = stored
+        if tensor.type in FORMS and len(tensor.shape) == 2:
+            self.forms[name] = FORMS[tensor.type]
 
     def read(self, name: str, part: int | None = None) -> np.ndarray:  # float32
         """See ``Checkpoint``."""
-        assert part is None, "no family with stacked tensors has a table of names"
+        assert part is None, "a stack's parts are tensors of their own"
         stored = self._stored[name]
         values = _read_tensor(self.header.path, stored.tensor)
         if stored.interleaved_heads:
@@ -88,7 +97,7 @@ class GGUFCheckpoint:
 
     def read_quantised(self, name: str, part: int | None = None) -> Quantised:
         """See ``Checkpoint``."""
-        assert part is None, "stacks have no form"
+        assert part is None, "a stack's parts are tensors of their own"
         tensor, interleaved_heads, _ = self._stored[name]
         outputs, inputs = tensor.shape
         row_bytes = tensor.nbytes // outputs
@@ -108,6 +117,18 @@ class GGUFCheckpoint:
         return quantised(made)
 
 
+def _parts(header: GGUFHeader, name: str, stack: GGUFTensor) -> Iterator[GGUFTensor]:
+    """The matrices of a stack, one for each expert."""
+    if len(stack.shape) != 3:
+        raise CheckpointError(
+            f"tensor {name} of {header.path} has shape {stack.shape} instead of that of a stack of "
+            "experts; convert the model again"
+        )
+    nbytes = stack.nbytes // stack.shape[0]
+    for number in range(stack.shape[0]):
+        yield GGUFTensor(stack.shape[1:], stack.type, stack.offset + number * nbytes, nbytes)
+
+
 def _read_tensor(path: Path, tensor: GGUFTensor) -> np.ndarray:  # float32[tensor.shape]
     """Dequantise chunk by chunk into the result, so that no second copy of it exists."""
     values_per_unit, bytes_per_unit = GGML_QUANT_SIZES[tensor.type]
@@ -122,6 +143,7 @@ def _read_tensor(path: Path, tensor: GGUFTensor) -> np.ndarray:  # float32[tenso
     return values.reshape(tensor.shape)
 
 
+@cache
 def _can_dequantise(kind: GGMLQuantizationType) -> bool:
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)

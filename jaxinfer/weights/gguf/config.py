@@ -96,7 +96,7 @@ def _decoder(meta: ArchitectureMetadata) -> dict[str, Any]:
     """The keys that llama, qwen2, qwen3 and olmo2 share."""
     heads = meta.count("attention.head_count")
     hidden_size = meta.count("embedding_length")
-    if meta.number_if_set("expert_count"):
+    if not meta.is_read("expert_count") and meta.number_if_set("expert_count"):
         raise UnknownArchitectureError(
             f"{meta.header.path} is a mixture of experts, which no known family covers"
         )
@@ -162,6 +162,25 @@ def _qwen3(meta: ArchitectureMetadata) -> dict[str, Any]:
     return _qwen(meta) | {"attention_bias": meta.has_tensor("blk.0.attn_q.bias")}
 
 
+def _qwen3_moe(meta: ArchitectureMetadata) -> dict[str, Any]:
+    """llama.cpp renormalises the weights of the chosen experts, whatever the file says."""
+    meta.only("expert_gating_func", 0, 1)  # softmax
+    experts = {
+        "num_experts": meta.count("expert_count"),
+        "num_experts_per_tok": meta.count("expert_used_count"),
+        "moe_intermediate_size": meta.count("expert_feed_forward_length"),
+    }
+    return (
+        _qwen3(meta)
+        | experts
+        | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "norm_topk_prob": True,
+        }
+    )
+
+
 def _olmo2(meta: ArchitectureMetadata) -> dict[str, Any]:
     meta.only("tensor_data_layout", "reference")
     meta.only("attention.sliding_window", 0)  # OLMo 3 has windows, under the same architecture
@@ -195,5 +214,12 @@ def _gpt2(meta: ArchitectureMetadata) -> dict[str, Any]:
 
 
 _BUILDERS = MappingProxyType(
-    {"llama": _llama, "qwen2": _qwen, "qwen3": _qwen3, "olmo2": _olmo2, "gpt2": _gpt2}
+    {
+        "llama": _llama,
+        "qwen2": _qwen,
+        "qwen3": _qwen3,
+        "qwen3moe": _qwen3_moe,
+        "olmo2": _olmo2,
+        "gpt2": _gpt2,
+    }
 )

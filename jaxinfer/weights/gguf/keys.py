@@ -111,7 +111,8 @@ def refuse_unread_keys(meta: ArchitectureMetadata) -> None:
     by the lists above.
     """
     for name, values in _ONLY_AS.items():
-        meta.only(name, *values)
+        if not meta.is_read(name):
+            meta.only(name, *values)
     for name in _WITHOUT_EFFECT:
         meta.skip(name)
     quantisation = meta.header.metadata.get("general.quantization_version", 2)

@@ -68,6 +68,10 @@ class ArchitectureMetadata:
         """True if the file has the key."""
         return self._prefix + key in self.header.metadata
 
+    def is_read(self, key: str) -> bool:
+        """True if another call has named the key."""
+        return key in self._read
+
     def skip(self, key: str) -> None:
         """Count a key as read, whatever its value."""
         self._read.add(key)

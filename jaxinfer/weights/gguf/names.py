@@ -21,7 +21,10 @@ ROPE_FACTORS = "rope_freqs.weight"  # not a weight of the model: ``rope`` makes 
 
 @dataclass(frozen=True)
 class NameTable:
-    """Stems without ``.weight`` and ``.bias``; a layer's stems follow ``blk.<i>.``."""
+    """Stems without ``.weight`` and ``.bias``; a layer's stems follow ``blk.<i>.``.
+
+    A name with {} is that of each expert, by its number; the file stacks the experts of a layer.
+    """
 
     model: Mapping[str, str]
     layer: Mapping[str, str]
@@ -64,6 +67,16 @@ _OLMO2 = replace(
         "post_ffw_norm": "post_feedforward_layernorm",
     },
 )
+_QWEN3_MOE = replace(
+    _DECODER,
+    layer={
+        **_DECODER.layer,
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+        "ffn_up_exps": "mlp.experts.{}.up_proj",
+        "ffn_down_exps": "mlp.experts.{}.down_proj",
+    },
+)
 _GPT2 = NameTable(
     model={
         "token_embd": "transformer.wte",
@@ -83,7 +96,14 @@ _GPT2 = NameTable(
     transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
 )
 NAME_TABLES: Mapping[str, NameTable] = MappingProxyType(
-    {"llama": _LLAMA, "qwen2": _DECODER, "qwen3": _DECODER, "olmo2": _OLMO2, "gpt2": _GPT2}
+    {
+        "llama": _LLAMA,
+        "qwen2": _DECODER,
+        "qwen3": _DECODER,
+        "qwen3moe": _QWEN3_MOE,
+        "olmo2": _OLMO2,
+        "gpt2": _GPT2,
+    }
 )
 
 

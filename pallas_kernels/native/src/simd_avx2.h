@@ -133,6 +133,12 @@ inline float SumLanes(Floats x) {
   four = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
+constexpr int kDots = 4;  // products of a query with keys at a time
+inline Floats SumEach(const Floats* x) {
+  float sums[16];
+  for (int i = 0; i < 16; ++i) sums[i] = SumLanes(x[i]);
+  return LoadFloats(sums);
+}
 inline Floats Max(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 inline Ints Round(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 inline __m256 PowerOfTwoHalf(__m256i n) {

@@ -69,6 +69,25 @@ inline Floats LoadInt8(const int8_t* p) {
 }
 inline void Store(float* p, Floats a) { _mm512_storeu_ps(p, a.v); }
 inline float SumLanes(Floats a) { return _mm512_reduce_add_ps(a.v); }
+constexpr int kDots = 16;  // products of a query with keys at a time
+// The sums of the lanes of 16 vectors: halves of four lanes, then four vectors together.
+inline Floats SumEach(const Floats* x) {
+  __m512 two[8], four[4], eight[2];
+  for (int i = 0; i < 8; ++i) {
+    const __m512 a = x[2 * i].v, b = x[2 * i + 1].v;
+    two[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const __m512 a = two[2 * i], b = two[2 * i + 1];
+    four[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  }
+  for (int i = 0; i < 2; ++i) {
+    const __m512 a = four[2 * i], b = four[2 * i + 1];
+    eight[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+  return {_mm512_add_ps(_mm512_shuffle_f32x4(eight[0], eight[1], 0x88),
+                        _mm512_shuffle_f32x4(eight[0], eight[1], 0xdd))};
+}
 inline Floats Max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Ints Round(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline Floats PowerOfTwo(Ints a) {

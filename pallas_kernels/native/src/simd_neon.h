@@ -108,6 +108,12 @@ inline float SumLanes(Floats a) {
   const float32x4_t low = vaddq_f32(a.v[0], a.v[1]), high = vaddq_f32(a.v[2], a.v[3]);
   return vaddvq_f32(vaddq_f32(low, high));
 }
+constexpr int kDots = 4;  // products of a query with keys at a time
+inline Floats SumEach(const Floats* x) {
+  float sums[16];
+  for (int i = 0; i < 16; ++i) sums[i] = SumLanes(x[i]);
+  return LoadFloats(sums);
+}
 inline Floats Max(Floats a, Floats b) {
   return Each<Floats>([&](int i) { return vmaxq_f32(a.v[i], b.v[i]); });
 }

@@ -118,6 +118,12 @@ inline float SumLanes(Floats a) {
   for (float each : a.v) sum += each;
   return sum;
 }
+constexpr int kDots = 4;  // products of a query with keys at a time
+inline Floats SumEach(const Floats* x) {
+  float sums[16];
+  for (int i = 0; i < 16; ++i) sums[i] = SumLanes(x[i]);
+  return LoadFloats(sums);
+}
 inline Floats Max(Floats a, Floats b) {
   return Each<Floats>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
 }

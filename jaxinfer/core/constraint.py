@@ -1,0 +1,36 @@
+"""What limits the tokens of a sequence, as the floors below ``text`` see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+BITS = 32  # tokens in one word of a mask
+
+
+class TokenFilter(Protocol):
+    """Follows one sequence and says which tokens may be next."""
+
+    def push(self, token_id: int) -> None:
+        """Take note of a drawn token; raises ``ValueError`` if it was not allowed."""
+        ...
+
+    def fill(self, mask: np.ndarray) -> None:  # uint32[W]
+        """Write the mask of the next token: bit t % 32 of word t // 32 is 1 if t may be next.
+
+        Raises ``ValueError`` if no token may be.
+        """
+        ...
+
+
+class Constraint(Protocol):
+    """What a request's tokens must obey; shared by its sequences."""
+
+    def begin(self, drawn: Sequence[int]) -> TokenFilter:
+        """A filter for a sequence that has drawn these tokens; raises ``ValueError`` if these were
+        not allowed.
+        """
+        ...

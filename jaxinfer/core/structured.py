@@ -1,0 +1,125 @@
+"""``StructuredOutputsParams``: the form that a text must have. Names and fields are vLLM's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import msgspec
+
+from jaxinfer.core.errors import RequestError
+
+MAX_GRAMMAR_BYTES = 256 * 1024  # of a schema, regex or grammar as text
+MAX_SCHEMA_DEPTH = 128  # of lists and objects within each other
+FIELD = "structured_outputs"
+
+# the fields of which exactly one must be set, as errors list them
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
+    """Exactly one of ``json`` (a schema), ``regex``, ``choice`` (texts), ``grammar`` (Lark or
+    GBNF), ``json_object`` (any object) and ``structural_tag`` (tags whose contents have a schema).
+
+    Schemas and structural tags may be given as objects; they are kept as JSON text. Only the shape
+    is checked here; ``text.grammar`` reads the contents. ``starts_after``: token ids after which
+    the form begins, such as the end of a model's thoughts; until these have been drawn in this
+    order, any token may be. Raises ``RequestError`` that begins with the field.
+    """
+
+    json: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    disable_fallback: bool = False  # there is one implementation, so nothing to fall back to
+    starts_after: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("json", "structural_tag"):
+            self._set(name, _json_text(name, getattr(self, name)))
+        self._set("choice", _choice(self.choice))
+        self._set("starts_after", tuple(self.starts_after))
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            what = f"{' and '.join(given)} are set" if given else "none is set"
+            raise RequestError(f"{FIELD} needs exactly one of {', '.join(KINDS)}; {what}")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            _check_text(name, getattr(self, name))
+        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
+            if getattr(self, name) not in (None, True, False):
+                raise RequestError(f"{FIELD}.{name} must be true or false")
+
+    @classmethod
+    def of(cls, given: Any) -> StructuredOutputsParams | None:
+        """From a mapping, or an object with these attributes such as vLLM's own class."""
+        if given is None or isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            names = cls.__struct_fields__
+            given = {name: getattr(given, name) for name in names if hasattr(given, name)}
+        fields = {
+            str(name): value
+            for name, value in cast("Mapping[Any, Any]", given).items()
+            if value is not None and name not in ("backend", "_backend")
+        }
+        unknown = sorted(fields.keys() - set(cls.__struct_fields__))
+        if unknown:
+            raise RequestError(f"{FIELD}.{unknown[0]} is unknown; the kinds are {', '.join(KINDS)}")
+        return cls(**fields)
+
+    @property
+    def kind(self) -> str:
+        """The field that is set."""
+        return next(name for name in KINDS if getattr(self, name) not in (None, False))
+
+    def _set(self, name: str, value: Any) -> None:
+        msgspec.structs.force_setattr(self, name, value)
+
+
+def _json_text(name: str, value: Any) -> str | None:
+    """A JSON value as text, no longer than allowed; text is kept."""
+    if value is None:
+        return None
+    if not isinstance(value, (str, Mapping, bool)):
+        raise RequestError(f"{FIELD}.{name} must be an object or JSON text, got {value!r:.100}")
+    if not isinstance(value, str):
+        try:
+            value = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"{FIELD}.{name} cannot be written as JSON: {error}") from None
+    _check_text(name, value)
+    return value
+
+
+def _choice(value: Any) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise RequestError(f"{FIELD}.choice must be a list of texts, got {value!r:.100}")
+    texts = tuple(cast("Iterable[Any]", value))
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise RequestError(f"{FIELD}.choice must hold at least one text, and no empty one")
+    _check_text("choice", "".join(texts))
+    return texts
+
+
+def _check_text(name: str, value: Any) -> None:
+    """Raise unless ``value`` is None or text that is not too long and has a UTF-8 form."""
+    if value is None:
+        return
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"{FIELD}.{name} must be text that is not empty")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:
+        raise RequestError(f"{FIELD}.{name} has no UTF-8 form; use plain text") from None
+    if size > MAX_GRAMMAR_BYTES:
+        raise RequestError(
+            f"{FIELD}.{name} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are possible"
+        )

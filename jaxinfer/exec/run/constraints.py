@@ -1,0 +1,114 @@
+"""The filters of constrained sequences: they follow the drawn tokens and write masks.
+
+A mask depends on the token before, so it is known once the step before has been collected. An error
+of a filter is the result of its row and ends that request; its later rows get a mask too, since the
+device may wait for one, and their tokens are never used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxinfer.core.constraint import TokenFilter
+from jaxinfer.core.step import ScheduledSeq, SlotAdmission
+from jaxinfer.exec.run.in_flight import LOGGER, RowKey
+from jaxinfer.exec.step.sampling import NOT_FINITE
+
+ALL_TOKENS = 0xFFFF_FFFF  # a word of a mask that allows its 32 tokens
+
+
+@dataclass
+class _Followed:
+    """A constrained sequence in a slot."""
+
+    key: RowKey
+    filter: TokenFilter | None = None
+    error: str = ""
+
+
+class Constraints:
+    """The constrained sequences of an engine, by slot; a new owner of a slot replaces the last."""
+
+    def __init__(self, num_words: int) -> None:
+        self.num_words = num_words  # W: words of a mask
+        self._slots: dict[int, _Followed] = {}
+        self._every_token: dict[int, np.ndarray] = {}  # uint32[count, W] of ones, by count
+
+    def admit(self, admissions: Sequence[SlotAdmission]) -> None:
+        """Follow the sequences that get slots; a preempted one continues after its tokens."""
+        for new in admissions:
+            constraint = new.request.constraint
+            if constraint is None:
+                self._slots.pop(new.slot, None)
+                continue
+            followed = _Followed((new.request.request_id, new.epoch))
+            self._slots[new.slot] = followed
+            drawn = new.token_ids.array()[new.num_prompt_tokens :].tolist()
+            try:
+                followed.filter = constraint.begin(drawn)
+            except Exception as error:
+                followed.error = _reported(followed.key, error)
+
+    def masks(self, rows: Sequence[ScheduledSeq], count: int) -> np.ndarray:  # uint32[count, W]
+        """The masks of rows that draw next, and of padding; all tokens for rows without filter.
+
+        The array must not be changed.
+        """
+        every_token = self._every_token.get(count)
+        if every_token is None:
+            every_token = np.full((count, self.num_words), ALL_TOKENS, np.uint32)
+            self._every_token[count] = every_token
+        constrained = [
+            (index, followed)
+            for index, row in enumerate(rows)
+            if (followed := self._of(row)) is not None
+        ]
+        if not constrained:
+            return every_token
+        masks = every_token.copy()
+        for index, followed in constrained:
+            if followed.error or followed.filter is None:
+                continue
+            mask = masks[index]
+            try:
+                followed.filter.fill(mask)
+            except Exception as error:
+                followed.error = _reported(followed.key, error)
+        return masks
+
+    def push(
+        self, rows: Sequence[ScheduledSeq], token_ids: Sequence[tuple[int, ...]]
+    ) -> dict[RowKey, str]:
+        """Pass each row's tokens to its filter; returns the errors of rows.
+
+        A row whose mask could not be written has an error too, so its token is never used.
+        """
+        errors: dict[RowKey, str] = {}
+        for row, drawn in zip(rows, token_ids, strict=False):  # padding follows
+            followed = self._of(row) if row.samples else None
+            if followed is None or NOT_FINITE in drawn:  # the latter ends the request anyway
+                continue
+            try:
+                if followed.filter is not None and not followed.error:
+                    for token_id in drawn:
+                        followed.filter.push(token_id)
+            except Exception as error:
+                followed.error = _reported(followed.key, error)
+            if followed.error:
+                errors[followed.key] = followed.error
+        return errors
+
+    def _of(self, row: ScheduledSeq) -> _Followed | None:
+        """The sequence of a row, unless its slot has a later owner."""
+        followed = self._slots.get(row.slot)
+        return followed if followed and followed.key == (row.request_id, row.epoch) else None
+
+
+def _reported(key: RowKey, error: Exception) -> str:
+    """Log an error of a filter; returns the sentence for the request."""
+    logging.getLogger(LOGGER).warning("request %s: its constraint failed: %s", key[0], error)
+    return f"the answer's constraint cannot be continued: {error}"

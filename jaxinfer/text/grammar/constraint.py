@@ -1,0 +1,179 @@
+"""What one sequence may draw next: a grammar's matcher, allowed ids and bad words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.core.constraint import BITS
+from jaxinfer.core.shapes import cdiv
+
+NUM_REHEARSALS = 2
+REHEARSED_TOKENS = 64
+
+
+class Grammar:
+    """A compiled grammar; sequences copy its matcher, which is never changed."""
+
+    def __init__(self, prototype: Any, num_words: int) -> None:  # llguidance.LLMatcher
+        self.prototype = prototype
+        self._num_words = num_words
+
+    @cached_property
+    def first_mask(self) -> np.ndarray:  # uint32[W]
+        """The mask of the first token; raises ``ValueError`` if none is possible.
+
+        It is computed before the first sequence begins, as it takes longest (some large schemas
+        80 ms).
+        """
+        mask = np.zeros(self._num_words, np.uint32)
+        fill_mask(self.prototype.deep_copy(), mask)
+        return mask
+
+    @property
+    def fits_some_text(self) -> bool:
+        """True if a first token is possible."""
+        try:
+            return bool(self.first_mask.any())
+        except ValueError:
+            return False
+
+    def rehearse(self, eos_token_ids: Sequence[int]) -> str:
+        """Draw a few random texts; returns why a matcher failed, or none.
+
+        llguidance bounds the work for each token, so a regex that explodes fails in the middle of
+        an answer. Most such regexes do so within a few tokens, also in a rehearsal.
+        """
+        rng = np.random.default_rng(0)
+        for _ in range(NUM_REHEARSALS):
+            matcher, mask = self.prototype.deep_copy(), self.first_mask.copy()
+            for _ in range(REHEARSED_TOKENS):
+                for token_id in eos_token_ids:
+                    _clear(mask, token_id)
+                choices = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+                if not choices.size:
+                    break
+                try:
+                    if not matcher.consume_token(int(rng.choice(choices))):
+                        return _reason(matcher)
+                    fill_mask(matcher, mask)
+                except ValueError as error:
+                    return str(error)
+        return ""
+
+
+def fill_mask(matcher: Any, mask: np.ndarray) -> None:  # uint32[W]
+    """Write a matcher's mask; raises ``ValueError`` if it has failed or no token can follow."""
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    if matcher.is_error():
+        raise ValueError(_reason(matcher))
+
+
+def _reason(matcher: Any) -> str:
+    """The first line of a matcher's error, without the dump of its state."""
+    return matcher.get_error().partition("\n")[0]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """Everything that limits the tokens of a request; see ``core.constraint``."""
+
+    grammar: Grammar | None
+    starts_after: tuple[int, ...]  # the grammar holds after these tokens
+    allowed: np.ndarray | None  # uint32[W]
+    bad_words: tuple[tuple[int, ...], ...]  # token ids, none of which may be completed
+    eos_token_ids: tuple[int, ...]  # of the model; not allowed before the grammar begins
+    avoids_end: bool  # with ``ignore_eos``: they are allowed only where nothing else is
+    vocab_size: int
+
+    def begin(self, drawn: Sequence[int]) -> SequenceFilter:
+        """A filter for a sequence that has drawn these tokens; raises ``ValueError``."""
+        found = SequenceFilter(self)
+        for token_id in drawn:
+            found.push(token_id)
+        return found
+
+    @cached_property
+    def every_token(self) -> np.ndarray:  # uint32[W]
+        """The mask of the whole vocabulary."""
+        mask = np.full(cdiv(self.vocab_size, BITS), 0xFFFF_FFFF, np.uint32)
+        if rest := self.vocab_size % BITS:
+            mask[-1] = (1 << rest) - 1
+        return mask
+
+    @cached_property
+    def longest_word(self) -> int:
+        """Tokens of the longest bad word."""
+        return max(map(len, self.bad_words), default=0)
+
+
+class SequenceFilter:
+    """The tokens that one sequence may draw; see ``core.constraint.TokenFilter``."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self._constraint = constraint
+        self._last: tuple[int, ...] = ()  # as many as bad words or ``starts_after`` look at
+        self._num_kept = max(constraint.longest_word - 1, len(constraint.starts_after))
+        self._matcher: Any = None  # set where the grammar begins
+        self._is_at_start = False
+        if not constraint.starts_after:
+            self._begin_grammar()
+
+    def push(self, token_id: int) -> None:
+        """Take note of a drawn token; raises ``ValueError`` if the grammar does not allow it."""
+        if self._matcher is not None:
+            self._is_at_start = False
+            if not self._matcher.consume_token(token_id):
+                raise ValueError(_reason(self._matcher))
+        if self._num_kept:
+            self._last = (*self._last, token_id)[-self._num_kept :]
+            awaited = self._constraint.starts_after
+            if self._matcher is None and awaited and self._last[-len(awaited) :] == awaited:
+                self._begin_grammar()
+
+    def fill(self, mask: np.ndarray) -> None:  # uint32[W]
+        """Write the mask of the next token; raises ``ValueError`` if no token is allowed."""
+        constraint = self._constraint
+        if self._matcher is None:
+            mask[:] = constraint.every_token
+            if constraint.grammar is not None:
+                for token_id in constraint.eos_token_ids:
+                    _clear(mask, token_id)
+        elif self._is_at_start:
+            assert constraint.grammar is not None
+            mask[:] = constraint.grammar.first_mask
+        else:
+            fill_mask(self._matcher, mask)
+        if constraint.allowed is not None:
+            mask &= constraint.allowed
+        for word in constraint.bad_words:
+            before = word[:-1]
+            if not before or self._last[-len(before) :] == before:
+                _clear(mask, word[-1])
+        if constraint.avoids_end and self._matcher is not None:
+            self._avoid_ends(mask)
+        if not mask.any():
+            raise ValueError("no token is allowed")
+
+    def _begin_grammar(self) -> None:
+        grammar = self._constraint.grammar
+        if grammar is not None:
+            self._matcher, self._is_at_start = grammar.prototype.deep_copy(), True
+
+    def _avoid_ends(self, mask: np.ndarray) -> None:  # uint32[W]
+        """Forbid the tokens that end a text, unless the grammar allows nothing else."""
+        ends = [(i, int(mask[i // BITS])) for i in self._constraint.eos_token_ids]
+        for token_id, _ in ends:
+            _clear(mask, token_id)
+        if not mask.any():
+            for token_id, word in ends:
+                mask[token_id // BITS] |= np.uint32(word & (1 << token_id % BITS))
+
+
+def _clear(mask: np.ndarray, token_id: int) -> None:  # uint32[W]
+    if token_id // BITS < len(mask):
+        mask[token_id // BITS] &= np.uint32(~(1 << token_id % BITS) & 0xFFFF_FFFF)

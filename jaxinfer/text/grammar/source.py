@@ -1,0 +1,131 @@
+"""Grammars in llguidance's form from ``StructuredOutputsParams``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from jaxinfer.core.errors import RequestError
+from jaxinfer.core.structured import FIELD, StructuredOutputsParams
+from jaxinfer.text.grammar.schema import check_depth, check_schema
+from jaxinfer.text.grammar.tags import tags_as_lark
+from jaxinfer.text.grammar.trial import may_be_slow, try_to_compile
+
+# Spaces, tabs and newlines between the parts of JSON: enough for indented text, but bounded, since
+# a model that prefers spaces to the next value would otherwise continue to max_tokens.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+_UNSUPPORTED = "Unimplemented keys: ["  # llguidance's words, before a list of names
+MAX_MESSAGE = 300  # characters of llguidance's explanation that an error repeats
+
+
+def load_llguidance() -> ModuleType:
+    """The library, an optional extra; raises ``RequestError`` if it is not installed."""
+    try:
+        import llguidance
+    except ImportError:
+        raise RequestError(
+            f"{FIELD} needs the package llguidance, which is not installed on this machine; "
+            "install jaxinfer with the extra 'structured'"
+        ) from None
+    return llguidance
+
+
+def grammar_source(params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
+    """The grammar as llguidance reads it, checked as far as possible without a vocabulary.
+
+    ``special``: the ids of special tokens by their text. Raises ``RequestError`` that begins with
+    the field: for a form that llguidance refuses, with its reason, such as the name of an
+    unsupported keyword; and for a schema that never ends.
+    """
+    library = load_llguidance()
+    kind = params.kind
+    try:
+        source = _source(library, params, special)
+    except RequestError:
+        raise
+    except Exception as error:  # llguidance raises ValueError, its reader of GBNF any other
+        raise unusable(kind, str(error)) from None
+    if may_be_slow(params):
+        reason = try_to_compile(source, kind)
+    else:
+        failed, messages = library.LLMatcher.validate_grammar_with_warnings(source, None)
+        reason = messages[0] if failed else ""
+    if reason:
+        raise unusable(kind, reason)
+    return source
+
+
+def _source(
+    library: ModuleType, params: StructuredOutputsParams, special: Mapping[str, int]
+) -> str:
+    matcher = library.LLMatcher
+    if params.json is not None or params.json_object:
+        text = '{"type": "object"}' if params.json is None else params.json
+        return matcher.grammar_from_json_schema(_schema_text(text, params), overrides=_json(params))
+    if params.regex is not None:
+        return matcher.grammar_from_regex(params.regex)
+    if params.choice is not None:
+        texts = (json.dumps(text, ensure_ascii=False) for text in params.choice)
+        return matcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+    if params.grammar is not None:
+        return library.grammar_from("grammar", params.grammar)
+    assert params.structural_tag is not None
+    tag = _parsed("structural_tag", params.structural_tag)
+    check_depth("structural_tag", tag)
+    lark = tags_as_lark(tag, special, library.regex_to_lark, _json(params))
+    return matcher.grammar_from_lark(lark)
+
+
+def _json(params: StructuredOutputsParams) -> dict[str, Any]:
+    """llguidance's options of schemas. A schema cannot switch on an approximation by itself."""
+    pattern = params.whitespace_pattern or WHITESPACE
+    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False}
+    if params.disable_any_whitespace:
+        return options | {"whitespace_flexible": False}
+    return options | {"whitespace_pattern": pattern}
+
+
+def _schema_text(text: str, params: StructuredOutputsParams) -> str:
+    schema = _parsed("json", text)
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    if not isinstance(schema, dict):
+        raise RequestError(f"{FIELD}.json must be a JSON schema, which is an object")
+    check_schema(schema)
+    if params.disable_additional_properties:
+        schema = _closed(schema)
+    return json.dumps(schema, ensure_ascii=False)
+
+
+def _closed(schema: Any) -> Any:
+    """The schema in which no object has properties that it does not name."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(value) for name, value in schema.items()}
+    if isinstance(closed.get("properties"), dict) or closed.get("type") == "object":
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def _parsed(name: str, text: str) -> Any:
+    try:
+        return json.loads(text, parse_float=_number)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{FIELD}.{name} is not valid JSON: {error}") from None
+
+
+def _number(text: str) -> int | float:
+    """2.0 as 2: JSON has one type of number, and llguidance counts in whole ones."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def unusable(kind: str, reason: str) -> RequestError:
+    """The error for a grammar that llguidance refuses for this reason."""
+    reason = reason.replace(_UNSUPPORTED, "its keywords are not supported: ").replace('"]', '"')
+    words = " ".join(reason.partition("\n<state>")[0].split())
+    return RequestError(f"{FIELD}.{kind} cannot be used: {words[:MAX_MESSAGE]}")

@@ -1,0 +1,161 @@
+"""Structured output over HTTP: the fields of OpenAI and vLLM, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kit.engines import EOS, tiny_engine
+from kit.server import Serving, serving
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["a", "b"]}, "count": {"type": "integer", "maximum": 99}},
+    "required": ["kind", "count"],
+    "additionalProperties": False,
+}
+# The random model ends numbers and texts.
+COMMON = {
+    "max_tokens": 100,
+    "frequency_penalty": 2.0,
+    "seed": 1,
+    "logit_bias": {str(EOS): 20, "125": 10},
+}
+PROMPT = {"prompt": [72, 105], **COMMON}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], **COMMON}
+LIMIT = 2.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with serving(tiny_engine()) as running:
+        yield running
+        running.wait_until_idle()
+        assert running.engine.stats().num_late_compiles == 0
+
+
+def completion(server: Serving, **fields: Any) -> str:
+    response = server.post("/v1/completions", **PROMPT, **fields)
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    return choice["text"]
+
+
+def chat(server: Serving, **fields: Any) -> str:
+    response = server.post("/v1/chat/completions", **CHAT, **fields)
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    return choice["message"]["content"]
+
+
+NAMED = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": NAMED},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}},
+        {"guided_json": SCHEMA, "guided_decoding_backend": "xgrammar"},
+    ],
+)
+def test_json_with_a_schema(server: Serving, fields: dict[str, Any]) -> None:
+    for answer in (completion(server, **fields), chat(server, **fields)):
+        value = json.loads(answer)
+        assert value["kind"] in ("a", "b") and value["count"] <= 99 and len(value) == 2
+
+
+def test_other_forms(server: Serving) -> None:
+    assert json.loads(chat(server, response_format={"type": "json_object"})) is not None
+    any_object = {"type": "json_schema", "json_schema": {"name": "n"}}
+    assert isinstance(json.loads(chat(server, response_format=any_object)), dict)
+    assert completion(server, guided_choice=["yes", "no"]) in ("yes", "no")
+    assert completion(server, structured_outputs={"choice": ["yes", "no"]}) in ("yes", "no")
+    assert completion(server, guided_regex="a{3}") == "aaa"
+    assert completion(server, guided_grammar='root ::= "b" "c"') == "bc"
+    tag = {"format": {"type": "const_string", "value": "x y"}}
+    assert completion(server, response_format={"type": "structural_tag", **tag}) == "x y"
+    assert completion(server, structured_outputs={"structural_tag": tag}) == "x y"
+    assert completion(server, response_format={"type": "text"}) == completion(server)
+
+
+def test_streams_are_cut_whole_answers(server: Serving) -> None:
+    whole = chat(server, response_format=NAMED)
+    body = {**CHAT, "response_format": NAMED, "stream": True}
+    with server.client() as client:
+        lines = client.post("/v1/chat/completions", json=body).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if "{" in line]
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == whole
+
+
+def test_tokens_that_are_allowed_or_not(server: Serving) -> None:
+    allowed = {"allowed_token_ids": [97, 98, EOS], "max_tokens": 20}
+    response = server.post("/v1/completions", prompt=[1], **allowed).json()
+    assert set(response["choices"][0]["text"]) <= {"a", "b"}
+    response = server.post("/v1/completions", prompt=[1], **allowed, bad_words=["a"]).json()
+    assert set(response["choices"][0]["text"]) <= {"b"}
+
+
+MULTIPLES = [{"type": "integer", "multipleOf": n} for n in (3, 5, 7, 11, 13, 17, 19, 23)]
+ENDLESS = {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
+# it allows any number of a up to 9 ** 8
+EXPLODING = "(" * 8 + "a" + "{0,9})" * 8
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "endless": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": ENDLESS}}},
+        "response_format.json_schema.schema",
+    ),
+    "contradictory": (
+        {"guided_json": {"type": "integer", "minimum": 5, "maximum": 3}},
+        "guided_json",
+    ),
+    "300 KB": (
+        {"structured_outputs": {"json": {"const": "x" * 300_000}}},
+        "structured_outputs.json",
+    ),
+    "long regex": ({"guided_regex": "x" * 300_000}, "guided_regex"),
+    "exploding regex": ({"structured_outputs": {"regex": EXPLODING}}, "structured_outputs.regex"),
+    "hours": ({"structured_outputs": {"json": {"allOf": MULTIPLES}}}, "structured_outputs.json"),
+    "undefined rule": (
+        {"structured_outputs": {"grammar": "start: foo"}},
+        "structured_outputs.grammar",
+    ),
+    "undefined GBNF rule": ({"guided_grammar": "root ::= foo"}, "guided_grammar"),
+    "unsupported keyword": ({"guided_json": {"not": {}}}, "guided_json"),
+    "two forms": ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    "two in one": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    "none": ({"structured_outputs": {}}, "structured_outputs"),
+    "unknown kind": ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
+    "unknown type": ({"response_format": {"type": "xml"}}, "response_format.type"),
+    "no type": ({"response_format": {}}, "response_format.type"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    "empty tag": ({"response_format": {"type": "structural_tag"}}, "response_format"),
+    "wrong choice": ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice"),
+    "ids beyond the vocabulary": ({"allowed_token_ids": [320]}, "allowed_token_ids"),
+    "no ids": ({"allowed_token_ids": []}, "allowed_token_ids"),
+    "empty word": ({"bad_words": [""]}, "bad_words[0]"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_bad_fields_are_named_and_disturb_no_one(server: Serving, stream: bool) -> None:
+    ordinary = {"prompt": [5, 6], "max_tokens": 120, "ignore_eos": True, "seed": 3}
+    before = server.post("/v1/completions", **ordinary).json()["choices"]
+    completion(server, guided_regex="a")  # the table of the vocabulary is made
+    for name, (fields, param) in BAD.items():
+        begin = time.monotonic()
+        response = server.post("/v1/completions", **PROMPT, **fields, stream=stream)
+        seconds = time.monotonic() - begin
+        assert response.status_code == 400, (name, response.text)
+        error = response.json()["error"]
+        assert error["param"] == param, (name, error)
+        assert error["message"].startswith(param.partition("[")[0]), (name, error)
+        assert seconds < LIMIT, (name, seconds)
+    assert server.post("/v1/completions", **ordinary).json()["choices"] == before

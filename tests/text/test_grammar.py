@@ -1,0 +1,200 @@
+"""Grammars allow what their source describes: JSON-Schema-Test-Suite, bad sources, tags."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxinfer.core.errors import RequestError
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.text.grammar import source
+from jaxinfer.text.grammar.compile import ConstraintCompiler
+from jaxinfer.text.grammar.constraint import Constraint
+from jaxinfer.text.grammar.trial import try_to_compile
+from jaxinfer.text.tokenizer import load_tokenizer
+from kit.tokenizers import TINY_EOS_ID, tiny_tokenizer_spec
+
+SUITE = Path(__file__).parents[1] / "data" / "json_schema" / "draft2020-12.json.gz"
+CASES = json.loads(gzip.decompress(SUITE.read_bytes()))
+# Keywords that are refused by name; the others, in all combinations, are followed.
+REFUSED = {
+    *("contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas"),
+    *("if", "then", "else", "not", "propertyNames", "unevaluatedItems", "unevaluatedProperties"),
+    *("uniqueItems", "oneOf", "$dynamicAnchor", "$dynamicRef"),
+}
+OTHER_REASONS = ("Unsatisfiable", "not disjoint", "Unknown format", "too many digits")
+# Valid values that are never written: 1.0 for 1, keys in another order than the schema's, and
+# texts that a format's name excludes.
+NEVER_WRITTEN = 22
+
+
+@pytest.fixture(scope="module")
+def compiler() -> ConstraintCompiler:
+    return ConstraintCompiler(load_tokenizer(tiny_tokenizer_spec()), 320, (TINY_EOS_ID,))
+
+
+def compiled(compiler: ConstraintCompiler, **form: Any) -> Constraint:
+    constraint = compiler.compile(SamplingParams(structured_outputs=form))  # type: ignore[arg-type]
+    assert constraint is not None
+    return constraint
+
+
+def accepts(constraint: Constraint, text: str) -> bool:
+    try:
+        constraint.begin([*text.encode(), TINY_EOS_ID])
+    except ValueError:
+        return False
+    return True
+
+
+def test_suite_of_json_schema(
+    compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "may_be_slow", lambda _: False)  # a process for each takes 0.1 s
+    followed = missing = 0
+    for file, what, schema, tests in CASES:
+        try:
+            constraint = compiled(compiler, json=json.dumps(schema))
+        except RequestError as error:
+            words = {word.strip('",') for word in str(error).split()}
+            assert words & REFUSED or any(one in str(error) for one in OTHER_REASONS), (file, error)
+            continue
+        followed += 1
+        for value, valid in tests:
+            if accepts(constraint, json.dumps(value, ensure_ascii=False)) != valid:
+                assert valid, f"{file}: {what}: {value} is not valid, and was allowed"
+                missing += 1
+    assert followed == 170 and missing == NEVER_WRITTEN
+
+
+ENDLESS = {
+    "through a property": {
+        "$ref": "#/$defs/a",
+        "$defs": {
+            "a": {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"]}
+        },
+    },
+    "itself": {"$ref": "#"},
+    "through a list": {
+        "type": "object",
+        "properties": {"x": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}},
+        "required": ["x"],
+    },
+    "through two": {
+        "anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+        "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}},
+    },
+}
+# it allows any number of a up to 9 ** 8
+EXPLODING = "(" * 8 + "a" + "{0,9})" * 8
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    **{f"endless: {name}": ({"json": schema}, "never ends") for name, schema in ENDLESS.items()},
+    "contradiction": ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable"),
+    "two types": ({"json": {"allOf": [{"type": "null"}, {"type": "array"}]}}, "incompatible types"),
+    "unknown type": ({"json": {"type": "banana"}}, "Invalid type: banana"),
+    "unsupported": ({"json": {"uniqueItems": True, "not": {}}}, 'not supported: "not", "uniqueIt'),
+    "lenient": ({"json": {"not": {}, "x-guidance": {"lenient": True}}}, "not supported"),
+    "missing reference": ({"json": {"$ref": "#/nope"}}, "does not exist"),
+    "deep": ({"json": '{"items":' * 200 + "{}" + "}" * 200}, "at most 128 levels"),
+    "no JSON": ({"json": '{"type":'}, "not valid JSON"),
+    "no schema": ({"json": "[1]"}, "must be a JSON schema"),
+    "regex": ({"regex": "a("}, "unclosed group"),
+    "look-ahead": ({"regex": "(?=a)b"}, "look-around"),
+    "regex of nothing": ({"regex": "[^\\s\\S]"}, "fits no text"),
+    "exploding regex": ({"regex": EXPLODING}, "too complex"),
+    "undefined rule": ({"grammar": "start: foo"}, 'unknown name: "foo"'),
+    "undefined GBNF rule": ({"grammar": 'root ::= foo "a"'}, "Rule 'foo' not found"),
+    "no start": ({"grammar": 'foo: "a"'}, "Failed to convert the grammar"),
+    "endless grammar": ({"grammar": 'start: start "a"'}, "fits no text"),
+    "unknown tag": ({"structural_tag": {"format": {"type": "x"}}}, "the type 'x'"),
+    "no trigger": (
+        {
+            "structural_tag": {
+                "triggers": ["<a"],
+                "structures": [{"begin": "<b", "schema": {}, "end": ">"}],
+            }
+        },
+        "no trigger begins",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_sources_are_refused_by_field(compiler: ConstraintCompiler, name: str) -> None:
+    form, reason = BAD[name]
+    (kind,) = form
+    with pytest.raises(RequestError) as caught:
+        compiled(compiler, **form)
+    assert str(caught.value).startswith(f"structured_outputs.{kind} ")
+    assert reason in str(caught.value)
+
+
+def test_sources_that_would_take_hours_are_refused_in_two_seconds(
+    compiler: ConstraintCompiler,
+) -> None:
+    multiples = [{"type": "integer", "multipleOf": n} for n in (3, 5, 7, 11, 13, 17, 19, 23)]
+    begin = time.monotonic()
+    with pytest.raises(RequestError, match="takes more than 1.5 s to compile"):
+        compiled(compiler, json={"allOf": multiples})
+    assert time.monotonic() - begin < 2.5  # the table of the vocabulary may be made too
+    assert try_to_compile("start: foo", "grammar").startswith('at 1(8): unknown name: "foo"')
+
+
+def test_recursive_schemas_that_end(compiler: ConstraintCompiler) -> None:
+    tree = {"type": "object", "properties": {"x": {"$ref": "#"}}, "additionalProperties": False}
+    constraint = compiled(compiler, json=tree)
+    assert accepts(constraint, '{"x": {"x": {}}}') and not accepts(constraint, '{"y": {}}')
+
+
+def test_options_of_schemas(compiler: ConstraintCompiler) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    spaced, more = '{"a": 1}', '{"a":1,"b":2}'
+    assert accepts(compiled(compiler, json=schema), spaced)
+    assert accepts(compiled(compiler, json=schema), more)
+    tight = compiled(compiler, json=schema, disable_any_whitespace=True)
+    assert not accepts(tight, spaced) and accepts(tight, more)
+    closed = compiled(compiler, json=schema, disable_additional_properties=True)
+    assert accepts(closed, spaced) and not accepts(closed, more)
+    assert not accepts(compiled(compiler, json=schema), '{"a":' + " " * 40 + "1}")
+    wide = compiled(compiler, json=schema, whitespace_pattern=" {50}")
+    assert accepts(wide, '{"a":' + " " * 50 + "1}")
+
+
+TRIGGERED = {
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<|user|>", "<f"],
+        "tags": [
+            {
+                "begin": "<|user|>x",
+                "content": {"type": "regex", "pattern": "a/b"},
+                "end": "<|system|>",
+            },
+            {"begin": "<f>", "content": {"type": "any_text"}, "end": "</f>"},
+        ],
+        "at_least_one": True,
+    }
+}
+
+
+def test_triggered_tags(compiler: ConstraintCompiler) -> None:
+    constraint = compiled(compiler, structural_tag=TRIGGERED)
+    assert accepts(constraint, "text <f>anything</f> more <f></f>")
+    assert not accepts(constraint, "text")
+    assert accepts(constraint, "<f>a</f> <g>") and not accepts(constraint, "<f>a</f> <f")
+    special = compiler._tokenizer.convert_tokens_to_ids  # type: ignore[union-attr]
+    user, system = special("<|user|>"), special("<|system|>")
+    constraint.begin([*b"hi ", user, *b"xa/b", system, TINY_EOS_ID])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="grammar"):
+        constraint.begin([*b"hi ", user, *b"y"])  # type: ignore[list-item]
+
+
+def test_grammars_are_compiled_once(compiler: ConstraintCompiler) -> None:
+    first, again = (compiled(compiler, regex="[a-c]+") for _ in range(2))
+    assert first.grammar is again.grammar
+    assert compiled(compiler, regex="[a-d]+").grammar is not first.grammar
