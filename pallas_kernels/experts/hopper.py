@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.experts import launch, sort
+from pallas_kernels.experts import launch, triton
 from pallas_kernels.experts.ref import NUM_ARRAYS
 from pallas_kernels.experts.stack import Activation
 from pallas_kernels.registry import imported_when_called
@@ -36,11 +36,11 @@ def experts(
     gate_up, down = arrays[:NUM_ARRAYS], arrays[NUM_ARRAYS : 2 * NUM_ARRAYS]
     gate_up_bias, down_bias = arrays[2 * NUM_ARRAYS :]
     first, second = launch.sizes_of(x, choices, *arrays, kinds=kinds, activation=activation)
-    tiles = sort.tiles_of(choices, first.experts, first.width)
-    rows = x if first.all_tokens else sort.spread(x, tiles.place, first.tiles * first.width)
+    tiles = triton.tiles_of(choices, first.experts, first.width)
+    rows = x if first.all_tokens else triton.spread(x, tiles.place, first.tiles * first.width)
     common = (tiles.expert, tiles.rows, tiles.used, tiles.pairs)
     hidden = _gate_up(rows, *common, gate_up_bias, *gate_up, sizes=first)
     out = _down(hidden, *common, tiles.place, weights, down_bias, *down, sizes=second)
     if not second.few:
-        return sort.gather(out, tiles.place, weights)
+        return triton.gather(out, tiles.place, weights)
     return out if split else out.sum(0).astype(x.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ from pallas_kernels.quantised_gemm.tiled.launch import (
     TiledConfig,
     TiledSizes,
 )
-from pallas_kernels.quantised_gemm.tiled.step import ROW_BYTES, Parts
 
 MMA_TOKENS = 8  # multiple of N of a wgmma
 ITEM_BYTES = 2
@@ -98,15 +96,6 @@ class GemmSizes(NamedTuple):
         kind, group, super_group, zeros, offsets = self.form
         known = (kind, self.columns, self.inner, self.outer, group, super_group)
         return TiledSizes(*known, zeros, offsets, swiglu, split=False)
-
-    def views(self, stack: Sequence[jax.Array | None]) -> tuple[jax.Array, Parts]:
-        """The arrays of a quantised stack as in ``step.Gmem``, [E * halves, O / 64, ...] each."""
-        values, *factors = stack
-        assert values is not None
-        outer = (self.experts * self.halves, self.outer // TILE)
-        rows = self.tiled.tile_bytes // ROW_BYTES
-        parts = Parts(*(x if x is None else x.reshape(*outer, -1, TILE) for x in factors))
-        return values.reshape(*outer, self.inner // TILE, rows, ROW_BYTES), parts
 
     @property
     def pairs(self) -> int:

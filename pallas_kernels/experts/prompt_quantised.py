@@ -214,14 +214,16 @@ def launch_with(
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = _Spec(sizes, config)
-    values, parts = sizes.views(stack)
-    factors = [part for part in parts if part is not None]
+    w, *factors = stack
+    assert w is not None
+    values, parts = tiled.gmem_views(sizes.tiled, w, factors, sizes.experts)
+    used = [part for part in parts if part is not None]
     present = {name: array for name, array in arrays.items() if array is not None}
 
     def body(values: Ref, *refs: Ref) -> None:
         *inputs, out, scratch = refs
-        views = tiled.Gmem(None, values, parts.named(inputs[: len(factors)]), None)
-        named = dict(zip(present, inputs[len(factors) :], strict=True))
+        views = tiled.Gmem(None, values, parts.named(inputs[: len(used)]), None)
+        named = dict(zip(present, inputs[len(used) :], strict=True))
         gmem = prompt.Gmem(**(dict.fromkeys(prompt.Gmem._fields) | named | {"out": out}))
         _kernel(spec, gmem, views, scratch)
 
@@ -236,4 +238,4 @@ def launch_with(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=f"experts_{halves}_prompt_quantised",
-    )(values, *factors, *present.values())
+    )(values, *used, *present.values())

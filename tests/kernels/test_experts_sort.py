@@ -19,7 +19,7 @@ if sys.platform != "linux":
 
 from kit.experts_sort_sweep import CASES
 from kit.triton_shims import Recorder, compile_call, in_place_of_triton_call
-from pallas_kernels.experts import sort
+from pallas_kernels.experts import triton
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,8 +57,8 @@ def test_compiles_for_hopper_without_spills(
     weights = jax.ShapeDtypeStruct((tokens, chosen), jnp.float32)
 
     def sorted_and_back(x: jax.Array, choices: jax.Array, weights: jax.Array) -> jax.Array:
-        tiles = sort.tiles_of(choices, experts, width)
-        return sort.gather(sort.spread(x, tiles.place, tiles.pairs.size), tiles.place, weights)
+        tiles = triton.tiles_of(choices, experts, width)
+        return triton.gather(triton.spread(x, tiles.place, tiles.pairs.size), tiles.place, weights)
 
     recorder = Recorder()
     with in_place_of_triton_call(recorder):

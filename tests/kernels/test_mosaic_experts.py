@@ -18,7 +18,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kit.tiled_shims import replace_registers
-from pallas_kernels.experts import cases, decode, hopper, launch, prompt, sort, tiles
+from pallas_kernels.experts import cases, decode, hopper, launch, prompt, tiles, triton
 from pallas_kernels.experts.api import OP
 from pallas_kernels.experts.cases import ExpertsCase
 from pallas_kernels.experts.stack import PLAIN
@@ -73,9 +73,9 @@ def _gather(rows: jax.Array, place: jax.Array, weights: jax.Array) -> jax.Array:
 
 @pytest.fixture
 def sorted_by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sort, "tiles_of", tiles.tiles_of)
-    monkeypatch.setattr(sort, "spread", _spread)
-    monkeypatch.setattr(sort, "gather", _gather)
+    monkeypatch.setattr(triton, "tiles_of", tiles.tiles_of)
+    monkeypatch.setattr(triton, "spread", _spread)
+    monkeypatch.setattr(triton, "gather", _gather)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kit.triton_shims import in_place_of_triton_call, interpreted
-from pallas_kernels.experts import sort, tiles
+from pallas_kernels.experts import tiles, triton
 
 WIDTH = 40  # of tokens
 # Name: tokens, choices of a token, experts, rows of a tile, and whether some choices are outside.
@@ -33,7 +33,7 @@ def differences(tokens: int, chosen: int, experts: int, width: int, outside: boo
         values = np.array([-1, experts, 2**30], np.int32)
         is_outside = rng.random(choices.shape) < 0.3
         choices = np.where(is_outside, rng.choice(values, choices.shape), choices)
-    found = sort.tiles_of(jnp.asarray(choices), experts, width)
+    found = triton.tiles_of(jnp.asarray(choices), experts, width)
     expected = tiles.tiles_of(jnp.asarray(choices), experts, width)
     rows = np.asarray(expected.rows)
     in_use = np.arange(width) < rows[:, None]
@@ -47,8 +47,8 @@ def differences(tokens: int, chosen: int, experts: int, width: int, outside: boo
             names.append(name)
     x = rng.standard_normal((tokens, WIDTH)).astype(np.float32)
     weights = rng.random(choices.shape).astype(np.float32)
-    spread = sort.spread(jnp.asarray(x), found.place, rows.size * width)
-    total = sort.gather(spread, found.place, jnp.asarray(weights))
+    spread = triton.spread(jnp.asarray(x), found.place, rows.size * width)
+    total = triton.gather(spread, found.place, jnp.asarray(weights))
     inside = (choices >= 0) & (choices < experts)
     whole = x * np.where(inside, weights, 0).sum(axis=1, keepdims=True)
     if not np.allclose(total, whole, rtol=1e-5, atol=1e-5):

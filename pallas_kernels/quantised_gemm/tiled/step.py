@@ -96,9 +96,10 @@ def gmem_views(
     sizes: TiledSizes,
     values: jax.Array,  # uint8[O, ...]
     factors: Sequence[jax.Array | None],  # [O, ...]: scales, zeros, offsets and supers
+    matrices: int = 1,
 ) -> tuple[jax.Array, Parts]:
-    """The arrays of a matrix in the shapes of ``Gmem``."""
-    outer = (sizes.halves, sizes.outer // TILE)
+    """The arrays of a matrix in the shapes of ``Gmem``; several matrices follow one another."""
+    outer = (matrices * sizes.halves, sizes.outer // TILE)
     rows = sizes.tile_bytes // ROW_BYTES
     parts = Parts(*(x if x is None else x.reshape(*outer, -1, TILE) for x in factors))
     return values.reshape(*outer, sizes.inner // TILE, rows, ROW_BYTES), parts
