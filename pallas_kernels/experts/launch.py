@@ -34,6 +34,7 @@ ALL_TOKENS = 64  # at most so many are all multiplied by every expert in use
 ALL_TOKENS_QUANTISED = 16  # the same, where weights are unpacked before
 MAX_STAGES = 8
 WARPGROUPS = 4, 6, 3, 2, 1  # of few tokens and quantised weights
+MOST_LONG_STEPS = 4  # warpgroups; more have too few registers for steps of 128 inputs
 QUANTISED_IN_FLIGHT_BYTES = 160 << 10
 MMA_COLUMNS = 256  # largest N of a wgmma
 STORED_COLUMNS = 128  # of a prompt's results in shared memory at once
@@ -59,6 +60,7 @@ class Tiled(NamedTuple):
     super_group: int
     zeros: bool
     offsets: bool
+    scales_weights: bool = False  # see ``tiled.step``
 
     @classmethod
     def of(cls, kind: str, arrays: StackArrays) -> Tiled | None:
@@ -69,7 +71,9 @@ class Tiled(NamedTuple):
         inner = values.shape[2] * (2 if KIND_OF[kind] in PACKED else 1)
         super_group = 0 if supers is None else inner // supers.shape[2]
         group = inner // scales.shape[2]
-        return cls(KIND_OF[kind], group, super_group, zeros is not None, offsets is not None)
+        powers = KIND_OF[kind] == "fp4" and scales.dtype == jnp.bfloat16
+        parts = (zeros is not None, offsets is not None, powers)
+        return cls(KIND_OF[kind], group, super_group, *parts)
 
 
 class GemmSizes(NamedTuple):
@@ -93,7 +97,7 @@ class GemmSizes(NamedTuple):
         """The sizes of one expert's GEMM with the columns of an item."""
         assert self.form is not None
         swiglu = self.halves == 2
-        kind, group, super_group, zeros, offsets = self.form
+        kind, group, super_group, zeros, offsets, _ = self.form
         known = (kind, self.columns, self.inner, self.outer, group, super_group)
         return TiledSizes(*known, zeros, offsets, swiglu, split=False)
 
@@ -267,6 +271,8 @@ def quantised_configs(sizes: GemmSizes) -> list[QuantisedConfig]:
     """The configurations of ``decode_quantised`` whose tiles divide the call, the best first."""
     found = []
     for warpgroups, span in product(WARPGROUPS, (2 * TILE, 3 * TILE, TILE)):
+        if warpgroups > MOST_LONG_STEPS and span > TILE:
+            continue
         by_half = sizes.halves == 2 and warpgroups > 1
         step = TiledConfig(sizes.columns, span, warpgroups, 2, 1, by_half)
         weights = sizes.halves * step.block_k // TILE * sizes.tiled.tile_bytes
@@ -345,9 +351,13 @@ class QuantisedPromptConfig:
 
 
 def quantised_prompt_config(sizes: GemmSizes) -> QuantisedPromptConfig:
-    """K steps of 128 inputs, if groups are so large that no registers are spilled."""
-    form = sizes.tiled
-    span = 2 * TILE if form.inner % (2 * TILE) == 0 and form.group >= TILE else TILE
+    """K steps of up to 192 inputs. Groups that are scaled one by one take registers, so with small
+    groups longer steps would spill some.
+    """
+    assert sizes.form is not None
+    form, whole = sizes.tiled, sizes.form.scales_weights
+    spans = (3 * TILE, 2 * TILE) if whole else (2 * TILE,) if form.group >= TILE else ()
+    span = next((span for span in spans if form.inner % span == 0), TILE)
     step = TiledConfig(sizes.width, span, PAIR, 2, 1, by_half=True)
     ups = large_launch.ups_bytes(form, step)
     stages = (SMEM_BYTES - ups) // large_launch.step_bytes(form, step)

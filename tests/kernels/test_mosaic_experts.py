@@ -43,13 +43,15 @@ INTERPRETED = {
     "int4_sorted": replace(TILES, tokens=17, load="holes", inner=128),
     "int4_zeros": replace(TILES, form="int4_zeros", group=64, width=128),
     "int8": replace(TILES, form="int8"),
-    "fp4": replace(TILES, form="fp4", biases=True, activation=cases.CLAMPED),
+    "mxfp4": replace(TILES, form="mxfp4", biases=True, activation=cases.CLAMPED),
+    "fp4": replace(TILES, form="fp4"),
     "int4_prompt": replace(TILES, tokens=MANY, load="holes"),
-    "fp4_prompt": replace(TILES, tokens=MANY, form="fp4", biases=True, activation=cases.CLAMPED),
+    "fp4_prompt": replace(TILES, tokens=MANY, form="fp4"),
+    "mxfp4_prompt": replace(TILES, tokens=MANY, form="mxfp4", biases=True, width=128),
 }
 NIGHTLY = (
     *("several_steps", "one_expert_has_all", "prompt_few_experts", "int4", "int4_zeros", "int8"),
-    *("int4_prompt", "qwen3_30b_t1024", "qwen3_30b_int4_t64"),
+    *("int4_prompt", "fp4", "fp4_prompt", "qwen3_30b_t1024", "qwen3_30b_int4_t64"),
 )
 LOWERED = ("qwen3_30b_t1", "qwen3_30b_t1024", "qwen3_30b_int4_t64", "gpt_oss_20b_fp4_t8192")
 
@@ -117,7 +119,7 @@ def _shapes(case: ExpertsCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     bias = [of((count, size), dtype) if case.biases else None for size in (2 * f, d)]
     choices = [of((tokens, case.chosen), kind) for kind in (jnp.int32, jnp.float32)]
-    kind = case.form + "_tiles" * (case.form != PLAIN)
+    kind = case.kind + "_tiles" * (case.form != PLAIN)
     static = {"kinds": (kind, kind), "activation": case.activation, "split": case.split}
     return (of((tokens, d), dtype), *choices, *stack(2 * f, d), *stack(d, f), *bias), static
 
